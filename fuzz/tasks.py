@@ -15,6 +15,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
     import random
 
     import numpy as np
+    from psync.wire.ps_messages import AttachPs, CreateShards, Pull, Push
     from samples import CLASSES, Draw, drawn_of, sample_of
     from templates import SHARD_BYTES, SHARDS, request
 
@@ -29,7 +30,6 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from psync.wire.codec import Message
     from psync.wire.limits import Limits
     from psync.wire.messages import Challenge, Hello, Proof, Refused, Shutdown, Welcome
-    from psync.wire.ps_messages import AttachPs, CreateShards, Pull, Push
     from psync.worker_task import WorkerTask
 
     secret = Secret(b"a secret of at least thirty-two bytes")

@@ -8,14 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from samples import Draw, changed, drawn, fields_of
-
-from psync.numerics.moment_rules import Adam
-from psync.numerics.update_rule import SGD
-from psync.schedules import Constant
-from psync.store.sync_config import SyncConfig
 from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, TakeGradient
-from psync.wire.codec import Message
 from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked
 from psync.wire.ps_messages import (
     AskOptimizer,
@@ -32,6 +25,13 @@ from psync.wire.ps_messages import (
 )
 from psync.wire.session_messages import EnterSession
 from psync.wire.sync_messages import Contribute, DescribeSet, InitTokens, StagePush, TickClock
+from samples import Draw, changed, drawn, fields_of
+
+from psync.numerics.moment_rules import Adam
+from psync.numerics.update_rule import SGD
+from psync.schedules import Constant
+from psync.store.sync_config import SyncConfig
+from psync.wire.codec import Message
 
 SHARDS = [
     ["v", 0, 0, 0, [4], "float32"], ["step", 1, 0, 0, [], "int64"],

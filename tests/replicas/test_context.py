@@ -11,8 +11,8 @@ import pytest
 
 import psync
 from local_training import at_once
+from psync.api.scopes import current_scope
 from psync.client.context import ClosureContext, DatasetContext, inside
-from psync.client.scopes import current_scope
 from psync.errors import ReplicaValueError, UsageError
 from psync.replicas.context import (
     cross_replica,

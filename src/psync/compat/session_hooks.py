@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from psync.api.global_step import global_step_of
+from psync.api.scopes import running_scopes
 from psync.api.sync_replicas import SyncReplicasOptimizer
 from psync.api.variables import Variable
-from psync.client.scopes import running_scopes
 from psync.errors import ConfigurationError, UsageError
 
 

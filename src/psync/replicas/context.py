@@ -23,7 +23,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from psync.client.context import ClosureContext, forbid_in_step, here
-from psync.client.scopes import open_scope
 from psync.errors import ContextError
 from psync.numerics.replica_sums import ReduceOp, as_reduce_op
 from psync.numerics.replica_values import local_results, reducing_distributed, select
@@ -38,6 +37,7 @@ from psync.replicas.states import (
     enter_for_good,
     entered,
     no_replica,
+    open_scope,
 )
 
 if TYPE_CHECKING:

@@ -1,45 +1,30 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from psync.client.scopes import (
+from psync.api.scopes import (
     Elsewhere,
     Scope,
-    add_strategy,
     current_elsewhere,
     current_scope,
     elsewhere,
-    open_scope,
     running_scopes,
 )
+from psync.cluster import ClusterSpec
 from psync.partitioners import Pinned
+from psync.replicas.states import open_scope
 
 
-class AScope:
-    _origin = "here"
-    _runtime: Any = None
-    _created = False
-    variables = ()
-    trainable_variables = ()
-    _accumulators: ClassVar[dict[str, Any]] = {}
-    _accumulator_placement = Pinned(0)
-
-    def _declare(self, *args: Any, **options: Any) -> Any:
-        return args
-
-    def _declare_copy(self, *args: Any) -> Any:
-        return args
-
-    def _add(self, variable: Any) -> None:
-        self.added = variable
+def a_scope() -> Any:
+    return Scope(ClusterSpec({"ps": ["a:1"], "worker": ["b:1"]}), None, None, "round_robin")
 
 
 def test_no_scope_is_open_unless_somebody_opens_one() -> None:
     assert current_scope() is None
-    scope: Scope = AScope()
+    scope = a_scope()
     token = open_scope.set(scope)
     assert current_scope() is scope
     open_scope.reset(token)
@@ -47,18 +32,17 @@ def test_no_scope_is_open_unless_somebody_opens_one() -> None:
 
 
 def test_strategies_run_as_long_as_there_is_a_way_to_their_variables() -> None:
-    one, two = AScope(), AScope()
-    add_strategy(one)
-    add_strategy(two)
+    one, two = a_scope(), a_scope()
     assert running_scopes() == []
     two._runtime = "a way"
     assert running_scopes() == [two]
     del two
     assert running_scopes() == []
+    del one
 
 
 def test_the_innermost_place_is_in_force_until_it_is_left() -> None:
-    outer, inner = Elsewhere(AScope(), Pinned(0)), Elsewhere(AScope(), Pinned(1))
+    outer, inner = Elsewhere(a_scope(), Pinned(0)), Elsewhere(a_scope(), Pinned(1))
     assert current_elsewhere() is None
     with elsewhere(outer):
         with elsewhere(inner):
@@ -71,7 +55,7 @@ def test_the_innermost_place_is_in_force_until_it_is_left() -> None:
 
 @pytest.mark.asyncio
 async def test_a_scope_is_open_in_its_own_task_and_in_those_it_starts() -> None:
-    scope = AScope()
+    scope = a_scope()
 
     async def seen() -> Scope | None:
         return current_scope()
