@@ -19,8 +19,8 @@ import pytest
 import psync
 from memory_cluster import session_cluster
 from ps_cluster import until
+from psync.api.session_hooks import SessionHook
 from psync.client.ps_link import MAX_LOSSES
-from psync.compat.session_hooks import SessionHook
 from psync.compat.session_members import GRACE_S
 from psync.compat.training_sessions import MonitoredTrainingSession
 

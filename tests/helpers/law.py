@@ -36,6 +36,7 @@ LAW = (
     "backups",
     "sync",
     "chief",
+    "compat.session_members compat.session_service",
     "ps_task",
     "worker_task",
     "coordinator",
