@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -100,20 +101,25 @@ def is_pure(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in PURE)
 
 
-def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes, those in functions too, except what stands under ``if TYPE_CHECKING:``."""
+def nodes_of(tree: ast.AST, *, typed: bool) -> Iterator[ast.AST]:
+    """All nodes, those in functions too; ``typed``: also what stands under TYPE_CHECKING."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            continue
-        yield node
-        yield from runtime_nodes(node)
+        if typed or not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from nodes_of(node, typed=typed)
 
 
-def imports_of(module: str) -> list[tuple[int, str]]:
-    """What a module imports when it runs: (line, dotted name)."""
+@cache
+def imports_of(module: str, *, typed: bool = True) -> list[tuple[int, str]]:
+    """What a module imports: (line, dotted name).
+
+    Args:
+        module: Name without the leading ``psync.``.
+        typed: Whether imports for types alone count, too.
+    """
     path = MODULES[module]
     found: list[tuple[int, str]] = []
-    for node in runtime_nodes(ast.parse(path.read_text(), str(path))):
+    for node in nodes_of(ast.parse(path.read_text(), str(path)), typed=typed):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -126,11 +132,11 @@ def imports_of(module: str) -> list[tuple[int, str]]:
     return found
 
 
-def own_imports_of(module: str) -> list[tuple[int, str]]:
-    """The modules of psync that a module imports when it runs: (line, name)."""
+def own_imports_of(module: str, *, typed: bool = True) -> list[tuple[int, str]]:
+    """The modules of psync that a module imports: (line, name)."""
     return [
         (line, name.removeprefix("psync").lstrip(".") or "__init__")
-        for line, name in imports_of(module)
+        for line, name in imports_of(module, typed=typed)
         if name.split(".")[0] == "psync"
     ]
 
