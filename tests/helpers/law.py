@@ -1,7 +1,7 @@
 """The import law: which package of psync knows which, and what is pure.
 
-This table is its only place. ``tests/test_law.py`` enforces it; ``make coverage`` asks it which
-tests have to reach every branch of what is pure::
+This table is its only place. ``tests/test_law.py`` enforces it. ``make coverage`` asks it for the
+rule suite, which reaches every branch of what is pure: all test files that import nothing else::
 
     python tests/helpers/law.py
 """
@@ -110,14 +110,8 @@ def nodes_of(tree: ast.AST, *, typed: bool) -> Iterator[ast.AST]:
 
 
 @cache
-def imports_of(module: str, *, typed: bool = True) -> list[tuple[int, str]]:
-    """What a module imports: (line, dotted name).
-
-    Args:
-        module: Name without the leading ``psync.``.
-        typed: Whether imports for types alone count, too.
-    """
-    path = MODULES[module]
+def imports_in(path: Path, *, typed: bool = True) -> list[tuple[int, str]]:
+    """What a file imports: (line, dotted name); ``typed``: also for types alone."""
     found: list[tuple[int, str]] = []
     for node in nodes_of(ast.parse(path.read_text(), str(path)), typed=typed):
         if isinstance(node, ast.Import):
@@ -132,23 +126,22 @@ def imports_of(module: str, *, typed: bool = True) -> list[tuple[int, str]]:
     return found
 
 
-def own_imports_of(module: str, *, typed: bool = True) -> list[tuple[int, str]]:
-    """The modules of psync that a module imports: (line, name)."""
+def own_imports_in(path: Path, *, typed: bool = True) -> list[tuple[int, str]]:
+    """The modules of psync that a file imports: (line, name)."""
     return [
         (line, name.removeprefix("psync").lstrip(".") or "__init__")
-        for line, name in imports_of(module, typed=typed)
+        for line, name in imports_in(path, typed=typed)
         if name.split(".")[0] == "psync"
     ]
 
 
-def main() -> None:
-    """Print the arguments with which pytest covers what is pure."""
-    for name in PURE:
-        *folders, last = name.split(".") if "." in name else ("top", name)
-        in_folder, in_file = TESTS / name, TESTS.joinpath(*folders, f"test_{last}.py")
-        tests = in_folder if in_folder.is_dir() else in_file
-        print(f"--cov=psync.{name}", tests.relative_to(ROOT))
+def rule_suite() -> Iterator[Path]:
+    """Yield the test files of rules: those that import pure modules, and no others of psync."""
+    for path in sorted(TESTS.rglob("test_*.py")):
+        own = own_imports_in(path, typed=False)
+        if own and all(is_pure(name) for _, name in own):
+            yield path.relative_to(ROOT)
 
 
 if __name__ == "__main__":
-    main()
+    print(*(f"--cov=psync.{name}" for name in PURE), *rule_suite())
