@@ -14,6 +14,7 @@ import pytest
 
 import psync
 from psync.cli import main as command_line
+from psync.wire.handshake import RELEASE
 
 
 def test_all_is_sorted_and_names_nothing_twice() -> None:
@@ -32,6 +33,10 @@ def test_each_name_is_there_and_has_a_docstring() -> None:
 def test_dir_lists_the_public_names() -> None:
     shown = [name for name in dir(psync) if not name.startswith("__")]
     assert shown == sorted(set(psync.__all__) - {"__version__"})
+
+
+def test_the_version_is_that_which_tasks_compare() -> None:
+    assert psync.__version__ == RELEASE
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
