@@ -138,10 +138,16 @@ def own_imports_in(path: Path, *, typed: bool = True) -> list[tuple[int, str]]:
 def rule_suite() -> Iterator[Path]:
     """Yield the test files of rules: those that import pure modules, and no others of psync.
 
-    ``psync.rules``, the base class of users' update rules, counts as pure: they are given to rules.
+    Where a file imports none of psync, its helpers' imports count. ``psync.rules``, the base class
+    of users' update rules, counts as pure: they are given to rules.
     """
     for path in sorted(TESTS.rglob("test_*.py")):
-        own = own_imports_in(path, typed=False)
+        helpers = [TESTS / "helpers" / f"{name}.py" for _, name in imports_in(path)]
+        own = own_imports_in(path, typed=False) or [
+            each
+            for helper in filter(Path.exists, helpers)
+            for each in own_imports_in(helper, typed=False)
+        ]
         if own and all(is_pure(name) or name == "rules" for _, name in own):
             yield path.relative_to(ROOT)
 
