@@ -43,7 +43,7 @@ help:
 	@echo "make chaos        train for a quarter of an hour while tasks are killed, stopped and cut off; chaos-short: one minute"
 	@echo "make sim          simulate whole clusters that things happen to: SEEDS=300 of them from SEED=1; REPLAY=17 shows one"
 	@echo "make sim-mutants  rules that are wrong on purpose: which oracle notices, after how many seeds"
-	@echo "make coverage     every branch of the rules and of the wire, by their own tests"
+	@echo "make coverage     every branch of the rules and of the wire, by tests of pure modules alone"
 	@echo "make fuzz         what comes from outside, attacked for a minute a target (FUZZ_SECONDS=600 for longer)"
 	@echo "make lint         style, types, import law; what type checkers find in programs of users"
 	@echo "make bench        throughput; synchronous beside asynchronous training"
@@ -191,9 +191,9 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/test_law.py tests/typing
 
-# Pure modules, and the tests that reach every branch of them without an event loop: tests/helpers/law.py has the list.
+# Every branch of the pure modules is reached by the rule suite: the tests that import nothing else (tests/helpers/law.py).
 coverage: $(VENV)/.installed-coverage
-	$(BIN)/python -m pytest -q $$($(BIN)/python tests/helpers/law.py) \
+	$(BIN)/python -m pytest -q -m "not slow" $$($(BIN)/python tests/helpers/law.py) \
 		--cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100
 
 fuzz: $(VENV)/.installed-fuzz

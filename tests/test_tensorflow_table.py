@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 import psync
 
 TESTS = Path(__file__).parent
@@ -44,10 +42,10 @@ def names_in(file: str) -> set[str]:
     return {function.name for function in functions if function.name.startswith("test_")}
 
 
-def assert_there(test: str) -> None:
+def is_there(test: str) -> bool:
+    """Whether there is a test, such as "test_reads.py::test_it", or a file of tests."""
     file, _, name = test.partition("::")
-    assert names_in(file), file
-    assert not name or name in names_in(file), test
+    return name in names_in(file) if name else bool(names_in(file))
 
 
 def test_there_are_rows() -> None:
@@ -55,13 +53,14 @@ def test_there_are_rows() -> None:
     assert len({row.tensorflow for row in ROWS}) == len(ROWS)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.tensorflow)
-def test_each_row_names_tests_that_are_there(row: Row) -> None:
-    tests = CODE.findall(row.test)
-    assert tests
-    assert row.test == ", ".join(f"`{test}`" for test in tests)
-    for test in tests:
-        assert_there(test)
+def test_each_row_names_tests_that_are_there() -> None:
+    missing = []
+    for row in ROWS:
+        tests = CODE.findall(row.test)
+        assert tests, row
+        assert row.test == ", ".join(f"`{test}`" for test in tests)
+        missing += [(row.tensorflow, test) for test in tests if not is_there(test)]
+    assert missing == []
 
 
 def lists() -> list[tuple[str, str]]:
@@ -70,35 +69,27 @@ def lists() -> list[tuple[str, str]]:
     return [(place, name) for place, names in bullets for name in CODE.findall(names)]
 
 
-@pytest.mark.parametrize(("place", "name"), lists())
-def test_each_name_of_a_list_is_there(place: str, name: str) -> None:
-    last = name.partition("(")[0].rpartition(".")[2]
-    assert_name_is_there(f"{place}.{last}")
-
-
 def test_each_group_of_lists_names_its_tests_in_a_comment() -> None:
     comments = re.findall(r"^<!-- tests: (.*) -->$", DOCUMENT, re.M)
     assert len(comments) == len(re.findall(r"\n\n- (?:In|Of) `psync", DOCUMENT))
-    for test in ", ".join(comments).split(", "):
-        assert_there(test)
+    assert [test for test in ", ".join(comments).split(", ") if not is_there(test)] == []
 
 
-def public_names() -> set[str]:
-    return set(re.findall(r"\bpsync(?:\.[A-Za-z_]\w*)+", DOCUMENT))
-
-
-def assert_name_is_there(name: str) -> None:
+def is_name_of_psync(name: str) -> bool:
     first, *rest = name.removeprefix("psync.").split(".")
-    assert first in psync.__all__
-    found = getattr(psync, first)
+    found = getattr(psync, first) if first in psync.__all__ else None
     for part in rest:
         if part in getattr(found, "__annotations__", {}):  # a field without a default
-            return
+            return True
         if re.search(rf"Attributes:\n(.*\n)*? +{part}: ", found.__doc__ or ""):
-            return
-        found = getattr(found, part)
+            return True
+        found = getattr(found, part, None)
+    return found is not None
 
 
-@pytest.mark.parametrize("name", sorted(public_names()))
-def test_each_name_of_psync_is_there(name: str) -> None:
-    assert_name_is_there(name)
+def test_each_name_of_psync_is_there() -> None:
+    named = set(re.findall(r"\bpsync(?:\.[A-Za-z_]\w*)+", DOCUMENT))
+    listed = {f"{place}.{name.partition('(')[0].rpartition('.')[2]}" for place, name in lists()}
+    assert len(named) > 100
+    assert len(listed) > 60
+    assert sorted(name for name in named | listed if not is_name_of_psync(name)) == []

@@ -33,6 +33,9 @@ from psync.api.optimizers.state import PushResult as PushResult
 from psync.api.pulls import pull as pull
 from psync.api.reads import cache_variable_reads as cache_variable_reads
 from psync.api.seeing import report as report
+from psync.api.session_hooks import ChiefQueueRunner as ChiefQueueRunner
+from psync.api.session_hooks import SessionHook as SessionHook
+from psync.api.session_hooks import SyncReplicasHook as SyncReplicasHook
 from psync.api.strategy import ParameterServerStrategy as ParameterServerStrategy
 from psync.api.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
 from psync.api.variables import ShardedVariable as ShardedVariable
@@ -49,10 +52,6 @@ from psync.cluster import ClusterSpec as ClusterSpec
 from psync.cluster_roles import id_in_cluster as id_in_cluster
 from psync.cluster_roles import is_chief as is_chief
 from psync.cluster_roles import worker_count as worker_count
-from psync.compat.chief_queue_runner import ChiefQueueRunner as ChiefQueueRunner
-from psync.compat.session_hooks import SessionHook as SessionHook
-from psync.compat.session_hooks import SyncReplicasHook as SyncReplicasHook
-from psync.compat.strategy_extended import StrategyExtended as StrategyExtended
 from psync.compat.training_sessions import MonitoredTrainingSession as MonitoredTrainingSession
 from psync.errors import AttachError as AttachError
 from psync.errors import AuthenticationError as AuthenticationError
@@ -124,6 +123,7 @@ from psync.replicas.context import get_replica_context as get_replica_context
 from psync.replicas.context import get_strategy as get_strategy
 from psync.replicas.context import has_strategy as has_strategy
 from psync.replicas.context import in_cross_replica_context as in_cross_replica_context
+from psync.replicas.extended import StrategyExtended as StrategyExtended
 from psync.replicas.losses import compute_average_loss as compute_average_loss
 from psync.replicas.losses import scale_regularization_loss as scale_regularization_loss
 from psync.serialization.captures import StaleCaptureWarning as StaleCaptureWarning

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from psync.api.scopes import runtime_here
 from psync.client.context import ClosureContext, inside
 from psync.client.runtime import Runtime
-from psync.client.scopes import runtime_here
 from psync.errors import ClosureCancelled, UsageError
 from psync.worker.iterators import IteratorTable
 

@@ -12,24 +12,22 @@ ILLEGAL = [(state, event) for state in State for event in Event if event not in 
 FINAL = {State.FINISHED, State.FAILED, State.EXHAUSTED, State.CANCELLED}
 
 
-@pytest.mark.parametrize(("state", "event", "after"), LEGAL)
-def test_legal_move_changes_the_state(state: State, event: Event, after: State) -> None:
-    closure = Closure(1)
-    closure.state = state
-    move(closure, event)
-    assert closure.state is after
-
-
-@pytest.mark.parametrize(("state", "event"), ILLEGAL)
-def test_illegal_move_names_the_event_and_the_state_and_changes_nothing(
-    state: State, event: Event
-) -> None:
-    closure = Closure(17, name="step")
-    closure.state = state
-    with pytest.raises(LocalProtocolError) as caught:
+def test_legal_move_changes_the_state() -> None:
+    for state, event, after in LEGAL:
+        closure = Closure(1)
+        closure.state = state
         move(closure, event)
-    assert str(caught.value) == f"closure 17 (step) cannot {event.value}: it is {state.value}"
-    assert closure.state is state
+        assert closure.state is after, (state, event)
+
+
+def test_illegal_move_names_the_event_and_the_state_and_changes_nothing() -> None:
+    closure = Closure(17, name="step")
+    for state, event in ILLEGAL:
+        closure.state = state
+        with pytest.raises(LocalProtocolError) as caught:
+            move(closure, event)
+        assert str(caught.value) == f"closure 17 (step) cannot {event.value}: it is {state.value}"
+        assert closure.state is state
 
 
 def test_every_state_is_in_the_table_and_can_be_reached() -> None:

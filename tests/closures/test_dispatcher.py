@@ -381,6 +381,15 @@ def test_worker_that_owes_an_answer_is_not_asked_again_whatever_it_reports() -> 
     ]
 
 
+def test_all_that_may_not_have_started_is_asked_back_where_no_answer_is_owed() -> None:
+    bench = fast_bench("a", num=5)
+    bench.decide()
+    assert bench.dispatcher.ask_back() == [GiveBack("a", (101, 102, 103))]
+    assert bench.dispatcher.ask_back() == []
+    bench, _ = two_workers_of_which_one_is_idle()
+    assert bench.dispatcher.ask_back() == []  # "a" owes an answer, "b" has nothing
+
+
 def test_half_that_was_not_asked_for_is_asked_for_when_a_worker_is_idle_again() -> None:
     bench, _ = two_workers_of_which_one_is_idle()
     bench.give_back("a", 102)

@@ -10,8 +10,9 @@ import pytest
 
 from memory_cluster import MemoryCluster, session_cluster
 from ps_cluster import PsCluster, heard
+from psync.api.session_hooks import wait_over
 from psync.chief.declarations import Declaration
-from psync.compat.session_links import Comparison, SessionLinks, wait_over
+from psync.compat.session_links import Comparison, SessionLinks
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
 from psync.net.secret import Secret
 from psync.wire.messages import AwaitEnd, EndTraining

@@ -1,12 +1,10 @@
-"""Who does not use TensorFlow 1's surface does not load it, and the core does not know it."""
+"""Programs without training sessions do not load their package."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-
-from law import LAW, MODULES, row_of
 
 PROGRAM = """
 import asyncio, sys
@@ -38,13 +36,6 @@ async def main():
 print(asyncio.run(main()), [name for name in sys.modules if name.startswith("psync.compat")])
 """
 
-LOADED_BY = {  # what a program says first of the wing
-    "api.sync_replicas": "its hook, its queue runner, its initial tokens",
-    "ps_task": "the messages of training sessions",
-    "replicas.context": "merge_call, and extended in a step",
-    "replicas.run": "extended of a strategy",
-}
-
 
 def test_a_program_that_does_not_use_it_does_not_import_it() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -53,13 +44,3 @@ def test_a_program_that_does_not_use_it_does_not_import_it() -> None:
         env=environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (run.stdout, run.stderr) == ("7 []\n", "")
-
-
-def test_the_core_names_it_only_where_it_loads_it() -> None:
-    wing = LAW.index("compat")
-    naming = {
-        module
-        for module, path in MODULES.items()
-        if row_of(module) < wing and 'import_module("psync.compat' in path.read_text()
-    }
-    assert naming == set(LOADED_BY)

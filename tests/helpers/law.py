@@ -1,7 +1,7 @@
 """The import law: which package of psync knows which, and what is pure.
 
-This table is its only place. ``tests/test_law.py`` enforces it; ``make coverage`` asks it which
-tests have to reach every branch of what is pure::
+This table is its only place. ``tests/test_law.py`` enforces it. ``make coverage`` asks it for the
+rule suite, which reaches every branch of what is pure: all test files that import nothing else::
 
     python tests/helpers/law.py
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,7 @@ LAW = (
     "backups",
     "sync",
     "chief",
+    "compat.session_members compat.session_service",
     "ps_task",
     "worker_task",
     "coordinator",
@@ -99,20 +101,19 @@ def is_pure(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in PURE)
 
 
-def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes, those in functions too, except what stands under ``if TYPE_CHECKING:``."""
+def nodes_of(tree: ast.AST, *, typed: bool) -> Iterator[ast.AST]:
+    """All nodes, those in functions too; ``typed``: also what stands under TYPE_CHECKING."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            continue
-        yield node
-        yield from runtime_nodes(node)
+        if typed or not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from nodes_of(node, typed=typed)
 
 
-def imports_of(module: str) -> list[tuple[int, str]]:
-    """What a module imports when it runs: (line, dotted name)."""
-    path = MODULES[module]
+@cache
+def imports_in(path: Path, *, typed: bool = True) -> list[tuple[int, str]]:
+    """What a file imports: (line, dotted name); ``typed``: also for types alone."""
     found: list[tuple[int, str]] = []
-    for node in runtime_nodes(ast.parse(path.read_text(), str(path))):
+    for node in nodes_of(ast.parse(path.read_text(), str(path)), typed=typed):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -125,23 +126,31 @@ def imports_of(module: str) -> list[tuple[int, str]]:
     return found
 
 
-def own_imports_of(module: str) -> list[tuple[int, str]]:
-    """The modules of psync that a module imports when it runs: (line, name)."""
+def own_imports_in(path: Path, *, typed: bool = True) -> list[tuple[int, str]]:
+    """The modules of psync that a file imports: (line, name)."""
     return [
         (line, name.removeprefix("psync").lstrip(".") or "__init__")
-        for line, name in imports_of(module)
+        for line, name in imports_in(path, typed=typed)
         if name.split(".")[0] == "psync"
     ]
 
 
-def main() -> None:
-    """Print the arguments with which pytest covers what is pure."""
-    for name in PURE:
-        *folders, last = name.split(".") if "." in name else ("top", name)
-        in_folder, in_file = TESTS / name, TESTS.joinpath(*folders, f"test_{last}.py")
-        tests = in_folder if in_folder.is_dir() else in_file
-        print(f"--cov=psync.{name}", tests.relative_to(ROOT))
+def rule_suite() -> Iterator[Path]:
+    """Yield the test files of rules: those that import pure modules, and no others of psync.
+
+    Where a file imports none of psync, its helpers' imports count. ``psync.rules``, the base class
+    of users' update rules, counts as pure: they are given to rules.
+    """
+    for path in sorted(TESTS.rglob("test_*.py")):
+        helpers = [TESTS / "helpers" / f"{name}.py" for _, name in imports_in(path)]
+        own = own_imports_in(path, typed=False) or [
+            each
+            for helper in filter(Path.exists, helpers)
+            for each in own_imports_in(helper, typed=False)
+        ]
+        if own and all(is_pure(name) or name == "rules" for _, name in own):
+            yield path.relative_to(ROOT)
 
 
 if __name__ == "__main__":
-    main()
+    print(*(f"--cov=psync.{name}" for name in PURE), *rule_suite())

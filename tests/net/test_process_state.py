@@ -12,7 +12,7 @@ import pytest
 
 import psync
 from psync import optimizers
-from psync.client.scopes import running_scopes
+from psync.api.scopes import running_scopes
 from psync.net.process_state import PerProcess, fresh_process
 from psync.net.task_reports import described_by, report_text
 from psync.testing.simulation.drawing import drawn

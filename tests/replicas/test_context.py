@@ -18,8 +18,8 @@ from psync import (
     has_strategy,
     in_cross_replica_context,
 )
+from psync.api.scopes import current_scope
 from psync.client.context import ClosureContext, DatasetContext, inside
-from psync.client.scopes import current_scope
 from psync.errors import ReplicaValueError, UsageError
 from psync.replicas.context import (
     cross_replica,

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from psync.api.scopes import OTHER_STRATEGY_HINT, Scope, runtime_here, scope_for
 from psync.client.accumulator_client import Place
 from psync.client.runtime import Runtime
-from psync.client.scopes import OTHER_STRATEGY_HINT, Scope, runtime_here, scope_for
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
 from psync.net.process_state import PerProcess

@@ -11,8 +11,8 @@ from typing import cast
 
 import numpy as np
 
+from psync.api.scopes import Scope, place_of, scope_for
 from psync.api.variables import OnReadVariable, Variable, declared_in
-from psync.client.scopes import Scope, place_of, scope_for
 from psync.errors import UsageError
 from psync.partitioners import Pinned
 from psync.specs import checked_kind
@@ -63,7 +63,7 @@ def global_step_of(scope: Scope) -> Variable | None:
     Raises:
         UsageError: It is no integer scalar.
     """
-    for variable in scope.variables:
+    for variable in scope._variables:
         if variable.name == NAME:
             check_step(variable, "the global step")
             return cast(Variable, variable)

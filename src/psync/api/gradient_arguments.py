@@ -12,9 +12,9 @@ import numpy as np
 
 from psync.api.pulls import NamedFields, is_flat, leaves, mapped, pairs, pull
 from psync.api.reads import scope_of
+from psync.api.scopes import running_scopes, runtime_here
 from psync.api.variables import Handle, OnReadVariable, ShardedVariable, Variable
 from psync.client.runtime import current_runtime
-from psync.client.scopes import running_scopes, runtime_here
 from psync.errors import UsageError, ValueMismatchError
 from psync.numerics.casting import fits, fitting
 from psync.numerics.scatter import IndexedSlices
@@ -206,7 +206,7 @@ def trainable_here(operation: str, arrived: Sequence[AnyVariable]) -> list[AnyVa
             f"{operation}: {len(scopes)} strategies are running", hint="say which variables"
         )
     if scopes:
-        variables = list(scopes[0].trainable_variables)
+        variables = scopes[0]._trainable()
     else:  # another process than the program's
         origin = runtime.origin if runtime is not None else None
         variables = [variable for variable in arrived if variable.origin == origin]

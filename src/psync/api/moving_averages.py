@@ -16,6 +16,7 @@ import numpy as np
 from psync.api.global_step import check_step, global_step_of
 from psync.api.pulls import mapped
 from psync.api.reads import runtime_of, scope_of
+from psync.api.scopes import Scope, current_scope, place_of
 from psync.api.variables import (
     Handle,
     OnReadVariable,
@@ -24,7 +25,6 @@ from psync.api.variables import (
     declared_in,
 )
 from psync.client.context import forbid_in_step
-from psync.client.scopes import Scope, current_scope, place_of
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.numerics.means import growing_decay
 from psync.specs import checked_kind
@@ -130,7 +130,7 @@ class ExponentialMovingAverage:
             instead="call apply in main(), on the coordinator, before the step is scheduled",
         )
         if var_list is None:
-            var_list = _open_scope("apply without var_list").trainable_variables
+            var_list = _open_scope("apply without var_list")._trainable()
         elif isinstance(var_list, Handle):
             raise UsageError(
                 f'moving average: expected a list of variables, got variable "{var_list.name}"',
@@ -227,10 +227,10 @@ class ExponentialMovingAverage:
         """
         scope = current_scope() or self._scope() or _open_scope("variables_to_restore")
         if moving_avg_variables is None:
-            moving_avg_variables = (*scope.trainable_variables, *self._shadows)
+            moving_avg_variables = (*scope._trainable(), *self._shadows)
         averaged = dict.fromkeys(moving_avg_variables)
         names = {self.average_name(variable): variable for variable in averaged}
-        for variable in scope.variables:
+        for variable in scope._variables:
             if variable not in averaged:
                 names.setdefault(variable.name, variable)
         return names

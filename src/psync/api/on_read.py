@@ -25,11 +25,11 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from psync.api.reads import runtime_of, scope_of
+from psync.api.scopes import Scope
 from psync.api.value_access import ValueAccess
 from psync.chief.declarations import describe, initial_array
 from psync.client.context import current_closure
 from psync.client.runtime import Runtime
-from psync.client.scopes import Scope
 from psync.errors import (
     ReplicaValueError,
     UnsupportedError,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from psync.api.scopes import OTHER_STRATEGY_HINT, Scope, runtime_here
 from psync.client.compression import pull_compressed
 from psync.client.context import ClosureContext, current_closure
 from psync.client.runtime import Runtime
-from psync.client.scopes import OTHER_STRATEGY_HINT, Scope, runtime_here
 from psync.client.shard_locks import pull_at_once
 from psync.errors import ContextError, UsageError
 from psync.numerics.compression import Compression

@@ -10,7 +10,7 @@ the placement for each shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -22,41 +22,23 @@ from psync.api.datasets import (
     distribute_function,
 )
 from psync.api.placement_report import PlacementReport, report_of
+from psync.api.scopes import Elsewhere, Partitioner, Scope, current_scope, elsewhere
 from psync.api.variables import Handle, ShardedVariable, Variable
-from psync.chief.declarations import Declaration, beside, describe, split
 from psync.client.context import forbid_in_step
-from psync.client.runtime import Runtime
-from psync.client.scopes import (
-    Elsewhere,
-    add_strategy,
-    current_elsewhere,
-    current_scope,
-    elsewhere,
-    open_scope,
-)
-from psync.errors import (
-    ClosedError,
-    ConfigurationError,
-    ContextError,
-    PartitionError,
-    UnsupportedError,
-    UsageError,
-)
+from psync.errors import ConfigurationError, ContextError, UnsupportedError, UsageError
 from psync.net.discovery.default import resolve_cluster
-from psync.net.platform import random_hex
 from psync.net.resolvers import ClusterResolver, training_cluster
-from psync.partitioners import Pinned, Placement, Placer, RoundRobin
+from psync.partitioners import Pinned, Placement
 from psync.replicas.context import cross_replica, replicas_in_sync
 from psync.replicas.run import ReplicaRuns
-from psync.specs import VariableSpec, checked_kind
+from psync.replicas.states import open_scope
+from psync.specs import checked_kind
 from psync.worker.data_sources import ArrayDataset
 
 T = TypeVar("T")
 
-Partitioner = Callable[[tuple[int, ...], Any], Any]
 
-
-class ParameterServerStrategy(ReplicaRuns):
+class ParameterServerStrategy(Scope, ReplicaRuns):
     """A strategy with variables on ps tasks and steps on workers.
 
     Args:
@@ -126,26 +108,14 @@ class ParameterServerStrategy(ReplicaRuns):
                 'ps_recovery="backup" needs at least two ps tasks, got '
                 f"{spec.num_tasks('ps')}: the backup of each ps runs in the process of another ps",
             )
-        self.ps_recovery = ps_recovery
-        self._origin = random_hex(8)
-        self._runtime: Runtime | None = None  # the coordinator's; None while none runs
-        self._created = False  # a coordinator has run: variables may exist on ps tasks
-        self._uncreated: list[Declaration] = []  # not created yet
-        self.cluster_resolver = cluster_resolver
-        self.cluster = spec
-        self.task = (task_type, task_id)
         workers = spec.task_indices("worker")
         here = task_id if task_type == "worker" else None
-        self.worker_index = None if here is None else workers.index(here)
-        self._workers = len(workers), self.worker_index
-        self._partitioner = variable_partitioner
-        self._placer = Placer(spec.num_tasks("ps"), placement)
-        self._accumulators: dict[str, Any] = {}
-        self._accumulator_placement: Placement = RoundRobin(spec.num_tasks("ps"))
-        self._names: dict[str, int] = {}  # those taken, and how often each was asked for
-        self._variables: list[Variable | ShardedVariable] = []
-        self._next_id = 0
-        add_strategy(self)
+        worker_index = None if here is None else workers.index(here)
+        super().__init__(spec, worker_index, variable_partitioner, placement)
+        self.ps_recovery = ps_recovery
+        self.cluster_resolver = cluster_resolver
+        self.task = (task_type, task_id)
+        self._workers = len(workers), worker_index
 
     def __repr__(self) -> str:
         return f"<ParameterServerStrategy {self.cluster!r}, {len(self._variables)} variables>"
@@ -169,7 +139,7 @@ class ParameterServerStrategy(ReplicaRuns):
     @property
     def trainable_variables(self) -> tuple[Variable | ShardedVariable, ...]:
         """The trainable variables; variables are trainable by default."""
-        return tuple(variable for variable in self._variables if variable.trainable)
+        return tuple(self._trainable())
 
     @contextmanager
     def scope(self) -> Generator[ParameterServerStrategy, None, None]:
@@ -319,98 +289,3 @@ class ParameterServerStrategy(ReplicaRuns):
         """Return the ps of each shard declared so far; ``str()`` of it is a table."""
         specs = (variable.spec for variable in self._variables)
         return report_of(specs, self.cluster.num_tasks("ps"))
-
-    # scopes.Scope.
-
-    def _declare(
-        self,
-        initial_value: Any,
-        name: str,
-        dtype: object,
-        shape: tuple[int, ...] | None,
-        trainable: bool,
-        where: str,
-        *,
-        placement: Placement | None = None,
-        partitioned: bool = True,
-    ) -> VariableSpec:
-        """Place a new variable; it is created before it is first needed.
-
-        A variable with its own placement is not partitioned, and does not advance the strategy's.
-        """
-        self._check_open(name)
-        initial, full_shape, dtype_name = describe(initial_value, name, dtype, shape, where)
-        here, original = current_elsewhere(), None
-        if placement is None and here is not None and here.strategy is self:
-            placement, original = here.placement, here.beside
-            if original is not None and not partitioned:
-                placement, original = Pinned(original.shards[0].ps), None
-        if original is not None:
-            spec = self._beside(original, name, full_shape, dtype_name, trainable, where)
-        else:
-            spec = split(
-                self._unique(name), self._next_id, full_shape, dtype_name, trainable=trainable,
-                partitioner=self._partitioner if placement is None and partitioned else None,
-                place=lambda nbytes: self._placer.place(name, nbytes, placement), where=where,
-            )  # fmt: skip
-        self._declared(name, Declaration(spec, initial))
-        return spec
-
-    def _declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
-        """Place a new variable next to another one, whose value it begins with."""
-        self._check_open(name)
-        spec = self._beside(original, name, original.shape, original.dtype, False, where)
-        self._declared(name, Declaration(spec, None, original))
-        return spec
-
-    def _add(self, variable: Any) -> None:
-        """Note the handle of a declared variable."""
-        self._variables.append(variable)
-
-    def _beside(
-        self,
-        original: VariableSpec,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: str,
-        trainable: bool,
-        where: str,
-    ) -> VariableSpec:
-        """Place a variable beside another one, shard by shard."""
-        if shape != original.shape:
-            raise PartitionError(
-                f'variable "{name}" declared at {where}: expected shape {original.shape}, as '
-                f'"{original.name}" has, with whose {len(original.shards)} shards it is colocated, '
-                f"got {shape}",
-                hint="to place it with one of the shards: "
-                f"colocate_vars_with({original.name}.variables[0])",
-            )
-        spec = beside(
-            original, self._unique(name), self._next_id, trainable=trainable, where=where,
-            dtype=dtype,
-        )  # fmt: skip
-        for shard in spec.shards:
-            self._placer.note(shard.ps, shard.nbytes)
-        return spec
-
-    def _check_open(self, name: str) -> None:
-        if self._created and self._runtime is None:
-            raise ClosedError(
-                f'variable "{name}": the coordinator of this strategy was closed',
-                hint="create a new strategy, and declare the variable there",
-            )
-
-    def _unique(self, name: str) -> str:
-        """Return a name that is not taken."""
-        unique, count = name, self._names.get(name, 0)
-        while unique in self._names:
-            unique = f"{name}_{count}"
-            count += 1
-        return unique
-
-    def _declared(self, name: str, declaration: Declaration) -> None:
-        """Note what was declared, under the name that was asked for or one made of it."""
-        self._names[name] = self._names.get(name, 0) + 1
-        self._names.setdefault(declaration.spec.name, 1)
-        self._next_id += 1
-        self._uncreated.append(declaration)

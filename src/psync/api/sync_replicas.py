@@ -10,15 +10,17 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Coroutine, Iterable, Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from psync.api.global_step import global_step_of
 from psync.api.gradient_arguments import AnyVariable, GradsAndVars, ValueAndGrad
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers.handles import Optimizer
 from psync.api.optimizers.push_pull import Answered
 from psync.api.optimizers.state import PushResult
 from psync.api.reads import scope_of
+from psync.api.scopes import running_scopes
+from psync.api.session_hooks import ChiefQueueRunner, SyncReplicasHook
 from psync.api.sync_arguments import (
     NOWHERE,
     GroupConfig,
@@ -33,10 +35,6 @@ from psync.errors import ConfigurationError, UsageError
 from psync.numerics.rule_options import flag
 from psync.specs import Outcome
 from psync.store.sync_config import SyncConfig, whole_number
-
-if TYPE_CHECKING:
-    from psync.compat.chief_queue_runner import ChiefQueueRunner
-    from psync.compat.session_hooks import SyncReplicasHook
 
 
 class SyncReplicasOptimizer(Optimizer):
@@ -427,9 +425,7 @@ class SyncReplicasOptimizer(Optimizer):
 
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.get_chief_queue_runner``.
         """
-        wing = import_module("psync.compat.chief_queue_runner")
-        runner: ChiefQueueRunner = wing.ChiefQueueRunner(self._step_meant("get_chief_queue_runner"))
-        return runner
+        return ChiefQueueRunner(self._step_meant("get_chief_queue_runner"))
 
     def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
         """Return a hook for a training session, which puts the initial tokens.
@@ -444,15 +440,39 @@ class SyncReplicasOptimizer(Optimizer):
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.make_session_run_hook``.
         """
         self._checked_tokens(num_tokens)
-        wing = import_module("psync.compat.session_hooks")
-        hook: SyncReplicasHook = wing.hook_of(
-            self, lambda: self._group.global_step, is_chief, num_tokens
-        )
-        return hook
+
+        async def put_tokens() -> None:
+            if num_tokens == -1:  # ps 0 puts as many by itself
+                return
+            step = self._known_step()
+            if step is None:
+                raise UsageError(
+                    f"{self._name}: {num_tokens} initial tokens for an unknown global step",
+                    hint="create it with psync.get_or_create_global_step() before the session "
+                    "begins",
+                )
+            await self.init_tokens(step, num_tokens)
+
+        return SyncReplicasHook(put_tokens, is_chief)
+
+    def _known_step(self) -> Variable | None:
+        """Return the global step of the last push; else that of the strategy that is running."""
+        if self._group.global_step is not None:
+            return self._group.global_step
+        steps = [global_step_of(scope) for scope in running_scopes()]
+        return steps[0] if len(steps) == 1 else None
 
     def _step_meant(self, operation: str) -> Variable:
-        wing = import_module("psync.compat.session_hooks")
-        step: Variable = wing.step_meant(operation, self._name, self._group.global_step)
+        step = self._known_step()
+        if step is None:
+            raise ConfigurationError(
+                f"{operation} before apply_gradients of {self._name} was called in this process, "
+                "and there is no other global step",
+                hint="call it while a coordinator or session is running, with "
+                "psync.get_or_create_global_step(). ps 0 puts the tokens and closes the steps "
+                "automatically; to put a different number of tokens: `await "
+                "optimizer.init_tokens(global_step, num_tokens)`",
+            )
         return step
 
     def _checked_tokens(self, num_tokens: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from psync.api.reads import runtime_of, values_of
-from psync.client.scopes import Scope
+from psync.api.scopes import Scope
 from psync.client.shard_locks import assign_at_once
 from psync.errors import IndexValueError, UsageError, ValueMismatchError
 from psync.numerics.casting import checked_target, fitting

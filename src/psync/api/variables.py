@@ -22,9 +22,7 @@ from typing import Any, Self, cast
 import numpy as np
 
 from psync.api.on_read import CopyAccess, declare_copies
-from psync.api.value_access import ValueAccess
-from psync.client.context import forbid_in_step
-from psync.client.scopes import (
+from psync.api.scopes import (
     Scope,
     current_elsewhere,
     current_scope,
@@ -32,6 +30,8 @@ from psync.client.scopes import (
     place_of,
     scope_for,
 )
+from psync.api.value_access import ValueAccess
+from psync.client.context import forbid_in_step
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, UsageError
 from psync.net.process_state import PerProcess

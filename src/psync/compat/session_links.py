@@ -16,6 +16,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
+from psync.api.session_hooks import wait_over
 from psync.chief.creation import MESSAGE_SHARDS, Creation
 from psync.chief.declarations import Declaration
 from psync.chief.enquiry import enquire
@@ -26,7 +27,6 @@ from psync.client.runtime import Runtime
 from psync.cluster_roles import CHIEF, ENQUIRER
 from psync.errors import (
     ConnectFailed,
-    ConnectionLost,
     RemoteProtocolError,
     TrainingEnded,
 )
@@ -40,7 +40,6 @@ from psync.wire.codec import Message
 from psync.wire.messages import (
     AskStatistics,
     AttachPs,
-    AwaitEnd,
     CheckShards,
     Declared,
     EndTraining,
@@ -292,32 +291,6 @@ async def _until_lost(link: PsLink) -> NoReturn:
     """Raise what a call would raise, even if there are no calls."""
     while True:
         await (await link.peer("control")).wait_closed()
-
-
-async def wait_over(ps: PsClient, who: str) -> TrainingOver:
-    """Wait until training has ended.
-
-    Args:
-        ps: Links to all ps tasks.
-        who: Waits; for the log.
-
-    Raises:
-        ParameterServerLost: A ps is gone.
-        FencedError: A newer chief has taken the cluster over.
-        ClosedError: This task has closed its links.
-
-    Cancellation: Safe.
-    """
-    while True:
-        try:
-            received = await ps.links[0].call(lambda _: AwaitEnd())
-            break
-        except ConnectionLost as exc:
-            # It may wait for days, and outlive more connections than a request is allowed.
-            logger.info("%s still waits for the end of training: %s", who, exc.message)
-    if not isinstance(received.message, TrainingOver):
-        raise RemoteProtocolError("ps 0 sent a wrong answer to AwaitEnd")
-    return received.message
 
 
 class Comparison:

@@ -16,13 +16,13 @@ from typing import ParamSpec, Self, TypeVar
 
 from psync.api.global_step import get_or_create_global_step
 from psync.api.seeing import placed
+from psync.api.session_hooks import SessionHook
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.variables import Variable
 from psync.client.context import forbid_in_step
 from psync.client.runtime import Runtime
 from psync.cluster import task_name
 from psync.cluster_roles import CHIEF
-from psync.compat.session_hooks import SessionHook
 from psync.compat.session_links import SessionLinks
 from psync.errors import (
     ClosedError,

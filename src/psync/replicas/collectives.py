@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from psync.numerics.replica_sums import ReduceOp
-from psync.numerics.replica_values import gather_values, reducing_values
+from psync.numerics.replica_values import gather_values, reducing_values, regroup
 from psync.replicas.chunks import in_turns
 
 Collective = Callable[[Any, Sequence[Any]], Any]
@@ -23,3 +23,10 @@ async def reduce(strategy: Any, calls: Sequence[tuple[ReduceOp, Any]]) -> Any:
 def gather(strategy: Any, calls: Sequence[tuple[Any, int]]) -> Any:
     """Return what all replicas have, one after the other along an axis."""
     return gather_values([value for value, _ in calls], calls[0][1])
+
+
+def merge(strategy: Any, calls: Sequence[tuple[Any, Any, Any]]) -> Any:
+    """Return the result of the first merge function for the regrouped arguments of all."""
+    merge_fn = calls[0][0]
+    args, kwargs = regroup([(args, kwargs) for _, args, kwargs in calls])
+    return merge_fn(strategy, *args, **kwargs)

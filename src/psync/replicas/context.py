@@ -23,7 +23,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from psync.client.context import ClosureContext, forbid_in_step, here
-from psync.client.scopes import open_scope
 from psync.errors import ContextError
 from psync.numerics.replica_sums import ReduceOp, as_reduce_op
 from psync.numerics.replica_values import local_results, reducing_distributed, select
@@ -38,10 +37,11 @@ from psync.replicas.states import (
     enter_for_good,
     entered,
     no_replica,
+    open_scope,
 )
 
 if TYPE_CHECKING:
-    from psync.compat.extended import Extended
+    from psync.replicas.extended import Extended
 
 
 class ReplicaContext:
@@ -96,10 +96,8 @@ class ReplicaContext:
 
         Source: ``tf.distribute.ReplicaContext.merge_call``.
         """
-        merge = import_module("psync.compat.merging").merge
-        return await self._collective(
-            "merge_call", merge, (merge_fn, tuple(args), dict(kwargs or {}))
-        )
+        call = merge_fn, tuple(args), dict(kwargs or {})
+        return await self._collective("merge_call", collectives.merge, call)
 
     async def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
         """Return the sum or mean of ``value`` over all replicas; every replica must call it.
@@ -346,7 +344,7 @@ class OneReplica:
     @property
     def extended(self) -> Extended:
         """Operations of merge functions: reducing values, and updating variables with them."""
-        made: Extended = import_module("psync.compat.extended").Extended(self)
+        made: Extended = import_module("psync.replicas.extended").Extended(self)
         return made
 
     async def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:

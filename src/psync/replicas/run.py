@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Callable
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from psync.client.context import forbid_in_dataset, forbid_in_step
 from psync.client.runtime import Runtime
@@ -20,11 +19,9 @@ from psync.numerics.replica_values import (
 )
 from psync.replicas.chunks import in_turns
 from psync.replicas.context import check_cross_replica, replicas_in_sync, run_alone
+from psync.replicas.extended import StrategyExtended
 from psync.replicas.gang_runner import GangRunner
 from psync.serialization.remote_value import RemoteValue
-
-if TYPE_CHECKING:
-    from psync.compat.strategy_extended import StrategyExtended
 
 
 class LocalRunWarning(UserWarning):
@@ -122,10 +119,7 @@ class ReplicaRuns:
     @property
     def extended(self) -> StrategyExtended:
         """Operations for code that is aware of replicas: reductions, updates, devices."""
-        made: StrategyExtended = import_module("psync.compat.strategy_extended").StrategyExtended(
-            self
-        )
-        return made
+        return StrategyExtended(self)
 
     async def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Return the sum or mean of a value over its replicas; see ``reducing_values``.

@@ -46,6 +46,9 @@ def no_replica(what: str, state: CrossReplica | Updating) -> ContextError:
     )
 
 
+open_scope: contextvars.ContextVar[Any] = contextvars.ContextVar("psync_scope", default=None)
+"""The strategy whose scope is open; None: none is."""
+
 _entered: contextvars.ContextVar[tuple[Running, Any] | None] = contextvars.ContextVar(
     "psync_replica_state", default=None
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from psync.api.cluster_coordinator import coordinator_of
 from psync.api.reads import scope_of
+from psync.api.scopes import running_scopes
 from psync.checkpoints.files import (
     checkpoints_in,
     mark_last,
@@ -23,7 +24,6 @@ from psync.checkpoints.files import (
     unmark_last,
 )
 from psync.checkpoints.stored_snapshots import SavedSnapshots, stored_snapshots, why_not
-from psync.client.scopes import running_scopes
 from psync.coordinator import Coordinator
 from psync.errors import CheckpointError
 from psync.specs import checked_integer, checked_kind
@@ -216,7 +216,7 @@ class CheckpointManager:
         if coordinator is None or not contents.handles:
             return
         scope = scope_of(next(iter(contents.handles.values())))
-        specs = [variable.spec for variable in scope.variables] if scope is not None else []
+        specs = [variable.spec for variable in scope._variables] if scope is not None else []
         optimizers = {each.number: each._config for each in contents.optimizers.values()}
 
         def judge() -> str | None:

@@ -10,11 +10,11 @@ from psync.testing.sabotage.failpoints import FailpointError, Failpoints
 from psync.testing.sabotage.places import NAMES
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_one_that_is_not_armed_does_nothing(name: str) -> None:
+def test_one_that_is_not_armed_does_nothing() -> None:
     failpoints = Failpoints()
-    failpoints.hit(name)
-    assert not failpoints.armed(name)
+    for name in NAMES:
+        failpoints.hit(name)
+        assert not failpoints.armed(name)
     assert failpoints.hits == {}
 
 

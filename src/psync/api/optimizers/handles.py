@@ -32,6 +32,7 @@ from psync.api.optimizers.state import Iterations, PushResult, result_of
 from psync.api.optimizers.state import Slot as Slot
 from psync.api.pulls import leaves
 from psync.api.reads import runtime_of
+from psync.api.scopes import running_scopes
 from psync.client.context import forbid_in_step
 from psync.client.optimizer_client import (
     check_plugins,
@@ -42,7 +43,6 @@ from psync.client.optimizer_client import (
 )
 from psync.client.prefetch import Wanted
 from psync.client.runtime import Runtime
-from psync.client.scopes import running_scopes
 from psync.errors import ConfigurationError, UsageError
 from psync.numerics.clipping import clipped_by_norm
 from psync.numerics.compression import Compression, checked_compression
@@ -150,11 +150,11 @@ class Optimizer(PushPull):
 
     def __psync_handle__(self) -> tuple[int, ...]:
         """Say on what its pickle depends: variables are declared one after the other."""
-        return tuple(len(scope.variables) for scope in running_scopes())
+        return tuple(len(scope._variables) for scope in running_scopes())
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._in_use = True
-        variables = [v for scope in running_scopes() for v in scope.trainable_variables]
+        variables = [v for scope in running_scopes() for v in scope._trainable()]
         state = {name: value for name, value in vars(self).items() if name not in OF_THE_PROCESS}
         arrived = tuple(variables or self._arrived)
         return restored, (type(self), self.origin, self.number, state, arrived)

@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from psync.api.scopes import running_scopes
 from psync.client.optimizer_client import check_plugins
 from psync.client.ps_link import PsLink
-from psync.client.scopes import running_scopes
 from psync.net.platform import random_hex
 from psync.net.process_state import PerProcess
 from psync.numerics.rule_configs import rule_from_config

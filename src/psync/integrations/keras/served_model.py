@@ -24,9 +24,9 @@ from typing import Any, Never
 import numpy as np
 
 from psync.api.optimizers.handles import Optimizer
+from psync.api.scopes import scope_for
 from psync.callbacks import Callback
 from psync.client.context import current_closure, wait
-from psync.client.scopes import scope_for
 from psync.errors import ConfigurationError, UsageError
 from psync.integrations.served import ServedVariables, check_same
 from psync.specs import checked_kind
@@ -117,7 +117,7 @@ class PSModel(ServedVariables):
         cast_gradients: bool = True,
         checkpoint_directory: str | os.PathLike[str] | None = None,
     ) -> None:
-        strategy = scope_for(
+        strategy: Any = scope_for(
             "making a PSModel",
             instead="make it in `with strategy.scope():` on the coordinator",
             hint="make it in `with strategy.scope():`",

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import psync
+from psync.api import scopes
 from psync.checkpoints.ownership import let_go_of_all
-from psync.client import scopes
 from psync.net.process_state import fresh_process
 from psync.net.shared import regions
 from psync.ps import comparison, cooperative_work

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import psync
+from psync.api import scopes
 from psync.api.optimizers.registry import optimizers_here
-from psync.client import scopes
 from psync.errors import (
     AttachError,
     CheckpointError,
