@@ -244,7 +244,7 @@ async def test_a_fenced_client_takes_nothing(scene):
     taking = await scene.waiting(scene.a)
     behind = await scene.waiting(scene.b)
     await scene.ask(scene.chief, Fence(WORKER, 1001))
-    with pytest.raises(FencedError, match="has been replaced by incarnation 1001"):
+    with pytest.raises(FencedError, match="has been replaced by"):
         await taking
     await scene.apply(scene.b, [1, 3])
     assert await behind == [1, 3]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from asked import Asked, Reply
+from asked import Asked, Reply, peer_of
 from ps_by_hand import COORDINATOR, A, B, PsByHand
 from psync.errors import (
     ConfigurationError,
@@ -113,7 +112,7 @@ class ByHand(PsByHand):
         """The answer to a take that was asked for; None: it waits."""
         wanted = self.hosted[definition.name].wanted(client, number)
         assert wanted is not None
-        return wanted.answer
+        return None if wanted.answer is None else Reply(*wanted.answer)
 
 
 def value_of(answer: Reply | None) -> list[float]:
@@ -238,7 +237,8 @@ def test_a_take_of_no_gradients_is_refused(required):
 
 def test_a_take_that_is_read_after_its_connection_has_gone_does_not_wait():
     ps = ByHand()
-    gone: Any = SimpleNamespace(task=A[0], incarnation=A[1], is_closed=True)
+    gone = peer_of(A)
+    gone.is_closed = True
     with pytest.raises(ConnectionLost, match="has gone"):
-        ps.accumulators.handlers()[TakeGradient].run(gone, TakeGradient("g", 1, 1, 1), [])
+        ps.accumulators.handlers()[TakeGradient].run(Asked(gone, TakeGradient("g", 1, 1, 1)))
     assert ps.held() == (0, 0, 0, 0)

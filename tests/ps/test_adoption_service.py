@@ -98,7 +98,7 @@ async def test_what_the_replaced_chief_and_its_workers_send_is_refused_everywher
             with pytest.raises(FencedError):
                 await pull(client, v)
         for message in (DescribeShards(), AdoptShards(0, True)):
-            with pytest.raises(FencedError, match="not the coordinator that it serves"):
+            with pytest.raises(FencedError, match="has been replaced by"):
                 await say(cluster.chief, message, [Orders().to_bytes()])
         assert (await pull(newer, v))[0].tolist() == [0.0] * 4
 

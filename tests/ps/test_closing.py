@@ -7,7 +7,6 @@ import itertools
 
 import numpy as np
 
-from asked import Reply
 from inside import endpoint_of, handlers_of, peers_of, store_of
 from memory_cluster import until
 from ps_cluster import assign, pull
@@ -32,11 +31,10 @@ async def test_a_step_that_is_applied_while_connections_are_closed_spares_what_i
         handlers = handlers_of(cluster.ps[1])
         at_once = handlers[MeasureStep]
 
-        async def late(peer, message, segments):
+        async def late(request):
             asked.set()
             await may_measure.wait()
-            reply = at_once.run(peer, message, segments)
-            return reply if isinstance(reply, Reply) else await reply
+            at_once.run(request)
 
         handlers[MeasureStep] = Handler(late, at_once.prepare)
         program, reader = cluster.client("/job:worker/task:1"), cluster.client("/job:worker/task:2")

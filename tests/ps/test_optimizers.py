@@ -43,7 +43,7 @@ def test_half_precision_has_slots_of_single_precision() -> None:
     message = SetSlots(1, MOMENTUM, [(*v, "momentum")])
     with pytest.raises(ValueMismatchError):
         ps.arrives(A, message, bytes(4))
-    assert len(ps.arrives(A, message, bytes(8))) == 1
+    assert len(ps.arrives(A, message, bytes(8)).segments) == 1
 
 
 async def test_a_shard_that_is_being_updated_is_waited_for() -> None:

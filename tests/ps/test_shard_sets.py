@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from asked import Asked, peer_of
 from psync.errors import UsageError, ValueMismatchError
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.compression import COMPRESSED
@@ -91,7 +92,12 @@ class TestCompressedSets:
     def test_values_are_not_assigned_so(self, store: ShardStore) -> None:
         known = ShardSet.of(self.MEMBERS[:2]).look_up(store)
         made = Update(
-            CLIENT, an_assign(), known, (memoryview(bytes(4)),), store, Ledger(), known.keys
+            Asked(peer_of(CLIENT), an_assign()),
+            known,
+            (memoryview(bytes(4)),),
+            store,
+            Ledger(),
+            known.keys,
         )
         with pytest.raises(
             ValueMismatchError, match=r"expected shape \(2,\) float32 \(8 bytes\), got 4"

@@ -224,7 +224,8 @@ class TestGoingBack:
             await until(lambda: work_of(cluster.ps[0]).waiting)
             await take(cluster, fences=[(WORKER, 1001)])
             release()
-            await pushing  # whoever sent it is fenced, and its answer is of no use
+            with pytest.raises(FencedError):  # whoever sent it is cut off
+                await pushing
             (got,) = await pull(cluster.chief, v)
             assert (got == 0).all()
 

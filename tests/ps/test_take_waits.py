@@ -6,8 +6,9 @@ from typing import Any, cast
 
 import pytest
 
+from asked import peer_of
 from psync.errors import ConnectionLost
-from psync.net.connection import AsIfFrom, Connection
+from psync.net.connection import Connection
 from psync.ps.takes import TakeName, TakeWaits
 
 A = ("/job:worker/task:0", 7)
@@ -21,7 +22,7 @@ class Scene:
 
 
 def connection() -> Connection:
-    return cast(Connection, AsIfFrom(*A, {}))
+    return cast(Connection, peer_of(A))
 
 
 def close(peer: Connection) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asked import Reply
+from asked import Asked, peer_of
 from psync.errors import ConfigurationError, UsageError
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
@@ -29,17 +29,18 @@ class Scene:
 
     def give(self, *values: float) -> None:
         applied = self.held.rule.offer(np.array(values, np.float32), 0, 1.0)
-        done(self.takes.add(self.held, applied, Reply(Done()), 0))
+        asked = Asked(peer_of(A), Done())
+        done(self.takes.add(asked, self.held, applied, Done(), 0))
 
     def answer(self, client: Any, number: int) -> Any:
         wanted = self.held.wanted(client, number)
-        return wanted and wanted.answer and bytes(wanted.answer.segments[0])
+        return wanted and wanted.answer and bytes(wanted.answer[1][0])
 
 
 def done(compute: Compute | None) -> None:
     if compute is not None:
         compute.at_once()
-        compute.reply()
+        compute.done()
 
 
 @pytest.fixture
@@ -99,5 +100,5 @@ async def test_what_follows_from_a_fence_is_a_compute(scene: Scene) -> None:
     assert scene.answer(B, 1) is None
     assert compute.in_pieces is not None
     await compute.in_pieces()
-    compute.reply()
+    compute.done()
     assert scene.answer(B, 1)

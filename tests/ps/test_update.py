@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from asked import Asked, peer_of
 from psync.errors import BusyError, UsageError, ValueMismatchError
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.update_rule import SGD
@@ -35,7 +36,9 @@ def update(
 ) -> Update:
     known = ShardSet(((0, 0), (1, 0), (2, 0))).look_up(store)
     body = to_bytes_view(np.full(known.nbytes // 4, value, np.float32))
-    return Update(CLIENT, message, known, (body,), store, ledger or Ledger(), known.keys)
+    return Update(
+        Asked(peer_of(CLIENT), message), known, (body,), store, ledger or Ledger(), known.keys
+    )
 
 
 def a_push(**changes: object) -> Push:
@@ -58,7 +61,14 @@ def values(store: ShardStore) -> list[list[float]]:
 def test_nothing_has_begun_where_a_part_does_not_fit(store: ShardStore) -> None:
     store.create(ShardSpec("n", 3, 0, 0, (2,), "int32", 0))
     known = ShardSet(((0, 0), (3, 0))).look_up(store)
-    made = Update(CLIENT, a_push(), known, (memoryview(bytes(16)),), store, Ledger(), known.keys)
+    made = Update(
+        Asked(peer_of(CLIENT), a_push()),
+        known,
+        (memoryview(bytes(16)),),
+        store,
+        Ledger(),
+        known.keys,
+    )
     with pytest.raises(ValueMismatchError, match="only floating-point variables can be optimized"):
         made.begin(0)
     assert store.begin_push(1, 0) == 0  # no step was drawn
@@ -86,7 +96,7 @@ def test_piece_by_piece_small_shards_side_by_side_are_one_piece(store: ShardStor
         store.create(ShardSpec(f"v{number}", number, 0, 0, (4,), "float32", 0), fill=1)
     known = ShardSet(tuple(store.keys())).look_up(store)
     body = to_bytes_view(np.ones(known.nbytes // 4, np.float32))
-    push = Update(CLIENT, a_push(), known, (body,), store, Ledger(), known.keys)
+    push = Update(Asked(peer_of(CLIENT), a_push()), known, (body,), store, Ledger(), known.keys)
     push.judge()
     push.begin(0)
     assert list(push.costs) == [8, 0, 44]

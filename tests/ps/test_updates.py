@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asked import Asked
 from backup_by_hand import BackupByHand
 from inside import endpoint_of, work_of
 from memory_cluster import until
@@ -84,7 +85,7 @@ def test_a_backup_gets_what_was_computed_from_although_its_sender_writes_to_it()
     theirs = bytearray(np.full(3, 2, np.float32).tobytes())
     message = Push(1, 0, -1, 0, ps.v[0], [ps.v], 1, CONFIG, 0)
     handler = ps.services.handlers()[Push]
-    handler.run(ps.peer(A), message, [memoryview(theirs).toreadonly()])
+    handler.run(Asked(ps.peer(A), message, [memoryview(theirs).toreadonly()]))
     theirs[:] = bytes(len(theirs))
     backup.catch_up()  # compares both
     assert ps.pull(ps.v)[0].tolist() == [-2 * RATE] * 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asked import Reply
+from asked import Asked, Reply
 from backup_by_hand import BackupByHand
 from inside import staged_on
 from ps_by_hand import PS_0, A, PsByHand, group_config
@@ -31,10 +31,8 @@ class Group(PsByHand):
         part = StagePush(GROUP, self.config, 1, -1, 1, [self.w])
         assert self.ask(A, part, ONES) == Staged(False)
 
-    def close(self, step: int = 0, push: int = 1) -> Reply | Later:
-        answer = self.begin(PS_0, CloseStep(GROUP, self.config, step, [(*A, push, 1.0)]))
-        assert isinstance(answer, Reply | Later)
-        return answer
+    def close(self, step: int = 0, push: int = 1) -> Asked:
+        return self.begin(PS_0, CloseStep(GROUP, self.config, step, [(*A, push, 1.0)]))
 
 
 def value_of(ps: PsByHand, key: Key) -> list[float]:
@@ -47,7 +45,6 @@ def test_a_pull_names_a_step_once_it_is_computed(turns: Turns) -> None:
     busy = ps.store.assign(ps.w, "add", np.zeros(3, np.float32))
     answer = ps.close()
     turns.settle()
-    assert isinstance(answer, Later)
     assert answer.outcome is None
     assert ps.pull(ps.other)[1] == []
     assert ps.sync.staging.step(GROUP) == 1  # judged
@@ -58,7 +55,6 @@ def test_a_pull_names_a_step_once_it_is_computed(turns: Turns) -> None:
     ps.work.wake()
     turns.settle()
     for each in (answer, again):
-        assert isinstance(each, Later)
         assert isinstance(each.outcome, Reply)
     value, steps = ps.pull(ps.w)
     assert (value.tolist(), steps) == ([1 - RATE] * 3, [(GROUP, 1)])
@@ -70,8 +66,6 @@ def test_nobody_hears_of_a_step_before_the_backup_has_it_and_a_repetition_waits_
     ps = Group()
     backup = BackupByHand(ps)
     first, again = ps.close(), ps.close()
-    assert isinstance(first, Later)
-    assert isinstance(again, Later)
     assert (first.outcome, again.outcome, ps.sync.steps()) == (None, None, [])
     backup.catch_up()
     assert isinstance(first.outcome, Reply)
@@ -104,9 +98,8 @@ def test_whoever_was_replaced_closes_no_step_and_tells_nobody() -> None:
     answers = [ps.close(), ps.close()]
     ps.services.executor.depose()
     for answer in answers:
-        assert isinstance(answer, Later)
         assert isinstance(answer.outcome, FencedError)
         assert "replaced by its backup" in str(answer.outcome)
     assert (ps.sync.steps(), value_of(ps, ps.w)) == ([], [1] * 3)
     with pytest.raises(FencedError, match="replaced by its backup"):
-        ps.close()
+        ps.close().result()

@@ -356,7 +356,8 @@ class Connection(asyncio.BufferedProtocol):
         self._closing = False  # nothing is sent or handed over any more
         self._gone = asyncio.Event()
         # Our requests.
-        # By id: who gets the outcome, where the reply's body belongs (None: anywhere), what is sent.
+        # By id: who gets the outcome, where the reply's body belongs (None: anywhere), what is
+        # sent.
         self._calls: dict[int, tuple[Then, Into | None, list[Buffer]]] = {}
         self._next_id = 1
         self._pongs: deque[asyncio.Future[None]] = deque()

@@ -6,7 +6,8 @@ so a lost connection repeats it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -66,13 +67,18 @@ class ShardCreation:
             raise ValueMismatchError(f"{self._task}: initial values do not have the shards' sizes")
         return memory_for(self._pool, sum(lengths))
 
-    async def _create(self, request: Request[CreateShards]) -> None:
+    def _create(self, request: Request[CreateShards]) -> Coroutine[Any, Any, None]:
         message, body = request.message, request.segments
         self._check_coordinator(request.peer)
         shards = self._to_create(message)
         if not body and None in message.sources:
             raise ValueMismatchError(f"{self._task}: no initial values for {len(shards)} shards")
-        await self._work.to_the_end(self._fill(shards, *body))
+        return self._created(request, self._fill(shards, *body))
+
+    async def _created(
+        self, request: Request[CreateShards], filling: Coroutine[Any, Any, None]
+    ) -> None:
+        await self._work.to_the_end(filling)
         request.answer(Done())
 
     async def _fill(

@@ -10,7 +10,8 @@ applied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -88,13 +89,16 @@ class SlotService:
         specs = [self._store.spec((variable, index)) for variable, index, _ in message.members]
         return tuple(spec.size * slot_dtype(dtype_of(spec.dtype)).itemsize for spec in specs)
 
-    async def _set_slots(self, request: Request[SetSlots]) -> None:
+    def _set_slots(self, request: Request[SetSlots]) -> Coroutine[Any, Any, None]:
         message, body = request.message, request.segments
         lengths = self._lengths(message)
         whole = body[0] if body else memoryview(b"")
         if len(whole) != sum(lengths):
             raise ValueMismatchError(f"{self._task}: values of slots do not have the slots' sizes")
-        await self._work.to_the_end(self._load(message, lengths, whole))
+        return self._loaded(request, self._load(message, lengths, whole))
+
+    async def _loaded(self, request: Request[SetSlots], loading: Coroutine[Any, Any, None]) -> None:
+        await self._work.to_the_end(loading)
         request.answer(Done())
 
     async def _load(self, message: SetSlots, lengths: Sequence[int], body: memoryview) -> None:

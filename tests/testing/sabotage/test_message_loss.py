@@ -24,7 +24,6 @@ from psync.testing.sabotage.message_loss import (
     LOOK_EVERY_S,
     SLOW_S,
     VARIABLE,
-    LossyServer,
     MessageLosses,
 )
 from psync.wire.messages import Done, FinalBelow, Push
@@ -198,8 +197,7 @@ async def test_without_a_plan_connections_are_what_they_always_are() -> None:
     ps, worker = new_endpoint(network, PS), new_endpoint(network, WORKER)
     try:
         peer = await worker.connect((await ps.listen(address)).address, PS)
-        assert type(peer._server) is RequestServer
-        assert not isinstance(peer._server, LossyServer)
+        assert type(peer) is Connection
     finally:
         await worker.close()
         await ps.close()

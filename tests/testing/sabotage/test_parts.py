@@ -8,6 +8,7 @@ import sys
 
 from law import MODULES, imports_in
 from psync.checkpoints.writer import Writer
+from psync.net.connection import Connection
 from psync.net.environment import parts_of
 from psync.net.platform import Parts
 from psync.ps.updates import PsUpdates
@@ -29,7 +30,7 @@ def test_without_a_variable_a_part_is_the_class_itself() -> None:
 def test_each_switch_replaces_one_class_and_leaves_the_others() -> None:
     weakened = set(WITHOUT.values())
     assert {Writer, UpdateGate} < {cls for cls, _ in weakened}
-    for cls in (CommitLog, Ledger, RequestServer, ShardStore, SyncSteps):
+    for cls in (CommitLog, Ledger, Connection, ShardStore, SyncSteps):
         assert SabotagedParts().of(cls) is cls
     replaced = {}
     for name in NAMES:
@@ -47,7 +48,7 @@ def test_a_class_is_made_once() -> None:
 
 def test_losses_and_the_log_come_from_the_environment() -> None:
     parts = parts_of({"PSYNC_TESTING_LOSS": '{"seed": 1}', "PSYNC_TESTING_APPLY_LOG": "/tmp"})
-    for cls in (RequestServer, ShardStore, PsUpdates):
+    for cls in (Connection, ShardStore, PsUpdates):
         assert parts.of(cls) is not cls
 
 
@@ -59,7 +60,7 @@ def test_a_backup_in_the_same_process_has_the_rest_but_no_failpoint_that_is_arme
     ).of_backup()  # fmt: skip
     assert not parts.failpoints.armed("ps.push.applied")
     assert parts.of(Ledger) is not Ledger
-    assert parts.of(RequestServer).losses is losses  # type: ignore[attr-defined]
+    assert parts.of(Connection).losses is losses  # type: ignore[attr-defined]
     assert parts.of(ShardStore).apply_log == "there"  # type: ignore[attr-defined]
 
 
