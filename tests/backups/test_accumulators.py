@@ -135,7 +135,7 @@ def contents(hosted: Any) -> Any:
         client: (
             taker.acked_below,
             sorted(
-                (n, encode(w.answer.message), [bytes(each) for each in w.answer.segments])
+                (n, encode(w.answer[0]), [bytes(each) for each in w.answer[1]])
                 for n, w in taker.takes.items()
                 if w.answer is not None
             ),

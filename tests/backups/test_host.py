@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from asked import Reply
+from asked import Reply, peer_of, served
 from backups import W, alone, back_up, create, promote, say, take_over
 from inside import (
     accumulators_of,
@@ -22,7 +22,7 @@ from inside import (
 from ps_cluster import CHIEF, CONFIG, PsCluster, heard, pull, push
 from psync.backups.fingerprint import fingerprint
 from psync.errors import FencedError, PsyncError, UsageError
-from psync.net.connection import AsIfFrom, Handler
+from psync.net.connection import Handler
 from psync.ps_task import PsTask
 from psync.wire.codec import Message, decode, encode
 from psync.wire.handshake import RELEASE
@@ -112,11 +112,9 @@ async def test_an_order_that_is_heard_again_later_empties_no_backup() -> None:
         begun = heard(cluster.ps[1], BeginBackup)
         await back_up(cluster)
         await push(cluster.client(), (w,), (1.0,))
-        sender = AsIfFrom("/job:ps/task:0", 101, {})
-        host = host_of(cluster.ps[1])
-        handler = host.handlers()[BeginBackup]
-        answer = handler.run(sender, begun[0], [memoryview(b"?")])  # type: ignore[arg-type]
-        assert answer == Reply(BackupBegun(fingerprint()))
+        handler = host_of(cluster.ps[1]).handlers()[BeginBackup]
+        asked = served(handler, peer_of(("/job:ps/task:0", 101)), begun[0], [b"?"])
+        assert asked.outcome == Reply(BackupBegun(fingerprint()))
         await take_over(cluster)
         (value,) = await pull(cluster.chief, w)
         assert np.array_equal(value, W - np.float32(0.5))
@@ -144,8 +142,8 @@ async def test_entries_that_come_together_are_executed_one_after_the_other() -> 
             [(*client, encode(each), isinstance(each, with_body)) for client, each in entries],
         )  # fmt: skip
         body = [memoryview(W.tobytes()) for _, each in entries if isinstance(each, with_body)]
-        sender = AsIfFrom("/job:ps/task:0", 100, {})
-        host_of(cluster.ps[1]).handlers()[LogEntries].run(sender, message, body)  # type: ignore[arg-type]
+        handler = host_of(cluster.ps[1]).handlers()[LogEntries]
+        served(handler, peer_of(("/job:ps/task:0", 100)), message, body)
         await settled(cluster.ps[1])
         value = np.frombuffer(b"".join(store_of(backup).read((9, 0))), np.float32)
         assert np.array_equal(value, W - np.float32(0.5) * W)

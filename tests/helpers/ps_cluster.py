@@ -208,9 +208,8 @@ def heard(task: PsTask, kind: type[Message]) -> list[Any]:
     handler = handlers[kind]
 
     def run(request: Request[Any]) -> None:
-        peer, message, segments = request.peer, request.message, request.segments
-        messages.append(message)
-        return handler.run(peer, message, segments)
+        messages.append(request.message)
+        handler.run(request)
 
     handlers[kind] = Handler(run, handler.prepare)
     return messages

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from asked import Reply
+from asked import Asked, Reply, peer_of
 from ps_by_hand import PsByHand, group_config
 from psync.errors import TrainingEnded
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
 from psync.sync.pushes import Answer, Refuse
 from psync.sync.token_waits import PushKey, TokenWaits
-from psync.wire.messages import Contributed
+from psync.wire.messages import Contributed, Done
 from sync_cluster import GROUP
 
 CONFIG = group_config()
@@ -32,10 +32,17 @@ def waits() -> tuple[PsByHand, TokenWaits, list[PushKey]]:
     return ps, TokenWaits(ps.sync, left.append), left
 
 
+def added(waiting: TokenWaits, wanted: WholeSet | None, key: PushKey = KEY) -> Asked:
+    """A request that waits."""
+    asked = Asked(peer_of(("w", 1)), Done())
+    waiting.add(asked, key, wanted)
+    return asked
+
+
 def test_all_who_wait_for_a_push_are_told() -> None:
     _, waiting, left = waits()
-    both = [waiting.add(KEY, None) for _ in range(2)]
-    other = waiting.add((GROUP, REPLICA, 2), None)
+    both = [added(waiting, None) for _ in range(2)]
+    other = added(waiting, None, (GROUP, REPLICA, 2))
     assert len(waiting) == 2
     waiting.answer(answer())
     assert [waiter.outcome for waiter in both] == [Reply(CONTRIBUTED)] * 2
@@ -48,7 +55,7 @@ def test_all_who_wait_for_a_push_are_told() -> None:
 
 def test_a_push_is_left_when_the_last_one_who_waits_gives_up() -> None:
     _, waiting, left = waits()
-    one, two = (waiting.add(KEY, None) for _ in range(2))
+    one, two = (added(waiting, None) for _ in range(2))
     one.give_up()
     assert left == []
     two.give_up()
@@ -64,7 +71,7 @@ def test_values_go_with_the_tokens_of_a_new_step_only() -> None:
     wanted = WholeSet([(0, *w), elsewhere], numbers)
 
     def values_with(known: WholeSet) -> Any:
-        waiter = waiting.add(KEY, known)
+        waiter = added(waiting, known)
         shares = waiting.wanted_shares()
         theirs = memoryview(b"theirs")
         waiting.bring({share.number: [theirs for _ in share.members] for share in shares})
@@ -80,10 +87,10 @@ def test_values_go_with_the_tokens_of_a_new_step_only() -> None:
     assert list(values_with(wanted)) == []
     for _ in busy:  # it is done
         pass
-    waiter = waiting.add(KEY, wanted)
+    waiter = added(waiting, wanted)
     waiting.answer(answer())  # a token that was left
     assert waiter.outcome == Reply(CONTRIBUTED, ())
     assert waiting.wanted_shares() == ()
-    waiting.add(KEY, wanted)
+    added(waiting, wanted)
     ps.sync.define(GROUP + 1, CONFIG)
     assert waiting.wanted_shares() == ()  # each pull says how far all groups are
