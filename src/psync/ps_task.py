@@ -263,7 +263,7 @@ class PsTask:
                 try:
                     self.services.ledger.check_incarnation(*peer.client)
                 except FencedError as exc:
-                    peer.abort(exc)
+                    peer.abort(exc.with_traceback(None))  # which would hold what was served
 
     async def _attach(self, request: Request[AttachPs]) -> None:
         self._take_up(request.peer, request.message)

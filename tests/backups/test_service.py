@@ -16,6 +16,7 @@ from memory_cluster import until
 from ps_by_hand import PsByHand
 from ps_cluster import CHIEF, PsCluster, assign, push
 from psync.errors import ConnectionLost, ParameterServerLost, PsyncError, UsageError
+from psync.testing import settle
 from psync.testing.simulation.ps_oracle import faults_of_pairs
 from psync.wire.messages import (
     ApplyGradient,
@@ -57,9 +58,11 @@ async def test_one_that_was_replaced_serves_nobody() -> None:
             await back_up(cluster, 10)  # of nothing
 
 
-def test_only_the_coordinator_may_order_it() -> None:
-    with pytest.raises(UsageError, match="is not a coordinator"):
-        PsByHand().ask((CHIEF, 99), BackUp(1, "/job:ps/task:1", "ps1:1", False))
+@pytest.mark.virtual_time
+async def test_only_the_coordinator_may_order_it() -> None:
+    asked = PsByHand().begin((CHIEF, 99), BackUp(1, "/job:ps/task:1", "ps1:1", False))
+    await settle()
+    assert "is not a coordinator" in str(asked.outcome)
 
 
 class Traffic:

@@ -99,6 +99,8 @@ class PsByHand:
     def arrives(self, client: tuple[str, int], message: Message, *segments: Any) -> Asked:
         """Let a message come in; its body is where the ps has put it, and it is not served yet."""
         handler = self._handlers[type(message)]
+        if not client[0].startswith("/job:ps/"):  # a connection is cut when its task is replaced
+            self.services.ledger.check_incarnation(*client)
         return arrived(handler, self.peer(client), decode(encode(message)), segments)
 
     def answer(self, asked: Asked) -> Reply:

@@ -65,7 +65,9 @@ async def test_a_join_applies_what_is_counted_just_behind_it_in_the_log() -> Non
     config = group_config(global_step=(0, *step))
     ps.services.closer.set_members({A[0]: A[1], B[0]: B[1]}, [])
     ps.ask(A, StagePush(GROUP, config, 1, -1, 1, [w]), np.ones(3, np.float32).tobytes())
-    await ps.begin(A, InitTokens(GROUP, config, -1))
+    beginning = ps.begin(A, InitTokens(GROUP, config, -1))
+    while not beginning.done():
+        await asyncio.sleep(0)
     executor = ps.services.executor
     executor.begin_copy([GROUP])
     executor.log.pair()  # what follows waits for a backup
