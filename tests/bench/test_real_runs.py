@@ -7,7 +7,7 @@ import pytest
 
 from psync.bench.modes import Mode
 from psync.bench.real_runs import MEAN_S, SETTINGS, SLOWDOWN, SPREAD, SleepPace, run_one
-from psync.launch.local import LocalCluster
+from psync.launch.cluster import LocalCluster
 
 pytest.importorskip("sklearn")
 

@@ -11,7 +11,7 @@ from psync.bench.modes import Mode
 from psync.bench.training import Job, Run, train
 from psync.bench.virtual_runs import DrawnPace
 from psync.errors import DeadlineExceeded
-from psync.launch.local import LocalCluster
+from psync.launch.cluster import LocalCluster
 
 pytest.importorskip("sklearn")
 pytestmark = pytest.mark.virtual_time

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from psync.net.platform import Platform
-from psync.net.tracing.readings import Reading
+from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.http import StatusServer
 from psync.status.model import Status

@@ -42,9 +42,8 @@ from psync.errors import (
     UnsupportedError,
     UsageError,
 )
-from psync.net.discovery.default import resolve_cluster
 from psync.net.platform import random_hex
-from psync.net.resolvers import ClusterResolver, training_cluster
+from psync.net.resolvers import ClusterResolver, resolve_cluster, training_cluster
 from psync.partitioners import Pinned, Placement, Placer, RoundRobin
 from psync.replicas.context import cross_replica, replicas_in_sync
 from psync.replicas.run import ReplicaRuns

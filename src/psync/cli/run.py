@@ -1,10 +1,14 @@
-"""``psync run``: all tasks of a cluster on this machine, from one command.
+"""``psync run``: all tasks of a cluster on this machine, from one command; and ``psync scale``.
 
 The launcher starts every task at once and then only watches. Tasks that die are started again; what
 follows from that is for the chief to decide. The run ends when the chief does, and is not to be
 started again, when a worker cannot be kept alive, or when a signal says so; whichever comes first
 decides the exit code, and all after that is stopping. The launcher must not import what tasks
 import (numpy): they start the sooner for it, and so does the first training step.
+
+It listens at a Unix socket in a directory that only its user can enter, beside a file that names
+it, as coordinators do for ``psync top`` (``status.run_files``): there ``psync scale`` asks for more
+or fewer workers. A request is a line of JSON with the token of that file, the answer likewise.
 """
 
 from __future__ import annotations
@@ -15,27 +19,51 @@ import errno
 import json
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import PathFinder
 from io import FileIO
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from psync.cli.scale import scaled_on_request
-from psync.cli.scripts import directory_of, script_command
 from psync.closures.scaling_rule import changes
-from psync.launch.gpus import GpuShares
+from psync.errors import ConfigurationError, PsyncError
 from psync.launch.plugins import check_found, plugins_environ
-from psync.launch.processes import SERVE_COMMAND, Output, ProcessGroup, RestartPolicy
-from psync.launch.task_output import also_release_blocked_output, say
-from psync.launch.task_process import Process, describe_exit, hint_of_crash
+from psync.launch.process import also_release_blocked_output, say
+from psync.launch.processes import (
+    SERVE_COMMAND,
+    GpuShares,
+    Output,
+    Process,
+    ProcessGroup,
+    RestartPolicy,
+    describe_exit,
+    hint_of_crash,
+)
+from psync.net.platform import random_hex
 from psync.net.process_state import MISPLACED, named_file, new_pipe
 from psync.net.secret import load_secret, mint_secret
+from psync.status.guard import is_token
+from psync.status.run_files import (
+    SUFFIX,
+    Run,
+    chosen_run,
+    directory_of_runs,
+    has_ended,
+    make_directory,
+    run_file,
+    runs_in,
+    socket_of,
+    take_away_ended,
+)
 
 if TYPE_CHECKING:
-    from psync.launch.hosts import HostsPlan
+    from psync.integrations.ssh import HostsPlan
 
 ALONE_S = 1.0  # how long the chief may outlive a worker before that is worth a word
 FAILED = 1  # exit code when a worker could not be kept alive
@@ -44,10 +72,8 @@ SETUP_ERROR = 2  # exit code of a task whose set-up is wrong: once more would be
 
 
 def launch(
-    script: str,
-    args: Sequence[str] = (),
+    command: Sequence[str],
     *,
-    module: bool = False,
     num_ps: int = 1,
     num_workers: int = 1,
     evaluator: bool = False,
@@ -55,7 +81,6 @@ def launch(
     chief_restarts: int = 0,
     quiet: bool = False,
     gpus_per_worker: int | None = None,
-    plugins: Sequence[str] = (),
     hosts: HostsPlan | None = None,
     environ: Mapping[str, str] = os.environ,
     ps_command: Sequence[str] = SERVE_COMMAND,
@@ -74,9 +99,7 @@ def launch(
     checkpoint. The first SIGINT, SIGTERM or SIGHUP stops all tasks in order, the second kills them.
 
     Args:
-        script: A Python file, or a directory with a ``__main__.py``; or the name of a module.
-        args: What the script finds in ``sys.argv``.
-        module: Whether it is a module.
+        command: Runs the script; see ``script_command``.
         num_ps: Number of ps tasks, at least 1.
         num_workers: Number of workers, at least 1.
         evaluator: Whether the script also runs as an evaluator, beside the training cluster.
@@ -87,8 +110,6 @@ def launch(
         quiet: Drop what ps tasks and workers print.
         gpus_per_worker: GPUs that each worker sees, and no other worker does; ps tasks see none.
             None: all tasks see what this process does.
-        plugins: Modules that all tasks load. They are looked for beside the script, too, and where
-            this process is.
         hosts: Where ps tasks and workers run; None: here.
         environ: What tasks inherit. A secret is minted unless there is one.
         ps_command: What a ps runs.
@@ -98,21 +119,16 @@ def launch(
         stopped the run, 1 if a worker died too often or this process may open too few files.
 
     Raises:
-        ConfigurationError: If the script is missing or not one, the secret cannot be used, a plugin
-            is not found, there are fewer GPUs, or a host cannot be reached or used.
+        ConfigurationError: If the secret cannot be used, there are fewer GPUs, or a host cannot be
+            reached or used.
     """
-    command = script_command(script, args, module=module)
+    is_module = command[1] == "-m"
+    program = command[2 if is_module else 1]
     commands = {"chief": command, "ps": ps_command, "worker": command, "evaluator": command}
     jobs = {"chief": 1, "ps": num_ps, "worker": num_workers}
     if evaluator:
         jobs["evaluator"] = 1
     # Checked here, where it is one error, and not one on each task.
-    variables = plugins_environ(plugins, environ)
-    if plugins:
-        places = [directory_of(script, module=module), os.getcwd()]
-        check_found(plugins, [*places, *sys.path])
-        python_path = [*places, *filter(None, [environ.get("PYTHONPATH")])]
-        environ = {**environ, **variables, "PYTHONPATH": os.pathsep.join(python_path)}
     known = load_secret(environ)
     gpus = GpuShares(gpus_per_worker if hosts is None else None, environ)  # hosts have their own
     gpus.check(num_workers)
@@ -122,10 +138,11 @@ def launch(
     else:
         hosts.check(num_workers)
         text = mint_secret() if known is None else os.fsdecode(known.value)
-        place = partial(hosts.group, secret=text, environ=environ, script="" if module else script)
+        script = "" if is_module else program
+        place = partial(hosts.group, secret=text, environ=environ, script=script)
     joinable = known is not None  # nobody else knows one that is made here
     limits = max_restarts, chief_restarts
-    run = _Run(script, commands, jobs, environ, place, hosts, gpus, *limits, quiet, joinable)
+    run = _Run(program, commands, jobs, environ, place, hosts, gpus, *limits, quiet, joinable)
     try:
         return asyncio.run(run.run())
     except (OSError, BaseExceptionGroup) as error:
@@ -307,7 +324,7 @@ class _Run:
             if code == MISPLACED:
                 say(
                     f"error: {worker.name} runs main instead of serving: the run ends; end "
-                    f"{self.commands['chief'][1]} in psync.run(main), not in asyncio.run(main())"
+                    f"{self.program} in psync.run(main), not in asyncio.run(main())"
                 )
                 self._finish(SETUP_ERROR)
                 return
@@ -432,3 +449,211 @@ class _Run:
         else:
             say(f"{signum.name}: stopping all tasks; once more to kill them")
             self._finish(128 + signum)
+
+
+# The script.
+
+SCRIPT_SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")  # what the interpreter takes by name
+
+
+def script_command(script: str, args: Sequence[str] = (), *, module: bool = False) -> list[str]:
+    """Return the command that runs a script the way ``python SCRIPT ARGS`` does.
+
+    Args:
+        script: A Python file, or a directory with a ``__main__.py``; or the name of a module.
+        args: What the script finds in ``sys.argv``.
+        module: Whether it is a module, which runs the way ``python -m MODULE ARGS`` does.
+
+    Raises:
+        ConfigurationError: There is no such file, directory or module.
+    """
+    if module:
+        _check_module(script)
+        return [sys.executable, "-m", script, *args]
+    path = Path(script)
+    if not path.exists():
+        is_module = path.suffix not in SCRIPT_SUFFIXES and os.sep not in script
+        raise ConfigurationError(
+            f"script {script!r} does not exist",
+            hint="a module runs with -m, as with python" if is_module else None,
+        )
+    if path.is_dir():
+        if not (path / "__main__.py").is_file():
+            raise ConfigurationError(f"script {script!r} is a directory without a __main__.py")
+    elif path.suffix not in SCRIPT_SUFFIXES:
+        raise ConfigurationError(
+            f"script {script!r} is not a Python file: expected a name ending in .py"
+        )
+    return [sys.executable, script, *args]
+
+
+def _check_module(name: str) -> None:
+    """Look for a module as ``python -m`` does, but import nothing, not even its package.
+
+    Raises:
+        ConfigurationError: It is not there, or a package without a ``__main__.py``.
+    """
+    places: Sequence[str] | None = [os.getcwd(), *sys.path]
+    found = ""
+    for part in (*name.split("."), "__main__"):
+        found = f"{found}.{part}".removeprefix(".")
+        spec = PathFinder.find_spec(found, places)
+        if spec is None and part == "__main__":
+            raise ConfigurationError(
+                f"{name!r} is a package without a __main__.py, so it cannot be run"
+            )
+        if spec is None:
+            raise ConfigurationError(
+                f"module {name!r} was not found: there is no {found!r} in this directory "
+                f"({os.getcwd()}) or where Python looks for modules",
+                hint="-m takes a name such as package.module, without .py; to run a file, leave "
+                "out -m",
+            )
+        if spec.submodule_search_locations is None:
+            if found == name or part == "__main__":
+                return
+            raise ConfigurationError(f"module {name!r} was not found: {found!r} is not a package")
+        places = list(spec.submodule_search_locations)
+
+
+def plugged(
+    environ: Mapping[str, str], plugins: Sequence[str], script: str, *, module: bool
+) -> dict[str, str]:
+    """Return an environment in which all tasks load plugins.
+
+    They are looked for beside the script, too, and where this process is.
+
+    Raises:
+        ConfigurationError: One is not found: here it is one error, and not one on each task.
+    """
+    if not plugins:
+        return {**environ}
+    variables = plugins_environ(plugins, environ)
+    directory = script if os.path.isdir(script) else os.path.dirname(script)
+    places = [os.getcwd() if module else os.path.abspath(directory), os.getcwd()]
+    check_found(plugins, [*places, *sys.path])
+    path = os.pathsep.join([*places, *filter(None, [environ.get("PYTHONPATH")])])
+    return {**environ, **variables, "PYTHONPATH": path}
+
+
+# ``psync scale``.
+
+LAUNCHERS = "launchers"
+"""The directory of their files, in that of run files, which are of coordinators."""
+
+MAX_REQUEST_BYTES = 4096
+REQUEST_WITHIN_S = 5.0
+
+Scale = Callable[[int], Awaitable[str]]
+
+
+@contextlib.asynccontextmanager
+async def scaled_on_request(
+    scale: Scale, program: str, environ: Mapping[str, str]
+) -> AsyncIterator[None]:
+    """Return a context in which this user's processes may ask a launcher for other workers.
+
+    Where no directory can be made for it, they cannot.
+
+    Args:
+        scale: Called with a number of workers; returns what to say, or raises a PsyncError.
+        program: Name of the script.
+        environ: As for ``directory_of_runs``; with ``PSYNC_STATUS=0`` nobody may ask.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        if environ.get("PSYNC_STATUS") != "0":
+            with contextlib.suppress(OSError):
+                await _listen(stack, scale, program, environ)
+        yield
+
+
+async def _listen(
+    stack: contextlib.AsyncExitStack, scale: Scale, program: str, environ: Mapping[str, str]
+) -> None:
+    directory = _directory(environ)
+    make_directory(directory.parent)
+    make_directory(directory)
+    take_away_ended(directory)
+    path = directory / f"{os.getpid()}-{random_hex(4)}{SUFFIX}"
+    where, token = path.with_suffix(".sock"), random_hex(32)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):
+            async with asyncio.timeout(REQUEST_WITHIN_S):
+                line = await reader.readline()
+            reply = await _reply(line, token, scale)
+            writer.write(json.dumps(reply).encode() + b"\n")
+            await writer.drain()
+
+    bound = stack.enter_context(socket.socket(socket.AF_UNIX))
+    bound.bind(os.fspath(where))
+    os.chmod(where, 0o600)
+    server = await asyncio.start_unix_server(answer, sock=bound, limit=MAX_REQUEST_BYTES)
+    stack.callback(server.close)
+    run = Run(os.getpid(), time.time(), program, f"unix:{where}", token)
+    stack.enter_context(run_file(path, run))
+
+
+async def _reply(line: bytes, token: str, scale: Scale) -> dict[str, str]:
+    try:
+        request = json.loads(line)
+        given, workers = str(request["token"]), request["workers"]
+        if type(workers) is not int or workers < 1:
+            raise ValueError("expected a number of workers")
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return {"error": "expected a request of psync scale"}
+    if not is_token(given, token):
+        return {"error": "the token is not that of this run"}
+    try:
+        return {"said": await scale(workers)}
+    except (PsyncError, OSError) as exc:
+        return {"error": str(exc)}
+
+
+def _directory(environ: Mapping[str, str] = os.environ) -> Path:
+    return directory_of_runs(environ) / LAUNCHERS
+
+
+def ask_to_scale(named: str | None, workers: int) -> str:
+    """Ask the launcher of a run for other workers; return what to say.
+
+    Args:
+        named: Which run; see ``chosen_run``.
+        workers: How many.
+
+    Raises:
+        ConfigurationError: There is no such run, it is unreachable, or it refuses.
+    """
+    asked = _launched(named)
+    answer = asyncio.run(_ask(asked, workers))
+    if "error" in answer:
+        raise ConfigurationError(f"{asked}: {answer['error']}")
+    return f"{asked}: {answer['said']}"
+
+
+def _launched(named: str | None) -> Run:
+    try:
+        return chosen_run(named, _directory())
+    except ConfigurationError as none:
+        if not all(has_ended(each) for _, each in runs_in(_directory())):
+            raise
+        try:
+            other = chosen_run(named)
+        except ConfigurationError:
+            raise none from None
+        raise ConfigurationError(
+            f"no program started by psync run is running: {other} was started without it",
+            hint="psync scale asks psync run for workers; a program that opens a cluster itself "
+            "calls its scale(workers=8)",
+        ) from none
+
+
+async def _ask(run: Run, workers: int) -> dict[str, Any]:
+    try:
+        reader, writer = await asyncio.open_unix_connection(socket_of(run))
+        with contextlib.closing(writer):
+            writer.write(json.dumps({"token": run.token, "workers": workers}).encode() + b"\n")
+            answer: dict[str, Any] = json.loads(await reader.readline())
+    except (OSError, ValueError) as exc:
+        raise ConfigurationError(f"{run} has ended, or is unreachable: {exc}") from exc
+    return answer

@@ -1,20 +1,34 @@
-"""Running a process as its task: ``run`` for scripts, ``run_task`` for ps and workers."""
+"""What a process does as its task: ``run`` for scripts, ``run_task`` for ps and workers, joining.
+
+A worker may also join a cluster that runs: ``psync join HOST:PORT`` and ``PSYNC_JOIN`` make a
+process a worker that knows the chief's address and the secret, and nothing else. It tells the
+chief's door where it listens and is told its index; the workforce then brings it to the
+coordinators of the program, the one that runs and those that come later. From then on it is served
+as every other worker is, and leaves as they do. Its connection to the door stays open. A worker
+that leaves says so. One whose connection is lost silently is missed for a while, in which it may
+come back under its index (the network was cut, or the chief is a new process), and then forgotten.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import inspect
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from psync.cluster import ClusterSpec, join_address, split_address, task_name
+from psync.cluster_roles import CHIEF
 from psync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -22,28 +36,32 @@ from psync.errors import (
     PsyncError,
     RemoteProtocolError,
     TrainingEnded,
+    TransportError,
     UsageError,
 )
-from psync.launch.cluster import cluster_on_engine
-from psync.launch.identity import OwnTask, open_to_joiners, own_task, shut_down
-from psync.launch.joining import JOINING, join
 from psync.launch.plugins import load_plugins
-from psync.launch.process_loop import (
+from psync.launch.process import (
+    PYTHON,
     asked_first,
+    configure_logging,
     end_of_run,
+    fill_standard_streams,
     following_launcher,
     run_loop,
     watch_launcher,
+    write_whole_lines,
 )
-from psync.launch.task_output import configure_logging, fill_standard_streams, write_whole_lines
 from psync.net.chief_presence import (
     TrainingPresence,
     chief_timeouts,
     naming_who_is_awaited,
     until_told,
 )
+from psync.net.endpoint import Endpoint
 from psync.net.environment import (
     added_workers,
+    is_supervised,
+    newest_incarnation,
     note_incarnation,
     platform_of,
     run_over,
@@ -53,17 +71,28 @@ from psync.net.environment import (
     training_over,
     training_presence,
 )
+from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
-from psync.net.resolvers import ClusterResolver, opened
+from psync.net.resolvers import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    interface_towards,
+    opened,
+    resolve_cluster,
+    training_cluster,
+)
+from psync.net.secret import load_secret
 from psync.net.task_reports import described_by
-from psync.net.transport import SocketNetwork
-from psync.net.workforce import workforce_of_launcher
-
-logger = logging.getLogger(__name__)
+from psync.net.transport import BACKLOG, SocketNetwork
+from psync.net.workforce import Workforce, workforce_of_launcher
+from psync.wire.messages import Done, JoinCluster, Joined, LeaveCluster, Shutdown
 
 if TYPE_CHECKING:
     from psync.ps_task import PsTask
     from psync.worker_task import WorkerTask
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -72,6 +101,86 @@ LEFT = 128 + signal.SIGTERM
 
 SETUP_ERRORS = (ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError)
 """What is wrong with the cluster rather than with the program, until training has begun."""
+
+SHUTDOWN_TIMEOUT_S = 2.0
+"""How long the chief waits, at its end, for each task to hear that it should exit."""
+
+JOINING = "/job:worker/joining"
+"""What a worker calls itself to the door, before it has an index."""
+
+SAY_GOODBYE_S = 2.0
+"""A chief that has not heard by then that a worker has left, notices it."""
+
+FIRST_JOINED = 10_000
+"""Index of the first worker that joins: whoever started the others goes on numbering below it."""
+
+FORGET_AFTER_S = 60.0
+"""A worker that was lost silently has been killed, or is back by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTask:
+    """Who this process is."""
+
+    resolver: ClusterResolver
+    cluster: ClusterSpec
+    job: str
+    index: int
+    is_found: bool = False  # in the surroundings, where nobody has described the cluster
+    is_supervised: bool = False  # see ``environment.is_supervised``
+
+    @property
+    def name(self) -> str:
+        """As in ``/job:worker/task:0``."""
+        return task_name(self.job, self.index)
+
+    @property
+    def leads(self) -> bool:
+        """Whether the others exit when it does: the chief, or worker 0 where there is none."""
+        first = (self.job, self.index) == ("worker", 0) and "chief" not in self.cluster.jobs
+        return self.job == "chief" or first
+
+    @property
+    def address(self) -> str:
+        """Where it is known."""
+        return self.cluster.task_address(self.job, self.index)
+
+    @property
+    def terminated_code(self) -> int:
+        """Exit code after SIGTERM, of a task that serves or evaluates."""
+        return LEFT if self.job == "worker" and self.is_supervised else 0
+
+    def addresses_of(self, jobs: Sequence[str]) -> dict[str, str]:
+        """Return where the tasks of these jobs are, by name, so far as the cluster has them."""
+        return {
+            task_name(job, index): self.cluster.task_address(job, index)
+            for job in jobs
+            if job in self.cluster.jobs
+            for index in self.cluster.task_indices(job)
+        }
+
+
+def own_task(resolver: ClusterResolver | None) -> OwnTask:
+    """Return which task a resolver says this process is; without one, its surroundings say it.
+
+    Raises:
+        ConfigurationError: There is no cluster, or its description is wrong or does not say which
+            task it is; or ``PSYNC_SUPERVISED`` is malformed.
+    """
+    known = resolver or resolve_cluster()
+    is_found = resolver is None and not isinstance(known, TFConfigClusterResolver)
+    cluster, job, index = training_cluster(known)
+    if job == "evaluator" and index is None:
+        index = 0
+    if job is None or index is None:
+        raise ConfigurationError(
+            "the cluster's description does not say which task this process is",
+            hint='TF_CONFIG needs a task, such as "task": {"type": "worker", "index": 0}',
+        )
+    return OwnTask(known, cluster, job, index, is_found, is_supervised(os.environ))
+
+
+# Scripts.
 
 
 def run(
@@ -164,7 +273,7 @@ def run(
             if job == "evaluator"
             else partial(serve_as, own, insecure=False, shared=True)
         )
-        sys.exit(run_loop(serving, terminated_code=_terminated_code(own)))
+        sys.exit(run_loop(serving, terminated_code=own.terminated_code))
     except SETUP_ERRORS as exc:
         if began.is_set():
             raise
@@ -196,7 +305,7 @@ async def _run_main(
         async with contextlib.AsyncExitStack() as stack:
             workforce = workforce_of_launcher()
             if joinable:
-                await stack.enter_async_context(open_to_joiners(own, workforce, added))
+                await _open_to_joiners(stack, own, workforce, added)
             stack.enter_context(following_launcher(workforce))
             stack.enter_context(opened(own.resolver))
             return await main()
@@ -217,7 +326,9 @@ async def _run_main(
 async def _run_on_engine(
     main: Callable[[], Awaitable[T]], settings: str, began: asyncio.Event
 ) -> T:
-    async with cluster_on_engine(settings) as cluster:
+    # By its name: psync's own launchers do not load it.
+    engines = importlib.import_module("psync.integrations.engines")
+    async with engines.cluster_on_engine(settings) as cluster:
         own = OwnTask(cluster.resolver, cluster.resolver.cluster_spec(), "chief", 0)
         return await _run_main(main, own, (), began, asyncio.Event(), joinable=False)
 
@@ -247,6 +358,89 @@ def _evaluate(
         return 0
 
     return evaluate
+
+
+def _exit(error: PsyncError, code: int) -> NoReturn:
+    """Say what is wrong, and where the program met it, and exit."""
+    lines = [f"psync: error: {error.message}"]
+    if error.hint:
+        lines.append(f"hint: {error.hint}")
+    frames = traceback.extract_tb(error.__traceback__)
+    psync = os.path.dirname(os.path.dirname(__file__))
+    ours = (psync, os.path.dirname(asyncio.__file__))
+    places = [
+        frame
+        for frame in frames
+        if os.path.isabs(frame.filename) and not frame.filename.startswith(ours)
+    ]
+    if places and places[-1].name != "<module>":  # that one only calls run()
+        lines.append(f"at {places[-1].filename}:{places[-1].lineno}, in {places[-1].name}")
+    print(*lines, sep="\n", file=sys.stderr)
+    sys.exit(code)
+
+
+def _prepare_process(task: str) -> bool:
+    """Set up logging and the lifeline; return whether a launcher started this process."""
+    fill_standard_streams()
+    tell_launcher()
+    launched = bool(os.environ.get("PSYNC_LAUNCHED"))
+    if launched:
+        write_whole_lines()
+    level = os.environ.get("PSYNC_LOG_LEVEL", "info")
+    configure_logging(level, None if launched else task)
+    watch_launcher()
+    return launched
+
+
+# The end of a program.
+
+
+async def shut_down(own: OwnTask, jobs: Sequence[str], began: int) -> None:
+    """Tell every task of these jobs that training is over; those that do not hear it stay.
+
+    It is said in the name of the program's last coordinator; if there was none, of the moment in
+    which the program ``began``: tasks that serve a newer chief meanwhile are not ours to end.
+
+    Args:
+        own: This process.
+        jobs: As in ``("worker", "ps")``.
+        began: Nanoseconds, of the time of day.
+
+    Cancellation: Who has not heard it stays.
+    """
+    try:
+        # If there is no secret, main() has allowed that or has failed: it was said before.
+        platform = platform_of(own.resolver, own.address, insecure=True, warn=logger.debug)
+    except ConfigurationError as exc:
+        logger.debug("nobody was told to exit: %s", exc)
+        return
+    tasks = own.addresses_of(jobs) | (added_workers.get() or {})
+    await tell_to_end(platform, newest_incarnation() or began, tasks)
+
+
+async def tell_to_end(platform: Platform, incarnation: int, tasks: Mapping[str, str]) -> None:
+    """Tell some tasks, given by name and address, that training is over.
+
+    Cancellation: Who has not heard it stays.
+    """
+    endpoint = Endpoint(platform, CHIEF, incarnation, {})
+
+    async def tell(name: str, address: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            try:
+                async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                    peer = await endpoint.connect(address, name)
+                    await peer.call(Shutdown("the chief has ended"))
+            except PsyncError as exc:
+                logger.info("%s was not told to exit: %s", name, exc)
+
+    try:
+        await asyncio.gather(*(tell(name, address) for name, address in tasks.items()))
+    finally:
+        await endpoint.close()
+
+
+# Serving.
 
 
 async def run_task(resolver: ClusterResolver | None = None, *, insecure: bool = False) -> None:
@@ -288,7 +482,7 @@ def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -
     load_plugins(own.name)
     return run_loop(
         lambda: serve_as(own, insecure=insecure, shared=False, chief_timeout=chief_timeout),
-        terminated_code=_terminated_code(own),
+        terminated_code=own.terminated_code,
     )
 
 
@@ -309,16 +503,11 @@ def join_forever(
 
     Raises:
         ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError, TrainingEnded:
-            As ``joining.join``.
+            It cannot join; or as ``run_task``.
     """
     load_plugins(JOINING)
-
-    def serving(own: OwnTask, awaited: str) -> Coroutine[Any, Any, int]:
-        return serve_as(
-            own, insecure=False, shared=shared, chief_timeout=chief_timeout, awaited=awaited
-        )
-
-    return run_loop(lambda: join(serving, chief, listen), terminated_code=0)
+    joining = partial(join, chief, listen, shared=shared, chief_timeout=chief_timeout)
+    return run_loop(joining, terminated_code=0)
 
 
 async def serve_as(
@@ -357,11 +546,12 @@ async def serve_as(
     logger.log(level, "%s serves at %s", task.task, own.address)
     lacks_chief = not awaited and "chief" not in own.cluster.jobs
     if lacks_chief and (shared or own.job == "worker"):
-        ways = [f"a task of type chief, where psync.run(main) runs main, is to be described in "
-                f"{own.resolver.source}"] if shared else []  # fmt: skip
-        if own.job == "worker":
-            way = f"a chief takes it in with add_worker({own.address!r}, index={own.index})"
-            ways.append(way)
+        described = (
+            "a task of type chief, where psync.run(main) runs main, is to be described in "
+            f"{own.resolver.source}"
+        )
+        added = f"a chief takes it in with add_worker({own.address!r}, index={own.index})"
+        ways = [described] * shared + [added] * (own.job == "worker")
         awaited = (
             f"{task.task} waits for a chief, and its cluster's description names none: "
             + ", or ".join(ways)
@@ -377,12 +567,7 @@ async def serve_as(
         await task.close()
     if getattr(task, "is_torn", False):  # a ps
         raise PsyncError(f"{task.task} ended: an update failed partway; see the log")
-    return _terminated_code(own) if leaving else 0
-
-
-def _terminated_code(own: OwnTask) -> int:
-    """Return with which code a task ends that serves, or evaluates, and gets SIGTERM."""
-    return LEFT if own.job == "worker" and own.is_supervised else 0
+    return own.terminated_code if leaving else 0
 
 
 def _metrics(task: PsTask | WorkerTask) -> contextlib.AbstractAsyncContextManager[None]:
@@ -429,36 +614,277 @@ def make_task(
     return WorkerTask(platform, index, address, main_by_name=main_by_name)
 
 
-# The process.
+# Joining.
 
 
-def _exit(error: PsyncError, code: int) -> NoReturn:
-    """Say what is wrong, and where the program met it, and exit."""
-    lines = [f"psync: error: {error.message}"]
-    if error.hint:
-        lines.append(f"hint: {error.hint}")
-    frames = traceback.extract_tb(error.__traceback__)
-    psync = os.path.dirname(os.path.dirname(__file__))
-    ours = (psync, os.path.dirname(asyncio.__file__))
-    places = [
-        frame
-        for frame in frames
-        if os.path.isabs(frame.filename) and not frame.filename.startswith(ours)
-    ]
-    if places and places[-1].name != "<module>":  # that one only calls run()
-        lines.append(f"at {places[-1].filename}:{places[-1].lineno}, in {places[-1].name}")
-    print(*lines, sep="\n", file=sys.stderr)
-    sys.exit(code)
+class Membership:
+    """That of this process in a cluster which it has joined.
+
+    Args:
+        platform: Network, secret.
+        chief: Where the chief listens.
+        address: Where this worker listens.
+    """
+
+    def __init__(self, platform: Platform, chief: str, address: str) -> None:
+        self._endpoint = Endpoint(platform, JOINING, platform.new_incarnation(), {})
+        self._chief = chief
+        self._address = address
+        self.index = -1
+        self._peer: Peer | None = None
+
+    async def begin(self) -> None:
+        """Be taken in.
+
+        Raises:
+            ConnectFailed: Nobody answers.
+            AuthenticationError: The chief has another secret.
+            RemoteProtocolError: Something else answers, or another version of psync.
+            ConfigurationError: The chief refuses this worker.
+
+        Cancellation: Safe.
+        """
+        try:
+            self._peer = await self._endpoint.connect(self._chief, CHIEF)
+        except ConnectFailed as exc:
+            raise ConnectFailed(
+                exc.message,
+                hint="is the program running, and is this the address of its chief? Workers can "
+                "join only while it runs, and only if it ends in psync.run(main)",
+            ) from exc
+        await self._ask(self._peer)
+
+    async def _ask(self, peer: Peer) -> None:
+        received = (await peer.call(JoinCluster(self._address, self.index, PYTHON))).message
+        if not isinstance(received, Joined):
+            raise RemoteProtocolError(
+                f"{CHIEF} answered JoinCluster with {type(received).__name__}"
+            )
+        if self.index not in (-1, received.index):
+            raise ConfigurationError(
+                f"worker {self.index} was away from {self._chief} for so long that another worker "
+                "has its index",
+                hint="restart it: it joins as a new worker",
+            )
+        self.index = received.index
+
+    async def keep(self) -> None:
+        """Come back to the door whenever the connection is lost. Ends with the task.
+
+        Raises:
+            PsyncError: The chief does not want this worker any more.
+
+        Cancellation: The connection stays as it is.
+        """
+        while True:
+            assert self._peer is not None, "it has begun"
+            await self._peer.wait_closed()
+            logger.debug("the connection to the door of %s is lost", self._chief)
+            self._peer = await self._endpoint.connect_retrying(
+                self._chief, CHIEF, level=logging.INFO
+            )
+            with contextlib.suppress(TransportError):
+                await self._ask(self._peer)
+
+    async def end(self) -> None:
+        """Say that this worker has left, and close. Cancellation: the chief misses it."""
+        try:
+            if self._peer is not None and self._peer.is_open:
+                async with asyncio.timeout(SAY_GOODBYE_S):
+                    await self._peer.call(LeaveCluster("it has left"))
+        except (TimeoutError, PsyncError) as exc:
+            logger.debug("the chief was not told that this worker has left: %s", exc)
+        finally:
+            await self._endpoint.close()
 
 
-def _prepare_process(task: str) -> bool:
-    """Set up logging and the lifeline; return whether a launcher started this process."""
-    fill_standard_streams()
-    tell_launcher()
-    launched = bool(os.environ.get("PSYNC_LAUNCHED"))
-    if launched:
-        write_whole_lines()
-    level = os.environ.get("PSYNC_LOG_LEVEL", "info")
-    configure_logging(level, None if launched else task)
-    watch_launcher()
-    return launched
+async def join(
+    chief: str, listen: str = "", *, shared: bool = False, chief_timeout: str | None = None
+) -> int:
+    """Join a running cluster as a worker, serve until told to stop, return the exit code.
+
+    Args: As of ``join_forever``.
+
+    Raises:
+        ConfigurationError: An address is none, or taken; there is no secret.
+        ConnectFailed, AuthenticationError, RemoteProtocolError, ConfigurationError: As for
+            ``Membership.begin``.
+        TrainingEnded: As ``run_task``.
+
+    Cancellation: It leaves, without ending what it runs.
+    """
+    listener, address = _listen_towards(chief, listen)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(listener.close)
+        platform = platform_of(SimpleClusterResolver(ClusterSpec({})), address)
+        membership = Membership(platform, chief, address)
+        stack.push_async_callback(membership.end)
+        await membership.begin()
+        os.environ["PSYNC_LISTEN_FD"] = str(listener.detach())  # where ``platform_of`` finds it
+        index = membership.index
+        cluster = ClusterSpec({"chief": [chief], "worker": {index: address}})
+        resolver = SimpleClusterResolver(cluster, task_type="worker", task_id=index)
+        own = OwnTask(resolver, cluster, "worker", index)
+        logger.info("%s joins the cluster of %s, and listens at %s", own.name, chief, address)
+        awaited = f"{own.name} waits for the coordinator of {chief} to connect to {address}"
+        serve = serve_as(
+            own, insecure=False, shared=shared, chief_timeout=chief_timeout, awaited=awaited
+        )
+        serving = asyncio.ensure_future(serve)
+        keeping = asyncio.ensure_future(membership.keep())
+        try:
+            await asyncio.wait((serving, keeping), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                keeping.result()  # the chief does not want it any more, and this says why
+            return serving.result()
+        finally:
+            serving.cancel()
+            keeping.cancel()
+            await asyncio.gather(serving, keeping, return_exceptions=True)
+
+
+def _listen_towards(chief: str, listen: str) -> tuple[socket.socket, str]:
+    """Return a listening socket, and its address as others have to know it."""
+    chief_host, chief_port = split_address(chief)
+    if not chief_port:
+        raise ConfigurationError(f"expected host:port of the chief, got {chief!r}")
+    if load_secret(os.environ) is None:  # whatever PSYNC_INSECURE says
+        raise ConfigurationError(
+            "no secret is set, and joining requires the cluster's secret",
+            hint="set PSYNC_SECRET, or PSYNC_SECRET_FILE to the path of a file with it",
+        )
+    if listen:
+        host, port = split_address(listen if ":" in listen else f"{listen}:0")
+    else:
+        port = 0
+        try:
+            host, _ = interface_towards(chief_host, chief_port)
+        except OSError as exc:
+            raise ConfigurationError(f"{chief} is unreachable: {exc.strerror or exc}") from exc
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port or 0), family=family, backlog=BACKLOG)
+    except OSError as exc:
+        raise ConfigurationError(
+            f"this worker cannot listen on {listen or host}: {exc.strerror or exc}"
+        ) from exc
+    return listener, join_address(host, listener.getsockname()[1])
+
+
+async def _open_to_joiners(
+    stack: contextlib.AsyncExitStack,
+    own: OwnTask,
+    workforce: Workforce,
+    added: MutableMapping[str, str],
+) -> None:
+    """Let workers join the chief's program until the stack is closed.
+
+    Without a secret none may, nor where the chief cannot listen at its address. Of a set-up that is
+    wrong otherwise the program hears when it starts its coordinator, in one error that is no log
+    line.
+    """
+    with contextlib.suppress(ConfigurationError):
+        if own.job != "chief" or load_secret(os.environ) is None:
+            return
+        platform = platform_of(own.resolver, own.address, listens=True)
+        try:
+            await stack.enter_async_context(Door(platform, own.address, workforce, added))
+        except ConfigurationError as exc:
+            logger.info("workers cannot join this program: %s", exc.message)
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A worker that has joined."""
+
+    address: str
+    peer: Peer  # its newest connection
+    forgetting: asyncio.TimerHandle | None = None  # while it is missed
+
+
+class Door:
+    """Takes in workers that join. An async context manager; it listens while it is entered.
+
+    Args:
+        platform: Network, secret.
+        address: Of the chief.
+        workforce: Told of those that come and leave.
+        added: Gets the address of each that is there, by name: they, too, hear of the program's
+            end.
+        forget_after_s: Seconds until one that was lost is forgotten.
+
+    Raises:
+        ConfigurationError: From entering it: the address is in use, or not this machine's.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        address: str,
+        workforce: Workforce,
+        added: MutableMapping[str, str],
+        *,
+        forget_after_s: float = FORGET_AFTER_S,
+    ) -> None:
+        self._address = address
+        self._workforce = workforce
+        self._added = added
+        self._forget_after_s = forget_after_s
+        self._members: dict[int, _Member] = {}
+        self._next = FIRST_JOINED
+        self._endpoint = Endpoint(
+            platform, CHIEF, platform.new_incarnation(),
+            {JoinCluster: Handler(self._join), LeaveCluster: Handler(self._leave)},
+        )  # fmt: skip
+
+    async def __aenter__(self) -> None:
+        await self._endpoint.listen(self._address)
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for member in self._members.values():
+            if member.forgetting is not None:
+                member.forgetting.cancel()
+        self._members.clear()
+        await self._endpoint.close()
+
+    def _join(self, peer: Peer, message: JoinCluster, _: list[memoryview]) -> Reply:
+        if message.python != PYTHON:
+            raise ConfigurationError(
+                f"the chief runs Python {PYTHON}, but the worker at {message.address} runs "
+                f"{message.python} and could not read the program's functions",
+                hint="start the worker with the same Python version as the chief",
+            )
+        split_address(message.address)  # is it one?
+        index, known = message.index, self._members.get(message.index)
+        if index < FIRST_JOINED or (known is not None and known.address != message.address):
+            index, known = self._next, None
+        self._next = max(self._next, index + 1)
+        if known is not None and known.forgetting is not None:
+            known.forgetting.cancel()
+        self._members[index] = _Member(message.address, peer)
+        peer.on_closed.append(lambda _: self._miss(index, peer))
+        name = task_name("worker", index)
+        logger.info("%s joins, from %s", name, message.address)
+        self._added[name] = message.address
+        self._workforce.change({index: message.address}, ())
+        return Reply(Joined(index))
+
+    def _leave(self, peer: Peer, message: LeaveCluster, _: list[memoryview]) -> Reply:
+        for index, member in list(self._members.items()):
+            if member.peer is peer:
+                self._forget(index, message.reason)
+        return Reply(Done())
+
+    def _miss(self, index: int, peer: Peer) -> None:
+        member = self._members.get(index)
+        if member is not None and member.peer is peer:
+            loop = asyncio.get_running_loop()
+            why = f"it was lost {self._forget_after_s:g} s ago"
+            member.forgetting = loop.call_later(self._forget_after_s, self._forget, index, why)
+
+    def _forget(self, index: int, reason: str) -> None:
+        del self._members[index]
+        name = task_name("worker", index)
+        logger.info("%s is no longer a worker of the cluster: %s", name, reason)
+        self._added.pop(name, None)
+        self._workforce.change({}, (index,))

@@ -11,4 +11,4 @@ from psync.cli.run import launch
 
 script = str(Path(__file__).with_name("task.py"))
 options = {"ps_command": [sys.executable, script, *sys.argv[2:]], **json.loads(sys.argv[1])}
-sys.exit(launch(script, sys.argv[2:], **options))
+sys.exit(launch([sys.executable, script, *sys.argv[2:]], **options))
