@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-from psync.cli import run
 from psync.cli.main import main
+from psync.cli.run import Launcher
 from psync.launch import tasks
 from psync.net.tls_config import TLS_VARIABLES, load_tls
 from tasks_by_hand import SECRET, by_hand
@@ -270,11 +270,12 @@ def test_options_and_variables_reach_the_tasks_with_paths_that_hold_everywhere(
     relative = {name: os.path.relpath(path) for name, path in environ.items()}
     given: list[dict[str, str]] = []
 
-    def launch(*args: Any, environ: dict[str, str], **options: Any) -> int:
+    def launch(launcher: Launcher) -> int:
+        environ = launcher.environ
         given.append({name: environ[name] for name in TLS_VARIABLES if name in environ})
         return 0
 
-    monkeypatch.setattr(run, "launch", launch)
+    monkeypatch.setattr(Launcher, "launch", launch)
     assert main(["run", "x.py", *options_of(relative), "--no-tls-mutual"]) == 0
     os.environ.update(relative)
     assert main(["run", "x.py"]) == 0

@@ -21,7 +21,7 @@ import pytest
 
 from psync.cli import run
 from psync.cli.main import main
-from psync.cli.run import LAUNCHERS, launch, plugged, scaled_on_request, script_command
+from psync.cli.run import LAUNCHERS, Launcher, plugged, scaled_on_request, script_command
 from psync.errors import ConfigurationError
 from psync.status.run_files import Run, directory_of_runs, make_directory, run_file, socket_of
 
@@ -40,12 +40,14 @@ def test_a_file_that_is_not_python_is_an_error(tmp_path: Path) -> None:
 
 def test_a_secret_that_cannot_be_used_is_an_error_before_anything_starts() -> None:
     with pytest.raises(ConfigurationError, match="PSYNC_SECRET: expected at least 16 bytes, got 5"):
-        launch(COMMAND, environ={"PSYNC_SECRET": "short"})
+        Launcher(COMMAND, environ={"PSYNC_SECRET": "short"}).launch()
 
 
 def test_too_few_gpus_are_an_error_before_anything_starts() -> None:
     with pytest.raises(ConfigurationError, match="gpus_per_worker: 2 workers with 1 each need 2"):
-        launch(COMMAND, num_workers=2, gpus_per_worker=1, environ={"CUDA_VISIBLE_DEVICES": "0"})
+        Launcher(
+            COMMAND, num_workers=2, gpus_per_worker=1, environ={"CUDA_VISIBLE_DEVICES": "0"}
+        ).launch()
 
 
 def test_a_plugin_that_is_not_there_is_an_error_before_anything_starts(tmp_path: Path) -> None:
@@ -66,7 +68,7 @@ def test_too_few_files_are_one_line_that_says_what_to_do(
         raise ExceptionGroup("in a task group", [error]) if in_a_task else error
 
     monkeypatch.setattr(run, "ProcessGroup", full)
-    assert launch(COMMAND, environ={}) == 1
+    assert Launcher(COMMAND, environ={}).launch() == 1
     assert capfd.readouterr().err == (
         "psync: error: Too many open files; raise `ulimit -n`: the run ends\n"
     )
@@ -78,7 +80,7 @@ def test_other_errors_of_the_system_are_raised(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(run, "ProcessGroup", refused)
     with pytest.raises(PermissionError):
-        launch(COMMAND, environ={})
+        Launcher(COMMAND, environ={}).launch()
 
 
 def test_a_script_runs_in_this_interpreter_with_its_arguments(tmp_path: Path) -> None:

@@ -332,7 +332,7 @@ def run(
             raise click.UsageError(
                 "--on does not support --evaluator, --chief-restarts, --quiet, --hosts or --report."
             )
-        from psync.cli.run import launch, plugged, script_command
+        from psync.cli.run import Launcher, plugged, script_command
 
         command = script_command(script, args, module=module)
         environ = plugged(environ, plugins, script, module=module)
@@ -350,12 +350,12 @@ def run(
             plan = HostsPlan(
                 parse_hosts(hosts), ssh, remote_python or sys.executable, variables, gpus_per_worker
             )
-        return launch(
+        return Launcher(
             command, num_ps=ps, num_workers=workers or (1 if plan is None else len(plan.places)),
             hosts=plan, evaluator=evaluator, max_restarts=max_restarts,
             chief_restarts=chief_restarts, quiet=quiet, gpus_per_worker=gpus_per_worker,
             environ=environ,
-        )  # fmt: skip
+        ).launch()  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -24,8 +24,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from io import FileIO
 from pathlib import Path
@@ -71,21 +70,9 @@ RAISE_LIMIT = "; raise `ulimit -n`"  # a remedy
 SETUP_ERROR = 2  # exit code of a task whose set-up is wrong: once more would be no better
 
 
-def launch(
-    command: Sequence[str],
-    *,
-    num_ps: int = 1,
-    num_workers: int = 1,
-    evaluator: bool = False,
-    max_restarts: int = 3,
-    chief_restarts: int = 0,
-    quiet: bool = False,
-    gpus_per_worker: int | None = None,
-    hosts: HostsPlan | None = None,
-    environ: Mapping[str, str] = os.environ,
-    ps_command: Sequence[str] = SERVE_COMMAND,
-) -> int:
-    """Run a script as the chief and the workers of a new cluster, and wait for the chief.
+@dataclass(eq=False)
+class Launcher:
+    """Runs a script as the chief and the workers of a new cluster, and waits for the chief.
 
     The chief has this process's own stdin, stdout and stderr; lines of the other tasks get a
     prefix. SIGUSR1 is passed on to all tasks, which answer with reports.
@@ -113,101 +100,90 @@ def launch(
         hosts: Where ps tasks and workers run; None: here.
         environ: What tasks inherit. A secret is minted unless there is one.
         ps_command: What a ps runs.
-
-    Returns:
-        The exit code: the chief's (128 + n if signal n killed it), 128 + n if signal n
-        stopped the run, 1 if a worker died too often or this process may open too few files.
-
-    Raises:
-        ConfigurationError: If the secret cannot be used, there are fewer GPUs, or a host cannot be
-            reached or used.
     """
-    is_module = command[1] == "-m"
-    program = command[2 if is_module else 1]
-    commands = {"chief": command, "ps": ps_command, "worker": command, "evaluator": command}
-    jobs = {"chief": 1, "ps": num_ps, "worker": num_workers}
-    if evaluator:
-        jobs["evaluator"] = 1
-    # Checked here, where it is one error, and not one on each task.
-    known = load_secret(environ)
-    gpus = GpuShares(gpus_per_worker if hosts is None else None, environ)  # hosts have their own
-    gpus.check(num_workers)
-    if hosts is None:
-        secret = mint_secret() if known is None else None
-        place: Place = partial(ProcessGroup, secret=secret, environ=environ)
-    else:
-        hosts.check(num_workers)
-        text = mint_secret() if known is None else os.fsdecode(known.value)
-        script = "" if is_module else program
-        place = partial(hosts.group, secret=text, environ=environ, script=script)
-    joinable = known is not None  # nobody else knows one that is made here
-    limits = max_restarts, chief_restarts
-    run = _Run(program, commands, jobs, environ, place, hosts, gpus, *limits, quiet, joinable)
-    try:
-        return asyncio.run(run.run())
-    except (OSError, BaseExceptionGroup) as error:
-        if not _too_many_files(error):
-            raise
-        say(f"error: {os.strerror(errno.EMFILE)}{RAISE_LIMIT}: the run ends")
-        return FAILED
 
+    command: Sequence[str]
+    num_ps: int = 1
+    num_workers: int = 1
+    evaluator: bool = False
+    max_restarts: int = 3
+    chief_restarts: int = 0
+    quiet: bool = False
+    gpus_per_worker: int | None = None
+    hosts: HostsPlan | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    ps_command: Sequence[str] = SERVE_COMMAND
 
-def _too_many_files(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return any(map(_too_many_files, error.exceptions))
-    return isinstance(error, OSError) and error.errno == errno.EMFILE
+    def launch(self) -> int:
+        """Do it.
 
+        Returns:
+            The exit code: the chief's (128 + n if signal n killed it), 128 + n if signal n
+            stopped the run, 1 if a worker died too often or this process may open too few files.
 
-Place = Callable[[Mapping[str, int]], AbstractAsyncContextManager[ProcessGroup]]
+        Raises:
+            ConfigurationError: If the secret cannot be used, there are fewer GPUs, or a host cannot
+                be reached or used.
+        """
+        is_module = self.command[1] == "-m"
+        self.program = self.command[2 if is_module else 1]
+        known = load_secret(self.environ)
+        self.joinable = known is not None  # nobody else knows a secret that is made here
+        secret = mint_secret() if known is None else os.fsdecode(known.value)
+        per_worker = self.gpus_per_worker if self.hosts is None else None  # hosts have their own
+        self.gpus = GpuShares(per_worker, self.environ)
+        self._check_room(self.num_workers)
+        jobs = {"chief": 1, "ps": self.num_ps, "worker": self.num_workers}
+        if self.evaluator:
+            jobs["evaluator"] = 1
+        try:
+            return asyncio.run(self._run(jobs, secret, "" if is_module else self.program))
+        except (OSError, BaseExceptionGroup) as error:
+            if not _too_many_files(error):
+                raise
+            say(f"error: {os.strerror(errno.EMFILE)}{RAISE_LIMIT}: the run ends")
+            return FAILED
 
+    def _check_room(self, num_workers: int) -> None:
+        self.gpus.check(num_workers)
+        if self.hosts is not None:
+            self.hosts.check(num_workers)
 
-@dataclass
-class _Run:
-    """One run, from the first task's start to the last one's end."""
-
-    program: str
-    commands: Mapping[str, Sequence[str]]
-    jobs: Mapping[str, int]
-    environ: Mapping[str, str]
-    place: Place  # makes their processes
-    hosts: HostsPlan | None
-    gpus: GpuShares
-    max_restarts: int
-    chief_restarts: int
-    quiet: bool
-    joinable: bool  # whether somebody may join who was not started here
-    num_chiefs: int = 0  # so far
-    news: FileIO | None = None  # where the chief hears of workers that come and leave
-
-    def __post_init__(self) -> None:
-        self._working = set(range(self.jobs["worker"]))  # workers that are kept running
+    async def _run(self, jobs: Mapping[str, int], secret: str, script: str) -> int:
+        self.num_chiefs = 0  # so far
+        self.news: FileIO | None = None  # where the chief hears of workers that come and leave
+        self._working = set(range(self.num_workers))  # workers that are kept running
         self._leaving: set[int] = set()  # of these, those that were asked to leave
         self._workers: dict[int, Process] = {}
         self._explained = False
-
-    async def run(self) -> int:
         self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._scaling = asyncio.Lock()
         watch = {
             "chief": self._watch_chief, "ps": self._watch_ps, "worker": self._watch_worker,
             "evaluator": self._watch_evaluator,
         }  # fmt: skip
-        async with self.place(self.jobs) as self._group:
+        if self.hosts is None:
+            minted = None if self.joinable else secret
+            group: AbstractAsyncContextManager[ProcessGroup] = ProcessGroup(
+                jobs, secret=minted, environ=self.environ
+            )
+        else:
+            group = self.hosts.group(jobs, secret, self.environ, script)
+        async with group as self._group:
             if self.joinable:
                 say(f"workers may join: psync join {self._group.cluster['chief'][0]}")
             # The evaluator hears that the run ends by the end of a pipe to which nobody writes.
             with self._signals(), new_pipe() as (self._heard, ending):
-                async with asyncio.TaskGroup() as tasks:
-                    self._tasks = tasks
+                async with asyncio.TaskGroup() as self._tasks:
                     watchers = {
-                        (job, index): tasks.create_task(watch[job](index))
-                        for job, count in self.jobs.items()
+                        (job, index): self._tasks.create_task(watch[job](index))
+                        for job, count in jobs.items()
                         for index in range(count)
                     }
                     program = os.path.basename(self.program)
                     async with scaled_on_request(self.scale, program, self.environ):
                         code = await self._outcome
-                    if code == 0 and ("evaluator", 0) in watchers:
+                    if code == 0 and self.evaluator:
                         ending.close()
                         await self._let_evaluator_end(watchers["evaluator", 0])
                     await self._group.stop()
@@ -221,26 +197,21 @@ class _Run:
             OSError: The machine has no free port or descriptor.
         """
         async with self._scaling:
-            return await self._scale(number)
-
-    async def _scale(self, number: int) -> str:
-        come, leave = changes(self._working - self._leaving, self._leaving, number)
-        if come:
-            self.gpus.check(max(come) + 1)
-            if self.hosts is not None:
-                self.hosts.check(max(come) + 1)
-        added: dict[int, str] = {}
-        try:
-            for index in come:
-                added[index] = await self._group.add_task("worker", index)
-                self._working.add(index)
-                self._tasks.create_task(self._watch_worker(index))
-        finally:
-            self._leaving.update(leave)
-            self._tell_chief(added, leave)
-            for index in leave:
-                if index in self._workers:
-                    self._workers[index].send_signal(signal.SIGTERM)
+            come, leave = changes(self._working - self._leaving, self._leaving, number)
+            if come:
+                self._check_room(max(come) + 1)
+            added: dict[int, str] = {}
+            try:
+                for index in come:
+                    added[index] = await self._group.add_task("worker", index)
+                    self._working.add(index)
+                    self._tasks.create_task(self._watch_worker(index))
+            finally:
+                self._leaving.update(leave)
+                self._tell_chief(added, leave)
+                for index in leave:
+                    if index in self._workers:
+                        self._workers[index].send_signal(signal.SIGTERM)
         if leave:
             return f"{number} workers; {len(leave)} leave when what they run has ended"
         return f"{number} workers; {len(come)} more are started" if come else f"{number} workers"
@@ -299,12 +270,12 @@ class _Run:
             if self._outcome.done():
                 return
             death = f"{ps.name} {describe_exit(code)}"
-            if code == SETUP_ERROR or not self._allows(policy):
+            if code == SETUP_ERROR or not policy.allow():
                 why = "" if code == SETUP_ERROR else f", {policy.exceeded}"
                 say(f"{death}{why}: it is not started again")
                 self._group.abandon("ps", index)  # so that the chief does not wait for it
                 return
-            say(f"{death} and is started again ({self._at_most})")
+            say(f"{death} and is started again ({policy.at_most})")
 
     async def _watch_worker(self, index: int) -> None:
         try:
@@ -345,10 +316,10 @@ class _Run:
             if code > 0 and chiefs < self.num_chiefs:  # it ran the program, and lost its chief
                 say(f"{death} and is started again, as the chief was")
                 continue
-            if not self._allows(policy):
+            if not policy.allow():
                 self._give_up(f"{death}, {policy.exceeded}")
                 return
-            say(f"{death} and is started again ({self._at_most})")
+            say(f"{death} and is started again ({policy.at_most})")
 
     async def _watch_evaluator(self, index: int) -> None:
         policy = RestartPolicy(self.max_restarts)
@@ -356,7 +327,7 @@ class _Run:
         while not self._outcome.done():
             try:
                 evaluator = self._group.start_task(
-                    "evaluator", index, self.commands["evaluator"],
+                    "evaluator", index, self.command,
                     env={"PSYNC_RUN_FD": str(heard)}, pass_fds=(heard,),
                     output="discarded" if self.quiet else "prefixed",
                 )  # fmt: skip
@@ -367,7 +338,7 @@ class _Run:
             if code == 0 or self._outcome.done():
                 return
             death = f"{evaluator.name} {describe_exit(code)}"
-            if code > 0 or not self._allows(policy):
+            if code > 0 or not policy.allow():
                 say(f"{death} and is not started again; training goes on")
                 return
             say(f"{death} and is started again")
@@ -385,13 +356,6 @@ class _Run:
             self._explained = True
             say(hint)
 
-    def _allows(self, policy: RestartPolicy) -> bool:
-        return policy.allow(asyncio.get_running_loop().time())
-
-    @property
-    def _at_most(self) -> str:
-        return f"at most {self.max_restarts} times a minute"
-
     def _start(
         self, job: str, index: int, env: Mapping[str, str] | None = None, *pass_fds: int
     ) -> Process | None:
@@ -402,9 +366,10 @@ class _Run:
             "inherited" if job == "chief" else "discarded" if self.quiet else "prefixed"
         )
         env = {**self.gpus.environ_of(job, index), **(env or {})}
+        command = self.ps_command if job == "ps" else self.command
         try:
             return self._group.start_task(
-                job, index, self.commands[job], env=env, output=output, pass_fds=pass_fds
+                job, index, command, env=env, output=output, pass_fds=pass_fds
             )
         except OSError as error:
             hint = RAISE_LIMIT if _too_many_files(error) else ""
@@ -433,15 +398,12 @@ class _Run:
         for signum in signals:
             loop.add_signal_handler(signum, self._on_signal, signum)
             also_release_blocked_output(signum)
-        loop.add_signal_handler(signal.SIGUSR1, self._on_report_signal)
+        loop.add_signal_handler(signal.SIGUSR1, self._group.signal_all, signal.SIGUSR1)
         try:
             yield
         finally:
             for signum in (*signals, signal.SIGUSR1):
                 loop.remove_signal_handler(signum)
-
-    def _on_report_signal(self) -> None:
-        self._group.signal_all(signal.SIGUSR1)
 
     def _on_signal(self, signum: signal.Signals) -> None:
         if self._outcome.done():
@@ -449,6 +411,12 @@ class _Run:
         else:
             say(f"{signum.name}: stopping all tasks; once more to kill them")
             self._finish(128 + signum)
+
+
+def _too_many_files(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(_too_many_files, error.exceptions))
+    return isinstance(error, OSError) and error.errno == errno.EMFILE
 
 
 # The script.

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from psync.cluster import join_address, task_name
 from psync.errors import ConfigurationError, PsyncError
-from psync.launch.cluster import TaskCluster
+from psync.launch.cluster import Host, TaskCluster
 from psync.launch.plugins import load_plugins
 from psync.launch.process import loop_factory
 from psync.launch.processes import RestartPolicy
@@ -329,7 +329,7 @@ class _Entry:
     watching: asyncio.Task[None] | None = None
 
 
-class TasksOnEngine:
+class TasksOnEngine(Host):
     """Each task on a seat of an engine, where it is begun again when its process is lost.
 
     A host, see ``cluster.Host``.
@@ -357,15 +357,10 @@ class TasksOnEngine:
         self._leaving: set[tuple[str, int]] = set()
         self._telling: set[asyncio.Task[None]] = set()  # the others, where one has moved
 
-    async def open(self) -> None:
-        """Nobody can join: the secret is this cluster's own, and known to nobody else."""
-
     async def check(self, num_workers: int) -> None:
-        """See ``Host``."""
         await self._engine.check(num_workers)
 
     async def start(self, job: str, index: int) -> str:
-        """Start a task; see ``Host``. Several may be started at a time."""
         entry = _Entry(await self._engine.seat(job, index))
         policy = RestartPolicy(self._max_restarts)
         self._entries[job, index] = entry
@@ -374,7 +369,7 @@ class TasksOnEngine:
                 await self._begin(job, index, entry)
                 break
             except SeatLost as exc:
-                if exc.is_final or not self._allows(policy):
+                if exc.is_final or not policy.allow():
                     raise ConfigurationError(
                         f"{job}-{index} cannot be started: {exc}",
                         hint="the engine's log says why the process dies",
@@ -386,7 +381,6 @@ class TasksOnEngine:
         return entry.name
 
     async def leave(self, index: int) -> None:
-        """Let a worker leave; see ``Host``."""
         entry = self._entries["worker", index]
         self._leaving.add(("worker", index))
         assert entry.watching is not None
@@ -397,12 +391,10 @@ class TasksOnEngine:
         await asyncio.wait((entry.watching,))
 
     def has_left(self, index: int) -> bool:
-        """Return whether a worker has ended, and is not started again; see ``Host``."""
         watching = self._entries["worker", index].watching
         return watching is not None and watching.done()
 
     def describe(self, job: str, index: int) -> str:
-        """Say where a task is; see ``Host``."""
         entry = self._entries[job, index]
         again = f", begun {entry.begun} times" if entry.begun > 1 else ""
         return f"{entry.state}{again}"
@@ -434,9 +426,6 @@ class TasksOnEngine:
             logger.debug("%s: %s, as it was to end", entry.name, exc)
 
     # Beginning, and watching.
-
-    def _allows(self, policy: RestartPolicy) -> bool:
-        return policy.allow(asyncio.get_running_loop().time())
 
     async def _begin(self, job: str, index: int, entry: _Entry) -> None:
         """Begin a task, for the first time or again; all others hear where it is."""
@@ -491,7 +480,7 @@ class TasksOnEngine:
                 level, why = logging.INFO, "has ended by itself and is not started again"
                 break
             death = death or "has ended"
-            if is_final or not self._allows(policy):
+            if is_final or not policy.allow():
                 reason = "" if is_final else f" ({policy.exceeded})"
                 why = f"{death}, and is not started again{reason}"
                 break

@@ -20,7 +20,7 @@ import sysconfig
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol, Self
+from typing import Self
 
 from psync.closures.scaling_rule import AdaptiveRule, changes
 from psync.cluster import ClusterSpec, task_name
@@ -55,7 +55,7 @@ from psync.worker_task import WorkerTask
 logger = logging.getLogger(__name__)
 
 
-class Host(Protocol):
+class Host(ABC):
     """Starts the tasks of a cluster.
 
     Attributes:
@@ -66,12 +66,13 @@ class Host(Protocol):
     platform: Platform
     chief: str
 
-    async def open(self) -> None:
+    async def open(self) -> None:  # noqa: B027  # by default nobody can
         """Let workers join that know the chief's address and the secret."""
 
-    async def check(self, num_workers: int) -> None:
+    async def check(self, num_workers: int) -> None:  # noqa: B027  # by default there is
         """Is there room for so many workers? Raises ConfigurationError."""
 
+    @abstractmethod
     async def start(self, job: str, index: int) -> str:
         """Start a task that is not there; return its address. Several may be started at a time.
 
@@ -81,12 +82,15 @@ class Host(Protocol):
         Cancellation: It may stay, and ends with the host.
         """
 
+    @abstractmethod
     async def leave(self, index: int) -> None:
         """Let a worker finish what it runs, and end; wait for that. Cancellation: it goes on."""
 
+    @abstractmethod
     def has_left(self, index: int) -> bool:
         """Return whether a worker has ended, and is not started again."""
 
+    @abstractmethod
     def describe(self, job: str, index: int) -> str:
         """Say where a task runs, and how it is."""
 
@@ -382,7 +386,7 @@ CERTIFICATE_DAYS = 365
 """Of those that are made for one cluster, and go with it."""
 
 
-class TasksHere:
+class TasksHere(Host):
     """Tasks in this process, on a network in memory.
 
     Args:
@@ -405,14 +409,7 @@ class TasksHere:
         self._tasks: dict[tuple[str, int], PsTask | WorkerTask] = {}
         self._addresses: set[str] = set()  # of all there ever were
 
-    async def open(self) -> None:
-        """Nobody can join tasks in memory."""
-
-    async def check(self, num_workers: int) -> None:
-        """There always is room."""
-
     async def start(self, job: str, index: int) -> str:
-        """Start a task; see ``Host``."""
         # A second worker of one index is not where the first one was.
         places = (f"{job}-{index}:{port}" for port in itertools.count(1))
         address = next(place for place in places if place not in self._addresses)
@@ -424,23 +421,20 @@ class TasksHere:
         return address
 
     async def leave(self, index: int) -> None:
-        """Let a worker leave; see ``Host``."""
         task = self._tasks.pop(("worker", index))
         assert isinstance(task, WorkerTask)
         await task.leave("the cluster is made smaller")
         await task.close()
 
     def has_left(self, index: int) -> bool:
-        """Return whether a worker has ended; see ``Host``."""
         task = self._tasks.get(("worker", index))
         return task is None or task.stopped.is_set()
 
     def describe(self, job: str, index: int) -> str:
-        """Say where a task runs; see ``Host``."""
         return "in this process"
 
 
-class TasksInProcesses:
+class TasksInProcesses(Host):
     """Each task a process, which is started again when it dies.
 
     Args:
@@ -495,7 +489,6 @@ class TasksInProcesses:
         self._leaving: set[tuple[str, int]] = set()
 
     async def open(self) -> None:
-        """Let workers join. Cancellation: safe."""
         if not self._joinable:
             return
         joined: dict[str, str] = {}
@@ -509,12 +502,10 @@ class TasksInProcesses:
         await self._resources.enter_async_context(door)
 
     async def check(self, num_workers: int) -> None:
-        """See ``Host``. Raises ConfigurationError: there are fewer GPUs."""
         if self._gpus.are_shared:
             await asyncio.to_thread(self._gpus.check, num_workers)
 
     async def start(self, job: str, index: int) -> str:
-        """Start a process; see ``Host``. Raises OSError if it cannot be."""
         if (job, index) in self._unused:
             self._unused.discard((job, index))
             address = self._group.cluster[job][index]
@@ -531,18 +522,15 @@ class TasksInProcesses:
         return self._group.start_task(job, index, env=self._gpus.environ_of(job, index))
 
     async def leave(self, index: int) -> None:
-        """Let a worker leave, by SIGTERM; see ``Host``."""
         task = ("worker", index)
         self._leaving.add(task)
         self.processes[f"worker-{index}"].send_signal(signal.SIGTERM)
         await asyncio.wait((self._watchers[task],))
 
     def has_left(self, index: int) -> bool:
-        """Return whether a worker has ended, and is not started again; see ``Host``."""
         return self._watchers["worker", index].done()
 
     def describe(self, job: str, index: int) -> str:
-        """Say how a task's process is; see ``Host``."""
         return self.processes[f"{job}-{index}"].describe()
 
     async def _watch(self, job: str, index: int, address: str) -> None:
@@ -560,7 +548,7 @@ class TasksInProcesses:
             if job == "worker" and code == 0:  # somebody else has asked it, and it did
                 level, why = logging.INFO, "has ended by itself and is not started again"
                 break
-            if not policy.allow(asyncio.get_running_loop().time()):
+            if not policy.allow():
                 why = f"{death} and is not started again ({policy.exceeded})"
                 break
             logger.warning("%s %s and is started again", name, death)

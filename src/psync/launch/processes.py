@@ -31,8 +31,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
@@ -56,22 +55,27 @@ TUNING = {
 Output = Literal["prefixed", "inherited", "discarded"]
 
 
-@dataclass(eq=False)
 class RestartPolicy:
-    """How often one task may be started again: ``limit`` times within ``window_s`` seconds."""
+    """How often one task may be started again: ``limit`` times a minute."""
 
-    limit: int
-    window_s: float = 60.0
-    _restarts: deque[float] = field(default_factory=deque)  # of those within the window, in order
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._restarts: deque[float] = deque()  # those of the last minute, in order
+
+    @property
+    def at_most(self) -> str:
+        """How often that is, for people."""
+        return f"at most {self.limit} times a minute"
 
     @property
     def exceeded(self) -> str:
         """Why it may not be started once more."""
         return f"{self.limit + 1} deaths within a minute" if self.limit else "restarts are off"
 
-    def allow(self, now: float) -> bool:
-        """Whether the task may be started again at ``now`` (seconds); a yes is counted."""
-        while self._restarts and now - self._restarts[0] >= self.window_s:
+    def allow(self) -> bool:
+        """Whether the task may be started again now; a yes is counted."""
+        now = asyncio.get_running_loop().time()
+        while self._restarts and now - self._restarts[0] >= 60.0:
             self._restarts.popleft()
         if len(self._restarts) >= self.limit:
             return False
@@ -229,7 +233,7 @@ class ProcessGroup:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return TaskProcess(job, f"{job}-{index}", popen, self.out, self.err, self.own)
+        return TaskProcess(self, job, f"{job}-{index}", popen)
 
     def listener_of(self, job: str, index: int) -> socket.socket:
         """Return a copy of a task's socket, for a task that is not started here.
@@ -403,29 +407,21 @@ class TaskProcess(Process):
     """One on this machine: its output, its end, and the end of what it has started.
 
     Args:
+        group: Takes its output, and waits for what has to be done after its end.
         job, name: As of a ``Process``.
         popen: The process, which leads a session and process group.
-        out: Where its output goes.
-        err: Where its errors go.
-        own: Runs what must be over before the group is.
     """
 
     def __init__(
-        self,
-        job: str,
-        name: str,
-        popen: subprocess.Popen[bytes],
-        out: Sink,
-        err: Sink,
-        own: Callable[[Coroutine[Any, Any, None]], object],
+        self, group: ProcessGroup, job: str, name: str, popen: subprocess.Popen[bytes]
     ) -> None:
         super().__init__(job, name, popen.pid)
         self._popen = popen
-        self._own = own
+        self._own = group.own
         self._loop = asyncio.get_running_loop()
         self._drained: asyncio.Future[None] = self._loop.create_future()  # both pipes at their end
         self._pipes: dict[IO[bytes], LineForwarder] = {}  # those that are open
-        for pipe, sink in ((popen.stdout, out), (popen.stderr, err)):
+        for pipe, sink in ((popen.stdout, group.out), (popen.stderr, group.err)):
             if pipe is not None:
                 self._pipes[pipe] = LineForwarder(f"[{name}] ", sink)
                 self._loop.add_reader(pipe, self._read, pipe)

@@ -21,7 +21,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +38,7 @@ from psync.errors import (
     TransportError,
     UsageError,
 )
-from psync.launch.plugins import load_plugins
+from psync.launch.plugins import load_plugins, users_frame
 from psync.launch.process import (
     PYTHON,
     asked_first,
@@ -365,16 +364,9 @@ def _exit(error: PsyncError, code: int) -> NoReturn:
     lines = [f"psync: error: {error.message}"]
     if error.hint:
         lines.append(f"hint: {error.hint}")
-    frames = traceback.extract_tb(error.__traceback__)
-    psync = os.path.dirname(os.path.dirname(__file__))
-    ours = (psync, os.path.dirname(asyncio.__file__))
-    places = [
-        frame
-        for frame in frames
-        if os.path.isabs(frame.filename) and not frame.filename.startswith(ours)
-    ]
-    if places and places[-1].name != "<module>":  # that one only calls run()
-        lines.append(f"at {places[-1].filename}:{places[-1].lineno}, in {places[-1].name}")
+    frame = users_frame(error)
+    if frame is not None and frame.name != "<module>":  # that one only calls run()
+        lines.append(f"at {frame.filename}:{frame.lineno}, in {frame.name}")
     print(*lines, sep="\n", file=sys.stderr)
     sys.exit(code)
 
