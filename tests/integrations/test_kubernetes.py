@@ -41,20 +41,17 @@ def test_tasks_are_at_the_names_that_a_headless_service_gives_their_pods() -> No
     assert spec.job_tasks("worker") == ["train-worker-0.train:8470", "train-worker-1.train:8470"]
 
 
-@pytest.mark.parametrize(
-    ("host", "task"),
-    [
+def test_a_pods_own_name_says_which_task_it_is() -> None:
+    for host, task in [
         ("train-chief-0", ("chief", 0)),
         ("train-ps-10", ("ps", 10)),
         ("train-worker-1", ("worker", 1)),
         ("train-worker-1.train.ml.svc.cluster.local", ("worker", 1)),
-    ],
-)
-def test_a_pods_own_name_says_which_task_it_is(host: str, task: tuple[str, int]) -> None:
-    resolver = named(host, rpc_layer="grpc")
-    assert (resolver.task_type, resolver.task_id) == task
-    assert resolver.master() == f"grpc://{host.partition('.')[0]}.train:8470"
-    assert training_cluster(resolver) == (resolver.cluster_spec(), *task)
+    ]:
+        resolver = named(host, rpc_layer="grpc")
+        assert (resolver.task_type, resolver.task_id) == task
+        assert resolver.master() == f"grpc://{host.partition('.')[0]}.train:8470"
+        assert training_cluster(resolver) == (resolver.cluster_spec(), *task)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +89,8 @@ def test_no_package_and_no_right_is_needed(monkeypatch: pytest.MonkeyPatch) -> N
     assert named().task_type == "chief"
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
+def test_what_is_missing_or_wrong_is_named() -> None:
+    for options, told in [
         ({"jobs": None}, "jobs is missing"),
         ({"service": None}, "service is missing"),
         ({"jobs": {"ps": 0}}, "jobs: 'ps': expected the number of its tasks, got 0"),
@@ -105,12 +101,10 @@ def test_no_package_and_no_right_is_needed(monkeypatch: pytest.MonkeyPatch) -> N
             {"job_to_label_mapping": {"ps": ["a=b"]}},
             "service and names find pods",
         ),
-    ],
-)
-def test_what_is_missing_or_wrong_is_named(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        named(**options)
-    assert caught.value.message.startswith(f"KubernetesClusterResolver: {told}")
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            named(**options)
+        assert caught.value.message.startswith(f"KubernetesClusterResolver: {told}")
 
 
 # --- by labels -------------------------------------------------------------------------------
@@ -182,27 +176,24 @@ def test_the_namespace_is_the_pods_own(tmp_path: Path, monkeypatch: pytest.Monke
     assert pods.namespaces == {"default", "team-a"}
 
 
-@pytest.mark.parametrize(
-    ("host", "task"),
-    [
+def test_the_task_of_this_process_is_that_of_its_pod() -> None:
+    for host, task in [
         ("ps-2", ("ps", 1)),
         ("w-1", ("worker", 0)),  # of an indexed Job, whose pods have a suffix
         ("a", ("worker", 1)),
         ("laptop", (None, None)),
-    ],
-)
-def test_the_task_of_this_process_is_that_of_its_pod(host: str, task: tuple[Any, Any]) -> None:
-    pods = Pods(
-        ps=[pod("ps-1", "10.0.0.1"), pod("ps-2", "10.0.0.2")],
-        worker=[pod("w-1-9zzzz", "10.0.0.3")],
-        spot=[pod("a", "10.0.0.4")],
-    )
-    resolver = KubernetesClusterResolver(
-        SELECTORS, override_client=pods, environ={"HOSTNAME": host}
-    )
-    assert (resolver.task_type, resolver.task_id, resolver.num_accelerators()) == (*task, {})
-    resolver.task_type, resolver.task_id = "worker", 0
-    assert resolver.master(rpc_layer="grpc") == "grpc://10.0.0.3:8470"
+    ]:
+        pods = Pods(
+            ps=[pod("ps-1", "10.0.0.1"), pod("ps-2", "10.0.0.2")],
+            worker=[pod("w-1-9zzzz", "10.0.0.3")],
+            spot=[pod("a", "10.0.0.4")],
+        )
+        resolver = KubernetesClusterResolver(
+            SELECTORS, override_client=pods, environ={"HOSTNAME": host}
+        )
+        assert (resolver.task_type, resolver.task_id, resolver.num_accelerators()) == (*task, {})
+        resolver.task_type, resolver.task_id = "worker", 0
+        assert resolver.master(rpc_layer="grpc") == "grpc://10.0.0.3:8470"
 
 
 def test_addresses_are_those_of_the_pods_unless_hosts_are_asked_for() -> None:
@@ -293,16 +284,20 @@ def test_a_client_that_fails_is_told_as_a_failed_connection() -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
-@pytest.mark.parametrize("location", ["cloud", None, 3])
-def test_a_location_that_is_none_is_an_error(location: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"expected one of \['within_cluster', 'off_cl"):
-        KubernetesClusterResolver(executable_location=location, override_client=Pods())
+def test_a_location_that_is_none_is_an_error() -> None:
+    for location in ["cloud", None, 3]:
+        with pytest.raises(
+            ConfigurationError, match=r"expected one of \['within_cluster', 'off_cl"
+        ):
+            KubernetesClusterResolver(executable_location=location, override_client=Pods())
 
 
-@pytest.mark.parametrize("selectors", ["job-name=ps", [3]])
-def test_selectors_are_a_list_of_text(selectors: Any) -> None:
-    with pytest.raises(ConfigurationError, match="job 'ps': expected a list of label selectors"):
-        KubernetesClusterResolver({"ps": selectors}, override_client=Pods())
+def test_selectors_are_a_list_of_text() -> None:
+    for selectors in ["job-name=ps", [3]]:
+        with pytest.raises(
+            ConfigurationError, match="job 'ps': expected a list of label selectors"
+        ):
+            KubernetesClusterResolver({"ps": selectors}, override_client=Pods())
 
 
 def test_a_number_of_tasks_needs_their_labels() -> None:

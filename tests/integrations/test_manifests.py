@@ -197,35 +197,30 @@ def objects(asked: Launch, secrets: dict[str, str] | None = SECRET) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_manifests_are_as_they_were(name: str) -> None:
-    secrets = {**SECRET, **(CERTIFICATES if name == "tls" else {})}
-    text = dump(manifests(launch(**ASKED[name]), secrets))
-    golden = GOLDEN / f"{name}.yaml"
-    if os.environ.get("PSYNC_REWRITE"):
-        golden.write_text(text)
-    assert golden.read_text() == text, f"read the diff; then PSYNC_REWRITE=1: {golden}"
+def test_manifests_are_as_they_were() -> None:
+    for name in ASKED:
+        secrets = {**SECRET, **(CERTIFICATES if name == "tls" else {})}
+        text = dump(manifests(launch(**ASKED[name]), secrets))
+        golden = GOLDEN / f"{name}.yaml"
+        if os.environ.get("PSYNC_REWRITE"):
+            golden.write_text(text)
+        assert golden.read_text() == text, f"read the diff; then PSYNC_REWRITE=1: {golden}"
 
 
-@pytest.mark.parametrize(
-    ("owner", "pod", "task"),
-    [
+def test_a_pod_finds_its_task_and_the_names_are_those_of_pods() -> None:
+    for owner, pod, task in [
         ("StatefulSet train-ps", "train-ps-1", ("ps", 1)),
         ("Job train-worker", "train-worker-3", ("worker", 3)),
         ("Job train-chief", "train-chief-0", ("chief", 0)),
-    ],
-)
-def test_a_pod_finds_its_task_and_the_names_are_those_of_pods(
-    owner: str, pod: str, task: tuple[str, int]
-) -> None:
-    asked = launch()
-    (container,) = objects(asked)[owner]["spec"]["template"]["spec"]["containers"]
-    environ = {each["name"]: each["value"] for each in container["env"] if "value" in each}
-    resolver = resolve_cluster({**environ, "HOSTNAME": pod})
-    assert (resolver.task_type, resolver.task_id) == task
-    spec = resolver.cluster_spec()
-    addresses = [spec.task_address(job, i) for job in spec.jobs for i in spec.task_indices(job)]
-    assert sorted(addresses) == sorted(f"{host}:8470" for host in asked.hosts)
+    ]:
+        asked = launch()
+        (container,) = objects(asked)[owner]["spec"]["template"]["spec"]["containers"]
+        environ = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+        resolver = resolve_cluster({**environ, "HOSTNAME": pod})
+        assert (resolver.task_type, resolver.task_id) == task
+        spec = resolver.cluster_spec()
+        addresses = [spec.task_address(job, i) for job in spec.jobs for i in spec.task_indices(job)]
+        assert sorted(addresses) == sorted(f"{host}:8470" for host in asked.hosts)
 
 
 def test_checkpoints_go_through_the_chief_unless_ps_tasks_have_its_volume() -> None:
@@ -278,20 +273,20 @@ def spec(job: str, **options: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_pods_may_nothing_that_the_restricted_standard_forbids(job: str) -> None:
+def test_pods_may_nothing_that_the_restricted_standard_forbids() -> None:
     """https://kubernetes.io/docs/concepts/security/pod-security-standards/"""
-    pod = spec(job, tls=True)
-    assert pod["securityContext"]["runAsNonRoot"]
-    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    for container in (*pod["containers"], *pod["initContainers"]):
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        }
-    assert pod["automountServiceAccountToken"] is False
-    kinds = {kind for volume in pod["volumes"] for kind in volume if kind != "name"}
-    assert kinds <= {"secret", "emptyDir", "persistentVolumeClaim"}
+    for job in JOBS:
+        pod = spec(job, tls=True)
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in (*pod["containers"], *pod["initContainers"]):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
+        assert pod["automountServiceAccountToken"] is False
+        kinds = {kind for volume in pod["volumes"] for kind in volume if kind != "name"}
+        assert kinds <= {"secret", "emptyDir", "persistentVolumeClaim"}
 
 
 def test_workers_alone_are_on_spot_machines() -> None:
@@ -395,9 +390,8 @@ def test_it_is_what_people_write() -> None:
     assert written == READABLE
 
 
-@pytest.mark.parametrize(
-    ("value", "written"),
-    [
+def test_what_may_be_read_as_something_else_is_quoted() -> None:
+    for value, written in [
         ("None", "None"),
         ("no", '"no"'),
         ("True", '"True"'),
@@ -412,31 +406,23 @@ def test_it_is_what_people_write() -> None:
         (True, "true"),
         (7, "7"),
         ([], "[]"),
-    ],
-)
-def test_what_may_be_read_as_something_else_is_quoted(value: Any, written: str) -> None:
-    assert dump([("", {"key": value})]) == f"---\nkey: {written}\n"
+    ]:
+        assert dump([("", {"key": value})]) == f"---\nkey: {written}\n"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_text_that_lines_of_its_own_would_change_is_quoted() -> None:
+    for text in [
         "  indented\nnot\n", "\n  indented\nnot", "\tindented\nnot", " \nnot", "end\n\n", "end\n  ",
         "\n", "\n\n", "a\r\nb\r\n", "a\nb\0c",
-    ],
-)  # fmt: skip
-def test_text_that_lines_of_its_own_would_change_is_quoted(text: str) -> None:
-    assert dump([("", {"key": text})]) == f"---\nkey: {json.dumps(text)}\n"
+    ]:  # fmt: skip
+        assert dump([("", {"key": text})]) == f"---\nkey: {json.dumps(text)}\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "written"),
-    [
+def test_other_text_has_lines_of_its_own() -> None:
+    for text, written in [
         ("a\n", "|\n  a\n"),
         ("a\n  b", "|-\n  a\n    b\n"),
         ("\na\n\n \nb\n", "|\n\n  a\n\n   \n  b\n"),
         ("a\n\tb", "|-\n  a\n  \tb\n"),
-    ],
-)
-def test_other_text_has_lines_of_its_own(text: str, written: str) -> None:
-    assert dump([("", {"key": text})]) == f"---\nkey: {written}"
+    ]:
+        assert dump([("", {"key": text})]) == f"---\nkey: {written}"

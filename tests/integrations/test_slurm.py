@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,9 +22,8 @@ def step(**changes: str | None) -> dict[str, str]:
     return {name: value for name, value in {**STEP, **changes}.items() if value is not None}
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
+def test_host_lists_are_expanded() -> None:
+    for text, hosts in [
         ("n1", ["n1"]),
         ("n[1-2],m5,o[3-4,6,7-9]", ["n1", "n2", "m5", "o3", "o4", "o6", "o7", "o8", "o9"]),
         ("n[08-11]", ["n08", "n09", "n10", "n11"]),
@@ -34,20 +31,16 @@ def step(**changes: str | None) -> dict[str, str]:
         ("rack[0-1]n[2,4]-ib", ["rack0n2-ib", "rack0n4-ib", "rack1n2-ib", "rack1n4-ib"]),
         ("[1-2]a", ["1a", "2a"]),
         ("a-b.c,d", ["a-b.c", "d"]),
-    ],
-)
-def test_host_lists_are_expanded(text: str, hosts: list[str]) -> None:
-    assert expand_hostlist(text) == hosts
+    ]:
+        assert expand_hostlist(text) == hosts
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", ",", "n1,", ",n1", "n1,,n2", "n[1-2", "n1]", "n[]", "n[1-]", "n[a]", "n[2-1]", "n[[1]]",
-     "n[1-2,]", "n 1", "n[0-9999999]", "a[0-999]b[0-999]c[0-999]", "n[0-1]" * 40],
-)  # fmt: skip
-def test_malformed_or_endless_host_lists_are_errors(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="SlurmClusterResolver: host list: expected "):
-        expand_hostlist(text)
+def test_malformed_or_endless_host_lists_are_errors() -> None:
+    for text in ["", ",", "n1,", ",n1", "n1,,n2", "n[1-2", "n1]", "n[]", "n[1-]", "n[a]", "n[2-1]",
+                 "n[[1]]", "n[1-2,]", "n 1", "n[0-9999999]", "a[0-999]b[0-999]c[0-999]",
+                 "n[0-1]" * 40]:  # fmt: skip
+        with pytest.raises(ConfigurationError, match="SlurmClusterResolver: host list: expected "):
+            expand_hostlist(text)
 
 
 @settings(deadline=None)
@@ -61,17 +54,19 @@ def test_any_text_is_a_host_list_or_a_configuration_error(text: str) -> None:
     assert not any(set(host) & set(",[] ") for host in hosts)
 
 
-@pytest.mark.parametrize(
-    ("text", "counts"), [("4", [4]), ("3(x2),2,11(x4)", [3, 3, 2, 11, 11, 11, 11]), ("0,1", [0, 1])]
-)
-def test_task_counts_are_expanded(text: str, counts: list[int]) -> None:
-    assert expand_task_counts(text) == counts
+def test_task_counts_are_expanded() -> None:
+    for text, counts in [
+        ("4", [4]),
+        ("3(x2),2,11(x4)", [3, 3, 2, 11, 11, 11, 11]),
+        ("0,1", [0, 1]),
+    ]:
+        assert expand_task_counts(text) == counts
 
 
-@pytest.mark.parametrize("text", ["", "2,", "x", "2(3)", "2(x)", "-1", "2 ,1", "1(x9999999)"])
-def test_malformed_task_counts_are_errors(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="tasks per node: expected "):
-        expand_task_counts(text)
+def test_malformed_task_counts_are_errors() -> None:
+    for text in ["", "2,", "x", "2(3)", "2(x)", "-1", "2 ,1", "1(x9999999)"]:
+        with pytest.raises(ConfigurationError, match="tasks per node: expected "):
+            expand_task_counts(text)
 
 
 def test_jobs_take_the_ranks_in_the_order_of_their_names_node_by_node() -> None:
@@ -83,13 +78,16 @@ def test_jobs_take_the_ranks_in_the_order_of_their_names_node_by_node() -> None:
     assert training_cluster(resolver)[1:] == ("worker", 0)
 
 
-@pytest.mark.parametrize(
-    ("rank", "task"),
-    [(0, ("chief", 0)), (1, ("ps", 0)), (2, ("ps", 1)), (3, ("worker", 0)), (4, ("worker", 1))],
-)
-def test_each_rank_is_one_task(rank: int, task: tuple[str, int]) -> None:
-    resolver = SlurmClusterResolver(JOBS, environ=step(SLURM_PROCID=str(rank)))
-    assert (resolver.task_type, resolver.task_id) == task
+def test_each_rank_is_one_task() -> None:
+    for rank, task in [
+        (0, ("chief", 0)),
+        (1, ("ps", 0)),
+        (2, ("ps", 1)),
+        (3, ("worker", 0)),
+        (4, ("worker", 1)),
+    ]:
+        resolver = SlurmClusterResolver(JOBS, environ=step(SLURM_PROCID=str(rank)))
+        assert (resolver.task_type, resolver.task_id) == task
 
 
 def test_without_jobs_all_are_workers() -> None:
@@ -99,18 +97,20 @@ def test_without_jobs_all_are_workers() -> None:
     assert resolver.master("worker", 0) == "grpc://n9:100"
 
 
-@pytest.mark.parametrize(
-    ("tasks_per_node", "nodes"),
-    [(2, ["n9", "n9", "n10", "n10", "m5", "m5"]), ({"b": 1, "a": 2}, ["b", "a", "a"])],
-)
-def test_tasks_per_node_may_be_given(tasks_per_node: Any, nodes: list[str]) -> None:
-    resolver = SlurmClusterResolver(
-        {"worker": len(nodes)},
-        tasks_per_node=tasks_per_node,
-        environ=step(SLURM_STEP_TASKS_PER_NODE=None, SLURM_STEP_NUM_TASKS=None, SLURM_PROCID="0"),
-    )
-    addresses = resolver.cluster_spec().job_tasks("worker")
-    assert [str(address).rpartition(":")[0] for address in addresses] == nodes
+def test_tasks_per_node_may_be_given() -> None:
+    for tasks_per_node, nodes in [
+        (2, ["n9", "n9", "n10", "n10", "m5", "m5"]),
+        ({"b": 1, "a": 2}, ["b", "a", "a"]),
+    ]:
+        resolver = SlurmClusterResolver(
+            {"worker": len(nodes)},
+            tasks_per_node=tasks_per_node,
+            environ=step(
+                SLURM_STEP_TASKS_PER_NODE=None, SLURM_STEP_NUM_TASKS=None, SLURM_PROCID="0"
+            ),
+        )
+        addresses = resolver.cluster_spec().job_tasks("worker")
+        assert [str(address).rpartition(":")[0] for address in addresses] == nodes
 
 
 def test_the_environment_of_the_process_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,15 +119,16 @@ def test_the_environment_of_the_process_is_read_by_default(monkeypatch: pytest.M
     assert SlurmClusterResolver().task_id == 3
 
 
-@pytest.mark.parametrize("variable", list(STEP))
-def test_a_missing_variable_is_named(variable: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"SlurmClusterResolver: {variable} is not set"):
-        SlurmClusterResolver(environ=step(**{variable: None}))
+def test_a_missing_variable_is_named() -> None:
+    for variable in list(STEP):
+        with pytest.raises(
+            ConfigurationError, match=f"SlurmClusterResolver: {variable} is not set"
+        ):
+            SlurmClusterResolver(environ=step(**{variable: None}))
 
 
-@pytest.mark.parametrize(
-    ("changes", "arguments", "message"),
-    [
+def test_what_does_not_fit_is_told() -> None:
+    for changes, arguments, message in [
         ({"SLURM_PROCID": "x"}, {}, "SLURM_PROCID: expected a number, got 'x'"),
         ({"SLURM_PROCID": "5"}, {}, "SLURM_PROCID: expected a rank below 5, got '5'"),
         ({}, {"jobs": {"ps": 1, "worker": 2}}, "the jobs have 3 tasks .*, but the job step has 5"),
@@ -141,34 +142,25 @@ def test_a_missing_variable_is_named(variable: str) -> None:
         ({}, {"gpus_per_node": 3, "gpus_per_task": 2}, "2 tasks of 2 GPUs on a node that has 3"),
         ({"SLURMD_NODENAME": "n9"}, {}, "rank 3 is task 1 of node 'n9', expected task 1 of 'n10'"),
         ({"SLURM_LOCALID": "0"}, {}, "rank 3 is task 0 of node 'n10', expected task 1 of 'n10'"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_told(
-    changes: dict[str, str], arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        SlurmClusterResolver(environ=step(**changes), **arguments)
+    ]:  # fmt: skip
+        with pytest.raises(ConfigurationError, match=message):
+            SlurmClusterResolver(environ=step(**changes), **arguments)
 
 
 def test_ranks_given_out_node_by_node_are_what_is_expected() -> None:
     SlurmClusterResolver(environ=step(SLURMD_NODENAME="n10", SLURM_LOCALID="1"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "gpus", "visible"),
-    [
+def test_gpus_that_it_is_told_of_are_given_out() -> None:
+    for arguments, gpus, visible in [
         ({"gpus_per_node": 4}, 2, "2,3"),
         ({"gpus_per_task": 3}, 3, "3,4,5"),
         ({"gpus_per_node": 8, "gpus_per_task": 1}, 1, "1"),
         ({"gpus_per_node": 4, "auto_set_gpu": False}, 2, None),
         ({"gpus_per_node": 1}, 0, None),
         ({}, 0, None),
-    ],
-)
-def test_gpus_that_it_is_told_of_are_given_out(
-    arguments: dict[str, Any], gpus: int, visible: str | None
-) -> None:
-    environ = step()
-    resolver = SlurmClusterResolver(environ=environ, **arguments)
-    assert resolver.num_accelerators() == ({"GPU": gpus} if gpus else {})
-    assert environ.get("CUDA_VISIBLE_DEVICES") == visible
+    ]:
+        environ = step()
+        resolver = SlurmClusterResolver(environ=environ, **arguments)
+        assert resolver.num_accelerators() == ({"GPU": gpus} if gpus else {})
+        assert environ.get("CUDA_VISIBLE_DEVICES") == visible

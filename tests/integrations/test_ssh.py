@@ -34,17 +34,17 @@ from psync.wire.handshake import RELEASE
 from tasks_by_hand import wait_until_gone
 
 
-@pytest.mark.parametrize(
-    ("text", "slots"),
-    [("a", {"a": 1}), ("a:2, user@b:3", {"a": 2, "user@b": 3}), ("10.0.0.1:4", {"10.0.0.1": 4})],
-)
-def test_hosts_are_named_with_their_room(text: str, slots: dict[str, int]) -> None:
-    assert parse_hosts(text) == slots
+def test_hosts_are_named_with_their_room() -> None:
+    for text, slots in [
+        ("a", {"a": 1}),
+        ("a:2, user@b:3", {"a": 2, "user@b": 3}),
+        ("10.0.0.1:4", {"10.0.0.1": 4}),
+    ]:
+        assert parse_hosts(text) == slots
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
+def test_what_names_no_hosts_is_an_error() -> None:
+    for text, error in [
         ("", "expected names with numbers of workers, as in a:2,b:2, got ''"),
         ("a,,b", "expected names"),
         ("-oProxyCommand=x", "expected names"),  # or ssh would take it for an option
@@ -54,26 +54,21 @@ def test_hosts_are_named_with_their_room(text: str, slots: dict[str, int]) -> No
         ("a:1,a:1", "a is named twice"),
         ("a:1,b:1048576", "expected at most 1048576 workers, got 'a:1,b:1048576'"),
         (f"a:{'9' * 5000}", "expected at most 1048576 workers"),
-    ],
-)
-def test_what_names_no_hosts_is_an_error(text: str, error: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        parse_hosts(text)
-    assert error in str(caught.value)
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            parse_hosts(text)
+        assert error in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("ssh", "error"),
-    [
+def test_an_ssh_that_is_no_command_is_an_error() -> None:
+    for ssh, error in [
         ("", "ssh: expected a command, got ''"),
         (" ", "ssh: expected a command, got ' '"),
         ("ssh 'x", 'ssh: "ssh \'x" is not a command: No closing quotation'),
-    ],
-)
-def test_an_ssh_that_is_no_command_is_an_error(ssh: str, error: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        HostsPlan({"a": 1}, ssh)
-    assert str(caught.value) == error
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            HostsPlan({"a": 1}, ssh)
+        assert str(caught.value) == error
 
 
 def test_workers_fill_one_host_after_the_other_and_ps_tasks_are_dealt_out() -> None:

@@ -184,18 +184,15 @@ async def test_one_cluster_serves_one_coordinator_after_another() -> None:
                 assert await value == number
 
 
-@pytest.mark.parametrize(
-    ("counts", "text"),
-    [
+def test_a_number_of_tasks_below_1_is_an_error() -> None:
+    for counts, text in [
         ((0, 1), "num_ps: expected at least 1, got 0"),
         ((1, -1), "num_workers: expected at least 1, got -1"),
         ((1, "2"), "num_workers: expected at least 1, got '2'"),
-    ],
-)
-def test_a_number_of_tasks_below_1_is_an_error(counts: Any, text: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        psync.LocalCluster(*counts)
-    assert caught.value.message == text
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            psync.LocalCluster(*counts)
+        assert caught.value.message == text
 
 
 @pytest.mark.virtual_time

@@ -507,26 +507,25 @@ def test_none_hides_all_and_without_a_number_nothing_changes() -> None:
     assert shares(None, "", 3) == [{}] * 3
 
 
-@pytest.mark.parametrize(
-    ("devices", "shown"),
-    [
+def test_too_few_are_an_error_that_says_what_there_is() -> None:
+    for devices, shown in [
         ("0,1", "CUDA_VISIBLE_DEVICES='0,1' shows 2 (0, 1)"),
         ("", "CUDA_VISIBLE_DEVICES='' shows 0"),
         ("0,-1,1,2", "CUDA_VISIBLE_DEVICES='0,-1,1,2' shows 1 (0)"),  # as CUDA reads it
-    ],
-)
-def test_too_few_are_an_error_that_says_what_there_is(devices: str, shown: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        shares(1, devices, 3)
-    assert caught.value.message == (
-        f"gpus_per_worker: 3 workers with 1 each need 3 GPUs, but {shown}"
-    )
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            shares(1, devices, 3)
+        assert caught.value.message == (
+            f"gpus_per_worker: 3 workers with 1 each need 3 GPUs, but {shown}"
+        )
 
 
-@pytest.mark.parametrize("number", [-1, True, "1"])
-def test_a_number_that_is_none_is_an_error(number: int) -> None:
-    with pytest.raises(ConfigurationError, match="gpus_per_worker: expected a whole number, 0 or"):
-        GpuShares(number, NONE)
+def test_a_number_that_is_none_is_an_error() -> None:
+    for number in [-1, True, "1"]:
+        with pytest.raises(
+            ConfigurationError, match="gpus_per_worker: expected a whole number, 0 or"
+        ):
+            GpuShares(number, NONE)
 
 
 def smi(directory: Path, script: str) -> dict[str, str]:

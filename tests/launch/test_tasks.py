@@ -490,20 +490,15 @@ def test_a_task_knows_its_name_and_its_address() -> None:
     assert own.address == "w:2"
 
 
-@pytest.mark.parametrize(
-    ("job", "index", "chief", "leads"),
-    [
+def test_the_others_exit_with_the_chief_or_with_worker_0_where_there_is_none() -> None:
+    for job, index, chief, leads in [
         ("chief", 0, True, True),
         ("worker", 0, True, False),
         ("ps", 0, True, False),
         ("worker", 0, False, True),
         ("worker", 1, False, False),
-    ],
-)
-def test_the_others_exit_with_the_chief_or_with_worker_0_where_there_is_none(
-    job: str, index: int, chief: bool, leads: bool
-) -> None:
-    assert own_task(described(job, index, chief=chief)).leads is leads
+    ]:
+        assert own_task(described(job, index, chief=chief)).leads is leads
 
 
 def test_without_a_resolver_the_environment_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,12 +515,10 @@ def test_an_evaluator_that_nobody_has_counted_is_the_first() -> None:
     assert own_task(described("evaluator", None)).name == "/job:evaluator/task:0"
 
 
-@pytest.mark.parametrize(("job", "index"), [(None, None), ("worker", None)])
-def test_a_description_that_does_not_say_which_task_it_is_is_refused(
-    job: str | None, index: int | None
-) -> None:
-    with pytest.raises(ConfigurationError):
-        own_task(described(job, index))
+def test_a_description_that_does_not_say_which_task_it_is_is_refused() -> None:
+    for job, index in [(None, None), ("worker", None)]:
+        with pytest.raises(ConfigurationError):
+            own_task(described(job, index))
 
 
 @pytest.fixture(autouse=True)
@@ -617,22 +610,20 @@ def test_a_worker_that_leaves_says_whether_it_is_needed_again(
         assert ended(worker).code == code
 
 
-@pytest.mark.parametrize(("environ", "others"), [({}, [0, 0]), (SUPERVISED, [None, None])])
-def test_a_chief_that_comes_back_leaves_the_others(
-    environ: dict[str, str], others: list[int | None]
-) -> None:
-    with by_hand() as cluster:
-        tasks = cluster.serve_all()
-        chief = cluster.start("chief", 0, script("idle.py"), environ=environ)
-        wait_for_line(chief, "connected", "stdout")
-        chief.send_signal(signal.SIGTERM)
-        assert ended(chief).code == 143
-        if others == [0, 0]:
-            assert [ended(task).code for task in tasks] == others
-        else:
-            again = cluster.start("chief", 0, script("idle.py"), environ=environ)
-            wait_for_line(again, "connected", "stdout")
-            assert [task.poll() for task in tasks] == others
+def test_a_chief_that_comes_back_leaves_the_others() -> None:
+    for environ, others in [({}, [0, 0]), (SUPERVISED, [None, None])]:
+        with by_hand() as cluster:
+            tasks = cluster.serve_all()
+            chief = cluster.start("chief", 0, script("idle.py"), environ=environ)
+            wait_for_line(chief, "connected", "stdout")
+            chief.send_signal(signal.SIGTERM)
+            assert ended(chief).code == 143
+            if others == [0, 0]:
+                assert [ended(task).code for task in tasks] == others
+            else:
+                again = cluster.start("chief", 0, script("idle.py"), environ=environ)
+                wait_for_line(again, "connected", "stdout")
+                assert [task.poll() for task in tasks] == others
 
 
 def test_it_is_one_or_not() -> None:

@@ -94,12 +94,16 @@ def test_numbers_and_text_are_cast() -> None:
     assert (resolver.task_type, resolver.task_id) == ("123456", 1)
 
 
-@pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"task": null}'}])
-def test_nothing_said_is_nothing_known(environ: dict[str, str]) -> None:
-    resolver = TFConfigClusterResolver(environ=environ)
-    assert resolver.cluster_spec() == ClusterSpec({})
-    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None, None, None)
-    assert (resolver.environment, resolver.master(), resolver.num_accelerators()) == ("", "", {})
+def test_nothing_said_is_nothing_known() -> None:
+    for environ in [{}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"task": null}'}]:
+        resolver = TFConfigClusterResolver(environ=environ)
+        assert resolver.cluster_spec() == ClusterSpec({})
+        assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None, None, None)
+        assert (resolver.environment, resolver.master(), resolver.num_accelerators()) == (
+            "",
+            "",
+            {},
+        )
 
 
 def test_variable_is_read_again_at_every_access(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,19 +172,18 @@ def test_master_of_no_task_is_an_error() -> None:
 # --- TF_CONFIG: what is wrong with it ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "{", "{'cluster': {}}", "[" * 100_000, "9" * 5000])
-def test_text_that_is_not_json_is_an_error_at_access(text: str) -> None:
-    resolver = tf_config(text)
-    with pytest.raises(ConfigurationError, match="TF_CONFIG: expected a JSON object, got text"):
-        resolver.cluster_spec()
-    with pytest.raises(ConfigurationError) as caught:
-        training_cluster(resolver)
-    assert "for example" in (caught.value.hint or "")
+def test_text_that_is_not_json_is_an_error_at_access() -> None:
+    for text in ["", "{", "{'cluster': {}}", "[" * 100_000, "9" * 5000]:
+        resolver = tf_config(text)
+        with pytest.raises(ConfigurationError, match="TF_CONFIG: expected a JSON object, got text"):
+            resolver.cluster_spec()
+        with pytest.raises(ConfigurationError) as caught:
+            training_cluster(resolver)
+        assert "for example" in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_wrong_tf_config_names_the_field() -> None:
+    for config, message in [
         ([1], "expected a JSON object, got [1]"),
         ({"cluster": ["a:1"]}, "cluster: expected an object, got ['a:1']"),
         ({"cluster": {"ps": "p:1"}}, "cluster: job 'ps': expected a list of addresses or a mapping "
@@ -216,21 +219,19 @@ def test_text_that_is_not_json_is_an_error_at_access(text: str) -> None:
          "cluster.ps: expected at least one ps, got none"),
         ({"cluster": {"chief": ["c:1"], "ps": ["p:1"]}, "task": {"type": "chief", "index": 0}},
          "cluster.worker: expected at least one worker, got none"),
-    ],
-)  # fmt: skip
-def test_wrong_tf_config_names_the_field(config: object, message: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        training_cluster(tf_config(config))
-    assert caught.value.message == f"TF_CONFIG: {message}"
-    assert "\n" not in caught.value.message
+    ]:  # fmt: skip
+        with pytest.raises(ConfigurationError) as caught:
+            training_cluster(tf_config(config))
+        assert caught.value.message == f"TF_CONFIG: {message}"
+        assert "\n" not in caught.value.message
 
 
-@pytest.mark.parametrize("field", ["rpc_layer", "session_master", "environment"])
-def test_optional_field_that_is_no_text_is_an_error(field: str) -> None:
-    resolver = tf_config(task("worker", 0, **{field: [1]}))
-    with pytest.raises(ConfigurationError) as caught:
-        [resolver.master(), resolver.environment]
-    assert str(caught.value) == f"TF_CONFIG: {field}: expected text, got [1]"
+def test_optional_field_that_is_no_text_is_an_error() -> None:
+    for field in ["rpc_layer", "session_master", "environment"]:
+        resolver = tf_config(task("worker", 0, **{field: [1]}))
+        with pytest.raises(ConfigurationError) as caught:
+            [resolver.master(), resolver.environment]
+        assert str(caught.value) == f"TF_CONFIG: {field}: expected text, got [1]"
 
 
 json_values = st.recursive(
@@ -454,9 +455,8 @@ KUBERNETES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("environ", "source", "task"),
-    [
+def test_the_first_surroundings_that_apply_say_who_this_is() -> None:
+    for environ, source, task in [
         (TF_CONFIG, "TF_CONFIG", ("worker", 0)),
         (TORCHRUN, "torchrun", ("worker", 0)),
         (SLURM, "SlurmClusterResolver", ("worker", 1)),
@@ -468,13 +468,9 @@ KUBERNETES = {
         ({**KUBERNETES, **TORCHRUN}, "torchrun", ("worker", 0)),
         ({**KUBERNETES, **TF_CONFIG}, "TF_CONFIG", ("worker", 0)),
         ({**SHELL, **KUBERNETES}, "KubernetesClusterResolver", ("worker", 1)),
-    ],
-)  # fmt: skip
-def test_the_first_surroundings_that_apply_say_who_this_is(
-    environ: dict[str, str], source: str, task: tuple[str, int]
-) -> None:
-    resolver = resolve_cluster(environ)
-    assert (resolver.source, (resolver.task_type, resolver.task_id)) == (source, task)
+    ]:  # fmt: skip
+        resolver = resolve_cluster(environ)
+        assert (resolver.source, (resolver.task_type, resolver.task_id)) == (source, task)
 
 
 def test_slurm_tasks_listen_from_the_port_that_is_given() -> None:
@@ -495,41 +491,36 @@ def test_pods_are_found_by_the_names_of_their_service() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("environ", "hint"),
-    [
+def test_without_any_it_says_what_to_do() -> None:
+    for environ, hint in [
         ({}, "psync run "),
         ({"TF_CONFIG": ""}, "psync.LocalCluster(1, 2)"),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, "srun --ntasks=4"),
         (INTERACTIVE, "srun --ntasks=4"),
         (SHELL, "srun --ntasks=4"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "set PSYNC_SERVICE to the headless service"),
-    ],
-)
-def test_without_any_it_says_what_to_do(environ: dict[str, str], hint: str) -> None:
-    with pytest.raises(psync.ConfigurationError, match="this process belongs to no cluster") as exc:
-        resolve_cluster(environ)
-    assert "variables of TF_CONFIG, torchrun, SLURM, Kubernetes" in exc.value.message
-    assert hint in (exc.value.hint or "")
+    ]:
+        with pytest.raises(
+            psync.ConfigurationError, match="this process belongs to no cluster"
+        ) as exc:
+            resolve_cluster(environ)
+        assert "variables of TF_CONFIG, torchrun, SLURM, Kubernetes" in exc.value.message
+        assert hint in (exc.value.hint or "")
 
 
-@pytest.mark.parametrize(
-    ("text", "number", "jobs"),
-    [
+def test_jobs_that_are_not_named_are_counted() -> None:
+    for text, number, jobs in [
         ("", "4", {"chief": 1, "ps": 1, "worker": 2}),
         ("ps=2", "7", {"chief": 1, "ps": 2, "worker": 4}),
         ("chief=0, ps=1", "3", {"ps": 1, "worker": 2}),
         ("ps=2,worker=4", "7", {"chief": 1, "ps": 2, "worker": 4}),
         ("ps=2,worker=4", "", {"chief": 1, "ps": 2, "worker": 4}),
-    ],
-)
-def test_jobs_that_are_not_named_are_counted(text: str, number: str, jobs: dict[str, int]) -> None:
-    assert jobs_of({"PSYNC_JOBS": text}, number, "SLURM") == jobs
+    ]:
+        assert jobs_of({"PSYNC_JOBS": text}, number, "SLURM") == jobs
 
 
-@pytest.mark.parametrize(
-    ("text", "number", "told"),
-    [
+def test_jobs_that_do_not_fit_are_told() -> None:
+    for text, number, told in [
         ("ps", "4", "as in chief=1,ps=2,worker=4, got 'ps'"),
         ("ps=-1", "4", "as in chief=1,ps=2,worker=4"),
         ("ps=1,ps=2", "4", "as in chief=1,ps=2,worker=4"),
@@ -541,23 +532,21 @@ def test_jobs_that_are_not_named_are_counted(text: str, number: str, jobs: dict[
             "expected 1 chief, 3 ps and at least 1 worker, but SLURM has started 4 tasks",
         ),
         ("ps=1,worker=3", "4", "expected 5 tasks, but SLURM has started 4 tasks"),
-    ],
-)
-def test_jobs_that_do_not_fit_are_told(text: str, number: str, told: str) -> None:
-    with pytest.raises(psync.ConfigurationError, match=told):
-        jobs_of({"PSYNC_JOBS": text}, number, "SLURM")
+    ]:
+        with pytest.raises(psync.ConfigurationError, match=told):
+            jobs_of({"PSYNC_JOBS": text}, number, "SLURM")
 
 
-@pytest.mark.parametrize("port", ["0", "65536", "http", "-1"])
-def test_a_port_that_is_none_is_told(port: str) -> None:
-    with pytest.raises(psync.ConfigurationError, match="PSYNC_PORT: expected a port"):
-        resolve_cluster({**SLURM, "PSYNC_PORT": port})
+def test_a_port_that_is_none_is_told() -> None:
+    for port in ["0", "65536", "http", "-1"]:
+        with pytest.raises(psync.ConfigurationError, match="PSYNC_PORT: expected a port"):
+            resolve_cluster({**SLURM, "PSYNC_PORT": port})
 
 
-@pytest.mark.parametrize("number", ["x", "-4"])
-def test_a_malformed_variable_of_slurm_is_the_resolvers_to_tell(number: str) -> None:
-    with pytest.raises(psync.ConfigurationError):
-        resolve_cluster({**SLURM, "SLURM_STEP_NUM_TASKS": number})
+def test_a_malformed_variable_of_slurm_is_the_resolvers_to_tell() -> None:
+    for number in ["x", "-4"]:
+        with pytest.raises(psync.ConfigurationError):
+            resolve_cluster({**SLURM, "SLURM_STEP_NUM_TASKS": number})
 
 
 # Clusters that a program has opened.
@@ -627,28 +616,23 @@ RANK_2 = {
 JOBS = {"worker": 2, "chief": 1, "ps": 2}
 
 
-@pytest.mark.parametrize(
-    ("rank", "task"), [("0", ("chief", 0)), ("2", ("ps", 1)), ("3", ("worker", 0))]
-)
-def test_jobs_take_the_ranks_in_the_order_of_their_names(rank: str, task: tuple[str, int]) -> None:
-    resolver = TorchrunClusterResolver(JOBS, environ={**RANK_2, "RANK": rank})
-    assert (resolver.task_type, resolver.task_id) == task
+def test_jobs_take_the_ranks_in_the_order_of_their_names() -> None:
+    for rank, task in [("0", ("chief", 0)), ("2", ("ps", 1)), ("3", ("worker", 0))]:
+        resolver = TorchrunClusterResolver(JOBS, environ={**RANK_2, "RANK": rank})
+        assert (resolver.task_type, resolver.task_id) == task
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
+def test_what_does_not_fit_is_told() -> None:
+    for changes, told in [
         ({"RANK": ""}, "torchrun: RANK: expected a number, got ''"),
         ({"WORLD_SIZE": "many"}, "torchrun: WORLD_SIZE: expected a number, got 'many'"),
         ({"MASTER_ADDR": ""}, "torchrun: MASTER_ADDR is not set"),
         ({"MASTER_PORT": "x"}, "torchrun: MASTER_PORT: expected a number, got 'x'"),
         ({"WORLD_SIZE": "6"}, "the jobs have 5 tasks .*, and rank 2 is one of 6"),
         ({"RANK": "5"}, "rank 5 is one of 5"),
-    ],
-)
-def test_what_does_not_fit_is_told(changes: dict[str, str], told: str) -> None:
-    with pytest.raises(psync.ConfigurationError, match=told):
-        TorchrunClusterResolver(JOBS, environ={**RANK_2, **changes})
+    ]:
+        with pytest.raises(psync.ConfigurationError, match=told):
+            TorchrunClusterResolver(JOBS, environ={**RANK_2, **changes})
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

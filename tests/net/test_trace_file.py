@@ -111,12 +111,12 @@ def test_notifications_and_notes_are_kept_and_pings_are_not() -> None:
     assert log.halves == []
 
 
-@pytest.mark.parametrize("kind", [Kind.REQUEST, Kind.NOTIFY])
-def test_a_message_that_this_version_does_not_know_is_left_out(kind: Kind) -> None:
-    chief = ByHand(CHIEF)
-    chief.frame(1.0, WORKER, kind, 1, sent=True)
-    (log,) = logs_of([chief.reading(3.0)])
-    assert (log.halves, log.told) == ([], [])
+def test_a_message_that_this_version_does_not_know_is_left_out() -> None:
+    for kind in [Kind.REQUEST, Kind.NOTIFY]:
+        chief = ByHand(CHIEF)
+        chief.frame(1.0, WORKER, kind, 1, sent=True)
+        (log,) = logs_of([chief.reading(3.0)])
+        assert (log.halves, log.told) == ([], [])
 
 
 def test_a_process_that_comes_after_another_one_has_a_log_of_its_own() -> None:
