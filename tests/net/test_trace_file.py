@@ -117,6 +117,10 @@ def test_a_message_that_this_version_does_not_know_is_left_out() -> None:
         chief.frame(1.0, WORKER, kind, 1, sent=True)
         (log,) = logs_of([chief.reading(3.0)])
         assert (log.halves, log.told) == ([], [])
+    chief.frame(4.0, WORKER, Kind.REQUEST, 2, ASK, sent=True)
+    chief.frame(5.0, WORKER, Kind.REPLY, 2, sent=False)
+    (log,) = logs_of([chief.reading(6.0)])
+    assert [(half.end, half.answer) for half in log.halves] == [(5.0, None)]
 
 
 def test_a_process_that_comes_after_another_one_has_a_log_of_its_own() -> None:

@@ -40,7 +40,7 @@ from psync.launch.process import loop_factory
 from psync.launch.processes import RestartPolicy
 from psync.launch.tasks import make_task
 from psync.net.chief_presence import chief_timeouts, until_told
-from psync.net.environment import limits_of, platform_of_tf_config, shares_memory
+from psync.net.environment import limits_of, network_of, platform_of_tf_config, shares_memory
 from psync.net.platform import Platform
 from psync.net.secret import Secret, mint_secret
 from psync.net.tls import TlsNetwork
@@ -346,10 +346,7 @@ class TasksOnEngine(Host):
         self._secret = mint_secret().encode()
         followed = {name: text for name, text in environ.items() if name.startswith(FOLLOWED)}
         self._environ = {**followed, "PSYNC_LAUNCHED": "1"}
-        tls = load_tls(environ)
-        sockets = SocketNetwork(shares_memory=tls is None and shares_memory(environ))
-        network = sockets if tls is None else TlsNetwork(sockets, tls)
-        self._network = MovedTasks(network, engine.chief, {})
+        self._network = MovedTasks(network_of(environ), engine.chief, {})
         limits = limits_of(environ)
         self.platform = Platform(self._network, Secret(self._secret), limits=limits)
         self.chief = join_address(engine.chief, 1)  # nobody connects to it

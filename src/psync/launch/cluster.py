@@ -36,15 +36,13 @@ from psync.launch.processes import (
 )
 from psync.launch.tasks import Door, make_task, tell_to_end
 from psync.net import certificates
-from psync.net.environment import newest_incarnation, shares_memory
+from psync.net.environment import network_of, newest_incarnation
 from psync.net.notebook_cells import of_no_cell
 from psync.net.platform import Platform
 from psync.net.resolvers import SimpleClusterResolver, opened
 from psync.net.secret import Secret, load_secret, mint_secret
 from psync.net.shared.regions import SharedMemory
-from psync.net.tls import TlsNetwork
-from psync.net.tls_config import TLS_VARIABLES, load_tls
-from psync.net.transport import SocketNetwork
+from psync.net.tls_config import TLS_VARIABLES
 from psync.net.workforce import Workforce
 from psync.ps_task import PsTask
 from psync.status.html_tables import table
@@ -466,7 +464,6 @@ class TasksInProcesses(Host):
             for name in TLS_VARIABLES:
                 environ.pop(name, None)
             environ |= resources.enter_context(certificates.temporary(CERTIFICATE_DAYS))
-        tls = load_tls(environ)
         self._environ = environ
         self._group = ProcessGroup({"chief": 1, **counts}, secret=minted, environ=environ)
         resources.push_async_callback(self._group.stop)
@@ -477,9 +474,8 @@ class TasksInProcesses(Host):
         if self._joinable:
             inherited[self.chief] = self._group.listener_of("chief", 0)
             resources.callback(inherited[self.chief].close)
-        sockets = SocketNetwork(inherited, shares_memory=tls is None and shares_memory(environ))
-        network = sockets if tls is None else TlsNetwork(sockets, tls)
-        self.platform = Platform(network, known or Secret((minted or "").encode()))
+        secret = known or Secret((minted or "").encode())
+        self.platform = Platform(network_of(environ, inherited), secret)
         self._resources = resources
         self.processes: dict[str, Process] = {}
         self._unused = {(job, index) for job, count in counts.items() for index in range(count)}
