@@ -45,19 +45,14 @@ def test_a_variable_named_like_the_version_option_does_nothing(
     assert "SCRIPT" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("args", "example"),
-    [
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for args, example in [
         (["--help"], "psync run train.py --ps 2 --workers 2"),
         (["run", "--help"], "psync run train.py --ps 2 --workers 4 -- --epochs 10"),
         (["task", "-h"], "PSYNC_SECRET_FILE=~/cluster.secret psync task"),
-    ],
-)
-def test_help_has_an_example(
-    args: list[str], example: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(args) == 0
-    assert example in capsys.readouterr().out
+    ]:
+        assert main(args) == 0
+        assert example in capsys.readouterr().out
 
 
 def test_without_a_command_help_is_shown_as_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,9 +62,8 @@ def test_without_a_command_help_is_shown_as_an_error(capsys: pytest.CaptureFixtu
     assert "Commands:" in captured.err
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
+def test_wrong_usage_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for args, message in [
         (["run"], "Missing argument 'SCRIPT'."),
         (["run", "nowhere.py"], "script 'nowhere.py' does not exist"),
         (["run", "x.py", "--ps", "0"], "Invalid value for '--ps': 0 is not in the range x>=1."),
@@ -85,12 +79,8 @@ def test_without_a_command_help_is_shown_as_an_error(capsys: pytest.CaptureFixtu
             ["run", "x.py", "--ps", "two"],
             "Invalid value for '--ps': 'two' is not a valid integer range.",
         ),
-    ],
-)
-def test_wrong_usage_is_one_line_and_exit_code_2(
-    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert refused(capsys, *args) == f"psync: error: {message}"
+    ]:
+        assert refused(capsys, *args) == f"psync: error: {message}"
 
 
 def test_an_option_meant_for_the_script_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,9 +132,8 @@ def test_the_batch_script_names_the_job_and_quotes(capsys: pytest.CaptureFixture
     assert "python train.py --note 'it'\"'\"'s' &\n" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
+def test_what_is_wrong_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in [
         (["kubernetes", "--", "train.py"], "Missing option '--image'"),
         ([*KUBERNETES[1:], "--"], "Missing argument"),
         ([*KUBERNETES[1:], "--name", "Train", "--", "train.py"], "--name: expected at most 40"),
@@ -151,15 +150,11 @@ def test_the_batch_script_names_the_job_and_quotes(capsys: pytest.CaptureFixture
         ),
         (["slurm", "--sbatch", "gpu", "--", "train.py"], "--sbatch: expected an option of sbatch"),
         (["slurm", "--setup", "a\nb", "--", "train.py"], "expected one line"),
-    ],
-)
-def test_what_is_wrong_is_told(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["launch", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert told in printed.err
-    assert printed.out == ""
+    ]:
+        assert main(["launch", *arguments]) == 2
+        printed = capsys.readouterr()
+        assert told in printed.err
+        assert printed.out == ""
 
 
 GOLDEN = Path(__file__).parent / "manifests"

@@ -398,9 +398,8 @@ def forward(*chunks: bytes) -> str:
     return "".join(sent)
 
 
-@pytest.mark.parametrize(
-    ("chunks", "expected"),
-    [
+def test_lines_come_out_whole_and_prefixed() -> None:
+    for chunks, expected in [
         ([], ""),
         ([b"one\n"], "> one\n"),
         ([b"one\ntwo\n"], "> one\n> two\n"),
@@ -414,10 +413,8 @@ def forward(*chunks: bytes) -> str:
         (["größe\n".encode()[:3], "größe\n".encode()[3:]], "> größe\n"),
         ([b"\xff\xfe?\n"], "> \ufffd\ufffd?\n"),
         ([b"cut \xc3"], "> cut \ufffd\n"),
-    ],
-)
-def test_lines_come_out_whole_and_prefixed(chunks: list[bytes], expected: str) -> None:
-    assert forward(*chunks) == expected
+    ]:
+        assert forward(*chunks) == expected
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=5))

@@ -310,35 +310,25 @@ async def test_without_shared_memory_there_are_no_doors() -> None:
         assert "PSYNC_DOOR_FD" not in report["environ"]
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
+def test_an_exit_is_described_by_code_or_signal() -> None:
+    for code, text in [
         (0, "exited with code 0"),
         (3, "exited with code 3"),
         (-signal.SIGKILL, "was killed by SIGKILL"),
         (-(signal.SIGRTMIN + 5), f"was killed by signal {signal.SIGRTMIN + 5}"),
-    ],
-)
-def test_an_exit_is_described_by_code_or_signal(code: int, text: str) -> None:
-    assert describe_exit(code) == text
+    ]:
+        assert describe_exit(code) == text
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("code", "environ", "expected"),
-    [
+def test_the_hint_of_a_crash_names_copy_where_memory_is_shared() -> None:
+    for code, environ, expected in [
         (-signal.SIGSEGV, {}, True),
         (-signal.SIGBUS, {}, True),
         (-signal.SIGKILL, {}, False),
         (signal.SIGSEGV, {}, False),
         (-signal.SIGSEGV, {"PSYNC_SHARED_MEMORY": "0"}, False),
-    ],
-)
-def test_the_hint_of_a_crash_names_copy_where_memory_is_shared(
-    code: int, environ: dict[str, str], expected: bool
-) -> None:
-    assert ("pull with copy=True" in hint_of_crash(code, environ)) is expected
+    ]:
+        assert ("pull with copy=True" in hint_of_crash(code, environ)) is expected
 
 
 # --- what a task prints ------------------------------------------------------------------------

@@ -342,7 +342,7 @@ def write_stderr(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Say something of a run on stderr."""
+    """Say something about a run on stderr."""
     with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
         write_stderr(f"psync: {text}\n")
 

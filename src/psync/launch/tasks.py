@@ -390,15 +390,8 @@ def _prepare_process(task: str) -> bool:
 async def shut_down(own: OwnTask, jobs: Sequence[str], began: int) -> None:
     """Tell every task of these jobs that training is over; those that do not hear it stay.
 
-    It is said in the name of the program's last coordinator; if there was none, of the moment in
-    which the program ``began``: tasks that serve a newer chief meanwhile are not ours to end.
-
-    Args:
-        own: This process.
-        jobs: As in ``("worker", "ps")``.
-        began: Nanoseconds, of the time of day.
-
-    Cancellation: Who has not heard it stays.
+    It is said in the name of the program's last coordinator; if there was none, of the moment (in
+    nanoseconds) at which the program ``began``: tasks that serve a newer chief are not ours to end.
     """
     try:
         # If there is no secret, main() has allowed that or has failed: it was said before.
@@ -411,10 +404,7 @@ async def shut_down(own: OwnTask, jobs: Sequence[str], began: int) -> None:
 
 
 async def tell_to_end(platform: Platform, incarnation: int, tasks: Mapping[str, str]) -> None:
-    """Tell some tasks, given by name and address, that training is over.
-
-    Cancellation: Who has not heard it stays.
-    """
+    """Tell tasks, given by name and address, that training is over."""
     endpoint = Endpoint(platform, CHIEF, incarnation, {})
 
     async def tell(name: str, address: str) -> None:
@@ -457,17 +447,9 @@ async def run_task(resolver: ClusterResolver | None = None, *, insecure: bool = 
 
 
 def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> int:
-    """Do ``run_task`` in this process until a message or SIGTERM says stop; for ``psync task``.
+    """Do ``run_task`` in this process until a message or SIGTERM says stop; return the exit code.
 
-    Returns:
-        The exit code.
-
-    Args:
-        insecure: As ``run_task``.
-        chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
-
-    Raises:
-        ConfigurationError, TrainingEnded: As ``run_task``.
+    ``chief_timeout`` replaces ``PSYNC_CHIEF_TIMEOUT``. Raises what ``run_task`` does.
     """
     own = own_task(None)
     watch_launcher()
@@ -488,14 +470,10 @@ def join_forever(
         listen: Where this worker is to listen, host or host:port; by default at a free port of
             the interface by which it reaches the chief.
         shared: Whether this process runs the program's script.
-        chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
+        chief_timeout: Replaces ``PSYNC_CHIEF_TIMEOUT``.
 
     Returns:
         The exit code.
-
-    Raises:
-        ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError, TrainingEnded:
-            It cannot join; or as ``run_task``.
     """
     load_plugins(JOINING)
     joining = partial(join, chief, listen, shared=shared, chief_timeout=chief_timeout)
@@ -516,13 +494,8 @@ async def serve_as(
         own: The task.
         insecure: As ``run_task``.
         shared: Whether this process runs the program's script.
-        chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
-        awaited: What to say every ten seconds while there is no chief.
-
-    Raises:
-        ConfigurationError, TrainingEnded: As ``run_task``.
-
-    Cancellation: As ``run_task``.
+        chief_timeout: Replaces ``PSYNC_CHIEF_TIMEOUT``.
+        awaited: Logged every ten seconds while there is no chief.
     """
     if own.job not in ("ps", "worker"):
         raise ConfigurationError(
@@ -610,13 +583,7 @@ def make_task(
 
 
 class Membership:
-    """That of this process in a cluster which it has joined.
-
-    Args:
-        platform: Network, secret.
-        chief: Where the chief listens.
-        address: Where this worker listens.
-    """
+    """That of this process, which listens at ``address``, in the cluster of a ``chief``."""
 
     def __init__(self, platform: Platform, chief: str, address: str) -> None:
         self._endpoint = Endpoint(platform, JOINING, platform.new_incarnation(), {})
@@ -626,15 +593,13 @@ class Membership:
         self._peer: Peer | None = None
 
     async def begin(self) -> None:
-        """Be taken in.
+        """Join the cluster.
 
         Raises:
-            ConnectFailed: Nobody answers.
+            ConnectFailed: The chief does not answer.
             AuthenticationError: The chief has another secret.
             RemoteProtocolError: Something else answers, or another version of psync.
             ConfigurationError: The chief refuses this worker.
-
-        Cancellation: Safe.
         """
         try:
             self._peer = await self._endpoint.connect(self._chief, CHIEF)
@@ -661,12 +626,10 @@ class Membership:
         self.index = received.index
 
     async def keep(self) -> None:
-        """Come back to the door whenever the connection is lost. Ends with the task.
+        """Come back to the door whenever the connection is lost, until cancelled.
 
         Raises:
             PsyncError: The chief does not want this worker any more.
-
-        Cancellation: The connection stays as it is.
         """
         while True:
             assert self._peer is not None, "it has begun"
@@ -698,10 +661,8 @@ async def join(
     Args: As of ``join_forever``.
 
     Raises:
-        ConfigurationError: An address is none, or taken; there is no secret.
-        ConnectFailed, AuthenticationError, RemoteProtocolError, ConfigurationError: As for
-            ``Membership.begin``.
-        TrainingEnded: As ``run_task``.
+        ConfigurationError: An address is malformed or taken, or there is no secret.
+        PsyncError: As for ``Membership.begin`` and ``run_task``.
 
     Cancellation: It leaves, without ending what it runs.
     """
@@ -800,10 +761,8 @@ class Door:
     Args:
         platform: Network, secret.
         address: Of the chief.
-        workforce: Told of those that come and leave.
-        added: Gets the address of each that is there, by name: they, too, hear of the program's
-            end.
-        forget_after_s: Seconds until one that was lost is forgotten.
+        workforce: Told of workers that come and leave.
+        added: Gets the address of each worker that is present, by name: for the program's end.
 
     Raises:
         ConfigurationError: From entering it: the address is in use, or not this machine's.
@@ -815,13 +774,10 @@ class Door:
         address: str,
         workforce: Workforce,
         added: MutableMapping[str, str],
-        *,
-        forget_after_s: float = FORGET_AFTER_S,
     ) -> None:
         self._address = address
         self._workforce = workforce
         self._added = added
-        self._forget_after_s = forget_after_s
         self._members: dict[int, _Member] = {}
         self._next = FIRST_JOINED
         self._endpoint = Endpoint(
@@ -871,8 +827,8 @@ class Door:
         member = self._members.get(index)
         if member is not None and member.peer is peer:
             loop = asyncio.get_running_loop()
-            why = f"it was lost {self._forget_after_s:g} s ago"
-            member.forgetting = loop.call_later(self._forget_after_s, self._forget, index, why)
+            why = f"it was lost {FORGET_AFTER_S:g} s ago"
+            member.forgetting = loop.call_later(FORGET_AFTER_S, self._forget, index, why)
 
     def _forget(self, index: int, reason: str) -> None:
         del self._members[index]
