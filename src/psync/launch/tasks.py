@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -267,11 +267,9 @@ def run(
                 ),
                 last_words=over if job == "worker" else None,
             )
-        serving = (
-            _evaluate(evaluator, own, began)
-            if job == "evaluator"
-            else partial(serve_as, own, insecure=False, shared=True)
-        )
+        serving: Callable[[], Awaitable[int]] = partial(serve_as, own, insecure=False, shared=True)
+        if job == "evaluator":
+            serving = partial(_evaluate, evaluator, own, began)
         sys.exit(run_loop(serving, terminated_code=own.terminated_code))
     except SETUP_ERRORS as exc:
         if began.is_set():
@@ -332,31 +330,25 @@ async def _run_on_engine(
         return await _run_main(main, own, (), began, asyncio.Event(), joinable=False)
 
 
-def _evaluate(
+async def _evaluate(
     evaluator: Callable[[], Awaitable[Any]] | None, own: OwnTask, began: asyncio.Event
-) -> Callable[[], Awaitable[int]]:
-    """Return what runs on an evaluator."""
+) -> int:
     if evaluator is None:
         raise ConfigurationError(
             "this process is the evaluator, but the program has no evaluate function",
             hint="psync.run(main, evaluator=evaluate) with `async def evaluate():`",
         )
     fd = os.environ.pop("PSYNC_RUN_FD", None)
-    patience = chief_timeouts(os.environ)
-    tasks = own.addresses_of(("ps", "worker"))
-
-    async def evaluate() -> int:
-        training_began.set(began)
-        with contextlib.ExitStack() as resources:
-            resources.enter_context(opened(own.resolver))
-            if fd is None:
-                training_presence.set(TrainingPresence(SocketNetwork(), tasks, patience))
-            else:
-                run_over.set(resources.enter_context(end_of_run(int(fd))))
-            await evaluator()
-        return 0
-
-    return evaluate
+    training_began.set(began)
+    with contextlib.ExitStack() as resources:
+        resources.enter_context(opened(own.resolver))
+        if fd is None:
+            tasks, patience = own.addresses_of(("ps", "worker")), chief_timeouts(os.environ)
+            training_presence.set(TrainingPresence(SocketNetwork(), tasks, patience))
+        else:
+            run_over.set(resources.enter_context(end_of_run(int(fd))))
+        await evaluator()
+    return 0
 
 
 def _exit(error: PsyncError, code: int) -> NoReturn:
@@ -524,45 +516,29 @@ async def serve_as(
     naming = naming_who_is_awaited(
         lambda: "" if task.chief.is_here else awaited, warn=shared and lacks_chief
     )
+    leave: Any = getattr(task, "leave", None)  # a ps has none
+    leaving: list[asyncio.Task[None]] = []
+
+    def leave_first() -> None:  # in order, as before a machine is taken
+        work = leave("SIGTERM", hint="; a second SIGTERM ends it immediately")
+        leaving.append(asyncio.get_running_loop().create_task(work))
+
     try:
-        async with _metrics(task):
-            with described_by(task.describe), _leaving_first(task) as leaving, naming:
-                await until_told(task.task, task.stopped, task.chief, timeouts)
+        async with contextlib.AsyncExitStack() as stack:
+            if os.environ.get("PSYNC_TASK_METRICS"):
+                from psync.status.task_metrics import serving_metrics
+
+                await stack.enter_async_context(serving_metrics(task))
+            stack.enter_context(described_by(task.describe))
+            if leave is not None:
+                stack.enter_context(asked_first(leave_first))
+            stack.enter_context(naming)
+            await until_told(task.task, task.stopped, task.chief, timeouts)
     finally:
         await task.close()
     if getattr(task, "is_torn", False):  # a ps
         raise PsyncError(f"{task.task} ended: an update failed partway; see the log")
     return own.terminated_code if leaving else 0
-
-
-def _metrics(task: PsTask | WorkerTask) -> contextlib.AbstractAsyncContextManager[None]:
-    """Return a context in which a task's metrics are served, if somebody has asked for them."""
-    if not os.environ.get("PSYNC_TASK_METRICS"):
-        return contextlib.nullcontext()
-    from psync.status.task_metrics import serving_metrics
-
-    return serving_metrics(task)
-
-
-@contextlib.contextmanager
-def _leaving_first(task: PsTask | WorkerTask) -> Iterator[list[asyncio.Task[None]]]:
-    """Let a worker leave in order when it gets its first SIGTERM, as before a machine is taken.
-
-    Yields:
-        A list, which is empty unless it leaves.
-    """
-    leave = getattr(task, "leave", None)
-    leaving: list[asyncio.Task[None]] = []
-    if leave is None:  # a ps
-        yield leaving
-        return
-
-    def begin() -> None:
-        work = leave("SIGTERM", hint="; a second SIGTERM ends it immediately")
-        leaving.append(asyncio.get_running_loop().create_task(work))
-
-    with asked_first(begin):
-        yield leaving
 
 
 def make_task(

@@ -225,27 +225,16 @@ Bound = tuple[int, int, float]
 """(a, b, seconds): the clock of b is at most so much ahead of that of a."""
 
 
-@dataclass(frozen=True, slots=True)
-class Alignment:
-    """How far clocks are ahead of the first one.
-
-    Attributes:
-        ahead: Seconds, for each task; 0 where nothing is known.
-        within: Half of the seconds between the most and the least that it can be; inf: unknown.
-        slack: Seconds by which bounds contradict each other: clocks drift in a long trace.
-    """
-
-    ahead: Sequence[float]
-    within: Sequence[float]
-    slack: float
-
-
-def align(count: int, bounds: Iterable[Bound]) -> Alignment:
-    """Return how far clocks are ahead of that of task 0.
+def align(count: int, bounds: Iterable[Bound]) -> tuple[list[float], list[float]]:
+    """Return how far clocks are ahead of that of task 0, and how well that is known.
 
     Args:
         count: Number of tasks.
         bounds: In any order; of several between two tasks the tightest counts.
+
+    Returns:
+        Seconds ahead, for each task; 0 where nothing is known. Half of the seconds between the most
+        and the least that it can be; inf: unknown.
     """
     tightest: dict[tuple[int, int], float] = {}
     for one, other, seconds in bounds:
@@ -262,9 +251,9 @@ def align(count: int, bounds: Iterable[Bound]) -> Alignment:
         if most is not None and least is not None:
             ahead = [_middle(high, -low) for high, low in zip(most, least, strict=True)]
             within = [(high + low) / 2 for high, low in zip(most, least, strict=True)]
-            return Alignment(ahead, within, slack)
+            return ahead, within
         slack = max(MIN_SLACK_S, 2 * slack)
-    return Alignment([0.0] * count, [math.inf] * count, math.inf)  # these are no clocks
+    return [0.0] * count, [math.inf] * count  # these are no clocks
 
 
 def _middle(most: float, least: float) -> float:
@@ -573,12 +562,12 @@ def write_trace(readings: Sequence[Reading], file: IO[str], **about: Any) -> Sum
     """
     logs = logs_of(readings)
     pairs = list(pairs_of(logs))
-    alignment = align(len(logs), _bounds(logs, pairs))
-    first = min(log.begin - ahead for log, ahead in zip(logs, alignment.ahead, strict=True))
-    last = max(log.end - ahead for log, ahead in zip(logs, alignment.ahead, strict=True))
+    ahead, apart = align(len(logs), _bounds(logs, pairs))
+    first = min(log.begin - each for log, each in zip(logs, ahead, strict=True))
+    last = max(log.end - each for log, each in zip(logs, ahead, strict=True))
     tasks = _tasks(logs)
     lost = {task: log.lost for task, log in zip(tasks, logs, strict=True) if log.lost}
-    within = max((each for each in alignment.within if math.isfinite(each)), default=math.inf)
+    within = max(filter(math.isfinite, apart), default=math.inf)
     other = {
         **about,
         "clocks are off by at most": f"{within * 1e6:.0f} us",
@@ -587,7 +576,7 @@ def write_trace(readings: Sequence[Reading], file: IO[str], **about: Any) -> Sum
     head = json.dumps({"displayTimeUnit": "ms", "otherData": other})[:-1]
     file.write(head + ', "traceEvents": [')
     count, separator = 0, "\n"
-    for event in _events(logs, tasks, pairs, [first + ahead for ahead in alignment.ahead]):
+    for event in _events(logs, tasks, pairs, [first + each for each in ahead]):
         file.write(separator + json.dumps(event, separators=(",", ":")))
         separator = ",\n"
         count += event["ph"] in "XC"
