@@ -47,19 +47,8 @@ from psync.launch.processes import (
 from psync.net.platform import random_hex
 from psync.net.process_state import MISPLACED, named_file, new_pipe
 from psync.net.secret import load_secret, mint_secret
+from psync.status import run_files
 from psync.status.guard import is_token
-from psync.status.run_files import (
-    SUFFIX,
-    Run,
-    chosen_run,
-    directory_of_runs,
-    has_ended,
-    make_directory,
-    run_file,
-    runs_in,
-    socket_of,
-    take_away_ended,
-)
 
 if TYPE_CHECKING:
     from psync.integrations.ssh import HostsPlan
@@ -539,10 +528,10 @@ async def _listen(
     stack: contextlib.AsyncExitStack, scale: Scale, program: str, environ: Mapping[str, str]
 ) -> None:
     directory = _directory(environ)
-    make_directory(directory.parent)
-    make_directory(directory)
-    take_away_ended(directory)
-    path = directory / f"{os.getpid()}-{random_hex(4)}{SUFFIX}"
+    run_files.make_directory(directory.parent)
+    run_files.make_directory(directory)
+    run_files.take_away_ended(directory)
+    path = directory / f"{os.getpid()}-{random_hex(4)}{run_files.SUFFIX}"
     where, token = path.with_suffix(".sock"), random_hex(32)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -558,8 +547,8 @@ async def _listen(
     os.chmod(where, 0o600)
     server = await asyncio.start_unix_server(answer, sock=bound, limit=MAX_REQUEST_BYTES)
     stack.callback(server.close)
-    run = Run(os.getpid(), time.time(), program, f"unix:{where}", token)
-    stack.enter_context(run_file(path, run))
+    run = run_files.Run(os.getpid(), time.time(), program, f"unix:{where}", token)
+    stack.enter_context(run_files.run_file(path, run))
 
 
 async def _reply(line: bytes, token: str, scale: Scale) -> dict[str, str]:
@@ -579,7 +568,7 @@ async def _reply(line: bytes, token: str, scale: Scale) -> dict[str, str]:
 
 
 def _directory(environ: Mapping[str, str] = os.environ) -> Path:
-    return directory_of_runs(environ) / LAUNCHERS
+    return run_files.directory_of_runs(environ) / LAUNCHERS
 
 
 def ask_to_scale(named: str | None, workers: int) -> str:
@@ -599,14 +588,14 @@ def ask_to_scale(named: str | None, workers: int) -> str:
     return f"{asked}: {answer['said']}"
 
 
-def _launched(named: str | None) -> Run:
+def _launched(named: str | None) -> run_files.Run:
     try:
-        return chosen_run(named, _directory())
+        return run_files.chosen_run(named, _directory())
     except ConfigurationError as none:
-        if not all(has_ended(each) for _, each in runs_in(_directory())):
+        if not all(run_files.has_ended(each) for _, each in run_files.runs_in(_directory())):
             raise
         try:
-            other = chosen_run(named)
+            other = run_files.chosen_run(named)
         except ConfigurationError:
             raise none from None
         raise ConfigurationError(
@@ -616,9 +605,9 @@ def _launched(named: str | None) -> Run:
         ) from none
 
 
-async def _ask(run: Run, workers: int) -> dict[str, Any]:
+async def _ask(run: run_files.Run, workers: int) -> dict[str, Any]:
     try:
-        reader, writer = await asyncio.open_unix_connection(socket_of(run))
+        reader, writer = await asyncio.open_unix_connection(run_files.socket_of(run))
         with contextlib.closing(writer):
             writer.write(json.dumps({"token": run.token, "workers": workers}).encode() + b"\n")
             answer: dict[str, Any] = json.loads(await reader.readline())

@@ -50,6 +50,7 @@ from psync.launch.process import (
     watch_launcher,
     write_whole_lines,
 )
+from psync.net import environment
 from psync.net.chief_presence import (
     TrainingPresence,
     chief_timeouts,
@@ -57,19 +58,6 @@ from psync.net.chief_presence import (
     until_told,
 )
 from psync.net.endpoint import Endpoint
-from psync.net.environment import (
-    added_workers,
-    is_supervised,
-    newest_incarnation,
-    note_incarnation,
-    platform_of,
-    run_over,
-    script_is_shared,
-    tell_launcher,
-    training_began,
-    training_over,
-    training_presence,
-)
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.resolvers import (
@@ -176,7 +164,7 @@ def own_task(resolver: ClusterResolver | None) -> OwnTask:
             "the cluster's description does not say which task this process is",
             hint='TF_CONFIG needs a task, such as "task": {"type": "worker", "index": 0}',
         )
-    return OwnTask(known, cluster, job, index, is_found, is_supervised(os.environ))
+    return OwnTask(known, cluster, job, index, is_found, environment.is_supervised(os.environ))
 
 
 # Scripts.
@@ -291,12 +279,12 @@ async def _run_main(
     joinable: bool,
 ) -> T:
     """Run the program; then tell the tasks of some jobs to exit, if it is for this one to say."""
-    script_is_shared.set(True)
-    training_began.set(began)
-    training_over.set(over)
+    environment.script_is_shared.set(True)
+    environment.training_began.set(began)
+    environment.training_over.set(over)
     added: dict[str, str] = {}
-    added_workers.set(added)
-    note_incarnation(0)
+    environment.added_workers.set(added)
+    environment.note_incarnation(0)
     tasks_end, since = own.leads, time.time_ns()
     try:
         async with contextlib.AsyncExitStack() as stack:
@@ -339,14 +327,14 @@ async def _evaluate(
             hint="psync.run(main, evaluator=evaluate) with `async def evaluate():`",
         )
     fd = os.environ.pop("PSYNC_RUN_FD", None)
-    training_began.set(began)
+    environment.training_began.set(began)
     with contextlib.ExitStack() as resources:
         resources.enter_context(opened(own.resolver))
         if fd is None:
             tasks, patience = own.addresses_of(("ps", "worker")), chief_timeouts(os.environ)
-            training_presence.set(TrainingPresence(SocketNetwork(), tasks, patience))
+            environment.training_presence.set(TrainingPresence(SocketNetwork(), tasks, patience))
         else:
-            run_over.set(resources.enter_context(end_of_run(int(fd))))
+            environment.run_over.set(resources.enter_context(end_of_run(int(fd))))
         await evaluator()
     return 0
 
@@ -366,7 +354,7 @@ def _exit(error: PsyncError, code: int) -> NoReturn:
 def _prepare_process(task: str) -> bool:
     """Set up logging and the lifeline; return whether a launcher started this process."""
     fill_standard_streams()
-    tell_launcher()
+    environment.tell_launcher()
     launched = bool(os.environ.get("PSYNC_LAUNCHED"))
     if launched:
         write_whole_lines()
@@ -387,12 +375,14 @@ async def shut_down(own: OwnTask, jobs: Sequence[str], began: int) -> None:
     """
     try:
         # If there is no secret, main() has allowed that or has failed: it was said before.
-        platform = platform_of(own.resolver, own.address, insecure=True, warn=logger.debug)
+        platform = environment.platform_of(
+            own.resolver, own.address, insecure=True, warn=logger.debug
+        )
     except ConfigurationError as exc:
         logger.debug("nobody was told to exit: %s", exc)
         return
-    tasks = own.addresses_of(jobs) | (added_workers.get() or {})
-    await tell_to_end(platform, newest_incarnation() or began, tasks)
+    tasks = own.addresses_of(jobs) | (environment.added_workers.get() or {})
+    await tell_to_end(platform, environment.newest_incarnation() or began, tasks)
 
 
 async def tell_to_end(platform: Platform, incarnation: int, tasks: Mapping[str, str]) -> None:
@@ -495,7 +485,7 @@ async def serve_as(
             hint="the chief and an evaluator run programs: psync.run(main, evaluator=evaluate)",
         )
     timeouts = chief_timeouts(os.environ, chief_timeout)
-    platform = platform_of(own.resolver, own.address, insecure=insecure, listens=True)
+    platform = environment.platform_of(own.resolver, own.address, insecure=insecure, listens=True)
     task = make_task(platform, own.job, own.index, own.address, main_by_name=shared)
     await task.start()
     # Who started this task by hand waits for this line; a launcher knows.
@@ -645,7 +635,7 @@ async def join(
     listener, address = _listen_towards(chief, listen)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(listener.close)
-        platform = platform_of(SimpleClusterResolver(ClusterSpec({})), address)
+        platform = environment.platform_of(SimpleClusterResolver(ClusterSpec({})), address)
         membership = Membership(platform, chief, address)
         stack.push_async_callback(membership.end)
         await membership.begin()
@@ -715,7 +705,7 @@ async def _open_to_joiners(
     with contextlib.suppress(ConfigurationError):
         if own.job != "chief" or load_secret(os.environ) is None:
             return
-        platform = platform_of(own.resolver, own.address, listens=True)
+        platform = environment.platform_of(own.resolver, own.address, listens=True)
         try:
             await stack.enter_async_context(Door(platform, own.address, workforce, added))
         except ConfigurationError as exc:
