@@ -100,7 +100,7 @@ class Connection(asyncio.BufferedProtocol):
         self.on_made: Callable[[object], None] | None = None
         self.bytes_received = 0
         self.bytes_sent = 0
-        self.tap: Tap | None = None  # while somebody traces, see ``net.trace``
+        self.tap: Tap | None = None  # while somebody traces, see ``net.tracing.recorder``
         self._decoder = protocol.decoder
         # Where the next bytes belong is the decoder's to say, and asked for each read.
         self.get_buffer = protocol.decoder.get_buffer  # type: ignore[method-assign]
