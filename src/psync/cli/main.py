@@ -117,13 +117,14 @@ def tls_environ(
     Raises:
         ConfigurationError: See ``tls_config.load_tls``.
     """
-    from psync.net.tls_config import CA_FILE, CERT_FILE, KEY_FILE, MUTUAL, load_tls
-
-    files = {CA_FILE: tls_ca_file, CERT_FILE: tls_cert_file, KEY_FILE: tls_key_file}
-    environ = {name: os.path.abspath(path) for name, path in files.items() if path}
+    files = {"CA": tls_ca_file, "CERT": tls_cert_file, "KEY": tls_key_file}
+    environ = {f"PSYNC_TLS_{name}_FILE": os.path.abspath(at) for name, at in files.items() if at}
     if tls_mutual is not None:
-        environ[MUTUAL] = "1" if tls_mutual else "0"
-    load_tls(environ)  # here it is one error, and not one on each task
+        environ["PSYNC_TLS_MUTUAL"] = "1" if tls_mutual else "0"
+    if environ:
+        from psync.net.tls_config import load_tls
+
+        load_tls(environ)  # here it is one error, and not one on each task
     return environ
 
 
@@ -343,10 +344,10 @@ def run(
                 engine, command, environ, num_ps=ps, num_workers=workers or 1,
                 address=engine_address, gpus_per_worker=gpus_per_worker, max_restarts=max_restarts,
             )  # fmt: skip
-        from psync.integrations.ssh import HostsPlan, parse_hosts
-
         plan = None
         if hosts is not None:
+            from psync.integrations.ssh import HostsPlan, parse_hosts
+
             plan = HostsPlan(
                 parse_hosts(hosts), ssh, remote_python or sys.executable, variables, gpus_per_worker
             )
