@@ -1,13 +1,13 @@
 """Traces: what tasks did in a stretch of a run, as a file of Chrome's Trace Event format.
 
-A ``SpanRecorder`` keeps in a ring what one task did lately: messages that passed, what its worker
-did, counters. A ``SpanCollector`` asks all tasks of a coordinator. ``Trace`` is one stretch, from
-its beginning to its file, where ``net.trace_file`` understands what the tasks have answered.
+A ``SpanRecorder`` keeps the recent activity of one task in a ring: messages, the worker's steps,
+counters. A ``SpanCollector`` asks all tasks of a coordinator. A ``Trace`` covers one stretch of a
+run; ``net.trace_file`` turns the answers of the tasks into its file.
 
-Nothing is recorded until somebody asks (``AskSpans``), and nothing any more when the last one who
-has asked says so, or does not come back within ``LEASE_S``. Until then each message costs a look at
-an attribute of its connection (``Connection.tap``). An entry is what is there anyway, a header and
-numbers; it is understood in the process that writes the trace.
+Recording starts with the first request (``AskSpans``). It ends when the last reader says so, or
+does not return within ``LEASE_S``. While nothing is recorded, each message costs one look at an
+attribute of its connection (``Connection.tap``). An entry is a message's header and a few numbers;
+the process that writes the trace decodes it.
 
 Readings are msgpack: ``{"origin", "at", "lost", "connections", "chunks", "facts"}``. A chunk is
 msgpack as well, of a list of entries; an entry is
@@ -41,39 +41,39 @@ from psync.net.trace_file import Reading, Summary, write_trace
 from psync.wire.messages import AskSpans, Statistics
 
 RING_BYTES = 8 << 20
-"""Some 130,000 messages. Who asks four times a second misses nothing below 500,000 a second."""
+"""About 130,000 messages: enough for 500,000 a second at four requests a second."""
 
 LEASE_S = 10.0
-"""Who has not asked again by then is gone: the chief may be, with the program."""
+"""A reader that has not asked again by then is forgotten: its program may have died."""
 
 TICK_S = 0.02
-"""Between two looks at counters; what is recorded meanwhile is packed, and goes into the ring."""
+"""Between two samples of the counters, and two packings of new entries into the ring."""
 
 GRACE_S = 1.0
-"""A loop that was kept busy for longer than the lease finds it over, and the question unread."""
+"""For requests that are still unread because the loop was busy when the lease ended."""
 
 ANSWERS_WITHIN_S = 0.1
-"""Whoever has not answered by then does so later: a step may compute on the loop of its worker."""
+"""Later answers are in a later reading: a step may compute on the loop of its worker."""
 
 LAST_WITHIN_S = 2.0
-"""For the last answer."""
+"""The same, for the last reading."""
 
 ASKED_AT_ONCE = 100
-"""Tasks are asked by turns: many of them cost no more than so many."""
+"""With more tasks, each reading asks the next 100 of them."""
 
 READ_EVERY_S = 0.25
-"""What a task has recorded since is lost with it, if it is killed."""
+"""A task that is killed loses its entries since the last reading."""
 
 MAX_BYTES = 256 << 20
-"""Of readings: they are in memory until the file is written."""
+"""Limit of the readings, which stay in memory until the file is written."""
 
 Watched = Callable[["SpanRecorder | None"], None]
-"""Told to begin to tell a recorder what it does; None: to stop."""
+"""Called with the recorder when recording starts, and with None when it ends."""
 
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """Somebody who asks again and again, and is forgotten if not."""
+    """A reader, which is forgotten when it does not renew its lease."""
 
     lease: asyncio.TimerHandle | None = None
 
@@ -98,8 +98,8 @@ class SpanRecorder:
     Args:
         platform: Has the clock, which need not agree with those of other tasks.
         task: Its name.
-        facts: Returns what a reader has to know besides, when it begins and when it ends.
-        counters: Returns what is looked at again and again, by name; None: nothing is.
+        facts: Returns further facts, which a reader gets with its first and last reading.
+        counters: Returns the counters that are sampled, by name; None: there are none.
 
     Attributes:
         now: The clock.
@@ -133,11 +133,7 @@ class SpanRecorder:
         return bool(self._readers)
 
     def watch(self, watched: Watched) -> Callable[[], None]:
-        """Let something tell what it does whenever there is somebody who reads.
-
-        Returns:
-            What ends that.
-        """
+        """Tell ``watched`` when recording starts and ends. Return a function that ends that."""
 
         def forget() -> None:
             self._watched.remove(watched)
@@ -150,7 +146,7 @@ class SpanRecorder:
         return forget
 
     def watch_endpoint(self, endpoint: Endpoint) -> Callable[[], None]:
-        """Record the messages of all connections of an endpoint. Returns what ends that."""
+        """Record the messages of an endpoint's connections. Return a function that ends that."""
 
         def tap_of(peer: Peer) -> Tap:
             number, now, append = next(self._numbers), self.now, self._fresh.append
@@ -171,7 +167,7 @@ class SpanRecorder:
         return self.watch(lambda recorder: endpoint.tap(None if recorder is None else tap_of))
 
     def note(self, *note: Any) -> None:
-        """Record something: a name, and what msgpack can carry."""
+        """Record a note: a name and values that msgpack can carry."""
         self._fresh.append((self.now(), *note))
 
     def answer(self, peer: Peer, message: AskSpans, _: list[memoryview]) -> Reply:
@@ -179,11 +175,11 @@ class SpanRecorder:
         return Reply(Statistics({}), [self.read(message.reader, last=message.last)])
 
     def read(self, name: str, *, last: bool = False) -> bytes:
-        """Return what was recorded since this reader has asked last; at first nothing is.
+        """Return the entries since this reader's previous reading; at first there are none.
 
         Args:
-            name: Of the reader.
-            last: Whether it does not come back.
+            name: The reader.
+            last: Whether this is its last reading.
         """
         self._pack()
         reader = self._readers.get(name)
@@ -210,7 +206,7 @@ class SpanRecorder:
         return msgpack.packb(reading)  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Record nothing any more, for nobody."""
+        """Forget all readers, and stop recording."""
         for name in list(self._readers):
             self._leave(name)
 
@@ -243,7 +239,7 @@ class SpanRecorder:
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _pack(self) -> None:
-        """Move what is fresh into the ring, and the oldest out of it where it is full."""
+        """Move new entries into the ring, and drop the oldest ones if it is full."""
         if not self._fresh:
             return
         body = msgpack.packb(self._fresh)
@@ -267,7 +263,7 @@ class SpanCollector:
     """Asks the tasks of one coordinator.
 
     Args:
-        recorder: Of the coordinator's own task.
+        recorder: The recorder of the coordinator's own task.
         peers: Returns a connection to each of the others.
     """
 
@@ -277,13 +273,13 @@ class SpanCollector:
         self._readers: dict[str, _ReaderOfAll] = {}
 
     async def read(self, name: str, *, last: bool = False) -> list[Reading]:
-        """Return what has come since this reader has asked last; the first time they begin.
+        """Return the readings since this reader's previous call; its first call starts recording.
 
         Args:
-            name: Of the reader, who is forgotten if it does not ask again for ten seconds.
-            last: Whether it does not ask again: then tasks that compute are waited for, a while.
+            name: The reader, which is forgotten if it does not ask again within ten seconds.
+            last: Whether this is its last call, which waits longer for tasks that compute.
 
-        Cancellation: Safe; what has come is handed out the next time.
+        Cancellation: Safe; the next call returns the readings.
         """
         reader = self._readers.setdefault(name, _ReaderOfAll())
         reader.renew(LEASE_S, self._forget, name)
@@ -311,7 +307,7 @@ class SpanCollector:
             reader.end_lease()
 
     def _ask(self, reader: _ReaderOfAll, message: AskSpans) -> None:
-        """Ask those whose turn it is, those who are new, and in the end all."""
+        """Ask the tasks whose turn it is and new ones; at the end, ask all."""
         peers = list(self._peers())
         new = [peer for peer in peers if peer not in reader.known]
         count = len(peers) if message.last else min(len(peers), ASKED_AT_ONCE)
@@ -332,14 +328,13 @@ class SpanCollector:
             for segment in received.segments:
                 reader.came.append(Reading(peer.task, bytes(segment), asked, got))
         except PsyncError:
-            pass  # it is gone: what it has said before is there
+            pass  # it has died; its earlier readings are kept
         finally:
             del reader.asked[peer]
 
 
 ReadSpans = Callable[..., Awaitable[list[Reading]]]
-"""``read(name, last=False)``, as of a ``SpanCollector``; a PsyncError: there is nobody to be
-asked."""
+"""``read(name, last=False)`` of a ``SpanCollector``; a PsyncError: the run has ended."""
 
 
 class Trace:
@@ -347,12 +342,12 @@ class Trace:
 
     Args:
         read: Asks the coordinator.
-        program: Whose run it is, for the file.
+        program: Name of the program, for the file.
 
     Attributes:
-        began: Set when all tasks have been told.
-        cut_short: Why it ended before it was to; "" if it did not.
-        summary: What the file has; None before it is written.
+        began: Set when all tasks record.
+        cut_short: Why it ended early; "" if it did not.
+        summary: Contents of the file; None before it is written.
     """
 
     def __init__(self, read: ReadSpans, program: str) -> None:
@@ -368,11 +363,11 @@ class Trace:
         self._nbytes = 0
 
     def end(self) -> None:
-        """Record nothing more."""
+        """Stop recording."""
         self._ended.set()
 
     async def wait(self, ended: asyncio.Event) -> None:
-        """Wait for an event, or until nothing is recorded any more. Cancellation: safe."""
+        """Wait for an event, or for the end of recording. Cancellation: safe."""
         waiting = [asyncio.ensure_future(each.wait()) for each in (ended, self._over)]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -386,7 +381,7 @@ class Trace:
         Raises:
             PsyncError: Nothing could be read.
 
-        Cancellation: Safe; tasks stop recording by themselves.
+        Cancellation: Safe; tasks stop recording automatically.
         """
         try:
             while not self._ended.is_set() and not self.cut_short:
@@ -422,18 +417,18 @@ class Trace:
 async def tracing(
     read: ReadSpans, program: str, path: str | os.PathLike[str]
 ) -> AsyncIterator[Trace]:
-    """Return a context whose time is traced, all tasks of it, into a file.
+    """Return a context in which all tasks are traced, into a file.
 
     Args:
         read: Asks the coordinator.
-        program: Whose run it is.
-        path: Of the file, which is replaced if it is there.
+        program: Name of the program.
+        path: Path of the file; an existing file is replaced.
 
     Raises:
         ConfigurationError: The file cannot be written.
-        PsyncError: There is nobody to be asked.
+        PsyncError: The run has ended.
 
-    Cancellation: What was recorded is written.
+    Cancellation: The file is written.
     """
     draft = _draft(Path(path))
     try:
@@ -454,7 +449,7 @@ async def tracing(
 
 
 def _draft(path: Path) -> Path:
-    """Return an empty file, mode 600, beside the one that it will be. Raises ConfigurationError."""
+    """Create an empty file, mode 600, beside ``path``. Raises ConfigurationError."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

@@ -40,7 +40,7 @@ SENT = 256  # as ``net.connection``
 KINDS = ("compute", "pull", "push", "wait")  # as ``client.work_meter``
 
 SHOWN_NAMES = 4
-"""Of the variables of a request; then how many more there are."""
+"""Of the variables of a request; the others are counted."""
 
 _TOLD = ("closure", "local_step", "step", "op", "outcome", "staleness", "token", "partial", "group")
 """Fields of messages that are worth showing."""
@@ -51,16 +51,16 @@ Link = tuple[str, int, str, int, str]
 """A connection as both ends know it: client and its incarnation, server and its, lane."""
 
 
-# What tasks have recorded. A request is seen by two of them, the one that sent it and the one that
-# served it: two *halves*. They belong together if both name the same connection and number.
+# What tasks have recorded. Two tasks see each request, its client and its server: these are two
+# *halves*. They belong together if both name the same connection and number.
 
 
 class Reading(NamedTuple):
-    """What a task has answered."""
+    """An answer of a task."""
 
     task: str
     body: bytes  # see ``net.trace``
-    asked: float  # when it was asked, and when its answer had come, by the coordinator's clock
+    asked: float  # when it was asked, and when its answer arrived, by the coordinator's clock
     got: float
 
 
@@ -103,8 +103,8 @@ class TaskLog:
 
     Attributes:
         task: Its name.
-        begin, end: The first and last thing that is known of it, by its clock.
-        lost: Entries that were dropped before anybody read them.
+        begin, end: Times of its first and last entry, by its clock.
+        lost: Entries that were dropped before they were read.
         halves: Requests that it sent or served, as they began.
         told: (time, sent?, other task, notification).
         notes: (time, name, …), see ``worker.traced``.
@@ -126,7 +126,7 @@ class TaskLog:
     _open: dict[tuple[int, int, bool], Half] = field(default_factory=dict)
 
     def add(self, reading: Mapping[str, Any]) -> None:
-        """Take a further reading, the next of this process."""
+        """Add the next reading of this process."""
         self.lost += reading["lost"]
         self.facts.update(reading["facts"])
         self._links.update(reading["connections"])
@@ -174,11 +174,7 @@ class TaskLog:
 
 
 def logs_of(readings: Iterable[Reading]) -> list[TaskLog]:
-    """Return what each process has recorded, in the order in which it was first heard of.
-
-    Args:
-        readings: In order.
-    """
+    """Return the log of each process, in the order of their first readings."""
     logs: dict[tuple[str, str], TaskLog] = {}
     for task, body, asked, got in readings:
         reading = msgpack.unpackb(body, strict_map_key=False)
