@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -27,9 +27,6 @@ from psync.errors import ConfigurationError, PsyncError, TrainingEnded
 from psync.integrations.manifests import launch
 from psync.launch.plugins import plugins_environ
 from psync.launch.process import configure_logging, fill_standard_streams
-
-if TYPE_CHECKING:
-    from psync.launch.tasks import OwnTask
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -552,8 +549,11 @@ def health(timeout: float) -> int:
         2  wrong configuration, as for psync task; or the task is a chief or evaluator, which
            does not listen
     """
+    from psync.cluster_roles import ENQUIRER
     from psync.errors import AuthenticationError, ConfigurationError, PsyncError, VersionMismatch
     from psync.launch.tasks import own_task
+    from psync.net.endpoint import Endpoint
+    from psync.net.environment import platform_of
 
     own = own_task(None)
     if own.job not in ("ps", "worker"):
@@ -561,9 +561,18 @@ def health(timeout: float) -> int:
             f"{own.name} does not listen: only ps and worker tasks answer",
             hint="psync top --once shows what a chief does",
         )
+    platform = platform_of(own.resolver, own.address, warn=lambda text: None)
+
+    async def knock() -> None:
+        endpoint = Endpoint(platform, PROBE, ENQUIRER, {})  # which is fenced nowhere
+        try:
+            async with asyncio.timeout(timeout):
+                await endpoint.connect(own.address, own.name)
+        finally:
+            await endpoint.close()
+
     try:
-        with asyncio.Runner() as runner:
-            runner.run(_knock(own, timeout))
+        asyncio.run(knock())
     except ConfigurationError:
         raise
     except (AuthenticationError, VersionMismatch) as error:
@@ -574,20 +583,6 @@ def health(timeout: float) -> int:
         return FAILED
     click.echo(f"{own.name} answers")
     return 0
-
-
-async def _knock(own: OwnTask, timeout: float) -> None:
-    from psync.cluster_roles import ENQUIRER
-    from psync.net.endpoint import Endpoint
-    from psync.net.environment import platform_of
-
-    platform = platform_of(own.resolver, own.address, warn=lambda text: None)
-    endpoint = Endpoint(platform, PROBE, ENQUIRER, {})  # which is fenced nowhere
-    try:
-        async with asyncio.timeout(timeout):
-            await endpoint.connect(own.address, own.name)
-    finally:
-        await endpoint.close()
 
 
 @psync.group()

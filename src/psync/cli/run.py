@@ -508,31 +508,16 @@ Scale = Callable[[int], Awaitable[str]]
 async def scaled_on_request(
     scale: Scale, program: str, environ: Mapping[str, str]
 ) -> AsyncIterator[None]:
-    """Return a context in which this user's processes may ask a launcher for other workers.
+    """Return a context in which processes of this user may ask a launcher to scale.
 
-    Where no directory can be made for it, they cannot.
+    They cannot if no directory can be made for it, or with ``PSYNC_STATUS=0``.
 
     Args:
-        scale: Called with a number of workers; returns what to say, or raises a PsyncError.
+        scale: Called with a number of workers; returns a report, or raises a PsyncError.
         program: Name of the script.
-        environ: As for ``directory_of_runs``; with ``PSYNC_STATUS=0`` nobody may ask.
+        environ: See ``directory_of_runs``.
     """
-    async with contextlib.AsyncExitStack() as stack:
-        if environ.get("PSYNC_STATUS") != "0":
-            with contextlib.suppress(OSError):
-                await _listen(stack, scale, program, environ)
-        yield
-
-
-async def _listen(
-    stack: contextlib.AsyncExitStack, scale: Scale, program: str, environ: Mapping[str, str]
-) -> None:
-    directory = _directory(environ)
-    run_files.make_directory(directory.parent)
-    run_files.make_directory(directory)
-    run_files.take_away_ended(directory)
-    path = directory / f"{os.getpid()}-{random_hex(4)}{run_files.SUFFIX}"
-    where, token = path.with_suffix(".sock"), random_hex(32)
+    token = random_hex(32)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):
@@ -542,13 +527,25 @@ async def _listen(
             writer.write(json.dumps(reply).encode() + b"\n")
             await writer.drain()
 
-    bound = stack.enter_context(socket.socket(socket.AF_UNIX))
-    bound.bind(os.fspath(where))
-    os.chmod(where, 0o600)
-    server = await asyncio.start_unix_server(answer, sock=bound, limit=MAX_REQUEST_BYTES)
-    stack.callback(server.close)
-    run = run_files.Run(os.getpid(), time.time(), program, f"unix:{where}", token)
-    stack.enter_context(run_files.run_file(path, run))
+    with contextlib.ExitStack() as stack:
+        if environ.get("PSYNC_STATUS") != "0":
+            with contextlib.suppress(OSError):
+                directory = _directory(environ)
+                run_files.make_directory(directory.parent)
+                run_files.make_directory(directory)
+                run_files.take_away_ended(directory)
+                path = directory / f"{os.getpid()}-{random_hex(4)}{run_files.SUFFIX}"
+                where = path.with_suffix(".sock")
+                bound = stack.enter_context(socket.socket(socket.AF_UNIX))
+                bound.bind(os.fspath(where))
+                os.chmod(where, 0o600)
+                server = await asyncio.start_unix_server(
+                    answer, sock=bound, limit=MAX_REQUEST_BYTES
+                )
+                stack.callback(server.close)
+                run = run_files.Run(os.getpid(), time.time(), program, f"unix:{where}", token)
+                stack.enter_context(run_files.run_file(path, run))
+        yield
 
 
 async def _reply(line: bytes, token: str, scale: Scale) -> dict[str, str]:

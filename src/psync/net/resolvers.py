@@ -162,26 +162,6 @@ def opened(resolver: ClusterResolver) -> Iterator[None]:
             open_cluster.set(before)
 
 
-def cluster_of_context() -> ClusterResolver | None:
-    """Return the innermost cluster that is open in this context, or None.
-
-    Cells of a notebook have a context each: what one has opened is not in that of the next. So
-    where this context has none, it is that of the process.
-
-    Raises:
-        ConfigurationError: The process has several, and this context none.
-    """
-    known = open_cluster.get()
-    if known is not None or not _open_in_process:
-        return known
-    if len(set(_open_in_process)) > 1:
-        raise ConfigurationError(
-            "several clusters are open in this process, but none in this context",
-            hint="name one: psync.ParameterServerStrategy(cluster.resolver)",
-        )
-    return _open_in_process[0]
-
-
 def _url(address: str, rpc_layer: str | None) -> str:
     return f"{rpc_layer}://{address}" if rpc_layer and address else address
 
@@ -526,9 +506,17 @@ def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
         print(resolver.source, resolver.task_type, resolver.task_id)
     """
     if environ is None:
-        if (open_one := cluster_of_context()) is not None:
-            return open_one
         environ = os.environ
+        # Each cell of a notebook has its own context: if it has no cluster, the process may have.
+        if (here := open_cluster.get()) is not None:
+            return here
+        if len(set(_open_in_process)) > 1:
+            raise ConfigurationError(
+                "several clusters are open in this process, but none in this context",
+                hint="name one: psync.ParameterServerStrategy(cluster.resolver)",
+            )
+        if _open_in_process:
+            return _open_in_process[0]
     advice: list[str] = []
     for name, find in SURROUNDINGS:
         if find is None:  # by its name, and late: most processes are elsewhere
