@@ -493,12 +493,13 @@ async def serve_as(
     logger.log(level, "%s serves at %s", task.task, own.address)
     lacks_chief = not awaited and "chief" not in own.cluster.jobs
     if lacks_chief and (shared or own.job == "worker"):
-        described = (
-            "a task of type chief, where psync.run(main) runs main, is to be described in "
-            f"{own.resolver.source}"
-        )
-        added = f"a chief takes it in with add_worker({own.address!r}, index={own.index})"
-        ways = [described] * shared + [added] * (own.job == "worker")
+        ways = []
+        if shared:
+            way = "a task of type chief, where psync.run(main) runs main, is to be described in "
+            ways.append(way + own.resolver.source)
+        if own.job == "worker":
+            way = f"a chief takes it in with add_worker({own.address!r}, index={own.index})"
+            ways.append(way)
         awaited = (
             f"{task.task} waits for a chief, and its cluster's description names none: "
             + ", or ".join(ways)
