@@ -25,8 +25,8 @@ def setup() -> tuple[OneInput, list[bytes]]:
     import os
 
     from psync.errors import ConfigurationError
+    from psync.integrations.slurm import SlurmClusterResolver
     from psync.net.chief_presence import chief_timeouts
-    from psync.net.discovery.slurm import SlurmClusterResolver
     from psync.net.environment import limits_of, parts_of, watchdog_timeout
     from psync.net.resolvers import TFConfigClusterResolver, training_cluster
     from psync.net.secret import insecure_by_environ, load_secret

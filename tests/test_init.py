@@ -71,7 +71,7 @@ def test_a_serving_task_does_not_load_what_only_others_need() -> None:
     loaded = loaded_after("import psync.cli.main, psync.launch.tasks")
     assert not loaded & {
         "cloudpickle", "multiprocessing", "rich", "ml_dtypes", "psync.testing",
-        "psync.coordinator", "psync.cli.run", "psync.launch.local",
+        "psync.coordinator", "psync.cli.run", "psync.launch.cluster",
     }  # fmt: skip
 
 

@@ -55,13 +55,13 @@ from psync.client.context import program_waits, wait
 from psync.errors import UsageError
 from psync.launch import tasks
 from psync.launch.cluster import LaunchedClusterResolver
-from psync.launch.local import LocalCluster as AsyncLocalCluster
-from psync.launch.process_loop import loop_factory
+from psync.launch.cluster import LocalCluster as AsyncLocalCluster
+from psync.launch.process import loop_factory
 from psync.net.process_state import PerProcess
 from psync.net.resolvers import ClusterResolver, opened
 from psync.net.shielding import shielded
-from psync.net.tracing.chrome import Summary
-from psync.net.tracing.stretch import Trace
+from psync.net.trace import Trace
+from psync.net.trace_file import Summary
 from psync.serialization.remote_value import RemoteValue as AsyncRemoteValue
 from psync.status.model import Status
 

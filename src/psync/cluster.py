@@ -52,6 +52,11 @@ def device_name(job: str, index: int) -> str:
     return f"/job:{job}/replica:0/task:{index}/device:CPU:0"
 
 
+def join_address(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets round an address of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def split_address(address: str) -> tuple[str, int | None]:
     """Return (host, port) of ``host:port`` or ``[IPv6]:port``, (path, None) of ``unix:/path``.
 

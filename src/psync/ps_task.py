@@ -34,7 +34,7 @@ from psync.net.chief_presence import ChiefPresence
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
-from psync.net.tracing.recorder import SpanRecorder
+from psync.net.trace import SpanRecorder
 from psync.net.transport import Listener
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.rule_configs import registered

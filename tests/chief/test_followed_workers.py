@@ -1,4 +1,4 @@
-"""A coordinator follows whoever starts workers; clusters that do so: tests/launch/test_local.py."""
+"""A coordinator follows whoever starts workers; clusters: tests/launch/test_cluster.py."""
 
 from __future__ import annotations
 

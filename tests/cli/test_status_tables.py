@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from psync.cli.status_tables import tables_of
@@ -142,14 +141,14 @@ def test_a_synchronous_step_says_for_whom_it_waits() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("waiting", "text"),
-    [((), ""), (("/job:worker/task:1",), "; worker 1 too far ahead of worker 0")],
-)
-def test_a_bound_says_how_far_apart_workers_are(waiting: tuple[str, ...], text: str) -> None:
-    bound = BoundStatus(1, 4, 5, waiting, ("/job:worker/task:0",) if waiting else ())
-    lines = drawn(status(steps=StepsStatus(9, 1.5, {}, (), (bound,))))
-    assert f"     bound  rounds 4 to 5, at most 1 apart{text}" in lines
+def test_a_bound_says_how_far_apart_workers_are() -> None:
+    for waiting, text in [
+        ((), ""),
+        (("/job:worker/task:1",), "; worker 1 too far ahead of worker 0"),
+    ]:
+        bound = BoundStatus(1, 4, 5, waiting, ("/job:worker/task:0",) if waiting else ())
+        lines = drawn(status(steps=StepsStatus(9, 1.5, {}, (), (bound,))))
+        assert f"     bound  rounds 4 to 5, at most 1 apart{text}" in lines
 
 
 def test_events_say_how_long_ago() -> None:
@@ -184,19 +183,21 @@ def test_a_text_of_the_program_cannot_steer_the_terminal() -> None:
     assert "ValueError: ?[2J?red" in " ".join(lines)
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100])
-def test_a_narrow_terminal_shows_fewer_columns_and_whole_names(width: int) -> None:
-    closure = RunningClosure(12345, "train_step", 0.1)
-    seen = status(
-        workers=(worker(10, "busy", closure=closure, closures_per_s=101.0, mean_s=0.12),),
-        ps=(PsStatus("/job:ps/task:0", "c:1", "connected", 0.0, bytes=4000, pushes_per_s=150.0),),
-    )
-    lines = drawn(seen, width=width)
-    assert max(map(len, lines)) <= width
-    assert row(lines, "worker 10")[:5] == ["worker", "10", "busy", "101", "120"]
-    assert row(lines, "ps 0")[:3] == ["ps", "0", "connected"]
-    assert ("runs" in " ".join(lines)) == (width > 40)
-    assert "…" not in " ".join(lines[-6:])
+def test_a_narrow_terminal_shows_fewer_columns_and_whole_names() -> None:
+    for width in [40, 60, 80, 100]:
+        closure = RunningClosure(12345, "train_step", 0.1)
+        seen = status(
+            workers=(worker(10, "busy", closure=closure, closures_per_s=101.0, mean_s=0.12),),
+            ps=(
+                PsStatus("/job:ps/task:0", "c:1", "connected", 0.0, bytes=4000, pushes_per_s=150.0),
+            ),
+        )
+        lines = drawn(seen, width=width)
+        assert max(map(len, lines)) <= width
+        assert row(lines, "worker 10")[:5] == ["worker", "10", "busy", "101", "120"]
+        assert row(lines, "ps 0")[:3] == ["ps", "0", "connected"]
+        assert ("runs" in " ".join(lines)) == (width > 40)
+        assert "…" not in " ".join(lines[-6:])
 
 
 def test_long_lines_are_cut_and_not_folded() -> None:

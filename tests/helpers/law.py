@@ -49,6 +49,7 @@ LAW = (
     "integrations",
     "testing",
     "launch",
+    "integrations.ssh integrations.engines "
     "integrations.ray integrations.ray_data integrations.dask integrations.dask_tasks "
     "integrations.dask_data",
     "blocking",
@@ -69,7 +70,7 @@ PURE = (
     "chief.recovery_rule compat.session_members status.model status.rates status.exposition "
     "status.diagnosis status.units client.work_meter "
     "status.guard status.dashboard.history status.dashboard.view"
-    " net.tracing.readings net.tracing.clocks net.tracing.lanes net.tracing.chrome"
+    " net.trace_file"
 ).split()
 
 # What is pure is given these as a value.

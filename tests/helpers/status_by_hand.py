@@ -9,7 +9,7 @@ from typing import Any
 
 from psync import Status
 from psync.net.platform import Platform
-from psync.net.tracing.readings import Reading
+from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.http import StatusServer
 from psync.status.serving import ServedStatus

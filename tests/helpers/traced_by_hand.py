@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 
 from psync.net.connection import SENT
-from psync.net.tracing.readings import Reading
+from psync.net.trace_file import Reading
 from psync.wire.codec import Message, encode
 from psync.wire.frames import Kind
 

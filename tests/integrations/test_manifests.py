@@ -1,21 +1,29 @@
-"""What `psync launch` prints, and the Dockerfile, as the tools of their users see them."""
+"""What psync launch prints: manifests and a batch script."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from psync.cli.launch.kubernetes import manifests
-from psync.cli.launch.pods import USER, Launch
-from psync.cli.launch.slurm import Batch, script
-from psync.cli.launch.yaml import dump
-
-yaml = pytest.importorskip("yaml")
-kubernetes_validate = pytest.importorskip("kubernetes_validate")
+from psync.cli.main import main
+from psync.integrations.manifests import (
+    SPOT,
+    USER,
+    Batch,
+    Launch,
+    dump,
+    manifests,
+    pod_template,
+    script,
+)
+from psync.net.resolvers import resolve_cluster
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = ("1.31", "1.34", "1.37")
@@ -39,6 +47,7 @@ def tool(name: str) -> str:
 
 @pytest.mark.parametrize("launch", [EVERYTHING, PLAIN], ids=["everything", "plain"])
 def test_what_is_printed_is_what_was_meant(launch: Launch) -> None:
+    yaml = pytest.importorskip("yaml")
     documents = manifests(launch, SECRETS)
     assert list(yaml.safe_load_all(dump(documents))) == [data for _, data in documents]
 
@@ -46,6 +55,8 @@ def test_what_is_printed_is_what_was_meant(launch: Launch) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("launch", [EVERYTHING, PLAIN], ids=["everything", "plain"])
 def test_each_object_is_as_kubernetes_publishes_it(launch: Launch, version: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
     for data in yaml.safe_load_all(dump(manifests(launch, SECRETS))):
         kubernetes_validate.validate(data, version, strict=True)
 
@@ -77,3 +88,336 @@ def test_the_image_is_built_of_what_is_not_ignored() -> None:
     assert names
     assert [name for name in names if f"!{name}\n" not in ignored] == []
     assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+KUBERNETES = ["launch", "kubernetes", "--image", "train:1"]
+
+
+def test_manifests_have_a_secret_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for _ in range(2):
+        assert main([*KUBERNETES, "--ps", "2", "--", "my_dir/Train_It.py", "--epochs", "3"]) == 0
+        out = capsys.readouterr().out
+        assert "name: train-it-chief\n" in out
+        words = ("python", "my_dir/Train_It.py", '"--epochs"', '"3"')
+        command = "          args:\n" + "".join(f"            - {word}\n" for word in words)
+        assert out.count(command) == 2
+        found += re.findall(r"  secret: (\S+)\n", out)
+    assert len(set(found)) == 2
+
+
+def test_certificates_are_for_the_pods(capsys: pytest.CaptureFixture[str]) -> None:
+    x509 = pytest.importorskip("cryptography.x509")
+    assert main([*KUBERNETES, "--tls", "--workers", "2", "--name", "run", "--", "train.py"]) == 0
+    pem = re.search(r"  cert.pem: \|\n((?:    .*\n)+)", capsys.readouterr().out)
+    assert pem is not None
+    certificate = x509.load_pem_x509_certificate(re.sub("(?m)^    ", "", pem[1]).encode())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    pods = ("chief-0", "ps-0", "worker-0", "worker-1")
+    assert names.get_values_for_type(x509.DNSName) == [f"run-{pod}.run" for pod in pods]
+
+
+def test_a_command_that_is_no_script_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*KUBERNETES, "--name", "run", "--", "python3.12", "-m", "train"]) == 0
+    words = '            - python3.12\n            - "-m"\n            - train\n'
+    assert words in capsys.readouterr().out
+
+
+def test_the_batch_script_names_the_job_and_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["launch", "slurm", "--ps", "2", "--workers", "4", "--sbatch=--partition=gpu"]
+    assert main([*arguments, "--", "train.py", "--note", "it's"]) == 0
+    out = capsys.readouterr().out
+    assert "#SBATCH --job-name=train\n#SBATCH --ntasks=7\n" in out
+    assert "#SBATCH --partition=gpu\n" in out
+    assert "python train.py --note 'it'\"'\"'s' &\n" in out
+
+
+def test_what_is_wrong_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in [
+        (["kubernetes", "--", "train.py"], "Missing option '--image'"),
+        ([*KUBERNETES[1:], "--"], "Missing argument"),
+        ([*KUBERNETES[1:], "--name", "Train", "--", "train.py"], "--name: expected at most 40"),
+        ([*KUBERNETES[1:], "--", "1.py"], "--name: expected at most 40 lower-case letters"),
+        ([*KUBERNETES[1:], "--namespace", "a_b", "--", "train.py"], "--namespace: expected"),
+        (
+            [*KUBERNETES[1:], "--resources", "server:cpu=1", "--", "train.py"],
+            "--resources: expected one of chief, ps, worker and amounts",
+        ),
+        ([*KUBERNETES[1:], "--resources", "ps:cpu", "--", "train.py"], "--resources: expected"),
+        (
+            [*KUBERNETES[1:], "--volume", "none", "--shared-volume", "--", "train.py"],
+            "--shared-volume needs a volume",
+        ),
+        (["slurm", "--sbatch", "gpu", "--", "train.py"], "--sbatch: expected an option of sbatch"),
+        (["slurm", "--setup", "a\nb", "--", "train.py"], "expected one line"),
+    ]:
+        assert main(["launch", *arguments]) == 2
+        printed = capsys.readouterr()
+        assert told in printed.err
+        assert printed.out == ""
+
+
+GOLDEN = Path(__file__).parent / "manifests"
+SECRET = {"secret": "0123456789abcdef" * 4}
+CERTIFICATES = {name: f"-----{name}-----\n" for name in ("ca.pem", "cert.pem", "key.pem")}
+
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "spot": {
+        "spot_workers": True,
+        "namespace": "team",
+        "shared_volume": True,
+        "resources": {"worker": {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1"}},
+    },
+    "tls": {"tls": True, "volume": None, "num_ps": 1},
+}
+
+
+def launch(**options: Any) -> Launch:
+    return Launch(
+        **{
+            "name": "train",
+            "image": "registry.example.org/train:1",
+            "command": ("python", "train.py", "--epochs", "10"),
+            "num_ps": 2,
+            "num_workers": 4,
+            **options,
+        }
+    )
+
+
+def objects(asked: Launch, secrets: dict[str, str] | None = SECRET) -> dict[str, dict[str, Any]]:
+    return {
+        f"{data['kind']} {data['metadata']['name']}": data for _, data in manifests(asked, secrets)
+    }
+
+
+def test_manifests_are_as_they_were() -> None:
+    for name in ASKED:
+        secrets = {**SECRET, **(CERTIFICATES if name == "tls" else {})}
+        text = dump(manifests(launch(**ASKED[name]), secrets))
+        golden = GOLDEN / f"{name}.yaml"
+        if os.environ.get("PSYNC_REWRITE"):
+            golden.write_text(text)
+        assert golden.read_text() == text, f"read the diff; then PSYNC_REWRITE=1: {golden}"
+
+
+def test_a_pod_finds_its_task_and_the_names_are_those_of_pods() -> None:
+    for owner, pod, task in [
+        ("StatefulSet train-ps", "train-ps-1", ("ps", 1)),
+        ("Job train-worker", "train-worker-3", ("worker", 3)),
+        ("Job train-chief", "train-chief-0", ("chief", 0)),
+    ]:
+        asked = launch()
+        (container,) = objects(asked)[owner]["spec"]["template"]["spec"]["containers"]
+        environ = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+        resolver = resolve_cluster({**environ, "HOSTNAME": pod})
+        assert (resolver.task_type, resolver.task_id) == task
+        spec = resolver.cluster_spec()
+        addresses = [spec.task_address(job, i) for job in spec.jobs for i in spec.task_indices(job)]
+        assert sorted(addresses) == sorted(f"{host}:8470" for host in asked.hosts)
+
+
+def test_checkpoints_go_through_the_chief_unless_ps_tasks_have_its_volume() -> None:
+    def variables(asked: Launch, owner: str) -> dict[str, str]:
+        (container,) = objects(asked)[owner]["spec"]["template"]["spec"]["containers"]
+        mounts = {each["name"]: each["mountPath"] for each in container.get("volumeMounts", ())}
+        return mounts | {each["name"]: each.get("value") for each in container["env"]}
+
+    stream = "PSYNC_CHECKPOINT_STREAM"
+    assert {"data", stream} <= variables(launch(), "Job train-chief").keys()
+    assert not {"data", stream} & variables(launch(), "StatefulSet train-ps").keys()
+    for owner in ("Job train-chief", "StatefulSet train-ps"):
+        shared = variables(launch(shared_volume=True), owner)
+        assert shared["data"] == "/data"
+        assert stream not in shared
+    assert not {"data", stream} & variables(launch(volume=None), "Job train-chief").keys()
+
+
+def test_members_reach_each_other_at_any_port_and_nobody_else_does() -> None:
+    """A backup that takes over for a ps serves at a port of its own."""
+    labels = {"app.kubernetes.io/name": "psync", "app.kubernetes.io/instance": "train"}
+    members = {"podSelector": {"matchLabels": labels}}
+    spec = objects(launch())["NetworkPolicy train"]["spec"]
+    assert spec == {**members, "policyTypes": ["Ingress"], "ingress": [{"from": [members]}]}
+    for owner in ("StatefulSet train-ps", "Job train-worker", "Job train-chief"):
+        pod = objects(launch())[owner]["spec"]["template"]["metadata"]["labels"]
+        assert labels.items() <= pod.items()
+
+
+def test_a_secret_that_is_there_is_not_printed() -> None:
+    named = objects(launch(secret="mine"), None)
+    assert not any(name.startswith("Secret") for name in named)
+    (container,) = named["Job train-chief"]["spec"]["template"]["spec"]["containers"]
+    sources = [each["valueFrom"] for each in container["env"] if "valueFrom" in each]
+    assert sources == [{"secretKeyRef": {"name": "mine", "key": "secret"}}]
+
+
+def test_the_secret_is_in_its_secret_alone() -> None:
+    documents = manifests(launch(), SECRET)
+    holders = [data["kind"] for _, data in documents if SECRET["secret"] in str(data)]
+    assert holders == ["Secret"]
+
+
+JOBS = ("chief", "ps", "worker")
+
+
+def spec(job: str, **options: Any) -> dict[str, Any]:
+    asked = Launch("train", "train:1", ("python", "train.py"), 2, 4, **options)
+    found: dict[str, Any] = pod_template(asked, job)["spec"]
+    return found
+
+
+def test_pods_may_nothing_that_the_restricted_standard_forbids() -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/"""
+    for job in JOBS:
+        pod = spec(job, tls=True)
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in (*pod["containers"], *pod["initContainers"]):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
+        assert pod["automountServiceAccountToken"] is False
+        kinds = {kind for volume in pod["volumes"] for kind in volume if kind != "name"}
+        assert kinds <= {"secret", "emptyDir", "persistentVolumeClaim"}
+
+
+def test_workers_alone_are_on_spot_machines() -> None:
+    worker, ps = spec("worker", spot_workers=True), spec("ps", spot_workers=True)
+    assert {each["key"] for each in worker["tolerations"]} == {label for label, _ in SPOT}
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    terms = worker["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"]
+    assert [len(term["matchExpressions"]) for term in terms] == [1] * len(SPOT)  # any of them
+    (term,) = ps["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"]
+    assert [each["operator"] for each in term["matchExpressions"]] == ["NotIn"] * len(SPOT)
+    assert "tolerations" not in ps
+    assert "affinity" not in spec("worker")
+
+
+def test_only_a_ps_is_asked_whether_it_lives() -> None:
+    probes = {job: {name for name in spec(job)["containers"][0] if "Probe" in name} for job in JOBS}
+    assert probes == {
+        "chief": set(),
+        "ps": {"startupProbe", "livenessProbe", "readinessProbe"},
+        "worker": {"readinessProbe"},
+    }
+
+
+def test_arguments_are_not_expanded() -> None:
+    asked = Launch("train", "train:1", ("python", "train.py", "$(HOME)", "$HOME"), 1, 1)
+    (container,) = pod_template(asked, "chief")["spec"]["containers"]
+    assert container["args"] == ["python", "train.py", "$$(HOME)", "$HOME"]
+
+
+def test_a_limit_is_set_on_memory_and_devices_and_not_on_cores() -> None:
+    amounts = {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1"}
+    (container,) = spec("worker", resources={"worker": amounts})["containers"]
+    limits = {"memory": "8Gi", "nvidia.com/gpu": "1"}
+    assert container["resources"] == {"requests": amounts, "limits": limits}
+    assert "resources" not in spec("ps", resources={"worker": amounts})["containers"][0]
+
+
+GOLDEN_BATCH = Path(__file__).parent / "manifests" / "train.sbatch"
+
+BATCH = Batch(
+    "train",
+    ("python", "train.py", "--note", "two words"),
+    num_ps=2,
+    num_workers=4,
+    cpus_per_task=8,
+    time="12:00:00",
+    options=("--partition=gpu",),
+    setup=("module load python",),
+)
+
+
+def test_the_script_is_as_it_was() -> None:
+    text = script(BATCH)
+    if os.environ.get("PSYNC_REWRITE"):
+        GOLDEN_BATCH.write_text(text)
+    assert GOLDEN_BATCH.read_text() == text, f"read the diff; then PSYNC_REWRITE=1: {GOLDEN_BATCH}"
+
+
+def test_options_stand_before_the_first_command() -> None:
+    lines = script(BATCH).splitlines()
+    options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
+    assert options == list(range(1, len(options) + 1))
+
+
+def test_the_secret_is_on_no_command_line() -> None:
+    (srun,) = [line for line in script(BATCH).splitlines() if line.startswith("srun")]
+    assert "SECRET" not in srun
+
+
+READABLE = """\
+---
+# One line,
+# and another.
+kind: Job
+spec:
+  command:
+    - sh
+    - "-c"
+    - install -m 0600 /a/*.pem /b/
+  ports:
+    - name: psync
+      port: 8470
+    - {}
+  key: |
+    first
+
+    last
+"""
+
+
+def test_it_is_what_people_write() -> None:
+    data: dict[str, Any] = {
+        "kind": "Job",
+        "spec": {
+            "command": ["sh", "-c", "install -m 0600 /a/*.pem /b/"],
+            "ports": [{"name": "psync", "port": 8470}, {}],
+            "key": "first\n\nlast\n",
+        },
+    }
+    written = dump([("One line,\nand another.", data)])
+    assert written == READABLE
+
+
+def test_what_may_be_read_as_something_else_is_quoted() -> None:
+    for value, written in [
+        ("None", "None"),
+        ("no", '"no"'),
+        ("True", '"True"'),
+        ("8470", '"8470"'),
+        ("1e3", '"1e3"'),
+        ("", '""'),
+        ("a: b", '"a: b"'),
+        ("a #b", '"a #b"'),
+        ("- a", '"- a"'),
+        ("ä", '"ä"'),
+        ('say "x"', '"say \\"x\\""'),
+        (True, "true"),
+        (7, "7"),
+        ([], "[]"),
+    ]:
+        assert dump([("", {"key": value})]) == f"---\nkey: {written}\n"
+
+
+def test_text_that_lines_of_its_own_would_change_is_quoted() -> None:
+    for text in [
+        "  indented\nnot\n", "\n  indented\nnot", "\tindented\nnot", " \nnot", "end\n\n", "end\n  ",
+        "\n", "\n\n", "a\r\nb\r\n", "a\nb\0c",
+    ]:  # fmt: skip
+        assert dump([("", {"key": text})]) == f"---\nkey: {json.dumps(text)}\n"
+
+
+def test_other_text_has_lines_of_its_own() -> None:
+    for text, written in [
+        ("a\n", "|\n  a\n"),
+        ("a\n  b", "|-\n  a\n    b\n"),
+        ("\na\n\n \nb\n", "|\n\n  a\n\n   \n  b\n"),
+        ("a\n\tb", "|-\n  a\n  \tb\n"),
+    ]:
+        assert dump([("", {"key": text})]) == f"---\nkey: {written}"

@@ -1,4 +1,4 @@
-"""Processes of a cluster: what they are given, and how the group ends. All are real."""
+"""The processes of a cluster on this machine: start, output, end, GPUs."""
 
 from __future__ import annotations
 
@@ -8,36 +8,40 @@ import json
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from process_tools import SECRET, Screen, group, script
+import psync
+from process_tools import SECRET, Screen, group, is_running, script, watching
 from psync.cluster import split_address
 from psync.errors import BusyError, ClosedError, ConfigurationError
-from psync.launch.processes import ProcessGroup, RestartPolicy
-from psync.launch.task_process import TaskProcess
+from psync.launch.processes import (
+    GpuShares,
+    Output,
+    ProcessGroup,
+    RestartPolicy,
+    TaskProcess,
+    describe_exit,
+    hint_of_crash,
+    visible_gpus,
+)
 from psync.net.shared.door_names import door_beside, name_of_door
-
-pytestmark = pytest.mark.processes
 
 # --- decisions ---------------------------------------------------------------------------------
 
 
-def test_restarts_are_allowed_up_to_the_limit_within_the_window() -> None:
-    policy = RestartPolicy(2, window_s=60.0)
-    assert [policy.allow(now) for now in (0.0, 1.0, 2.0, 59.9)] == [True, True, False, False]
-
-
-def test_a_restart_is_forgotten_when_it_has_left_the_window() -> None:
-    policy = RestartPolicy(2, window_s=60.0)
-    asked = (0.0, 1.0, 60.0, 60.5, 61.0, 62.0)
-    assert [policy.allow(now) for now in asked] == [True, True, True, False, True, False]
-
-
-def test_a_limit_of_zero_allows_no_restart() -> None:
-    assert not RestartPolicy(0).allow(0.0)
+@pytest.mark.virtual_time
+async def test_restarts_are_allowed_up_to_the_limit_within_a_minute() -> None:
+    policy, none = RestartPolicy(2), RestartPolicy(0)
+    allowed = []
+    for now in (0.0, 1.0, 2.0, 59.5, 60.0, 60.5, 61.0, 62.0):
+        await asyncio.sleep(now - asyncio.get_running_loop().time())
+        allowed.append(policy.allow())
+        assert not none.allow()
+    assert allowed == [True, True, False, False, True, False, True, False]
 
 
 # --- what a task is given ----------------------------------------------------------------------
@@ -50,6 +54,7 @@ async def report_of(group: ProcessGroup, screen: Screen, job: str, index: int) -
     return report
 
 
+@pytest.mark.processes
 async def test_a_task_is_told_its_cluster_and_its_place_in_it() -> None:
     screen = Screen()
     async with group(screen) as processes:
@@ -69,6 +74,7 @@ async def test_a_task_is_told_its_cluster_and_its_place_in_it() -> None:
     assert report["environ"]["PYTHONUNBUFFERED"] == "1"
 
 
+@pytest.mark.processes
 async def test_a_task_has_its_own_session_and_socket_the_lifeline_and_no_other_file() -> None:
     screen = Screen()
     async with group(screen) as processes:
@@ -84,6 +90,7 @@ async def test_a_task_has_its_own_session_and_socket_the_lifeline_and_no_other_f
     assert report["pid"] == report["group"] == report["session"] != os.getsid(0)
 
 
+@pytest.mark.processes
 async def test_the_secret_is_in_the_environment_of_tasks_and_on_no_command_line() -> None:
     screen = Screen()
     async with group(screen, secret=SECRET) as processes:
@@ -94,6 +101,7 @@ async def test_the_secret_is_in_the_environment_of_tasks_and_on_no_command_line(
     assert "PSYNC_SECRET" not in os.environ
 
 
+@pytest.mark.processes
 async def test_a_task_has_the_users_variables_further_ones_and_else_one_thread_to_compute() -> None:
     screen = Screen()
     async with group(screen, environ={"MKL_NUM_THREADS": "4", "HOME": "/"}) as processes:
@@ -106,6 +114,7 @@ async def test_a_task_has_the_users_variables_further_ones_and_else_one_thread_t
     assert environ["MORE"] == "yes"
 
 
+@pytest.mark.processes
 async def test_peers_can_connect_before_a_task_is_up_and_after_it_was_started_again() -> None:
     screen = Screen()
     async with group(screen) as processes:
@@ -116,6 +125,7 @@ async def test_peers_can_connect_before_a_task_is_up_and_after_it_was_started_ag
                 assert json.loads(report["environ"]["TF_CONFIG"])["cluster"] == processes.cluster
 
 
+@pytest.mark.processes
 async def test_tasks_are_added_and_those_that_were_removed_are_not_named_any_more() -> None:
     screen = Screen()
     async with group(screen) as processes:
@@ -146,6 +156,7 @@ async def start_sleepers(processes: ProcessGroup, screen: Screen, *kind: str) ->
     return started
 
 
+@pytest.mark.processes
 async def test_leaving_the_group_stops_all_tasks_the_chief_first() -> None:
     ended: list[str] = []
     screen = Screen()
@@ -162,6 +173,7 @@ async def test_leaving_the_group_stops_all_tasks_the_chief_first() -> None:
     assert sorted(ended) == ["chief-0", "ps-0", "worker-0", "worker-1"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["kill", "cancelled stop"])
 async def test_killing_the_group_or_not_waiting_for_its_stop_leaves_nobody_time(how: str) -> None:
     screen = Screen()
@@ -178,6 +190,7 @@ async def test_killing_the_group_or_not_waiting_for_its_stop_leaves_nobody_time(
         assert [await task.wait() for task in tasks] == [-signal.SIGKILL] * 4
 
 
+@pytest.mark.processes
 async def test_a_task_that_has_ended_can_be_started_again() -> None:
     screen = Screen()
     async with group(screen) as processes:
@@ -188,6 +201,7 @@ async def test_a_task_that_has_ended_can_be_started_again() -> None:
     assert first["environ"]["PSYNC_LISTEN_FD"] == second["environ"]["PSYNC_LISTEN_FD"]
 
 
+@pytest.mark.processes
 async def test_an_address_that_was_abandoned_refuses_connections() -> None:
     async with group() as processes:
         host, port = processes.cluster["ps"][0].split(":")
@@ -199,6 +213,7 @@ async def test_an_address_that_was_abandoned_refuses_connections() -> None:
             processes.start_task("ps", 0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("index", "stopped", "error", "told"),
     [
@@ -229,6 +244,7 @@ async def test_a_task_that_cannot_be_started_is_told_why(
     assert str(caught.value) == told.format(pid=task.pid)
 
 
+@pytest.mark.processes
 async def test_a_program_that_does_not_exist_is_an_error_and_can_be_corrected() -> None:
     screen = Screen()
     async with group(screen) as processes:
@@ -237,6 +253,7 @@ async def test_a_program_that_does_not_exist_is_an_error_and_can_be_corrected() 
         assert await report_of(processes, screen, "worker", 0)
 
 
+@pytest.mark.processes
 def test_a_group_that_cannot_be_made_leaves_no_socket_open() -> None:
     with pytest.raises(TypeError):
         ProcessGroup({"chief": 1, "worker": None})  # type: ignore[dict-item]
@@ -252,6 +269,7 @@ def doors_of(processes: ProcessGroup, job: str, index: int) -> int:
     return sum(line.endswith(f" {name}") for line in sockets)
 
 
+@pytest.mark.processes
 async def test_there_is_a_door_beside_each_address_until_it_is_abandoned_or_closed() -> None:
     async with group() as processes:
         tasks = [("chief", 0), ("ps", 0), ("worker", 0), ("worker", 1)]
@@ -263,6 +281,7 @@ async def test_there_is_a_door_beside_each_address_until_it_is_abandoned_or_clos
     assert [doors_of(processes, *task) for task in tasks] == [0] * 4
 
 
+@pytest.mark.processes
 async def test_a_task_gets_its_door() -> None:
     screen = Screen()
     async with group(screen) as processes:
@@ -270,6 +289,7 @@ async def test_a_task_gets_its_door() -> None:
         assert int(report["environ"]["PSYNC_DOOR_FD"]) != int(report["environ"]["PSYNC_LISTEN_FD"])
 
 
+@pytest.mark.processes
 async def test_a_task_that_is_not_started_here_opens_its_own_door() -> None:
     """In that of the group its peers would wait in vain."""
     async with group() as processes:
@@ -280,6 +300,7 @@ async def test_a_task_that_is_not_started_here_opens_its_own_door() -> None:
             door.close()
 
 
+@pytest.mark.processes
 async def test_without_shared_memory_there_are_no_doors() -> None:
     screen = Screen()
     environ = {**os.environ, "PSYNC_SHARED_MEMORY": "0"}
@@ -287,3 +308,272 @@ async def test_without_shared_memory_there_are_no_doors() -> None:
         assert doors_of(processes, "ps", 0) == 0
         report = await report_of(processes, screen, "ps", 0)
         assert "PSYNC_DOOR_FD" not in report["environ"]
+
+
+def test_an_exit_is_described_by_code_or_signal() -> None:
+    for code, text in [
+        (0, "exited with code 0"),
+        (3, "exited with code 3"),
+        (-signal.SIGKILL, "was killed by SIGKILL"),
+        (-(signal.SIGRTMIN + 5), f"was killed by signal {signal.SIGRTMIN + 5}"),
+    ]:
+        assert describe_exit(code) == text
+
+
+def test_the_hint_of_a_crash_names_copy_where_memory_is_shared() -> None:
+    for code, environ, expected in [
+        (-signal.SIGSEGV, {}, True),
+        (-signal.SIGBUS, {}, True),
+        (-signal.SIGKILL, {}, False),
+        (signal.SIGSEGV, {}, False),
+        (-signal.SIGSEGV, {"PSYNC_SHARED_MEMORY": "0"}, False),
+    ]:
+        assert ("pull with copy=True" in hint_of_crash(code, environ)) is expected
+
+
+# --- what a task prints ------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+async def test_output_arrives_whole_on_its_own_stream_with_the_name_of_the_task() -> None:
+    out, err = Screen(), Screen()
+    count = 2000
+    async with group(out, err) as processes:
+        for index in range(2):
+            processes.start_task("worker", index, script("flood.py", str(count)))
+        for screen in (out, err):
+            for index in range(2):
+                await screen.wait_for(
+                    f"[worker-{index}] {'out' if screen is out else 'err'} {count - 1} "
+                )
+    for name, screen in (("out", out), ("err", err)):
+        for index in range(2):
+            own = [line for line in screen.lines if line.startswith(f"[worker-{index}] ")]
+            assert own == [f"[worker-{index}] {name} {i} {'x' * 100}" for i in range(count)]
+        assert len(screen.lines) == 2 * count
+
+
+@pytest.mark.processes
+async def test_all_that_a_task_printed_has_arrived_when_it_has_been_waited_for() -> None:
+    out = Screen()
+    async with group(out) as processes:
+        task = processes.start_task("worker", 0, script("flood.py", "500"))
+        await task.wait()
+        assert len(out.lines) == 500
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("output", ["discarded", "inherited"])
+async def test_output_may_be_discarded_or_go_where_ours_goes(
+    output: Output, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, err = Screen(), Screen()
+    async with group(out, err) as processes:
+        task = processes.start_task("chief", 0, script("flood.py", "1"), output=output)
+        assert await task.wait() == 0
+    captured = capfd.readouterr()
+    shown = output == "inherited"
+    assert captured.out == (f"out 0 {'x' * 100}" if shown else "")
+    assert captured.err == (f"err 0 {'x' * 100}" if shown else "")
+    assert out.lines == err.lines == []
+
+
+# --- how a task ends ---------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("code", [0, 7])
+async def test_the_exit_code_of_a_task_is_returned(code: int) -> None:
+    async with group() as processes:
+        command = [sys.executable, "-c", f"raise SystemExit({code})"]
+        task = processes.start_task("worker", 0, command)
+        assert await task.wait() == code
+        assert task.returncode == code
+        assert repr(task) == f"<TaskProcess worker-0: process {task.pid} exited with code {code}>"
+
+
+@pytest.mark.processes
+async def test_a_task_killed_by_a_signal_returns_minus_the_signal() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        task = processes.start_task("worker", 0, script("sleeper.py"))
+        assert await screen.wait_for_number("[worker-0] ready ") == task.pid
+        assert repr(task) == f"<TaskProcess worker-0: process {task.pid} is running>"
+        assert task.returncode is None
+        os.kill(task.pid, signal.SIGKILL)
+        assert await task.wait() == -signal.SIGKILL
+        task.kill()  # too late, and no error
+        task.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.processes
+async def test_waiting_for_a_task_can_be_cancelled_and_the_task_runs_on() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        task = processes.start_task("worker", 0, script("sleeper.py"))
+        waiter = asyncio.create_task(task.wait())
+        await screen.wait_for("[worker-0] ready ")
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        assert is_running(task.pid)
+        assert await task.stop() == -signal.SIGTERM
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_task_that_ignores_sigterm_is_killed_after_its_grace_or_a_cancellation(
+    cancelled: bool,
+) -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        task = processes.start_task("worker", 0, script("sleeper.py", "stubborn"))
+        await screen.wait_for("[worker-0] ready ")
+        stop = asyncio.create_task(task.stop(grace_s=3600 if cancelled else 0.05))
+        await asyncio.sleep(0)
+        if cancelled:
+            stop.cancel()
+        assert await task.wait() == -signal.SIGKILL
+        await asyncio.wait([stop])
+        assert stop.cancelled() is cancelled
+        assert cancelled or stop.result() == -signal.SIGKILL
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", [(), ("stubborn",)])
+async def test_what_a_task_has_started_ends_with_it(kind: tuple[str, ...]) -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        task = processes.start_task("worker", 0, script("sleeper.py", "parent", *kind))
+        child = await screen.wait_for_number("[worker-0] child ")
+        await screen.wait_for("[worker-0] ready ")
+        with watching(child) as end:
+            os.kill(task.pid, signal.SIGKILL)
+            assert await task.wait() == -signal.SIGKILL
+            await asyncio.to_thread(end.poll)
+
+
+@pytest.mark.processes
+async def test_output_held_open_by_a_stranger_does_not_hold_up_the_end() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        task = processes.start_task("worker", 0, script("sleeper.py", "daemon"))
+        await screen.wait_for("[worker-0] ready ")
+        stranger = await screen.wait_for_number("[worker-0] child ")
+        with watching(stranger) as end:
+            await task.stop()
+            await processes.stop()
+            assert not end.poll(0)
+            os.kill(stranger, signal.SIGKILL)
+            await asyncio.to_thread(end.poll)
+
+
+NONE = {"PATH": ""}
+
+
+def shares(per_worker: int | None, devices: str, num_workers: int) -> list[dict[str, str]]:
+    gpus = GpuShares(per_worker, {"CUDA_VISIBLE_DEVICES": devices})
+    gpus.check(num_workers)
+    return [gpus.environ_of("worker", index) for index in range(num_workers)]
+
+
+def test_workers_get_different_ones_out_of_those_that_are_visible() -> None:
+    assert shares(1, "2,3", 2) == [{"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "3"}]
+    assert shares(2, "GPU-a, GPU-b,4,5,6", 2) == [
+        {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"},
+        {"CUDA_VISIBLE_DEVICES": "4,5"},
+    ]
+
+
+def test_a_ps_sees_none_and_a_chief_what_there_is() -> None:
+    gpus = GpuShares(1, {"CUDA_VISIBLE_DEVICES": "0"})
+    gpus.check(1)
+    assert gpus.environ_of("ps", 0) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert gpus.environ_of("chief", 0) == gpus.environ_of("evaluator", 0) == {}
+
+
+def test_none_hides_all_and_without_a_number_nothing_changes() -> None:
+    assert shares(0, "0,1", 2) == [{"CUDA_VISIBLE_DEVICES": ""}] * 2
+    assert shares(None, "", 3) == [{}] * 3
+
+
+def test_too_few_are_an_error_that_says_what_there_is() -> None:
+    for devices, shown in [
+        ("0,1", "CUDA_VISIBLE_DEVICES='0,1' shows 2 (0, 1)"),
+        ("", "CUDA_VISIBLE_DEVICES='' shows 0"),
+        ("0,-1,1,2", "CUDA_VISIBLE_DEVICES='0,-1,1,2' shows 1 (0)"),  # as CUDA reads it
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            shares(1, devices, 3)
+        assert caught.value.message == (
+            f"gpus_per_worker: 3 workers with 1 each need 3 GPUs, but {shown}"
+        )
+
+
+def test_a_number_that_is_none_is_an_error() -> None:
+    for number in [-1, True, "1"]:
+        with pytest.raises(
+            ConfigurationError, match="gpus_per_worker: expected a whole number, 0 or"
+        ):
+            GpuShares(number, NONE)
+
+
+def smi(directory: Path, script: str) -> dict[str, str]:
+    program = directory / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return {"PATH": f"{directory}:/usr/bin:/bin"}
+
+
+def test_nvidia_smi_lists_those_of_this_machine_and_parts_of_one(tmp_path: Path) -> None:
+    environ = smi(
+        tmp_path,
+        "cat <<'END'\n"
+        "GPU 0: NVIDIA H100 (UUID: GPU-aa-1)\n"
+        "GPU 1: NVIDIA H100 (UUID: GPU-bb-2)\n"
+        "  MIG 1g.10gb     Device  0: (UUID: MIG-cc-3)\n"
+        "  MIG 1g.10gb     Device  1: (UUID: MIG-dd-4)\n"
+        "GPU 2: NVIDIA H100 (UUID: GPU-ee-5)\nEND",
+    )
+    found = (["GPU-aa-1", "MIG-cc-3", "MIG-dd-4", "GPU-ee-5"], "nvidia-smi -L")
+    assert visible_gpus(environ) == found
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_without_it_the_driver_says_which_there_are(tmp_path: Path, broken: bool) -> None:
+    environ = smi(tmp_path, "echo no driver; exit 9") if broken else NONE
+    driver = tmp_path / "gpus"
+    for number, uuid in (("0000:17:00.0", "GPU-aa"), ("0000:65:00.0", "GPU-bb")):
+        (driver / number).mkdir(parents=True)
+        (driver / number / "information").write_text(f"Model: X\nGPU UUID: \t {uuid}\nIRQ: 1\n")
+    assert visible_gpus(environ, driver) == (["GPU-aa", "GPU-bb"], "this machine")
+    assert visible_gpus(environ, tmp_path / "none") == ([], "this machine")
+
+
+@pytest.mark.processes
+async def test_the_processes_of_a_local_cluster_see_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    async with psync.LocalCluster(1, 2, gpus_per_worker=1) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy):
+
+            async def seen() -> str:
+                return os.environ["CUDA_VISIBLE_DEVICES"]
+
+            results = strategy.experimental_local_results(await strategy.run(seen))
+            assert list(results) == ["4", "5"]
+        ps = Path(f"/proc/{cluster.tasks['ps-0'].pid}/environ").read_bytes().split(b"\0")
+        assert b"CUDA_VISIBLE_DEVICES=" in ps
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
+async def test_a_local_cluster_without_enough_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with pytest.raises(ConfigurationError, match="2 workers with 1 each need 2 GPUs, but CUDA_V"):
+        await psync.LocalCluster(1, 2, gpus_per_worker=1).start()
+    with pytest.raises(ConfigurationError, match="tasks in one process see the same GPUs"):
+        psync.LocalCluster(1, 2, processes=False, gpus_per_worker=1)

@@ -1,13 +1,14 @@
-"""What `run` and `run_task` do in this process; tests/processes has what they do in their own."""
+"""What a process does as its task; tests/processes has what it does in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,49 @@ import pytest
 import uvloop
 
 import psync
+from memory_cluster import SECRET, MemoryCluster, cluster_of
+from psync.closures.scaling_rule import Load
 from psync.errors import (
+    AuthenticationError,
     ConfigurationError,
     ConnectFailed,
     PsyncError,
     TrainingEnded,
     UsageError,
 )
-from psync.launch.identity import own_task
-from psync.launch.tasks import SETUP_ERRORS, make_task, run, run_task, serve_as
-from psync.net.environment import run_over, training_over
+from psync.launch.process import PYTHON
+from psync.launch.tasks import (
+    FIRST_JOINED,
+    FORGET_AFTER_S,
+    SETUP_ERRORS,
+    Door,
+    Membership,
+    OwnTask,
+    join,
+    make_task,
+    own_task,
+    run,
+    run_task,
+    serve_as,
+    shut_down,
+)
+from psync.net.connection import Connection
+from psync.net.endpoint import Endpoint
+from psync.net.environment import (
+    added_workers,
+    newest_incarnation,
+    note_incarnation,
+    run_over,
+    training_over,
+)
 from psync.net.platform import Platform
+from psync.net.secret import Secret
+from psync.net.workforce import Workforce
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork, settle
+from psync.wire.messages import JoinCluster, Joined, LeaveCluster
 from psync.worker_task import WorkerTask
+from tasks_by_hand import by_hand, ended, script, wait_for_line
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +67,6 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith(("PSYNC_", "TF_CONFIG")):
             monkeypatch.delenv(name)
-
-
-pytestmark = pytest.mark.usefixtures("own_log")  # which `run` shows on stderr
 
 
 def resolver(job: str | None = "chief", index: int | None = 0) -> psync.SimpleClusterResolver:
@@ -54,6 +81,7 @@ async def nothing() -> int:
 # --- run ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize("make", [lambda: lambda: None, nothing, lambda: None])
 def test_run_wants_a_coroutine_function(make: Any) -> None:
     main = make()
@@ -67,10 +95,12 @@ def test_run_wants_a_coroutine_function(make: Any) -> None:
         main.close()
 
 
+@pytest.mark.usefixtures("own_log")
 def test_on_the_chief_run_returns_what_main_does() -> None:
     assert run(nothing, resolver()) == 7
 
 
+@pytest.mark.usefixtures("own_log")
 def test_what_it_was_given_is_the_default_inside() -> None:
     given = resolver()
 
@@ -82,6 +112,7 @@ def test_what_it_was_given_is_the_default_inside() -> None:
         psync.resolve_cluster({})
 
 
+@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize(("name", "is_uvloop"), [("uvloop", True), ("asyncio", False)])
 def test_the_loop_is_the_one_that_was_asked_for(
     name: str, is_uvloop: bool, monkeypatch: pytest.MonkeyPatch
@@ -93,6 +124,7 @@ def test_the_loop_is_the_one_that_was_asked_for(
     assert run(main, resolver()) is is_uvloop
 
 
+@pytest.mark.usefixtures("own_log")
 def test_an_error_of_main_is_raised_as_it_is() -> None:
     async def main() -> None:
         raise KeyError("mine")
@@ -101,6 +133,7 @@ def test_an_error_of_main_is_raised_as_it_is() -> None:
         run(main, resolver())
 
 
+@pytest.mark.usefixtures("own_log")
 def test_an_error_of_the_setup_is_said_and_ends_the_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -116,6 +149,7 @@ def test_an_error_of_the_setup_is_said_and_ends_the_process(
     assert re.fullmatch(rf"at {re.escape(__file__)}:\d+, in main", place)
 
 
+@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize("error", SETUP_ERRORS)
 @pytest.mark.parametrize(
     "member",
@@ -137,6 +171,7 @@ def test_such_an_error_is_the_programs_own_once_training_has_begun(
         run(main, resolver())
 
 
+@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_cancel_main_and_then_end_the_process(signum: signal.Signals, code: int) -> None:
     cleaned: list[str] = []
@@ -155,6 +190,7 @@ def test_signals_cancel_main_and_then_end_the_process(signum: signal.Signals, co
     assert cleaned == ["yes"]
 
 
+@pytest.mark.usefixtures("own_log")
 def test_a_cancellation_that_no_signal_caused_is_mains_own() -> None:
     async def main() -> None:
         raise asyncio.CancelledError
@@ -163,6 +199,7 @@ def test_a_cancellation_that_no_signal_caused_is_mains_own() -> None:
         run(main, resolver())
 
 
+@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize(("job", "index"), [(None, None), ("ps", None)])
 def test_a_process_has_to_know_which_task_it_is(
     job: str | None, index: int | None, capsys: pytest.CaptureFixture[str]
@@ -176,6 +213,7 @@ def test_a_process_has_to_know_which_task_it_is(
 # --- run on an evaluator -----------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("own_log")
 def test_an_evaluator_runs_what_is_meant_for_it_and_exits() -> None:
     ran: list[str] = []
 
@@ -189,6 +227,7 @@ def test_an_evaluator_runs_what_is_meant_for_it_and_exits() -> None:
     assert ran == ["evaluate"]
 
 
+@pytest.mark.usefixtures("own_log")
 def test_an_evaluator_that_no_launcher_has_counted_needs_no_index() -> None:
     async def evaluate() -> None: ...
 
@@ -197,6 +236,7 @@ def test_an_evaluator_that_no_launcher_has_counted_needs_no_index() -> None:
     assert caught.value.code == 0
 
 
+@pytest.mark.usefixtures("own_log")
 def test_it_hears_of_the_end_of_the_run_from_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     monkeypatch.setenv("PSYNC_RUN_FD", str(read_end))
@@ -212,6 +252,7 @@ def test_it_hears_of_the_end_of_the_run_from_its_launcher(monkeypatch: pytest.Mo
     assert caught.value.code == 0
 
 
+@pytest.mark.usefixtures("own_log")
 def test_sigterm_is_its_orderly_end() -> None:
     async def evaluate() -> None:
         signal.raise_signal(signal.SIGTERM)
@@ -222,6 +263,7 @@ def test_sigterm_is_its_orderly_end() -> None:
     assert caught.value.code == 0
 
 
+@pytest.mark.usefixtures("own_log")
 def test_an_error_of_the_evaluator_is_raised_as_it_is() -> None:
     async def evaluate() -> None:
         raise KeyError("mine")
@@ -230,6 +272,7 @@ def test_an_error_of_the_evaluator_is_raised_as_it_is() -> None:
         run(nothing, resolver("evaluator"), evaluator=evaluate)
 
 
+@pytest.mark.usefixtures("own_log")
 def test_an_option_that_is_wrong_is_an_error_of_the_setup_until_a_checkpoint_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +306,7 @@ def test_an_option_that_is_wrong_is_an_error_of_the_setup_until_a_checkpoint_is_
     assert "psync: error: of the set-up\n" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("own_log")
 def test_an_evaluator_without_a_program_is_said_to_have_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -274,6 +318,7 @@ def test_an_evaluator_without_a_program_is_said_to_have_none(
     assert "hint: psync.run(main, evaluator=evaluate)" in text
 
 
+@pytest.mark.usefixtures("own_log")
 def test_everybody_else_has_no_use_of_the_evaluator() -> None:
     async def evaluate() -> None:
         raise AssertionError
@@ -286,10 +331,12 @@ def test_everybody_else_has_no_use_of_the_evaluator() -> None:
 # --- run on workers ----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("own_log")
 def test_on_a_worker_too_run_returns_what_main_does_if_it_is_told_to() -> None:
     assert run(nothing, resolver("worker"), on_workers=True) == 7
 
 
+@pytest.mark.usefixtures("own_log")
 def test_training_that_ended_before_its_time_is_said_and_ends_the_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -304,6 +351,7 @@ def test_training_that_ended_before_its_time_is_said_and_ends_the_process(
         run(main, resolver())
 
 
+@pytest.mark.usefixtures("own_log")
 def test_a_worker_that_is_told_to_exit_in_its_training_does_so_at_once() -> None:
     async def main() -> None:
         signal.raise_signal(signal.SIGTERM)
@@ -314,6 +362,7 @@ def test_a_worker_that_is_told_to_exit_in_its_training_does_so_at_once() -> None
     assert caught.value.code == 143
 
 
+@pytest.mark.usefixtures("own_log")
 def test_a_worker_that_is_told_to_exit_after_its_training_may_say_its_last_words() -> None:
     async def main() -> str:
         over = training_over.get()
@@ -329,6 +378,7 @@ def test_a_worker_that_is_told_to_exit_after_its_training_may_say_its_last_words
 # --- serve -------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("own_log")
 async def test_serve_refuses_to_be_the_chief() -> None:
     with pytest.raises(
         ConfigurationError, match="only ps and worker tasks serve, but this process is"
@@ -338,6 +388,7 @@ async def test_serve_refuses_to_be_the_chief() -> None:
         await run_task(resolver("evaluator"), insecure=True)
 
 
+@pytest.mark.usefixtures("own_log")
 async def test_serve_serves_until_it_is_cancelled() -> None:
     async with psync.LocalCluster(1, 1, processes=False) as cluster:
         spec = psync.ClusterSpec(
@@ -358,6 +409,7 @@ async def test_serve_serves_until_it_is_cancelled() -> None:
             await serving
 
 
+@pytest.mark.usefixtures("own_log")
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("job", ["worker", "chief"])
 async def test_a_worker_whose_cluster_has_no_chief_says_every_ten_seconds_what_it_waits_for(
@@ -380,6 +432,7 @@ async def test_a_worker_whose_cluster_has_no_chief_says_every_ten_seconds_what_i
     assert said == ([text] * 3 if job == "worker" else [])
 
 
+@pytest.mark.usefixtures("own_log")
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("job", ["worker", "ps"])
 async def test_under_run_a_task_whose_cluster_has_no_chief_warns_ever_more_rarely(
@@ -407,6 +460,7 @@ async def test_under_run_a_task_whose_cluster_has_no_chief_warns_ever_more_rarel
     assert began == 0.0
 
 
+@pytest.mark.usefixtures("own_log")
 async def test_a_task_is_made_for_its_job() -> None:
     async with psync.LocalCluster(1, 1, processes=False) as cluster:
         platform = cluster.resolver.platform
@@ -416,3 +470,311 @@ async def test_a_task_is_made_for_its_job() -> None:
         assert (type(worker), worker.task) == (WorkerTask, "/job:worker/task:4")
         await ps.close()
         await worker.close()
+
+
+CLUSTER = {"chief": ["c:1"], "ps": ["p:1"], "worker": ["w:1", "w:2"]}
+
+
+def described(
+    job: str | None, index: int | None, *, chief: bool = True
+) -> psync.SimpleClusterResolver:
+    jobs = {name: each for name, each in CLUSTER.items() if chief or name != "chief"}
+    return psync.SimpleClusterResolver(psync.ClusterSpec(jobs), task_type=job, task_id=index)
+
+
+def test_the_others_exit_with_the_chief_or_with_worker_0_where_there_is_none() -> None:
+    for job, index, chief, leads in [
+        ("chief", 0, True, True),
+        ("worker", 0, True, False),
+        ("ps", 0, True, False),
+        ("worker", 0, False, True),
+        ("worker", 1, False, False),
+    ]:
+        assert own_task(described(job, index, chief=chief)).leads is leads
+
+
+@pytest.fixture(autouse=True)
+def _no_coordinator_before() -> Iterator[None]:
+    before = newest_incarnation()
+    note_incarnation(0)
+    yield
+    note_incarnation(before)
+
+
+def chief_of(cluster: MemoryCluster, secret: Secret = SECRET) -> OwnTask:
+    resolver = cluster.strategy().cluster_resolver
+    resolver.platform = cluster.platform(secret, "chief-0")
+    return OwnTask(resolver, resolver.cluster_spec(), "chief", 0)
+
+
+def told(cluster: MemoryCluster) -> list[str]:
+    return [name for name, task in cluster.tasks.items() if task.stopped.is_set()]
+
+
+@pytest.mark.virtual_time
+async def test_every_task_of_the_jobs_is_told() -> None:
+    async with cluster_of(2, 1) as cluster:
+        await shut_down(chief_of(cluster), ("ps",), 10**18)
+        assert told(cluster) == ["ps-0", "ps-1"]
+        await shut_down(chief_of(cluster), ("worker", "ps"), 10**18)
+        assert told(cluster) == ["ps-0", "ps-1", "worker-0"]
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_was_added_is_told_too() -> None:
+    async with cluster_of(1, 1) as cluster:
+        await cluster.start("worker-7")
+        token = added_workers.set({"/job:worker/task:7": "worker-7:1"})
+        try:
+            await shut_down(chief_of(cluster), ("worker",), 10**18)
+        finally:
+            added_workers.reset(token)
+        assert told(cluster) == ["worker-0", "worker-7"]
+
+
+@pytest.mark.virtual_time
+async def test_tasks_that_serve_a_newer_chief_stay(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "psync.launch.tasks")
+    async with cluster_of(1, 1) as cluster:
+        own = chief_of(cluster)
+        async with psync.ClusterCoordinator(cluster.strategy()):
+            newer = newest_incarnation()
+        note_incarnation(0)
+        await shut_down(own, ("ps",), newer - 1)
+        assert told(cluster) == []
+        assert "/job:ps/task:0 was not told to exit" in caplog.text
+        note_incarnation(newer)  # it was this program that had the coordinator
+        await shut_down(own, ("ps",), newer - 1)
+        assert told(cluster) == ["ps-0"]
+
+
+@pytest.mark.virtual_time
+async def test_a_task_that_cannot_be_reached_holds_nobody_up() -> None:
+    async with cluster_of(2, 1) as cluster:
+        cluster.network.partition("chief-0", "ps-0")
+        await shut_down(chief_of(cluster), ("ps",), 10**18)
+        assert told(cluster) == ["ps-1"]
+        cluster.network.heal("chief-0", "ps-0")
+
+
+@pytest.mark.virtual_time
+async def test_who_holds_another_secret_is_not_listened_to() -> None:
+    async with cluster_of(1, 1) as cluster:
+        await shut_down(
+            chief_of(cluster, Secret(b"another secret of thirty-two bytes..")), ("ps",), 1
+        )
+        assert told(cluster) == []
+
+
+SUPERVISED = {"PSYNC_SUPERVISED": "1"}
+
+
+@pytest.mark.parametrize(("environ", "code"), [({}, 0), (SUPERVISED, 143)])
+@pytest.mark.parametrize("command", [("-m", "psync", "task"), script("anywhere.py", "/nowhere")])
+def test_a_worker_that_leaves_says_whether_it_is_needed_again(
+    environ: dict[str, str], code: int, command: tuple[str, ...]
+) -> None:
+    with by_hand() as cluster:
+        worker = cluster.start("worker", 0, command, environ=environ)
+        wait_for_line(worker, " serves at ")
+        worker.send_signal(signal.SIGTERM)
+        assert ended(worker).code == code
+
+
+def test_a_chief_that_comes_back_leaves_the_others() -> None:
+    for environ, others in [({}, [0, 0]), (SUPERVISED, [None, None])]:
+        with by_hand() as cluster:
+            tasks = cluster.serve_all()
+            chief = cluster.start("chief", 0, script("idle.py"), environ=environ)
+            wait_for_line(chief, "connected", "stdout")
+            chief.send_signal(signal.SIGTERM)
+            assert ended(chief).code == 143
+            if others == [0, 0]:
+                assert [ended(task).code for task in tasks] == others
+            else:
+                again = cluster.start("chief", 0, script("idle.py"), environ=environ)
+                wait_for_line(again, "connected", "stdout")
+                assert [task.poll() for task in tasks] == others
+
+
+def test_it_is_one_or_not() -> None:
+    with by_hand() as cluster:
+        run = cluster.run("ps", 0, environ={"PSYNC_CHIEF_TIMEOUT": "0.1", "PSYNC_SUPERVISED": "x"})
+        assert run.code == 2
+        assert "PSYNC_SUPERVISED: expected 0 or 1, got 'x'" in run.err
+
+
+CHIEF = "/job:chief/task:0"
+
+
+class Scene:
+    """A door, and what coordinators hear through it."""
+
+    def __init__(self) -> None:
+        self.network = MemoryNetwork()
+        self.platform = Platform(self.network, Secret(b"a secret of the whole cluster"))
+        self.workforce = Workforce()
+        self.added: dict[str, str] = {}
+        self.heard: list[object] = []
+        self._endpoints: list[Endpoint] = []
+        self.workforce.follow(self)
+
+    def workers_changed(
+        self, added: Mapping[int, str], removed: Collection[int]
+    ) -> list[asyncio.Task[None]]:
+        self.heard += [dict(added)] if added else list(removed)
+        return []
+
+    def load(self) -> Load:
+        return Load()
+
+    async def knock(self, platform: Platform | None = None) -> Connection:
+        endpoint = Endpoint(platform or self.platform, "/job:worker/joining", 1, {})
+        self._endpoints.append(endpoint)
+        return await endpoint.connect("chief:1", CHIEF)
+
+    async def join(self, address: str, index: int = -1) -> tuple[Connection, int]:
+        peer = await self.knock()
+        answer = (await peer.call(JoinCluster(address, index, PYTHON))).message
+        assert isinstance(answer, Joined)
+        return peer, answer.index
+
+    async def close(self) -> None:
+        for endpoint in self._endpoints:
+            await endpoint.close()
+
+
+@contextlib.asynccontextmanager
+async def open_door() -> AsyncIterator[Scene]:
+    scene = Scene()
+    async with Door(scene.platform, "chief:1", scene.workforce, scene.added):
+        yield scene
+    await scene.close()
+
+
+async def test_workers_get_indices_above_those_of_launchers_and_coordinators_hear_of_them() -> None:
+    async with open_door() as scene:
+        _, first = await scene.join("b:1")
+        _, second = await scene.join("c:1")
+        assert (first, second) == (FIRST_JOINED, FIRST_JOINED + 1)
+        assert scene.heard == [{first: "b:1"}, {second: "c:1"}]
+        assert list(scene.added) == [f"/job:worker/task:{index}" for index in (first, second)]
+
+
+async def test_one_that_leaves_is_forgotten_and_its_index_is_not_given_again() -> None:
+    async with open_door() as scene:
+        peer, first = await scene.join("b:1")
+        await peer.call(LeaveCluster("it has left"))
+        assert scene.heard == [{first: "b:1"}, first]
+        assert scene.added == {}
+        _, second = await scene.join("b:2")
+        assert second == first + 1
+
+
+@pytest.mark.virtual_time
+async def test_one_that_is_lost_may_come_back_under_its_index_for_a_while() -> None:
+    async with open_door() as scene:
+        peer, index = await scene.join("b:1")
+        peer.abort()
+        await asyncio.sleep(FORGET_AFTER_S / 2)
+        peer, again = await scene.join("b:1", index)
+        assert again == index
+        await asyncio.sleep(FORGET_AFTER_S)
+        assert scene.heard == [{index: "b:1"}] * 2
+        peer.abort()
+        await asyncio.sleep(FORGET_AFTER_S + 1)
+        assert scene.heard[2:] == [index]
+
+
+async def test_a_new_chief_knows_nobody_and_lets_them_keep_their_indices() -> None:
+    async with open_door() as scene:
+        _, kept = await scene.join("b:1", FIRST_JOINED + 5)
+        assert kept == FIRST_JOINED + 5
+        _, other = await scene.join("c:1", FIRST_JOINED + 5)  # which is taken
+        assert other == FIRST_JOINED + 6
+
+
+async def test_another_python_is_refused_with_both_versions() -> None:
+    async with open_door() as scene:
+        peer = await scene.knock()
+        with pytest.raises(ConfigurationError) as caught:
+            await peer.call(JoinCluster("b:1", -1, "2.7"))
+        assert f"the chief runs Python {PYTHON}, but the worker at b:1 runs 2.7" in str(
+            caught.value
+        )
+        with pytest.raises(ConfigurationError, match="address 'b'"):
+            await peer.call(JoinCluster("b", -1, PYTHON))
+        assert scene.heard == []
+
+
+async def test_without_the_secret_nobody_gets_in() -> None:
+    async with open_door() as scene:
+        stranger = Platform(scene.network, Secret(b"a secret of another cluster"))
+        with pytest.raises(AuthenticationError, match="does not have the same secret"):
+            await scene.knock(stranger)
+
+
+def platform() -> Platform:
+    return Platform(MemoryNetwork(), Secret(b"a secret of the whole cluster"))
+
+
+@pytest.mark.virtual_time
+async def test_a_member_comes_back_to_a_new_chief_under_its_index() -> None:
+    shared, added = platform(), dict[str, str]()
+    member = Membership(shared, "chief:1", "b:1")
+    async with Door(shared, "chief:1", Workforce(), {}):
+        await member.begin()
+        assert member.index == FIRST_JOINED
+    keeping = asyncio.ensure_future(member.keep())
+    await asyncio.sleep(30)
+    async with Door(shared, "chief:1", Workforce(), added):
+        await asyncio.sleep(30)
+        assert added == {f"/job:worker/task:{FIRST_JOINED}": "b:1"}
+        await member.end()
+        assert added == {}
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+@pytest.mark.virtual_time
+async def test_one_whose_index_was_given_away_is_told_to_start_again() -> None:
+    shared = platform()
+    member, other = Membership(shared, "chief:1", "b:1"), Membership(shared, "chief:1", "c:1")
+    async with Door(shared, "chief:1", Workforce(), {}):
+        await member.begin()
+    async with Door(shared, "chief:1", Workforce(), {}):
+        await other.begin()
+        with pytest.raises(ConfigurationError, match="its index"):
+            await member.keep()
+        await other.end()
+    await member.end()
+
+
+async def test_where_nobody_answers_the_hint_says_what_a_chief_needs() -> None:
+    member = Membership(platform(), "chief:1", "b:1")
+    with pytest.raises(ConnectFailed) as caught:
+        await member.begin()
+    assert "only if it ends in psync.run(main)" in str(caught.value.hint)
+    await member.end()
+
+
+@pytest.mark.parametrize(
+    ("chief", "secret", "text"),
+    [
+        ("a", "x" * 32, "expected a port from 0 to 65535"),
+        ("a:0", "x" * 32, "expected host:port of the chief, got 'a:0'"),
+        ("a:1", "", "PSYNC_SECRET: expected at least 16 bytes"),
+        ("a:1", None, "no secret is set, and joining requires the cluster's secret"),
+        ("nobody.invalid:1", "x" * 32, "nobody.invalid:1 is unreachable: "),
+    ],
+)
+async def test_what_cannot_be_used_is_an_error_before_anything_is_tried(
+    monkeypatch: pytest.MonkeyPatch, chief: str, secret: str | None, text: str
+) -> None:
+    monkeypatch.delenv("PSYNC_SECRET_FILE", raising=False)
+    monkeypatch.delenv("PSYNC_SECRET", raising=False)
+    if secret is not None:
+        monkeypatch.setenv("PSYNC_SECRET", secret)
+    with pytest.raises(ConfigurationError) as caught:
+        await join(chief)
+    assert text in str(caught.value)

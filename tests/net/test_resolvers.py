@@ -1,23 +1,36 @@
-"""Resolvers: what they answer, and that what is wrong is said in one line that names the field."""
+"""Cluster resolvers, and where a program without a resolver finds its cluster."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
 import json
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import psync
+from psync import blocking
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError
 from psync.net.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
+    TorchrunClusterResolver,
+    UnionClusterResolver,
+    interface_towards,
+    jobs_of,
+    opened,
+    resolve_cluster,
     training_cluster,
 )
+from recorded_slurm import INTERACTIVE, ONE_NODE, SHELL, two_nodes
 
 CLUSTER: dict[str, Any] = {"chief": ["c:1"], "ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1"]}
 
@@ -81,12 +94,16 @@ def test_numbers_and_text_are_cast() -> None:
     assert (resolver.task_type, resolver.task_id) == ("123456", 1)
 
 
-@pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"task": null}'}])
-def test_nothing_said_is_nothing_known(environ: dict[str, str]) -> None:
-    resolver = TFConfigClusterResolver(environ=environ)
-    assert resolver.cluster_spec() == ClusterSpec({})
-    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None, None, None)
-    assert (resolver.environment, resolver.master(), resolver.num_accelerators()) == ("", "", {})
+def test_nothing_said_is_nothing_known() -> None:
+    for environ in [{}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"task": null}'}]:
+        resolver = TFConfigClusterResolver(environ=environ)
+        assert resolver.cluster_spec() == ClusterSpec({})
+        assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None, None, None)
+        assert (resolver.environment, resolver.master(), resolver.num_accelerators()) == (
+            "",
+            "",
+            {},
+        )
 
 
 def test_variable_is_read_again_at_every_access(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,19 +172,18 @@ def test_master_of_no_task_is_an_error() -> None:
 # --- TF_CONFIG: what is wrong with it ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "{", "{'cluster': {}}", "[" * 100_000, "9" * 5000])
-def test_text_that_is_not_json_is_an_error_at_access(text: str) -> None:
-    resolver = tf_config(text)
-    with pytest.raises(ConfigurationError, match="TF_CONFIG: expected a JSON object, got text"):
-        resolver.cluster_spec()
-    with pytest.raises(ConfigurationError) as caught:
-        training_cluster(resolver)
-    assert "for example" in (caught.value.hint or "")
+def test_text_that_is_not_json_is_an_error_at_access() -> None:
+    for text in ["", "{", "{'cluster': {}}", "[" * 100_000, "9" * 5000]:
+        resolver = tf_config(text)
+        with pytest.raises(ConfigurationError, match="TF_CONFIG: expected a JSON object, got text"):
+            resolver.cluster_spec()
+        with pytest.raises(ConfigurationError) as caught:
+            training_cluster(resolver)
+        assert "for example" in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_wrong_tf_config_names_the_field() -> None:
+    for config, message in [
         ([1], "expected a JSON object, got [1]"),
         ({"cluster": ["a:1"]}, "cluster: expected an object, got ['a:1']"),
         ({"cluster": {"ps": "p:1"}}, "cluster: job 'ps': expected a list of addresses or a mapping "
@@ -203,21 +219,19 @@ def test_text_that_is_not_json_is_an_error_at_access(text: str) -> None:
          "cluster.ps: expected at least one ps, got none"),
         ({"cluster": {"chief": ["c:1"], "ps": ["p:1"]}, "task": {"type": "chief", "index": 0}},
          "cluster.worker: expected at least one worker, got none"),
-    ],
-)  # fmt: skip
-def test_wrong_tf_config_names_the_field(config: object, message: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        training_cluster(tf_config(config))
-    assert caught.value.message == f"TF_CONFIG: {message}"
-    assert "\n" not in caught.value.message
+    ]:  # fmt: skip
+        with pytest.raises(ConfigurationError) as caught:
+            training_cluster(tf_config(config))
+        assert caught.value.message == f"TF_CONFIG: {message}"
+        assert "\n" not in caught.value.message
 
 
-@pytest.mark.parametrize("field", ["rpc_layer", "session_master", "environment"])
-def test_optional_field_that_is_no_text_is_an_error(field: str) -> None:
-    resolver = tf_config(task("worker", 0, **{field: [1]}))
-    with pytest.raises(ConfigurationError) as caught:
-        [resolver.master(), resolver.environment]
-    assert str(caught.value) == f"TF_CONFIG: {field}: expected text, got [1]"
+def test_optional_field_that_is_no_text_is_an_error() -> None:
+    for field in ["rpc_layer", "session_master", "environment"]:
+        resolver = tf_config(task("worker", 0, **{field: [1]}))
+        with pytest.raises(ConfigurationError) as caught:
+            [resolver.master(), resolver.environment]
+        assert str(caught.value) == f"TF_CONFIG: {field}: expected text, got [1]"
 
 
 json_values = st.recursive(
@@ -326,3 +340,309 @@ def test_resolver_without_cluster_spec_cannot_be_made() -> None:
     abstract: Any = ClusterResolver
     with pytest.raises(TypeError, match="cluster_spec"):
         abstract()
+
+
+def simple(cluster: dict[str, Any], **arguments: Any) -> SimpleClusterResolver:
+    return SimpleClusterResolver(ClusterSpec(cluster), **arguments)
+
+
+FIRST = simple(
+    {"ps": ["p0:1"], "worker": ["w0:1", "w1:1"]},
+    master="m",
+    task_type="ps",
+    task_id=0,
+    environment="cloud",
+    num_accelerators={"GPU": 2},
+    rpc_layer="grpc",
+)
+SECOND = simple({"worker": ["w2:1"], "chief": ["c:1"]}, task_type="worker", task_id=0)
+
+
+def test_jobs_that_are_lists_are_put_one_after_the_other() -> None:
+    assert UnionClusterResolver(FIRST, SECOND).cluster_spec() == ClusterSpec(
+        {"ps": ["p0:1"], "worker": ["w0:1", "w1:1", "w2:1"], "chief": ["c:1"]}
+    )
+
+
+def test_with_indices_on_any_side_a_list_counts_from_0() -> None:
+    third = simple({"worker": {4: "w4:1"}, "ps": {1: "p1:1"}})
+    merged = UnionClusterResolver(FIRST, third).cluster_spec()
+    assert merged.as_dict() == {
+        "ps": ["p0:1", "p1:1"],
+        "worker": {0: "w0:1", 1: "w1:1", 4: "w4:1"},
+    }
+    assert UnionClusterResolver(third, FIRST).cluster_spec() == merged
+
+
+def test_an_index_that_is_there_twice_is_an_error_that_names_it() -> None:
+    with pytest.raises(KeyError) as caught:
+        UnionClusterResolver(FIRST, simple({"worker": {1: "x:1", 3: "y:1"}})).cluster_spec()
+    assert str(caught.value) == (
+        "UnionClusterResolver: job 'worker': several resolvers give task 1\nhint: if one resolver "
+        "gives indices, lists of the others count from 0"
+    )
+
+
+def test_an_address_that_is_there_twice_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"^UnionClusterResolver: /job:ps/task:0 and .*"):
+        UnionClusterResolver(FIRST, simple({"chief": ["p0:1"]})).cluster_spec()
+
+
+def test_all_else_is_as_the_first_says() -> None:
+    union = UnionClusterResolver(FIRST, SECOND)
+    assert (union.task_type, union.task_id, union.rpc_layer) == ("ps", 0, "grpc")
+    assert (union.environment, union.num_accelerators()) == ("cloud", {"GPU": 2})
+    assert union.master() == "grpc://m"
+
+
+def test_what_is_given_or_assigned_wins_also_if_it_is_0() -> None:
+    union = UnionClusterResolver(SECOND, FIRST, task_type="worker", task_id=1, rpc_layer="x")
+    assert (union.task_type, union.task_id, union.rpc_layer) == ("worker", 1, "x")
+    union.task_type, union.task_id, union.rpc_layer = "ps", 0, "y"
+    assert (union.task_type, union.task_id, union.rpc_layer) == ("ps", 0, "y")
+    assert UnionClusterResolver(simple({}, task_id=3), task_id=0).task_id == 0
+
+
+def test_master_of_a_task_is_looked_up_in_all_of_it() -> None:
+    union = UnionClusterResolver(FIRST, SECOND)
+    assert union.master("worker", 2) == "grpc://w2:1"
+    assert union.master("chief", 0, rpc_layer="x") == "x://c:1"
+    with pytest.raises(ConfigurationError, match="no task with index 3 in job 'worker'"):
+        union.master("worker", 3)
+
+
+def test_answers_follow_those_of_its_parts() -> None:
+    environ: dict[str, str] = {}
+    union = UnionClusterResolver(TFConfigClusterResolver(environ=environ), SECOND)
+    assert union.task_type is None
+    environ["TF_CONFIG"] = '{"cluster": {"ps": ["p:1"]}, "task": {"type": "ps", "index": 0}}'
+    assert (union.task_type, union.task_id) == ("ps", 0)
+    assert union.cluster_spec().jobs == ["ps", "worker", "chief"]
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ConfigurationError, match="expected at least one resolver"):
+        UnionClusterResolver()
+    with pytest.raises(TypeError, match=r"expected psync.ClusterResolver objects, got 'ps'"):
+        UnionClusterResolver(FIRST, "ps")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="unknown argument 'environment'"):
+        UnionClusterResolver(FIRST, environment="cloud")
+
+
+TF_CONFIG = {
+    "TF_CONFIG": json.dumps(
+        {
+            "cluster": {"chief": ["a:1"], "ps": ["b:1"], "worker": ["c:1"]},
+            "task": {"type": "worker", "index": 0},
+        }
+    )
+}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SLURM = two_nodes(3)
+KUBERNETES = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "HOSTNAME": "train-worker-1",
+    "PSYNC_SERVICE": "train",
+    "PSYNC_JOBS": "ps=1,worker=2",
+}
+
+
+def test_the_first_surroundings_that_apply_say_who_this_is() -> None:
+    for environ, source, task in [
+        (TF_CONFIG, "TF_CONFIG", ("worker", 0)),
+        (TORCHRUN, "torchrun", ("worker", 0)),
+        (SLURM, "SlurmClusterResolver", ("worker", 1)),
+        (ONE_NODE, "SlurmClusterResolver", ("ps", 0)),
+        (KUBERNETES, "KubernetesClusterResolver", ("worker", 1)),
+        # Inner launchers come first: each passes its own environment on.
+        ({**TORCHRUN, **TF_CONFIG}, "TF_CONFIG", ("worker", 0)),
+        ({**SLURM, **TORCHRUN}, "torchrun", ("worker", 0)),
+        ({**KUBERNETES, **TORCHRUN}, "torchrun", ("worker", 0)),
+        ({**KUBERNETES, **TF_CONFIG}, "TF_CONFIG", ("worker", 0)),
+        ({**SHELL, **KUBERNETES}, "KubernetesClusterResolver", ("worker", 1)),
+    ]:  # fmt: skip
+        resolver = resolve_cluster(environ)
+        assert (resolver.source, (resolver.task_type, resolver.task_id)) == (source, task)
+
+
+def test_slurm_tasks_listen_from_the_port_that_is_given() -> None:
+    environ = {**SLURM, "PSYNC_PORT": "2000", "PSYNC_JOBS": "ps=2"}
+    assert resolve_cluster(environ).cluster_spec().as_dict() == {
+        "chief": ["node1:2000"],
+        "ps": ["node1:2001", "node2:2000"],
+        "worker": ["node2:2001"],
+    }
+
+
+def test_pods_are_found_by_the_names_of_their_service() -> None:
+    environ = {**KUBERNETES, "PSYNC_NAMESPACE": "team", "PSYNC_PORT": "2222"}
+    assert resolve_cluster(environ).cluster_spec().as_dict() == {
+        "chief": ["train-chief-0.train.team.svc:2222"],
+        "ps": ["train-ps-0.train.team.svc:2222"],
+        "worker": ["train-worker-0.train.team.svc:2222", "train-worker-1.train.team.svc:2222"],
+    }
+
+
+def test_without_any_it_says_what_to_do() -> None:
+    for environ, hint in [
+        ({}, "psync run "),
+        ({"TF_CONFIG": ""}, "psync.LocalCluster(1, 2)"),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, "srun --ntasks=4"),
+        (INTERACTIVE, "srun --ntasks=4"),
+        (SHELL, "srun --ntasks=4"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "set PSYNC_SERVICE to the headless service"),
+    ]:
+        with pytest.raises(
+            psync.ConfigurationError, match="this process belongs to no cluster"
+        ) as exc:
+            resolve_cluster(environ)
+        assert "variables of TF_CONFIG, torchrun, SLURM, Kubernetes" in exc.value.message
+        assert hint in (exc.value.hint or "")
+
+
+def test_jobs_that_are_not_named_are_counted() -> None:
+    for text, number, jobs in [
+        ("", "4", {"chief": 1, "ps": 1, "worker": 2}),
+        ("ps=2", "7", {"chief": 1, "ps": 2, "worker": 4}),
+        ("chief=0, ps=1", "3", {"ps": 1, "worker": 2}),
+        ("ps=2,worker=4", "7", {"chief": 1, "ps": 2, "worker": 4}),
+        ("ps=2,worker=4", "", {"chief": 1, "ps": 2, "worker": 4}),
+    ]:
+        assert jobs_of({"PSYNC_JOBS": text}, number, "SLURM") == jobs
+
+
+def test_jobs_that_do_not_fit_are_told() -> None:
+    for text, number, told in [
+        ("ps", "4", "as in chief=1,ps=2,worker=4, got 'ps'"),
+        ("ps=-1", "4", "as in chief=1,ps=2,worker=4"),
+        ("ps=1,ps=2", "4", "as in chief=1,ps=2,worker=4"),
+        ("server=1", "4", "as in chief=1,ps=2,worker=4"),
+        ("ps=2", "", "expected a number of workers, which SLURM does not provide"),
+        (
+            "ps=3",
+            "4",
+            "expected 1 chief, 3 ps and at least 1 worker, but SLURM has started 4 tasks",
+        ),
+        ("ps=1,worker=3", "4", "expected 5 tasks, but SLURM has started 4 tasks"),
+    ]:
+        with pytest.raises(psync.ConfigurationError, match=told):
+            jobs_of({"PSYNC_JOBS": text}, number, "SLURM")
+
+
+def test_a_port_that_is_none_is_told() -> None:
+    for port in ["0", "65536", "http", "-1"]:
+        with pytest.raises(psync.ConfigurationError, match="PSYNC_PORT: expected a port"):
+            resolve_cluster({**SLURM, "PSYNC_PORT": port})
+
+
+def test_a_malformed_variable_of_slurm_is_the_resolvers_to_tell() -> None:
+    for number in ["x", "-4"]:
+        with pytest.raises(psync.ConfigurationError):
+            resolve_cluster({**SLURM, "SLURM_STEP_NUM_TASKS": number})
+
+
+# Clusters that a program has opened.
+
+
+def solo(name: str) -> psync.SimpleClusterResolver:
+    jobs = {"chief": [f"{name}:1"], "ps": [f"{name}:2"], "worker": [f"{name}:3"]}
+    return psync.SimpleClusterResolver(psync.ClusterSpec(jobs))
+
+
+async def test_a_local_cluster_is_the_default_while_it_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", TF_CONFIG["TF_CONFIG"])
+    async with psync.LocalCluster(1, 2, processes=False) as cluster:
+        strategy = psync.ParameterServerStrategy()
+        assert strategy.cluster_resolver is cluster.resolver
+        async with psync.LocalCluster(2, 1, processes=False) as inner:
+            assert psync.resolve_cluster() is inner.resolver
+        assert psync.resolve_cluster() is cluster.resolver
+    assert psync.resolve_cluster().source == "TF_CONFIG"
+
+
+async def test_clusters_of_two_asyncio_tasks_are_not_mixed_up() -> None:
+    both = asyncio.Barrier(2)
+
+    async def program(num_workers: int) -> int:
+        async with psync.LocalCluster(1, num_workers, processes=False):
+            await both.wait()
+            strategy = psync.ParameterServerStrategy()
+            await both.wait()
+            return strategy.cluster.num_tasks("worker")
+
+    assert await asyncio.gather(program(1), program(2)) == [1, 2]
+
+
+def test_cells_of_a_notebook_share_the_one_cluster_of_their_process() -> None:
+    """Each cell runs in a context of its own."""
+
+    def in_a_cell(function: Callable[[], Any]) -> Any:
+        return contextvars.Context().run(function)
+
+    one, other = opened(solo("a")), opened(solo("b"))
+    in_a_cell(one.__enter__)
+    assert in_a_cell(resolve_cluster).master("ps", 0) == "a:2"
+    in_a_cell(other.__enter__)
+    with pytest.raises(psync.ConfigurationError, match="several clusters are open"):
+        in_a_cell(resolve_cluster)
+    in_a_cell(lambda: other.__exit__(None, None, None))
+    assert in_a_cell(resolve_cluster).master("ps", 0) == "a:2"
+    in_a_cell(lambda: one.__exit__(None, None, None))
+
+
+def test_plain_calls_find_their_cluster_too() -> None:
+    with blocking.LocalCluster(1, 1, processes=False) as cluster:
+        assert psync.ParameterServerStrategy().cluster_resolver is cluster.resolver
+
+
+RANK_2 = {
+    "RANK": "2",
+    "WORLD_SIZE": "5",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
+JOBS = {"worker": 2, "chief": 1, "ps": 2}
+
+
+def test_jobs_take_the_ranks_in_the_order_of_their_names() -> None:
+    for rank, task in [("0", ("chief", 0)), ("2", ("ps", 1)), ("3", ("worker", 0))]:
+        resolver = TorchrunClusterResolver(JOBS, environ={**RANK_2, "RANK": rank})
+        assert (resolver.task_type, resolver.task_id) == task
+
+
+def test_what_does_not_fit_is_told() -> None:
+    for changes, told in [
+        ({"RANK": ""}, "torchrun: RANK: expected a number, got ''"),
+        ({"WORLD_SIZE": "many"}, "torchrun: WORLD_SIZE: expected a number, got 'many'"),
+        ({"MASTER_ADDR": ""}, "torchrun: MASTER_ADDR is not set"),
+        ({"MASTER_PORT": "x"}, "torchrun: MASTER_PORT: expected a number, got 'x'"),
+        ({"WORLD_SIZE": "6"}, "the jobs have 5 tasks .*, and rank 2 is one of 6"),
+        ({"RANK": "5"}, "rank 5 is one of 5"),
+    ]:
+        with pytest.raises(psync.ConfigurationError, match=told):
+            TorchrunClusterResolver(JOBS, environ={**RANK_2, **changes})
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    resolver = TorchrunClusterResolver(JOBS, environ=RANK_2)
+    with pytest.raises(psync.ConfigurationError, match="torch cannot be imported") as exc:
+        resolver.cluster_spec()
+    assert exc.value.hint == "pip install 'psync[torch]'"
+
+
+def test_towards_this_machine_it_is_the_loopback_interface() -> None:
+    assert interface_towards("127.0.0.1", 22)[0] == "127.0.0.1"
+    assert interface_towards("localhost", 22)[0] in ("127.0.0.1", "::1")

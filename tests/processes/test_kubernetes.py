@@ -11,9 +11,7 @@ import pytest
 
 from namespaces import network
 from played_kubernetes import PlayedKubernetes
-from psync.cli.launch.commands import _secrets
-from psync.cli.launch.kubernetes import manifests
-from psync.cli.launch.pods import Launch
+from psync.integrations.manifests import Launch, _secrets, manifests
 from tasks_by_hand import script
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(170)]

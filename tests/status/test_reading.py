@@ -16,7 +16,7 @@ from psync.errors import (
     DeadlineExceeded,
     RemoteProtocolError,
 )
-from psync.net.tracing.readings import Reading
+from psync.net.trace_file import Reading
 from psync.status import reading
 from psync.status.reading import UrlReader, reading_status
 from psync.status.run_files import Run, chosen_run

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ps_by_hand import COORDINATOR, A, B, PsByHand, group_config
+from psync.testing import settle
 from psync.wire.messages import Contribute, FinishSteps, InitTokens, StagePush
 from step_world import World, pair
 from turns import Turns
@@ -66,8 +67,8 @@ async def test_a_join_applies_what_is_counted_just_behind_it_in_the_log() -> Non
     ps.services.closer.set_members({A[0]: A[1], B[0]: B[1]}, [])
     ps.ask(A, StagePush(GROUP, config, 1, -1, 1, [w]), np.ones(3, np.float32).tobytes())
     beginning = ps.begin(A, InitTokens(GROUP, config, -1))
-    while not beginning.done():
-        await asyncio.sleep(0)
+    await settle()
+    beginning.result()
     executor = ps.services.executor
     executor.begin_copy([GROUP])
     executor.log.pair()  # what follows waits for a backup

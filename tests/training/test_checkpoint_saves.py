@@ -18,7 +18,7 @@ from memory_cluster import session_cluster
 from psync.checkpoints.files import Reader
 from psync.checkpoints.stored_snapshots import stored_snapshots
 from psync.errors import CheckpointError, CheckpointNotFound, UsageError
-from psync.launch import local_tasks
+from psync.launch import cluster as clusters
 from psync.net.platform import Platform
 from psync.store.snapshot_state import SnapshotState
 from psync.testing import MemoryNetwork
@@ -32,7 +32,7 @@ SLOW = {"latency": (0.0, 0.003), "chunk": (1 << 12, 1 << 16)}
 def with_failpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tasks of a cluster here have the same."""
     platform = functools.partial(Platform, parts=SabotagedParts())
-    monkeypatch.setattr(local_tasks, "Platform", platform)
+    monkeypatch.setattr(clusters, "Platform", platform)
 
 
 @contextlib.asynccontextmanager

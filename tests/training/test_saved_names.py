@@ -15,7 +15,7 @@ import psync
 from local_training import strategy_of, training
 from psync.checkpoints.files import COMMIT, MANIFEST, Reader
 from psync.checkpoints.manifest import commit_line
-from psync.cli.checkpoint import checkpoint as command
+from psync.cli.reports import checkpoint as command
 from psync.errors import CheckpointMismatch
 from psync.training.trainer import History
 

@@ -20,7 +20,7 @@ from psync.coordinator import CoordinatorOptions
 from psync.errors import ConfigurationError, DeadlineExceeded
 from psync.net.environment import added_workers
 from psync.net.environment import watchdog_timeout as watchdog_timeout_here
-from psync.net.tracing.stretch import Trace, tracing
+from psync.net.trace import Trace, tracing
 
 if TYPE_CHECKING:
     from psync.api.cluster_coordinator import ClusterCoordinator

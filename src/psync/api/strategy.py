@@ -26,8 +26,7 @@ from psync.api.scopes import Elsewhere, Partitioner, Scope, current_scope, elsew
 from psync.api.variables import Handle, ShardedVariable, Variable
 from psync.client.context import forbid_in_step
 from psync.errors import ConfigurationError, ContextError, UnsupportedError, UsageError
-from psync.net.discovery.default import resolve_cluster
-from psync.net.resolvers import ClusterResolver, training_cluster
+from psync.net.resolvers import ClusterResolver, resolve_cluster, training_cluster
 from psync.partitioners import Pinned, Placement
 from psync.replicas.context import cross_replica, replicas_in_sync
 from psync.replicas.run import ReplicaRuns

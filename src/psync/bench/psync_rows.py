@@ -29,8 +29,8 @@ from psync.bench.checks import WrongResultError
 from psync.bench.peers import COLUMNS, IDS, ROWS_OF_TABLE, SMALL, SMALL_SHAPE
 from psync.client.context import get_worker_index
 from psync.errors import PsyncError
-from psync.launch.local import LocalCluster
-from psync.launch.process_loop import loop_factory
+from psync.launch.cluster import LocalCluster
+from psync.launch.process import loop_factory
 from psync.optimizers import SGD
 from psync.partitioners import MinSizePartitioner
 from psync.wire.handshake import RELEASE

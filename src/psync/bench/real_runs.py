@@ -11,7 +11,7 @@ from psync.bench.checks import check
 from psync.bench.figures import Figures, figures_of
 from psync.bench.modes import BOUNDS, Mode, modes_of
 from psync.bench.training import QUICK_LOSS, TARGET_LOSS, Job, train
-from psync.launch.local import LocalCluster
+from psync.launch.cluster import LocalCluster
 
 NUM_PS = 2
 BATCH = 32

@@ -18,7 +18,7 @@ from psync.bench import plots, real_runs, report, virtual_runs
 from psync.bench.checks import WrongResultError
 from psync.bench.digits import load
 from psync.bench.figures import Figures
-from psync.launch.process_loop import loop_factory
+from psync.launch.process import loop_factory
 
 PARTS = ("processes", "virtual")
 PACKAGES = ("psync", "numpy", "uvloop", "msgpack")

@@ -23,7 +23,7 @@ from psync.api.variables import Variable
 from psync.bench import digits
 from psync.bench.modes import Mode
 from psync.client.context import get_worker_index
-from psync.launch.local import LocalCluster
+from psync.launch.cluster import LocalCluster
 
 TARGET_LOSS = 0.5  # nats, of the test snapshots; the untrained model has about 2.4
 QUICK_LOSS = 1.75  # of quick runs, which are over long before the other one is reached

@@ -19,7 +19,7 @@ from psync.bench.checks import check
 from psync.bench.figures import Figures, backup_figures, figures_of
 from psync.bench.modes import Mode, modes_of
 from psync.bench.training import QUICK_LOSS, TARGET_LOSS, Job, Run, train
-from psync.launch.local import LocalCluster
+from psync.launch.cluster import LocalCluster
 from psync.testing import run_virtual
 
 BATCH = 16

@@ -7,35 +7,125 @@ have imported what they need, and ``--help`` needs none of it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import errno
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from psync.cli.certs import certs, tls_environ, tls_options
-from psync.cli.checkpoint import checkpoint
-from psync.cli.dashboard import dashboard as dashboard_command
-from psync.cli.health import health
-from psync.cli.join import join
-from psync.cli.launch.commands import launch
-from psync.cli.options import log_level_option, module_option, plugin_option
-from psync.cli.run_on import engine_options, run_on
-from psync.cli.scale import scale
-from psync.cli.top import top
-from psync.cli.trace import trace
+from psync.bench.commands import bench
+from psync.cli.reports import checkpoint, choosing_run, top, trace
+from psync.cli.reports import dashboard as dashboard_command
 from psync.errors import ConfigurationError, PsyncError, TrainingEnded
-from psync.launch.task_output import configure_logging, fill_standard_streams
+from psync.integrations.manifests import launch
+from psync.launch.plugins import plugins_environ
+from psync.launch.process import configure_logging, fill_standard_streams
+
+F = TypeVar("F", bound=Callable[..., object])
 
 USAGE_ERROR = 2  # exit code, as everywhere
 FAILED = 1
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
+
+PROBE = "/job:probe/task:0"
+"""The name under which ``health`` speaks to the task; no cluster has such a job."""
+
+
+# Options that several commands have.
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+log_level_option = click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS, case_sensitive=False),
+    # One name for all commands, for it is also how `run` hands the level to the tasks.
+    envvar="PSYNC_LOG_LEVEL",
+    default="info",
+    help="Lowest level of psync's own log that is shown.",
+)
+
+module_option = click.option(
+    "-m",
+    "--module",
+    is_flag=True,
+    help="Treat SCRIPT as the name of a module, as python -m does: package.module.",
+)
+
+plugin_option = click.option(
+    "--plugin",
+    "plugins",
+    metavar="MODULE",
+    multiple=True,
+    envvar="PSYNC_PLUGINS",  # as for the level: it is how `run` hands them to the tasks
+    help="Module that registers your update rules or schedules. Repeatable.",
+)
+
+
+def tls_options(command: F) -> F:
+    """Add the options that name the files; the command gets them as ``tls_…``."""
+    file = click.Path(dir_okay=False)
+    options = (
+        click.option(
+            "--tls-ca-file",
+            type=file,
+            envvar="PSYNC_TLS_CA_FILE",
+            help="Certificate of the authority that signed all tasks' certificates (PEM). Every "
+            "connection then uses TLS, and every task presents a certificate.",
+        ),
+        click.option(
+            "--tls-cert-file",
+            type=file,
+            envvar="PSYNC_TLS_CERT_FILE",
+            help="Certificate that this task presents.",
+        ),
+        click.option(
+            "--tls-key-file",
+            type=file,
+            envvar="PSYNC_TLS_KEY_FILE",
+            help="Private key of that certificate; must be readable only by its owner.",
+        ),
+        click.option(
+            "--tls-mutual/--no-tls-mutual",
+            default=None,
+            envvar="PSYNC_TLS_MUTUAL",
+            help="Whether connecting tasks must present a certificate too.  [default: they must]",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def tls_environ(
+    tls_ca_file: str | None,
+    tls_cert_file: str | None,
+    tls_key_file: str | None,
+    tls_mutual: bool | None,
+) -> dict[str, str]:
+    """Return the variables that say what the options say, once it is clear that they can be used.
+
+    Raises:
+        ConfigurationError: See ``tls_config.load_tls``.
+    """
+    files = {"CA": tls_ca_file, "CERT": tls_cert_file, "KEY": tls_key_file}
+    environ = {f"PSYNC_TLS_{name}_FILE": os.path.abspath(at) for name, at in files.items() if at}
+    if tls_mutual is not None:
+        environ["PSYNC_TLS_MUTUAL"] = "1" if tls_mutual else "0"
+    if environ:
+        from psync.net.tls_config import load_tls
+
+        load_tls(environ)  # here it is one error, and not one on each task
+    return environ
+
+
+# Commands.
 
 
 @click.group(
@@ -117,7 +207,19 @@ def psync(context: click.Context) -> int:
     "is neither 0 nor 2. It continues from its newest checkpoint if the script restores it.",
 )
 @click.option("--quiet", is_flag=True, help="Show only the chief's output.")
-@engine_options
+@click.option(
+    "--on",
+    "engine",
+    type=click.Choice(("ray", "dask")),
+    help="Run ps tasks and workers on this engine. The script runs only here, as the chief.",
+)
+@click.option(
+    "--address",
+    "engine_address",
+    metavar="HOST:PORT",
+    help="Address of Ray or of Dask's scheduler.  [default: RAY_ADDRESS or "
+    "DASK_SCHEDULER_ADDRESS; otherwise a new one on this machine]",
+)
 @click.option(
     "--gpus-per-worker",
     type=click.IntRange(min=0),
@@ -220,28 +322,38 @@ def run(
         if run_log:
             shown["PSYNC_RUN_LOG"] = run_log
         environ = {**os.environ, "PSYNC_LOG_LEVEL": log_level, **shown, **tls_environ(**tls)}
-        if engine is not None or engine_address is not None:
-            run_on(
-                engine, script, args, module=module, address=engine_address,
-                num_ps=ps, num_workers=workers or 1, max_restarts=max_restarts,
-                gpus_per_worker=gpus_per_worker, plugins=plugins, environ=environ,
-                refused=evaluator or chief_restarts or quiet or bool(hosts or report),
-            )  # fmt: skip
-        from psync.cli.run import launch
-        from psync.launch.hosts import HostsPlan, parse_hosts
+        if engine is None and engine_address is not None:
+            raise click.UsageError("--address needs --on ray or --on dask.")
+        if engine is not None and (
+            evaluator or chief_restarts or quiet or hosts is not None or report is not None
+        ):
+            raise click.UsageError(
+                "--on does not support --evaluator, --chief-restarts, --quiet, --hosts or --report."
+            )
+        from psync.cli.run import Launcher, plugged, script_command
 
+        command = script_command(script, args, module=module)
+        environ = plugged(environ, plugins, script, module=module)
+        if engine is not None:
+            from psync.integrations.engines import run_on
+
+            run_on(
+                engine, command, environ, num_ps=ps, num_workers=workers or 1,
+                address=engine_address, gpus_per_worker=gpus_per_worker, max_restarts=max_restarts,
+            )  # fmt: skip
         plan = None
         if hosts is not None:
+            from psync.integrations.ssh import HostsPlan, parse_hosts
+
             plan = HostsPlan(
                 parse_hosts(hosts), ssh, remote_python or sys.executable, variables, gpus_per_worker
             )
-        return launch(
-            script, args, module=module, num_ps=ps,
-            num_workers=workers or (1 if plan is None else len(plan.places)),
+        return Launcher(
+            command, num_ps=ps, num_workers=workers or (1 if plan is None else len(plan.places)),
             hosts=plan, evaluator=evaluator, max_restarts=max_restarts,
-            chief_restarts=chief_restarts, quiet=quiet, plugins=plugins,
-            gpus_per_worker=gpus_per_worker, environ=environ,
-        )  # fmt: skip
+            chief_restarts=chief_restarts, quiet=quiet, gpus_per_worker=gpus_per_worker,
+            environ=environ,
+        ).launch()  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -268,140 +380,92 @@ def _reported(report: Path, run_log: str | None) -> Iterator[str]:
             click.echo(f"psync: the report of the run is in {written}{why}", err=True)
 
 
-@psync.group()
-def bench() -> None:
-    """Measure psync on this machine."""
+@psync.command()
+@click.argument("workers", type=click.IntRange(min=1))
+@choosing_run
+def scale(workers: int, run: str | None) -> int:
+    """Change the number of workers of a program that psync run started to WORKERS.
 
-
-@bench.command("sync-async")
-@click.option("--quick", is_flag=True, help="Fewer and shorter runs: less than a minute in total.")
-@click.option(
-    "--parts",
-    multiple=True,
-    type=click.Choice(["processes", "virtual"]),
-    help="Part to run; repeatable.  [default: all parts]",
-)
-@click.option(
-    "--workers",
-    multiple=True,
-    type=click.IntRange(min=2),
-    default=(2, 4),
-    help="Number of worker processes; repeatable, one cluster for each.",
-)
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("out"),
-    help="Folder for the JSON file and the plots.",
-)
-def sync_async(
-    quick: bool,
-    parts: tuple[str, ...],
-    workers: tuple[int, ...],
-    out: Path,
-) -> int:
-    """Compare synchronous with asynchronous training.
-
-    Runs four modes: asynchronous, bounded staleness, synchronous, and synchronous with backup
-    workers. Measures gradients per second, staleness, dropped gradients, and the time until a
-    network reads digits: with worker processes, with and without a slow worker, and with 100
-    workers in virtual time.
+    New workers are started and join the coordinator. If there are too many, the workers with the
+    highest indices finish their closure and leave. RUN is the id, process id or name of one of your
+    psync runs on this machine, or the path of its file. If several are running and you name none,
+    they are listed.
 
     \b
-    A quick look, then everything:
-        psync bench sync-async --quick
-        psync bench sync-async --out results
+    Eight workers for the program in the other terminal:
+        psync scale 8
     """
-    from psync.bench import sync_async as benchmark
+    from psync.cli.run import ask_to_scale
 
-    os.environ.setdefault("PSYNC_LOG_LEVEL", "warning")  # of the clusters' tasks
-    return benchmark.run(
-        benchmark.Options(
-            parts=parts or benchmark.PARTS,
-            workers=workers,
-            quick=quick,
-            out=out,
-        )
-    )
+    click.echo(ask_to_scale(run, workers))
+    return 0
 
 
-@bench.command("peers")
-@click.option("--quick", is_flag=True, help="Fewer and shorter repetitions.")
+@psync.command(options_metavar="[OPTIONS]")
+@click.argument("chief", metavar="HOST:PORT")
+@click.argument("script", required=False, metavar="[SCRIPT]")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
+@module_option
 @click.option(
-    "--peers",
-    "python",
-    metavar="PYTHON",
-    help="Python interpreter with TensorFlow, torch or Ray installed, to measure these too; make "
-    "bench-peers creates one.",
-)
-@click.option(
-    "--rows",
-    metavar="TEXT",
+    "--listen",
+    metavar="HOST[:PORT]",
     default="",
-    help="Only rows whose name contains this text, such as synchronous.",
+    help="Address where this worker listens.  [default: a free port on the interface towards the "
+    "chief]",
 )
 @click.option(
-    "--only",
-    type=click.Choice(["psync"]),
-    help="Measure only psync.",
+    "--chief-timeout",
+    metavar="SECONDS",
+    envvar=["PSYNC_JOIN_CHIEF_TIMEOUT", "PSYNC_CHIEF_TIMEOUT"],
+    help="How long to wait for a chief: before the first one connects, and after the last one is "
+    "gone. none: forever.  [default: 3600 before, 600 after]",
 )
-@click.option(
-    "--against",
-    metavar="CHECKOUT",
-    type=click.Path(path_type=Path),
-    help="Another checkout of psync, measured alternately with this one.",
-)
-@click.option(
-    "--resume",
-    is_flag=True,
-    help="Keep the rows already in the folder's peers.json, and measure the rest.",
-)
-@click.option(
-    "--scripts",
-    type=click.Path(path_type=Path),
-    default=Path("benchmarks/peers"),
-    help="Folder of the programs that psync is compared with; part of psync's sources.",
-)
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("out"),
-    help="Folder for peers.json and peers.md.",
-)
-def peers(
-    quick: bool,
-    python: str | None,
-    rows: str,
-    only: str | None,
-    against: Path | None,
-    resume: bool,
-    scripts: Path,
-    out: Path,
+@plugin_option
+@tls_options
+@log_level_option
+def join(
+    chief: str,
+    script: str | None,
+    args: tuple[str, ...],
+    module: bool,
+    listen: str,
+    chief_timeout: str | None,
+    plugins: tuple[str, ...],
+    log_level: str,
+    **tls: Any,
 ) -> int:
-    """Compare psync with other systems and with the limits of the machine.
+    """Join the running cluster whose chief listens at HOST:PORT, as another worker.
 
-    Measures closures, pulls, pushes, table rows, and synchronous and asynchronous training, each
-    with 2 ps tasks and 2 workers. Each system runs in separate processes, and repetitions alternate
-    between systems. Prints a Markdown table: the median, the lowest and highest value in brackets,
-    and how many times as fast psync is.
-
-    \b
-    psync and bare sockets, then every peer that ~/peers has:
-        psync bench peers --quick
-        psync bench peers --peers ~/peers/bin/python
-
-    Each row is written as soon as it is measured. After Ctrl-C, continue with --resume.
+    The cluster needs no preparation: the chief gives the worker an index, and the coordinator adds
+    it. On SIGTERM the worker finishes its closure, leaves and exits with code 0. It also exits with
+    code 0 when the program ends. The cluster's secret comes from PSYNC_SECRET or
+    PSYNC_SECRET_FILE. If the program's steps use classes of its script, name the SCRIPT here too;
+    it ends in psync.run(main), as on every task.
 
     \b
-    This checkout against another one:
-        psync bench peers --only psync --against ../psync-before
+    One more worker for the program whose chief is at a:2222:
+        PSYNC_SECRET_FILE=~/cluster.secret psync join a:2222
     """
-    from psync.bench import peers as benchmark
+    os.environ.update({**tls_environ(**tls), **plugins_environ(plugins, {})})
+    configure_logging(log_level)
+    if script is not None:
+        from psync.cli.run import script_command
 
-    return benchmark.run(
-        python, scripts, out, quick=quick, rows=rows, only_psync=only is not None,
-        against=against, resume=resume,
-    )  # fmt: skip
+        command = script_command(script, args, module=module)
+        os.environ.update(PSYNC_JOIN=chief, PSYNC_JOIN_LISTEN=listen, PSYNC_LOG_LEVEL=log_level)
+        if chief_timeout:
+            os.environ["PSYNC_CHIEF_TIMEOUT"] = chief_timeout
+        os.execv(sys.executable, command)
+    from psync.launch.tasks import SETUP_ERRORS, join_forever
+
+    if plugins:  # what lies here, as for `psync task`
+        sys.path.insert(0, "")
+    try:
+        return join_forever(chief, listen, chief_timeout=chief_timeout)
+    except SETUP_ERRORS as error:
+        raise ConfigurationError(error.message, hint=error.hint) from error
+    except TrainingEnded as error:
+        return _fail(str(error), FAILED)
 
 
 @psync.command()
@@ -449,7 +513,6 @@ def task(
         PSYNC_SECRET_FILE=~/cluster.secret psync task
     """
     from psync.launch import tasks
-    from psync.launch.plugins import plugins_environ
 
     os.environ.update({**tls_environ(**tls), **plugins_environ(plugins, {})})
     if metrics:
@@ -463,18 +526,121 @@ def task(
         return _fail(str(error), FAILED)
 
 
+@psync.command()
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    metavar="SECONDS",
+    help="How long to wait for the answer.",
+)
+def health(timeout: float) -> int:
+    """Check whether the ps or worker of this environment answers.
+
+    The task is found as psync task finds it (TF_CONFIG, SLURM, Kubernetes) and contacted with the
+    cluster's secret and TLS. An answer shows that the task's event loop runs. A step that computes
+    on the loop delays the answer, so for workers use this as a readiness probe, not as a liveness
+    probe.
+
+    \b
+    Exit codes:
+        0  the task answers
+        1  it does not: it is not listening yet, is busy, or hangs
+        2  wrong configuration, as for psync task; or the task is a chief or evaluator, which
+           does not listen
+    """
+    from psync.cluster_roles import ENQUIRER
+    from psync.errors import AuthenticationError, ConfigurationError, PsyncError, VersionMismatch
+    from psync.launch.tasks import own_task
+    from psync.net.endpoint import Endpoint
+    from psync.net.environment import platform_of
+
+    own = own_task(None)
+    if own.job not in ("ps", "worker"):
+        raise ConfigurationError(
+            f"{own.name} does not listen: only ps and worker tasks answer",
+            hint="psync top --once shows what a chief does",
+        )
+    platform = platform_of(own.resolver, own.address, warn=lambda text: None)
+
+    async def knock() -> None:
+        endpoint = Endpoint(platform, PROBE, ENQUIRER, {})  # which is fenced nowhere
+        try:
+            async with asyncio.timeout(timeout):
+                await endpoint.connect(own.address, own.name)
+        finally:
+            await endpoint.close()
+
+    try:
+        asyncio.run(knock())
+    except ConfigurationError:
+        raise
+    except (AuthenticationError, VersionMismatch) as error:
+        raise ConfigurationError(error.message, hint=error.hint) from error
+    except (PsyncError, TimeoutError) as error:
+        why = f"no answer within {timeout:g} s" if isinstance(error, TimeoutError) else error
+        click.echo(f"psync: {own.name} at {own.address}: {why}", err=True)
+        return FAILED
+    click.echo(f"{own.name} answers")
+    return 0
+
+
+@psync.group()
+def certs() -> None:
+    """Create certificates for TLS between tasks.
+
+    \b
+    Once, for all hosts of a cluster; then copy the files to each host:
+        psync certs new --out certs --hosts ps0.example.org,10.0.0.7
+    """
+
+
+@certs.command("new")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("certs"),
+    help="Folder for the files; it must not exist yet.",
+)
+@click.option(
+    "--hosts",
+    multiple=True,
+    metavar="HOST[,HOST…]",
+    help="Names and IP addresses of all hosts where tasks listen, as in the cluster description. "
+    "This machine's name, localhost, 127.0.0.1 and ::1 are always included.",
+)
+@click.option(
+    "--days",
+    type=click.IntRange(min=1, max=36_500),
+    default=365,
+    help="How long the certificates are valid.",
+)
+def new(out: Path, hosts: tuple[str, ...], days: int) -> int:
+    """Create a certificate authority, and one certificate and key for all tasks.
+
+    The authority's private key is discarded, so no further certificates can be made that these
+    tasks would trust. To add hosts, create all files again. Needs: pip install 'psync[tls]'.
+    """
+    from psync.net.certificates import mint, own_hosts, write
+
+    named = [host.strip().strip("[]") for text in hosts for host in text.split(",")]
+    every = list(dict.fromkeys([*own_hosts(), *filter(None, named)]))
+    variables = write(mint(every, days), out.absolute())
+    click.echo(f"valid for {days} days, for {', '.join(every)}; on each host, for each task:")
+    for name, path in variables.items():
+        click.echo(f"export {name}={path}")
+    return 0
+
+
 serve = copy.copy(task)  # its name until 0.2
 serve.hidden = True
 psync.add_command(serve, "serve")
 psync.add_command(top)
 psync.add_command(trace)
-psync.add_command(scale)
-psync.add_command(join)
-psync.add_command(health)
 psync.add_command(launch)
+psync.add_command(bench)
 psync.add_command(dashboard_command)
 psync.add_command(checkpoint)
-psync.add_command(certs)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -1,10 +1,14 @@
-"""``psync run``: all tasks of a cluster on this machine, from one command.
+"""``psync run``: all tasks of a cluster on this machine, from one command; and ``psync scale``.
 
 The launcher starts every task at once and then only watches. Tasks that die are started again; what
 follows from that is for the chief to decide. The run ends when the chief does, and is not to be
 started again, when a worker cannot be kept alive, or when a signal says so; whichever comes first
 decides the exit code, and all after that is stopping. The launcher must not import what tasks
 import (numpy): they start the sooner for it, and so does the first training step.
+
+It listens at a Unix socket in a directory that only its user can enter, beside a file that names
+it, as coordinators do for ``psync top`` (``status.run_files``): there ``psync scale`` asks for more
+or fewer workers. A request is a line of JSON with the token of that file, the answer likewise.
 """
 
 from __future__ import annotations
@@ -15,27 +19,39 @@ import errno
 import json
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from io import FileIO
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from psync.cli.scale import scaled_on_request
-from psync.cli.scripts import directory_of, script_command
 from psync.closures.scaling_rule import changes
-from psync.launch.gpus import GpuShares
+from psync.errors import ConfigurationError, PsyncError
 from psync.launch.plugins import check_found, plugins_environ
-from psync.launch.processes import SERVE_COMMAND, Output, ProcessGroup, RestartPolicy
-from psync.launch.task_output import also_release_blocked_output, say
-from psync.launch.task_process import Process, describe_exit, hint_of_crash
+from psync.launch.process import also_release_blocked_output, say
+from psync.launch.processes import (
+    SERVE_COMMAND,
+    GpuShares,
+    Output,
+    Process,
+    ProcessGroup,
+    RestartPolicy,
+    describe_exit,
+    hint_of_crash,
+)
+from psync.net.platform import random_hex
 from psync.net.process_state import MISPLACED, named_file, new_pipe
 from psync.net.secret import load_secret, mint_secret
+from psync.status import run_files
+from psync.status.guard import is_token
 
 if TYPE_CHECKING:
-    from psync.launch.hosts import HostsPlan
+    from psync.integrations.ssh import HostsPlan
 
 ALONE_S = 1.0  # how long the chief may outlive a worker before that is worth a word
 FAILED = 1  # exit code when a worker could not be kept alive
@@ -43,24 +59,9 @@ RAISE_LIMIT = "; raise `ulimit -n`"  # a remedy
 SETUP_ERROR = 2  # exit code of a task whose set-up is wrong: once more would be no better
 
 
-def launch(
-    script: str,
-    args: Sequence[str] = (),
-    *,
-    module: bool = False,
-    num_ps: int = 1,
-    num_workers: int = 1,
-    evaluator: bool = False,
-    max_restarts: int = 3,
-    chief_restarts: int = 0,
-    quiet: bool = False,
-    gpus_per_worker: int | None = None,
-    plugins: Sequence[str] = (),
-    hosts: HostsPlan | None = None,
-    environ: Mapping[str, str] = os.environ,
-    ps_command: Sequence[str] = SERVE_COMMAND,
-) -> int:
-    """Run a script as the chief and the workers of a new cluster, and wait for the chief.
+@dataclass(eq=False)
+class Launcher:
+    """Runs a script as the chief and the workers of a new cluster, and waits for the chief.
 
     The chief has this process's own stdin, stdout and stderr; lines of the other tasks get a
     prefix. SIGUSR1 is passed on to all tasks, which answer with reports.
@@ -74,9 +75,7 @@ def launch(
     checkpoint. The first SIGINT, SIGTERM or SIGHUP stops all tasks in order, the second kills them.
 
     Args:
-        script: A Python file, or a directory with a ``__main__.py``; or the name of a module.
-        args: What the script finds in ``sys.argv``.
-        module: Whether it is a module.
+        command: Runs the script; see ``script_command``.
         num_ps: Number of ps tasks, at least 1.
         num_workers: Number of workers, at least 1.
         evaluator: Whether the script also runs as an evaluator, beside the training cluster.
@@ -87,110 +86,93 @@ def launch(
         quiet: Drop what ps tasks and workers print.
         gpus_per_worker: GPUs that each worker sees, and no other worker does; ps tasks see none.
             None: all tasks see what this process does.
-        plugins: Modules that all tasks load. They are looked for beside the script, too, and where
-            this process is.
         hosts: Where ps tasks and workers run; None: here.
         environ: What tasks inherit. A secret is minted unless there is one.
         ps_command: What a ps runs.
-
-    Returns:
-        The exit code: the chief's (128 + n if signal n killed it), 128 + n if signal n
-        stopped the run, 1 if a worker died too often or this process may open too few files.
-
-    Raises:
-        ConfigurationError: If the script is missing or not one, the secret cannot be used, a plugin
-            is not found, there are fewer GPUs, or a host cannot be reached or used.
     """
-    command = script_command(script, args, module=module)
-    commands = {"chief": command, "ps": ps_command, "worker": command, "evaluator": command}
-    jobs = {"chief": 1, "ps": num_ps, "worker": num_workers}
-    if evaluator:
-        jobs["evaluator"] = 1
-    # Checked here, where it is one error, and not one on each task.
-    variables = plugins_environ(plugins, environ)
-    if plugins:
-        places = [directory_of(script, module=module), os.getcwd()]
-        check_found(plugins, [*places, *sys.path])
-        python_path = [*places, *filter(None, [environ.get("PYTHONPATH")])]
-        environ = {**environ, **variables, "PYTHONPATH": os.pathsep.join(python_path)}
-    known = load_secret(environ)
-    gpus = GpuShares(gpus_per_worker if hosts is None else None, environ)  # hosts have their own
-    gpus.check(num_workers)
-    if hosts is None:
-        secret = mint_secret() if known is None else None
-        place: Place = partial(ProcessGroup, secret=secret, environ=environ)
-    else:
-        hosts.check(num_workers)
-        text = mint_secret() if known is None else os.fsdecode(known.value)
-        place = partial(hosts.group, secret=text, environ=environ, script="" if module else script)
-    joinable = known is not None  # nobody else knows one that is made here
-    limits = max_restarts, chief_restarts
-    run = _Run(script, commands, jobs, environ, place, hosts, gpus, *limits, quiet, joinable)
-    try:
-        return asyncio.run(run.run())
-    except (OSError, BaseExceptionGroup) as error:
-        if not _too_many_files(error):
-            raise
-        say(f"error: {os.strerror(errno.EMFILE)}{RAISE_LIMIT}: the run ends")
-        return FAILED
 
+    command: Sequence[str]
+    num_ps: int = 1
+    num_workers: int = 1
+    evaluator: bool = False
+    max_restarts: int = 3
+    chief_restarts: int = 0
+    quiet: bool = False
+    gpus_per_worker: int | None = None
+    hosts: HostsPlan | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    ps_command: Sequence[str] = SERVE_COMMAND
 
-def _too_many_files(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return any(map(_too_many_files, error.exceptions))
-    return isinstance(error, OSError) and error.errno == errno.EMFILE
+    def launch(self) -> int:
+        """Do it.
 
+        Returns:
+            The exit code: the chief's (128 + n if signal n killed it), 128 + n if signal n
+            stopped the run, 1 if a worker died too often or this process may open too few files.
 
-Place = Callable[[Mapping[str, int]], AbstractAsyncContextManager[ProcessGroup]]
+        Raises:
+            ConfigurationError: If the secret cannot be used, there are fewer GPUs, or a host cannot
+                be reached or used.
+        """
+        is_module = self.command[1] == "-m"
+        self.program = self.command[2 if is_module else 1]
+        known = load_secret(self.environ)
+        self.joinable = known is not None  # nobody else knows a secret that is made here
+        secret = mint_secret() if known is None else os.fsdecode(known.value)
+        per_worker = self.gpus_per_worker if self.hosts is None else None  # hosts have their own
+        self.gpus = GpuShares(per_worker, self.environ)
+        self._check_room(self.num_workers)
+        jobs = {"chief": 1, "ps": self.num_ps, "worker": self.num_workers}
+        if self.evaluator:
+            jobs["evaluator"] = 1
+        try:
+            return asyncio.run(self._run(jobs, secret, "" if is_module else self.program))
+        except (OSError, BaseExceptionGroup) as error:
+            if not _too_many_files(error):
+                raise
+            say(f"error: {os.strerror(errno.EMFILE)}{RAISE_LIMIT}: the run ends")
+            return FAILED
 
+    def _check_room(self, num_workers: int) -> None:
+        self.gpus.check(num_workers)
+        if self.hosts is not None:
+            self.hosts.check(num_workers)
 
-@dataclass
-class _Run:
-    """One run, from the first task's start to the last one's end."""
-
-    program: str
-    commands: Mapping[str, Sequence[str]]
-    jobs: Mapping[str, int]
-    environ: Mapping[str, str]
-    place: Place  # makes their processes
-    hosts: HostsPlan | None
-    gpus: GpuShares
-    max_restarts: int
-    chief_restarts: int
-    quiet: bool
-    joinable: bool  # whether somebody may join who was not started here
-    num_chiefs: int = 0  # so far
-    news: FileIO | None = None  # where the chief hears of workers that come and leave
-
-    def __post_init__(self) -> None:
-        self._working = set(range(self.jobs["worker"]))  # workers that are kept running
+    async def _run(self, jobs: Mapping[str, int], secret: str, script: str) -> int:
+        self.num_chiefs = 0  # so far
+        self.news: FileIO | None = None  # where the chief hears of workers that come and leave
+        self._working = set(range(self.num_workers))  # workers that are kept running
         self._leaving: set[int] = set()  # of these, those that were asked to leave
         self._workers: dict[int, Process] = {}
         self._explained = False
-
-    async def run(self) -> int:
         self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._scaling = asyncio.Lock()
         watch = {
             "chief": self._watch_chief, "ps": self._watch_ps, "worker": self._watch_worker,
             "evaluator": self._watch_evaluator,
         }  # fmt: skip
-        async with self.place(self.jobs) as self._group:
+        if self.hosts is None:
+            minted = None if self.joinable else secret
+            group: AbstractAsyncContextManager[ProcessGroup] = ProcessGroup(
+                jobs, secret=minted, environ=self.environ
+            )
+        else:
+            group = self.hosts.group(jobs, secret, self.environ, script)
+        async with group as self._group:
             if self.joinable:
                 say(f"workers may join: psync join {self._group.cluster['chief'][0]}")
             # The evaluator hears that the run ends by the end of a pipe to which nobody writes.
             with self._signals(), new_pipe() as (self._heard, ending):
-                async with asyncio.TaskGroup() as tasks:
-                    self._tasks = tasks
+                async with asyncio.TaskGroup() as self._tasks:
                     watchers = {
-                        (job, index): tasks.create_task(watch[job](index))
-                        for job, count in self.jobs.items()
+                        (job, index): self._tasks.create_task(watch[job](index))
+                        for job, count in jobs.items()
                         for index in range(count)
                     }
                     program = os.path.basename(self.program)
                     async with scaled_on_request(self.scale, program, self.environ):
                         code = await self._outcome
-                    if code == 0 and ("evaluator", 0) in watchers:
+                    if code == 0 and self.evaluator:
                         ending.close()
                         await self._let_evaluator_end(watchers["evaluator", 0])
                     await self._group.stop()
@@ -204,26 +186,21 @@ class _Run:
             OSError: The machine has no free port or descriptor.
         """
         async with self._scaling:
-            return await self._scale(number)
-
-    async def _scale(self, number: int) -> str:
-        come, leave = changes(self._working - self._leaving, self._leaving, number)
-        if come:
-            self.gpus.check(max(come) + 1)
-            if self.hosts is not None:
-                self.hosts.check(max(come) + 1)
-        added: dict[int, str] = {}
-        try:
-            for index in come:
-                added[index] = await self._group.add_task("worker", index)
-                self._working.add(index)
-                self._tasks.create_task(self._watch_worker(index))
-        finally:
-            self._leaving.update(leave)
-            self._tell_chief(added, leave)
-            for index in leave:
-                if index in self._workers:
-                    self._workers[index].send_signal(signal.SIGTERM)
+            come, leave = changes(self._working - self._leaving, self._leaving, number)
+            if come:
+                self._check_room(max(come) + 1)
+            added: dict[int, str] = {}
+            try:
+                for index in come:
+                    added[index] = await self._group.add_task("worker", index)
+                    self._working.add(index)
+                    self._tasks.create_task(self._watch_worker(index))
+            finally:
+                self._leaving.update(leave)
+                self._tell_chief(added, leave)
+                for index in leave:
+                    if index in self._workers:
+                        self._workers[index].send_signal(signal.SIGTERM)
         if leave:
             return f"{number} workers; {len(leave)} leave when what they run has ended"
         return f"{number} workers; {len(come)} more are started" if come else f"{number} workers"
@@ -282,12 +259,12 @@ class _Run:
             if self._outcome.done():
                 return
             death = f"{ps.name} {describe_exit(code)}"
-            if code == SETUP_ERROR or not self._allows(policy):
+            if code == SETUP_ERROR or not policy.allow():
                 why = "" if code == SETUP_ERROR else f", {policy.exceeded}"
                 say(f"{death}{why}: it is not started again")
                 self._group.abandon("ps", index)  # so that the chief does not wait for it
                 return
-            say(f"{death} and is started again ({self._at_most})")
+            say(f"{death} and is started again ({policy.at_most})")
 
     async def _watch_worker(self, index: int) -> None:
         try:
@@ -307,7 +284,7 @@ class _Run:
             if code == MISPLACED:
                 say(
                     f"error: {worker.name} runs main instead of serving: the run ends; end "
-                    f"{self.commands['chief'][1]} in psync.run(main), not in asyncio.run(main())"
+                    f"{self.program} in psync.run(main), not in asyncio.run(main())"
                 )
                 self._finish(SETUP_ERROR)
                 return
@@ -328,10 +305,10 @@ class _Run:
             if code > 0 and chiefs < self.num_chiefs:  # it ran the program, and lost its chief
                 say(f"{death} and is started again, as the chief was")
                 continue
-            if not self._allows(policy):
+            if not policy.allow():
                 self._give_up(f"{death}, {policy.exceeded}")
                 return
-            say(f"{death} and is started again ({self._at_most})")
+            say(f"{death} and is started again ({policy.at_most})")
 
     async def _watch_evaluator(self, index: int) -> None:
         policy = RestartPolicy(self.max_restarts)
@@ -339,7 +316,7 @@ class _Run:
         while not self._outcome.done():
             try:
                 evaluator = self._group.start_task(
-                    "evaluator", index, self.commands["evaluator"],
+                    "evaluator", index, self.command,
                     env={"PSYNC_RUN_FD": str(heard)}, pass_fds=(heard,),
                     output="discarded" if self.quiet else "prefixed",
                 )  # fmt: skip
@@ -350,7 +327,7 @@ class _Run:
             if code == 0 or self._outcome.done():
                 return
             death = f"{evaluator.name} {describe_exit(code)}"
-            if code > 0 or not self._allows(policy):
+            if code > 0 or not policy.allow():
                 say(f"{death} and is not started again; training goes on")
                 return
             say(f"{death} and is started again")
@@ -368,13 +345,6 @@ class _Run:
             self._explained = True
             say(hint)
 
-    def _allows(self, policy: RestartPolicy) -> bool:
-        return policy.allow(asyncio.get_running_loop().time())
-
-    @property
-    def _at_most(self) -> str:
-        return f"at most {self.max_restarts} times a minute"
-
     def _start(
         self, job: str, index: int, env: Mapping[str, str] | None = None, *pass_fds: int
     ) -> Process | None:
@@ -385,9 +355,10 @@ class _Run:
             "inherited" if job == "chief" else "discarded" if self.quiet else "prefixed"
         )
         env = {**self.gpus.environ_of(job, index), **(env or {})}
+        command = self.ps_command if job == "ps" else self.command
         try:
             return self._group.start_task(
-                job, index, self.commands[job], env=env, output=output, pass_fds=pass_fds
+                job, index, command, env=env, output=output, pass_fds=pass_fds
             )
         except OSError as error:
             hint = RAISE_LIMIT if _too_many_files(error) else ""
@@ -416,15 +387,12 @@ class _Run:
         for signum in signals:
             loop.add_signal_handler(signum, self._on_signal, signum)
             also_release_blocked_output(signum)
-        loop.add_signal_handler(signal.SIGUSR1, self._on_report_signal)
+        loop.add_signal_handler(signal.SIGUSR1, self._group.signal_all, signal.SIGUSR1)
         try:
             yield
         finally:
             for signum in (*signals, signal.SIGUSR1):
                 loop.remove_signal_handler(signum)
-
-    def _on_report_signal(self) -> None:
-        self._group.signal_all(signal.SIGUSR1)
 
     def _on_signal(self, signum: signal.Signals) -> None:
         if self._outcome.done():
@@ -432,3 +400,214 @@ class _Run:
         else:
             say(f"{signum.name}: stopping all tasks; once more to kill them")
             self._finish(128 + signum)
+
+
+def _too_many_files(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(_too_many_files, error.exceptions))
+    return isinstance(error, OSError) and error.errno == errno.EMFILE
+
+
+# The script.
+
+SCRIPT_SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")  # what the interpreter takes by name
+
+
+def script_command(script: str, args: Sequence[str] = (), *, module: bool = False) -> list[str]:
+    """Return the command that runs a script the way ``python SCRIPT ARGS`` does.
+
+    Args:
+        script: A Python file, or a directory with a ``__main__.py``; or the name of a module.
+        args: What the script finds in ``sys.argv``.
+        module: Whether it is a module, which runs the way ``python -m MODULE ARGS`` does.
+
+    Raises:
+        ConfigurationError: There is no such file, directory or module.
+    """
+    if module:
+        _check_module(script)
+        return [sys.executable, "-m", script, *args]
+    path = Path(script)
+    if not path.exists():
+        is_module = path.suffix not in SCRIPT_SUFFIXES and os.sep not in script
+        raise ConfigurationError(
+            f"script {script!r} does not exist",
+            hint="a module runs with -m, as with python" if is_module else None,
+        )
+    if path.is_dir():
+        if not (path / "__main__.py").is_file():
+            raise ConfigurationError(f"script {script!r} is a directory without a __main__.py")
+    elif path.suffix not in SCRIPT_SUFFIXES:
+        raise ConfigurationError(
+            f"script {script!r} is not a Python file: expected a name ending in .py"
+        )
+    return [sys.executable, script, *args]
+
+
+def _check_module(name: str) -> None:
+    """Look for a module as ``python -m`` does, but import nothing, not even its package.
+
+    Raises:
+        ConfigurationError: It is not there, or a package without a ``__main__.py``.
+    """
+    places: Sequence[str] | None = [os.getcwd(), *sys.path]
+    found = ""
+    for part in (*name.split("."), "__main__"):
+        found = f"{found}.{part}".removeprefix(".")
+        spec = PathFinder.find_spec(found, places)
+        if spec is None and part == "__main__":
+            raise ConfigurationError(
+                f"{name!r} is a package without a __main__.py, so it cannot be run"
+            )
+        if spec is None:
+            raise ConfigurationError(
+                f"module {name!r} was not found: there is no {found!r} in this directory "
+                f"({os.getcwd()}) or where Python looks for modules",
+                hint="-m takes a name such as package.module, without .py; to run a file, leave "
+                "out -m",
+            )
+        if spec.submodule_search_locations is None:
+            if found == name or part == "__main__":
+                return
+            raise ConfigurationError(f"module {name!r} was not found: {found!r} is not a package")
+        places = list(spec.submodule_search_locations)
+
+
+def plugged(
+    environ: Mapping[str, str], plugins: Sequence[str], script: str, *, module: bool
+) -> dict[str, str]:
+    """Return an environment in which all tasks load plugins.
+
+    They are looked for beside the script, too, and where this process is.
+
+    Raises:
+        ConfigurationError: One is not found: here it is one error, and not one on each task.
+    """
+    if not plugins:
+        return {**environ}
+    variables = plugins_environ(plugins, environ)
+    directory = script if os.path.isdir(script) else os.path.dirname(script)
+    places = [os.getcwd() if module else os.path.abspath(directory), os.getcwd()]
+    check_found(plugins, [*places, *sys.path])
+    path = os.pathsep.join([*places, *filter(None, [environ.get("PYTHONPATH")])])
+    return {**environ, **variables, "PYTHONPATH": path}
+
+
+# ``psync scale``.
+
+LAUNCHERS = "launchers"
+"""The directory of their files, in that of run files, which are of coordinators."""
+
+MAX_REQUEST_BYTES = 4096
+REQUEST_WITHIN_S = 5.0
+
+Scale = Callable[[int], Awaitable[str]]
+
+
+@contextlib.asynccontextmanager
+async def scaled_on_request(
+    scale: Scale, program: str, environ: Mapping[str, str]
+) -> AsyncIterator[None]:
+    """Return a context in which processes of this user may ask a launcher to scale.
+
+    They cannot if no directory can be made for it, or with ``PSYNC_STATUS=0``.
+
+    Args:
+        scale: Called with a number of workers; returns a report, or raises a PsyncError.
+        program: Name of the script.
+        environ: See ``directory_of_runs``.
+    """
+    token = random_hex(32)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):
+            async with asyncio.timeout(REQUEST_WITHIN_S):
+                line = await reader.readline()
+            reply = await _reply(line, token, scale)
+            writer.write(json.dumps(reply).encode() + b"\n")
+            await writer.drain()
+
+    with contextlib.ExitStack() as stack:
+        if environ.get("PSYNC_STATUS") != "0":
+            with contextlib.suppress(OSError):
+                directory = _directory(environ)
+                run_files.make_directory(directory.parent)
+                run_files.make_directory(directory)
+                run_files.take_away_ended(directory)
+                path = directory / f"{os.getpid()}-{random_hex(4)}{run_files.SUFFIX}"
+                where = path.with_suffix(".sock")
+                bound = stack.enter_context(socket.socket(socket.AF_UNIX))
+                bound.bind(os.fspath(where))
+                os.chmod(where, 0o600)
+                server = await asyncio.start_unix_server(
+                    answer, sock=bound, limit=MAX_REQUEST_BYTES
+                )
+                stack.callback(server.close)
+                run = run_files.Run(os.getpid(), time.time(), program, f"unix:{where}", token)
+                stack.enter_context(run_files.run_file(path, run))
+        yield
+
+
+async def _reply(line: bytes, token: str, scale: Scale) -> dict[str, str]:
+    try:
+        request = json.loads(line)
+        given, workers = str(request["token"]), request["workers"]
+        if type(workers) is not int or workers < 1:
+            raise ValueError("expected a number of workers")
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return {"error": "expected a request of psync scale"}
+    if not is_token(given, token):
+        return {"error": "the token is not that of this run"}
+    try:
+        return {"said": await scale(workers)}
+    except (PsyncError, OSError) as exc:
+        return {"error": str(exc)}
+
+
+def _directory(environ: Mapping[str, str] = os.environ) -> Path:
+    return run_files.directory_of_runs(environ) / LAUNCHERS
+
+
+def ask_to_scale(named: str | None, workers: int) -> str:
+    """Ask the launcher of a run for other workers; return what to say.
+
+    Args:
+        named: Which run; see ``chosen_run``.
+        workers: How many.
+
+    Raises:
+        ConfigurationError: There is no such run, it is unreachable, or it refuses.
+    """
+    asked = _launched(named)
+    answer = asyncio.run(_ask(asked, workers))
+    if "error" in answer:
+        raise ConfigurationError(f"{asked}: {answer['error']}")
+    return f"{asked}: {answer['said']}"
+
+
+def _launched(named: str | None) -> run_files.Run:
+    try:
+        return run_files.chosen_run(named, _directory())
+    except ConfigurationError as none:
+        if not all(run_files.has_ended(each) for _, each in run_files.runs_in(_directory())):
+            raise
+        try:
+            other = run_files.chosen_run(named)
+        except ConfigurationError:
+            raise none from None
+        raise ConfigurationError(
+            f"no program started by psync run is running: {other} was started without it",
+            hint="psync scale asks psync run for workers; a program that opens a cluster itself "
+            "calls its scale(workers=8)",
+        ) from none
+
+
+async def _ask(run: run_files.Run, workers: int) -> dict[str, Any]:
+    try:
+        reader, writer = await asyncio.open_unix_connection(run_files.socket_of(run))
+        with contextlib.closing(writer):
+            writer.write(json.dumps({"token": run.token, "workers": workers}).encode() + b"\n")
+            answer: dict[str, Any] = json.loads(await reader.readline())
+    except (OSError, ValueError) as exc:
+        raise ConfigurationError(f"{run} has ended, or is unreachable: {exc}") from exc
+    return answer

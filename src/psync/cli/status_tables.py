@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
@@ -96,63 +97,61 @@ def _coarse(staleness: Mapping[str, int]) -> list[tuple[str, int]]:
     return [*few, *([("5 and more", many)] if many else [])]
 
 
+@dataclass
 class _Rows:
     """A table that leaves columns out where the terminal is narrow.
 
     Args:
         columns: Their headings.
-        left: Those of texts.
+        rows: Their cells; those at the end of a row may be missing.
+        left: The columns of texts.
         optional: Those that can be left out, the first one first.
     """
 
-    def __init__(
-        self, columns: Sequence[str], *, left: Sequence[str], optional: Sequence[str]
-    ) -> None:
-        self._columns, self._left, self._optional = columns, left, optional
-        self._rows: list[Sequence[str | Text]] = []
-
-    def add(self, *cells: str | Text) -> None:
-        """Add a row; cells at its end may be missing."""
-        self._rows.append(cells)
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Text]]
+    left: Sequence[str]
+    optional: Sequence[str]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = {
-            name: max(len(name), *(len(row[at]) for row in self._rows if at < len(row)), 0)
-            for at, name in enumerate(self._columns)
+            name: max(len(name), *(len(row[at]) for row in self.rows if at < len(row)), 0)
+            for at, name in enumerate(self.columns)
         }
-        last = self._columns[-1]
-        if last in self._left:  # it is folded where it does not fit
+        last = self.columns[-1]
+        if last in self.left:  # it is folded where it does not fit
             widths[last] = min(widths[last], FOLDED)
-        shown = list(self._columns)
-        for name in self._optional:
+        shown = list(self.columns)
+        for name in self.optional:
             if sum(widths[each] + GAP for each in shown) - GAP <= options.max_width:
                 break
             shown.remove(name)
         table = Table(box=None, pad_edge=False, header_style="dim")
         for name in shown:
             table.add_column(
-                name, justify="left" if name in self._left else "right",
-                no_wrap=name != last or last not in self._left, overflow="ellipsis",
+                name, justify="left" if name in self.left else "right",
+                no_wrap=name != last or last not in self.left, overflow="ellipsis",
             )  # fmt: skip
-        for row in self._rows:
-            cells = dict(zip(self._columns, row, strict=False))
+        for row in self.rows:
+            cells = dict(zip(self.columns, row, strict=False))
             table.add_row(*(cells.get(name, "") for name in shown))
         yield table
 
 
 def _groups(groups: Sequence[GroupStatus]) -> _Rows:
-    table = _Rows(
-        ("synchronous", "step", "/s", "counted", "partial", "dropped", "duplicate", "waits for"),
-        left=("synchronous", "waits for"),
-        optional=("duplicate", "partial", "/s", "dropped", "step"),
-    )
-    for group in groups:
-        table.add(
+    rows = [
+        (
             Text(_plain(group.name)), str(group.step), number_text(group.steps_per_s),
             f"{group.counted} of {group.target}", str(group.partial_steps), str(group.dropped),
             str(group.duplicates), tasks_text(group.waits_for),
-        )  # fmt: skip
-    return table
+        )
+        for group in groups
+    ]  # fmt: skip
+    return _Rows(
+        ("synchronous", "step", "/s", "counted", "partial", "dropped", "duplicate", "waits for"),
+        rows, left=("synchronous", "waits for"),
+        optional=("duplicate", "partial", "/s", "dropped", "step"),
+    )  # fmt: skip
 
 
 def _ps(tasks: Sequence[PsStatus]) -> _Rows:
@@ -160,26 +159,23 @@ def _ps(tasks: Sequence[PsStatus]) -> _Rows:
         "ps", "state", "variables", "slots", "push/s", "pull/s", "in/s", "out/s", "queue", "dup.",
     )  # fmt: skip
     backup = ("backup",) if any(ps.backup is not None for ps in tasks) else ()
-    table = _Rows(
-        (*columns, *backup),
-        left=("ps", "state", "backup"),
-        optional=("dup.", "slots", "in/s", "out/s", *backup, "variables"),
-    )
+    rows: list[list[str | Text]] = []
     for ps in tasks:
-        state = Text(ps.state, STYLES.get(ps.state, ""))
+        rows.append([task_text(ps.task), _state(ps.state)])
         if ps.age_s is None:
-            table.add(task_text(ps.task), state)
             continue
-        cells = [
+        rows[-1] += [
             bytes_text(ps.bytes), bytes_text(ps.slot_bytes), number_text(ps.pushes_per_s),
             number_text(ps.pulls_per_s), bytes_text(ps.bytes_in_per_s),
             bytes_text(ps.bytes_out_per_s), str(ps.queue), str(ps.duplicates),
         ]  # fmt: skip
         if ps.backup is not None:
             behind = f" -{ps.backup.behind}" if ps.backup.behind else ""  # entries that it lacks
-            cells.append(f"{ps.backup.state}{behind}")
-        table.add(task_text(ps.task), state, *cells)
-    return table
+            rows[-1].append(f"{ps.backup.state}{behind}")
+    return _Rows(
+        (*columns, *backup), rows, left=("ps", "state", "backup"),
+        optional=("dup.", "slots", "in/s", "out/s", *backup, "variables"),
+    )  # fmt: skip
 
 
 def _workers(workers: Sequence[WorkerStatus], room: int | None) -> list[RenderableType]:
@@ -187,40 +183,37 @@ def _workers(workers: Sequence[WorkerStatus], room: int | None) -> list[Renderab
     if room is not None and len(shown) > room:
         more = len(shown) - room + 1
         shown = sorted(shown, key=_by_trouble)[: room - 1]
-    table = _Rows(
-        ("worker", "state", "/s", "mean", "stale", "dropped", "lost", "for", "runs"),
-        left=("worker", "state", "runs"),
-        optional=("lost", "dropped", "stale", "runs", "for"),
-    )
-    for each in shown:
-        closure = each.closure
-        table.add(
-            task_text(each.task), Text(each.state, STYLES.get(each.state, "")),
-            number_text(each.closures_per_s),
+    rows = [
+        (
+            task_text(each.task), _state(each.state), number_text(each.closures_per_s),
             "" if each.mean_s is None else seconds_text(each.mean_s),
             "" if each.staleness is None else str(each.staleness), str(each.dropped),
             str(each.losses),
-            "" if closure is None else seconds_text(closure.seconds),
-            Text("" if closure is None else _plain(f"{closure.name} {closure.id}")),
-        )  # fmt: skip
+            "" if each.closure is None else seconds_text(each.closure.seconds),
+            Text("" if (run := each.closure) is None else _plain(f"{run.name} {run.id}")),
+        )
+        for each in shown
+    ]  # fmt: skip
+    table = _Rows(
+        ("worker", "state", "/s", "mean", "stale", "dropped", "lost", "for", "runs"), rows,
+        left=("worker", "state", "runs"), optional=("lost", "dropped", "stale", "runs", "for"),
+    )  # fmt: skip
     return [table, *([f"and {more} more workers"] if more else [])]
+
+
+def _state(state: str) -> Text:
+    return Text(state, STYLES.get(state, ""))
 
 
 def _errors(workers: Sequence[WorkerStatus]) -> list[Text]:
     """Return lines on the newest errors."""
     seen = [(each.last_error, each.task) for each in workers if each.last_error is not None]
-    newest = sorted(seen, key=lambda each: each[0].seconds)[:MAX_ERRORS]
-    return [
-        _line(
-            "error",
-            f"{seconds_text(error.seconds)} ago on {task_text(task)}: {_first_line(error.text)}",
-        )
-        for error, task in newest
-    ]
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
+    lines = []
+    for error, task in sorted(seen, key=lambda each: each[0].seconds)[:MAX_ERRORS]:
+        first, *_ = error.text.split("\n")
+        ago = seconds_text(error.seconds)
+        lines.append(_line("error", f"{ago} ago on {task_text(task)}: {first}"))
+    return lines
 
 
 def _by_trouble(worker: WorkerStatus) -> tuple[bool, float]:

@@ -1,6 +1,7 @@
-"""Models of other libraries on ps tasks, as they are.
+"""Other libraries and other ways to start tasks: models, engines, ssh hosts, schedulers.
 
-Each module imports its library, an extra of psync, and nothing imports a module of this package
-unless a program asks for it: ``from psync.integrations.torch import PSModule``. What they
-share stands in ``served``, which knows none of these libraries: read it first.
+Nothing imports a module of this package unless a program or a command asks for it: ``from
+psync.integrations.torch import PSModule``. Modules of a library import it; it is an extra of psync.
+Models of all libraries share ``served``, which knows none of them: read it first. Ray and Dask
+share ``engines``.
 """

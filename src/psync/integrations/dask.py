@@ -28,9 +28,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from psync.errors import ConfigurationError, PsyncError
+from psync.integrations.engines import Order, SeatLost, TasksOnEngine
 from psync.launch.cluster import Host, TaskCluster
-from psync.launch.engine_tasks import SeatLost, TasksOnEngine
-from psync.launch.hosted_task import Order
 from psync.net.chief_presence import naming_who_is_awaited
 
 try:

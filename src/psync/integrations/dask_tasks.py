@@ -18,8 +18,8 @@ import distributed
 from distributed.comm import get_address_host
 
 from psync.errors import ClosedError
-from psync.launch.hosted_task import HostedTask, Order
-from psync.launch.task_output import configure_logging
+from psync.integrations.engines import HostedTask, Order
+from psync.launch.process import configure_logging
 
 LOOK_EVERY_S = 0.5
 """How often it is looked whether a task is still wanted."""

@@ -24,10 +24,9 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from psync.errors import ConfigurationError
+from psync.integrations.engines import HostedTask, Order, SeatLost, TasksOnEngine
 from psync.launch.cluster import Host, TaskCluster
-from psync.launch.engine_tasks import SeatLost, TasksOnEngine
-from psync.launch.hosted_task import HostedTask, Order
-from psync.launch.task_output import configure_logging
+from psync.launch.process import configure_logging
 from psync.net.chief_presence import naming_who_is_awaited
 
 try:

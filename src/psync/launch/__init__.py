@@ -1,8 +1,6 @@
-"""Task processes: running as a task, starting tasks on this machine or an engine's, ending them.
+"""Task processes: running as a task, starting tasks on this machine, ending them.
 
 Knows how each task is run, not what it does. ``tasks`` has ``psync.run`` and ``psync.run_task``,
-``processes`` starts tasks as processes and restarts them, ``cluster`` is what all clusters that a
-program starts have in common, and ``local`` the one on this machine. ``engine_tasks`` has tasks in
-processes of an engine such as Ray, and ``hosted_task`` runs each of them there. Begin with
-``tasks``.
+``process`` the loop, signals and output of a process, ``processes`` the children of a launcher, and
+``cluster`` the clusters that a program starts. Begin with ``tasks``.
 """

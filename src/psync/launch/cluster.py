@@ -1,36 +1,59 @@
 """TaskCluster: a cluster whose chief is this process and whose tasks a ``Host`` starts.
 
-What all such clusters have: the resolver, scaling, adapting. ``local`` is one on this machine,
-``psync.integrations.ray`` and ``.dask`` have others.
+What all such clusters have: the resolver, scaling, adapting. ``LocalCluster`` is one on this
+machine, with tasks as processes, which are watched, or in this process. ``psync.integrations.ray``
+and ``.dask`` have others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import json
+import dataclasses
+import itertools
 import logging
 import os
+import signal
+import socket
+import sys
+import sysconfig
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Protocol, Self
+from collections.abc import Collection, Mapping, Sequence
+from typing import Self
 
 from psync.closures.scaling_rule import AdaptiveRule, changes
 from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConfigurationError, PsyncError, UsageError, other_loop
 from psync.launch.plugins import load_plugins, plugins_environ
-from psync.net.environment import platform_of_tf_config
+from psync.launch.processes import (
+    GpuShares,
+    Process,
+    ProcessGroup,
+    RestartPolicy,
+    describe_exit,
+    hint_of_crash,
+)
+from psync.launch.tasks import Door, make_task, tell_to_end
+from psync.net import certificates
+from psync.net.environment import network_of, newest_incarnation
 from psync.net.notebook_cells import of_no_cell
 from psync.net.platform import Platform
 from psync.net.resolvers import SimpleClusterResolver, opened
+from psync.net.secret import Secret, load_secret, mint_secret
+from psync.net.shared.regions import SharedMemory
+from psync.net.tls_config import TLS_VARIABLES
 from psync.net.workforce import Workforce
+from psync.ps_task import PsTask
 from psync.status.html_tables import table
+from psync.testing import MemoryNetwork, VirtualClockLoop
+from psync.wire.limits import DEFAULT_LIMITS, Limits
+from psync.worker_task import WorkerTask
 
 logger = logging.getLogger(__name__)
 
 
-class Host(Protocol):
+class Host(ABC):
     """Starts the tasks of a cluster.
 
     Attributes:
@@ -41,12 +64,13 @@ class Host(Protocol):
     platform: Platform
     chief: str
 
-    async def open(self) -> None:
+    async def open(self) -> None:  # noqa: B027  # by default nobody can
         """Let workers join that know the chief's address and the secret."""
 
-    async def check(self, num_workers: int) -> None:
+    async def check(self, num_workers: int) -> None:  # noqa: B027  # by default there is
         """Is there room for so many workers? Raises ConfigurationError."""
 
+    @abstractmethod
     async def start(self, job: str, index: int) -> str:
         """Start a task that is not there; return its address. Several may be started at a time.
 
@@ -56,12 +80,15 @@ class Host(Protocol):
         Cancellation: It may stay, and ends with the host.
         """
 
+    @abstractmethod
     async def leave(self, index: int) -> None:
         """Let a worker finish what it runs, and end; wait for that. Cancellation: it goes on."""
 
+    @abstractmethod
     def has_left(self, index: int) -> bool:
         """Return whether a worker has ended, and is not started again."""
 
+    @abstractmethod
     def describe(self, job: str, index: int) -> str:
         """Say where a task runs, and how it is."""
 
@@ -349,23 +376,293 @@ class TaskCluster(ABC):
         self.resolver.name_tasks({"chief": {0: self._host.chief}, **self._addresses})
 
 
-@contextlib.asynccontextmanager
-async def cluster_on_engine(settings: str) -> AsyncIterator[TaskCluster]:
-    """Return the cluster that ``psync run --on`` has asked for, as a context manager.
+NO_STRANGERS = Limits(handshakes=DEFAULT_LIMITS.connections)
+"""All who connect in memory are tasks of the cluster. Hundreds that begin at once would take each
+other's places, again and again, until chance has spread them."""
+
+CERTIFICATE_DAYS = 365
+"""Of those that are made for one cluster, and go with it."""
+
+
+class TasksHere(Host):
+    """Tasks in this process, on a network in memory.
 
     Args:
-        settings: ``PSYNC_ON``, JSON: the engine, and the arguments of ``cluster_of_command``.
+        network: That; None: one that delivers at once.
+        resources: Closes the tasks.
+    """
+
+    chief = "chief-0:1"
+
+    def __init__(self, network: MemoryNetwork | None, resources: contextlib.AsyncExitStack) -> None:
+        if network is None:
+            network = MemoryNetwork(chunk=(1 << 20, 1 << 20), check_buffers=False)
+        loop = asyncio.get_running_loop()
+        virtual = isinstance(loop, VirtualClockLoop)
+        self.platform = Platform(
+            network, Secret(mint_secret().encode()), NO_STRANGERS,
+            now=loop.time if virtual else time.monotonic, threads=not virtual,
+        )  # fmt: skip
+        self._resources = resources
+        self._tasks: dict[tuple[str, int], PsTask | WorkerTask] = {}
+        self._addresses: set[str] = set()  # of all there ever were
+
+    async def start(self, job: str, index: int) -> str:
+        # A second worker of one index is not where the first one was.
+        places = (f"{job}-{index}:{port}" for port in itertools.count(1))
+        address = next(place for place in places if place not in self._addresses)
+        self._addresses.add(address)
+        platform = dataclasses.replace(self.platform, memory=SharedMemory())  # a task has its own
+        task = self._tasks[job, index] = make_task(platform, job, index, address)
+        await task.start()
+        self._resources.push_async_callback(task.close)
+        return address
+
+    async def leave(self, index: int) -> None:
+        task = self._tasks.pop(("worker", index))
+        assert isinstance(task, WorkerTask)
+        await task.leave("the cluster is made smaller")
+        await task.close()
+
+    def has_left(self, index: int) -> bool:
+        task = self._tasks.get(("worker", index))
+        return task is None or task.stopped.is_set()
+
+    def describe(self, job: str, index: int) -> str:
+        return "in this process"
+
+
+class TasksInProcesses(Host):
+    """Each task a process, which is started again when it dies.
+
+    Args:
+        counts: Number of tasks of each job at the start.
+        environ: What they inherit.
+        gpus: Of workers.
+        max_restarts: How often a minute each task may be started again.
+        security: Whether certificates are made.
+        resources: Ends the processes.
+
+    Attributes:
+        processes: The newest process of each task, by name.
+    """
+
+    def __init__(
+        self,
+        counts: Mapping[str, int],
+        environ: Mapping[str, str],
+        gpus: GpuShares,
+        max_restarts: int,
+        *,
+        security: bool,
+        resources: contextlib.AsyncExitStack,
+    ) -> None:
+        known = load_secret(environ)
+        minted = mint_secret() if known is None else None
+        environ = {**environ, "PYTHONPATH": os.pathsep.join(_own_import_path())}
+        if security:
+            for name in TLS_VARIABLES:
+                environ.pop(name, None)
+            environ |= resources.enter_context(certificates.temporary(CERTIFICATE_DAYS))
+        self._environ = environ
+        self._group = ProcessGroup({"chief": 1, **counts}, secret=minted, environ=environ)
+        resources.push_async_callback(self._group.stop)
+        resources.push_async_callback(self._stop_watching)
+        self.chief = self._group.cluster["chief"][0]
+        self._joinable = known is not None  # nobody else knows one that was made here
+        inherited: dict[str, socket.socket] = {}
+        if self._joinable:
+            inherited[self.chief] = self._group.listener_of("chief", 0)
+            resources.callback(inherited[self.chief].close)
+        secret = known or Secret((minted or "").encode())
+        self.platform = Platform(network_of(environ, inherited), secret)
+        self._resources = resources
+        self.processes: dict[str, Process] = {}
+        self._unused = {(job, index) for job, count in counts.items() for index in range(count)}
+        self._gpus = gpus
+        self._max_restarts = max_restarts
+        self._watchers: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._leaving: set[tuple[str, int]] = set()
+
+    async def open(self) -> None:
+        if not self._joinable:
+            return
+        joined: dict[str, str] = {}
+        began = self.platform.new_incarnation()
+
+        async def end() -> None:
+            await tell_to_end(self.platform, newest_incarnation() or began, joined)
+
+        self._resources.push_async_callback(end)
+        door = Door(self.platform, self.chief, self.platform.workforce, joined)
+        await self._resources.enter_async_context(door)
+
+    async def check(self, num_workers: int) -> None:
+        if self._gpus.are_shared:
+            await asyncio.to_thread(self._gpus.check, num_workers)
+
+    async def start(self, job: str, index: int) -> str:
+        if (job, index) in self._unused:
+            self._unused.discard((job, index))
+            address = self._group.cluster[job][index]
+        else:
+            address = await self._group.add_task(job, index)
+        self.platform.given_up.forget(address)
+        name = f"{job}-{index}"
+        self.processes[name] = self._start(job, index)
+        watching = self._watch(job, index, address)
+        self._watchers[job, index] = asyncio.get_running_loop().create_task(watching)
+        return address
+
+    def _start(self, job: str, index: int) -> Process:
+        return self._group.start_task(job, index, env=self._gpus.environ_of(job, index))
+
+    async def leave(self, index: int) -> None:
+        task = ("worker", index)
+        self._leaving.add(task)
+        self.processes[f"worker-{index}"].send_signal(signal.SIGTERM)
+        await asyncio.wait((self._watchers[task],))
+
+    def has_left(self, index: int) -> bool:
+        return self._watchers["worker", index].done()
+
+    def describe(self, job: str, index: int) -> str:
+        return self.processes[f"{job}-{index}"].describe()
+
+    async def _watch(self, job: str, index: int, address: str) -> None:
+        policy = RestartPolicy(self._max_restarts)
+        name, level, hinted = f"{job}-{index}", logging.ERROR, job == "ps"
+        while True:
+            code = await self.processes[name].wait()
+            death = describe_exit(code)
+            if not hinted and (hint := hint_of_crash(code, self._environ)):
+                hinted = True
+                logger.warning("%s %s\n%s", name, death, hint)
+            if (job, index) in self._leaving:
+                level, why = logging.INFO, f"{death}: it was asked to leave"
+                break
+            if job == "worker" and code == 0:  # somebody else has asked it, and it did
+                level, why = logging.INFO, "has ended by itself and is not started again"
+                break
+            if not policy.allow():
+                why = f"{death} and is not started again ({policy.exceeded})"
+                break
+            logger.warning("%s %s and is started again", name, death)
+            try:
+                self.processes[name] = self._start(job, index)
+            except OSError as exc:
+                why = f"{death} and could not be started again: {exc}"
+                break
+        logger.log(level, "%s %s", name, why)
+        if (job, index) in self._leaving:
+            self._group.remove_task(job, index)
+        else:
+            self._group.abandon(job, index)
+        self._leaving.discard((job, index))
+        self.platform.given_up.note(address, why)
+
+    async def _stop_watching(self) -> None:
+        for task in self._watchers.values():
+            task.cancel()
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+
+
+def _own_import_path() -> list[str]:
+    """Return where this program finds its own modules: its script's directory, PYTHONPATH.
+
+    That is what stands before Python's own directories, which tasks have, too.
+    """
+    stdlib = sysconfig.get_path("stdlib")
+    zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    pythons = {stdlib, os.path.join(os.path.dirname(stdlib), zipped)}
+    own = itertools.takewhile(lambda path: path not in pythons, sys.path)
+    return [os.path.abspath(path) for path in own]  # an empty one is the working directory
+
+
+class LocalCluster(TaskCluster):
+    """ps and worker tasks on this machine; this process is the chief.
+
+    An async context manager; inside, ``ParameterServerStrategy()`` uses this cluster.
+
+    - With processes, each task is a real process. The cluster makes its own secret. A task that
+      dies restarts, up to three times a minute; a ps comes back empty. Tasks can import modules
+      next to this program's script, as the script can.
+    - Without processes, all tasks run in this process and on this loop, connected by memory instead
+      of sockets.
+
+    Args:
+        num_ps: Number of ps tasks, at least 1.
+        num_workers: Number of workers, at least 1.
+        processes: Whether tasks are separate processes.
+        max_restarts: Number of restarts per minute of each worker and each ps. A task that dies
+            once more is given up, and a ``ClusterCoordinator`` does not wait for it. When the last
+            worker is given up, ``join`` raises WorkerLost; for a ps, ParameterServerLost.
+        network: Network of the tasks of a cluster without processes, instead of one that delivers
+            immediately: ``psync.testing.MemoryNetwork(seed=7, latency=(0.001, 0.01))`` delays, cuts
+            and checks. With ``psync.testing.run_virtual`` such a test takes no real time.
+        security: Whether connections between the processes use TLS, with certificates that are made
+            for this cluster and removed with it (``pip install 'psync[tls]'``). If False, they use
+            TLS if the environment names certificates.
+        gpus_per_worker: Number of GPUs that each worker process sees, out of those that this
+            process sees. Workers share no GPU, and ps tasks see none. 0: workers see none either.
+            None: all tasks see the same GPUs as this process.
+        plugins: Modules with custom rules, which this process and all tasks load; see
+            ``psync.rules``.
 
     Raises:
-        ConfigurationError: The engine is not there, or has no room.
+        ConfigurationError: A number is too small; processes are given a network; tasks without
+            processes are given security or GPUs; or plugins are not modules. From ``start``:
+            certificates cannot be made or used, there are too few GPUs, or a plugin cannot be
+            imported.
+
+    Example:
+        async with psync.LocalCluster(2, 2) as cluster:
+            strategy = psync.ParameterServerStrategy()
+            async with psync.ClusterCoordinator(strategy) as coordinator:
+                ...
     """
-    options = json.loads(settings)
-    # By its name: psync's own launchers do not load it.
-    engine = importlib.import_module(f"psync.integrations.{options.pop('engine')}")
-    async with engine.cluster_of_command(**options) as cluster:
-        # For scripts that ask for it by name.
-        task = {"type": "chief", "index": 0}
-        config = {"cluster": cluster.resolver.cluster_spec().as_dict(), "task": task}
-        os.environ["TF_CONFIG"] = json.dumps(config)
-        platform_of_tf_config.set(cluster.resolver.platform)
-        yield cluster
+
+    def __init__(
+        self,
+        num_ps: int,
+        num_workers: int,
+        processes: bool = True,
+        *,
+        max_restarts: int = 3,
+        network: MemoryNetwork | None = None,
+        security: bool = False,
+        gpus_per_worker: int | None = None,
+        plugins: Sequence[str] = (),
+    ) -> None:
+        super().__init__(num_ps, num_workers, plugins)
+        if processes and network is not None:
+            raise ConfigurationError(
+                "network: only tasks in one process can use it",
+                hint="LocalCluster(…, processes=False)",
+            )
+        if security and not processes:
+            raise ConfigurationError("security: tasks in one process do not use it")
+        if gpus_per_worker is not None and not processes:
+            raise ConfigurationError(
+                "gpus_per_worker: tasks in one process see the same GPUs",
+                hint="LocalCluster(…, processes=True)",
+            )
+        self._security = security
+        self._gpus = GpuShares(gpus_per_worker, os.environ)
+        self._processes = processes
+        self._network = network
+        self._max_restarts = max_restarts
+        self.tasks: dict[str, Process] = {}  # the newest process of each, as "worker-0"
+
+    async def _make_host(self, resources: contextlib.AsyncExitStack) -> Host:
+        if not self._processes:
+            return TasksHere(self._network, resources)
+        host = TasksInProcesses(
+            self._counts, {**os.environ, **self._plugins}, self._gpus, self._max_restarts,
+            security=self._security, resources=resources,
+        )  # fmt: skip
+        self.tasks = host.processes
+        return host
+
+    def _check_now(self, num_workers: int) -> None:
+        self._gpus.check(num_workers)

@@ -10,6 +10,7 @@ points of installed packages::
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import sys
@@ -88,16 +89,19 @@ def _load(what: str, task: str, load: Callable[[], object]) -> None:
         load()
     except (Exception, SystemExit) as exc:
         text = exc.message if isinstance(exc, PsyncError) else f"{type(exc).__name__}: {exc}"
+        frame = users_frame(exc)
+        place = "" if frame is None else f" (at {frame.filename}:{frame.lineno})"
         raise ConfigurationError(
-            f"{what} cannot be imported on {task}: {text}{_place(exc)}",
+            f"{what} cannot be imported on {task}: {text}{place}",
             hint=f"{sys.executable} looks for modules in {', '.join(map(repr, sys.path))}",
         ) from exc
 
 
-def _place(error: BaseException) -> str:
-    """Return where code of the user's was when it failed; nothing if no such code ran."""
-    ours = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(importlib.__file__))
+def users_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Return where code of the user's was when an error came; None: no such code ran."""
+    psync = os.path.dirname(os.path.dirname(__file__))
+    ours = (psync, os.path.dirname(importlib.__file__), os.path.dirname(asyncio.__file__))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if os.path.isabs(frame.filename) and not frame.filename.startswith(ours):
-            return f" (at {frame.filename}:{frame.lineno})"
-    return ""
+            return frame
+    return None

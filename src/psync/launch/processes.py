@@ -1,4 +1,4 @@
-"""Start and supervision of the tasks of a cluster as real processes on this machine.
+"""The tasks of a cluster as real processes on this machine: start, output, end, GPUs.
 
 Used by ``psync run``, where the launcher is a process of its own, and by a local cluster, whose
 launcher is the chief. What both need:
@@ -8,12 +8,13 @@ launcher is the chief. What both need:
   is up; one that is started again finds its old address, and the connections that wait there.
 * **Nothing is left behind.** Each task leads a session of its own, so Ctrl-C in a terminal reaches
   the launcher alone, which then stops the tasks in order; what a task has started is ended with
-  it. The *lifeline* covers the launcher's own death: see ``process_loop``.
+  it. The *lifeline* covers the launcher's own death: see ``launch.process``.
 * **Output keeps its lines**, each with its task's name. They are written on the loop: if our output
   is no longer read, the tasks' pipes fill up, and not our memory.
 
 Processes are started with ``subprocess`` and not through the loop: uvloop hands its children copies
-of descriptors that they should not have, and forks, which takes long where the chief is large.
+of descriptors that they should not have, and forks, which takes long where the chief is large. A
+thread of its own waits for the end of each process.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import IO, Any, Literal, Self
 
+from psync.cluster import join_address
 from psync.errors import BusyError, ClosedError, ConfigurationError
-from psync.launch.interfaces import joined_with
-from psync.launch.process_loop import GRACE_S
-from psync.launch.task_output import Sink, write_stderr, write_stdout
-from psync.launch.task_process import Process, TaskProcess
+from psync.launch.process import GRACE_S, LineForwarder, Sink, write_stderr, write_stdout
 from psync.net.shared.door_names import door_beside, may_share
 
 BACKLOG = 1024  # all peers connect at once, and to tasks that are not up yet
@@ -53,22 +55,27 @@ TUNING = {
 Output = Literal["prefixed", "inherited", "discarded"]
 
 
-@dataclass(eq=False)
 class RestartPolicy:
-    """How often one task may be started again: ``limit`` times within ``window_s`` seconds."""
+    """How often one task may be started again: ``limit`` times a minute."""
 
-    limit: int
-    window_s: float = 60.0
-    _restarts: deque[float] = field(default_factory=deque)  # of those within the window, in order
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._restarts: deque[float] = deque()  # those of the last minute, in order
+
+    @property
+    def at_most(self) -> str:
+        """How often that is, for people."""
+        return f"at most {self.limit} times a minute"
 
     @property
     def exceeded(self) -> str:
         """Why it may not be started once more."""
         return f"{self.limit + 1} deaths within a minute" if self.limit else "restarts are off"
 
-    def allow(self, now: float) -> bool:
-        """Whether the task may be started again at ``now`` (seconds); a yes is counted."""
-        while self._restarts and now - self._restarts[0] >= self.window_s:
+    def allow(self) -> bool:
+        """Whether the task may be started again now; a yes is counted."""
+        now = asyncio.get_running_loop().time()
+        while self._restarts and now - self._restarts[0] >= 60.0:
             self._restarts.popleft()
         if len(self._restarts) >= self.limit:
             return False
@@ -136,7 +143,7 @@ class ProcessGroup:
         self._listeners[job, index] = resources.enter_context(listener)
         if may_share(self._environ) and (door := door_beside(listener)) is not None:
             self._doors[job, index] = resources.enter_context(door)
-        address = joined_with(self._host, listener.getsockname()[1])
+        address = join_address(self._host, listener.getsockname()[1])
         self._name(job, index, address)
         return address
 
@@ -197,13 +204,6 @@ class ProcessGroup:
         self, job: str, index: int, command: Sequence[str], env: Mapping[str, str],
         output: Output, pass_fds: Sequence[int],
     ) -> Process:  # fmt: skip
-        popen = self._spawn(job, index, command, env, output, pass_fds)
-        return TaskProcess(job, f"{job}-{index}", popen, self.out, self.err, self.own)
-
-    def _spawn(
-        self, job: str, index: int, command: Sequence[str], env: Mapping[str, str],
-        output: Output, pass_fds: Sequence[int],
-    ) -> subprocess.Popen[bytes]:  # fmt: skip
         listener = self._listeners[job, index].fileno()
         door = self._doors.get((job, index))
         doors = {} if door is None else {"PSYNC_DOOR_FD": str(door.fileno())}
@@ -213,7 +213,7 @@ class ProcessGroup:
         # One that is asked for a report while it still imports answers when it can, and lives.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         try:
-            return subprocess.Popen(
+            popen = subprocess.Popen(
                 command,
                 stdin=None if has_input else subprocess.DEVNULL,
                 stdout=streams[output],
@@ -233,6 +233,7 @@ class ProcessGroup:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return TaskProcess(self, job, f"{job}-{index}", popen)
 
     def listener_of(self, job: str, index: int) -> socket.socket:
         """Return a copy of a task's socket, for a task that is not started here.
@@ -314,3 +315,286 @@ class ProcessGroup:
             raise
         finally:
             self._resources.close()
+
+
+SWEEP_S = 1.0  # for what a task left behind; multiprocessing's resource tracker needs a few ms
+DRAIN_S = 1.0  # for output after the exit, should a stranger hold the pipe open
+POLL_S = 0.02
+READ_BYTES = 64 * 1024  # what a pipe of Linux holds
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process ended; a negative code is the signal that killed it."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"was killed by signal {-code}"
+
+
+def hint_of_crash(code: int, environ: Mapping[str, str]) -> str:
+    """Return what a task that runs the user's code has probably done to end so; "": unknown."""
+    if -code not in (signal.SIGSEGV, signal.SIGBUS):
+        return ""
+    # Here, because a launcher must not load what these import.
+    from psync.closures.open import WROTE_TO_PULLED
+    from psync.net.environment import shares_memory
+    from psync.net.tls_config import load_tls
+
+    if load_tls(environ) is not None or not shares_memory(environ):
+        return ""
+    return f"hint: the cause is {WROTE_TO_PULLED}"
+
+
+class Process(ABC):
+    """A process of a task, on this machine or another one.
+
+    Args:
+        job: The job of its task.
+        name: Name of its task, as in ``worker-0``.
+        pid: Process id; 0: it has not started yet.
+    """
+
+    place = ""  # as in " on b"
+
+    def __init__(self, job: str, name: str, pid: int) -> None:
+        self.job = job
+        self.name = name
+        self.pid = pid
+        self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}: {self.describe()}>"
+
+    def describe(self) -> str:
+        """Return "process 4711 is running", or how it has ended."""
+        state = "is running" if self.returncode is None else describe_exit(self.returncode)
+        return f"process {self.pid}{self.place} {state}"
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs, then its exit code, or minus the signal that killed it."""
+        return self._exited.result() if self._exited.done() else None
+
+    async def wait(self) -> int:
+        """Wait until the process has ended; return its exit code. Cancellation: it runs on."""
+        await asyncio.wait([self._exited])
+        return self._exited.result()
+
+    async def stop(self, grace_s: float = GRACE_S) -> int:
+        """Ask the process to end (SIGTERM), kill it after ``grace_s`` seconds, wait for it.
+
+        Cancellation: Kills it at once.
+        """
+        self.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait([self._exited], timeout=grace_s)
+        finally:
+            self.kill()
+        return await self.wait()
+
+    @abstractmethod
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to the process alone; nothing happens if it has ended."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill the process and all it has started; nothing happens if it has ended."""
+
+
+class TaskProcess(Process):
+    """One on this machine: its output, its end, and the end of what it has started.
+
+    Args:
+        group: Takes its output, and waits for what has to be done after its end.
+        job, name: As of a ``Process``.
+        popen: The process, which leads a session and process group.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, job: str, name: str, popen: subprocess.Popen[bytes]
+    ) -> None:
+        super().__init__(job, name, popen.pid)
+        self._popen = popen
+        self._own = group.own
+        self._loop = asyncio.get_running_loop()
+        self._drained: asyncio.Future[None] = self._loop.create_future()  # both pipes at their end
+        self._pipes: dict[IO[bytes], LineForwarder] = {}  # those that are open
+        for pipe, sink in ((popen.stdout, group.out), (popen.stderr, group.err)):
+            if pipe is not None:
+                self._pipes[pipe] = LineForwarder(f"[{name}] ", sink)
+                self._loop.add_reader(pipe, self._read, pipe)
+        if not self._pipes:
+            self._drained.set_result(None)
+        threading.Thread(target=self._reap, name=f"psync-wait-{name}", daemon=True).start()
+
+    async def wait(self) -> int:
+        """Wait until it has ended and its output is forwarded; return its exit code.
+
+        If what the process has started holds its output open, that is waited for 1 s at most.
+
+        Cancellation: Safe; the process runs on.
+        """
+        await asyncio.wait([self._exited])
+        await asyncio.wait([self._drained], timeout=DRAIN_S)
+        return self._exited.result()
+
+    def send_signal(self, signum: int) -> None:
+        self._popen.send_signal(signum)
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            _signal_group(self.pid, signal.SIGKILL)
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        if data := os.read(pipe.fileno(), READ_BYTES):
+            self._pipes[pipe].feed(data)
+        else:
+            self._let_go(pipe)
+
+    def _let_go(self, pipe: IO[bytes]) -> None:
+        self._loop.remove_reader(pipe)
+        self._pipes.pop(pipe).close()
+        pipe.close()
+        if not self._pipes:
+            self._drained.set_result(None)
+
+    def _reap(self) -> None:
+        code = self._popen.wait()
+        with contextlib.suppress(RuntimeError):  # the loop was closed, and the process left alone
+            self._loop.call_soon_threadsafe(self._on_exit, code)
+
+    def _on_exit(self, code: int) -> None:
+        self._exited.set_result(code)
+        self._own(self._clean_up())
+
+    async def _clean_up(self) -> None:
+        """End what the process has left behind, then let go of its pipes."""
+        # The process id is free now. While its group has members nobody else gets it, and ids are
+        # handed out in turn, so the moment before the first signal is no danger either.
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            if not _signal_group(self.pid, signum):
+                break
+            deadline = self._loop.time() + SWEEP_S
+            while self._loop.time() < deadline and _signal_group(self.pid, 0):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)  # an empty process group has no event
+        await asyncio.wait([self._drained], timeout=DRAIN_S)
+        for pipe in list(self._pipes):
+            self._let_go(pipe)
+
+
+def _signal_group(pgid: int, signum: int) -> bool:
+    """Signal a process group; False if nobody is in it."""
+    try:
+        os.killpg(pgid, signum)
+    except (ProcessLookupError, PermissionError):  # the latter on macOS: only zombies are left
+        return False
+    return True
+
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+DRIVER = Path("/proc/driver/nvidia/gpus")
+LISTING_S = 20.0
+"""``nvidia-smi`` waits for the driver, which a first call after boot has to load."""
+
+
+class GpuShares:
+    """Which devices each task of a cluster sees.
+
+    Args:
+        per_worker: Number for each worker; 0: workers see none; None: nothing is changed.
+        environ: The environment of tasks, whose ``CUDA_VISIBLE_DEVICES`` is what there is to share
+            out; where it is not set, all devices of the machine are.
+
+    Raises:
+        ConfigurationError: ``per_worker`` is no such number.
+    """
+
+    def __init__(self, per_worker: int | None, environ: Mapping[str, str]) -> None:
+        if per_worker is not None and (type(per_worker) is not int or per_worker < 0):
+            raise ConfigurationError(
+                f"gpus_per_worker: expected a whole number, 0 or above, got {per_worker!r}"
+            )
+        self._per_worker = per_worker
+        self._environ = environ
+        self._found: tuple[list[str], str] | None = None  # None until they are looked for
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether workers get some."""
+        return bool(self._per_worker)
+
+    def check(self, num_workers: int) -> None:
+        """Are there enough for so many workers? The first call may start ``nvidia-smi``.
+
+        Raises:
+            ConfigurationError: No; says what there is.
+        """
+        if not self._per_worker:
+            return
+        if self._found is None:
+            self._found = visible_gpus(self._environ)
+        (devices, source), needed = self._found, num_workers * self._per_worker
+        if len(devices) < needed:
+            shown = f" ({', '.join(devices)})" if devices else ""
+            raise ConfigurationError(
+                f"gpus_per_worker: {num_workers} workers with {self._per_worker} each need "
+                f"{needed} GPUs, but {source} shows {len(devices)}{shown}",
+                hint="ask for fewer workers, or fewer GPUs for each; 0 hides all of them",
+            )
+
+    def environ_of(self, job: str, index: int) -> dict[str, str]:
+        """Return what a task has in its environment for this; call ``check`` before."""
+        if self._per_worker is None or job not in ("ps", "worker"):
+            return {}
+        devices = self._found[0] if self._found is not None and job == "worker" else []
+        first = index * self._per_worker
+        return {VARIABLE: ",".join(devices[first : first + self._per_worker])}
+
+
+def visible_gpus(environ: Mapping[str, str], driver: Path = DRIVER) -> tuple[list[str], str]:
+    """Return the GPUs that programs of this process see, and where that was read.
+
+    By number if the variable gives numbers, else by UUID: what ``nvidia-smi`` and CUDA number
+    differs where GPUs are of several models.
+
+    Args:
+        environ: Where ``CUDA_VISIBLE_DEVICES`` and ``PATH`` are looked up.
+        driver: The driver's directory, read where there is no ``nvidia-smi``, as in containers.
+    """
+    given = environ.get(VARIABLE)
+    if given is not None:
+        return _listed(given), f"{VARIABLE}={given!r}"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"],
+            env=dict(environ), capture_output=True, text=True, timeout=LISTING_S, check=True,
+        ).stdout  # fmt: skip
+        return _uuids(listing.splitlines()), "nvidia-smi -L"
+    lines: list[str] = []
+    for information in sorted(driver.glob("*/information")):
+        with contextlib.suppress(OSError):
+            lines += information.read_text(encoding="utf-8", errors="replace").splitlines()
+    return _uuids(lines), "this machine"
+
+
+def _listed(given: str) -> list[str]:
+    """Return the devices of a value of the variable; as CUDA reads it, -1 ends the list."""
+    devices: list[str] = []
+    for device in (part.strip() for part in given.split(",")):
+        if not device or device.startswith("-"):
+            break
+        devices.append(device)
+    return devices
+
+
+def _uuids(lines: Sequence[str]) -> list[str]:
+    """Return GPUs, or in the place of one that is partitioned its MIG devices."""
+    devices: list[str] = []
+    for line in lines:
+        for kind, uuid in re.findall(r"UUID:\s*((?:GPU|MIG)-)([^\s)]+)", line):
+            if kind == "MIG-" and devices and devices[-1].startswith("GPU-"):
+                devices.pop()  # the one that it is a part of
+            devices.append(kind + uuid)
+    return devices

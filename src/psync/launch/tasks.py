@@ -1,20 +1,33 @@
-"""Running a process as its task: ``run`` for scripts, ``run_task`` for ps and workers."""
+"""What a process does as its task: ``run`` for scripts, ``run_task`` for ps and workers, joining.
+
+A worker may also join a cluster that runs: ``psync join HOST:PORT`` and ``PSYNC_JOIN`` make a
+process a worker that knows the chief's address and the secret, and nothing else. It tells the
+chief's door where it listens and is told its index; the workforce then brings it to the
+coordinators of the program, the one that runs and those that come later. From then on it is served
+as every other worker is, and leaves as they do. Its connection to the door stays open. A worker
+that leaves says so. One whose connection is lost silently is missed for a while, in which it may
+come back under its index (the network was cut, or the chief is a new process), and then forgotten.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import inspect
 import logging
 import os
 import signal
+import socket
 import sys
 import time
-import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from psync.cluster import ClusterSpec, join_address, split_address, task_name
+from psync.cluster_roles import CHIEF
 from psync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -22,48 +35,51 @@ from psync.errors import (
     PsyncError,
     RemoteProtocolError,
     TrainingEnded,
+    TransportError,
     UsageError,
 )
-from psync.launch.cluster import cluster_on_engine
-from psync.launch.identity import OwnTask, open_to_joiners, own_task, shut_down
-from psync.launch.joining import JOINING, join
-from psync.launch.plugins import load_plugins
-from psync.launch.process_loop import (
+from psync.launch.plugins import load_plugins, users_frame
+from psync.launch.process import (
+    PYTHON,
     asked_first,
+    configure_logging,
     end_of_run,
+    fill_standard_streams,
     following_launcher,
     run_loop,
     watch_launcher,
+    write_whole_lines,
 )
-from psync.launch.task_output import configure_logging, fill_standard_streams, write_whole_lines
+from psync.net import environment
 from psync.net.chief_presence import (
     TrainingPresence,
     chief_timeouts,
     naming_who_is_awaited,
     until_told,
 )
-from psync.net.environment import (
-    added_workers,
-    note_incarnation,
-    platform_of,
-    run_over,
-    script_is_shared,
-    tell_launcher,
-    training_began,
-    training_over,
-    training_presence,
-)
+from psync.net.connection import Connection, Handler, Request
+from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
-from psync.net.resolvers import ClusterResolver, opened
+from psync.net.resolvers import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    interface_towards,
+    opened,
+    resolve_cluster,
+    training_cluster,
+)
+from psync.net.secret import load_secret
 from psync.net.task_reports import described_by
-from psync.net.transport import SocketNetwork
-from psync.net.workforce import workforce_of_launcher
-
-logger = logging.getLogger(__name__)
+from psync.net.transport import BACKLOG, SocketNetwork
+from psync.net.workforce import Workforce, workforce_of_launcher
+from psync.wire.messages import Done, JoinCluster, Joined, LeaveCluster, Shutdown
 
 if TYPE_CHECKING:
     from psync.ps_task import PsTask
     from psync.worker_task import WorkerTask
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -72,6 +88,86 @@ LEFT = 128 + signal.SIGTERM
 
 SETUP_ERRORS = (ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError)
 """What is wrong with the cluster rather than with the program, until training has begun."""
+
+SHUTDOWN_TIMEOUT_S = 2.0
+"""How long the chief waits, at its end, for each task to hear that it should exit."""
+
+JOINING = "/job:worker/joining"
+"""What a worker calls itself to the door, before it has an index."""
+
+SAY_GOODBYE_S = 2.0
+"""A chief that has not heard by then that a worker has left, notices it."""
+
+FIRST_JOINED = 10_000
+"""Index of the first worker that joins: whoever started the others goes on numbering below it."""
+
+FORGET_AFTER_S = 60.0
+"""A worker that was lost silently has been killed, or is back by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTask:
+    """Who this process is."""
+
+    resolver: ClusterResolver
+    cluster: ClusterSpec
+    job: str
+    index: int
+    is_found: bool = False  # in the surroundings, where nobody has described the cluster
+    is_supervised: bool = False  # see ``environment.is_supervised``
+
+    @property
+    def name(self) -> str:
+        """As in ``/job:worker/task:0``."""
+        return task_name(self.job, self.index)
+
+    @property
+    def leads(self) -> bool:
+        """Whether the others exit when it does: the chief, or worker 0 where there is none."""
+        first = (self.job, self.index) == ("worker", 0) and "chief" not in self.cluster.jobs
+        return self.job == "chief" or first
+
+    @property
+    def address(self) -> str:
+        """Where it is known."""
+        return self.cluster.task_address(self.job, self.index)
+
+    @property
+    def terminated_code(self) -> int:
+        """Exit code after SIGTERM, of a task that serves or evaluates."""
+        return LEFT if self.job == "worker" and self.is_supervised else 0
+
+    def addresses_of(self, jobs: Sequence[str]) -> dict[str, str]:
+        """Return where the tasks of these jobs are, by name, so far as the cluster has them."""
+        return {
+            task_name(job, index): self.cluster.task_address(job, index)
+            for job in jobs
+            if job in self.cluster.jobs
+            for index in self.cluster.task_indices(job)
+        }
+
+
+def own_task(resolver: ClusterResolver | None) -> OwnTask:
+    """Return which task a resolver says this process is; without one, its surroundings say it.
+
+    Raises:
+        ConfigurationError: There is no cluster, or its description is wrong or does not say which
+            task it is; or ``PSYNC_SUPERVISED`` is malformed.
+    """
+    known = resolver or resolve_cluster()
+    is_found = resolver is None and not isinstance(known, TFConfigClusterResolver)
+    cluster, job, index = training_cluster(known)
+    if job == "evaluator" and index is None:
+        index = 0
+    if job is None or index is None:
+        raise ConfigurationError(
+            "the cluster's description does not say which task this process is",
+            hint='TF_CONFIG needs a task, such as "task": {"type": "worker", "index": 0}',
+        )
+    return OwnTask(known, cluster, job, index, is_found, environment.is_supervised(os.environ))
+
+
+# Scripts.
 
 
 def run(
@@ -159,12 +255,10 @@ def run(
                 ),
                 last_words=over if job == "worker" else None,
             )
-        serving = (
-            _evaluate(evaluator, own, began)
-            if job == "evaluator"
-            else partial(serve_as, own, insecure=False, shared=True)
-        )
-        sys.exit(run_loop(serving, terminated_code=_terminated_code(own)))
+        serving: Callable[[], Awaitable[int]] = partial(serve_as, own, insecure=False, shared=True)
+        if job == "evaluator":
+            serving = partial(_evaluate, evaluator, own, began)
+        sys.exit(run_loop(serving, terminated_code=own.terminated_code))
     except SETUP_ERRORS as exc:
         if began.is_set():
             raise
@@ -185,18 +279,18 @@ async def _run_main(
     joinable: bool,
 ) -> T:
     """Run the program; then tell the tasks of some jobs to exit, if it is for this one to say."""
-    script_is_shared.set(True)
-    training_began.set(began)
-    training_over.set(over)
+    environment.script_is_shared.set(True)
+    environment.training_began.set(began)
+    environment.training_over.set(over)
     added: dict[str, str] = {}
-    added_workers.set(added)
-    note_incarnation(0)
+    environment.added_workers.set(added)
+    environment.note_incarnation(0)
     tasks_end, since = own.leads, time.time_ns()
     try:
         async with contextlib.AsyncExitStack() as stack:
             workforce = workforce_of_launcher()
             if joinable:
-                await stack.enter_async_context(open_to_joiners(own, workforce, added))
+                await _open_to_joiners(stack, own, workforce, added)
             stack.enter_context(following_launcher(workforce))
             stack.enter_context(opened(own.resolver))
             return await main()
@@ -217,36 +311,100 @@ async def _run_main(
 async def _run_on_engine(
     main: Callable[[], Awaitable[T]], settings: str, began: asyncio.Event
 ) -> T:
-    async with cluster_on_engine(settings) as cluster:
+    # By its name: psync's own launchers do not load it.
+    engines = importlib.import_module("psync.integrations.engines")
+    async with engines.cluster_on_engine(settings) as cluster:
         own = OwnTask(cluster.resolver, cluster.resolver.cluster_spec(), "chief", 0)
         return await _run_main(main, own, (), began, asyncio.Event(), joinable=False)
 
 
-def _evaluate(
+async def _evaluate(
     evaluator: Callable[[], Awaitable[Any]] | None, own: OwnTask, began: asyncio.Event
-) -> Callable[[], Awaitable[int]]:
-    """Return what runs on an evaluator."""
+) -> int:
     if evaluator is None:
         raise ConfigurationError(
             "this process is the evaluator, but the program has no evaluate function",
             hint="psync.run(main, evaluator=evaluate) with `async def evaluate():`",
         )
     fd = os.environ.pop("PSYNC_RUN_FD", None)
-    patience = chief_timeouts(os.environ)
-    tasks = own.addresses_of(("ps", "worker"))
+    environment.training_began.set(began)
+    with contextlib.ExitStack() as resources:
+        resources.enter_context(opened(own.resolver))
+        if fd is None:
+            tasks, patience = own.addresses_of(("ps", "worker")), chief_timeouts(os.environ)
+            environment.training_presence.set(TrainingPresence(SocketNetwork(), tasks, patience))
+        else:
+            environment.run_over.set(resources.enter_context(end_of_run(int(fd))))
+        await evaluator()
+    return 0
 
-    async def evaluate() -> int:
-        training_began.set(began)
-        with contextlib.ExitStack() as resources:
-            resources.enter_context(opened(own.resolver))
-            if fd is None:
-                training_presence.set(TrainingPresence(SocketNetwork(), tasks, patience))
-            else:
-                run_over.set(resources.enter_context(end_of_run(int(fd))))
-            await evaluator()
-        return 0
 
-    return evaluate
+def _exit(error: PsyncError, code: int) -> NoReturn:
+    """Say what is wrong, and where the program met it, and exit."""
+    lines = [f"psync: error: {error.message}"]
+    if error.hint:
+        lines.append(f"hint: {error.hint}")
+    frame = users_frame(error)
+    if frame is not None and frame.name != "<module>":  # that one only calls run()
+        lines.append(f"at {frame.filename}:{frame.lineno}, in {frame.name}")
+    print(*lines, sep="\n", file=sys.stderr)
+    sys.exit(code)
+
+
+def _prepare_process(task: str) -> bool:
+    """Set up logging and the lifeline; return whether a launcher started this process."""
+    fill_standard_streams()
+    environment.tell_launcher()
+    launched = bool(os.environ.get("PSYNC_LAUNCHED"))
+    if launched:
+        write_whole_lines()
+    level = os.environ.get("PSYNC_LOG_LEVEL", "info")
+    configure_logging(level, None if launched else task)
+    watch_launcher()
+    return launched
+
+
+# The end of a program.
+
+
+async def shut_down(own: OwnTask, jobs: Sequence[str], began: int) -> None:
+    """Tell every task of these jobs that training is over; those that do not hear it stay.
+
+    It is said in the name of the program's last coordinator; if there was none, of the moment (in
+    nanoseconds) at which the program ``began``: tasks that serve a newer chief are not ours to end.
+    """
+    try:
+        # If there is no secret, main() has allowed that or has failed: it was said before.
+        platform = environment.platform_of(
+            own.resolver, own.address, insecure=True, warn=logger.debug
+        )
+    except ConfigurationError as exc:
+        logger.debug("nobody was told to exit: %s", exc)
+        return
+    tasks = own.addresses_of(jobs) | (environment.added_workers.get() or {})
+    await tell_to_end(platform, environment.newest_incarnation() or began, tasks)
+
+
+async def tell_to_end(platform: Platform, incarnation: int, tasks: Mapping[str, str]) -> None:
+    """Tell tasks, given by name and address, that training is over."""
+    endpoint = Endpoint(platform, CHIEF, incarnation, {})
+
+    async def tell(name: str, address: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            try:
+                async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                    peer = await endpoint.connect(address, name)
+                    await peer.call(Shutdown("the chief has ended"))
+            except PsyncError as exc:
+                logger.info("%s was not told to exit: %s", name, exc)
+
+    try:
+        await asyncio.gather(*(tell(name, address) for name, address in tasks.items()))
+    finally:
+        await endpoint.close()
+
+
+# Serving.
 
 
 async def run_task(resolver: ClusterResolver | None = None, *, insecure: bool = False) -> None:
@@ -271,24 +429,16 @@ async def run_task(resolver: ClusterResolver | None = None, *, insecure: bool = 
 
 
 def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> int:
-    """Do ``run_task`` in this process until a message or SIGTERM says stop; for ``psync task``.
+    """Do ``run_task`` in this process until a message or SIGTERM says stop; return the exit code.
 
-    Returns:
-        The exit code.
-
-    Args:
-        insecure: As ``run_task``.
-        chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
-
-    Raises:
-        ConfigurationError, TrainingEnded: As ``run_task``.
+    ``chief_timeout`` replaces ``PSYNC_CHIEF_TIMEOUT``. Raises what ``run_task`` does.
     """
     own = own_task(None)
     watch_launcher()
     load_plugins(own.name)
     return run_loop(
         lambda: serve_as(own, insecure=insecure, shared=False, chief_timeout=chief_timeout),
-        terminated_code=_terminated_code(own),
+        terminated_code=own.terminated_code,
     )
 
 
@@ -302,23 +452,14 @@ def join_forever(
         listen: Where this worker is to listen, host or host:port; by default at a free port of
             the interface by which it reaches the chief.
         shared: Whether this process runs the program's script.
-        chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
+        chief_timeout: Replaces ``PSYNC_CHIEF_TIMEOUT``.
 
     Returns:
         The exit code.
-
-    Raises:
-        ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError, TrainingEnded:
-            As ``joining.join``.
     """
     load_plugins(JOINING)
-
-    def serving(own: OwnTask, awaited: str) -> Coroutine[Any, Any, int]:
-        return serve_as(
-            own, insecure=False, shared=shared, chief_timeout=chief_timeout, awaited=awaited
-        )
-
-    return run_loop(lambda: join(serving, chief, listen), terminated_code=0)
+    joining = partial(join, chief, listen, shared=shared, chief_timeout=chief_timeout)
+    return run_loop(joining, terminated_code=0)
 
 
 async def serve_as(
@@ -335,13 +476,8 @@ async def serve_as(
         own: The task.
         insecure: As ``run_task``.
         shared: Whether this process runs the program's script.
-        chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
-        awaited: What to say every ten seconds while there is no chief.
-
-    Raises:
-        ConfigurationError, TrainingEnded: As ``run_task``.
-
-    Cancellation: As ``run_task``.
+        chief_timeout: Replaces ``PSYNC_CHIEF_TIMEOUT``.
+        awaited: Logged every ten seconds while there is no chief.
     """
     if own.job not in ("ps", "worker"):
         raise ConfigurationError(
@@ -349,7 +485,7 @@ async def serve_as(
             hint="the chief and an evaluator run programs: psync.run(main, evaluator=evaluate)",
         )
     timeouts = chief_timeouts(os.environ, chief_timeout)
-    platform = platform_of(own.resolver, own.address, insecure=insecure, listens=True)
+    platform = environment.platform_of(own.resolver, own.address, insecure=insecure, listens=True)
     task = make_task(platform, own.job, own.index, own.address, main_by_name=shared)
     await task.start()
     # Who started this task by hand waits for this line; a launcher knows.
@@ -357,8 +493,10 @@ async def serve_as(
     logger.log(level, "%s serves at %s", task.task, own.address)
     lacks_chief = not awaited and "chief" not in own.cluster.jobs
     if lacks_chief and (shared or own.job == "worker"):
-        ways = [f"a task of type chief, where psync.run(main) runs main, is to be described in "
-                f"{own.resolver.source}"] if shared else []  # fmt: skip
+        ways = []
+        if shared:
+            way = "a task of type chief, where psync.run(main) runs main, is to be described in "
+            ways.append(way + own.resolver.source)
         if own.job == "worker":
             way = f"a chief takes it in with add_worker({own.address!r}, index={own.index})"
             ways.append(way)
@@ -369,50 +507,29 @@ async def serve_as(
     naming = naming_who_is_awaited(
         lambda: "" if task.chief.is_here else awaited, warn=shared and lacks_chief
     )
+    leave: Any = getattr(task, "leave", None)  # a ps has none
+    leaving: list[asyncio.Task[None]] = []
+
+    def leave_first() -> None:  # in order, as before a machine is taken
+        work = leave("SIGTERM", hint="; a second SIGTERM ends it immediately")
+        leaving.append(asyncio.get_running_loop().create_task(work))
+
     try:
-        async with _metrics(task):
-            with described_by(task.describe), _leaving_first(task) as leaving, naming:
-                await until_told(task.task, task.stopped, task.chief, timeouts)
+        async with contextlib.AsyncExitStack() as stack:
+            if os.environ.get("PSYNC_TASK_METRICS"):
+                from psync.status.task_metrics import serving_metrics
+
+                await stack.enter_async_context(serving_metrics(task))
+            stack.enter_context(described_by(task.describe))
+            if leave is not None:
+                stack.enter_context(asked_first(leave_first))
+            stack.enter_context(naming)
+            await until_told(task.task, task.stopped, task.chief, timeouts)
     finally:
         await task.close()
     if getattr(task, "is_torn", False):  # a ps
         raise PsyncError(f"{task.task} ended: an update failed partway; see the log")
-    return _terminated_code(own) if leaving else 0
-
-
-def _terminated_code(own: OwnTask) -> int:
-    """Return with which code a task ends that serves, or evaluates, and gets SIGTERM."""
-    return LEFT if own.job == "worker" and own.is_supervised else 0
-
-
-def _metrics(task: PsTask | WorkerTask) -> contextlib.AbstractAsyncContextManager[None]:
-    """Return a context in which a task's metrics are served, if somebody has asked for them."""
-    if not os.environ.get("PSYNC_TASK_METRICS"):
-        return contextlib.nullcontext()
-    from psync.status.task_metrics import serving_metrics
-
-    return serving_metrics(task)
-
-
-@contextlib.contextmanager
-def _leaving_first(task: PsTask | WorkerTask) -> Iterator[list[asyncio.Task[None]]]:
-    """Let a worker leave in order when it gets its first SIGTERM, as before a machine is taken.
-
-    Yields:
-        A list, which is empty unless it leaves.
-    """
-    leave = getattr(task, "leave", None)
-    leaving: list[asyncio.Task[None]] = []
-    if leave is None:  # a ps
-        yield leaving
-        return
-
-    def begin() -> None:
-        work = leave("SIGTERM", hint="; a second SIGTERM ends it immediately")
-        leaving.append(asyncio.get_running_loop().create_task(work))
-
-    with asked_first(begin):
-        yield leaving
+    return own.terminated_code if leaving else 0
 
 
 def make_task(
@@ -429,36 +546,262 @@ def make_task(
     return WorkerTask(platform, index, address, main_by_name=main_by_name)
 
 
-# The process.
+# Joining.
 
 
-def _exit(error: PsyncError, code: int) -> NoReturn:
-    """Say what is wrong, and where the program met it, and exit."""
-    lines = [f"psync: error: {error.message}"]
-    if error.hint:
-        lines.append(f"hint: {error.hint}")
-    frames = traceback.extract_tb(error.__traceback__)
-    psync = os.path.dirname(os.path.dirname(__file__))
-    ours = (psync, os.path.dirname(asyncio.__file__))
-    places = [
-        frame
-        for frame in frames
-        if os.path.isabs(frame.filename) and not frame.filename.startswith(ours)
-    ]
-    if places and places[-1].name != "<module>":  # that one only calls run()
-        lines.append(f"at {places[-1].filename}:{places[-1].lineno}, in {places[-1].name}")
-    print(*lines, sep="\n", file=sys.stderr)
-    sys.exit(code)
+class Membership:
+    """That of this process, which listens at ``address``, in the cluster of a ``chief``."""
+
+    def __init__(self, platform: Platform, chief: str, address: str) -> None:
+        self._endpoint = Endpoint(platform, JOINING, platform.new_incarnation(), {})
+        self._chief = chief
+        self._address = address
+        self.index = -1
+        self._peer: Connection | None = None
+
+    async def begin(self) -> None:
+        """Join the cluster.
+
+        Raises:
+            ConnectFailed: The chief does not answer.
+            AuthenticationError: The chief has another secret.
+            RemoteProtocolError: Something else answers, or another version of psync.
+            ConfigurationError: The chief refuses this worker.
+        """
+        try:
+            self._peer = await self._endpoint.connect(self._chief, CHIEF)
+        except ConnectFailed as exc:
+            raise ConnectFailed(
+                exc.message,
+                hint="is the program running, and is this the address of its chief? Workers can "
+                "join only while it runs, and only if it ends in psync.run(main)",
+            ) from exc
+        await self._ask(self._peer)
+
+    async def _ask(self, peer: Connection) -> None:
+        received = (await peer.call(JoinCluster(self._address, self.index, PYTHON))).message
+        if not isinstance(received, Joined):
+            raise RemoteProtocolError(
+                f"{CHIEF} answered JoinCluster with {type(received).__name__}"
+            )
+        if self.index not in (-1, received.index):
+            raise ConfigurationError(
+                f"worker {self.index} was away from {self._chief} for so long that another worker "
+                "has its index",
+                hint="restart it: it joins as a new worker",
+            )
+        self.index = received.index
+
+    async def keep(self) -> None:
+        """Come back to the door whenever the connection is lost, until cancelled.
+
+        Raises:
+            PsyncError: The chief does not want this worker any more.
+        """
+        while True:
+            assert self._peer is not None, "it has begun"
+            await self._peer.wait_closed()
+            logger.debug("the connection to the door of %s is lost", self._chief)
+            self._peer = await self._endpoint.connect_retrying(
+                self._chief, CHIEF, level=logging.INFO
+            )
+            with contextlib.suppress(TransportError):
+                await self._ask(self._peer)
+
+    async def end(self) -> None:
+        """Say that this worker has left, and close. Cancellation: the chief misses it."""
+        try:
+            if self._peer is not None and self._peer.is_open:
+                async with asyncio.timeout(SAY_GOODBYE_S):
+                    await self._peer.call(LeaveCluster("it has left"))
+        except (TimeoutError, PsyncError) as exc:
+            logger.debug("the chief was not told that this worker has left: %s", exc)
+        finally:
+            await self._endpoint.close()
 
 
-def _prepare_process(task: str) -> bool:
-    """Set up logging and the lifeline; return whether a launcher started this process."""
-    fill_standard_streams()
-    tell_launcher()
-    launched = bool(os.environ.get("PSYNC_LAUNCHED"))
-    if launched:
-        write_whole_lines()
-    level = os.environ.get("PSYNC_LOG_LEVEL", "info")
-    configure_logging(level, None if launched else task)
-    watch_launcher()
-    return launched
+async def join(
+    chief: str, listen: str = "", *, shared: bool = False, chief_timeout: str | None = None
+) -> int:
+    """Join a running cluster as a worker, serve until told to stop, return the exit code.
+
+    Args: As of ``join_forever``.
+
+    Raises:
+        ConfigurationError: An address is malformed or taken, or there is no secret.
+        PsyncError: As for ``Membership.begin`` and ``run_task``.
+
+    Cancellation: It leaves, without ending what it runs.
+    """
+    listener, address = _listen_towards(chief, listen)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(listener.close)
+        platform = environment.platform_of(SimpleClusterResolver(ClusterSpec({})), address)
+        membership = Membership(platform, chief, address)
+        stack.push_async_callback(membership.end)
+        await membership.begin()
+        os.environ["PSYNC_LISTEN_FD"] = str(listener.detach())  # where ``platform_of`` finds it
+        index = membership.index
+        cluster = ClusterSpec({"chief": [chief], "worker": {index: address}})
+        resolver = SimpleClusterResolver(cluster, task_type="worker", task_id=index)
+        own = OwnTask(resolver, cluster, "worker", index)
+        logger.info("%s joins the cluster of %s, and listens at %s", own.name, chief, address)
+        awaited = f"{own.name} waits for the coordinator of {chief} to connect to {address}"
+        serve = serve_as(
+            own, insecure=False, shared=shared, chief_timeout=chief_timeout, awaited=awaited
+        )
+        serving = asyncio.ensure_future(serve)
+        keeping = asyncio.ensure_future(membership.keep())
+        try:
+            await asyncio.wait((serving, keeping), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                keeping.result()  # the chief does not want it any more, and this says why
+            return serving.result()
+        finally:
+            serving.cancel()
+            keeping.cancel()
+            await asyncio.gather(serving, keeping, return_exceptions=True)
+
+
+def _listen_towards(chief: str, listen: str) -> tuple[socket.socket, str]:
+    """Return a listening socket, and its address as others have to know it."""
+    chief_host, chief_port = split_address(chief)
+    if not chief_port:
+        raise ConfigurationError(f"expected host:port of the chief, got {chief!r}")
+    if load_secret(os.environ) is None:  # whatever PSYNC_INSECURE says
+        raise ConfigurationError(
+            "no secret is set, and joining requires the cluster's secret",
+            hint="set PSYNC_SECRET, or PSYNC_SECRET_FILE to the path of a file with it",
+        )
+    if listen:
+        host, port = split_address(listen if ":" in listen else f"{listen}:0")
+    else:
+        port = 0
+        try:
+            host, _ = interface_towards(chief_host, chief_port)
+        except OSError as exc:
+            raise ConfigurationError(f"{chief} is unreachable: {exc.strerror or exc}") from exc
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port or 0), family=family, backlog=BACKLOG)
+    except OSError as exc:
+        raise ConfigurationError(
+            f"this worker cannot listen on {listen or host}: {exc.strerror or exc}"
+        ) from exc
+    return listener, join_address(host, listener.getsockname()[1])
+
+
+async def _open_to_joiners(
+    stack: contextlib.AsyncExitStack,
+    own: OwnTask,
+    workforce: Workforce,
+    added: MutableMapping[str, str],
+) -> None:
+    """Let workers join the chief's program until the stack is closed.
+
+    Without a secret none may, nor where the chief cannot listen at its address. Of a set-up that is
+    wrong otherwise the program hears when it starts its coordinator, in one error that is no log
+    line.
+    """
+    with contextlib.suppress(ConfigurationError):
+        if own.job != "chief" or load_secret(os.environ) is None:
+            return
+        platform = environment.platform_of(own.resolver, own.address, listens=True)
+        try:
+            await stack.enter_async_context(Door(platform, own.address, workforce, added))
+        except ConfigurationError as exc:
+            logger.info("workers cannot join this program: %s", exc.message)
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A worker that has joined."""
+
+    address: str
+    peer: Connection  # its newest connection
+    forgetting: asyncio.TimerHandle | None = None  # while it is missed
+
+
+class Door:
+    """Takes in workers that join. An async context manager; it listens while it is entered.
+
+    Args:
+        platform: Network, secret.
+        address: Of the chief.
+        workforce: Told of workers that come and leave.
+        added: Gets the address of each worker that is present, by name: for the program's end.
+
+    Raises:
+        ConfigurationError: From entering it: the address is in use, or not this machine's.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        address: str,
+        workforce: Workforce,
+        added: MutableMapping[str, str],
+    ) -> None:
+        self._address = address
+        self._workforce = workforce
+        self._added = added
+        self._members: dict[int, _Member] = {}
+        self._next = FIRST_JOINED
+        self._endpoint = Endpoint(
+            platform, CHIEF, platform.new_incarnation(),
+            {JoinCluster: Handler(self._join), LeaveCluster: Handler(self._leave)},
+        )  # fmt: skip
+
+    async def __aenter__(self) -> None:
+        await self._endpoint.listen(self._address)
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for member in self._members.values():
+            if member.forgetting is not None:
+                member.forgetting.cancel()
+        self._members.clear()
+        await self._endpoint.close()
+
+    def _join(self, request: Request[JoinCluster]) -> None:
+        peer, message = request.peer, request.message
+        if message.python != PYTHON:
+            raise ConfigurationError(
+                f"the chief runs Python {PYTHON}, but the worker at {message.address} runs "
+                f"{message.python} and could not read the program's functions",
+                hint="start the worker with the same Python version as the chief",
+            )
+        split_address(message.address)  # is it one?
+        index, known = message.index, self._members.get(message.index)
+        if index < FIRST_JOINED or (known is not None and known.address != message.address):
+            index, known = self._next, None
+        self._next = max(self._next, index + 1)
+        if known is not None and known.forgetting is not None:
+            known.forgetting.cancel()
+        self._members[index] = _Member(message.address, peer)
+        peer.on_closed.append(lambda _: self._miss(index, peer))
+        name = task_name("worker", index)
+        logger.info("%s joins, from %s", name, message.address)
+        self._added[name] = message.address
+        self._workforce.change({index: message.address}, ())
+        request.answer(Joined(index))
+
+    def _leave(self, request: Request[LeaveCluster]) -> None:
+        peer, message = request.peer, request.message
+        for index, member in list(self._members.items()):
+            if member.peer is peer:
+                self._forget(index, message.reason)
+        request.answer(Done())
+
+    def _miss(self, index: int, peer: Connection) -> None:
+        member = self._members.get(index)
+        if member is not None and member.peer is peer:
+            loop = asyncio.get_running_loop()
+            why = f"it was lost {FORGET_AFTER_S:g} s ago"
+            member.forgetting = loop.call_later(FORGET_AFTER_S, self._forget, index, why)
+
+    def _forget(self, index: int, reason: str) -> None:
+        del self._members[index]
+        name = task_name("worker", index)
+        logger.info("%s is no longer a worker of the cluster: %s", name, reason)
+        self._added.pop(name, None)
+        self._workforce.change({}, (index,))

@@ -335,7 +335,7 @@ class Connection(asyncio.BufferedProtocol):
         self.on_closed: list[Callable[[Connection], None]] = []  # told once, in order
         # Told where the peer is, as its socket says it, before anything is said; may close.
         self.on_made: Callable[[object], None] | None = None
-        self.tap: Tap | None = None  # while somebody traces, see ``net.tracing.recorder``
+        self.tap: Tap | None = None  # while somebody traces, see ``net.trace``
         self.bytes_received = 0
         self.bytes_sent = 0
         self.sharing: Sharing | None = None  # of memory; None: the peer is elsewhere

@@ -108,21 +108,39 @@ def platform_of(
     environ = os.environ
     insecure = insecure or insecure_by_environ(environ)
     secret = require_secret(load_secret(environ), insecure, address, warn)
-    tls = load_tls(environ)
     # A resolver that had to know its port has bound it.
     bound: Mapping[str, socket.socket] = getattr(resolver, "listening", {})
-    network: Network = SocketNetwork(
-        {**_inherited(address, "PSYNC_LISTEN_FD"), **bound} if listens else {},
-        _inherited(address, "PSYNC_DOOR_FD") if listens else {},
-        shares_memory=tls is None and shares_memory(environ),
-    )
     return Platform(
-        network if tls is None else TlsNetwork(network, tls),
+        network_of(
+            environ,
+            {**_inherited(address, "PSYNC_LISTEN_FD"), **bound} if listens else {},
+            _inherited(address, "PSYNC_DOOR_FD") if listens else {},
+        ),
         secret,
         limits=limits_of(environ),
         parts=parts_of(environ),
         workforce=workforce_of_launcher(),
     )
+
+
+def network_of(
+    environ: Mapping[str, str],
+    listening: dict[str, socket.socket] | None = None,
+    doors: dict[str, socket.socket] | None = None,
+) -> Network:
+    """Return a network of sockets, with TLS and shared memory as an environment says.
+
+    Args:
+        environ: That.
+        listening, doors: As of a ``SocketNetwork``.
+
+    Raises:
+        ConfigurationError: Certificates cannot be used.
+    """
+    tls = load_tls(environ)
+    shares = tls is None and shares_memory(environ)
+    sockets = SocketNetwork(listening, doors, shares_memory=shares)
+    return sockets if tls is None else TlsNetwork(sockets, tls)
 
 
 def misspelt_settings(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,26 +1,37 @@
-"""Cluster resolvers: the cluster's tasks and this process's own, from TF_CONFIG or arguments.
+"""Cluster resolvers: the cluster's tasks and this process's own, and the default of them.
 
 A resolver has TensorFlow's interface, so that programs keep theirs. What it says is checked by
 ``training_cluster``, which the strategy and ``run_task`` call before anything is connected: a wrong
 ``TF_CONFIG`` is one line that names the field, not a job that waits.
+
+``resolve_cluster`` asks a table of surroundings, of which the first that applies is believed. What
+was opened in this program comes before what its launcher says, and an inner launcher before an
+outer one, for each passes its own environment on: ``psync run`` (TF_CONFIG) may be called by hand
+inside all others, torchrun is started by SLURM and in pods, and srun in neither. The resolvers of
+schedulers are in ``psync.integrations``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import json
+import logging
 import os
 import re
 import reprlib
+import socket
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from psync.cluster import ClusterSpec
-from psync.cluster_roles import validate_for_training, with_chief
-from psync.errors import ConfigurationError
+from psync.cluster import ClusterSpec, join_address
+from psync.cluster_roles import TRAINING_JOBS, validate_for_training, with_chief
+from psync.errors import ConfigurationError, ConnectFailed, DuplicateTaskError
 
 T = TypeVar("T")
 
@@ -149,26 +160,6 @@ def opened(resolver: ClusterResolver) -> Iterator[None]:
         _open_in_process.remove(resolver)
         if open_cluster.get() is resolver:
             open_cluster.set(before)
-
-
-def cluster_of_context() -> ClusterResolver | None:
-    """Return the innermost cluster that is open in this context, or None.
-
-    Cells of a notebook have a context each: what one has opened is not in that of the next. So
-    where this context has none, it is that of the process.
-
-    Raises:
-        ConfigurationError: The process has several, and this context none.
-    """
-    known = open_cluster.get()
-    if known is not None or not _open_in_process:
-        return known
-    if len(set(_open_in_process)) > 1:
-        raise ConfigurationError(
-            "several clusters are open in this process, but none in this context",
-            hint="name one: psync.ParameterServerStrategy(cluster.resolver)",
-        )
-    return _open_in_process[0]
 
 
 def _url(address: str, rpc_layer: str | None) -> str:
@@ -375,3 +366,379 @@ def _task_index_in(task: dict[str, Any]) -> int | None:
     raise ConfigurationError(
         f"TF_CONFIG: task.index: expected a whole number, got {reprlib.repr(value)}"
     )
+
+
+class UnionClusterResolver(ClusterResolver):
+    """The jobs of several resolvers as one cluster; everything else comes from the first resolver.
+
+    If several resolvers describe a job as lists, it has the tasks of all, in the order of the
+    resolvers. If one of them gives indices, all do (a list counts from 0), and each index may occur
+    once.
+
+    Args:
+        cluster_resolvers: Resolvers, at least one, in order.
+        task_type: Job of this process, instead of the first resolver's.
+        task_id: Index of this process, instead of the first resolver's, including 0.
+        rpc_layer: Prefix of the addresses that ``master()`` returns, instead of the first
+            resolver's.
+
+    Raises:
+        ConfigurationError: No resolver is given, or an argument is unknown.
+        TypeError: An argument is not a ClusterResolver.
+
+    Source: TensorFlow ``UnionResolver``; there an override with 0 or an empty text is ignored.
+    """
+
+    source = "UnionClusterResolver"
+
+    def __init__(
+        self,
+        *cluster_resolvers: ClusterResolver,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        **unknown: object,
+    ) -> None:
+        if unknown:
+            raise ConfigurationError(
+                f"UnionClusterResolver: unknown argument {', '.join(map(repr, unknown))}",
+                hint="keyword arguments are task_type, task_id and rpc_layer",
+            )
+        if not cluster_resolvers:
+            raise ConfigurationError("UnionClusterResolver: expected at least one resolver")
+        for resolver in cluster_resolvers:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(
+                    "UnionClusterResolver: expected psync.ClusterResolver objects, got "
+                    f"{reprlib.repr(resolver)}"
+                )
+        self._resolvers = cluster_resolvers
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the jobs of all resolvers.
+
+        Raises:
+            DuplicateTaskError: Two resolvers give the same index of a job; also a KeyError.
+            ConfigurationError: Two tasks have one address.
+            Exception: An exception of a resolver.
+        """
+        descriptions = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
+        merged: dict[str, Any] = {}
+        for jobs in descriptions:
+            for job, tasks in jobs.items():
+                merged[job] = _merged(job, merged[job], tasks) if job in merged else tasks
+        try:
+            return ClusterSpec(merged)
+        except ConfigurationError as exc:
+            raise ConfigurationError(f"{self.source}: {exc.message}", hint=exc.hint) from None
+
+    def _said(self, answer: str) -> Any:
+        return getattr(self._resolvers[0], answer)
+
+    def _known_master(self, is_task_given: bool, rpc_layer: str | None) -> str | None:
+        return None if is_task_given else self._resolvers[0].master(rpc_layer=rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """Return the result of the first resolver."""
+        return self._resolvers[0].num_accelerators(task_type, task_id)
+
+
+def _merged(
+    job: str, known: list[str] | dict[int, str], more: list[str] | dict[int, str]
+) -> list[str] | dict[int, str]:
+    """Return the tasks of a job that two resolvers describe."""
+    if isinstance(known, list) and isinstance(more, list):
+        return known + more
+    one, other = (
+        dict(enumerate(tasks)) if isinstance(tasks, list) else tasks for tasks in (known, more)
+    )
+    twice = sorted(one.keys() & other.keys())
+    if twice:
+        raise DuplicateTaskError(
+            f"UnionClusterResolver: job {job!r}: several resolvers give task "
+            f"{', '.join(map(str, twice))}",
+            hint="if one resolver gives indices, lists of the others count from 0",
+        )
+    return one | other
+
+
+# The default.
+
+logger = logging.getLogger(__name__)
+
+Environ = Mapping[str, str]
+
+
+def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
+    """Return the resolver of the cluster that this process is in.
+
+    The first of these that applies:
+
+    1. An open cluster of this program: a ``LocalCluster``, or one of ``psync.integrations``,
+       between its start and its stop; inside ``psync.run``, the resolver it was given or has found.
+    2. ``TF_CONFIG``, which ``psync run`` sets as well.
+    3. torchrun (``TORCHELASTIC_RUN_ID``): rank 0 is the chief.
+    4. SLURM: a job step of several tasks, as started by srun.
+    5. Kubernetes: ``PSYNC_SERVICE`` names the headless service, as in the manifests of ``psync
+       launch kubernetes``.
+
+    The last three use two more variables:
+
+    - ``PSYNC_JOBS``, the number of tasks of each job: ``ps=2,worker=4``. There is one chief unless
+      it says ``chief=0``. Under torchrun and SLURM the total is known; by default there is one ps,
+      and the remaining tasks are workers.
+    - ``PSYNC_PORT``, the port of each task; under SLURM the port of the first task of each node.
+
+    Args:
+        environ: Mapping of environment variables; None: the environment of this process, and the
+            open clusters of this program.
+
+    Raises:
+        ConfigurationError: None applies (with a hint), or the variables of one are malformed.
+
+    Example:
+        resolver = psync.resolve_cluster()
+        print(resolver.source, resolver.task_type, resolver.task_id)
+    """
+    if environ is None:
+        environ = os.environ
+        # Each cell of a notebook has its own context: if it has no cluster, the process may have.
+        if (here := open_cluster.get()) is not None:
+            return here
+        if len(set(_open_in_process)) > 1:
+            raise ConfigurationError(
+                "several clusters are open in this process, but none in this context",
+                hint="name one: psync.ParameterServerStrategy(cluster.resolver)",
+            )
+        if _open_in_process:
+            return _open_in_process[0]
+    advice: list[str] = []
+    for name, find in SURROUNDINGS:
+        if find is None:  # by its name, and late: most processes are elsewhere
+            scheduler = importlib.import_module(f"psync.integrations.{name.lower()}")
+            find = scheduler.found_in
+            advice += filter(None, [scheduler.advice(environ)])
+        if (resolver := find(environ)) is not None:
+            logger.debug("the cluster is described by %s", name)
+            return resolver
+    tried = ", ".join(name for name, _ in SURROUNDINGS)
+    script = sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"  # of a command, or none
+    advice += [
+        f"to train on this machine: psync run {script} --ps 1 --workers 2",
+        "or open a psync.LocalCluster(1, 2) in the program, and start that by asyncio.run",
+    ]
+    raise ConfigurationError(
+        "this process belongs to no cluster: the program has opened none, and the variables of "
+        f"{tried} describe none",
+        hint="; ".join(advice),
+    )
+
+
+def _tf_config(environ: Environ) -> ClusterResolver | None:
+    return TFConfigClusterResolver(environ=environ) if environ.get("TF_CONFIG") else None
+
+
+def _torchrun(environ: Environ) -> ClusterResolver | None:
+    if not environ.get("TORCHELASTIC_RUN_ID"):
+        return None
+    # One for the process: tasks meet once, and each of them listens at one address.
+    names = (*TORCHRUN_VARIABLES, "PSYNC_JOBS")
+    return _one_torchrun(tuple((name, environ[name]) for name in names if name in environ))
+
+
+@functools.cache
+def _one_torchrun(variables: tuple[tuple[str, str], ...]) -> ClusterResolver:
+    environ = dict(variables)
+    jobs = jobs_of(environ, environ.get("WORLD_SIZE", ""), "torchrun")
+    return TorchrunClusterResolver(jobs, environ=environ)
+
+
+SURROUNDINGS: tuple[tuple[str, Callable[[Environ], ClusterResolver | None] | None], ...] = (
+    ("TF_CONFIG", _tf_config),
+    ("torchrun", _torchrun),
+    ("SLURM", None),
+    ("Kubernetes", None),
+)
+"""What a launcher may have said, in the order in which it is believed. None: the module of that
+name in ``psync.integrations`` finds it (``found_in``), and says what is missing where it nearly is
+(``advice``)."""
+
+
+def jobs_of(environ: Environ, number: str, source: str) -> dict[str, int]:
+    """Return the number of tasks of each job, as ``PSYNC_JOBS`` has it; jobs of none are left out.
+
+    What it does not name has its default: one chief, one ps, and as many workers as are left.
+
+    Args:
+        environ: Has ``PSYNC_JOBS``, as in ``chief=1,ps=2,worker=4``.
+        number: How many tasks the launcher has started; unless it is a number above 0, the variable
+            has to name the workers.
+        source: The launcher, for messages.
+
+    Raises:
+        ConfigurationError: It is malformed, or there are more or fewer tasks.
+    """
+    text = environ.get("PSYNC_JOBS", "")
+    num_tasks = int(number) if re.fullmatch("[0-9]{1,7}", number) else 0
+    given: dict[str, int] = {}
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        match = re.fullmatch(r"([a-z]+)=([0-9]{1,7})", piece)
+        if match is None or match[1] not in TRAINING_JOBS or match[1] in given:
+            raise ConfigurationError(
+                f"PSYNC_JOBS: expected numbers of tasks as in chief=1,ps=2,worker=4, got {text!r}"
+            )
+        given[match[1]] = int(match[2])
+    jobs = {"chief": 1, "ps": 1, **given}
+    if "worker" not in jobs:
+        if not num_tasks:
+            raise ConfigurationError(
+                f"PSYNC_JOBS: expected a number of workers, which {source} does not provide, got "
+                f"{text!r}",
+                hint="PSYNC_JOBS=ps=2,worker=4",
+            )
+        jobs["worker"] = max(num_tasks - sum(jobs.values()), 0)
+    total = sum(jobs.values())
+    if num_tasks not in (0, total) or not jobs["worker"]:
+        needed = f"{jobs['chief']} chief, {jobs['ps']} ps and at least 1 worker"
+        expected = f"{total} tasks" if "worker" in given else needed
+        raise ConfigurationError(
+            f"PSYNC_JOBS: expected {expected}, but {source} has started {num_tasks} tasks",
+            hint="set PSYNC_JOBS=ps=2 for two ps tasks; the remaining tasks are workers",
+        )
+    return {job: count for job, count in jobs.items() if count}
+
+
+def port_of(environ: Environ, default: int) -> int:
+    """Return the port that ``PSYNC_PORT`` names. Raises ConfigurationError: it is malformed."""
+    text = environ.get("PSYNC_PORT", "")
+    if not text:
+        return default
+    if not re.fullmatch("[0-9]{1,5}", text) or not 0 < int(text) < 65536:
+        raise ConfigurationError(f"PSYNC_PORT: expected a port, 1 to 65535, got {text!r}")
+    return int(text)
+
+
+TORCHRUN_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+
+
+class TorchrunClusterResolver(ClusterResolver):
+    """The ranks of a torchrun job, given out to the jobs of a cluster; rank 0 is the chief.
+
+    Jobs take ranks in the order of their names: of ``{"chief": 1, "ps": 2, "worker": 4}`` the ps
+    tasks are ranks 1 and 2. Each task listens at a free port of the interface by which it reaches
+    rank 0; ``cluster_spec`` blocks until all have said theirs. Make one of it in a process.
+
+    Args:
+        jobs: Tasks of each job; together as many as there are ranks.
+        environ: The environment of this process, or a part of it. The store itself is found by
+            torch, in the environment.
+
+    Raises:
+        ConfigurationError: A variable of torchrun is missing or malformed, or the jobs have other
+            tasks than there are ranks. From ``cluster_spec``: torch is not installed.
+        ConnectFailed: From ``cluster_spec``: ranks did not come, or the store has gone.
+    """
+
+    source = "torchrun"
+
+    def __init__(self, jobs: Mapping[str, int], *, environ: Mapping[str, str]) -> None:
+        self._rank, self._size = (_number(environ, name) for name in ("RANK", "WORLD_SIZE"))
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not environ.get(name):
+                raise ConfigurationError(f"torchrun: {name} is not set")
+        self._master = environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")
+        if sum(jobs.values()) != self._size or self._rank >= self._size:
+            raise ConfigurationError(
+                f"torchrun: the jobs have {sum(jobs.values())} tasks ({dict(jobs)}), and rank "
+                f"{self._rank} is one of {self._size}"
+            )
+        restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._key = f"psync/{environ.get('TORCHELASTIC_RUN_ID', '')}/{restart}"
+        self._tasks = [(job, index) for job in sorted(jobs) for index in range(jobs[job])]
+        self._task_type, self._task_id = self._tasks[self._rank]
+        self._cluster_spec: ClusterSpec | None = None  # None before tasks have met
+        self.listening: dict[str, socket.socket] = {}  # by address; of this task, if it serves
+        self._store: Any = None  # kept open: rank 0 may be the one that keeps it
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the tasks, once all of them listen. Blocks meanwhile."""
+        if self._cluster_spec is None:
+            self._cluster_spec = ClusterSpec(self._meet())
+        return self._cluster_spec
+
+    def _meet(self) -> dict[str, list[str]]:
+        store = self._store = _store_of_torchrun()
+        own = self._listen()
+        try:
+            store.set(f"{self._key}/{self._rank}", own)
+            told = [store.get(f"{self._key}/{rank}").decode() for rank in range(self._size)]
+        except Exception as exc:  # torch.distributed.DistError is a RuntimeError, of old versions
+            raise ConnectFailed(
+                f"torchrun: not all {self._size} ranks have said where they listen: {exc}"
+            ) from exc
+        addresses: dict[str, list[str]] = {}
+        for (job, _), address in zip(self._tasks, told, strict=True):
+            addresses.setdefault(job, []).append(address)
+        return addresses
+
+    def _listen(self) -> str:
+        """Listen at a free port of the interface that leads to rank 0; return the address."""
+        host, port = self._master
+        try:
+            own, family = interface_towards(host, port)
+            listener = socket.create_server((own, 0), family=family, backlog=1024)
+        except OSError as exc:
+            raise ConnectFailed(f"torchrun: no way to MASTER_ADDR {host!r}: {exc}") from exc
+        address = join_address(own, listener.getsockname()[1])
+        self.listening[address] = listener  # kept for a chief, too: nobody else gets its port
+        return address
+
+
+def interface_towards(host: str, port: int) -> tuple[str, socket.AddressFamily]:
+    """Return this machine's own address on the way to another one, and its family.
+
+    No packet is sent: only the route is looked up.
+
+    Raises:
+        OSError: The name cannot be resolved, or there is no way.
+    """
+    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)
+        own: str = probe.getsockname()[0]
+    return own, family
+
+
+def _store_of_torchrun() -> Any:
+    try:
+        from torch import distributed
+    except ImportError as exc:
+        raise ConfigurationError(
+            "torchrun: tasks find each other through torch's store, but torch cannot be imported: "
+            f"{exc}",
+            hint="pip install 'psync[torch]'",
+        ) from exc
+    try:
+        store, _, _ = next(distributed.rendezvous("env://"))
+    except Exception as exc:
+        raise ConnectFailed(f"torchrun: its store is not there: {exc}") from exc
+    return store
+
+
+def _number(environ: Mapping[str, str], variable: str) -> int:
+    value = environ.get(variable, "")
+    if not re.fullmatch("[0-9]{1,7}", value):
+        raise ConfigurationError(f"torchrun: {variable}: expected a number, got {value!r}")
+    return int(value)

@@ -26,7 +26,7 @@ from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.net.secret import Secret
-from psync.net.tracing.readings import Reading
+from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.model import Status
 from psync.status.run_files import Run

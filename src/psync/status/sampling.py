@@ -24,8 +24,7 @@ from psync.cluster_roles import CHIEF
 from psync.errors import ClosedError, PsyncError
 from psync.net.connection import Connection
 from psync.net.shielding import shielded
-from psync.net.tracing.collecting import SpanCollector
-from psync.net.tracing.recorder import SpanRecorder
+from psync.net.trace import SpanCollector, SpanRecorder
 from psync.status.model import (
     EventStatus,
     RunningClosure,

@@ -105,7 +105,7 @@ class Statistics(Message):
 class AskSpans(Message):
     """Record what this task does, and tell what was recorded; answered by Statistics.
 
-    Segments of the answer: readings, see ``net.tracing.recorder``. It records from the first
+    Segments of the answer: readings, see ``net.trace``. It records from the first
     question of a reader on, until all have said that it was their last, or have gone.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from psync.net.tracing.recorder import SpanRecorder
+from psync.net.trace import SpanRecorder
 
 if TYPE_CHECKING:
     from psync.worker.inputs import HeldClosure

@@ -28,7 +28,7 @@ else:
             start_new_session="daemon" in arguments,
         )
     if "PSYNC_LIFELINE_FD" in os.environ:
-        from psync.launch.process_loop import watch_lifeline
+        from psync.launch.process import watch_lifeline
 
         watch_lifeline(int(os.environ["PSYNC_LIFELINE_FD"]), grace_s=0.2)
     say("ready")

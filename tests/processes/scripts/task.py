@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from psync.launch.process_loop import watch_lifeline
+from psync.launch.process import watch_lifeline
 
 job = json.loads(os.environ["TF_CONFIG"])["task"]["type"]
 watch_lifeline(int(os.environ["PSYNC_LIFELINE_FD"]), grace_s=0.2)

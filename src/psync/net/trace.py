@@ -1,0 +1,464 @@
+"""Traces: what tasks did in a stretch of a run, as a file of Chrome's Trace Event format.
+
+A ``SpanRecorder`` keeps the recent activity of one task in a ring: messages, the worker's steps,
+counters. A ``SpanCollector`` asks all tasks of a coordinator. A ``Trace`` covers one stretch of a
+run; ``net.trace_file`` turns the answers of the tasks into its file.
+
+Recording starts with the first request (``AskSpans``). It ends when the last reader says so, or
+does not return within ``LEASE_S``. While nothing is recorded, each message costs one look at an
+attribute of its connection (``Connection.tap``). An entry is a message's header and a few numbers;
+the process that writes the trace decodes it.
+
+Readings are msgpack: ``{"origin", "at", "lost", "connections", "chunks", "facts"}``. A chunk is
+msgpack as well, of a list of entries; an entry is
+
+    (time, connection, kind, request, header, bytes of the body)    a frame; sent ones: kind | SENT
+    (time, name, …)                                                 a note
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import os
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from psync.errors import ConfigurationError, PsyncError
+from psync.net.connection import Connection, Request, Tap
+from psync.net.endpoint import Endpoint
+from psync.net.platform import Platform, random_hex
+from psync.net.trace_file import Reading, Summary, write_trace
+from psync.wire.messages import AskSpans, Statistics
+
+RING_BYTES = 8 << 20
+"""About 130,000 messages: enough for 500,000 a second at four requests a second."""
+
+LEASE_S = 10.0
+"""A reader that has not asked again by then is forgotten: its program may have died."""
+
+TICK_S = 0.02
+"""Between two samples of the counters, and two packings of new entries into the ring."""
+
+GRACE_S = 1.0
+"""For requests that are still unread because the loop was busy when the lease ended."""
+
+ANSWERS_WITHIN_S = 0.1
+"""Later answers are in a later reading: a step may compute on the loop of its worker."""
+
+LAST_WITHIN_S = 2.0
+"""The same, for the last reading."""
+
+ASKED_AT_ONCE = 100
+"""With more tasks, each reading asks the next 100 of them."""
+
+READ_EVERY_S = 0.25
+"""A task that is killed loses its entries since the last reading."""
+
+MAX_BYTES = 256 << 20
+"""Limit of the readings, which stay in memory until the file is written."""
+
+Watched = Callable[["SpanRecorder | None"], None]
+"""Called with the recorder when recording starts, and with None when it ends."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """A reader, which is forgotten when it does not renew its lease."""
+
+    lease: asyncio.TimerHandle | None = None
+
+    def renew(self, seconds: float, then: Callable[[str], None], name: str) -> None:
+        self.end_lease()
+        self.lease = asyncio.get_running_loop().call_later(seconds, then, name)
+
+    def end_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class _ReaderOfTask(_Reader):
+    next: int = 0  # number of the entry that it gets next
+    connections: int = 0  # how many it knows
+
+
+class SpanRecorder:
+    """The ring of one task.
+
+    Args:
+        platform: Has the clock, which need not agree with those of other tasks.
+        task: Its name.
+        facts: Returns further facts, which a reader gets with its first and last reading.
+        counters: Returns the counters that are sampled, by name; None: there are none.
+
+    Attributes:
+        now: The clock.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        task: str,
+        facts: Callable[[], Mapping[str, Any]] = dict,
+        counters: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        self.task = task
+        self._facts = facts
+        self._counters = counters
+        self.now = platform.now
+        self._origin = ""  # tells this process's clock from that of its successor; once it records
+        self._fresh: list[tuple[Any, ...]] = []  # entries that are not packed yet
+        self._chunks: deque[tuple[int, bytes]] = deque()  # number of the first entry, entries
+        self._count = 0  # of all entries that were ever packed
+        self._bytes = 0  # of all chunks
+        self._readers: dict[str, _ReaderOfTask] = {}
+        self._watched: list[Watched] = []
+        self._numbers = itertools.count()  # of connections
+        self._connections: dict[int, tuple[str, int, str, int, str]] = {}  # in this order
+        self._ticking: asyncio.TimerHandle | None = None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether anybody reads."""
+        return bool(self._readers)
+
+    def watch(self, watched: Watched) -> Callable[[], None]:
+        """Tell ``watched`` when recording starts and ends. Return a function that ends that."""
+
+        def forget() -> None:
+            self._watched.remove(watched)
+            if self._readers:
+                watched(None)
+
+        self._watched.append(watched)
+        if self._readers:
+            watched(self)
+        return forget
+
+    def watch_endpoint(self, endpoint: Endpoint) -> Callable[[], None]:
+        """Record the messages of an endpoint's connections. Return a function that ends that."""
+
+        def tap_of(peer: Connection) -> Tap:
+            number, now, append = next(self._numbers), self.now, self._fresh.append
+
+            def tap(kind: int, request: int, header: bytes, nbytes: int) -> None:
+                append((now(), number, kind, request, header, nbytes))
+
+            def first(kind: int, request: int, header: bytes, nbytes: int) -> None:
+                # Not before: whose connection it is, its handshake tells.
+                self._connections[number] = (
+                    endpoint.task, endpoint.incarnation, peer.task, peer.incarnation, peer.lane,
+                )  # fmt: skip
+                peer.tap = tap
+                tap(kind, request, header, nbytes)
+
+            return first
+
+        return self.watch(lambda recorder: endpoint.tap(None if recorder is None else tap_of))
+
+    def note(self, *note: Any) -> None:
+        """Record a note: a name and values that msgpack can carry."""
+        self._fresh.append((self.now(), *note))
+
+    def answer(self, request: Request[AskSpans]) -> None:
+        """Serve ``AskSpans``."""
+        message = request.message
+        request.answer(Statistics({}), [self.read(message.reader, last=message.last)])
+
+    def read(self, name: str, *, last: bool = False) -> bytes:
+        """Return the entries since this reader's previous reading; at first there are none.
+
+        Args:
+            name: The reader.
+            last: Whether this is its last reading.
+        """
+        self._pack()
+        reader = self._readers.get(name)
+        is_new = reader is None
+        if reader is None:
+            reader = _ReaderOfTask(next=self._count)
+            self._readers[name] = reader
+            if len(self._readers) == 1:
+                self._begin()
+        reader.renew(LEASE_S, self._expire, name)
+        oldest = self._chunks[0][0] if self._chunks else self._count
+        reading = {
+            "origin": self._origin,
+            "at": self.now(),
+            "lost": max(0, oldest - reader.next),
+            "chunks": [body for first, body in self._chunks if first >= reader.next],
+            "connections": list(self._connections.items())[reader.connections :],
+            "facts": self._facts() if is_new or last else {},
+        }
+        reader.next = self._count
+        reader.connections = len(self._connections)
+        if last:
+            self._leave(name)
+        return msgpack.packb(reading)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Forget all readers, and stop recording."""
+        for name in list(self._readers):
+            self._leave(name)
+
+    def _begin(self) -> None:
+        self._origin = self._origin or random_hex(4)
+        for watched in self._watched:
+            watched(self)
+        self._tick()
+
+    def _expire(self, name: str) -> None:
+        self._readers[name].renew(GRACE_S, self._leave, name)
+
+    def _leave(self, name: str) -> None:
+        self._readers.pop(name).end_lease()
+        if self._readers:
+            return
+        for watched in self._watched:
+            watched(None)
+        if self._ticking is not None:
+            self._ticking.cancel()
+        self._fresh.clear()
+        self._chunks.clear()
+        self._bytes = 0
+        self._connections.clear()
+
+    def _tick(self) -> None:
+        if self._counters is not None:
+            self.note("counters", dict(self._counters()))
+        self._pack()
+        self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _pack(self) -> None:
+        """Move new entries into the ring, and drop the oldest ones if it is full."""
+        if not self._fresh:
+            return
+        body = msgpack.packb(self._fresh)
+        self._chunks.append((self._count, body))
+        self._count += len(self._fresh)
+        self._fresh.clear()
+        self._bytes += len(body)
+        while self._bytes > RING_BYTES:
+            self._bytes -= len(self._chunks.popleft()[1])
+
+
+@dataclass(slots=True, eq=False)
+class _ReaderOfAll(_Reader):
+    asked: dict[Connection, asyncio.Task[None]] = field(
+        default_factory=dict
+    )  # that have not answered
+    known: set[Connection] = field(default_factory=set)  # asked before
+    came: list[Reading] = field(default_factory=list)  # not handed out yet
+    turn: int = 0  # place of the task that is asked next
+
+
+class SpanCollector:
+    """Asks the tasks of one coordinator.
+
+    Args:
+        recorder: The recorder of the coordinator's own task.
+        peers: Returns a connection to each of the others.
+    """
+
+    def __init__(self, recorder: SpanRecorder, peers: Callable[[], Iterable[Connection]]) -> None:
+        self._recorder = recorder
+        self._peers = peers
+        self._readers: dict[str, _ReaderOfAll] = {}
+
+    async def read(self, name: str, *, last: bool = False) -> list[Reading]:
+        """Return the readings since this reader's previous call; its first call starts recording.
+
+        Args:
+            name: The reader, which is forgotten if it does not ask again within ten seconds.
+            last: Whether this is its last call, which waits longer for tasks that compute.
+
+        Cancellation: Safe; the next call returns the readings.
+        """
+        reader = self._readers.setdefault(name, _ReaderOfAll())
+        reader.renew(LEASE_S, self._forget, name)
+        self._ask(reader, AskSpans(name, last))
+        now, body = self._recorder.now(), self._recorder.read(name, last=last)
+        reader.came.append(Reading(self._recorder.task, body, now, now))
+        if reader.asked:
+            within_s = LAST_WITHIN_S if last else ANSWERS_WITHIN_S
+            await asyncio.wait(list(reader.asked.values()), timeout=within_s)
+        came, reader.came = reader.came, []
+        if last:
+            self._forget(name)
+        return came
+
+    def close(self) -> None:
+        """Forget all readers."""
+        for name in list(self._readers):
+            self._forget(name)
+        self._recorder.close()
+
+    def _forget(self, name: str) -> None:
+        if (reader := self._readers.pop(name, None)) is not None:
+            for task in reader.asked.values():
+                task.cancel()
+            reader.end_lease()
+
+    def _ask(self, reader: _ReaderOfAll, message: AskSpans) -> None:
+        """Ask the tasks whose turn it is and new ones; at the end, ask all."""
+        peers = list(self._peers())
+        new = [peer for peer in peers if peer not in reader.known]
+        count = len(peers) if message.last else min(len(peers), ASKED_AT_ONCE)
+        turn = [peers[(reader.turn + place) % len(peers)] for place in range(count)]
+        reader.turn = (reader.turn + count) % max(1, len(peers))
+        reader.known.intersection_update(peers)
+        for peer in dict.fromkeys([*new, *turn]):
+            if peer not in reader.asked:
+                reader.known.add(peer)
+                asking = self._ask_one(reader, peer, message)
+                reader.asked[peer] = asyncio.get_running_loop().create_task(asking)
+
+    async def _ask_one(self, reader: _ReaderOfAll, peer: Connection, message: AskSpans) -> None:
+        try:
+            asked = self._recorder.now()
+            received = await peer.call(message)
+            got = self._recorder.now()
+            for segment in received.segments:
+                reader.came.append(Reading(peer.task, bytes(segment), asked, got))
+        except PsyncError:
+            pass  # it has died; its earlier readings are kept
+        finally:
+            del reader.asked[peer]
+
+
+ReadSpans = Callable[..., Awaitable[list[Reading]]]
+"""``read(name, last=False)`` of a ``SpanCollector``; a PsyncError: the run has ended."""
+
+
+class Trace:
+    """A stretch of a run that is being traced.
+
+    Args:
+        read: Asks the coordinator.
+        program: Name of the program, for the file.
+
+    Attributes:
+        began: Set when all tasks record.
+        cut_short: Why it ended early; "" if it did not.
+        summary: Contents of the file; None before it is written.
+    """
+
+    def __init__(self, read: ReadSpans, program: str) -> None:
+        self.began = asyncio.Event()
+        self.cut_short = ""
+        self.summary: Summary | None = None
+        self._read = read
+        self._program = program
+        self._name = random_hex(8)
+        self._ended = asyncio.Event()
+        self._over = asyncio.Event()  # set when ``record`` is over
+        self._readings: list[Reading] = []
+        self._nbytes = 0
+
+    def end(self) -> None:
+        """Stop recording."""
+        self._ended.set()
+
+    async def wait(self, ended: asyncio.Event) -> None:
+        """Wait for an event, or for the end of recording. Cancellation: safe."""
+        waiting = [asyncio.ensure_future(each.wait()) for each in (ended, self._over)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+
+    async def record(self) -> None:
+        """Read until ``end``, or until the run ends.
+
+        Raises:
+            PsyncError: Nothing could be read.
+
+        Cancellation: Safe; tasks stop recording automatically.
+        """
+        try:
+            while not self._ended.is_set() and not self.cut_short:
+                self._take(await self._read(self._name))
+                self.began.set()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(READ_EVERY_S):
+                        await self._ended.wait()
+            self._take(await self._read(self._name, last=True))
+        except PsyncError as exc:
+            if not self._readings:
+                raise
+            self.cut_short = exc.message
+        finally:
+            self.began.set()
+            self._over.set()
+
+    def write(self, path: Path) -> None:
+        """Write the file. Raises OSError."""
+        about = {"program": self._program, **({"ended": self.cut_short} if self.cut_short else {})}
+        with path.open("w", encoding="utf-8") as file:
+            self.summary = write_trace(self._readings, file, **about)
+        self._readings.clear()
+
+    def _take(self, readings: list[Reading]) -> None:
+        self._readings += readings
+        self._nbytes += sum(len(reading.body) for reading in readings)
+        if self._nbytes > MAX_BYTES:
+            self.cut_short = f"more than {MAX_BYTES >> 20} MiB were recorded"
+
+
+@contextlib.asynccontextmanager
+async def tracing(
+    read: ReadSpans, program: str, path: str | os.PathLike[str]
+) -> AsyncIterator[Trace]:
+    """Return a context in which all tasks are traced, into a file.
+
+    Args:
+        read: Asks the coordinator.
+        program: Name of the program.
+        path: Path of the file; an existing file is replaced.
+
+    Raises:
+        ConfigurationError: The file cannot be written.
+        PsyncError: The run has ended.
+
+    Cancellation: The file is written.
+    """
+    draft = _draft(Path(path))
+    try:
+        trace = Trace(read, program)
+        recording = asyncio.create_task(trace.record())
+        try:
+            await trace.began.wait()
+            if recording.done():
+                recording.result()  # nothing could be read
+            yield trace
+        finally:
+            trace.end()
+            await recording
+            await asyncio.to_thread(trace.write, draft)
+            os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _draft(path: Path) -> Path:
+    """Create an empty file, mode 600, beside ``path``. Raises ConfigurationError."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        fd, draft = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")
+        os.close(fd)
+    except OSError as exc:
+        raise ConfigurationError(
+            f"{path}: a trace cannot be written there: {exc.strerror}"
+        ) from exc
+    return Path(draft)
