@@ -250,7 +250,8 @@ class PsTask:
         try:
             self.services.ledger.check_incarnation(hello.task, hello.incarnation)
         except FencedError as exc:
-            return Refused("fenced", exc.message)
+            newer = f"it serves a newer coordinator than {hello.task}"
+            return Refused("fenced", newer if hello.task == CHIEF else exc.message)
         return None
 
     def _cut_off(self) -> None:

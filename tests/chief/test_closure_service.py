@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asked import Reply
+from asked import Asked, Reply
 from psync import RemoteValue
 from psync.chief.closure_service import ClosureService, EndedCall
 from psync.closures.closure import Closure
@@ -60,7 +60,9 @@ class World:
 
     def said(self, message: Message, segments: Sequence[Any] = (), *, by: str = WORKER) -> Any:
         peer: Any = SimpleNamespace(task=by)
-        return self._handlers[type(message)].run(peer, message, [memoryview(s) for s in segments])
+        asked = Asked(peer, message, [memoryview(segment) for segment in segments])
+        self._handlers[type(message)].run(asked)
+        return asked.outcome
 
     def states(self) -> list[str]:
         return [value._closure.state.value for value in self.values]

@@ -12,7 +12,7 @@ from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.cluster_links import ClusterLinks
 from psync.errors import ConnectFailed
-from psync.net.connection import Connection
+from psync.net.connection import Request
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time
@@ -65,12 +65,12 @@ async def test_starting_bears_that_one_of_two_connections_breaks_while_a_worker_
     await cluster.stop("worker-1")
     attach, broken = WorkerTask._attach, []
 
-    async def break_and_attach(self: WorkerTask, peer: Connection, *args: Any) -> Any:
+    async def break_and_attach(self: WorkerTask, request: Request[Any]) -> None:
         if not broken:
-            broken.append(self._lanes[peer.task, peer.incarnation, "bulk"])
+            broken.append(self._lanes[*request.peer.client, "bulk"])
             broken[0].abort()
             await broken[0].wait_closed()
-        return attach(self, peer, *args)
+        attach(self, request)
 
     with monkeypatch.context() as patched:
         patched.setattr(WorkerTask, "_attach", break_and_attach)

@@ -48,7 +48,7 @@ async def test_a_ps_that_comes_later_and_a_connection_that_is_lost_are_waited_fo
 async def test_another_answer_is_nonsense() -> None:
     async with cluster_of() as cluster:
         ps = cluster.tasks["ps-0"]
-        handlers_of(ps)[GrantCoordinator] = Handler(lambda *_: Reply(Done()))
+        handlers_of(ps)[GrantCoordinator] = Handler(lambda request: request.answer(Done()))
         with pytest.raises(RemoteProtocolError, match="answered GrantCoordinator with Done"):
             await enquire(cluster.platform(), *PS)
 

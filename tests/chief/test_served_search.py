@@ -101,7 +101,7 @@ async def test_who_is_too_late_is_told() -> None:
 async def test_another_answer_is_nonsense() -> None:
     async with cluster_of(2, 0) as cluster, searching(cluster) as (search, _):
         for kind in (AskServed, EndFormer):
-            answer_with(cluster, "ps-0", kind, lambda *_: Reply(LogTaken(1)))
+            answer_with(cluster, "ps-0", kind, lambda request: request.answer(LogTaken(1)))
         with pytest.raises(RemoteProtocolError, match="answered AskServed with LogTaken"):
             await search.run()
         with pytest.raises(RemoteProtocolError, match="answered EndFormer with LogTaken"):

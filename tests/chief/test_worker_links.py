@@ -88,14 +88,13 @@ async def test_who_ends_its_session_while_it_is_attached_is_not_taken_for_dead(
     """As where a worker sees at once that a ps is gone: its reason comes with its first answer."""
     attach = WorkerTask._attach
 
-    def attach_and_end(self, peer, *args):
-        answer = attach(self, peer, *args)
-        peer.notify(EndSession("/job:ps/task:0 cannot be reached", False))
-        asyncio.get_running_loop().call_soon(peer.close)
-        return answer
+    def attach_and_end(self, request):
+        attach(self, request)
+        request.peer.notify(EndSession("/job:ps/task:0 cannot be reached", False))
+        asyncio.get_running_loop().call_soon(request.peer.close)
 
     links.endpoint.handlers[EndSession] = Handler(
-        lambda peer, message, _: links.workers.session_ends(peer, message)
+        lambda request: links.workers.session_ends(request.peer, request.message)
     )
     await cluster.stop("worker-1")
     await asyncio.sleep(1)
@@ -115,9 +114,9 @@ async def test_a_worker_that_is_gone_as_soon_as_it_is_attached_is_set_aside_too(
 ):
     attach = WorkerTask._attach
 
-    def attach_and_go(self, peer, *args):
-        peer.abort()
-        return attach(self, peer, *args)
+    def attach_and_go(self, request):
+        request.peer.abort()
+        attach(self, request)
 
     await cluster.stop("worker-1")
     with monkeypatch.context() as patched:

@@ -79,7 +79,7 @@ async def test_an_answer_that_does_not_fit_is_refused(
 ) -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", np.zeros(3, np.float32))
-        handlers_of(cluster.ps[0])[kind] = Handler(lambda *_: answer)
+        handlers_of(cluster.ps[0])[kind] = Handler(lambda request: request.answer(*answer))
         with pytest.raises(RemoteProtocolError, match=f"^/job:ps/task:0 {text}"):
             await (pull(cluster.chief, v) if kind is Pull else push(cluster.chief, (v,), (1.0,)))
 

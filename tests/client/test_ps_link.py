@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from asked import frame_of
 from inside import endpoint_of
 from ps_cluster import PsCluster, pull
 from psync.client import ps_link
@@ -17,7 +18,6 @@ from psync.errors import (
 )
 from psync.net.connection import Connection
 from psync.wire.codec import Message
-from psync.wire.frames import Frame
 from psync.wire.messages import AskStatistics, Done, Pull, Pulled, Statistics
 
 pytestmark = pytest.mark.asyncio
@@ -89,7 +89,7 @@ async def test_a_connection_that_knows_too_many_sets_makes_way_for_one_that_know
 
 
 async def test_an_answer_of_another_kind_is_named_with_who_gave_it() -> None:
-    received = Frame(Done(), [])
+    received = frame_of(Done())
     assert expect(received, Done, "a ps", "a pull") is received.message
     with pytest.raises(RemoteProtocolError, match=r"^a ps answered a pull with Done"):
         expect(received, Statistics, "a ps", "a pull")

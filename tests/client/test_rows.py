@@ -75,7 +75,7 @@ class TestReading:
     ) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", table())
-            handlers_of(cluster.ps[0])[PullRows] = Handler(lambda *_: answer)
+            handlers_of(cluster.ps[0])[PullRows] = Handler(lambda request: request.answer(*answer))
             with pytest.raises(RemoteProtocolError, match=expected):
                 await cluster.chief.read_rows(v, rows_of(1))
 

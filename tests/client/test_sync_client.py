@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asked import Reply
 from inside import handlers_of
 from ps_cluster import OTHER, WORKER, PsCluster, heard, pull
 from psync.client import plans
@@ -93,7 +92,7 @@ class Cluster(PsCluster):
 
 def answer_with(task: PsTask, kind: type[Message], message: Message) -> None:
     """Let a ps answer all messages of a kind like this."""
-    handlers_of(task)[kind] = Handler(lambda *_: Reply(message))
+    handlers_of(task)[kind] = Handler(lambda request: request.answer(message))
 
 
 class TestConfiguration:

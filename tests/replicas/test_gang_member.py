@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from asked import frame_of
 from psync.client.context import ClosureContext
 from psync.errors import (
     ConnectionLost,
@@ -52,12 +53,12 @@ def member_of(coordinator: Coordinator, limits: Limits = DEFAULT_LIMITS) -> Gang
 
 
 def answer(value: object) -> Frame:
-    return Frame(Merged(None), [memoryview(part) for part in pack(value).segments])
+    return frame_of(Merged(None), [memoryview(part) for part in pack(value).segments])
 
 
 async def test_errors_of_the_coordinator_and_the_network_come_through():
     lost = WorkerLost("/job:worker/task:0")
-    member = member_of(Coordinator(lost, ConnectionLost("gone"), Frame(Done(), [])))
+    member = member_of(Coordinator(lost, ConnectionLost("gone"), frame_of(Done())))
     with pytest.raises(WorkerLost, match="task:0"):
         await member.collective("merge_call", reduce, None)
     with pytest.raises(ConnectionLost, match="gone"):

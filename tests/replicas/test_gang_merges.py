@@ -23,9 +23,10 @@ async def merged(function: Any, *values: Any, limits: Limits = DEFAULT_LIMITS) -
 
 
 def told(reply: Reply) -> Any:
-    payload = Payload.from_segments(list(reply.segments))
-    if reply.message.error is not None:
-        raise rebuild_exception("/job:chief/task:0", *reply.message.error, payload=payload)
+    message, segments = reply
+    payload = Payload.from_segments(list(segments))
+    if message.error is not None:
+        raise rebuild_exception("/job:chief/task:0", *message.error, payload=payload)
     return unpack(payload.data, payload.buffers)
 
 

@@ -320,7 +320,7 @@ class TestBadInput:
             assert await client.links[0].peer("control") is peer
             assert peer.is_open
             assert not (await pull(client, v))[0].any()
-            assert (await counters(cluster))["ledger"]["answers"] == 0
+            assert cluster.ps[0].statistics()["ledger"]["answers"] == 0
 
     async def test_memory_is_not_taken_for_a_body_that_is_refused(
         self, monkeypatch: pytest.MonkeyPatch
@@ -385,16 +385,16 @@ class TestCoordinators:
             with pytest.raises(UnknownVariableError):
                 await pull(newer, v)
             with pytest.raises(
-                FencedError, match="serves a newer coordinator than /job:chief/task:0: "
+                FencedError, match="serves a newer coordinator than /job:chief/task:0"
             ):
                 await cluster.attach(cluster.chief, 100)
             for message in (Fence(WORKER, 5), CreateShards([], [])):
                 segments = [memoryview(b"")] if isinstance(message, CreateShards) else []
-                with pytest.raises(FencedError, match="is not the coordinator that it serves"):
+                with pytest.raises(FencedError, match="serves a newer coordinator than"):
                     await ask(cluster.chief, message, segments)
             late = cluster.client(CHIEF, 100)
             with pytest.raises(
-                FencedError, match="incarnation 100 of /job:chief/task:0 has been replaced by 101"
+                FencedError, match="serves a newer coordinator than /job:chief/task:0"
             ):
                 await pull(late, v)
 
@@ -407,7 +407,7 @@ class TestCoordinators:
             newer = cluster.client(CHIEF, 101)
             await cluster.attach(newer, 101)
             assert outcomes(await pushing) == ["accepted"]
-            assert (await counters(cluster))["ledger"]["answers"] == 0
+            assert cluster.ps[0].statistics()["ledger"]["answers"] == 0
 
     async def test_a_body_that_comes_in_while_variables_are_declared_anew_is_refused(self) -> None:
         async with PsCluster(chunk=(1 << 16, 1 << 16)) as cluster:
@@ -479,7 +479,7 @@ class TestCoordinators:
             await cluster.attach(successor, 101)
             with pytest.raises(FencedError, match="serves a newer coordinator than /job:chief"):
                 await ask(cluster.chief, Shutdown("the end"))
-            with pytest.raises(FencedError, match=r"100 of /job:chief/task:0 .* by 101"):
+            with pytest.raises(FencedError, match="serves a newer coordinator than /job:chief"):
                 await ask(cluster.client(CHIEF, 100), Shutdown("the end"))
             assert not cluster.ps[0].stopped.is_set()
             assert await ask(cluster.client(CHIEF, 101), Shutdown("the end")) == Done()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asked import frame_of
 from local_training import strategy_of
 from psync import ClusterCoordinator, DistributedDataset, PerWorkerDataset
 from psync.closures.closure import Closure
@@ -42,7 +43,7 @@ class World:
     async def fetch(self, message: Message) -> Frame:
         self.asked[type(message).__name__] += 1
         if self.answer is not None:
-            return Frame(self.answer, [])
+            return frame_of(self.answer)
         if isinstance(message, FetchFunction):
             function = self.functions.lookup(message.key)
             assert function is not None
@@ -50,7 +51,8 @@ class World:
         else:
             assert isinstance(message, FetchArguments)
             reply = arguments_reply(self.calls[message.closure])
-        return Frame(reply.message, [memoryview(bytearray(s)) for s in reply.segments])
+        message, segments = reply
+        return frame_of(message, [memoryview(bytearray(each)) for each in segments])
 
     def held(self, fn: Any, *args: Any, **kwargs: Any) -> HeldClosure:
         arguments = pack_arguments("step", args, kwargs) if args or kwargs else EMPTY

@@ -321,8 +321,8 @@ async def test_a_worker_whose_coordinator_does_not_answer_leaves_all_the_same():
         given_back: list[int] = []
         heard: list[str] = []
 
-        async def never(peer, message, _):
-            heard.append(type(message).__name__)
+        async def never(request):
+            heard.append(type(request.message).__name__)
             await asyncio.Event().wait()
 
         endpoint = Endpoint(
@@ -330,7 +330,7 @@ async def test_a_worker_whose_coordinator_does_not_answer_leaves_all_the_same():
             {
                 LeaveCluster: Handler(never),
                 EndSession: Handler(never),
-                GivenBack: Handler(lambda _, message, __: given_back.extend(message.closures)),
+                GivenBack: Handler(lambda request: given_back.extend(request.message.closures)),
             },
         )  # fmt: skip
         control, _ = [
