@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -272,7 +272,7 @@ def body_of(
         where all of them are whole; and the bytes of all.
     """
     if IndexedSlices not in map(type, given):
-        wholes = cast(Sequence[memoryview], given)
+        wholes: Sequence[memoryview] = given  # type: ignore[assignment]
         parts = [wholes[index][start:end] for index, start, end in request.cuts]
         return Joined.of(parts, list(map(len, parts))), None, request.nbytes
     segments: list[Segment] = []

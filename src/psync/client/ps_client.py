@@ -235,13 +235,14 @@ class PsClient(PsRows):
         Cancellation: A push once begun is shielded: it ends in the background.
         """
 
-        def build(part: Part, timeline: int = self.timeline) -> Push:
+        def build(part: Part, timeline: int = self.outgoing.timeline) -> Push:
             request = part.request
             return Push(
                 *part.identity, request.set_id, part.members, optimizer,
                 None if optimizer in self._optimizers[request.ps] else config,
                 # What was known on another timeline ps tasks have undone.
-                elsewhere.get(request.ps, 0) if timeline == self.timeline else 0, part.rows,
+                elsewhere.get(request.ps, 0) if timeline == self.outgoing.timeline else 0,
+                part.rows,
                 None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
                 part.spread, part.pull, part.pull_members,
                 raised.key if raised and (request.ps, request.part) == (raised.ps, 0) else None,

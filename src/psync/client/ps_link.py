@@ -46,10 +46,7 @@ ones stay known to a connection for its life, so a new one is made then, which k
 class Question:
     """A request that nobody waits for in a coroutine."""
 
-    __slots__ = ("end",)
-
-    def __init__(self) -> None:
-        self.end: Callable[[], object] | None = None  # while it is under way
+    end: Callable[[], object] | None = None  # while it is under way
 
     def give_up(self) -> None:
         """Call nothing more, and write no more to memory for the reply."""

@@ -44,8 +44,9 @@ class Runtime:
 
     def pushes(self, optimizer: int) -> KnownPushes:
         """Return what is known of an optimizer's pushes; none that ps tasks have undone."""
-        if self._timeline != self.ps.timeline:
-            self._timeline = self.ps.timeline
+        timeline = self.ps.outgoing.timeline
+        if self._timeline != timeline:
+            self._timeline = timeline
             self._pushes = {}
         known = self._pushes.get(optimizer)
         if known is None:

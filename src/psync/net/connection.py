@@ -738,7 +738,7 @@ class Connection(asyncio.BufferedProtocol):
         nbytes = 0
         try:
             header = b"" if message is None else encode(message)
-            if not segments and len(header) <= self._limits.header_bytes:
+            if segments == () and len(header) <= self._limits.header_bytes:
                 head = PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), 0, 0) + header
             else:
                 lengths, body = flat(segments)

@@ -156,8 +156,13 @@ class Executor:
         if self._over is not None:
             request.fail(self._over.with_traceback(None))
             return
-        number = self._append(client or request.peer.client, message, body)
-        if self._is_free and (self.log.state is LogState.ALONE or self._may_execute(number)):
+        log = self.log
+        if log.state is LogState.ALONE:
+            number = log.append(_NOBODY, 0)
+        else:
+            number = self._ship(client or request.peer.client, message, body)
+        is_free = not self._queue and not self._acting and self._busy is None
+        if is_free and (log.state is LogState.ALONE or self._may_execute(number)):
             self._execute(number, act, request, claim, None)
             if self._queue:  # what it has brought with it
                 self.advance()
@@ -180,7 +185,7 @@ class Executor:
         request = request or nobodys(self._coordinator)
         if self._over is not None:
             request.fail(self._over.with_traceback(None))
-        elif self._is_free:
+        elif not self._queue and not self._acting and self._busy is None:
             self._execute(0, act, request, None, None)
             if self._queue:
                 self.advance()
@@ -258,10 +263,8 @@ class Executor:
         """Execute a check, on a backup."""
         self.in_turn(lambda: self._comparison.execute(request.message), request)
 
-    def _append(self, client: Client, message: Message | Build, body: Sequence[memoryview]) -> int:
-        """Give an entry its number; with a backup, ship it, after what that must know before."""
-        if self.log.state is LogState.ALONE:
-            return self.log.append(_NOBODY, 0)
+    def _ship(self, client: Client, message: Message | Build, body: Sequence[memoryview]) -> int:
+        """Give an entry its number, and ship it to the backup, after what that must know before."""
         known = self._store.optimizers()
         for new in known.keys() - self._optimizers:  # that a message has defined in passing
             self._optimizers.add(new)
@@ -284,11 +287,6 @@ class Executor:
         return self.log.append(Entry(client, header, body), nbytes + HEADER_WEIGHT * len(header))
 
     # Executing them.
-
-    @property
-    def _is_free(self) -> bool:
-        """Whether nothing is before what comes now."""
-        return not self._queue and not self._acting and self._busy is None
 
     def _enqueue(self, number: int, act: Act, request: Request[Any], ended: Ended) -> None:
         self._queue.append(_Queued(number, act, request, ended))

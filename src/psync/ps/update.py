@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -35,6 +35,8 @@ class Update:
     """A push, assign or average that has come in whole, and what it is applied to."""
 
     request: Request[Any]  # gets the answer
+    client: Client
+    message: Push | Assign | AverageShards
     known: ShardSet
     body: Body  # of averages nothing
     store: ShardStore  # both stay the same, even if a new coordinator
@@ -48,11 +50,6 @@ class Update:
     followed: Sequence[Key] = ()  # by the averages: one per shard
     runs: Sequence[slice] = ()  # of shards that are updated together; (): each by itself
     costs: Sequence[int] = ()  # bytes that the update of each run or shard touches
-    client: Client = field(init=False)
-    message: Push | Assign | AverageShards = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.client, self.message = self.request.peer.client, self.request.message
 
     def entry(self, names: LogNames) -> Message:
         """Return it as the log has it: its set by a number of the log's own, and no lock."""
@@ -182,8 +179,7 @@ class Update:
         """Do all the work; for small shards, none of which is busy."""
         message, keys, done = self.message, self.known.keys, 0
         if isinstance(message, Push) and message.rows is None and message.ratios is None:
-            wholes = cast(Sequence[np.ndarray], self.operands)
-            self.store.apply_at_once(message.optimizer, keys, wholes, self.step)
+            self.store.apply_at_once(message.optimizer, keys, self.operands, self.step)  # type: ignore[arg-type]
             done = len(self.runs or keys)
         for position in range(done, len(self.costs)):
             for _ in self.work(position):

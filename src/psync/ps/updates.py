@@ -36,6 +36,7 @@ from psync.ps.optimizers import MeasureService, SlotService
 from psync.ps.pulls import PsPulls
 from psync.ps.shard_sets import ShardSet, body_in_place, memory_for, numbered_set, owned, set_of
 from psync.ps.update import Update
+from psync.store.commit_log import LogState
 from psync.store.ledger import Duplicate, Fresh, Ledger, Ticket
 from psync.store.ledger_snapshot import control_of
 from psync.store.locks import Claim
@@ -173,6 +174,7 @@ class PsUpdates:
         except Exception:
             self._refused(request)
             raise
+        request.token = known
         if message.rows is not None:
             return memory_for(self._pool, sum(lengths), varies=True)
         if request.borrowed is not None and isinstance(message, Push):
@@ -188,7 +190,10 @@ class PsUpdates:
     def _arrived(self, request: Request[Any]) -> None:
         peer, message = request.peer, request.message
         try:
-            known = set_of(peer, message, self._task).look_up(self._store)
+            # While the body came in a timeline may have ended.
+            known = request.token
+            if not isinstance(known, ShardSet) or known.store is not self._store:
+                known = set_of(peer, message, self._task).look_up(self._store)
             whole = known.body_of(request.segments, self._task, message.rows)
             needed: Sequence[Key] = known.keys
             wanted: ShardSet | None = None
@@ -203,7 +208,10 @@ class PsUpdates:
         except Exception:
             self._refused(request)
             raise
-        self._admit(Update(request, known, whole, self._store, self._ledger, needed, wanted))
+        client, ledger = peer.client, self._ledger
+        self._admit(
+            Update(request, client, message, known, whole, self._store, ledger, needed, wanted)
+        )
 
     def _average_arrived(self, request: Request[AverageShards]) -> None:
         message = request.message
@@ -213,7 +221,8 @@ class PsUpdates:
         except Exception:
             self._refused(request)
             raise
-        self._admit(Update(request, known, (), self._store, self._ledger, known.keys))
+        client, keys = request.peer.client, known.keys
+        self._admit(Update(request, client, message, known, (), self._store, self._ledger, keys))
 
     # Admission: nothing is noted of an update that waits, which has not begun.
 
@@ -262,7 +271,7 @@ class PsUpdates:
             self._gate.passed(*message)
 
     def _submit(self, update: Update) -> None:
-        if not self._executor.is_alone:  # any more: it may have waited
+        if self._executor.log.state is not LogState.ALONE:  # any more: it may have waited
             update.body = owned(self._pool, update.body)
         self._executor.submit(
             update.request,

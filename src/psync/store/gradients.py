@@ -178,14 +178,7 @@ class GradientTable(BundleTable):
 
     def has_bundles(self, optimizer_id: int) -> bool:
         """Return whether an optimizer does the same to each element, whatever shard it is in."""
-        rule = self._optimizer(optimizer_id).rule
-        options = rule.options
-        return not (
-            isinstance(rule, LayerwiseRule)
-            or rule.may_raise
-            or options.gradient_accumulation_steps is not None
-            or options.excludes_any
-        )
+        return self._optimizer(optimizer_id).has_bundles
 
     def measure(
         self,

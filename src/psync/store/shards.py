@@ -26,6 +26,7 @@ from psync.errors import (
 )
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.blocks import BlockArray, bytes_of
+from psync.numerics.layerwise_rules import LayerwiseRule
 from psync.numerics.rule_configs import rule_from_config
 from psync.numerics.update_rule import ACCUMULATOR, RuleRaised, UpdateRule, slot_dtype
 from psync.schedules import Config, Schedule
@@ -49,6 +50,17 @@ class Optimizer:
     def own_schedules(self) -> list[type[Schedule]]:
         """The schedules in its learning rate that plugins have registered."""
         return schedules.registered_in(self.rule.learning_rate)
+
+    @functools.cached_property
+    def has_bundles(self) -> bool:
+        """Whether it does the same to each element, whatever shard it is in."""
+        rule = self.rule
+        return not (
+            isinstance(rule, LayerwiseRule)
+            or rule.may_raise
+            or rule.options.gradient_accumulation_steps is not None
+            or rule.options.excludes_any
+        )
 
 
 class ShardTable:

@@ -131,7 +131,18 @@ def decode(header: bytes) -> Message:
     """
     if len(header) == 2 and (constant := _BY_HEADER.get(header)) is not None:
         return constant
-    values = unpack_header(header)
+    # An item takes at least a byte. Without these bounds 1 MiB of nested array headers
+    # would ask for gigabytes of list slots.
+    try:
+        if len(header) <= SHORT_BYTES:
+            values = _unpack_short(header)
+        else:
+            values = _unpack_long(header, max_array_len=min(len(header), MAX_ARRAY_ITEMS))
+    except Exception as exc:  # msgpack raises ValueError, its own types, RecursionError, …
+        # Its text may hold the whole header.
+        raise RemoteProtocolError(f"header is not valid msgpack: {type(exc).__name__}") from exc
+    if type(values) is not list:
+        raise RemoteProtocolError(f"header: expected an array, got {type(values).__name__}")
     form = _BY_CODE.get(values[0]) if values and type(values[0]) is int else None
     if form is None:
         raise RemoteProtocolError(f"unknown message {reprlib.repr(values)}")
@@ -153,27 +164,6 @@ def _misfit(form: _Form, values: list[Any]) -> RemoteProtocolError:
     return RemoteProtocolError(
         f"{name}.{form.names[wrong]}: expected {expected}, got {reprlib.repr(values[wrong])}"
     )
-
-
-def unpack_header(header: bytes) -> list[Any]:
-    """Return the msgpack array in ``header``, under the limits for peers.
-
-    Raises:
-        RemoteProtocolError: If it is anything else.
-    """
-    # An item takes at least a byte. Without these bounds 1 MiB of nested array headers
-    # would ask for gigabytes of list slots.
-    try:
-        if len(header) <= SHORT_BYTES:
-            values = _unpack_short(header)
-        else:
-            values = _unpack_long(header, max_array_len=min(len(header), MAX_ARRAY_ITEMS))
-    except Exception as exc:  # msgpack raises ValueError, its own types, RecursionError, …
-        # Its text may hold the whole header.
-        raise RemoteProtocolError(f"header is not valid msgpack: {type(exc).__name__}") from exc
-    if type(values) is not list:
-        raise RemoteProtocolError(f"header: expected an array, got {type(values).__name__}")
-    return values
 
 
 # Checks from annotations.

@@ -182,8 +182,13 @@ def encode_head(
     count, body_len = len(lengths), sum(lengths)
     if not count and len(header) <= limits.header_bytes:
         return PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), 0, 0) + header
-    _check_sizes(LocalProtocolError, limits, len(header), count, body_len)
-    if body_len > limits.segment_bytes:
+    if (
+        len(header) > limits.header_bytes
+        or count > limits.segments
+        or body_len > limits.body_bytes
+        or body_len > limits.segment_bytes
+    ):
+        _check_sizes(LocalProtocolError, limits, len(header), count, body_len)
         _check_segments(LocalProtocolError, limits, lengths)
     head = _with_lengths(PREFIX.format, count).pack(
         MAGIC, VERSION, kind, len(extents), request_id, len(header), count, body_len, *lengths
