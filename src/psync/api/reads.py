@@ -11,7 +11,7 @@ import numpy as np
 
 from psync.api.scopes import OTHER_STRATEGY_HINT, Scope, runtime_here
 from psync.client.compression import pull_compressed
-from psync.client.context import ClosureContext, current_closure
+from psync.client.context import ClosureContext, current_closure, here
 from psync.client.runtime import Runtime
 from psync.client.shard_locks import pull_at_once
 from psync.errors import ContextError, UsageError
@@ -40,7 +40,12 @@ async def runtime_of(operation: str, *variables: ValueAccess) -> Runtime:
 
     Cancellation: Safe.
     """
-    runtime = runtime_here(operation, scope_of(variables[0]), variables)
+    closure = here.get()
+    if type(closure) is ClosureContext and isinstance(closure.runtime, Runtime):
+        closure.check_open(operation, variables)
+        runtime = closure.runtime
+    else:
+        runtime = runtime_here(operation, scope_of(variables[0]), variables)
     for variable in variables:
         if variable.origin != runtime.origin:
             raise UsageError(

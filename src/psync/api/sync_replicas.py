@@ -277,7 +277,7 @@ class SyncReplicasOptimizer(Optimizer):
             )
         config = self._group.of_step(step)
         closure, ordinal = runtime.begin_update("push")
-        plan = runtime.ps.plan(tuple(variable.spec for variable in variables))
+        plan = runtime.ps.plan(tuple([variable.spec for variable in variables]))
         gradients = [gradient for gradient, _ in pairs]
         push = functools.partial(
             runtime.sync.contribute,

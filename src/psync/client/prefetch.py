@@ -147,8 +147,9 @@ class PulledAhead:
         plan = announced or self._plan
         if plan is None or plan.whole.nbytes > SMALL_BODY_BYTES:
             return None
-        if any(link.updates for link in self._links):
-            return None
+        for link in self._links:
+            if link.updates:
+                return None
         self._asked = Wanted(plan)
         return self._asked
 

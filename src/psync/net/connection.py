@@ -67,6 +67,7 @@ from psync.wire.lent import LENT_ABOVE_BYTES, Borrowed, Extent
 from psync.wire.limits import Limits
 from psync.wire.messages import Failure, Refused
 from psync.wire.remote_errors import exception_of, failure_of
+from psync.wire.tensors import Joined
 
 logger = logging.getLogger(__name__)
 
@@ -628,7 +629,11 @@ class Connection(asyncio.BufferedProtocol):
                     return None
         elif kind == _REQUEST or kind == _NOTIFY:
             assert isinstance(frame, Request)
-            prepare = self._handler_of(frame).prepare
+            frame.message, frame.peer = decode(frame.header), self
+            handler = self._handlers.get(type(frame.message))
+            if handler is None:
+                raise self._unserved(frame.message)
+            prepare = handler.prepare
             if prepare is not None:
                 try:
                     frame.segments = _fitting(prepare(frame), frame)
@@ -653,18 +658,8 @@ class Connection(asyncio.BufferedProtocol):
 
     # Their requests.
 
-    def _handler_of(self, request: Request[Any]) -> Handler:
-        """Decode a request, and return who serves it.
-
-        Raises:
-            RemoteProtocolError: Nobody does.
-        """
-        message = request.message = decode(request.header)
-        request.peer = self
-        handler = self._handlers.get(type(message))
-        if handler is None:
-            raise RemoteProtocolError(f"this task does not serve {type(message).__name__}")
-        return handler
+    def _unserved(self, message: Message) -> RemoteProtocolError:
+        return RemoteProtocolError(f"this task does not serve {type(message).__name__}")
 
     def _serve(self, request: Request[Any]) -> None:
         """Serve a request or notification that is complete.
@@ -682,7 +677,7 @@ class Connection(asyncio.BufferedProtocol):
         request.task = request.on_given_up = None
         handler = self._handlers.get(type(message))
         if handler is None:
-            raise RemoteProtocolError(f"this task does not serve {type(message).__name__}")
+            raise self._unserved(message)
         try:
             if isinstance(request.token, Exception):  # of ``prepare``
                 raise request.token
@@ -738,7 +733,8 @@ class Connection(asyncio.BufferedProtocol):
         nbytes = 0
         try:
             header = b"" if message is None else encode(message)
-            if segments == () and len(header) <= self._limits.header_bytes:
+            is_alone = type(segments) is not Joined and not segments
+            if is_alone and len(header) <= self._limits.header_bytes:
                 head = PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), 0, 0) + header
             else:
                 lengths, body = flat(segments)

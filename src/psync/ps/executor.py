@@ -173,7 +173,7 @@ class Executor:
         self, client: Client, message: Message | Build, body: Sequence[memoryview], act: Act
     ) -> None:
         """Submit an entry for whose answer nobody waits: nobody hears of an error, either."""
-        self.submit(nobodys(client), message, body, act)
+        self.submit(_NOBODYS, message, body, act, None, client)
 
     def in_turn(self, act: Act, request: Request[Any] | None = None) -> None:
         """Do something between two entries: all up to now are executed, and none after them.
@@ -182,7 +182,7 @@ class Executor:
             act: Does it.
             request: Gets the answer; None: nobody does.
         """
-        request = request or nobodys(self._coordinator)
+        request = request or _NOBODYS
         if self._over is not None:
             request.fail(self._over.with_traceback(None))
         elif not self._queue and not self._acting and self._busy is None:
@@ -224,8 +224,8 @@ class Executor:
             if touches is not None:
                 act = functools.partial(self._settled, act, touches(request.message))
             # Of a notification nobody hears of an error.
-            asks = request if request.request_id else nobodys(request.peer.client)
-            self.submit(asks, request.message, request.segments, act)
+            asks = request if request.request_id else _NOBODYS
+            self.submit(asks, request.message, request.segments, act, None, request.peer.client)
 
         return Handler(run, handler.prepare)
 
@@ -271,8 +271,7 @@ class Executor:
             self._keep(self._coordinator, DefineOptimizer(new, dict(known[new].config)), ())
         if (check := self._comparison.due()) is not None:
             act = functools.partial(self._comparison.execute, check)
-            entry = self._keep(self._coordinator, check, ())
-            self._enqueue(entry, act, nobodys(self._coordinator), None)
+            self._enqueue(self._keep(self._coordinator, check, ()), act, _NOBODYS, None)
         number = self._keep(client, message, body)
         self.on_entry()
         return number
@@ -446,6 +445,11 @@ def _drop(_: object) -> None:
 
 
 _DONE = Done()
+
+_NOBODYS = nobodys(("", 0))
+"""Of entries whose client is named with them."""
+
+_NOBODYS.over = True
 
 _NOBODY = Entry(("", 0), b"", ())
 """In place of an entry that nobody is to have."""

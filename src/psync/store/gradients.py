@@ -329,7 +329,7 @@ class GradientTable(BundleTable):
             UsageError: If there are no pushes, or not as many weights, or gradients as keys.
             BusyError: If an update of one of them is under way; those before it are applied.
         """
-        if any(len(gradients) != len(keys) for gradients in gradients_by_push):
+        if set(map(len, gradients_by_push)) != {len(keys)}:
             raise UsageError(f"expected {len(keys)} gradients of each push")
         means = _Means(gradients_by_push, weights, reduction, self._space.sums)
         self._apply_parts(optimizer_id, keys, means, step)
@@ -347,7 +347,7 @@ class GradientTable(BundleTable):
                 for _ in self.apply_checked(optimizer_id, key, gradient, step):
                     pass
             return
-        if isinstance(gradients, Adjacent) or (isinstance(gradients, _Means) and gradients.adjoin):
+        if type(gradients) is Adjacent or (type(gradients) is _Means and gradients.adjoin):
             parts = self._bundled_parts(optimizer_id, tuple(keys), gradients)
         else:
             parts = self._parts(optimizer_id, keys, gradients)
@@ -433,7 +433,7 @@ class _Means:
     @property
     def adjoin(self) -> bool:
         """Whether the gradients of each push lie side by side."""
-        return all(isinstance(push, Adjacent) for push in self.pushes)
+        return {Adjacent}.issuperset(map(type, self.pushes))
 
     def __iter__(self) -> Iterator[MeanGradient]:
         return map(self._mean_of, zip(*self.pushes, strict=True))

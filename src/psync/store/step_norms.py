@@ -94,4 +94,4 @@ class StepNorms:
     def known_for(self, keys: Iterable[tuple[int, int]]) -> bool:
         """Return whether each shard has its factors, of those that are known at all."""
         known = [factors for factors in (self.scales, self.ratios) if factors is not None]
-        return all(variable in factors for variable, _ in keys for factors in known)
+        return not known or all(variable in factors for variable, _ in keys for factors in known)

@@ -294,8 +294,10 @@ class Group:
             self.number,
             self.step,
             tuple(
-                (*push.contribution.replica, push.contribution.number, push.contribution.weight)
-                for push in pushes
+                [
+                    (*push.contribution.replica, push.contribution.number, push.contribution.weight)
+                    for push in pushes
+                ]
             ),
             partial,
         )

@@ -97,8 +97,11 @@ class GroupTable:
 
     def known(self, group: int, raw: dict[str, Any] | None) -> KnownGroup:
         """Return what is known of a group, which ``define`` makes known."""
-        self.define(group, raw)
-        return self._groups[group]
+        known = self._groups.get(group)
+        if known is None or (raw is not None and raw != known.raw):
+            self.define(group, raw)
+            known = self._groups[group]
+        return known
 
     def outgoing(self) -> list[KnownGroup]:
         """Return the groups of which a step is outgoing."""

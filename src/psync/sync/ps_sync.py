@@ -369,7 +369,7 @@ class PsSync(GroupTable):
             numbered_set(peer, number, members, self._task)
         if not segments:
             return ()
-        if sum(number >= 0 for number in message.along) != len(segments):
+        if len([number for number in message.along if number >= 0]) != len(segments):
             raise RemoteProtocolError(f"{self._task}: {len(segments)} parts came with a closing")
         bodies = iter(segments)
         parts: list[Part | None] = []

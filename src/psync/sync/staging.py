@@ -266,7 +266,7 @@ class Staging:
         """A step that was closed is applied: pulls say so, and the memory of its parts is free."""
         self._count(-nbytes)
         former = dict(self._steps).get(group, 0)  # computes without a shard in common meet nowhere
-        others = (each for each in self._steps if each[0] != group)
+        others = [each for each in self._steps if each[0] != group]
         self._steps = [*others, (group, max(former, step + 1))]
 
     def fence(self, task: str, below: int) -> None:

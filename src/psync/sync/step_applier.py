@@ -215,8 +215,8 @@ class StepApplier:
     ) -> Sequence[Key]:
         """Return the shards that a step will change, if it is not closed."""
         parts = self._staging.parts(message.group, message.pushes, along)
-        keys = dict.fromkeys(key for part, _ in parts for key in part.known.keys)
-        for average in self._averages(known):
+        keys = dict.fromkeys([key for part, _ in parts for key in part.known.keys])
+        for average in known.averages or self._averages(known):
             keys[average.shadow] = keys[average.value] = None
         global_step = self._table.global_step(known.config)
         return [*keys] if global_step is None else [*keys, global_step]
@@ -243,7 +243,7 @@ class StepApplier:
             None if ratios is None else {variable: factor for variable, factor in ratios},
         )
         update = StepUpdate(
-            self._store, message.group, known.config, message.step, self._averages(known), norms,
+            self._store, message.group, known.config, message.step, known.averages or (), norms,
             self._table.global_step(known.config),
         )  # fmt: skip
         update.gather(parts, weights)

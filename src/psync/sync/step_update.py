@@ -14,7 +14,7 @@ import numpy as np
 
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.numerics.layerwise_rules import Sums
-from psync.numerics.sums import Reduction, check_weight
+from psync.numerics.sums import Reduction
 from psync.numerics.update_rule import slot_dtype
 from psync.ps.shard_sets import Body, ShardSet
 from psync.specs import dtype_of
@@ -106,16 +106,13 @@ class StepUpdate:
         """Take the parts of the step's pushes, in the order in which they are summed.
 
         Raises:
-            ValueMismatchError: A weight is none, or the global step is no integer.
+            ValueMismatchError: The global step is no integer.
             UnknownVariableError: The global step is not here.
             RemoteProtocolError: Some factors of a shard are known, and others are not.
             RuleError: A schedule of a user's raised.
         """
-        for weight in weights:
-            check_weight(weight)
-        if parts and all(
-            part.known.keys == parts[0].known.keys and part.rows is None for part in parts
-        ):
+        first = parts[0].known.keys if parts else ()
+        if parts and all([part.known.keys == first and part.rows is None for part in parts]):
             self._gather_alike(parts, weights)
         else:
             self._gather_mixed(parts, weights)
@@ -141,7 +138,7 @@ class StepUpdate:
         known = parts[0].known
         self.keys = known.keys
         self.costs = [length * len(parts) for length in known.costs]
-        self._pushes = [cast(Sequence[np.ndarray], part.gradients) for part in parts]
+        self._pushes = [part.gradients for part in parts]  # type: ignore[misc]
         self._weights = [weights] * len(self.keys)
 
     def _gather_mixed(self, parts: Sequence[Part], weights: Sequence[float]) -> None:
@@ -281,7 +278,7 @@ class StepUpdate:
 
     @property
     def _reduction(self) -> Reduction:
-        return cast(Reduction, self.config.reduction)
+        return self.config.reduction  # type: ignore[return-value]
 
 
 def averages_of(store: ShardStore, config: SyncConfig, task: str) -> list[Average]:

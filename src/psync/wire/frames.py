@@ -308,7 +308,21 @@ class FrameDecoder:
             if extents:
                 named = self._scratch[at - EXTENT_BYTES * extents : at]
                 return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
-            return self._begin_body(frame, body_len)
+            targets = self._sink(frame)
+            start, there = self.start, self.end - self.start
+            if targets is None or there < body_len:
+                return self._begin_body(frame, targets)
+            # As most small ones are: nothing is still to come.
+            self.start += body_len
+            given = 0
+            for target in targets:
+                given += len(target)
+                if given <= body_len:
+                    target[:] = self._scratch[start : start + len(target)]
+                    start += len(target)
+            if given != body_len:
+                raise _misfit(given, body_len)
+            return frame
         except Exception as exc:
             self._error = exc
             raise
@@ -341,9 +355,9 @@ class FrameDecoder:
         """Whether the stream would end inside a frame if it ended now."""
         return self._frame is not None or self.start != self.end
 
-    def _begin_body(self, frame: Frame, body_len: int) -> Frame | None:
-        """Take from scratch what is there of the body; return the frame if that was all."""
-        targets = self._sink(frame)
+    def _begin_body(self, frame: Frame, targets: Sequence[memoryview] | None) -> Frame | None:
+        """Take from scratch what is there of a body; return the frame if that was all."""
+        body_len = frame.nbytes
         start, there = self.start, min(self.end - self.start, body_len)
         self.start += there
         if targets is None:
@@ -351,15 +365,7 @@ class FrameDecoder:
             self._frame = frame if self._discard else None
             return None if self._discard else frame
         if sum(map(len, targets)) != body_len:
-            raise LocalProtocolError(
-                f"{sum(map(len, targets))} bytes of memory given for a body of {body_len}"
-            )
-        if there == body_len:  # as most small ones are: nothing is still to come
-            for target in targets:
-                end = start + len(target)
-                target[:] = self._scratch[start:end]
-                start = end
-            return frame
+            raise _misfit(sum(map(len, targets)), body_len)
         self._frame = frame
         body = self._scratch[start : start + there]
         self._targets, self._target, self._filled = targets, 0, 0
@@ -417,6 +423,10 @@ class FrameDecoder:
     def _body_done(self) -> Frame | None:
         frame, self._frame = self._frame, None
         return frame
+
+
+def _misfit(given: int, body_len: int) -> LocalProtocolError:
+    return LocalProtocolError(f"{given} bytes of memory given for a body of {body_len}")
 
 
 def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemoteProtocolError:
