@@ -25,11 +25,11 @@ from psync.api.embeddings import embedding_lookup_sparse as embedding_lookup_spa
 from psync.api.embeddings import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
 from psync.api.global_step import get_global_step as get_global_step
 from psync.api.global_step import get_or_create_global_step as get_or_create_global_step
-from psync.api.gradient_arguments import empty_like as empty_like
 from psync.api.modules import Module as Module
 from psync.api.moving_averages import ExponentialMovingAverage as ExponentialMovingAverage
-from psync.api.optimizers.staleness_bound import StalenessBound as StalenessBound
-from psync.api.optimizers.state import PushResult as PushResult
+from psync.api.optimizers import PushResult as PushResult
+from psync.api.optimizers import StalenessBound as StalenessBound
+from psync.api.optimizers import empty_like as empty_like
 from psync.api.pulls import pull as pull
 from psync.api.reads import cache_variable_reads as cache_variable_reads
 from psync.api.seeing import report as report

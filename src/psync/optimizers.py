@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TypedDict, Unpack
 
-from psync.api.optimizers.handles import Optimizer as Optimizer
-from psync.api.optimizers.staleness_bound import StalenessBound
+from psync.api.optimizers import Optimizer as Optimizer
+from psync.api.optimizers import StalenessBound
 from psync.numerics import adaptive_rules, layerwise_rules, moment_rules, update_rule
 from psync.numerics.compression import Compression
 from psync.schedules import Schedule

@@ -15,7 +15,7 @@ from local_training import at_once
 from memory_cluster import MemoryCluster, coordinating, event_of, note, session_cluster
 from psync.api.global_step import check_step
 from psync.api.on_read import CopyAccess
-from psync.api.sync_arguments import checked_step
+from psync.api.sync_replicas import checked_step
 from psync.errors import (
     PartitionError,
     ReplicaValueError,

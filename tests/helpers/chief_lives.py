@@ -11,7 +11,7 @@ from typing import Any
 import psync
 from inside import handlers_of
 from memory_cluster import MemoryCluster
-from psync.api.optimizers.registry import optimizers_here
+from psync.api.optimizers import optimizers_here
 from psync.chief.events import FailoverEvent
 from psync.net.peer import Handler
 from psync.wire.codec import Message

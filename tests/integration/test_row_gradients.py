@@ -10,7 +10,7 @@ import pytest
 import psync
 from local_training import in_step, strategy_of, training
 from psync import IndexedSlices, optimizers
-from psync.api.gradient_arguments import checked_pairs
+from psync.api.optimizers import checked_pairs
 from psync.errors import ValueMismatchError
 
 

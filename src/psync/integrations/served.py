@@ -21,8 +21,7 @@ import numpy as np
 
 from psync.api.global_step import get_or_create_global_step
 from psync.api.modules import Module
-from psync.api.optimizers.handles import Optimizer
-from psync.api.optimizers.state import PushResult
+from psync.api.optimizers import Optimizer, PushResult
 from psync.api.pulls import pull
 from psync.api.reads import runtime_of
 from psync.api.variables import Variable, VariableAggregation

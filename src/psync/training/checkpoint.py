@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from psync.api.cluster_coordinator import coordinator_of
-from psync.api.optimizers.state import updates_of
 from psync.api.reads import runtime_of
 from psync.checkpoints.files import Reader, checkpoints_in, disk_errors, remove
 from psync.checkpoints.layout import changed_rate, step_of
@@ -223,7 +222,7 @@ class Checkpoint:
                 raise error
             for name, optimizer in contents.optimizers.items():
                 step = step_of(cut.snapshots, optimizer.number)
-                states[f"{name}/step"] = updates_of(optimizer, step)
+                states[f"{name}/step"] = optimizer._rule.iteration(step)
                 states[f"{name}/learning_rate"] = changed_rate(cut.snapshots, optimizer.number)
             path = await _written(
                 directory, number, contents, states, coordinator.parts,

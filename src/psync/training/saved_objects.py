@@ -20,8 +20,7 @@ import numpy as np
 from psync.api.modules import Module
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.on_read import CopyAccess
-from psync.api.optimizers.handles import Optimizer
-from psync.api.optimizers.state import Slot, pushes_of
+from psync.api.optimizers import Optimizer, Slot, pushes_of
 from psync.api.variables import Handle, Variable
 from psync.checkpoints.layout import Wanted
 from psync.checkpoints.manifest import Difference, Manifest, check_state, compare

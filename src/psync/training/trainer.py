@@ -17,7 +17,7 @@ from typing import Any
 from psync.api.cluster_coordinator import ClusterCoordinator, running_coordinator
 from psync.api.datasets import PerWorkerDataset
 from psync.api.global_step import get_or_create_global_step
-from psync.api.optimizers.handles import Optimizer
+from psync.api.optimizers import Optimizer
 from psync.api.pulls import leaves, pairs, pull
 from psync.api.strategy import ParameterServerStrategy
 from psync.callbacks import Callback

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import psync
-from psync.api.optimizers.registry import optimizers_here
+from psync.api.optimizers import optimizers_here
 from psync.client import scopes
 from psync.errors import (
     AttachError,

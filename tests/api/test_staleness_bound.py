@@ -17,7 +17,7 @@ import memory_cluster
 import psync
 from local_training import training
 from memory_cluster import MemoryCluster, cluster_of, event_of, session_cluster
-from psync.api.optimizers.staleness_bound import MAX_STALENESS
+from psync.api.optimizers import MAX_STALENESS
 from psync.errors import ConfigurationError, EndOfData
 
 PAUSES = (0.1, 1.0)  # seconds per round of the fast worker and of the slow one
