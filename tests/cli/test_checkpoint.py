@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from psync.checkpoints.files import Writer
 from psync.checkpoints.manifest import Planned
-from psync.checkpoints.writer import Writer
 from psync.cli.main import main
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import psync
 from local_training import at_once, in_step, strategy_of, training
-from psync.checkpoints import writer
+from psync.checkpoints import files
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -246,14 +246,14 @@ async def test_who_is_cancelled_while_files_are_written_leaves_all_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     entered, go_on = threading.Event(), threading.Event()
-    original = getattr(writer.Writer, method)
+    original = getattr(files.Writer, method)
 
     def slow(*arguments: Any) -> Any:
         entered.set()
         assert go_on.wait(60)
         return original(*arguments)
 
-    monkeypatch.setattr(writer.Writer, method, slow)
+    monkeypatch.setattr(files.Writer, method, slow)
     async with training() as (strategy, _):
         with strategy.scope():
             w = psync.Variable(np.ones(3), name="w")

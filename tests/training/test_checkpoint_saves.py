@@ -15,8 +15,7 @@ import psync
 from inside import peers_of
 from local_training import in_step, training
 from memory_cluster import session_cluster
-from psync.checkpoints.files import Reader
-from psync.checkpoints.stored_snapshots import stored_snapshots
+from psync.checkpoints.files import Reader, stored_snapshots
 from psync.errors import CheckpointError, CheckpointNotFound, UsageError
 from psync.launch import local_tasks
 from psync.net.platform import Platform

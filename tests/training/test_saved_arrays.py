@@ -16,8 +16,7 @@ import safetensors
 
 import psync
 from local_training import in_step, training
-from psync.checkpoints.files import Reader
-from psync.checkpoints.stored_snapshots import stored_snapshots
+from psync.checkpoints.files import Reader, stored_snapshots
 from psync.cli.checkpoint_reports import differences, inspection
 from psync.errors import CheckpointCorrupt, CheckpointError
 from psync.ps import frozen_snapshots

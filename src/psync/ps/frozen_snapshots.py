@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from psync.checkpoints.writer import NONCE
+from psync.checkpoints.files import NONCE
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.shielding import shielded

@@ -30,10 +30,16 @@ from typing import Any, NamedTuple
 
 from psync.api.cluster_coordinator import coordinator_of
 from psync.api.reads import runtime_of
-from psync.checkpoints.files import Reader, checkpoints_in, disk_errors, remove
-from psync.checkpoints.layout import changed_rate, step_of
+from psync.checkpoints.files import (
+    Reader,
+    Writer,
+    checkpoints_in,
+    disk_errors,
+    remove,
+    streamed_by_environ,
+)
+from psync.checkpoints.manifest import changed_rate, step_of
 from psync.checkpoints.ownership import Owner, own
-from psync.checkpoints.writer import Writer, streamed_by_environ
 from psync.client.context import forbid_in_step
 from psync.client.scopes import running_scopes, runtime_here
 from psync.coordinator import Coordinator

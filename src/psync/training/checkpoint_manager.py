@@ -16,13 +16,15 @@ from pathlib import Path
 from psync.api.cluster_coordinator import coordinator_of
 from psync.api.reads import scope_of
 from psync.checkpoints.files import (
+    SavedSnapshots,
     checkpoints_in,
     mark_last,
     remove,
     remove_leftovers,
+    stored_snapshots,
     unmark_last,
+    why_not,
 )
-from psync.checkpoints.stored_snapshots import SavedSnapshots, stored_snapshots, why_not
 from psync.client.scopes import running_scopes
 from psync.coordinator import Coordinator
 from psync.errors import CheckpointError

@@ -18,10 +18,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from psync.checkpoints.files import DataFile
-from psync.checkpoints.layout import Layout
-from psync.checkpoints.manifest import Planned
-from psync.checkpoints.writer import Writer
+from psync.checkpoints.files import DataFile, Writer
+from psync.checkpoints.manifest import Layout, Planned
 from psync.chief.consistent_cut import Cut, WrittenSnapshot
 from psync.errors import CheckpointError
 from psync.numerics.blocks import BLOCK_ELEMENTS

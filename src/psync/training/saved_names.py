@@ -22,9 +22,8 @@ from typing import Any
 
 from psync.api.pulls import leaves
 from psync.api.variables import Handle
-from psync.checkpoints.files import Reader
+from psync.checkpoints.files import Reader, stored_snapshots
 from psync.checkpoints.manifest import Manifest, Tensor
-from psync.checkpoints.stored_snapshots import stored_snapshots
 from psync.errors import CheckpointError, CheckpointMismatch
 from psync.store.snapshot_state import SnapshotState
 from psync.training.saved_objects import Contents

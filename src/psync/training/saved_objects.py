@@ -22,8 +22,7 @@ from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.on_read import CopyAccess
 from psync.api.optimizers import Optimizer, Slot, pushes_of
 from psync.api.variables import Handle, Variable
-from psync.checkpoints.layout import Wanted
-from psync.checkpoints.manifest import Difference, Manifest, check_state, compare
+from psync.checkpoints.manifest import Difference, Manifest, Wanted, check_state, compare
 from psync.errors import CheckpointMismatch, ConfigurationError, PsyncError, UsageError
 from psync.metrics import Metric
 from psync.schedules import Schedule, from_config

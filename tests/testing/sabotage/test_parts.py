@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from law import MODULES, imports_of
-from psync.checkpoints.writer import Writer
+from psync.checkpoints.files import Writer
 from psync.net.environment import parts_of
 from psync.net.platform import Parts
 from psync.net.serving import RequestServer
