@@ -134,7 +134,7 @@ from psync.status.model import Status as Status
 from psync.training.checkpoint import Checkpoint as Checkpoint
 from psync.training.checkpoint_manager import CheckpointManager as CheckpointManager
 from psync.training.checkpoint_manager import latest_checkpoint as latest_checkpoint
-from psync.training.fit_state import History as History
+from psync.training.epochs import History as History
 from psync.training.saved_objects import SavedState as SavedState
 from psync.training.sidecar_evaluator import Evaluation as Evaluation
 from psync.training.sidecar_evaluator import SidecarEvaluator as SidecarEvaluator

@@ -30,8 +30,7 @@ from psync.coordinator import Coordinator
 from psync.errors import CheckpointError
 from psync.specs import checked_integer, checked_kind
 from psync.status.html_tables import table
-from psync.training.checkpoint import PREFIX, Checkpoint, coordinator_for, own_directory
-from psync.training.saved_arrays import in_thread
+from psync.training.checkpoint import PREFIX, Checkpoint, coordinator_for, in_thread, own_directory
 
 logger = logging.getLogger(__name__)
 
