@@ -110,10 +110,10 @@ from psync.net.resolvers import ClusterResolver as ClusterResolver
 from psync.net.resolvers import SimpleClusterResolver as SimpleClusterResolver
 from psync.net.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
 from psync.net.union_resolver import UnionClusterResolver as UnionClusterResolver
-from psync.numerics.replica_sums import ReduceOp as ReduceOp
-from psync.numerics.replica_values import Mirrored as Mirrored
-from psync.numerics.replica_values import PerReplica as PerReplica
-from psync.numerics.scatter import IndexedSlices as IndexedSlices
+from psync.numerics.replicas import Mirrored as Mirrored
+from psync.numerics.replicas import PerReplica as PerReplica
+from psync.numerics.replicas import ReduceOp as ReduceOp
+from psync.numerics.rows import IndexedSlices as IndexedSlices
 from psync.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
 from psync.partitioners import MaxSizePartitioner as MaxSizePartitioner
 from psync.partitioners import MinSizePartitioner as MinSizePartitioner

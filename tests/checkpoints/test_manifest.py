@@ -30,7 +30,7 @@ from psync.checkpoints.manifest import (
     step_of,
 )
 from psync.errors import CheckpointCorrupt, CheckpointError
-from psync.numerics.moment_rules import Adam
+from psync.numerics.rules import Adam
 from psync.schedules import Constant
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger

@@ -20,8 +20,8 @@ from psync.client.ps_client import PsClient
 from psync.errors import ClosedError, RemoteProtocolError, ValueMismatchError
 from psync.net.peer import Handler
 from psync.numerics.compression import Compression, narrow_dtype
-from psync.numerics.scatter import IndexedSlices
-from psync.numerics.update_rule import SGD
+from psync.numerics.rows import IndexedSlices
+from psync.numerics.rules import SGD
 from psync.specs import VariableSpec
 from psync.wire.codec import Message
 from psync.wire.messages import Pull, Push, Pushed

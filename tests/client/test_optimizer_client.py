@@ -10,9 +10,9 @@ import pytest
 from ps_cluster import PsCluster
 from psync.client.optimizer_client import trust_ratios
 from psync.client.plans import Plan
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.scatter import IndexedSlices
-from psync.numerics.update_rule import SGD, Scratch, UpdateRule
+from psync.numerics.memory import Scratch
+from psync.numerics.rows import IndexedSlices
+from psync.numerics.rules import SGD, Lamb, UpdateRule
 
 pytestmark = pytest.mark.asyncio
 

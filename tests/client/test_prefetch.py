@@ -23,7 +23,7 @@ from psync.client import prefetch
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import always
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.specs import VariableSpec
 from psync.wire.messages import AskStatistics, Pull
 

@@ -20,7 +20,7 @@ from psync.errors import (
     ValueMismatchError,
 )
 from psync.net.peer import Handler, Reply
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.specs import ShardSpec, VariableSpec
 from psync.testing.sabotage import FailpointError, Failpoints
 from psync.wire.codec import Message

@@ -16,8 +16,8 @@ from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import _within
 from psync.errors import RemoteProtocolError, UnknownVariableError, ValueMismatchError
 from psync.net.peer import Handler, Reply
-from psync.numerics.scatter import SCATTER_OPS, IndexedSlices
-from psync.numerics.update_rule import SGD
+from psync.numerics.rows import SCATTER_OPS, IndexedSlices
+from psync.numerics.rules import SGD
 from psync.specs import ShardSpec, VariableSpec
 from psync.wire.messages import Done, PullRows, RowsPulled
 

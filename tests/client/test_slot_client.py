@@ -10,7 +10,7 @@ from ps_cluster import OTHER, PsCluster, pull, push
 from psync import schedules
 from psync.client.optimizer_client import num_pushes, set_optimizer, set_slot
 from psync.errors import ConfigurationError
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.specs import count_of, marked_after
 from psync.wire.messages import SetOptimizer
 

@@ -22,7 +22,7 @@ from psync.errors import (
     ValueMismatchError,
 )
 from psync.net.peer import Handler, Reply
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.ps_task import PsTask
 from psync.specs import VariableSpec
 from psync.store.sync_config import SyncConfig

@@ -12,7 +12,7 @@ from inside import in_update_context
 from local_training import at_once
 from psync.client.context import ClosureContext, inside
 from psync.errors import ReplicaValueError, UsageError
-from psync.numerics.replica_values import Mirrored, PerReplica
+from psync.numerics.replicas import Mirrored, PerReplica
 from psync.replicas.context import (
     OneReplica,
     cross_replica,

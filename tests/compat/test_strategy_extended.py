@@ -13,7 +13,7 @@ from local_training import at_once
 from psync.client.context import ClosureContext, inside
 from psync.compat.strategy_extended import MultiStepContext, StrategyExtended
 from psync.errors import EndOfData, UsageError
-from psync.numerics.replica_values import PerReplica
+from psync.numerics.replicas import PerReplica
 from psync.replicas.context import in_cross_replica_context
 
 CLUSTER = {"chief": ["a:1"], "ps": ["a:2", "a:3"], "worker": ["a:4", "a:5"]}

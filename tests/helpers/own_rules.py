@@ -10,9 +10,8 @@ import numpy as np
 
 import psync
 from psync import rules, schedules
-from psync.numerics import rule_configs
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import Scratch
+from psync.numerics.memory import Scratch
+from psync.numerics.rules import RULES, RuleOptions
 
 TOO_LARGE = 100.0
 """A gradient with such an element makes ``Momentum`` raise."""
@@ -21,7 +20,7 @@ TOO_LARGE = 100.0
 @contextlib.contextmanager
 def forgetting() -> Iterator[None]:
     """Whatever is registered meanwhile is not known afterwards."""
-    known = rule_configs.RULES, schedules._SCHEDULES
+    known = RULES, schedules._SCHEDULES
     before = [dict(each) for each in known]
     try:
         yield

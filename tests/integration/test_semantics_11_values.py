@@ -17,12 +17,7 @@ from inside import in_update_context
 from memory_cluster import coordinating
 from psync import IndexedSlices, Mirrored, PerReplica, ReduceOp
 from psync.errors import ReplicaValueError
-from psync.numerics.replica_values import (
-    gather_distributed,
-    reduce_distributed,
-    regroup,
-    select,
-)
+from psync.numerics.replicas import gather_distributed, reduce_distributed, regroup, select
 
 CLUSTER = {"chief": ["c:1"], "ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1"]}
 ROWS_4 = np.array([[1.0], [2.0], [3.0], [4.0]], np.float32)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.rows import IndexedSlices
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

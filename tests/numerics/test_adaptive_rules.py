@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from psync.numerics.adaptive_rules import Adadelta, Adagrad, Ftrl, RMSprop, power
-from psync.numerics.update_rule import Scratch
+from psync.numerics.memory import Scratch
+from psync.numerics.rules import Adadelta, Adagrad, Ftrl, RMSprop, power
 from psync.schedules import PolynomialDecay
 from rule_table import RULES, Slots, gradients, start
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.errors import UsageError
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 
 KIB = 1 << 10
 

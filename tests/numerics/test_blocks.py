@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import BLOCK_BYTES, Block, BlockArray, bytes_of
+from psync.numerics.memory import BLOCK_BYTES, Block, BlockArray, BlockPool, bytes_of
 from psync.specs import DTYPE_NAMES, dtype_of
 
 F32 = np.dtype(np.float32)

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psync.numerics.clipping import PIECE, clipped_by_norm, scaled, sum_of_squares
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.rows import IndexedSlices
+from psync.numerics.rules import RuleOptions, clipped_by_norm
+from psync.numerics.sums import SQUARES_PIECE, scaled, sum_of_squares
 
 EACH, ALL = RuleOptions(clipnorm=5.0), RuleOptions(global_clipnorm=5.0)
 
@@ -72,7 +72,7 @@ def test_the_dtype_stays_and_squares_do_not_overflow(dtype: object) -> None:
 
 def test_any_memory_layout_and_size() -> None:
     rng = np.random.default_rng(1)
-    wide = rng.standard_normal((3, PIECE)).astype(np.float32)
+    wide = rng.standard_normal((3, SQUARES_PIECE)).astype(np.float32)
     for gradient in (wide.T, wide[:, ::2], np.zeros((0, 4), np.float32), np.array(7, np.float32)):
         (clipped,) = clipped_by_norm([gradient], [0], EACH)
         norm = np.linalg.norm(gradient.astype(np.float64))
@@ -92,8 +92,8 @@ def test_norms_that_are_not_finite() -> None:
 
 def test_a_sum_of_squares_has_the_same_bits_on_every_cpu() -> None:
     program = (
-        "import numpy as np; from psync.numerics.clipping import PIECE, sum_of_squares;"
-        "values = np.random.default_rng(0).standard_normal(3 * PIECE + 7);"
+        "import numpy as np; from psync.numerics.sums import SQUARES_PIECE, sum_of_squares;"
+        "values = np.random.default_rng(0).standard_normal(3 * SQUARES_PIECE + 7);"
         "print([sum_of_squares(values.astype(kind)).hex() for kind in 'fd'])"
     )
     printed = set()
@@ -106,9 +106,13 @@ def test_a_sum_of_squares_has_the_same_bits_on_every_cpu() -> None:
 
 
 def test_a_sum_of_squares_does_not_depend_on_where_an_array_is_cut() -> None:
-    array = np.random.default_rng(2).standard_normal(5 * PIECE + 7)
+    array = np.random.default_rng(2).standard_normal(5 * SQUARES_PIECE + 7)
     total = 0.0
-    for start, stop in ((0, 2 * PIECE), (2 * PIECE, 3 * PIECE), (3 * PIECE, None)):
+    for start, stop in (
+        (0, 2 * SQUARES_PIECE),
+        (2 * SQUARES_PIECE, 3 * SQUARES_PIECE),
+        (3 * SQUARES_PIECE, None),
+    ):
         total = sum_of_squares(array[start:stop], total)
     assert total == sum_of_squares(array)
 

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import BlockArray
 from psync.numerics.common_blocks import Adjacent, CommonBlock
+from psync.numerics.memory import BlockArray, BlockPool
 
 FLOAT = np.dtype(np.float32)
 

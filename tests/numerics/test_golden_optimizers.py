@@ -20,8 +20,7 @@ import pytest
 
 from golden_optimizers import DTYPES, KEPT, SHAPES, STEPS, gradient, start
 from psync import optimizers, schedules
-from psync.numerics.clipping import clipped_by_norm
-from psync.numerics.rule_configs import rule_from_config
+from psync.numerics.rules import clipped_by_norm, rule_from_config
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from psync.errors import ValueMismatchError
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.rows import IndexedSlices
 
 
 def test_rows_named_more_than_once_are_summed_in_ascending_order() -> None:

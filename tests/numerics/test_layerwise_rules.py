@@ -11,9 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psync.numerics.layerwise_rules import PIECE, Lamb
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import Scratch, slot_dtype
+from psync.numerics.memory import Scratch
+from psync.numerics.rules import PIECE, Lamb, RuleOptions, slot_dtype
 
 STEP = 4  # of the updates that are measured
 

@@ -15,13 +15,17 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.numerics.blocks import BLOCK_ELEMENTS
-from psync.numerics.clipping import scaled, sum_of_squares
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.means import MeanGradient, growing_decay, move_average
-from psync.numerics.moment_rules import Adam
-from psync.numerics.sums import Reduction, sum_dtype
-from psync.numerics.update_rule import SGD, Scratch, UpdateRule
+from psync.numerics.memory import BLOCK_ELEMENTS, Scratch
+from psync.numerics.rules import SGD, Adam, Lamb, UpdateRule
+from psync.numerics.sums import (
+    MeanGradient,
+    Reduction,
+    growing_decay,
+    move_average,
+    scaled,
+    sum_dtype,
+    sum_of_squares,
+)
 from psync.specs import ShardSpec, dtype_of
 from psync.store.store import ShardStore, Work
 

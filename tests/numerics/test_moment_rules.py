@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from psync.numerics.moment_rules import Adam, Adamax, Lion, Nadam, momentum_product
-from psync.numerics.update_rule import Scratch
+from psync.numerics.memory import Scratch
+from psync.numerics.rules import Adam, Adamax, Lion, Nadam, momentum_product
 from rule_table import RULES, Slots, gradients, start
 
 Formula = Callable[[np.ndarray, np.ndarray, Slots, int], np.ndarray]

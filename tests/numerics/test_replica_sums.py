@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 
 from psync.errors import ReplicaValueError, ValueMismatchError
-from psync.numerics.replica_sums import (
-    ReduceOp,
-    as_axes,
-    as_reduce_op,
-    gather_arrays,
-    reducing_arrays,
-)
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.replicas import ReduceOp, as_axes, as_reduce_op, gather_arrays, reducing_arrays
+from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import PIECE_BYTES, at_once
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN

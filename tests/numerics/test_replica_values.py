@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from psync.errors import ReplicaValueError, UsageError
-from psync.numerics.replica_values import (
+from psync.numerics.replicas import (
     DistributedValues,
     Mirrored,
     PerReplica,

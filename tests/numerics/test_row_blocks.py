@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psync.numerics import blocks
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import BlockArray
-from psync.numerics.row_blocks import RowBlocks
+from psync.numerics import memory
+from psync.numerics.memory import BlockArray, BlockPool
+from psync.numerics.rows import RowBlocks
 from psync.specs import DTYPE_NAMES, dtype_of
 
 NUM_ROWS = 12
@@ -20,7 +19,7 @@ NUM_ROWS = 12
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of eight elements: some rows lie in two of them, or in four."""
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 8)
+    monkeypatch.setattr(memory, "BLOCK_ELEMENTS", 8)
 
 
 def value_of(array: BlockArray) -> np.ndarray:
@@ -60,7 +59,7 @@ action = st.tuples(
 def test_it_is_an_array_whatever_is_done_and_what_was_seen_never_changes(
     row_size: int, fill: int, actions: list[tuple[str, set[int]]]
 ) -> None:
-    blocks.BLOCK_ELEMENTS = 8
+    memory.BLOCK_ELEMENTS = 8
     pool = BlockPool()
     array = RowBlocks(NUM_ROWS, row_size, np.dtype(np.int32), fill)
     model = np.full((NUM_ROWS, row_size), fill, np.int32)
@@ -194,7 +193,7 @@ def test_rows_that_were_never_written_are_not_looked_at() -> None:
 
 
 def test_a_table_of_terabytes_takes_the_memory_of_the_rows_that_are_used() -> None:
-    blocks.BLOCK_ELEMENTS = 1 << 18
+    memory.BLOCK_ELEMENTS = 1 << 18
     rows = 1 << 26  # of 4 KiB: 256 GiB
     array = RowBlocks(rows, 1024, np.dtype(np.float32), 1.0)
     chosen = np.array([0, rows // 2, rows - 1])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.numerics.scatter import ascending, distinct, in_order, starts_of
+from psync.numerics.rows import ascending, distinct, in_order, starts_of
 
 FAR = 1 << 62  # beyond what can be packed with a position
 

@@ -9,22 +9,24 @@ import pytest
 
 import own_rules
 from psync.errors import ConfigurationError
-from psync.numerics import rule_configs
-from psync.numerics.adaptive_rules import Adagrad, Ftrl
-from psync.numerics.moment_rules import Adam, Lion
-from psync.numerics.rule_configs import (
+from psync.numerics import rules
+from psync.numerics.rules import (
+    SGD,
+    Adagrad,
+    Adam,
+    Ftrl,
+    Lion,
+    RuleOptions,
     registered,
     registered_in,
     rule_from_config,
     unknown_in,
 )
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import SGD
 from rule_table import RULES
 
 
 def test_every_rule_is_in_the_table_of_the_tests() -> None:
-    assert {rule.name for rule in RULES.values()} == set(rule_configs.RULES)
+    assert {rule.name for rule in RULES.values()} == set(rules.RULES)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -125,9 +127,9 @@ def test_what_is_registered_is_listed_in_order() -> None:
 
 @pytest.mark.usefixtures("registry")
 def test_one_name_is_of_one_class() -> None:
-    rule_configs.register_rule(own_rules.Momentum)
+    rules.register_rule(own_rules.Momentum)
     with pytest.raises(ConfigurationError, match=r"'tests\.momentum' of .* by own_rules"):
-        rule_configs.register_rule(type("Other", (own_rules.Momentum,), {}))
+        rules.register_rule(type("Other", (own_rules.Momentum,), {}))
 
 
 @pytest.mark.usefixtures("registry")

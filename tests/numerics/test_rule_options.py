@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.numerics.rule_options import MAX_WORDS, RuleOptions, flag, number
+from psync.numerics.rules import MAX_WORDS, RuleOptions, flag, number
 
 
 def test_nothing_is_asked_for_by_default() -> None:

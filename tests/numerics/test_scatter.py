@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.errors import UsageError, ValueMismatchError
-from psync.numerics.scatter import LONG_RUN, SCATTER_OPS, check_scatter, combine, merged
+from psync.numerics.rows import LONG_RUN, SCATTER_OPS, check_scatter, combine, merged
 from psync.specs import DTYPE_NAMES, dtype_of
 
 

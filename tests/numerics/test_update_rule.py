@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.errors import ConfigurationError, ValueMismatchError
-from psync.numerics.moment_rules import Adam
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import SGD, Scratch, slot_dtype
+from psync.numerics.memory import Scratch
+from psync.numerics.rules import SGD, Adam, RuleOptions, slot_dtype
 from psync.schedules import ExponentialDecay
 from psync.specs import dtype_of
 from rule_table import RULES, Slots, gradients, run, start

@@ -24,7 +24,7 @@ from ps_cluster import (
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, UnknownVariableError
 from psync.net.endpoint import Endpoint
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.ps_task import PsTask
 from psync.store.reattach import Holding, Orders
 from psync.testing import settle

@@ -10,7 +10,7 @@ import numpy as np
 from inside import endpoint_of, handlers_of, peers_of, store_of
 from ps_cluster import assign, pull, until
 from psync.net.peer import Handler, Reply
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.wire.messages import MeasureStep
 from sync_cluster import SyncCluster
 

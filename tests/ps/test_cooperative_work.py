@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from psync.errors import BusyError, PsyncError
-from psync.numerics import blocks, update_rule
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.moment_rules import Adam
+from psync.numerics import memory, rules
+from psync.numerics.rules import Adam, Lamb
 from psync.ps import cooperative_work
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.specs import ShardSpec
@@ -159,7 +158,7 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 @pytest.fixture
 def ps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ps]:
     """One whose shards LARGE and OTHER have eight blocks, small ones."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(memory, "BLOCK_BYTES", BLOCK)
     made = Ps()
     for name, key in (("large", LARGE), ("other", OTHER)):
         made.store.create(ShardSpec(name, *key, 0, (SIZE,), "float32", 0), fill=np.float32(0.5))
@@ -177,18 +176,18 @@ def bits(ps: Ps) -> bytes:
 
 def updates() -> Iterator[Callable[[ShardStore], Work]]:
     """Pushes, two of which are accumulated; the mean of two; an assign and a moving average."""
-    options = update_rule.RuleOptions(gradient_accumulation_steps=2)
-    rules = [Adam(0.1), Lamb(0.1), Adam(0.1).with_options(options)]
+    options = rules.RuleOptions(gradient_accumulation_steps=2)
+    made = [Adam(0.1), Lamb(0.1), Adam(0.1).with_options(options)]
 
     def push(store: ShardStore, number: int, seed: int) -> Work:
-        store.define_optimizer(number, rules[number].to_config())
+        store.define_optimizer(number, made[number].to_config())
         return store.apply(number, LARGE, gradient(seed), store.begin_push(number, 0))
 
     def mean(store: ShardStore) -> Work:
         pair = [gradient(2), gradient(3)]
         return store.apply_mean(0, LARGE, pair, [1, 2], store.begin_push(0, 0), scale=0.5)
 
-    for number in range(len(rules)):
+    for number in range(len(made)):
         for seed in range(2):
             yield functools.partial(push, number=number, seed=seed)
     yield mean
@@ -212,17 +211,17 @@ async def test_updates_have_the_same_bits_whoever_computes_them(ps: Ps, cores: i
 
 def watched(monkeypatch: pytest.MonkeyPatch, seen: Callable[[], None]) -> None:
     """Let ``seen`` be called, by who computes it, before each block of SGD."""
-    usual = update_rule.SGD.apply
+    usual = rules.SGD.apply
 
-    def apply(self: update_rule.SGD, *args: Any) -> None:
+    def apply(self: rules.SGD, *args: Any) -> None:
         seen()
         usual(self, *args)
 
-    monkeypatch.setattr(update_rule.SGD, "apply", apply)
+    monkeypatch.setattr(rules.SGD, "apply", apply)
 
 
 def sgd(ps: Ps) -> Work:
-    ps.store.define_optimizer(1, update_rule.SGD(1.0).to_config())
+    ps.store.define_optimizer(1, rules.SGD(1.0).to_config())
     return ps.store.apply(1, LARGE, np.ones(SIZE, np.float32), ps.store.begin_push(1, 0))
 
 
@@ -310,7 +309,7 @@ async def test_nothing_that_was_computed_is_held_by_threads(
     lent = np.ones(SIZE, np.float32)
     let_go: list[int] = []
     weakref.finalize(lent, lambda: let_go.append(threading.get_ident()))
-    ps.store.define_optimizer(1, update_rule.SGD(1.0).to_config())
+    ps.store.define_optimizer(1, rules.SGD(1.0).to_config())
     work = ps.store.apply(1, LARGE, lent, ps.store.begin_push(1, 0))
     del lent
     await ps.work.finish(work)

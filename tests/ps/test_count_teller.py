@@ -14,7 +14,7 @@ from ps_by_hand import PsByHand
 from ps_cluster import PsCluster, push
 from psync.client import plans
 from psync.errors import FencedError, UsageError
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.ps.count_teller import INTERVAL_S
 from psync.wire.messages import TellCounts
 

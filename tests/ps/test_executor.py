@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from local_training import at_once
 from psync.errors import ClosedError, FencedError, PsyncError, UsageError
 from psync.net.peer import AsIfFrom, Handler, Peer, Reply
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.update_rule import SGD
+from psync.numerics.memory import BlockPool
+from psync.numerics.rules import SGD
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.ps.executor import AT_ONCE, Answer, Entry, Executor

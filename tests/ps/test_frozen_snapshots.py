@@ -17,7 +17,7 @@ from psync.errors import (
     CutLost,
     RemoteProtocolError,
 )
-from psync.numerics.moment_rules import Adam
+from psync.numerics.rules import Adam
 from psync.specs import VariableSpec
 from psync.store.snapshot import SnapshotState
 from psync.wire.messages import (

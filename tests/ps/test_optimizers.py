@@ -12,7 +12,7 @@ from inside import work_of
 from ps_by_hand import A, PsByHand
 from ps_cluster import PsCluster, hold, pull, until
 from psync.errors import UnknownVariableError, UsageError, ValueMismatchError
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.wire.codec import Message
 from psync.wire.messages import SetOptimizer, SetSlots
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from psync.errors import UnknownVariableError, UsageError, ValueMismatchError
-from psync.numerics.block_pool import BlockPool
 from psync.numerics.compression import COMPRESSED
-from psync.numerics.update_rule import SGD
+from psync.numerics.memory import BlockPool
+from psync.numerics.rules import SGD
 from psync.ps.shard_sets import ShardSet, memory_for, owned
 from psync.ps.update import Update
 from psync.specs import ShardSpec, dtype_of

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from psync.errors import BusyError, UsageError, ValueMismatchError
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD, Lamb
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.ps.shard_sets import ShardSet
 from psync.ps.update import Update

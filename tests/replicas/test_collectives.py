@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from local_training import at_once
-from psync.numerics.replica_sums import ReduceOp
+from psync.numerics.replicas import ReduceOp
 from psync.replicas import collectives
 
 

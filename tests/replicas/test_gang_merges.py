@@ -10,7 +10,7 @@ import pytest
 
 from local_training import at_once
 from psync.net.peer import Reply
-from psync.numerics.replica_values import PerReplica
+from psync.numerics.replicas import PerReplica
 from psync.replicas.context import (
     forbid_in_merge,
     get_strategy,

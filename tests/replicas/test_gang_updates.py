@@ -10,7 +10,7 @@ import pytest
 from local_training import at_once
 from psync.api.variables import VariableAggregation
 from psync.errors import ReplicaValueError, UnsupportedError, ValueMismatchError
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.rows import IndexedSlices
 from psync.replicas import gang_updates
 
 ROWS = IndexedSlices(np.ones((1, 2), np.float32), [0])

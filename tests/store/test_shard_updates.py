@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.update_rule import SGD, Scratch, UpdateRule
+from psync.numerics.memory import BLOCK_ELEMENTS, BlockArray, BlockPool, Scratch
+from psync.numerics.rules import SGD, Lamb, UpdateRule
 from psync.store.shard import Workspace
 from psync.store.shard_updates import GradientAccumulator, ShardUpdate
 

@@ -21,9 +21,8 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import Block, BlockArray
-from psync.numerics.update_rule import SGD
+from psync.numerics.memory import Block, BlockArray, BlockPool
+from psync.numerics.rules import SGD
 from psync.ps import cooperative_work
 from psync.schedules import PiecewiseConstantDecay
 from psync.specs import VariableSpec

@@ -12,8 +12,8 @@ import psync
 from local_training import training
 from psync import Outcome, PushResult, optimizers, schedules
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
-from psync.numerics import layerwise_rules
-from psync.numerics.update_rule import Scratch
+from psync.numerics import rules
+from psync.numerics.memory import Scratch
 
 
 def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
@@ -142,7 +142,7 @@ async def test_updates_on_two_ps_tasks_equal_numpy_and_gradients_stay_as_they_ar
 async def test_lamb_takes_the_norms_of_the_whole_variable_wherever_its_shards_are(
     num_ps: int,
 ) -> None:
-    rule, slots = layerwise_rules.Lamb(0.1), [np.zeros(15, np.float32) for _ in range(2)]
+    rule, slots = rules.Lamb(0.1), [np.zeros(15, np.float32) for _ in range(2)]
     expected = START.ravel().copy()
     for step, gradient in enumerate(gradients(6)):
         rule.apply(expected, gradient.ravel(), slots, expected, slots, step, Scratch())

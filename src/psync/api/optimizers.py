@@ -42,12 +42,17 @@ from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.net.platform import random_hex
 from psync.net.process_state import PerProcess
 from psync.numerics.casting import fits, fitting
-from psync.numerics.clipping import clipped_by_norm
 from psync.numerics.compression import Compression, checked_compression
-from psync.numerics.rule_configs import registered_in, rule_from_config
-from psync.numerics.rule_options import RuleOptions, words_of
-from psync.numerics.scatter import IndexedSlices
-from psync.numerics.update_rule import UpdateRule, slot_dtype
+from psync.numerics.rows import IndexedSlices
+from psync.numerics.rules import (
+    RuleOptions,
+    UpdateRule,
+    clipped_by_norm,
+    registered_in,
+    rule_from_config,
+    slot_dtype,
+    words_of,
+)
 from psync.replicas import gang_updates
 from psync.replicas.context import current_gang
 from psync.schedules import Constant, Schedule, as_schedule

@@ -28,7 +28,7 @@ from psync.api.variables import Handle, OnReadVariable, Variable
 from psync.client.context import current_closure
 from psync.client.runtime import Runtime, current_runtime
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
-from psync.numerics.rule_options import flag
+from psync.numerics.rules import flag
 from psync.numerics.sums import check_weight
 from psync.specs import Outcome, as_number, checked_kind
 from psync.store.sync_config import SyncConfig, whole_number

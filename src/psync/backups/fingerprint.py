@@ -23,15 +23,24 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from psync import schedules
-from psync.numerics import clipping, means
-from psync.numerics.adaptive_rules import Ftrl, RMSprop
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.moment_rules import Adam
-from psync.numerics.rule_configs import OWN, RULES, Registered, registered
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.scatter import combine, merged
+from psync.numerics import rules, sums
+from psync.numerics.memory import Scratch
+from psync.numerics.rows import combine, merged
+from psync.numerics.rules import (
+    OWN,
+    RULES,
+    SGD,
+    Adam,
+    Ftrl,
+    Lamb,
+    Registered,
+    RMSprop,
+    RuleOptions,
+    UpdateRule,
+    registered,
+    slot_dtype,
+)
 from psync.numerics.sums import DenseSum, SparseSum, at_once, finish
-from psync.numerics.update_rule import SGD, Scratch, UpdateRule, slot_dtype
 
 DTYPES = tuple(np.dtype(name) for name in ("float32", "float64", "float16"))
 
@@ -120,14 +129,14 @@ def _summed(dtype: np.dtype) -> Iterator[np.ndarray]:
         at_once(sparse.adding(_row_numbers(), gradient.reshape(-1, 5), weight))
     yield from (at_once(dense.making("mean")), at_once(dense.making("sum")))
     yield from (at_once(sparse.making("mean", per_index=each)) for each in (True, False))
-    squares = clipping.sum_of_squares(values(clipping.PIECE + SIZE, dtype, 7))
-    scales = clipping.clip_scales([(0, squares)], RuleOptions(clipnorm=3.0))
+    squares = sums.sum_of_squares(values(sums.SQUARES_PIECE + SIZE, dtype, 7))
+    scales = rules.clip_scales([(0, squares)], RuleOptions(clipnorm=3.0))
     yield np.array([squares, scales[0]])
-    mean = means.MeanGradient(gradients, weights, "mean", Scratch(SIZE), 0.7)[:SIZE]
+    mean = sums.MeanGradient(gradients, weights, "mean", Scratch(SIZE), 0.7)[:SIZE]
     yield mean.copy()
-    yield clipping.scaled(mean, 1.3)
+    yield sums.scaled(mean, 1.3)
     average = gradients[0].copy()
-    means.move_average(average, mean, average, means.growing_decay(0.99, 5), Scratch(SIZE))
+    sums.move_average(average, mean, average, sums.growing_decay(0.99, 5), Scratch(SIZE))
     yield average
     finish(average, 3.0, "mean")  # of an accumulator without weights
     yield average

@@ -63,7 +63,7 @@ from psync.errors import (
     ConfigurationError,
     PsyncError,
 )
-from psync.numerics.blocks import bytes_of
+from psync.numerics.memory import bytes_of
 from psync.schedules import Config
 from psync.specs import ShardSpec, dtype_of
 from psync.store.snapshot_state import SnapshotState

@@ -25,9 +25,9 @@ from psync.client.rows import PsRows, check_exist
 from psync.client.work_meter import WorkMeter
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer
-from psync.numerics.block_pool import BlockPool
 from psync.numerics.compression import Compression
-from psync.numerics.scatter import IndexedSlices, check_scatter, merged
+from psync.numerics.memory import BlockPool
+from psync.numerics.rows import IndexedSlices, check_scatter, merged
 from psync.specs import ShardSpec, VariableSpec
 from psync.wire.closure_numbers import PART_BITS
 from psync.wire.codec import Message
@@ -274,7 +274,7 @@ class PsClient(PsRows):
             plan: From ``plan``.
             values: As ``gradients`` of ``push``.
             op: "assign", "add", "sub" or "max"; where all values are rows, any of
-                ``numerics.scatter``.
+                ``numerics.rows``.
             closure: Id of the closure, or -1.
             ordinal: Of the call within the closure.
             lock: Under which this client holds the shards; 0: none.

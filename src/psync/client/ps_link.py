@@ -25,7 +25,7 @@ from psync.errors import (
     RemoteProtocolError,
 )
 from psync.net.peer import Into, Peer, Received
-from psync.numerics.rule_configs import Registered
+from psync.numerics.rules import Registered
 from psync.wire.codec import Message, check
 from psync.wire.frames import Segment
 from psync.wire.lent import Borrowed

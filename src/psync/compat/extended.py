@@ -12,11 +12,12 @@ from typing import Any
 
 from psync.cluster import device_name
 from psync.errors import ContextError, ReplicaValueError
-from psync.numerics.replica_sums import ReduceOp, as_reduce_op
-from psync.numerics.replica_values import (
+from psync.numerics.replicas import (
     DistributedValues,
     Mirrored,
     PerReplica,
+    ReduceOp,
+    as_reduce_op,
     local_results,
     map_in_pieces,
     map_structures,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from psync.numerics.replica_values import regroup
+from psync.numerics.replicas import regroup
 
 
 def merge(strategy: Any, calls: Sequence[tuple[Any, Any, Any]]) -> Any:

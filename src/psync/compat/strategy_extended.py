@@ -15,8 +15,7 @@ from psync.cluster import device_name
 from psync.cluster_roles import is_chief
 from psync.compat.extended import Extended, is_variable
 from psync.errors import EndOfData, UsageError
-from psync.numerics.replica_sums import ReduceOp, as_reduce_op
-from psync.numerics.replica_values import local_results, reduce_distributed
+from psync.numerics.replicas import ReduceOp, as_reduce_op, local_results, reduce_distributed
 from psync.replicas.context import (
     check_cross_replica,
     cross_replica,

@@ -33,7 +33,7 @@ from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.integrations.merging import AnyVariable, StateMerge
 from psync.net.process_state import PerProcess
 from psync.numerics.casting import fitting
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.rows import IndexedSlices
 from psync.replicas.context import current_gang
 from psync.specs import checked_kind
 

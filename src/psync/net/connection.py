@@ -5,7 +5,7 @@ the memory that the wire protocol names, which for a large segment is its destin
 
 A large message is written with one ``writelines`` and never copied: uvloop (and asyncio
 from 3.12 on) keeps references to the buffers until the kernel has taken them, so nothing
-that was written may change in place (see ``numerics.blocks``). Small messages are copied, and those
+that was written may change in place (see ``numerics.memory``). Small messages are copied, and those
 of one turn of the loop share a system call: that call is most of what they cost.
 
 Large messages wait, in order, while the transport has much unsent, or while they are copied. On the

@@ -29,7 +29,7 @@ from psync.net.serving import Received as Received
 from psync.net.serving import Reply as Reply
 from psync.net.serving import RequestServer, Spawn, fail
 from psync.net.shared.regions import SharedMemory
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message, decode
 from psync.wire.frames import SMALL_BODY_BYTES, Buffer, Frame, Kind, Segment
 from psync.wire.handshake import ClientHandshake, ServerHandshake

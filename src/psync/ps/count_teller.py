@@ -27,7 +27,7 @@ from psync.client.ps_link import PsLink, Question, always
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Received
 from psync.net.platform import Platform
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.store.store import ShardStore
 from psync.wire.messages import CountsHeard, TellCounts
 

@@ -41,7 +41,7 @@ from psync.errors import (
 )
 from psync.net.peer import Peer, Reply
 from psync.net.shielding import shielded
-from psync.numerics.replica_values import local_results, regroup
+from psync.numerics.replicas import local_results, regroup
 from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures
 from psync.replicas.context import forbid_in_merge
 from psync.replicas.gang_run import Arrival, GangRun, fail, merge

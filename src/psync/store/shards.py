@@ -24,10 +24,8 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import BlockArray, bytes_of
-from psync.numerics.rule_configs import rule_from_config
-from psync.numerics.update_rule import ACCUMULATOR, RuleRaised, UpdateRule, slot_dtype
+from psync.numerics.memory import BlockArray, BlockPool, bytes_of
+from psync.numerics.rules import ACCUMULATOR, RuleRaised, UpdateRule, rule_from_config, slot_dtype
 from psync.schedules import Config, Schedule
 from psync.specs import ShardSpec
 from psync.store.push_counts import CountState, PushCount, Row
@@ -214,7 +212,7 @@ class ShardTable:
     def read_slot(self, key: Key, optimizer_id: int, slot: str) -> list[memoryview]:
         """Return a slot's bytes like ``read``; it has its initial value before the first apply.
 
-        The dtype is ``update_rule.slot_dtype`` of the shard's: float32 for half precision.
+        The dtype is ``rules.slot_dtype`` of the shard's: float32 for half precision.
 
         Raises:
             UnknownVariableError: If the shard is not here.
@@ -329,7 +327,7 @@ class ShardTable:
             key: Of the shard.
             optimizer_id: Of the optimizer.
             slot: Its name.
-            data: A buffer of the slot's bytes, in ``update_rule.slot_dtype`` of the shard's. Must
+            data: A buffer of the slot's bytes, in ``rules.slot_dtype`` of the shard's. Must
                 not change until the work is done.
 
         Returns:

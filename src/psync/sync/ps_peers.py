@@ -25,7 +25,7 @@ from psync.errors import (
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer, Received, Reply
 from psync.net.platform import Platform
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Answer
 from psync.store.step_norms import ShardSums

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
 from psync.net.peer import Reply
-from psync.numerics.layerwise_rules import Sums
+from psync.numerics.rules import Sums
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Answer, Executor

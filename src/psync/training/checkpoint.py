@@ -61,7 +61,7 @@ from psync.errors import (
     TransportError,
 )
 from psync.net.platform import Parts, random_hex
-from psync.numerics.blocks import BLOCK_ELEMENTS
+from psync.numerics.memory import BLOCK_ELEMENTS
 from psync.specs import checked_integer, dtype_of
 from psync.status.html_tables import table
 from psync.status.progress import kind_of, showing, size_of
