@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from block_arrays import array_of
 from psync.numerics.memory import BLOCK_BYTES, Block, BlockArray, BlockPool, bytes_of
 from psync.specs import DTYPE_NAMES, dtype_of
 
@@ -80,7 +81,7 @@ class TestBlockArray:
     @pytest.mark.parametrize("size", [0, 1, 262143, 262144, 262145, 600_000])
     def test_round_trip_over_block_boundaries(self, size: int) -> None:
         values = np.arange(size, dtype=np.float32)
-        array = BlockArray.from_array(values, BlockPool())
+        array = array_of(values)
         assert array.num_blocks == -(-size * 4 // BLOCK_BYTES)
         assert array.nbytes == size * 4
         assert np.array_equal(joined(array), values)
@@ -88,21 +89,19 @@ class TestBlockArray:
     @pytest.mark.parametrize("name", DTYPE_NAMES)
     def test_every_dtype(self, name: str) -> None:
         values = np.array([0, 1, 1, 0, 1], dtype_of(name)).reshape(5, 1)
-        array = BlockArray.from_array(values, BlockPool())
+        array = array_of(values)
         assert array.block(0).array.dtype == values.dtype
         assert np.array_equal(array.block(0).array, values.reshape(-1))
 
     def test_copies_its_source(self) -> None:
         values = np.zeros(4, np.float32)
-        array = BlockArray.from_array(values, BlockPool())
+        array = array_of(values)
         values += 1
         assert not joined(array).any()
 
     def test_source_may_be_strided(self) -> None:
         values = np.arange(12, dtype=np.int32).reshape(3, 4).T
-        assert np.array_equal(
-            joined(BlockArray.from_array(values, BlockPool())), values.reshape(-1)
-        )
+        assert np.array_equal(joined(array_of(values)), values.reshape(-1))
 
     @pytest.mark.parametrize("fill", [0, 0.1, 1])
     def test_fill_appears_when_first_used(self, fill: float) -> None:
@@ -142,7 +141,7 @@ class TestBlockArray:
     @given(st.integers(0, 600_000), st.integers(0, 600_000))
     def test_range_export(self, start: int, stop: int) -> None:
         values = np.arange(600_000, dtype=np.int16)
-        array = BlockArray.from_array(values, BlockPool())
+        array = array_of(values)
         assert np.array_equal(joined(array, start, stop), values[start:stop])
 
     def test_update_of_an_unheld_block_is_in_place(self) -> None:

@@ -1,25 +1,40 @@
-"""Block-structured shard memory: copy-on-write by reference count.
+"""Memory of shards: blocks that are copied on write by reference count, pools, runs of blocks.
 
-A ps answers a pull with the memory of the shard itself: the transport keeps a
-reference until the kernel has taken the bytes. A later update must not change
-those bytes, and must not copy a shard of 64 MiB either because one reader is
-slow. So a shard is a list of blocks of at most 1 MiB, reading it means holding
-references to its blocks, and an update works in place on a block without
+A ps answers a pull with the memory of the shard itself: the transport keeps a reference until the
+kernel has taken the bytes. A later update must not change those bytes, and must not copy a shard of
+64 MiB either because one reader is slow. So a shard is a list of blocks of at most 1 MiB, reading
+it means holding references to its blocks, and an update works in place on a block without
 references and writes a fresh one otherwise.
 
-Whether a block is referenced is read off a reference count, because there is no
-callback when a transport, a snapshot list or a user drops its view. **The count is
-taken on the root, the array that owns the memory, and never on a view**:
+Whether a block is referenced is read off a reference count, because there is no callback when a
+transport, a snapshot list or a user drops its view. **The count is taken on the root, the array
+that owns the memory, and never on a view**:
 
-- a slice of any view has the *root* as its ``base`` (numpy collapses chains of
-  views), so a count on the view it was made from would miss it;
-- a ``memoryview`` refers to its exporter, and slices of a memoryview share that
-  one reference; as psync exports roots only, all of them appear at the root.
+- a slice of any view has the *root* as its ``base`` (numpy collapses chains of views), so a count
+  on the view it was made from would miss it;
+- a ``memoryview`` refers to its exporter, and slices of a memoryview share that one reference; as
+  psync exports roots only, all of them appear at the root.
 
-One thing stays invisible to the count: another name for the very object
-``Block.array``. It therefore never leaves the code that updates the block.
-The counting needs CPython's reference counts; what an idle root's count is gets
-measured at import, since it differs between interpreter versions.
+One thing stays invisible to the count: another name for the very object ``Block.array``. It
+therefore never leaves the code that updates the block. The counting needs CPython's reference
+counts; what an idle root's count is gets measured at import, since it differs between versions.
+
+*Pools* exist because fresh memory is dear: the page faults of a new buffer cost as much as filling
+it. Roots are given to a pool while others may still see them; it hands out only those that nobody
+else refers to.
+
+*Runs*: blocks are replaced one by one while somebody sees them, which would scatter them. So a
+dense array in memory that others can see has runs: pieces of memory with a block for each of its
+blocks. An update goes to a run of which nobody sees anything, all of it to the same one: the run
+where the array is, unless that is read. It reads the old block and writes the new one wherever that
+lies, so this costs no copy. What was read is given back before long, and is written to again:
+as many runs as there are versions that somebody reads, and one, serve for ever. The new blocks of
+all of it take the places of the old ones together, with the last one: who reads while an update is
+under way would else see some of each, in two runs.
+
+Beyond a bound, and where there is no memory for a run, blocks are replaced as ever, by single ones
+from the pool, and what reads them copies them; the next update that finds a run free brings them
+together again.
 """
 
 from __future__ import annotations
@@ -114,7 +129,7 @@ class BlockPool:
     Args:
         max_bytes: Bound of what the pool keeps alive; the least recently given go first.
         source: Where new memory comes from.
-        run: Where that of runs comes from (``block_runs``): given its size, and an offset that its
+        run: Where that of runs comes from (``BlockRuns``): given its size, and an offset that its
             first byte shares the place in a page with.
         may_grow: Whether what is lent may raise the bound now, if that much is in use.
 
@@ -238,7 +253,9 @@ class BlockPool:
             return
         while self._bytes + root.nbytes > self.bound:
             self._evict(next(iter(self._roots)))
-        self._add(root)
+        self._roots[key] = root
+        self._by_size.setdefault(root.nbytes, OrderedDict())[key] = None
+        self._bytes += root.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -248,19 +265,8 @@ class BlockPool:
     def statistics(self) -> PoolStatistics:
         """Return counters and sizes as of now."""
         return PoolStatistics(
-            hits=self._hits,
-            misses=self._misses,
-            evicted=self._evicted,
-            roots=len(self._roots),
-            bytes=self._bytes,
-            max_bytes=self.bound,
+            self._hits, self._misses, self._evicted, len(self._roots), self._bytes, self.bound
         )
-
-    def _add(self, root: np.ndarray) -> None:
-        key = id(root)
-        self._roots[key] = root
-        self._by_size.setdefault(root.nbytes, OrderedDict())[key] = None
-        self._bytes += root.nbytes
 
     def _evict(self, key: int) -> None:
         self._remove(key)
@@ -382,18 +388,6 @@ class BlockArray:
         count = -(-size // self._per_block)
         self._blocks: list[Block | None] = [None] * count  # None: not yet made
 
-    @classmethod
-    def from_array(cls, array: np.ndarray, pool: BlockPool) -> BlockArray:
-        """Copy ``array`` (any shape; elements in C order) into blocks."""
-        return cls.from_bytes(bytes_of(array), array.dtype, pool)
-
-    @classmethod
-    def from_bytes(cls, data: np.ndarray, dtype: np.dtype, pool: BlockPool) -> BlockArray:
-        """Copy ``data`` (1-D uint8, a whole number of elements) into blocks."""
-        made = cls(data.nbytes // dtype.itemsize, dtype, pool=pool)
-        made.load(data, pool)
-        return made
-
     def load(self, data: np.ndarray, pool: BlockPool) -> None:
         """Let a new array have the contents ``data`` (1-D uint8, as many bytes)."""
         size = self.dtype.itemsize
@@ -414,7 +408,7 @@ class BlockArray:
 
     @property
     def spare_bytes(self) -> int:
-        """Size of memory beside the blocks that updates go to, see ``block_runs``."""
+        """Size of memory beside the blocks that updates go to, see ``BlockRuns``."""
         return 0
 
     @property

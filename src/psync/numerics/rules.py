@@ -1,8 +1,4 @@
-"""The base class of optimizer update rules, and gradient descent.
-
-An update rule is the mathematics of an optimizer, applied to one piece of a parameter at a time.
-The other rules are in ``moment_rules``, ``adaptive_rules`` and ``layerwise_rules``;
-``rule_configs`` lists them all.
+"""Update rules: the mathematics of optimizers, applied to one piece of a parameter at a time.
 
 A rule is pure: it holds only hyper-parameters. The store owns the arrays and decides when a rule
 is applied. ``to_config`` returns all data that a rule needs to travel.
@@ -21,10 +17,27 @@ stored. Their slots are float32, because a float16 second moment would underflow
 gradients of 2e-4. float32 and float64 are computed in their own precision, with coefficients
 evaluated in double precision. Integers have no gradient and are refused.
 
+An update needs more than its elements:
+
+    what                                computed by
+    learning rate, step t               the ps, which knows the number of pushes before this one
+                                        (``store.push_counts``)
+    weight_decay, clipvalue             the ps, within the rule: elementwise
+    exclude_from_weight_decay           the ps, by the variable's name
+    clipnorm, global_clipnorm           the worker, before the push, which has the whole gradient;
+                                        of the mean of a synchronous step all ps tasks together
+    gradient_accumulation_steps         the ps: a slot, and a count of pushes for each shard
+    norms of Lamb                       a ps that has the whole variable; else all ps tasks, in a
+                                        round before the push (``MeasurePush``)
+
+Schedules count pushes; Adam's ``t`` and ``iterations`` count updates, as in Keras. Layer-wise rules
+and accumulation refuse gradients of some rows.
+
 User-defined rules are subclasses of ``psync.rules.UpdateRule``, a subclass of this one. A new
 built-in rule is one subclass with hyper-parameters, slots, ``_coefficients`` and ``_update``; one
-name in ``rule_configs``; and its public handle in ``psync.optimizers``. The tests need a line in
-``helpers/rule_table``, and the values of Keras by ``helpers/golden_optimizers``.
+name in ``RULES``; and its public handle in ``psync.optimizers``, which documents its arguments. The
+tests need a line in ``helpers/rule_table``, and the values of Keras by
+``helpers/golden_optimizers``.
 """
 
 from __future__ import annotations
@@ -216,7 +229,7 @@ class UpdateRule(ABC):
 
     name: ClassVar[str]  # in configs, and of the optimizer by default
     version: ClassVar[int] = 1  # of the results, where psync's own version does not say it
-    takes_norms: ClassVar[bool] = False  # of whole variables, see ``layerwise_rules``
+    takes_norms: ClassVar[bool] = False  # of whole variables, see ``LayerwiseRule``
     may_raise: ClassVar[bool] = False  # RuleRaised, from ``apply``: then nothing must have changed
     slots: ClassVar[tuple[str, ...]] = ()  # see ``own_slots``
     temporaries = 2  # scratch arrays that ``_update`` needs, at least 1
@@ -429,14 +442,6 @@ class SGD(UpdateRule):
     Without momentum, ``w -= lr * g``. With momentum, ``v = momentum * v - lr * g`` and then
     ``w += v``, or ``w += momentum * v - lr * g`` if ``nesterov``.
 
-    Args:
-        learning_rate: A number or a schedule.
-        momentum: Number in [0, 1]; 0 needs no slot.
-        nesterov: Whether to look ahead along the velocity.
-
-    Raises:
-        ConfigurationError: An argument is out of range.
-
     Source: ``keras.optimizers.SGD`` of Keras 3.
     """
 
@@ -488,17 +493,7 @@ def move(
 
 @dataclass(eq=False)
 class MomentRule(UpdateRule):
-    """Base of the rules with two moments and an epsilon.
-
-    Args:
-        learning_rate: A number or a schedule.
-        beta_1: Decay of the first moment, in [0, 1).
-        beta_2: Decay of the second moment, in [0, 1).
-        epsilon: Number of at least 0.
-
-    Raises:
-        ConfigurationError: An argument is out of range.
-    """
+    """Base of the rules with two moments and an epsilon."""
 
     slots = ("m", "v")
     beta_1: float = within(0.9, 0, BELOW_ONE)
@@ -523,17 +518,6 @@ class Adam(MomentRule):
     ``vhat = max(vhat, v)``, otherwise ``vhat = v``; then
     ``w -= alpha * m / (sqrt(vhat) + epsilon)``
     where ``alpha = lr * sqrt(1 - beta_2 ** t) / (1 - beta_1 ** t)``.
-
-    Args:
-        learning_rate: A number or a schedule.
-        beta_1: Decay of the first moment, in [0, 1).
-        beta_2: Decay of the second moment, in [0, 1).
-        epsilon: Number added to the root of the uncorrected second moment (the paper's "epsilon
-            hat").
-        amsgrad: Whether to divide by the largest second moment so far.
-
-    Raises:
-        ConfigurationError: An argument is out of range.
 
     Source: Kingma and Ba, 2014, section 2; Reddi et al., 2018; ``keras.optimizers.Adam``.
     """
@@ -568,8 +552,6 @@ class Adamax(MomentRule):
 
     ``m += (g - m) * (1 - beta_1)``, ``u = max(beta_2 * u, |g|)``, and then
     ``w -= lr * m / ((1 - beta_1 ** t) * (u + epsilon))``.
-
-    Args and Raises: See ``MomentRule``.
 
     Source: Kingma and Ba, 2014, section 7; ``keras.optimizers.Adamax``.
     """
@@ -617,8 +599,6 @@ class Nadam(MomentRule):
     ``m_hat = mu_{t+1} * m / (1 - P_{t+1}) + (1 - mu_t) * g / (1 - P_t)`` and
     ``w -= lr * m_hat / (sqrt(v / (1 - beta_2 ** t)) + epsilon)``.
 
-    Args and Raises: See ``MomentRule``.
-
     Source: Dozat, 2016; ``keras.optimizers.Nadam``.
     """
 
@@ -651,14 +631,6 @@ class Lion(UpdateRule):
     """Updates by the sign of a momentum, so that all elements move by the learning rate.
 
     ``w -= lr * sign(beta_1 * m + (1 - beta_1) * g)``, then ``m = beta_2 * m + (1 - beta_2) * g``.
-
-    Args:
-        learning_rate: A number or a schedule.
-        beta_1: Weight of the momentum in the direction, above 0 and at most 1.
-        beta_2: Decay of the momentum, in [0, 1].
-
-    Raises:
-        ConfigurationError: An argument is out of range.
 
     Source: Chen et al., 2023; ``keras.optimizers.Lion``.
     """
@@ -744,14 +716,6 @@ class Adagrad(UpdateRule):
 
     ``accumulator += g * g`` and ``w -= lr * g / sqrt(accumulator + epsilon)``.
 
-    Args:
-        learning_rate: A number or a schedule.
-        initial_accumulator_value: First value of the accumulator, at least 0.
-        epsilon: Number of at least 0.
-
-    Raises:
-        ConfigurationError: An argument is out of range.
-
     Source: Duchi et al., 2011; ``keras.optimizers.Adagrad``.
     """
 
@@ -782,14 +746,6 @@ class Adadelta(UpdateRule):
     ``delta = sqrt(accumulated_delta_var + epsilon) * g / sqrt(accumulated_grad + epsilon)``,
     ``accumulated_delta_var = rho * accumulated_delta_var + (1 - rho) * delta * delta``, and
     ``w -= lr * delta``. Updates have the unit of the parameter.
-
-    Args:
-        learning_rate: A number or a schedule; the paper uses 1.
-        rho: Decay of both averages, in [0, 1].
-        epsilon: Number of at least 0.
-
-    Raises:
-        ConfigurationError: An argument is out of range.
 
     Source: Zeiler, 2012; ``keras.optimizers.Adadelta``.
     """
@@ -826,16 +782,6 @@ class RMSprop(UpdateRule):
     ``average_gradient = rho * average_gradient + (1 - rho) * g`` and
     ``d = velocity - average_gradient ** 2``. Then ``step = lr * g / sqrt(d + epsilon)``; and
     ``w -= step``, or ``m = momentum * m + step`` and ``w -= m``.
-
-    Args:
-        learning_rate: A number or a schedule.
-        rho: Decay of the averages, in [0, 1].
-        momentum: Number in [0, 1]; 0 needs no slot.
-        epsilon: Number of at least 0.
-        centered: Whether to divide by the standard deviation of gradients instead of their size.
-
-    Raises:
-        ConfigurationError: An argument is out of range.
 
     Source: Hinton, 2012; Graves, 2013, for the centered form; ``keras.optimizers.RMSprop``.
     """
@@ -889,19 +835,6 @@ class Ftrl(UpdateRule):
     ``w = (clip(linear, -l1, l1) - linear) / (new ** p / lr + 2 * l2 + beta / lr)``, and
     ``accumulator = new``. At a learning rate of 0 nothing changes. Elements that never had a
     gradient are 0.
-
-    Args:
-        learning_rate: A number or a schedule.
-        learning_rate_power: Number of at most 0; at 0 the learning rate does not decay.
-        initial_accumulator_value: Number of at least 0.
-        l1_regularization_strength: Number of at least 0.
-        l2_regularization_strength: Number of at least 0.
-        l2_shrinkage_regularization_strength: Number of at least 0; a penalty on the size of the
-            parameter.
-        beta: Number of at least 0; the paper's beta.
-
-    Raises:
-        ConfigurationError: An argument is out of range.
 
     Source: McMahan et al., 2013; ``keras.optimizers.Ftrl``, which gives NaN in the last two cases.
     """
@@ -1091,8 +1024,6 @@ class Lamb(LayerwiseRule, MomentRule):
     ``m_hat = m / (1 - beta_1 ** t)`` and ``v_hat = v / (1 - beta_2 ** t)``; then
     ``w -= lr * |w| / |u| * u``, where the ratio is 1 if one of the norms is 0.
 
-    Args and Raises: See ``MomentRule``.
-
     Source: You et al., 2019; ``keras.optimizers.Lamb``.
     """
 
@@ -1162,13 +1093,17 @@ def clipped_by_norm(
     """
     if not clips_norms(options):
         return list(gradients)
-    merged = [_merged(gradient) for gradient in gradients]
-    squares = [sum_of_squares(_values(gradient)) for gradient in merged]
+    merged = [(None, g) if isinstance(g, np.ndarray) else g.merged() for g in gradients]
+    squares = [sum_of_squares(values) for _, values in merged]
     scales = clip_scales(zip(variables, squares, strict=True), options)
-    return [
-        _scaled(gradient, scales[variable])
-        for variable, gradient in zip(variables, merged, strict=True)
-    ]
+    clipped: list[Gradient] = []
+    for variable, gradient, (indices, values) in zip(variables, gradients, merged, strict=True):
+        values = scaled(values, scales[variable])
+        if not isinstance(gradient, np.ndarray):
+            clipped.append(IndexedSlices(values, indices, gradient.dense_shape))
+        else:
+            clipped.append(values)
+    return clipped
 
 
 def clips_norms(options: RuleOptions) -> bool:
@@ -1202,24 +1137,6 @@ def clip_scales(squares: Iterable[tuple[int, float]], options: RuleOptions) -> d
 def _scale(squares: float, limit: float) -> float:
     norm = math.sqrt(squares)
     return 1.0 if norm <= limit else limit / norm
-
-
-def _merged(gradient: Gradient) -> Gradient:
-    if isinstance(gradient, np.ndarray):
-        return gradient
-    indices, values = gradient.merged()
-    return IndexedSlices(values, indices, gradient.dense_shape)
-
-
-def _values(gradient: Gradient) -> np.ndarray:
-    return gradient if isinstance(gradient, np.ndarray) else gradient.values
-
-
-def _scaled(gradient: Gradient, scale: float) -> Gradient:
-    product = scaled(_values(gradient), scale)
-    if isinstance(gradient, np.ndarray):
-        return product
-    return IndexedSlices(product, gradient.indices, gradient.dense_shape)
 
 
 # --- registry ------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class ShardStore(GradientTable):
                 if op == "assign":
                     np.copyto(target.array, part)
                     return
-                with np.errstate(all="ignore"):  # an overflow is a result, see update_rules
+                with np.errstate(all="ignore"):  # an overflow is a result
                     _UFUNCS[op](present, part, out=target.array)
 
             return Prepared(compute, lambda: self._commit(values, i, target))
