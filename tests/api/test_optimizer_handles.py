@@ -14,6 +14,7 @@ import pytest
 
 import psync
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
+from loops import for_each
 from psync import Outcome, PushResult, optimizers, schedules
 from psync.api.optimizers import (
     MAX_ITERATIONS,
@@ -174,7 +175,7 @@ REFUSED: dict[str, Refusal] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_gradients_that_do_not_fit_are_refused_before_the_push(name: str) -> None:
     make, text = REFUSED[name]
     with strategy_of().scope():
@@ -226,8 +227,8 @@ def test_what_is_no_rule_is_refused() -> None:
 ROW = psync.IndexedSlices(np.ones((1, 2), np.float32), [0])
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "gradient", "text"),
+@for_each(
+    "optimizer, gradient, text",
     [
         (optimizers.SGD(1.0), np.ones((2, 2), np.int32), "only floating-point variables can be"),
         (optimizers.SGD(1.0, gradient_accumulation_steps=2), ROW, "sgd accumulates gradients, and"),
@@ -532,7 +533,7 @@ async def test_iterations_are_set_to_whole_numbers() -> None:
             assert await adam.iterations.read() == step
 
 
-@pytest.mark.parametrize("step", [-1, 2.5, True, "7", None, MAX_ITERATIONS + 1])
+@for_each("step", [-1, 2.5, True, "7", None, MAX_ITERATIONS + 1])
 def test_what_is_no_number_of_updates_is_refused_here(step: Any) -> None:
     with pytest.raises(UsageError, match="iterations: expected a whole number from 0 to 42949672"):
         at_once(optimizers.Adam(0.1).iterations.assign(step))
@@ -608,8 +609,8 @@ def test_a_synchronous_optimizer_is_noticed(registry: OptimizerRegistry) -> None
 SET_TO_2 = marked_after(90, 2)
 
 
-@pytest.mark.parametrize(
-    ("answers", "known", "result"),
+@for_each(
+    "answers, known, result",
     [
         ([("accepted", 1)], 0, PushResult(Outcome.ACCEPTED, 1, 0)),
         ([("accepted", 7)], 3, PushResult(Outcome.ACCEPTED, 7, 3)),
@@ -728,7 +729,7 @@ def test_another_number_of_gradients_than_variables_is_an_error() -> None:
         at_once(optimizers.SGD(1.0).compute_gradients(lambda: (0, [1, 2]), []))
 
 
-@pytest.mark.parametrize("answer", [1.0, (1.0, None), (1.0, [], [], []), None])
+@for_each("answer", [1.0, (1.0, None), (1.0, [], [], []), None])
 def test_a_function_that_returns_no_gradients_is_an_error(answer: Any) -> None:
     with pytest.raises(ValueMismatchError, match=r"expected it to return \(loss, gradients\), got"):
         at_once(optimizers.SGD(1.0).compute_gradients(lambda: answer, []))

@@ -16,6 +16,7 @@ import local_training
 import memory_cluster
 import psync
 from local_training import training
+from loops import for_each
 from memory_cluster import MemoryCluster, cluster_of, event_of, session_cluster
 from psync.api.optimizers import MAX_STALENESS
 from psync.errors import ConfigurationError, EndOfData
@@ -346,7 +347,7 @@ async def test_plain_steps_wait_in_their_threads():
 # --- what may be said ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounds", [-1, MAX_STALENESS + 1])
+@for_each("rounds", [-1, MAX_STALENESS + 1])
 def test_a_number_out_of_range_is_refused(rounds):
     with pytest.raises(
         ConfigurationError, match=f"expected max_staleness from 0 to .*, got {rounds}"
@@ -354,7 +355,7 @@ def test_a_number_out_of_range_is_refused(rounds):
         psync.StalenessBound(rounds)
 
 
-@pytest.mark.parametrize("rounds", [1.0, True, "2", None])
+@for_each("rounds", [1.0, True, "2", None])
 def test_what_is_no_number_of_rounds_is_refused(rounds):
     with pytest.raises(ConfigurationError, match="expected a number of rounds as max_staleness"):
         psync.StalenessBound(rounds)

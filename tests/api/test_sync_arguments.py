@@ -10,6 +10,7 @@ import pytest
 
 import psync
 from local_training import strategy_of
+from loops import for_each
 from psync import optimizers
 from psync.api.sync_replicas import NOWHERE, GroupConfig, checked_weight
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
@@ -47,8 +48,8 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
     assert SyncConfig.from_config(config.to_config()) == config
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
+@for_each(
+    "changes, text",
     [
         ({"name": ""}, "a synchronous optimizer: expected a name, got ''"),
         ({"name": None}, "a synchronous optimizer: expected a name, got None"),
@@ -87,7 +88,6 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
             "sync: tensorflow_compat=True uses unbound tokens, as TensorFlow does",
         ),
     ],
-    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
 def test_what_is_wrong_is_said(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match="^" + re.escape(text)):

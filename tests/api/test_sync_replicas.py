@@ -18,6 +18,7 @@ import memory_cluster
 import psync
 from inside import session_of
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
+from loops import for_each
 from memory_cluster import coordinating
 from ps_cluster import until
 from psync import Outcome, PushResult, SyncReplicasOptimizer, optimizers
@@ -515,7 +516,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@for_each("name", WRONG)
 def test_wrong_arguments_are_refused(name: str) -> None:
     arguments, text = WRONG[name]
     with pytest.raises(ConfigurationError) as caught:
@@ -580,8 +581,8 @@ def test_one_that_is_made_in_a_step_is_an_error() -> None:
         SyncReplicasOptimizer(inner, 1)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
+@for_each(
+    "make, error, text",
     [
         (lambda m: ([], m.step), ValueMismatchError, "no gradients given"),
         (lambda m: ([(None, m.v)], m.step), ValueMismatchError, "all gradients are None (v)"),
@@ -606,7 +607,6 @@ def test_one_that_is_made_in_a_step_is_an_error() -> None:
             'expected an int64 scalar as global_step, got "v" of shape (2,) float32',
         ),
     ],
-    ids=["empty", "all None", "kind", "no step", "no variable", "no scalar"],
 )
 def test_what_cannot_be_pushed_is_a_value_error(
     make: Callable[[Any], Any], error: type[Exception], text: str
@@ -623,7 +623,7 @@ def test_what_cannot_be_pushed_is_a_value_error(
     assert type(caught.value) is error
 
 
-@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), "2", True])
+@for_each("weight", [0, -1.0, float("nan"), "2", True])
 def test_a_weight_is_a_number_above_0(weight: Any) -> None:
     with strategy_of().scope():
         v, step = psync.Variable(np.float32(0)), psync.get_or_create_global_step()
@@ -678,8 +678,8 @@ async def test_minimize_of_some_variables_with_tensorflows_arguments() -> None:
         assert await m.value() == -1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
+@for_each(
+    "arguments, text",
     [
         ({}, "minimize: global_step is None"),
         ({"gate_gradients": 3}, "expected gate_gradients GATE_NONE, GATE_OP or"),
@@ -766,7 +766,7 @@ WRONG_COUNTS = [
 ]
 
 
-@pytest.mark.parametrize(("count", "text"), WRONG_COUNTS)
+@for_each("count, text", WRONG_COUNTS)
 def test_a_wrong_number_of_tokens_is_a_value_error(count: Any, text: str) -> None:
     optimizer = SyncReplicasOptimizer(sgd(), 3, 1)
     with strategy_of().scope():

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from loops import for_each
 from psync.checkpoints.files import (
     DataFile,
     Disk,
@@ -289,13 +290,10 @@ def test_a_file_that_becomes_a_pipe_is_an_error_at_once(saved: Path) -> None:
         reader.check(reader.manifest.tensors["w"])
 
 
-@pytest.mark.parametrize(
-    ("code", "hint"),
-    [
+@for_each("code, hint", [
         (errno.ENOSPC, "make room on the disk"), (errno.EACCES, "this user must be allowed"),
         (errno.EROFS, "the file system is read-only"), (errno.EEXIST, None),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_an_error_of_the_disk_has_its_own_remedy(code: int, hint: str | None) -> None:
     with pytest.raises(CheckpointError) as caught, disk_errors("writing x"):
         raise OSError(code, os.strerror(code))

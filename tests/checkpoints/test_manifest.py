@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loops import for_each
 from psync.checkpoints.manifest import (
     MAX_LEVELS,
     Layout,
@@ -66,16 +67,12 @@ def read(data: bytes) -> Manifest:
     return read_manifest(data, commit_line(data), "ckpt-3")
 
 
-@pytest.mark.parametrize(
-    "state", [{"a": [1, "b", None, True]}, [1.5, float("inf"), float("nan")], {}, [[]]]
-)
+@for_each("state", [{"a": [1, "b", None, True]}, [1.5, float("inf"), float("nan")], {}, [[]]])
 def test_plain_data_may_be_a_state(state: Any) -> None:
     check_state("state", state)
 
 
-@pytest.mark.parametrize(
-    "state", [(1,), {"a": (1,)}, {1: 2}, [{1: 2}], {1: 2, "1": 3}, {(1, 2): 3}, {1, 2}, 1j]
-)
+@for_each("state", [(1,), {"a": (1,)}, {1: 2}, [{1: 2}], {1: 2, "1": 3}, {(1, 2): 3}, {1, 2}, 1j])
 def test_what_would_not_come_back_is_no_state(state: Any) -> None:
     with pytest.raises(CheckpointError, match="state of 'progress'"):
         check_state("progress", state)
@@ -128,8 +125,8 @@ def changed(path: list[Any], value: Any) -> bytes:
     return json.dumps(content).encode()
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "text"),
+@for_each(
+    "path, value, text",
     [
         (["format"], "zip", "format: expected 'psync checkpoint', got 'zip'"),
         (["version"], "1", "version: expected a whole number from 0, got '1'"),

@@ -1,7 +1,7 @@
 """TensorFlow's reductions and updates of values of replicas, rule by rule, with numbers.
 
 What is tested here in numbers stands in full where it belongs: ``test_distributed_values``,
-``test_replica_sums``, ``test_extended``, ``test_strategy_extended``, and for what replicas do
+``test_replicas``, ``test_extended``, ``test_strategy_extended``, and for what replicas do
 themselves ``test_semantics_11_replicas``.
 """
 

@@ -9,6 +9,7 @@ import pytest
 
 from event_files import scalars
 from local_training import at_once
+from loops import for_each
 from psync import callbacks
 from psync.errors import ConfigurationError
 
@@ -21,8 +22,8 @@ class FakeTrainer:
     flat_variables = ()
 
 
-@pytest.mark.parametrize(
-    ("monitor", "mode", "values", "better"),
+@for_each(
+    "monitor, mode, values, better",
     [
         ("val_loss", "auto", [1.0, 0.5, 0.6, 0.4], [True, True, False, True]),
         ("val_accuracy", "auto", [0.5, 0.6, 0.6, 0.7], [True, True, False, True]),
@@ -45,7 +46,7 @@ def test_a_baseline_and_a_delta_have_to_be_passed() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("patience", "stopped"), [(0, 1), (1, 1), (2, 5), (3, 6)])
+@for_each("patience, stopped", [(0, 1), (1, 1), (2, 5), (3, 6)])
 def test_patience_counts_epochs_without(patience: int, stopped: int) -> None:
     stop = callbacks.EarlyStopping("loss", patience=patience)
     stop.trainer = FakeTrainer()  # type: ignore[assignment]
@@ -58,8 +59,8 @@ def test_patience_counts_epochs_without(patience: int, stopped: int) -> None:
     assert (stop.best_epoch, stop.stopped_epoch) == (0 if stopped == 1 else 3, stopped)
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
+@for_each(
+    "make, text",
     [
         (lambda: callbacks.EarlyStopping(patience=-1), "expected patience from 0, got -1"),
         (lambda: callbacks.EarlyStopping(patience="3"), "expected patience from 0, got '3'"),  # type: ignore[arg-type]
@@ -114,7 +115,7 @@ def test_tensorboard_counts_batches_through_all_epochs(
     assert written(tmp_path) == [("batch_loss", 0.5, step) for step in steps]
 
 
-@pytest.mark.parametrize("update_freq", [0, -1, "never", None, [1], True])
+@for_each("update_freq", [0, -1, "never", None, [1], True])
 def test_another_frequency_for_tensorboard_is_refused(update_freq: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected update_freq"):
         callbacks.TensorBoard("logs", update_freq)

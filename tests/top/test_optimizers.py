@@ -10,6 +10,7 @@ import pytest
 
 import psync
 from local_training import training
+from loops import for_each
 from psync import Outcome, PushResult, optimizers, schedules
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.numerics import rules
@@ -204,8 +205,8 @@ async def test_excluded_variables_do_not_decay() -> None:
             sgd.exclude_from_weight_decay(var_names=["w"])
 
 
-@pytest.mark.parametrize(
-    ("made", "same"),
+@for_each(
+    "made, same",
     [
         (optimizers.Momentum(0.1), optimizers.SGD(0.1, 0.9)),
         (optimizers.Nesterov(0.1, 0.8), optimizers.SGD(0.1, 0.8, True)),

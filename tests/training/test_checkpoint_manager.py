@@ -16,6 +16,7 @@ import pytest
 
 import psync
 from local_training import at_once, training
+from loops import for_each
 from psync.api.cluster_coordinator import coordinator_of
 from psync.checkpoints.files import checkpoints_in, remove
 from psync.errors import CheckpointError, ConfigurationError
@@ -109,8 +110,8 @@ async def test_a_number_of_numpy_that_has_no_sign_is_taken(tmp_path: Path) -> No
         assert manager.checkpoints == saved[1:]
 
 
-@pytest.mark.parametrize(
-    ("max_to_keep", "keep_every", "in_use", "removed"),
+@for_each(
+    "max_to_keep, keep_every, in_use, removed",
     [
         (1, None, (), [0, 1, 2, 5, 8]),
         (3, None, (), [0, 1, 2]),

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import psync
 from local_training import in_step, strategy_of, training
+from loops import for_each
 from psync.checkpoints.files import COMMIT, MANIFEST, Reader
 from psync.checkpoints.manifest import commit_line
 from psync.cli.checkpoint import checkpoint as command
@@ -63,7 +64,7 @@ def test_an_object_with_a_state_is_asked_for_it() -> None:
     assert state.checkpoint_state() == {"epoch": 4, "best": 0.5}
 
 
-@pytest.mark.parametrize("value", [np.float32(1), {1: 2}, (1, 2), [{"a": (1,)}]])
+@for_each("value", [np.float32(1), {1: 2}, (1, 2), [{"a": (1,)}]])
 def test_a_state_that_would_not_come_back_is_refused(value: Any) -> None:
     contents = Contents()
     contents.add("state", psync.SavedState(x=value))

@@ -14,6 +14,7 @@ import pytest
 import message_counts
 import psync
 from local_training import at_once, shared, strategy_of, training
+from loops import for_each
 from memory_cluster import coordinating, event_of, note
 from psync.checkpoints.files import is_last
 from psync.errors import ClosedError, ConfigurationError, ValueMismatchError
@@ -474,8 +475,8 @@ class TestMistakes:
         with pytest.raises(ConfigurationError, match="initial_epoch from 0, or None, got -1"):
             at_once(trainer.fit(batches, steps_per_epoch=1, initial_epoch=-1))
 
-    @pytest.mark.parametrize(
-        ("options", "text"),
+    @for_each(
+        "options, text",
         [
             ({"validation_data": (X, Y[:3])}, "expected arrays of one length"),
             ({"validation_data": (X, Y), "validation_batch_size": 0}, "batch_size above 0"),
@@ -768,8 +769,8 @@ ROWS = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
 LABELS = ROWS.sum(axis=1)
 
 
-@pytest.mark.parametrize(
-    ("data", "text"),
+@for_each(
+    "data, text",
     [
         (5, "got int"),
         ("text", "got str"),
@@ -811,8 +812,8 @@ def test_dicts_of_arrays_are_cut_together() -> None:
             np.testing.assert_allclose(x["a"].sum(axis=1), y)
 
 
-@pytest.mark.parametrize(
-    ("batch", "size"),
+@for_each(
+    "batch, size",
     [
         ((ROWS, LABELS), 60),
         ({"x": ROWS[:3]}, 3),
