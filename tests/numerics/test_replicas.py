@@ -24,14 +24,19 @@ from psync.numerics.replicas import (
     gather_distributed,
     gather_values,
     local_results,
-    reduce_distributed,
     reducing_arrays,
+    reducing_distributed,
     reducing_values,
     regroup,
     select,
 )
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import PIECE_BYTES, at_once
+
+
+def reduced(*arguments: Any, **options: Any) -> Any:
+    return at_once(reducing_distributed(*arguments, **options))
+
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 ROWS_4 = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -381,12 +386,12 @@ def test_structures_are_reduced_item_by_item() -> None:
 
 def test_values_of_replicas_are_reduced_wherever_they_stand() -> None:
     value = {"loss": PerReplica([1.0, 2.0]), "zero": 0, "nested": PerReplica([[1], [3]])}
-    assert reduce_distributed(SUM, value, 2) == {
+    assert reduced(SUM, value, 2) == {
         "loss": 3.0,
         "zero": 0,
         "nested": [4],
     }
-    assert reduce_distributed(MEAN, value, 2) == {
+    assert reduced(MEAN, value, 2) == {
         "loss": 1.5,
         "zero": 0,
         "nested": [2.0],
@@ -396,13 +401,13 @@ def test_values_of_replicas_are_reduced_wherever_they_stand() -> None:
 @for_each("op", ReduceOp)
 @for_each("zero", [0, 0.0, np.float32(0)])
 def test_zero_is_zero(op: ReduceOp, zero: float) -> None:
-    assert reduce_distributed(op, zero, 2) == 0
+    assert reduced(op, zero, 2) == 0
 
 
 def test_the_mean_of_an_ordinary_value_is_itself() -> None:
-    assert reduce_distributed(MEAN, ARRAY, 2) is ARRAY
-    assert reduce_distributed(MEAN, Mirrored([ARRAY]), 2) is ARRAY
-    assert reduce_distributed(MEAN, np.array([1.0, 3.0]), 2, axis=0) == 2.0
+    assert reduced(MEAN, ARRAY, 2) is ARRAY
+    assert reduced(MEAN, Mirrored([ARRAY]), 2) is ARRAY
+    assert reduced(MEAN, np.array([1.0, 3.0]), 2, axis=0) == 2.0
 
 
 @for_each("value", [5, ARRAY, Mirrored([1, 1])])
@@ -411,21 +416,21 @@ def test_the_sum_of_an_ordinary_value_is_refused_if_there_is_more_than_one_repli
     value: Any, axis: int | None
 ) -> None:
     with pytest.raises(ReplicaValueError, match="SUM over 2 replicas of a value that is not per"):
-        reduce_distributed(SUM, value, 2, axis)
+        reduced(SUM, value, 2, axis)
 
 
 def test_the_only_replica_has_the_sum() -> None:
-    assert reduce_distributed(SUM, ARRAY, 1) is ARRAY
-    assert reduce_distributed(SUM, ARRAY, 1, axis=0) == 2.0
-    assert reduce_distributed(SUM, [None], 2) == [None]
+    assert reduced(SUM, ARRAY, 1) is ARRAY
+    assert reduced(SUM, ARRAY, 1, axis=0) == 2.0
+    assert reduced(SUM, [None], 2) == [None]
 
 
 def test_an_axis_counts_in_values_of_replicas() -> None:
     batches = PerReplica([np.ones((4, 1)), np.full((2, 1), 4.0)])
-    assert reduce_distributed(MEAN, batches, 2, axis=0).tolist() == [2.0]
-    assert reduce_distributed(SUM, batches, 2, axis=[0, 1]) == 12.0
+    assert reduced(MEAN, batches, 2, axis=0).tolist() == [2.0]
+    assert reduced(SUM, batches, 2, axis=[0, 1]) == 12.0
     with pytest.raises(ReplicaValueError, match="axis 0: expected axes of a value of shape"):
-        reduce_distributed(SUM, PerReplica([0, 0]), 2, axis=0)
+        reduced(SUM, PerReplica([0, 0]), 2, axis=0)
 
 
 def test_values_are_gathered_wherever_they_stand() -> None:

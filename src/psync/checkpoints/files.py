@@ -720,16 +720,14 @@ def stored_snapshots(path: Path) -> list[StoredSnapshot]:
             hint="it was saved without a ClusterCoordinator, or by an older psync; it can still be "
             "restored",
         )
-    return [
-        _stored(path.absolute(), snapshot, reader.manifest.files[snapshot.state])
-        for snapshot in reader.manifest.snapshots
-    ]
+    return [_stored(reader, snapshot) for snapshot in reader.manifest.snapshots]
 
 
-def _stored(path: Path, snapshot: Snapshot, size: int) -> StoredSnapshot:
+def _stored(reader: Reader, snapshot: Snapshot) -> StoredSnapshot:
+    path = reader.path.absolute()
     where = path / snapshot.state
     with disk_errors(f"reading {where}"):
-        state = read_bounded(where, size)
+        state = read_bounded(where, reader.manifest.files[snapshot.state])
     if zlib.crc32(state) != snapshot.crc32:
         raise CheckpointCorrupt(
             f"{where}: expected checksum {snapshot.crc32:08x}, got {zlib.crc32(state):08x}",

@@ -176,8 +176,10 @@ def read_manifest(data: bytes, commit: bytes, where: str) -> Manifest:
         )
     subject = f"{where}: the manifest"
     stored = read_json(data, _Stored, subject, (FORMAT, VERSION))
-    for name in stored.files:
-        _check_name(name, subject)
+    for name in stored.files:  # none is a path out of the directory
+        is_plain = all(char.isascii() and (char.isalnum() or char in "-_.") for char in name)
+        if not is_plain or not name or name.startswith("."):
+            raise wrong(subject, "name of a file", "letters, digits, - _ .", name)
     tensors: dict[str, Tensor] = {}
     for tensor in stored.tensors:
         _check_slices(tensor, stored.files, where)
@@ -193,14 +195,6 @@ def read_manifest(data: bytes, commit: bytes, where: str) -> Manifest:
                 what = f"a place in {snapshot.data!r}"
                 raise wrong(subject, what, f"one within {size} bytes", tuple(place))
     return Manifest(stored.number, tensors, stored.states, stored.files, stored.images)
-
-
-def _check_name(file: str, subject: str) -> None:
-    """Refuse the name of a file that is a path out of the directory."""
-    if not all(char.isascii() and (char.isalnum() or char in "-_.") for char in file) or (
-        not file or file.startswith(".")
-    ):
-        raise wrong(subject, "name of a file", "letters, digits, - _ .", file)
 
 
 def _check_slices(tensor: Tensor, files: Mapping[str, int], where: str) -> None:

@@ -15,7 +15,8 @@ from psync.cluster import device_name
 from psync.cluster_roles import is_chief
 from psync.compat.extended import Extended, is_variable
 from psync.errors import EndOfData, UsageError
-from psync.numerics.replicas import ReduceOp, as_reduce_op, local_results, reduce_distributed
+from psync.numerics.replicas import ReduceOp, local_results, reducing_distributed
+from psync.numerics.sums import at_once
 from psync.replicas.context import (
     check_cross_replica,
     cross_replica,
@@ -219,7 +220,7 @@ class MultiStepContext:
         self._check(name, "set_last_step_output")
         if reduce_op is not None:
             replicas = replicas_in_sync()
-            output = reduce_distributed(as_reduce_op(reduce_op), output, replicas)
+            output = at_once(reducing_distributed(reduce_op, output, replicas))
         self.last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:

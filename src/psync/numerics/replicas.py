@@ -2,7 +2,7 @@
 
 What a function returned on several replicas becomes one structure (``regroup``), in which a value
 that may differ stands as a ``PerReplica``. Passed to replicas again, each gets its own
-(``select``). Sums and means of them are ``reducing_values``, or ``reduce_distributed`` for a
+(``select``). Sums and means of them are ``reducing_values``, or ``reducing_distributed`` for a
 structure in which ordinary values stand beside those of replicas.
 
 The same object from all replicas stays that object, but numbers always become a ``PerReplica``:
@@ -24,7 +24,7 @@ import numpy as np
 
 from psync.errors import ReplicaValueError, UsageError
 from psync.numerics.rows import IndexedSlices
-from psync.numerics.sums import PIECE_BYTES, Pieces, at_once, cuts, sum_dtype
+from psync.numerics.sums import PIECE_BYTES, Pieces, cuts, sum_dtype
 from psync.specs import DTYPE_NAMES, plain_array
 
 
@@ -73,8 +73,10 @@ def as_axes(axis: Any) -> tuple[int, ...] | None:
 
 def reducing_arrays(
     op: ReduceOp, values: Sequence[Any], axes: tuple[int, ...] | None
-) -> Pieces[np.ndarray | np.generic | IndexedSlices]:
+) -> Pieces[Any]:
     """Make the sum or mean of one number, array or ``IndexedSlices`` from each replica.
+
+    None, a gradient that does not exist, stays None if all replicas have it.
 
     Dense arrays are worked on in pieces; rows, and sums along an axis, array by array.
 
@@ -87,6 +89,8 @@ def reducing_arrays(
         ReplicaValueError: They do not fit each other, or there is no such axis.
         ValueMismatchError: ``IndexedSlices`` of integers.
     """
+    if all(value is None for value in values):
+        return None
     if any(_is_slices(value) for value in values):
         return _reduce_slices(op, values, axes)
     arrays = [_as_array(value) for value in values]
@@ -423,11 +427,13 @@ def reducing_values(op: ReduceOp | str, values: Sequence[Any], axis: Any = None)
     """
     op, axes = as_reduce_op(op), as_axes(axis)
     values = _replicas(values, "reduce")
-    return (yield from map_in_pieces(lambda *leaves: _reducing(op, leaves, axes), values))
+    return (yield from map_in_pieces(lambda *leaves: reducing_arrays(op, leaves, axes), values))
 
 
-def reduce_distributed(op: ReduceOp | str, value: Any, num_replicas: int, axis: Any = None) -> Any:
-    """Return the sum or the mean over replicas of a value that need not be distributed.
+def reducing_distributed(
+    op: ReduceOp | str, value: Any, num_replicas: int, axis: Any = None
+) -> Pieces[Any]:
+    """Return the sum or the mean over replicas of a value that need not be distributed, in pieces.
 
     An ordinary value is what every replica has: its mean is itself, 0 is 0, and its sum is
     refused if there is more than one replica, since n times the value is seldom what is meant.
@@ -442,13 +448,6 @@ def reduce_distributed(op: ReduceOp | str, value: Any, num_replicas: int, axis: 
         ReplicaValueError: As by ``reducing_values``, and for the sum of an ordinary value.
         ValueMismatchError: ``IndexedSlices`` of integers.
     """
-    return at_once(reducing_distributed(op, value, num_replicas, axis))
-
-
-def reducing_distributed(
-    op: ReduceOp | str, value: Any, num_replicas: int, axis: Any = None
-) -> Pieces[Any]:
-    """Do ``reduce_distributed`` in pieces, for event loops."""
     op, axes = as_reduce_op(op), as_axes(axis)
 
     def reducing(leaf: Any) -> Pieces[Any]:
@@ -464,7 +463,7 @@ def reducing_distributed(
                 f"{type(leaf).__name__}",
                 hint="reduce what strategy.run returned; or use MEAN, which is the value itself",
             )
-        return leaf if axes is None else (yield from _reducing(op, (leaf,), axes))
+        return leaf if axes is None else (yield from reducing_arrays(op, (leaf,), axes))
 
     return (yield from map_in_pieces(reducing, (value,)))
 
@@ -500,12 +499,6 @@ def gather_distributed(value: Any, axis: int) -> Any:
         return gather_arrays((leaf.value if isinstance(leaf, Mirrored) else leaf,), axis)
 
     return map_structures(gathered, (value,))
-
-
-def _reducing(op: ReduceOp, leaves: tuple[Any, ...], axes: tuple[int, ...] | None) -> Pieces[Any]:
-    if all(leaf is None for leaf in leaves):  # a gradient that does not exist
-        return None
-    return (yield from reducing_arrays(op, leaves, axes))
 
 
 def map_in_pieces(fn: Callable[..., Pieces[Any]], trees: Sequence[Any]) -> Pieces[Any]:

@@ -149,7 +149,7 @@ class Checkpoint:
     def _repr_html_(self) -> str:
         contents = self._contents(slots=False)
         rows: list[tuple[object, ...]] = [
-            (name, "variable", each.shape, each.dtype, each.nbytes)
+            (name, "variable", each.shape, each.dtype, sum(part.nbytes for part in each.parts))
             for name, each in contents.arrays.items()
         ]
         others: dict[str, object] = {**contents.optimizers, **contents.states}
@@ -640,12 +640,9 @@ def _constant(part: Part) -> Iterator[np.ndarray]:
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Await all; when one fails the others are cancelled, and have ended when it is raised."""
-    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None

@@ -20,7 +20,6 @@ import contextlib
 import copy
 import functools
 import logging
-import math
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -54,7 +53,7 @@ from psync.errors import (
 )
 from psync.metrics import Metric
 from psync.schedules import Schedule, from_config
-from psync.specs import ShardSpec, dtype_of, shortened
+from psync.specs import ShardSpec, shortened
 from psync.store.snapshot_state import SnapshotState
 
 logger = logging.getLogger(__name__)
@@ -166,11 +165,6 @@ class Array:
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[Part, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
 @dataclass(slots=True)
