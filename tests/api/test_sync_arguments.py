@@ -12,7 +12,7 @@ import psync
 from local_training import strategy_of
 from loops import for_each
 from psync import optimizers
-from psync.api.sync_replicas import NOWHERE, GroupConfig, checked_weight
+from psync.api.sync_replicas import NOWHERE, checked_weight
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.store.sync_config import SyncConfig, whole_number
 
@@ -126,15 +126,9 @@ def test_what_waits_for_others_itself_is_not_wrapped() -> None:
         psync.SyncReplicasOptimizer("sgd", 2)  # type: ignore[arg-type]
 
 
-def config() -> GroupConfig:
-    return GroupConfig(
-        SyncConfig(
-            name="sync",
-            optimizer=optimizers.SGD(0.5).get_config(),
-            replicas_to_aggregate=2,
-            total_num_replicas=2,
-            global_step=NOWHERE,
-        )
+def optimizer(averages: Any = None, variables: Any = None) -> psync.SyncReplicasOptimizer:
+    return psync.SyncReplicasOptimizer(
+        optimizers.SGD(0.5), 2, None, averages, variables, name="sync"
     )
 
 
@@ -145,21 +139,21 @@ def variables(strategy: psync.ParameterServerStrategy, *names: str) -> list[Any]
 
 def test_the_global_step_becomes_part_of_it_with_the_first_push() -> None:
     (step,) = variables(strategy_of(), "step")
-    group = config()
-    assert group.global_step is None
-    told = group.of_step(step)
+    group = optimizer()
+    assert group._global_step is None
+    told = group._of_step(step)
     (shard,) = step.spec.shards
     assert SyncConfig.from_config(told).global_step == (shard.ps, *shard.key)
-    assert group.global_step is step
-    assert group.of_step(step) is told
+    assert group._global_step is step
+    assert group._of_step(step) is told
 
 
 def test_the_global_step_stays_the_same() -> None:
     step, other = variables(strategy_of(), "step", "other")
-    group = config()
-    group.of_step(step)
+    group = optimizer()
+    group._of_step(step)
     with pytest.raises(ConfigurationError) as caught:
-        group.of_step(other)
+        group._of_step(other)
     assert caught.value.message == (
         'sync: expected the same global step "step" as before, got "other"'
     )
@@ -168,21 +162,20 @@ def test_the_global_step_stays_the_same() -> None:
 def test_the_step_of_another_strategy_is_another_one() -> None:
     """One optimizer may be used with one strategy after the other."""
     (step,), (other,) = variables(strategy_of(), "step"), variables(strategy_of(), "step")
-    group = config()
-    group.of_step(step)
-    group.of_step(other)
-    assert group.global_step is other
+    group = optimizer()
+    group._of_step(step)
+    group._of_step(other)
+    assert group._global_step is other
 
 
 def test_averages_follow_with_their_decay() -> None:
     strategy = strategy_of()
     with strategy.scope():
         v = psync.Variable(np.zeros(2, np.float32), name="v")
-    group = config()
-    group.add_averages(psync.ExponentialMovingAverage(0.75), [v])
-    assert (group.sync.decay, group.sync.num_updates) == (0.75, False)
-    assert len(group.sync.averages) == 1
-    assert group.averaged_by is None
+    group = optimizer(psync.ExponentialMovingAverage(0.75), [v])
+    assert (group._sync.decay, group._sync.num_updates) == (0.75, False)
+    assert len(group._sync.averages) == 1
+    assert group._averaged_by is None
 
 
 def test_averages_that_follow_another_step_are_refused() -> None:
@@ -190,12 +183,11 @@ def test_averages_that_follow_another_step_are_refused() -> None:
     step, other = variables(strategy, "step", "other")
     with strategy.scope():
         v = psync.Variable(np.zeros(2, np.float32), name="v")
-    group = config()
-    group.add_averages(psync.ExponentialMovingAverage(0.75, num_updates=other), [v])
-    assert (group.averaged_by, group.sync.num_updates) == (other, True)
+    group = optimizer(psync.ExponentialMovingAverage(0.75, num_updates=other), [v])
+    assert (group._averaged_by, group._sync.num_updates) == (other, True)
     with pytest.raises(ConfigurationError, match='averages depends on "other", not on the glob'):
-        group.of_step(step)
-    assert group.of_step(other)
+        group._of_step(step)
+    assert group._of_step(other)
 
 
 def test_averages_are_of_one_strategy_and_the_global_step_too() -> None:
@@ -207,23 +199,22 @@ def test_averages_are_of_one_strategy_and_the_global_step_too() -> None:
     with other.scope():
         w = psync.Variable(np.zeros(2, np.float32), name="w")
     with pytest.raises(ConfigurationError, match='averages of "v" and variable "w"'):
-        config().add_averages(psync.ExponentialMovingAverage(0.75), [v, w])
-    group = config()
-    group.add_averages(psync.ExponentialMovingAverage(0.75), [v])
+        optimizer(psync.ExponentialMovingAverage(0.75), [v, w])
+    group = optimizer(psync.ExponentialMovingAverage(0.75), [v])
     with pytest.raises(ConfigurationError, match="to different programs or"):
-        group.of_step(step)
+        group._of_step(step)
 
 
 def test_averages_of_one_variable_that_is_no_list() -> None:
     with strategy_of().scope():
         v = psync.Variable(np.zeros(2, np.float32), name="v")
     with pytest.raises(UsageError, match='expected a list of variables, got variable "v"'):
-        config().add_averages(psync.ExponentialMovingAverage(0.9), v)  # type: ignore[arg-type]
+        optimizer(psync.ExponentialMovingAverage(0.9), v)  # type: ignore[arg-type]
 
 
 def test_nothing_is_averaged_by_what_is_no_average() -> None:
-    config().add_averages(None, None)
+    optimizer(None, None)
     with pytest.raises(ConfigurationError, match="as variable_averages, got float"):
-        config().add_averages(0.9, None)
+        optimizer(0.9, None)
     with pytest.raises(ConfigurationError, match="variables_to_average without variable_averages"):
-        config().add_averages(None, [])
+        optimizer(None, [])

@@ -543,8 +543,11 @@ def empty_like(tree: Any) -> Any:
 
 
 OF_THE_PROCESS = frozenset(
-    {"number", "origin", "_rule", "_arrived", "_also_trained", "_wrapper", "_in_use"}
-)
+    {
+        "number", "origin", "_rule", "_arrived", "_also_trained", "_wrapper", "_in_use",
+        "_global_step", "_told",
+    }
+)  # fmt: skip
 """Attributes of an optimizer that do not travel with it as they are."""
 
 

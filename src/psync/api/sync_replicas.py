@@ -89,103 +89,6 @@ def checked_step(operation: str, variable: object) -> Variable:
     return variable
 
 
-class GroupConfig:
-    """The configuration of one synchronous optimizer.
-
-    Args:
-        sync: As its arguments make it, without a global step.
-        averaged_by: The variable whose value the decay of its moving averages follows.
-        averaged: A variable that has one of these; the others are of its strategy.
-    """
-
-    def __init__(
-        self,
-        sync: SyncConfig,
-        averaged_by: Variable | None = None,
-        averaged: AnyVariable | None = None,
-    ) -> None:
-        self.sync = sync
-        self.averaged_by = averaged_by
-        self.averaged = averaged
-        self.global_step: Variable | None = None  # that of the last push; None before the first
-        self._told: dict[str, Any] = {}  # what ps tasks are told, once it is known
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The global step is that of pushes from there.
-        return GroupConfig, (self.sync, self.averaged_by, self.averaged)
-
-    def add_averages(self, averages: object, variables: Iterable[AnyVariable] | None) -> None:
-        """Add moving averages that follow each step; see the options of ``SyncReplicasOptimizer``.
-
-        Raises:
-            ConfigurationError: There are variables and no averages, these are none, or the
-                variables are of several strategies.
-            UsageError: The variables are one variable.
-            ValueMismatchError: One of them is of no float dtype.
-        """
-        name = self.sync.name
-        if averages is None:
-            if variables is not None:
-                raise ConfigurationError(
-                    f"{name}: variables_to_average without variable_averages",
-                    hint="variable_averages=psync.ExponentialMovingAverage(0.999)",
-                )
-            return
-        expected = f"{name}: expected an ExponentialMovingAverage as variable_averages"
-        averages = checked_kind(expected, averages, ExponentialMovingAverage)
-        single = isinstance(variables, Handle)  # apply says what is wrong with that
-        chosen = variables if variables is None or single else list(variables)
-        averages.apply(chosen)
-        follows = averages.num_updates
-        self.averaged_by = follows if isinstance(follows, Variable) else None
-        averaged = [each for each, _ in averages.items() if chosen is None or each in chosen]
-        self.averaged = averaged[0] if averaged else None
-        for other in averaged:
-            self._check_averaged(other)
-        self.sync = dataclasses.replace(
-            self.sync,
-            decay=averages.decay,
-            num_updates=follows is not False,
-            averages=averages._pairs(chosen),
-        )
-
-    def of_step(self, global_step: Variable) -> dict[str, Any]:
-        """Return what ps tasks are told; the global step becomes part of it with the first push.
-
-        Raises:
-            ConfigurationError: It is another one than before, or than the averages follow, or of
-                another strategy than these.
-        """
-        if global_step is self.global_step:
-            return self._told
-        name, before = self.sync.name, self.global_step
-        if before is not None and before.origin == global_step.origin:
-            raise ConfigurationError(
-                f'{name}: expected the same global step "{before.name}" as before, got '
-                f'"{global_step.name}"'
-            )
-        self._check_averaged(global_step)
-        follows = self.averaged_by
-        if follows is not None and follows is not global_step:
-            raise ConfigurationError(
-                f'{name}: the decay of its moving averages depends on "{follows.name}", not on the '
-                f'global step "{global_step.name}"',
-                hint="ExponentialMovingAverage(…, num_updates=True)",
-            )
-        (shard,) = global_step.spec.shards
-        sync = dataclasses.replace(self.sync, global_step=(shard.ps, *shard.key))
-        self._told, self.global_step = sync.to_config(), global_step
-        return self._told
-
-    def _check_averaged(self, other: AnyVariable) -> None:
-        if self.averaged is not None and self.averaged.origin != other.origin:
-            raise ConfigurationError(
-                f'{self.sync.name}: averages of "{self.averaged.name}" and variable "{other.name}" '
-                "belong to different programs or strategies",
-                hint="create an optimizer and an ExponentialMovingAverage for each strategy",
-            )
-
-
 class SyncReplicasOptimizer(Optimizer):
     """Averages the gradients of several replicas and applies the mean in one step.
 
@@ -324,16 +227,23 @@ class SyncReplicasOptimizer(Optimizer):
             compression=opt._compression,
         )  # fmt: skip
         self._in_use = opt._in_use = True  # what it does was written into ``config``
-        self._group = GroupConfig(config)
+        # What ps tasks are told, but for the global step, which the first push names.
+        self._sync = config
+        # The variable whose value the decay of its moving averages follows.
+        self._averaged_by: Variable | None = None
+        # A variable that has one of these; the others are of its strategy.
+        self._averaged: AnyVariable | None = None
         self._pull_ahead = flag(name, "pull_ahead", pull_ahead)
-        self._group.add_averages(variable_averages, variables_to_average)
+        self._add_averages(variable_averages, variables_to_average)
 
     def _begin(self, *, in_use: bool) -> None:
         super()._begin(in_use=in_use)
+        self._global_step: Variable | None = None  # that of the last push; None before the first
+        self._told: dict[str, Any] = {}  # what ps tasks are told, once it is known
         self._opt._wrapper = weakref.ref(self)
 
     def __repr__(self) -> str:
-        config = self._group.sync
+        config = self._sync
         return (
             f"<SyncReplicasOptimizer {self._name!r} {config.replicas_to_aggregate} of "
             f"{config.total_num_replicas}, {self._opt!r}>"
@@ -341,7 +251,7 @@ class SyncReplicasOptimizer(Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration as plain data, with the wrapped optimizer's in "optimizer"."""
-        config = self._group.sync.to_config()
+        config = self._sync.to_config()
         del config["global_step"]  # of the program, not of the optimizer
         return config
 
@@ -351,11 +261,82 @@ class SyncReplicasOptimizer(Optimizer):
 
         Source: ``sync_rep_local_step`` of TensorFlow's SyncReplicasOptimizer.
         """
-        runtime, global_step = current_runtime(), self._group.global_step
+        runtime, global_step = current_runtime(), self._global_step
         if runtime is None and global_step is not None:
             scope = scope_of(global_step)
             runtime = None if scope is None else scope._runtime
         return None if runtime is None else runtime.sync.token(self.number)
+
+    def _add_averages(self, averages: object, variables: Iterable[AnyVariable] | None) -> None:
+        """Add moving averages that follow each step; see the options of ``SyncReplicasOptimizer``.
+
+        Raises:
+            ConfigurationError: There are variables and no averages, these are none, or the
+                variables are of several strategies.
+            UsageError: The variables are one variable.
+            ValueMismatchError: One of them is of no float dtype.
+        """
+        name = self._name
+        if averages is None:
+            if variables is not None:
+                raise ConfigurationError(
+                    f"{name}: variables_to_average without variable_averages",
+                    hint="variable_averages=psync.ExponentialMovingAverage(0.999)",
+                )
+            return
+        expected = f"{name}: expected an ExponentialMovingAverage as variable_averages"
+        averages = checked_kind(expected, averages, ExponentialMovingAverage)
+        single = isinstance(variables, Handle)  # apply says what is wrong with that
+        chosen = variables if variables is None or single else list(variables)
+        averages.apply(chosen)
+        follows = averages.num_updates
+        self._averaged_by = follows if isinstance(follows, Variable) else None
+        averaged = [each for each, _ in averages.items() if chosen is None or each in chosen]
+        self._averaged = averaged[0] if averaged else None
+        for other in averaged:
+            self._check_averaged(other)
+        self._sync = dataclasses.replace(
+            self._sync,
+            decay=averages.decay,
+            num_updates=follows is not False,
+            averages=averages._pairs(chosen),
+        )
+
+    def _of_step(self, global_step: Variable) -> dict[str, Any]:
+        """Return what ps tasks are told; the global step becomes part of it with the first push.
+
+        Raises:
+            ConfigurationError: It is another one than before, or than the averages follow, or of
+                another strategy than these.
+        """
+        if global_step is self._global_step:
+            return self._told
+        name, before = self._name, self._global_step
+        if before is not None and before.origin == global_step.origin:
+            raise ConfigurationError(
+                f'{name}: expected the same global step "{before.name}" as before, got '
+                f'"{global_step.name}"'
+            )
+        self._check_averaged(global_step)
+        follows = self._averaged_by
+        if follows is not None and follows is not global_step:
+            raise ConfigurationError(
+                f'{name}: the decay of its moving averages depends on "{follows.name}", not on the '
+                f'global step "{global_step.name}"',
+                hint="ExponentialMovingAverage(…, num_updates=True)",
+            )
+        (shard,) = global_step.spec.shards
+        sync = dataclasses.replace(self._sync, global_step=(shard.ps, *shard.key))
+        self._told, self._global_step = sync.to_config(), global_step
+        return self._told
+
+    def _check_averaged(self, other: AnyVariable) -> None:
+        if self._averaged is not None and self._averaged.origin != other.origin:
+            raise ConfigurationError(
+                f'{self._name}: averages of "{self._averaged.name}" and variable "{other.name}" '
+                "belong to different programs or strategies",
+                hint="create an optimizer and an ExponentialMovingAverage for each strategy",
+            )
 
     # Training.
 
@@ -425,7 +406,7 @@ class SyncReplicasOptimizer(Optimizer):
     ) -> Answered:
         pairs = self._checked(grads_and_vars)
         weight = checked_weight(weight)
-        step = self._group.global_step  # was checked when it was first given
+        step = self._global_step  # was checked when it was first given
         if step is None or step is not global_step:
             step = checked_step("apply_gradients", global_step)
         variables = [variable for _, variable in pairs]
@@ -437,7 +418,7 @@ class SyncReplicasOptimizer(Optimizer):
                 "replica and would wait forever",
                 hint="call it in a scheduled step function, or in a training session",
             )
-        config = self._group.of_step(step)
+        config = self._of_step(step)
         closure, ordinal = runtime.begin_update("push")
         plan = runtime.ps.plan(tuple(variable.spec for variable in variables))
         gradients = [gradient for gradient, _ in pairs]
@@ -530,7 +511,7 @@ class SyncReplicasOptimizer(Optimizer):
         pulled = runtime.pulled
         lowest = pulled.lowest(self.number)
         pulled.forget(self.number)
-        if lowest is not None and not self._group.sync.tensorflow_compat:
+        if lowest is not None and not self._sync.tensorflow_compat:
             return lowest
         token = runtime.sync.token(self.number)
         return -1 if token is None else token
@@ -560,7 +541,7 @@ class SyncReplicasOptimizer(Optimizer):
         count = self._checked_tokens(num_tokens)
         step = checked_step("init_tokens", global_step)
         runtime = await self._runtime("init_tokens", step)
-        return await runtime.sync.init_tokens(self.number, self._group.of_step(step), count)
+        return await runtime.sync.init_tokens(self.number, self._of_step(step), count)
 
     def get_init_tokens_op(self, num_tokens: int = -1) -> Coroutine[Any, Any, int]:
         """Return an awaitable that puts the initial tokens; see ``init_tokens``.
@@ -605,17 +586,15 @@ class SyncReplicasOptimizer(Optimizer):
         """
         self._checked_tokens(num_tokens)
         wing = import_module("psync.compat.session_hooks")
-        hook: SyncReplicasHook = wing.hook_of(
-            self, lambda: self._group.global_step, is_chief, num_tokens
-        )
+        hook: SyncReplicasHook = wing.hook_of(self, lambda: self._global_step, is_chief, num_tokens)
         return hook
 
     def _step_meant(self, operation: str) -> Variable:
         wing = import_module("psync.compat.session_hooks")
-        step: Variable = wing.step_meant(operation, self._name, self._group.global_step)
+        step: Variable = wing.step_meant(operation, self._name, self._global_step)
         return step
 
     def _checked_tokens(self, num_tokens: int) -> int:
         count = whole_number(self._name, "num_tokens", num_tokens)
-        self._group.sync.initial_tokens(count)
+        self._sync.initial_tokens(count)
         return count
