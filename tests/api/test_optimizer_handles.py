@@ -29,6 +29,8 @@ from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.specs import marked_after
 from psync.wire.messages import Pushed
 
+pytestmark = pytest.mark.virtual_time
+
 
 def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
     return [2, *[1] * (len(shape) - 1)]

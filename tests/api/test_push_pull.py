@@ -20,6 +20,8 @@ from psync.client import plans, prefetch
 from psync.optimizers import SGD
 from psync.wire.messages import Pull, Push
 
+pytestmark = pytest.mark.virtual_time
+
 STEPS = 6
 
 

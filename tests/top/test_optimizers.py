@@ -16,6 +16,8 @@ from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.numerics import rules
 from psync.numerics.memory import Scratch
 
+pytestmark = pytest.mark.virtual_time
+
 
 def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
     return [2, *[1] * (len(shape) - 1)]

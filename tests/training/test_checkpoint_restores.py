@@ -18,6 +18,8 @@ from psync.checkpoints.manifest import commit_line
 from psync.errors import CheckpointCorrupt, CheckpointMismatch
 from psync.training.epochs import FitState, History
 
+pytestmark = pytest.mark.virtual_time
+
 TABLE = np.linspace(-1, 1, 26, dtype=np.float32).reshape(13, 2)
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {

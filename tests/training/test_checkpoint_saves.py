@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,8 @@ from psync.testing import MemoryNetwork
 from psync.testing.sabotage import SabotagedParts, failpoints_of
 from psync.training import checkpoint as checkpoints
 from psync.training.checkpoint import TRIES
+
+pytestmark = pytest.mark.virtual_time
 
 SLOW = {"latency": (0.0, 0.003), "chunk": (1 << 12, 1 << 16)}
 
@@ -633,39 +633,3 @@ async def test_a_checkpoint_with_snapshots_of_an_earlier_version_is_read() -> No
         started = np.arange(14, dtype=np.float32).reshape(7, 2)
         np.testing.assert_allclose(await w.read(), started - 0.2, atol=1e-5)
         assert await adam.iterations.read() == 2
-
-
-# Threads.
-
-
-async def test_who_is_cancelled_again_and_again_waits_until_a_thread_has_ended() -> None:
-    """One that fails meanwhile is heard by nobody; its files would be closed under it else."""
-    heard: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, said: heard.append(said["message"]))
-    may_end, has_ended = threading.Event(), threading.Event()
-
-    def work() -> None:
-        may_end.wait()
-        has_ended.set()
-        raise CheckpointError("the disk is full")
-
-    waits = asyncio.create_task(checkpoints.in_thread(work))
-    for _ in range(3):
-        await asyncio.sleep(0)
-        waits.cancel()
-    await asyncio.sleep(0)
-    is_over = waits.done()
-    may_end.set()
-    assert not is_over
-    with pytest.raises(asyncio.CancelledError):
-        await waits
-    assert has_ended.is_set()
-    del waits
-    gc.collect()
-    assert not heard
-
-
-async def test_what_a_thread_raises_is_raised() -> None:
-    with pytest.raises(ZeroDivisionError):
-        await checkpoints.in_thread(lambda: 1 // 0)
-    assert await checkpoints.in_thread(len, "ab") == 2

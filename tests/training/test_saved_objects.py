@@ -28,6 +28,8 @@ from psync.errors import (
 from psync.training.saved_objects import Contents
 from psync.training.trainer import History
 
+pytestmark = pytest.mark.virtual_time
+
 
 class Layer(psync.Module):
     def __init__(self) -> None:
@@ -186,7 +188,7 @@ async def test_an_evaluator_reads_what_a_trainer_saves(tmp_path: Path, tree_of: 
     model = tree_of(*declared(strategy_of(1), "a", "b"))
     found = []
 
-    def note(values: dict[str, Any]) -> dict[str, float]:
+    async def note(values: dict[str, Any]) -> dict[str, float]:
         found.append(values["model"])
         return {}
 

@@ -20,6 +20,8 @@ from psync.checkpoints.files import is_last
 from psync.errors import ClosedError, ConfigurationError, ValueMismatchError
 from psync.training.trainer import Counts, batch_size_of, shards_of
 
+pytestmark = pytest.mark.virtual_time
+
 TRUE = np.array([[2.0], [-1.0]], np.float32)
 X = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
 Y = X @ TRUE
