@@ -202,7 +202,7 @@ class Slot:
         operation = f'read of slot "{self.name}" of "{self.variable.name}"'
         optimizer, runtime = self.optimizer, await self.optimizer._runtime(operation, self.variable)
         await runtime.ps.define_optimizer(optimizer.number, optimizer._config)
-        plan = runtime.ps.plan((self._spec(),))
+        plan = runtime.ps.plan((self.variable.spec.with_dtype(self.dtype),))
         (array,) = await runtime.ps.pull(plan, optimizer=optimizer.number, slot=self.name)
         return array
 
@@ -221,7 +221,7 @@ class Slot:
 
         Cancellation: Some shards are set, others are not.
         """
-        spec = self._spec()
+        spec = self.variable.spec.with_dtype(self.dtype)  # as if the variable were the slot
         operation = f'assign to slot "{self.name}" of "{spec.name}"'
         array = fitting(value, spec, operation, casting="same_kind")
         optimizer, runtime = self.optimizer, await self.optimizer._runtime(operation, self.variable)
@@ -230,14 +230,6 @@ class Slot:
             optimizer=optimizer.number, config=optimizer._config, slot=self.name,
         )  # fmt: skip
         return self
-
-    def _spec(self) -> VariableSpec:
-        """Return what the variable would be if it were the slot."""
-        spec, dtype = self.variable.spec, self.dtype
-        if dtype == spec.dtype:
-            return spec
-        shards = tuple(dataclasses.replace(shard, dtype=dtype) for shard in spec.shards)
-        return dataclasses.replace(spec, dtype=dtype, shards=shards)
 
 
 @dataclass(frozen=True, slots=True)

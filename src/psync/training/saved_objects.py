@@ -79,12 +79,8 @@ class Stateful(Protocol):
         """Become what the state says."""
 
 
-@runtime_checkable
-class Checked(Protocol):
-    """One that says whether it can take a state, before anything is restored."""
-
-    def check_checkpoint_state(self, state: Any) -> None:
-        """Raise unless it can take the state."""
+CHECK = "check_checkpoint_state"
+"""A method of objects that say whether they can take a state, before anything is restored."""
 
 
 class SavedState:
@@ -255,10 +251,10 @@ class Contents:
         try:
             for name, thing in wanted:
                 check_state(name, states[name])
-                if isinstance(thing, Checked):
-                    thing.check_checkpoint_state(states[name])
+                if (check := getattr(thing, CHECK, None)) is not None:
+                    check(states[name])
             # Those that can refuse come first.
-            for name, thing in sorted(wanted, key=lambda each: isinstance(each[1], Checked)):
+            for name, thing in sorted(wanted, key=lambda each: hasattr(each[1], CHECK)):
                 with contextlib.suppress(Exception):  # a user's object may not be ready for it
                     before.append((thing, thing.checkpoint_state()))
                 thing.restore_checkpoint_state(states[name])

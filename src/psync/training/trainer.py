@@ -142,7 +142,6 @@ class Counts:
         self._metrics = dict(metrics)
         self._loss = self._metrics.pop("loss")
         self.sums: list[Any] = [0.0] * len(metrics)
-        self.batches = 0
 
     def note(self, batch: Any, loss: Any, predictions: Sequence[Any]) -> None:
         """Count a batch.
@@ -160,7 +159,6 @@ class Counts:
             raise ValueMismatchError(
                 f"loss: expected a number, got shape {np.shape(loss)}", hint="the mean of the batch"
             )
-        self.batches += 1
         self.sums[0] += self._loss.contribution(
             np.reshape(loss, (1,)), sample_weight=[batch_size_of(batch)]
         )
