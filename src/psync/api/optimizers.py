@@ -868,31 +868,31 @@ class Optimizer:
         global_step: AnyVariable | None = None,
         **options: Any,
     ) -> tuple[PushResult, Any]:
-        """Push gradients, and return the values as the push has left them: for the next step.
+        """Push gradients, and return the values of the next step, read after the push.
 
-        As ``apply_gradients``, then ``psync.pull``, with one round trip to each ps for both. They
-        are pulled apart if some of the variables are on a ps to which nothing is pushed, if another
-        task's update of them is under way, if the ``global_step`` is one of them, with a
-        ``staleness_bound``, in replicas of ``strategy.run``, and in ``cache_variable_reads``; and,
-        of a synchronous optimizer, if they are more than 64 KiB.
+        The same as ``apply_gradients``, then ``psync.pull``, but with one round trip to each ps for
+        both. The values are pulled separately if a variable is on a ps to which nothing is pushed,
+        or if another task is updating it. The same holds if the ``global_step`` is among the
+        variables, with a ``staleness_bound``, in replicas of ``strategy.run``, and in
+        ``cache_variable_reads``. A synchronous optimizer pulls more than 64 KiB separately, too.
 
         Args:
-            grads_and_vars: As for ``apply_gradients``.
+            grads_and_vars: See ``apply_gradients``.
             pull: A variable, or any nesting of variables, as ``psync.pull`` takes it.
-            global_step: As for ``apply_gradients``.
-            options: What else ``apply_gradients`` takes.
+            global_step: See ``apply_gradients``.
+            options: Further arguments of ``apply_gradients``.
 
         Returns:
-            What ``apply_gradients`` returns; and the same nesting as ``pull`` with an array for
-            each variable, read-only. Each shard is read on its ps once the push is applied there:
-            it may lack what others have done since, also what ``staleness`` has counted. In
-            ``cache_variable_reads`` they are what was read there before, if anything was.
+            The result of ``apply_gradients``; and the same nesting as ``pull`` with a read-only
+            array for each variable. Each shard is read on its ps after the push is applied there.
+            It may lack updates by others, including those that ``staleness`` has counted. In
+            ``cache_variable_reads``, the values are the cached ones, if there are any.
 
         Raises:
-            PsyncError: As ``apply_gradients`` and ``psync.pull``. Of variables that cannot be
-                pulled, nothing is pushed.
+            PsyncError: See ``apply_gradients`` and ``psync.pull``. If a variable cannot be pulled,
+                nothing is pushed.
 
-        Cancellation: As ``apply_gradients``.
+        Cancellation: See ``apply_gradients``.
 
         Example:
             values = await psync.pull(model)
