@@ -16,13 +16,18 @@ def setup() -> tuple[OneInput, list[bytes]]:
 
     from psync import schedules
     from psync.errors import ConfigurationError
-    from psync.numerics.rules import Adagrad, Ftrl, RMSprop
-    from psync.numerics.rules import Lamb
-    from psync.numerics.rules import Adam, Nadam
-    from psync.numerics.rules import rule_from_config
-    from psync.numerics.rules import RuleOptions
-    from psync.numerics.rules import SGD
     from psync.numerics.memory import Scratch
+    from psync.numerics.rules import (
+        SGD,
+        Adagrad,
+        Adam,
+        Ftrl,
+        Lamb,
+        Nadam,
+        RMSprop,
+        RuleOptions,
+        rule_from_config,
+    )
     from psync.store.sync_config import SyncConfig
 
     rates = [
