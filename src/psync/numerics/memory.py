@@ -128,14 +128,12 @@ class BlockPool:
 
     Args:
         max_bytes: Bound of what the pool keeps alive; the least recently given go first.
-        source: Where new memory comes from.
+        source: Where new memory comes from; may be replaced.
         run: Where that of runs comes from (``BlockRuns``): given its size, and an offset that its
-            first byte shares the place in a page with.
+            first byte shares the place in a page with; may be replaced.
         may_grow: Whether what is lent may raise the bound now, if that much is in use.
 
     Attributes:
-        source: The same; may be replaced.
-        run: The same.
         bound: Of what is kept: ``max_bytes``, or more until ``shrink``.
     """
 

@@ -82,15 +82,9 @@ def sum_into(
     reduction: Reduction,
     out: np.ndarray | None = None,
 ) -> None:
-    """Sum ``weight * gradient`` over several gradients, one after the other, and ``finish``.
+    """Sum ``weight * gradient`` over several gradients, and ``finish``.
 
-    Args:
-        total: As for ``begin``.
-        gradients: One at least; each is asked for when the one before it was added.
-        weights: Of each.
-        weight_sum: As for ``finish``, like the next two.
-        reduction: "mean" or "sum".
-        out: Of the same shape.
+    Each gradient is asked for when the one before it was added.
     """
     with np.errstate(all="ignore"):  # once: entering it costs as much as adding small arrays
         is_first = True
@@ -189,12 +183,7 @@ class DenseSum:
         return [self._total]
 
     def restore(self, count: int, weight: float) -> None:
-        """Be the same as another sum, once what that holds is written to ``arrays``.
-
-        Args:
-            count: Of the other one: arrays added.
-            weight: Of the other one.
-        """
+        """Be the same as another sum, once what that holds is written to ``arrays``."""
         self.count, self.weight = count, weight
 
     def adding(self, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
@@ -253,23 +242,15 @@ class SparseSum:
         return [self.indices, self._weights, self._rows]
 
     def restore(self, rows: int, weight: float) -> None:
-        """Be the same as another sum, once what that holds is written to ``arrays``.
-
-        Args:
-            rows: Of the other one: how many there are.
-            weight: Of the other one.
-        """
+        """Be the same as another sum of so many rows, once what it holds is in ``arrays``."""
         self.indices, self._weights = np.empty(rows, np.int64), np.empty(rows)
         self._rows = np.empty((rows, *self.row_shape), self._rows.dtype)
         self.weight = weight
 
     def adding(self, indices: np.ndarray, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
-        """Add ``weight * values`` to the rows ``indices``; neither is kept.
+        """Add ``weight * values`` to the rows ``indices``, in any order; neither is kept.
 
-        Args:
-            indices: int64, shape (n,), in any order; rows that come more than once are summed.
-            values: Shape (n, *row_shape).
-            weight: As of ``check_weight``.
+        Rows that come more than once are summed.
 
         Raises:
             ValueMismatchError: If a shape or the weight does not fit; the sum is as before.
