@@ -16,12 +16,18 @@ def setup() -> tuple[OneInput, list[bytes]]:
 
     from psync import schedules
     from psync.errors import ConfigurationError
-    from psync.numerics.adaptive_rules import Adagrad, Ftrl, RMSprop
-    from psync.numerics.layerwise_rules import Lamb
-    from psync.numerics.moment_rules import Adam, Nadam
-    from psync.numerics.rule_configs import rule_from_config
-    from psync.numerics.rule_options import RuleOptions
-    from psync.numerics.update_rule import SGD, Scratch
+    from psync.numerics.memory import Scratch
+    from psync.numerics.rules import (
+        SGD,
+        Adagrad,
+        Adam,
+        Ftrl,
+        Lamb,
+        Nadam,
+        RMSprop,
+        RuleOptions,
+        rule_from_config,
+    )
     from psync.store.sync_config import SyncConfig
 
     rates = [

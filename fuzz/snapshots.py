@@ -15,7 +15,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from samples import Draw, changed
 
     from psync.errors import CheckpointError, ConfigurationError
-    from psync.numerics.moment_rules import Adam
+    from psync.numerics.rules import Adam
     from psync.schedules import Constant
     from psync.specs import STEP_BITS, ShardSpec
     from psync.store.ledger_snapshot import LedgerState, SenderState

@@ -22,8 +22,8 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from psync.net.endpoint import Endpoint
     from psync.net.platform import Platform
     from psync.net.secret import Secret
-    from psync.numerics.block_pool import BlockPool
-    from psync.numerics.update_rule import SGD
+    from psync.numerics.memory import BlockPool
+    from psync.numerics.rules import SGD
     from psync.ps_task import PsTask
     from psync.testing import MemoryNetwork, run_virtual
     from psync.wire.codec import Message

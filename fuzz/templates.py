@@ -10,8 +10,7 @@ import dataclasses
 
 from samples import Draw, changed, drawn, fields_of
 
-from psync.numerics.moment_rules import Adam
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD, Adam
 from psync.schedules import Constant
 from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message

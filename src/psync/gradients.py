@@ -17,7 +17,7 @@ import numpy as np
 from psync.api.pulls import is_flat, leaves, mapped
 from psync.client.tensors import array_of, tensor_of
 from psync.errors import ConfigurationError, ValueMismatchError
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.rows import IndexedSlices
 from psync.specs import check_not_masked
 
 Loss = Callable[..., Any]

@@ -5,16 +5,16 @@ are those of Keras 3. A learning rate is a number or a schedule. Each ps evaluat
 its own step or at the step that the push carries, whichever is larger. "The step" in a formula is
 the ps's count of the optimizer's pushes; with accumulation, its count of updates. An argument that
 is out of range raises a ``ConfigurationError``, which is also a ValueError.
-``numerics.update_rule`` says how to add an optimizer.
+``numerics.rules`` says how to add an optimizer.
 """
 
 from __future__ import annotations
 
 from typing import TypedDict, Unpack
 
-from psync.api.optimizers.handles import Optimizer as Optimizer
-from psync.api.optimizers.staleness_bound import StalenessBound
-from psync.numerics import adaptive_rules, layerwise_rules, moment_rules, update_rule
+from psync.api.optimizers import Optimizer as Optimizer
+from psync.api.optimizers import StalenessBound
+from psync.numerics import rules as _rules
 from psync.numerics.compression import Compression
 from psync.schedules import Schedule
 
@@ -62,7 +62,7 @@ class SGD(Optimizer):
         nesterov: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(update_rule.SGD(learning_rate, momentum, nesterov), **options)
+        super().__init__(_rules.SGD(learning_rate, momentum, nesterov), **options)
 
 
 class Momentum(SGD):
@@ -135,7 +135,7 @@ class Adagrad(Optimizer):
         epsilon: float = 1e-7,
         **options: Unpack[Options],
     ) -> None:
-        rule = adaptive_rules.Adagrad(learning_rate, initial_accumulator_value, epsilon)
+        rule = _rules.Adagrad(learning_rate, initial_accumulator_value, epsilon)
         super().__init__(rule, **options)
 
 
@@ -162,7 +162,7 @@ class Adadelta(Optimizer):
         epsilon: float = 1e-7,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(adaptive_rules.Adadelta(learning_rate, rho, epsilon), **options)
+        super().__init__(_rules.Adadelta(learning_rate, rho, epsilon), **options)
 
 
 class RMSprop(Optimizer):
@@ -190,7 +190,7 @@ class RMSprop(Optimizer):
         centered: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        rule = adaptive_rules.RMSprop(learning_rate, rho, momentum, epsilon, centered)
+        rule = _rules.RMSprop(learning_rate, rho, momentum, epsilon, centered)
         super().__init__(rule, **options)
 
 
@@ -219,7 +219,7 @@ class Adam(Optimizer):
         amsgrad: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        rule = moment_rules.Adam(learning_rate, beta_1, beta_2, epsilon, amsgrad)
+        rule = _rules.Adam(learning_rate, beta_1, beta_2, epsilon, amsgrad)
         super().__init__(rule, **options)
 
 
@@ -303,7 +303,7 @@ class Adamax(Optimizer):
         epsilon: float = 1e-7,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(moment_rules.Adamax(learning_rate, beta_1, beta_2, epsilon), **options)
+        super().__init__(_rules.Adamax(learning_rate, beta_1, beta_2, epsilon), **options)
 
 
 class Nadam(Optimizer):
@@ -329,7 +329,7 @@ class Nadam(Optimizer):
         epsilon: float = 1e-7,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(moment_rules.Nadam(learning_rate, beta_1, beta_2, epsilon), **options)
+        super().__init__(_rules.Nadam(learning_rate, beta_1, beta_2, epsilon), **options)
 
 
 class Ftrl(Optimizer):
@@ -361,7 +361,7 @@ class Ftrl(Optimizer):
         beta: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        rule = adaptive_rules.Ftrl(
+        rule = _rules.Ftrl(
             learning_rate,
             learning_rate_power,
             initial_accumulator_value,
@@ -394,7 +394,7 @@ class Lion(Optimizer):
         beta_2: float = 0.99,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(moment_rules.Lion(learning_rate, beta_1, beta_2), **options)
+        super().__init__(_rules.Lion(learning_rate, beta_1, beta_2), **options)
 
 
 class Lamb(Optimizer):
@@ -425,4 +425,4 @@ class Lamb(Optimizer):
         epsilon: float = 1e-7,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(layerwise_rules.Lamb(learning_rate, beta_1, beta_2, epsilon), **options)
+        super().__init__(_rules.Lamb(learning_rate, beta_1, beta_2, epsilon), **options)

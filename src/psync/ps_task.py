@@ -36,8 +36,8 @@ from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.net.trace import SpanRecorder
 from psync.net.transport import Listener
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.rule_configs import registered
+from psync.numerics.memory import BlockPool
+from psync.numerics.rules import registered
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life, LifeEvent
 from psync.ps.report import describe_ps

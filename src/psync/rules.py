@@ -31,18 +31,11 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 import numpy as np
 
 from psync.errors import ConfigurationError
-from psync.numerics import rule_configs
-from psync.numerics.update_rule import (
-    ACCUMULATOR,
-    Arrays,
-    Coefficients,
-    Part,
-    Rate,
-    RuleRaised,
-    Scratch,
-)
-from psync.numerics.update_rule import UpdateRule as _AnyRule
-from psync.numerics.update_rule import within as within
+from psync.numerics import rules as known_rules
+from psync.numerics.memory import Scratch
+from psync.numerics.rules import ACCUMULATOR, Arrays, Coefficients, Part, Rate, RuleRaised
+from psync.numerics.rules import UpdateRule as _AnyRule
+from psync.numerics.rules import within as within
 from psync.specs import plain_array
 
 __all__ = ["Step", "UpdateRule", "register", "within"]
@@ -257,7 +250,7 @@ def register(made: type[R]) -> type[R]:
     if inspect.isabstract(cls):
         raise ConfigurationError(f"{where}: expected a method update(value, slots, gradient, step)")
     cls().probe()
-    rule_configs.register_rule(cls)
+    known_rules.register_rule(cls)
     return cls
 
 

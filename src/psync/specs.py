@@ -9,7 +9,7 @@ import enum
 import math
 import operator
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -276,3 +276,10 @@ class VariableSpec:
     def nbytes(self) -> int:
         """Size of the whole variable in bytes."""
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+    def with_dtype(self, dtype: str) -> VariableSpec:
+        """Return the same variable with another dtype."""
+        if dtype == self.dtype:
+            return self
+        shards = tuple(replace(shard, dtype=dtype) for shard in self.shards)
+        return replace(self, dtype=dtype, shards=shards)

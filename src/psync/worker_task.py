@@ -36,7 +36,7 @@ from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.net.trace import SpanRecorder
 from psync.net.transport import Listener
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message
 from psync.wire.messages import (
     AskPosition,

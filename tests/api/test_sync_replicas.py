@@ -16,8 +16,11 @@ import pytest
 import local_training
 import memory_cluster
 import psync
+from inside import session_of
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
-from memory_cluster import coordinating, until
+from loops import for_each
+from memory_cluster import coordinating
+from ps_cluster import until
 from psync import Outcome, PushResult, SyncReplicasOptimizer, optimizers
 from psync.errors import (
     ClosureCancelled,
@@ -438,6 +441,22 @@ async def test_the_last_token_can_be_read() -> None:
 
 
 @pytest.mark.virtual_time
+async def test_a_worker_that_dies_while_it_waits_has_pushed_once() -> None:
+    async with coordinating(1, 2) as (cluster, coordinator):
+        m = Model(coordinator.strategy, coordinator)
+        optimizer = SyncReplicasOptimizer(sgd(), 2)
+        values = [coordinator.schedule(m.pushing(optimizer), args=(1.0,))]
+        await counted(cluster, 1)
+        (name,) = [f"worker-{index}" for index in (0, 1) if _runs(cluster, index)]
+        await cluster.stop(name)
+        await coordinator.join()
+        (result,) = await coordinator.fetch(values)
+        assert result.outcome is DUPLICATE
+        assert await m.value() == -1
+        assert await m.global_step() == 1
+
+
+@pytest.mark.virtual_time
 async def test_too_few_replicas_are_reported_after_a_time() -> None:
     async with coordinating(1, 2) as (cluster, coordinator):
         m = Model(coordinator.strategy, coordinator)
@@ -497,7 +516,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@for_each("name", WRONG)
 def test_wrong_arguments_are_refused(name: str) -> None:
     arguments, text = WRONG[name]
     with pytest.raises(ConfigurationError) as caught:
@@ -562,8 +581,8 @@ def test_one_that_is_made_in_a_step_is_an_error() -> None:
         SyncReplicasOptimizer(inner, 1)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
+@for_each(
+    "make, error, text",
     [
         (lambda m: ([], m.step), ValueMismatchError, "no gradients given"),
         (lambda m: ([(None, m.v)], m.step), ValueMismatchError, "all gradients are None (v)"),
@@ -588,7 +607,6 @@ def test_one_that_is_made_in_a_step_is_an_error() -> None:
             'expected an int64 scalar as global_step, got "v" of shape (2,) float32',
         ),
     ],
-    ids=["empty", "all None", "kind", "no step", "no variable", "no scalar"],
 )
 def test_what_cannot_be_pushed_is_a_value_error(
     make: Callable[[Any], Any], error: type[Exception], text: str
@@ -605,7 +623,7 @@ def test_what_cannot_be_pushed_is_a_value_error(
     assert type(caught.value) is error
 
 
-@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), "2", True])
+@for_each("weight", [0, -1.0, float("nan"), "2", True])
 def test_a_weight_is_a_number_above_0(weight: Any) -> None:
     with strategy_of().scope():
         v, step = psync.Variable(np.float32(0)), psync.get_or_create_global_step()
@@ -660,8 +678,8 @@ async def test_minimize_of_some_variables_with_tensorflows_arguments() -> None:
         assert await m.value() == -1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
+@for_each(
+    "arguments, text",
     [
         ({}, "minimize: global_step is None"),
         ({"gate_gradients": 3}, "expected gate_gradients GATE_NONE, GATE_OP or"),
@@ -748,7 +766,7 @@ WRONG_COUNTS = [
 ]
 
 
-@pytest.mark.parametrize(("count", "text"), WRONG_COUNTS)
+@for_each("count, text", WRONG_COUNTS)
 def test_a_wrong_number_of_tokens_is_a_value_error(count: Any, text: str) -> None:
     optimizer = SyncReplicasOptimizer(sgd(), 3, 1)
     with strategy_of().scope():
@@ -786,3 +804,8 @@ async def counted(cluster: memory_cluster.MemoryCluster, count: int) -> None:
     """Wait until so many pushes count in the present step."""
     groups = lambda: cluster.tasks["ps-0"].statistics()["sync"].values()  # noqa: E731
     await until(lambda: max((group["counted"] for group in groups()), default=0) >= count)
+
+
+def _runs(cluster: memory_cluster.MemoryCluster, index: int) -> bool:
+    session = session_of(cluster.tasks[f"worker-{index}"])  # type: ignore[union-attr]
+    return session is not None and session.running is not None

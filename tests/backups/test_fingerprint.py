@@ -25,9 +25,8 @@ import hashlib, sys
 import numpy as np
 sys.path.append("tests/helpers")
 from psync import schedules
-from psync.numerics.clipping import sum_of_squares
 from psync.backups.fingerprint import fingerprint
-from psync.numerics.sums import DenseSum, SparseSum, at_once
+from psync.numerics.sums import DenseSum, SparseSum, at_once, sum_of_squares
 from rule_table import RULES, run
 
 digest = hashlib.blake2b()

@@ -1,32 +1,49 @@
-"""Checkpoints on disk: whole or not at all, and what damages them."""
+"""Checkpoint directories: written, listed, removed, read; snapshots in them; a disk that fails."""
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from loops import for_each
 from psync.checkpoints.files import (
     DataFile,
-    Planned,
+    Disk,
     Reader,
+    SavedSnapshots,
+    Writer,
     checkpoints_in,
+    current_disk,
     disk_errors,
     is_complete,
     is_last,
     mark_last,
+    regular,
     remove,
+    stored_snapshots,
+    streamed_by_environ,
     unmark_last,
 )
-from psync.checkpoints.writer import Writer
-from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from psync.checkpoints.manifest import Layout, Place, Planned, Snapshot
+from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, ConfigurationError
+from psync.ps.snapshot_files import read_items, write_items
+from psync.specs import ShardSpec
+from psync.store.ledger import Ledger
+from psync.store.snapshot import Frozen, freeze, load_snapshot
+from psync.store.snapshot_state import SnapshotState
+from psync.store.store import ShardStore
+from psync.testing.sabotage import FailpointError, Failpoints, SabotagedParts
 
 W = np.arange(20, dtype=np.float32).reshape(10, 2)
 
@@ -273,16 +290,362 @@ def test_a_file_that_becomes_a_pipe_is_an_error_at_once(saved: Path) -> None:
         reader.check(reader.manifest.tensors["w"])
 
 
-@pytest.mark.parametrize(
-    ("code", "hint"),
-    [
+@for_each("code, hint", [
         (errno.ENOSPC, "make room on the disk"), (errno.EACCES, "this user must be allowed"),
         (errno.EROFS, "the file system is read-only"), (errno.EEXIST, None),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_an_error_of_the_disk_has_its_own_remedy(code: int, hint: str | None) -> None:
     with pytest.raises(CheckpointError) as caught, disk_errors("writing x"):
         raise OSError(code, os.strerror(code))
     assert caught.value.message == f"writing x: {os.strerror(code)}"
     assert (caught.value.hint or "").startswith(hint or "")
     assert (caught.value.hint is None) == (hint is None)
+
+
+SIX = np.arange(6, dtype=np.float32)
+
+
+def written_by_another(writer: Writer, name: str) -> DataFile:
+    """A file that a ps has written: what a tensor needs, and what only the snapshot needs."""
+    planned = [Planned("w", (6,), "float32", 0), Planned("~/m", (6,), "float32", 0)]
+    data_file = DataFile(writer.temporary / name, planned)
+    data_file.write(SIX)
+    data_file.write(-SIX)
+    return data_file
+
+
+def test_files_of_others_are_part_of_it(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "ckpt-1", 1, {"w": ((6,), "float32")})
+    data_file = written_by_another(writer, "ps-0.safetensors")
+    writer.add_file("ps-0.safetensors", data_file.close(), data_file.slices[:1])
+    places = [Place(i, piece.start, piece.nbytes, piece.crc32) for i, (_, piece) in
+              enumerate(data_file.slices)]  # fmt: skip
+    writer.add_snapshot(0, "ps-0.json", b"{}", "ps-0.safetensors", places)
+    reader = Reader(writer.commit())
+    np.testing.assert_array_equal(reader.read(reader.manifest.tensors["w"], 0, 6), SIX)
+    assert reader.manifest.snapshots == (
+        Snapshot("ps-0.json", 0xA3A6BF43, "ps-0.safetensors", tuple(places)),
+    )
+    assert set(reader.manifest.files) == {"ps-0.safetensors", "ps-0.json"}
+    assert list(reader.manifest.tensors) == ["w"]
+
+
+def test_snapshots_are_in_the_order_of_ps_tasks_whoever_was_first(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "ckpt-1", 1)
+    for ps in (1, 0):
+        data_file = written_by_another(writer, f"ps-{ps}")
+        writer.add_file(f"ps-{ps}", data_file.close(), [])
+        writer.add_snapshot(ps, f"ps-{ps}.json", b"{}", f"ps-{ps}", [])
+    snapshots = Reader(writer.commit()).manifest.snapshots
+    assert [snapshot.data for snapshot in snapshots] == ["ps-0", "ps-1"]
+
+
+def test_a_file_that_is_not_here_as_its_writer_says_leaves_no_checkpoint(tmp_path: Path) -> None:
+    for number, spoil in enumerate((os.unlink, lambda path: os.truncate(path, 100))):
+        writer = Writer(tmp_path, f"ckpt-{number}", 1, {"w": ((6,), "float32")})
+        data_file = written_by_another(writer, "ps-0")
+        writer.add_file("ps-0", data_file.close(), data_file.slices[:1])
+        spoil(data_file.path)
+        with pytest.raises(
+            CheckpointError, match=r"looking at .*ps-0|were written by the ps, 100 are"
+        ):
+            writer.commit()
+        writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+class NameLost(Disk):
+    """A machine dies before the name of the file that it has written is on the disk."""
+
+    def sync_directory(self, path: Path) -> None:
+        (path / "ps-0").unlink(missing_ok=True)
+        super().sync_directory(path)
+
+
+def test_a_file_whose_machine_dies_before_its_name_is_synced_leaves_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    writer = Writer(tmp_path, "ckpt-1", 1, {"w": ((6,), "float32")})
+    data_file = written_by_another(writer, "ps-0")
+    writer.add_file("ps-0", data_file.close(), data_file.slices[:1])
+    token = current_disk.set(NameLost())
+    try:
+        with pytest.raises(CheckpointError, match=r"looking at .*ps-0"):
+            writer.commit()
+    finally:
+        current_disk.reset(token)
+    assert checkpoints_in(tmp_path, "ckpt") == []
+
+
+def test_who_comes_late_cannot_write_into_what_was_abandoned(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "ckpt-1", 1)
+    data_file = written_by_another(writer, "ps-0")
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        written_by_another(writer, "ps-1")
+    data_file.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_nonce_is_no_part_of_it(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "ckpt-1", 1, nonce="abc")
+    assert (writer.temporary / "nonce").read_text() == "abc"
+    path = writer.commit()
+    assert sorted(found.name for found in path.iterdir()) == ["COMMIT", "manifest.json"]
+
+
+class Full(Disk):
+    """A disk that has room for names, and for nothing in files."""
+
+    def sync(self, file: BinaryIO) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_without_room_for_the_nonce_keeps_nothing(tmp_path: Path) -> None:
+    token = current_disk.set(Full())
+    try:
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            Writer(tmp_path, "ckpt-1", 1, nonce="abc")
+    finally:
+        current_disk.reset(token)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["checkpoint.before_commit", "checkpoint.before_rename"])
+def test_until_it_has_its_name_it_does_not_exist(tmp_path: Path, place: str) -> None:
+    writer = SabotagedParts(Failpoints(f"{place}=error")).of(Writer)(tmp_path, "ckpt-1", 1)
+    with pytest.raises(FailpointError, match=place):
+        writer.commit()
+    assert checkpoints_in(tmp_path, "ckpt") == []
+    assert Reader(Writer(tmp_path, "ckpt-1", 1).commit()).manifest.number == 1
+
+
+def test_the_environment_may_say_that_ps_tasks_write_nothing() -> None:
+    assert [streamed_by_environ({"PSYNC_CHECKPOINT_STREAM": v}) for v in ("1", "0", "")] == [
+        True, False, False,
+    ]  # fmt: skip
+    assert not streamed_by_environ({})
+    with pytest.raises(ConfigurationError, match="expected 0 or 1, got 'yes'"):
+        streamed_by_environ({"PSYNC_CHECKPOINT_STREAM": "yes"})
+
+
+class ReadOnly(Disk):
+    """A disk to which nothing is written any more."""
+
+    def make_directory(self, path: Path) -> None:
+        raise OSError(errno.EEXIST if path.exists() else errno.EROFS, "as mkdir says")
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.stat(old)
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def remove_tree(self, path: Path) -> None: ...
+
+
+def test_what_was_left_on_a_disk_that_is_read_only_now_does_not_hide_why(tmp_path: Path) -> None:
+    left = Writer(tmp_path, "ckpt-1", 1)
+    token = current_disk.set(ReadOnly())
+    try:
+        with pytest.raises(CheckpointError, match=r"ckpt-1\.tmp: Read-only file system") as caught:
+            Writer(tmp_path, "ckpt-1", 1)
+    finally:
+        current_disk.reset(token)
+    assert "the file system is read-only" in str(caught.value.hint)
+    left.abandon()
+
+
+class Recorder(Disk):
+    """Notes what is done, in order."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str]] = []
+
+    def create(self, path: Path) -> BinaryIO:
+        self.done.append(("create", path.name))
+        return super().create(path)
+
+    def sync(self, file: BinaryIO) -> None:
+        self.done.append(("sync", Path(file.name).name))
+        super().sync(file)
+
+    def sync_directory(self, path: Path) -> None:
+        self.done.append(("sync_directory", path.name))
+        super().sync_directory(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self.done.append(("rename", new.name))
+        super().rename(old, new)
+
+    def remove_tree(self, path: Path) -> None:
+        if path.exists():
+            self.done.append(("remove_tree", path.name))
+        super().remove_tree(path)
+
+
+@pytest.fixture
+def disk() -> Recorder:
+    return Recorder()
+
+
+def save_small(directory: Path) -> Path:
+    writer = Writer(directory, "ckpt-00000001", 1, {"a": ((2,), "float32")})
+    file = writer.data_file("data.safetensors", [Planned("a", (2,), "float32", 0)])
+    file.write(np.zeros(2, np.float32))
+    return writer.commit()
+
+
+def test_all_that_is_in_a_checkpoint_is_synced_before_it_gets_its_name(
+    tmp_path: Path, disk: Recorder
+) -> None:
+    token = current_disk.set(disk)
+    try:
+        save_small(tmp_path)
+    finally:
+        current_disk.reset(token)
+    named = disk.done.index(("rename", "ckpt-00000001"))
+    before = disk.done[:named]
+    made = {name for what, name in before if what == "create"}
+    assert made == {"data.safetensors", "manifest.json", "COMMIT"}
+    assert {name for what, name in before if what == "sync"} == made
+    assert before[-1] == ("sync_directory", "ckpt-00000001.tmp")
+    assert disk.done[named + 1 :] == [("sync_directory", tmp_path.name)]
+
+
+def test_one_that_is_removed_cannot_come_back_without_its_files(
+    tmp_path: Path, disk: Recorder
+) -> None:
+    path = save_small(tmp_path)
+    token = current_disk.set(disk)
+    try:
+        remove(path)
+    finally:
+        current_disk.reset(token)
+    doomed = f"{path.name}.tmp"
+    assert disk.done == [
+        ("rename", doomed), ("sync_directory", tmp_path.name), ("remove_tree", doomed)
+    ]  # fmt: skip
+    assert checkpoints_in(tmp_path, "ckpt") == []
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
+        with pytest.raises(OSError, match="expected a regular file, got something else"):
+            open(path, "rb", opener=regular)
+    with open(tmp_path / "new", "wb", opener=regular) as file:
+        assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600
+
+
+SPECS = [ShardSpec("w", 0, ps, 3 * ps, (3, 2), "float32", ps) for ps in range(2)]
+ZERO = ShardSpec("zero", 1, 0, 0, (1000, 1000), "float64", 0)
+
+
+def held(ps: int, value: float) -> Frozen:
+    store = ShardStore(f"/job:ps/task:{ps}")
+    store.create(SPECS[ps], np.full((3, 2), value, np.float32))
+    if ps == 0:
+        store.create(ZERO)
+    return freeze(store, Ledger(), lambda answer: None)
+
+
+def save_snapshots(directory: Path, number: int = 1, value: float = 1.0, drop: int = 0) -> Path:
+    """A checkpoint of two ps tasks; ``drop``: so many places are left out of the manifest."""
+    frozen = [held(ps, value + ps) for ps in range(2)]
+    layout = Layout([each.state for each in frozen], [])
+    writer = Writer(directory, f"ckpt-{number:08d}", number)
+    for ps, each in enumerate(frozen):
+        name = f"ps-{ps}.safetensors"
+        size, written = write_items(writer.temporary / name, each, layout.arrays[ps])
+        writer.add_file(name, size, [])
+        places = layout.places(ps, written)[drop:]
+        writer.add_snapshot(ps, f"ps-{ps}.json", each.state.to_bytes(), name, places)
+    return writer.commit()
+
+
+def value_of(path: Path) -> float:
+    """What the second ps held of w."""
+    snapshot = stored_snapshots(path)[1]
+    state = SnapshotState.from_bytes(snapshot.state, "here")
+    made = load_snapshot(state, ShardStore("/job:ps/task:1"), Ledger(), bytes.hex)
+    read_items(snapshot.file, made, snapshot.places)
+    return float(np.frombuffer(made.store.read(SPECS[1].key)[0], np.float32)[0])
+
+
+def test_a_ps_can_be_made_of_what_is_there(tmp_path: Path) -> None:
+    path = save_snapshots(tmp_path, value=4.0)
+    snapshots = stored_snapshots(path)
+    assert [snapshot.file for snapshot in snapshots] == [
+        path / f"ps-{ps}.safetensors" for ps in range(2)
+    ]
+    assert [len(snapshot.places) for snapshot in snapshots] == [1, 1]  # zeros need none
+    assert value_of(path) == 5.0
+
+
+def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_snapshots(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert stored_snapshots(Path("ckpt-00000001"))[0].file.is_absolute()
+
+
+class TestDamageOfSnapshots:
+    def test_a_flipped_bit_in_the_state_is_found(self, tmp_path: Path) -> None:
+        path = save_snapshots(tmp_path)
+        data = bytearray((path / "ps-1.json").read_bytes())
+        data[-3] ^= 1
+        (path / "ps-1.json").write_bytes(data)
+        with pytest.raises(CheckpointCorrupt, match=r"ps-1\.json: expected checksum"):
+            stored_snapshots(path)
+
+    def test_a_missing_file_is_found(self, tmp_path: Path) -> None:
+        path = save_snapshots(tmp_path)
+        (path / "ps-0.safetensors").unlink()
+        with pytest.raises(CheckpointCorrupt, match=r"ps-0\.safetensors: .* it is not there"):
+            stored_snapshots(path)
+
+    def test_an_array_that_lies_nowhere_is_found(self, tmp_path: Path) -> None:
+        path = save_snapshots(tmp_path, drop=1)
+        with pytest.raises(CheckpointCorrupt, match=r"item 0 is not once, and whole, in ps-0"):
+            stored_snapshots(path)
+
+    def test_no_checkpoint_and_one_without_snapshots_are_told_apart(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointNotFound, match="no checkpoint here"):
+            stored_snapshots(tmp_path / "ckpt-1")
+        path = Writer(tmp_path, "ckpt-2", 2).commit()
+        with pytest.raises(CheckpointNotFound, match="does not say what each ps held"):
+            stored_snapshots(path)
+
+
+class TestSavedSnapshots:
+    def test_the_newest_is_handed_out(self, tmp_path: Path) -> None:
+        snapshots = SavedSnapshots("origin")
+        assert snapshots() is None
+        for number in (1, 2):
+            snapshots.add(save_snapshots(tmp_path, number))
+        found = snapshots()
+        assert found is not None
+        assert found[0].file.parent == snapshots.handed == tmp_path / "ckpt-00000002"
+        assert snapshots.asked == 1
+
+    def test_what_was_saved_last_is_the_newest_whatever_its_number(self, tmp_path: Path) -> None:
+        snapshots = SavedSnapshots("origin")
+        for number in (7, 3):
+            snapshots.add(save_snapshots(tmp_path, number))
+        snapshots()
+        assert snapshots.handed == tmp_path / "ckpt-00000003"
+
+    def test_one_that_is_gone_or_damaged_is_passed_over(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        snapshots = SavedSnapshots("origin")
+        paths = [save_snapshots(tmp_path, number) for number in range(4)]
+        for path in paths:
+            snapshots.add(path)
+        remove(paths[3])
+        (paths[2] / "ps-0.json").unlink()
+        with caplog.at_level(logging.WARNING):
+            snapshots()
+        assert snapshots.handed == paths[1]
+        assert "cannot roll back to ckpt-00000002" in caplog.text
+        shutil.rmtree(tmp_path)
+        assert snapshots() is None

@@ -13,8 +13,8 @@ import pytest
 import safetensors
 import safetensors.numpy
 
+from psync.checkpoints.files import Writer
 from psync.checkpoints.manifest import Planned
-from psync.checkpoints.writer import Writer
 from psync.cli.checkpoint_reports import INDEX, differences, export, inspection, summary
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from psync.specs import dtype_name

@@ -19,8 +19,8 @@ import pytest
 from rich.console import Console
 
 from ports import claimed_ports
+from psync.checkpoints.files import Writer
 from psync.checkpoints.manifest import Planned
-from psync.checkpoints.writer import Writer
 from psync.cli import reports
 from psync.cli.main import main
 from psync.errors import ConfigurationError, DeadlineExceeded, RemoteProtocolError

@@ -18,7 +18,7 @@ from psync.client.compression import ErrorFeedback, pull_compressed
 from psync.client.ps_client import PsClient
 from psync.errors import ClosedError, RemoteProtocolError, ValueMismatchError
 from psync.numerics.compression import Compression, narrow_dtype
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.specs import VariableSpec
 from psync.wire.messages import Pull, Push, Pushed
 

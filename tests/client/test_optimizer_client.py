@@ -11,8 +11,7 @@ from ps_cluster import PsCluster
 from psync import IndexedSlices
 from psync.client.optimizer_client import trust_ratios
 from psync.client.plans import Plan
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.update_rule import SGD, UpdateRule
+from psync.numerics.rules import SGD, Lamb, UpdateRule
 
 pytestmark = pytest.mark.asyncio
 

@@ -19,7 +19,7 @@ from psync.errors import (
     ValueMismatchError,
 )
 from psync.net.connection import Handler
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.specs import ShardSpec, VariableSpec
 from psync.wire.codec import Message
 from psync.wire.messages import Done, Pull, Pulled, Push

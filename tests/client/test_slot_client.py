@@ -8,7 +8,7 @@ import pytest
 from ps_cluster import PsCluster, pull, push
 from psync.client.optimizer_client import set_optimizer
 from psync.errors import ConfigurationError
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 
 pytestmark = pytest.mark.asyncio
 

@@ -18,7 +18,7 @@ from psync.errors import (
     RemoteProtocolError,
 )
 from psync.net.connection import Handler
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.ps_task import PsTask
 from psync.specs import VariableSpec
 from psync.store.sync_config import SyncConfig

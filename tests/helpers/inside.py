@@ -18,7 +18,7 @@ from psync.coordinator import Coordinator
 from psync.net.connection import Connection, Handler
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.ps.accumulators import AccumulatorService
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor

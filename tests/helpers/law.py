@@ -64,7 +64,7 @@ LAW = (
 PURE = (
     "errors specs cluster cluster_roles wire partitioners schedules "
     "numerics accumulators store closures net.handshake_limits client.numbers client.pulled_steps "
-    "worker.element_specs checkpoints.manifest checkpoints.layout ps.life "
+    "worker.element_specs checkpoints.manifest ps.life "
     "backups.pairing backups.fingerprint backups.locate_ps "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
     "chief.recovery_rule compat.session_members status.model status.rates status.exposition "

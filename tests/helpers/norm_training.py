@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from psync.numerics.clipping import clipped_by_norm
-from psync.numerics.layerwise_rules import LayerwiseRule
+from psync.numerics.memory import Scratch
+from psync.numerics.rules import LayerwiseRule, UpdateRule, clipped_by_norm
 from psync.numerics.sums import sum_dtype
-from psync.numerics.update_rule import Scratch, UpdateRule
 from psync.specs import VariableSpec
 
 

@@ -16,8 +16,8 @@ from psync.cluster import task_name
 from psync.errors import UsageError
 from psync.net.connection import AsIfFrom, Connection
 from psync.net.platform import Platform
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.update_rule import SGD
+from psync.numerics.memory import BlockPool
+from psync.numerics.rules import SGD
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life
 from psync.ps.snapshots import Contents

@@ -19,8 +19,8 @@ from psync.net.connection import Handler, Request
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.net.secret import Secret
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.update_rule import SGD
+from psync.numerics.memory import BlockPool
+from psync.numerics.rules import SGD
 from psync.partitioners import FixedShardsPartitioner
 from psync.ps_task import PsTask
 from psync.specs import VariableSpec, dtype_name, dtype_of

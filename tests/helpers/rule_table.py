@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from psync.numerics.adaptive_rules import Adadelta, Adagrad, Ftrl, RMSprop
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.moment_rules import Adam, Adamax, Lion, Nadam
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import SGD, Scratch, UpdateRule, slot_dtype
+from psync.numerics.memory import Scratch
+from psync.numerics.rules import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    Ftrl,
+    Lamb,
+    Lion,
+    Nadam,
+    RMSprop,
+    RuleOptions,
+    UpdateRule,
+    slot_dtype,
+)
 from psync.schedules import ExponentialDecay
 
 Slots = list[np.ndarray]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from asked import Asked, Reply
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.store.store import Key
 from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from held_backups import MANY
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.ps import comparison
 from psync.ps.computes import Place
 from psync.store.store import Key

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from endpoints import PS, SECRET, WORKER, Handlers
 from psync.net.connection import Connection, Into
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.testing.link import Ends, Fabric, Link
 from psync.wire.codec import Message
 from psync.wire.frames import Frame

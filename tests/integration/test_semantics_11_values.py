@@ -1,7 +1,7 @@
 """TensorFlow's reductions and updates of values of replicas, rule by rule, with numbers.
 
 What is tested here in numbers stands in full where it belongs: ``test_distributed_values``,
-``test_replica_sums``, ``test_extended``, ``test_strategy_extended``, and for what replicas do
+``test_replicas``, ``test_extended``, ``test_strategy_extended``, and for what replicas do
 themselves ``test_semantics_11_replicas``.
 """
 
@@ -17,12 +17,13 @@ from local_training import in_update_context
 from memory_cluster import coordinating
 from psync import IndexedSlices, Mirrored, PerReplica, ReduceOp
 from psync.errors import ReplicaValueError
-from psync.numerics.replica_values import (
-    gather_distributed,
-    reduce_distributed,
-    regroup,
-    select,
-)
+from psync.numerics.replicas import gather_distributed, reducing_distributed, regroup, select
+from psync.numerics.sums import at_once
+
+
+def reduced(*arguments: Any, **options: Any) -> Any:
+    return at_once(reducing_distributed(*arguments, **options))
+
 
 CLUSTER = {"chief": ["c:1"], "ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1"]}
 ROWS_4 = np.array([[1.0], [2.0], [3.0], [4.0]], np.float32)
@@ -41,13 +42,13 @@ def make() -> tuple[psync.ParameterServerStrategy, Any]:
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, "sum", "Sum", "SUM"])
 def test_the_operation_is_an_enum_or_its_name_in_any_case(op: Any) -> None:
-    assert reduce_distributed(op, PerReplica([1.0, 2.0]), 2) == 3.0
+    assert reduced(op, PerReplica([1.0, 2.0]), 2) == 3.0
 
 
 @pytest.mark.parametrize("op", [psync.VariableAggregation.SUM, "none", None, 0])
 def test_an_aggregation_of_variables_is_no_operation(op: Any) -> None:
     with pytest.raises(ReplicaValueError, match="expected a reduction, SUM or MEAN"):
-        reduce_distributed(op, PerReplica([1.0, 2.0]), 2)
+        reduced(op, PerReplica([1.0, 2.0]), 2)
 
 
 @pytest.mark.parametrize(
@@ -63,15 +64,15 @@ def test_an_aggregation_of_variables_is_no_operation(op: Any) -> None:
 def test_a_value_that_is_not_per_replica_is_what_all_have(
     op: str, value: Any, replicas: int, expected: float
 ) -> None:
-    assert reduce_distributed(op, value, replicas) == expected
+    assert reduced(op, value, replicas) == expected
 
 
 def test_rows_that_one_of_two_replicas_has_are_halved_by_the_mean() -> None:
     first = IndexedSlices(np.array([[2.0], [4.0]]), [0, 3])
     second = IndexedSlices(np.array([[6.0]]), [3])
-    total = reduce_distributed("sum", PerReplica([first, second]), 2)
+    total = reduced("sum", PerReplica([first, second]), 2)
     assert (total.indices.tolist(), total.values.tolist()) == ([0, 3], [[2.0], [10.0]])
-    mean = reduce_distributed("mean", PerReplica([first, second]), 2)
+    mean = reduced("mean", PerReplica([first, second]), 2)
     assert (mean.indices.tolist(), mean.values.tolist()) == ([0, 3], [[1.0], [5.0]])
 
 
@@ -87,19 +88,19 @@ def test_rows_that_one_of_two_replicas_has_are_halved_by_the_mean() -> None:
 def test_an_axis_is_reduced_within_each_replica_and_then_across(
     op: str, axis: Any, expected: Any
 ) -> None:
-    result = reduce_distributed(op, PerReplica([ROWS_4, ROWS_2]), 2, axis)
+    result = reduced(op, PerReplica([ROWS_4, ROWS_2]), 2, axis)
     assert np.asarray(result).tolist() == pytest.approx(expected)
 
 
 def test_without_an_axis_it_is_across_replicas_only() -> None:
-    total = reduce_distributed("sum", PerReplica([ROWS_2, ROWS_2]), 2, axis=None)
+    total = reduced("sum", PerReplica([ROWS_2, ROWS_2]), 2, axis=None)
     assert total.tolist() == [[20.0], [40.0]]
 
 
 @pytest.mark.parametrize("axis", [2, -3, "0", 1.0, [0, None], [0, 0]])
 def test_an_axis_is_a_whole_number_and_there(axis: Any) -> None:
     with pytest.raises(ReplicaValueError, match="axis"):
-        reduce_distributed("sum", PerReplica([ROWS_4, ROWS_4]), 2, axis)
+        reduced("sum", PerReplica([ROWS_4, ROWS_4]), 2, axis)
 
 
 def test_gather_puts_values_one_behind_the_other() -> None:

@@ -11,7 +11,7 @@ import pytest
 import own_rules
 from psync.errors import ConfigurationError
 from psync.launch.plugins import check_found, load_plugins, plugins_environ
-from psync.numerics.rule_configs import registered
+from psync.numerics.rules import registered
 
 TASK = "/job:ps/task:1"
 

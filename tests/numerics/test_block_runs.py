@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psync.numerics import block_pool, block_runs, blocks
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.block_runs import MAX_RUNS, UNUSED_AFTER, BlockRuns
+from psync.numerics import memory
+from psync.numerics.memory import MAX_RUNS, UNUSED_AFTER, BlockPool, BlockRuns
 
 F32 = np.dtype(np.float32)
 SIZE = 100  # elements, in blocks of 16
@@ -19,8 +18,8 @@ SIZE = 100  # elements, in blocks of 16
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(block_pool, "_MIN_POOLED_BYTES", 16)
+    monkeypatch.setattr(memory, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(memory, "_MIN_POOLED_BYTES", 16)
 
 
 class Memory:
@@ -223,8 +222,8 @@ def test_memory_of_a_small_run_is_used_again_and_that_of_a_large_one_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for sharing_bytes, pooled in ((4 * SIZE, 4 * SIZE), (4 * SIZE - 1, 0)):
-        monkeypatch.setattr(block_runs, "SHARING_BYTES", sharing_bytes)
-        monkeypatch.setattr(block_runs, "UNUSED_AFTER", 1)
+        monkeypatch.setattr(memory, "SHARING_BYTES", sharing_bytes)
+        monkeypatch.setattr(memory, "UNUSED_AFTER", 1)
         made = Array()
         made.update(1)
         before = made.pool.statistics().bytes
@@ -317,7 +316,7 @@ def test_what_is_written_apart_is_no_block_that_never_was_made() -> None:
 def test_a_block_of_a_large_run_keeps_no_memory_in_the_pool(
     monkeypatch: pytest.MonkeyPatch, sharing: bool
 ) -> None:
-    monkeypatch.setattr(block_runs, "SHARING_BYTES", SIZE * 4 if sharing else 0)
+    monkeypatch.setattr(memory, "SHARING_BYTES", SIZE * 4 if sharing else 0)
     one = Array()
     one.update(1)
     for i in range(one.array.num_blocks):

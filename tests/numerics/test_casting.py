@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from loops import for_each
 from psync.errors import ValueMismatchError
 from psync.numerics.casting import checked_target, fits, fitting
 from psync.specs import ShardSpec, VariableSpec, dtype_of
@@ -25,8 +26,8 @@ def fitted(value: Any, spec: VariableSpec = SPEC, **options: Any) -> np.ndarray:
     return fitting(value, spec, "assign", **{"casting": "same_kind", **options})
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
+@for_each(
+    "value, expected",
     [
         (np.zeros((3, 2), np.float32), True),
         (np.zeros((3, 2), np.float64), False),
@@ -50,7 +51,7 @@ def test_an_array_in_another_order_is_laid_out_anew() -> None:
     np.testing.assert_array_equal(fitted(value), value)
 
 
-@pytest.mark.parametrize("value", [[[1, 2]] * 3, np.ones((3, 2)), [[1.5, 2.5]] * 3])
+@for_each("value", [[[1, 2]] * 3, np.ones((3, 2)), [[1.5, 2.5]] * 3])
 def test_lists_and_other_dtypes_of_the_kind_are_cast(value: Any) -> None:
     assert fitted(value).dtype == np.float32
     np.testing.assert_array_equal(fitted(value), np.asarray(value))
@@ -69,8 +70,8 @@ def test_python_integers_fit_unsigned_variables_if_they_are_in_range() -> None:
         fitted([1, 256], unsigned)
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype", "came"),
+@for_each(
+    "value, dtype, came",
     [
         (np.array([1, 300]), "int8", "300"),
         (np.array([1, -129], np.int16), "int8", "-129"),
@@ -97,20 +98,17 @@ def test_an_operand_that_the_dtype_cannot_hold_is_refused(
     assert caught.value.message == f"assign: expected values in the range of {dtype}, got {came}"
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [
+@for_each("value, dtype", [
         (300, "int8"), (np.int64(300), "int8"), (np.array(300), "int8"), (1e300, "float32"),
         (np.float64(1e300), "float32"), (np.array(-1e300), "float16"), (70000, "float16"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_single_number_that_the_dtype_cannot_hold_is_refused(value: Any, dtype: str) -> None:
     with pytest.raises(ValueMismatchError, match=f"expected values in the range of {dtype}, got "):
         fitted(value, spec_of((), dtype))
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"),
+@for_each(
+    "value, dtype",
     [
         (np.array([-128, 127]), "int8"),
         (np.array([0, 2**63 - 1], np.uint64), "int64"),
@@ -140,8 +138,8 @@ def test_what_the_dtype_can_hold_is_cast(value: Any, dtype: str) -> None:
     np.testing.assert_array_equal(made, expected)
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"),
+@for_each(
+    "value, dtype",
     [
         (np.array([1.0, 2.0]), "int64"),
         (np.array([1, 2]), "uint8"),
@@ -164,8 +162,8 @@ def test_a_gradient_of_numbers_that_the_dtype_cannot_hold_is_refused() -> None:
         fitted([1, 1e300], spec_of((2,)), casting="no")
 
 
-@pytest.mark.parametrize(
-    ("value", "options", "text"),
+@for_each(
+    "value, options, text",
     [
         (np.zeros(3), {}, r"assign: expected shape \(3, 2\), got \(3,\)"),
         ([[1], [2, 3], [4]], {}, "assign: the value is not an array"),

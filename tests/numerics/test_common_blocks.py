@@ -2,19 +2,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import BlockArray
+from block_arrays import array_of
 from psync.numerics.common_blocks import Adjacent, CommonBlock
+from psync.numerics.memory import BlockArray, BlockPool
 
 FLOAT = np.dtype(np.float32)
 
 
 def arrays(pool: BlockPool, *sizes: int) -> list[BlockArray]:
     """Arrays of 1s, 2s, …"""
-    return [
-        BlockArray.from_array(np.full(size, number, FLOAT), pool)
-        for number, size in enumerate(sizes, 1)
-    ]
+    return [array_of(np.full(size, n, FLOAT), pool) for n, size in enumerate(sizes, 1)]
 
 
 def in_common(pool: BlockPool, *sizes: int) -> tuple[CommonBlock, list[BlockArray]]:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from loops import for_each
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.numerics.compression import (
     COMPRESSED,
@@ -31,7 +32,7 @@ KINDS: tuple[Compression, ...] = ("bf16", "f16")
 BITS = {"bf16": 8, "f16": 11}  # significant ones
 LARGEST = {"bf16": float.fromhex("0x1.fep127"), "f16": 65504.0}
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = for_each("kind", KINDS)
 finite = arrays.arrays(np.float32, st.integers(1, 20), elements=st.floats(-1e4, 1e4, width=32))
 
 
@@ -46,12 +47,12 @@ def rounded(values: Any, kind: Compression) -> np.ndarray:
     return out.astype(np.float32)
 
 
-@pytest.mark.parametrize("value", ["bf16", "f16", None])
+@for_each("value", ["bf16", "f16", None])
 def test_what_users_may_ask_for(value: str | None) -> None:
     assert checked_compression("SGD", value) == value
 
 
-@pytest.mark.parametrize("value", ["fp16", "float16", 16, True, ["bf16"]])
+@for_each("value", ["fp16", "float16", 16, True, ["bf16"]])
 def test_anything_else_is_refused(value: object) -> None:
     with pytest.raises(ConfigurationError, match='SGD: expected "bf16", "f16" or None as compres'):
         checked_compression("SGD", value)
@@ -65,7 +66,7 @@ def test_a_variable_of_float32_is_laid_out_in_half_the_bytes(kind: Compression) 
     assert [shard.key for shard in made.shards] == [(3, 0), (3, 1)]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int8", "bool"])
+@for_each("dtype", ["float64", "float16", "bfloat16", "int8", "bool"])
 def test_variables_of_other_dtypes_stay_as_they_are(dtype: str) -> None:
     spec = VariableSpec("v", 3, (4,), dtype, True, (), "train.py:1")
     assert narrowed(spec, "bf16") is spec
@@ -82,7 +83,7 @@ def test_the_codes_of_the_wire_stay() -> None:
     assert [marker(kind) for kind in KINDS] == [(-1, 1), (-1, 2)]
 
 
-@pytest.mark.parametrize("code", [-1, 0, 3])
+@for_each("code", [-1, 0, 3])
 def test_an_unknown_code_is_refused(code: int) -> None:
     with pytest.raises(RemoteProtocolError, match=f"compressed in an unknown way: {code}"):
         split_members([(COMPRESSED, code), (3, 0)])
@@ -176,7 +177,7 @@ def test_large_arrays_are_done_in_pieces_with_the_same_result() -> None:
     np.testing.assert_array_equal(wide, out.astype(np.float32))
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 3)])
+@for_each("shape", [(), (0,), (0, 3), (2, 3)])
 @each_kind
 def test_any_shape(shape: tuple[int, ...], kind: Compression) -> None:
     gradient = np.full(shape, 1.5, np.float32)

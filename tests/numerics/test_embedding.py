@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loops import for_each
 from psync.errors import ConfigurationError, PartitionError, ValueMismatchError
 from psync.numerics.embedding import (
     SparseIds,
@@ -43,7 +44,7 @@ def test_mod_gives_ids_in_turns() -> None:
     assert local.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
 
 
-@pytest.mark.parametrize("sizes", [[3, 3, 3, 2, 2], [4], [2, 2], [1, 0], [0, 0]])
+@for_each("sizes", [[3, 3, 3, 2, 2], [4], [2, 2], [1, 0], [0, 0]])
 def test_sizes_as_both_strategies_cut_are_fine(sizes: list[int]) -> None:
     check_sizes(sizes, [f"t{number}" for number in range(len(sizes))], "lookup")
 
@@ -196,7 +197,7 @@ def test_empty_rows_get_the_default_id_with_weight_one() -> None:
     assert sparse([3], None, [[1, 0]]).filled(2).ids.tolist() == [3, 2, 2]
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.uint64])
+@for_each("dtype", [np.int8, np.uint8, np.int64, np.uint64])
 def test_the_default_id_is_what_it_is_whatever_the_dtype_of_the_ids(dtype: type) -> None:
     filled = sparse(np.array([3], dtype), None, [[1, 0]]).filled(300)
     assert filled.ids.tolist() == [3, 300, 300]
@@ -215,8 +216,8 @@ def test_objects_with_these_attributes_will_do() -> None:
     assert read.num_rows == 3
 
 
-@pytest.mark.parametrize(
-    ("ids", "weights", "text"),
+@for_each(
+    "ids, weights, text",
     [
         (7, None, r"sp_ids: expected a triple \(indices, values, dense_shape\) or an object with"),
         ((INDICES, [1, 2, 3], SHAPE), None, r"indices of shape \(n, 2\), integers, and n values"),

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from golden_optimizers import DTYPES, KEPT, SHAPES, STEPS, gradient, start
+from loops import for_each
 from psync import optimizers, schedules
-from psync.numerics.clipping import clipped_by_norm
-from psync.numerics.rule_configs import rule_from_config
+from psync.numerics.rules import clipped_by_norm, rule_from_config
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
 
@@ -30,8 +29,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = json.loads(str(GOLDEN["cases"]))
 NEED_ALL_ROWS = ("norm", "lamb", "accumulation")
 ELEMENTWISE = [case for case in CASES if not any(word in case for word in NEED_ALL_ROWS)]
 
-each_case = pytest.mark.parametrize("case", CASES)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_case = for_each("case", CASES)
+each_dtype = for_each("dtype", DTYPES)
 
 
 def made(argument: Any) -> Any:
@@ -93,7 +92,7 @@ def test_twenty_updates_are_those_of_keras(case: str, dtype: str) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("case", ELEMENTWISE)
+@for_each("case", ELEMENTWISE)
 def test_rows_that_are_pushed_alone_are_those_of_keras(case: str, dtype: str) -> None:
     """And the others stay as they are."""
     optimizer = optimizer_of(case)

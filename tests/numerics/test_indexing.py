@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from loops import for_each
 from psync.errors import IndexTypeError, IndexValueError, VariableIndexError
 from psync.numerics.indexing import Selection, row_numbers, select
 
@@ -64,8 +65,8 @@ def agrees_with_numpy(value: np.ndarray, index: Any) -> None:
 # --- which rows travel ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("index", "rows"),
+@for_each(
+    "index, rows",
     [
         (3, range(3, 4)),
         (-1, range(9, 10)),
@@ -89,8 +90,8 @@ def test_plain_items_need_a_range_of_rows(index: Any, rows: range) -> None:
     assert select(index, (10, 3), "v").rows == rows
 
 
-@pytest.mark.parametrize(
-    ("index", "rows"),
+@for_each(
+    "index, rows",
     [
         ([4, 4, -1], [4, 4, 9]),
         ([[1, 2], [3, 1]], [1, 2, 3, 1]),
@@ -182,8 +183,8 @@ def test_one_element_is_a_number_of_numpys() -> None:
 # --- errors ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("index", "kind", "text"),
+@for_each(
+    "index, kind, text",
     [
         (10, IndexError, 'index 10 is out of bounds for axis 0 of "v", which has size 10'),
         (-11, IndexError, 'index -11 is out of bounds for axis 0 of "v", which has size 10'),
@@ -232,8 +233,8 @@ def test_row_numbers_keep_their_shape_and_become_int64() -> None:
     assert row_numbers([], 10, "lookup").dtype == np.int64
 
 
-@pytest.mark.parametrize(
-    ("given_indices", "num_rows", "kind", "text"),
+@for_each(
+    "given_indices, num_rows, kind, text",
     [
         ([1, -1], 10, VariableIndexError, "lookup: index -1 is out of bounds, expected 0 to 9"),
         ([1, 10], 10, VariableIndexError, "lookup: index 10 is out of bounds, expected 0 to 9"),

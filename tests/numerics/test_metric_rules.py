@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loops import for_each
 from psync.errors import ConfigurationError, ValueMismatchError
 from psync.numerics import metric_rules as rules
 
@@ -20,8 +21,8 @@ def value(rule: rules.MetricRule, *batch: Any, sample_weight: Any = None) -> flo
 LABELS, SCORES = [[2], [1]], [[0.1, 0.6, 0.3], [0.05, 0.95, 0]]
 
 
-@pytest.mark.parametrize(
-    ("rule", "batch", "sample_weight", "expected"),
+@for_each(
+    "rule, batch, sample_weight, expected",
     [
         (rules.Mean(), ([1, 3, 5, 7],), None, 4.0),
         (rules.Mean(), ([1, 3, 5, 7],), [1, 1, 0, 0], 2.0),
@@ -59,9 +60,7 @@ def test_values_are_those_of_keras(
     assert value(rule, *batch, sample_weight=sample_weight) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "rule", [rules.Mean(), rules.Sum(), rules.Accuracy(), rules.AUC(), rules.AUC(curve="PR")]
-)
+@for_each("rule", [rules.Mean(), rules.Sum(), rules.Accuracy(), rules.AUC(), rules.AUC(curve="PR")])
 def test_without_examples_the_value_is_0(rule: rules.MetricRule) -> None:
     assert rule.result(np.zeros(rule.shape)) == 0.0
 
@@ -79,7 +78,7 @@ class TestAUC:
         ]  # fmt: skip
         return np.array(rows).T
 
-    @pytest.mark.parametrize("num_thresholds", [2, 3, 7, 200])
+    @for_each("num_thresholds", [2, 3, 7, 200])
     def test_counts_are_those_of_each_threshold(self, num_thresholds: int) -> None:
         rule = rules.AUC(num_thresholds)
         counted = rule.contribution(self.y_true, self.y_pred)
@@ -132,8 +131,8 @@ class TestAUC:
         assert counted[0, 0] == 8
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
+@for_each(
+    "make, text",
     [
         (lambda: rules.BinaryAccuracy(1.0), "expected threshold between 0 and 1"),
         (lambda: rules.AUC(1), "expected num_thresholds above 1, got 1"),
@@ -151,8 +150,8 @@ def test_arguments_out_of_range_are_refused(make: Any, text: str) -> None:
         make()
 
 
-@pytest.mark.parametrize(
-    ("rule", "batch", "weights", "text"),
+@for_each(
+    "rule, batch, weights, text",
     [
         (rules.Mean(), ("abc",), None, "mean: expected numbers, got str"),
         (rules.Accuracy(), ([1, 2], [1, 2, 3]), None, r"of one shape, got \(2,\) and \(3,\)"),
@@ -178,7 +177,7 @@ def test_what_does_not_fit_together_is_refused(
         rule.contribution(*batch, sample_weight=weights)
 
 
-@pytest.mark.parametrize("weight", [None, 1.0, []])
+@for_each("weight", [None, 1.0, []])
 def test_a_batch_without_examples_counts_nothing(weight: Any) -> None:
     rule = rules.Mean()
     np.testing.assert_array_equal(rule.contribution([], sample_weight=weight), [0, 0])

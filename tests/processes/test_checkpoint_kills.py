@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 import psync
-from psync.checkpoints.files import Reader
-from psync.checkpoints.stored_snapshots import stored_snapshots
+from psync.checkpoints.files import Reader, stored_snapshots
 from psync.errors import CheckpointError
 from real_training import coordinated, run
 from tasks_by_hand import plain_environ, script

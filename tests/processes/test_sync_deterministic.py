@@ -9,9 +9,8 @@ import pytest
 
 import psync
 from psync import optimizers
-from psync.numerics import moment_rules, update_rule
-from psync.numerics.clipping import clipped_by_norm
-from psync.numerics.rule_options import RuleOptions
+from psync.numerics.memory import Scratch
+from psync.numerics.rules import Adam, RuleOptions, clipped_by_norm
 from real_training import coordinated, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -43,7 +42,7 @@ def momentum(values: np.ndarray) -> Apply:
 
 
 def adam(values: np.ndarray) -> Apply:
-    rule, scratch = moment_rules.Adam(RATE), update_rule.Scratch()
+    rule, scratch = Adam(RATE), Scratch()
     slots = [np.zeros(values.size, np.float32) for _ in rule.slot_names()]
 
     def apply(values: np.ndarray, gradient: np.ndarray, step: int) -> None:

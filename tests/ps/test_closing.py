@@ -11,7 +11,7 @@ from inside import endpoint_of, handlers_of, peers_of, store_of
 from memory_cluster import until
 from ps_cluster import assign, pull
 from psync.net.connection import Handler
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.wire.messages import MeasureStep
 from sync_cluster import SyncCluster
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asked import Reply
 from psync.errors import BusyError, PsyncError
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.ps.computes import Compute, Computes, Place
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.specs import ShardSpec

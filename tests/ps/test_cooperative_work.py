@@ -11,8 +11,7 @@ import pytest
 
 from psync.errors import PsyncError
 from psync.numerics import blocks, update_rule
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.moment_rules import Adam
+from psync.numerics.rules import Adam, Lamb
 from psync.ps import cooperative_work
 from psync.ps.cooperative_work import LongWork
 from psync.specs import ShardSpec

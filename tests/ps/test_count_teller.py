@@ -6,7 +6,7 @@ import pytest
 
 from ps_by_hand import PsByHand
 from psync.errors import FencedError, UsageError
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.wire.messages import TellCounts
 
 CONFIG = SGD(1.0).to_config()

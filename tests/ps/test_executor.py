@@ -15,8 +15,8 @@ from asked import Asked, Reply, peer_of
 from local_training import at_once
 from psync.errors import ClosedError, FencedError, UsageError
 from psync.net.connection import Handler, Request
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.update_rule import SGD
+from psync.numerics.memory import BlockPool
+from psync.numerics.rules import SGD
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.ps.executor import AT_ONCE, Entry, Executor

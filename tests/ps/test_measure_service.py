@@ -11,8 +11,7 @@ from inside import store_of
 from ps_by_hand import A, PsByHand
 from ps_cluster import PsCluster, pull
 from psync.errors import RemoteProtocolError, UsageError, ValueMismatchError
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD, Lamb
 from psync.wire.messages import Measured, MeasurePush
 
 CONFIG = Lamb(0.5).to_config()

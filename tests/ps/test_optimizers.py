@@ -13,7 +13,7 @@ from memory_cluster import until
 from ps_by_hand import A, PsByHand
 from ps_cluster import PsCluster, hold, pull
 from psync.errors import UnknownVariableError, ValueMismatchError
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.wire.codec import Message
 from psync.wire.messages import SetSlots
 

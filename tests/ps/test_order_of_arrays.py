@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asked import Reply
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.schedules import Constant
 from psync.testing import settle
 from psync.wire.codec import Message

@@ -5,9 +5,9 @@ import pytest
 
 from asked import Asked, peer_of
 from psync.errors import UsageError, ValueMismatchError
-from psync.numerics.block_pool import BlockPool
 from psync.numerics.compression import COMPRESSED
-from psync.numerics.update_rule import SGD
+from psync.numerics.memory import BlockPool
+from psync.numerics.rules import SGD
 from psync.ps.shard_sets import ShardSet, memory_for, owned
 from psync.ps.update import Update
 from psync.specs import ShardSpec

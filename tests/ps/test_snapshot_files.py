@@ -8,7 +8,7 @@ import pytest
 
 from psync.checkpoints.manifest import Place
 from psync.errors import CheckpointCorrupt, CheckpointError
-from psync.numerics.blocks import BLOCK_BYTES
+from psync.numerics.memory import BLOCK_BYTES
 from psync.ps.snapshot_files import has_text, read_items, write_items
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger

@@ -20,7 +20,7 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.numerics.moment_rules import Adam
+from psync.numerics.rules import Adam
 from psync.ps.snapshots import (
     pack_accumulators,
     unpack_accumulators,

@@ -5,8 +5,7 @@ import pytest
 
 from asked import Asked, peer_of
 from psync.errors import BusyError, UsageError, ValueMismatchError
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD, Lamb
 from psync.ps.shard_sets import ShardSet
 from psync.ps.update import Update
 from psync.specs import ShardSpec

@@ -7,7 +7,7 @@ import pytest
 
 from local_training import at_once
 from psync.errors import ReplicaValueError
-from psync.numerics.replica_sums import ReduceOp
+from psync.numerics.replicas import ReduceOp
 from psync.replicas import collectives
 
 

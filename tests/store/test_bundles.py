@@ -10,12 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psync.errors import BusyError
-from psync.numerics.blocks import BLOCK_BYTES
 from psync.numerics.common_blocks import Adjacent
-from psync.numerics.layerwise_rules import LayerwiseRule
-from psync.numerics.moment_rules import Adam
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import SGD, UpdateRule
+from psync.numerics.memory import BLOCK_BYTES
+from psync.numerics.rules import SGD, Adam, LayerwiseRule, RuleOptions, UpdateRule
 from psync.specs import ShardSpec, dtype_of
 from psync.store.bundles import PATIENCE, SMALL_SHARD_BYTES
 from psync.store.ledger import Ledger

@@ -6,8 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import BlockArray
+from psync.numerics.memory import BlockArray, BlockPool
 from psync.store.shard import Workspace
 from psync.store.shard_updates import GradientAccumulator
 

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from psync.errors import BusyError, UsageError
-from psync.numerics.layerwise_rules import Lamb, Sums
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import SGD, UpdateRule
+from psync.numerics.rules import SGD, Lamb, RuleOptions, Sums, UpdateRule
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore, Work
 

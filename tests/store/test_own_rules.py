@@ -10,9 +10,8 @@ import pytest
 
 import own_rules
 from psync.errors import ConfigurationError, RuleError
-from psync.numerics.blocks import BLOCK_ELEMENTS
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import SGD, UpdateRule
+from psync.numerics.memory import BLOCK_ELEMENTS
+from psync.numerics.rules import SGD, RuleOptions, UpdateRule
 from psync.specs import ShardSpec
 from psync.store.shards import rule_error
 from psync.store.store import ShardStore

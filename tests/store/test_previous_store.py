@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from psync.errors import PartitionError, UnknownVariableError, UsageError
-from psync.numerics.moment_rules import Adam
-from psync.numerics.rule_options import RuleOptions
+from psync.numerics.rules import Adam, RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger

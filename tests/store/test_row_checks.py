@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 from psync.errors import UnknownVariableError, UsageError, ValueMismatchError
-from psync.numerics.blocks import BLOCK_BYTES
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import SGD
+from psync.numerics.memory import BLOCK_BYTES
+from psync.numerics.rules import SGD, Lamb, RuleOptions
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
 

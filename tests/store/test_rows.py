@@ -8,12 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psync.errors import BusyError, UsageError, ValueMismatchError
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import BLOCK_BYTES
-from psync.numerics.clipping import sum_of_squares
-from psync.numerics.moment_rules import Adam
-from psync.numerics.scatter import SCATTER_OPS, combine
-from psync.numerics.update_rule import SGD, UpdateRule
+from psync.numerics.memory import BLOCK_BYTES, BlockPool
+from psync.numerics.rows import SCATTER_OPS, combine
+from psync.numerics.rules import SGD, Adam, UpdateRule
+from psync.numerics.sums import sum_of_squares
 from psync.specs import ShardSpec
 from psync.store.rows import PIECE_BYTES, RowValues
 from psync.store.shard import Work

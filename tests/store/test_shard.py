@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray
+from psync.numerics.memory import BLOCK_ELEMENTS, BlockArray
 from psync.specs import ShardSpec, dtype_of
 from psync.store.shard import BlockWork, Prepared, Shard, Work, Workspace
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.update_rule import SGD, Scratch, UpdateRule
+from block_arrays import array_of
+from psync.numerics.memory import BLOCK_ELEMENTS, BlockArray, BlockPool, Scratch
+from psync.numerics.rules import SGD, Lamb, UpdateRule
 from psync.store.shard import Workspace
 from psync.store.shard_updates import GradientAccumulator, ShardUpdate
 
 SIZE = 2 * BLOCK_ELEMENTS + 10  # three blocks
-
-
-def array_of(values: np.ndarray) -> BlockArray:
-    return BlockArray.from_array(values, BlockPool())
 
 
 def value_of(array: BlockArray) -> np.ndarray:

@@ -13,11 +13,8 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import BLOCK_ELEMENTS
-from psync.numerics.moment_rules import Adam
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import ACCUMULATOR, SGD
+from psync.numerics.memory import BLOCK_ELEMENTS, BlockPool
+from psync.numerics.rules import ACCUMULATOR, SGD, Adam, RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec, marked_after
 from psync.store.shard import BlockWork

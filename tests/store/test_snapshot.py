@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.errors import BusyError, CheckpointCorrupt, CheckpointError, UsageError
-from psync.numerics import blocks
-from psync.numerics.blocks import BLOCK_BYTES, bytes_of
-from psync.numerics.moment_rules import Adam
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import SGD
+from psync.numerics import memory as blocks
+from psync.numerics.memory import BLOCK_BYTES, bytes_of
+from psync.numerics.rules import SGD, Adam, RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec, dtype_of
 from psync.store.ledger import Fresh, Ledger

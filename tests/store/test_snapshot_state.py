@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.errors import CheckpointCorrupt, CheckpointError, ConfigurationError
-from psync.numerics.moment_rules import Adam
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD, Adam, RuleOptions
 from psync.schedules import Constant, ExponentialDecay
 from psync.specs import DTYPE_NAMES, STEP_BITS, ShardSpec, dtype_of
 from psync.store.ledger_snapshot import LedgerState, SenderState

@@ -8,10 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from psync.numerics.clipping import clipped_by_norm, sum_of_squares
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import SGD, UpdateRule
+from psync.numerics.rules import SGD, Lamb, RuleOptions, UpdateRule, clipped_by_norm
+from psync.numerics.sums import sum_of_squares
 from psync.store.step_norms import GRADIENTS, UPDATES, ShardSums, StepNorms
 
 NOTHING, EACH, ALL = RuleOptions(), RuleOptions(clipnorm=5.0), RuleOptions(global_clipnorm=5.0)

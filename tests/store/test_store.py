@@ -15,10 +15,8 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import BLOCK_BYTES, BLOCK_ELEMENTS
-from psync.numerics.moment_rules import Adam
-from psync.numerics.update_rule import SGD
+from psync.numerics.memory import BLOCK_BYTES, BLOCK_ELEMENTS, BlockPool
+from psync.numerics.rules import SGD, Adam
 from psync.specs import DTYPE_NAMES, ShardSpec, dtype_of
 from psync.store.store import ShardStore, Work, ones
 

@@ -17,7 +17,7 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.specs import ShardSpec, VariableSpec
 from psync.store.store import ShardStore
 from psync.sync import cross_ps_sets

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from asked import Reply
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.store.sync_config import SyncConfig
 from psync.testing import VirtualClockLoop, settle
 from psync.wire.codec import Message

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.store.store import ShardStore
 from psync.sync.groups import GroupTable
 from sync_tools import GROUP, config

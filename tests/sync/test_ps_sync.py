@@ -21,8 +21,7 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import Block, BlockArray
+from psync.numerics.memory import Block, BlockArray, BlockPool
 from psync.specs import VariableSpec
 from psync.store.store import Key, ShardStore, Work
 from psync.testing import settle

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD
 from psync.store.sync_config import SyncConfig
 from psync.sync.staging import BUDGET_VARIABLE, Staging
 from psync.sync.tokens import Replica

@@ -16,10 +16,7 @@ from ps_by_hand import PS_0, A, PsByHand, group_config
 from ps_cluster import CHIEF, heard, hold, pull
 from psync import IndexedSlices
 from psync.errors import FencedError, ParameterServerLost, PsyncError, RemoteProtocolError
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.moment_rules import Adam
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import SGD, UpdateRule
+from psync.numerics.rules import SGD, Adam, Lamb, RuleOptions, UpdateRule
 from psync.specs import VariableSpec
 from psync.store.store import Key
 from psync.testing import settle

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from psync.errors import ConfigurationError, RemoteProtocolError, ValueMismatchError
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import SGD, UpdateRule
+from psync.numerics.rules import SGD, RuleOptions, UpdateRule
 from psync.ps.shard_sets import ShardSet
 from psync.specs import ShardSpec
 from psync.store.rows import RowValues

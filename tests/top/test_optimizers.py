@@ -10,10 +10,13 @@ import pytest
 
 import psync
 from local_training import training
+from loops import for_each
 from psync import Outcome, PushResult, optimizers, schedules
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
-from psync.numerics import layerwise_rules
-from psync.numerics.update_rule import Scratch
+from psync.numerics import rules
+from psync.numerics.memory import Scratch
+
+pytestmark = pytest.mark.virtual_time
 
 
 def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
@@ -142,7 +145,7 @@ async def test_updates_on_two_ps_tasks_equal_numpy_and_gradients_stay_as_they_ar
 async def test_lamb_takes_the_norms_of_the_whole_variable_wherever_its_shards_are(
     num_ps: int,
 ) -> None:
-    rule, slots = layerwise_rules.Lamb(0.1), [np.zeros(15, np.float32) for _ in range(2)]
+    rule, slots = rules.Lamb(0.1), [np.zeros(15, np.float32) for _ in range(2)]
     expected = START.ravel().copy()
     for step, gradient in enumerate(gradients(6)):
         rule.apply(expected, gradient.ravel(), slots, expected, slots, step, Scratch())
@@ -204,8 +207,8 @@ async def test_excluded_variables_do_not_decay() -> None:
             sgd.exclude_from_weight_decay(var_names=["w"])
 
 
-@pytest.mark.parametrize(
-    ("made", "same"),
+@for_each(
+    "made, same",
     [
         (optimizers.Momentum(0.1), optimizers.SGD(0.1, 0.9)),
         (optimizers.Nesterov(0.1, 0.8), optimizers.SGD(0.1, 0.8, True)),

@@ -26,8 +26,7 @@ from psync.errors import (
     ValueMismatchError,
 )
 from psync.net.endpoint import Endpoint
-from psync.numerics.moment_rules import Adam
-from psync.numerics.update_rule import SGD
+from psync.numerics.rules import SGD, Adam
 from psync.ps import shard_sets
 from psync.ps_task import PsTask
 from psync.wire.codec import Message

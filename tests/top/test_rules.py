@@ -18,9 +18,8 @@ import own_rules
 import psync
 from psync import optimizers, rules, schedules
 from psync.errors import ConfigurationError
-from psync.numerics.rule_configs import RULES, registered
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import SGD, RuleRaised, Scratch, UpdateRule
+from psync.numerics.memory import Scratch
+from psync.numerics.rules import RULES, SGD, RuleOptions, RuleRaised, UpdateRule, registered
 from rule_table import run, start
 
 

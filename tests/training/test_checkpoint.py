@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 
 import psync
 from local_training import at_once, in_step, strategy_of, training
-from psync.checkpoints import writer
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -24,7 +21,8 @@ from psync.errors import (
     UsageError,
 )
 from psync.serialization.functions import FunctionTable
-from psync.testing import settle
+
+pytestmark = pytest.mark.virtual_time
 
 TABLE = np.arange(26, dtype=np.float32).reshape(13, 2)
 
@@ -239,39 +237,6 @@ async def test_no_checkpoint_and_damaged_ones_are_told_apart(tmp_path: Path) -> 
         (path / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(CheckpointCorrupt, match="not the one that was committed"):
             await checkpoint.restore(path)
-
-
-@pytest.mark.parametrize("method", ["add_snapshot", "commit"])
-async def test_who_is_cancelled_while_files_are_written_leaves_all_or_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    entered, go_on = threading.Event(), threading.Event()
-    original = getattr(writer.Writer, method)
-
-    def slow(*arguments: Any) -> Any:
-        entered.set()
-        assert go_on.wait(60)
-        return original(*arguments)
-
-    monkeypatch.setattr(writer.Writer, method, slow)
-    async with training() as (strategy, _):
-        with strategy.scope():
-            w = psync.Variable(np.ones(3), name="w")
-        manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
-        saving = asyncio.create_task(manager.save())
-        await asyncio.to_thread(entered.wait, 60)
-        saving.cancel()
-        await settle()  # it hears of it, and waits for its thread
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await saving
-        complete = manager.checkpoints
-        assert list(tmp_path.glob("ckpt-*")) == complete
-        assert len(complete) == (method == "commit")
-        for path in complete:
-            await w.assign(np.zeros(3))
-            await psync.Checkpoint(w=w).restore(path)
-            np.testing.assert_array_equal(await w.read(), np.ones(3))
 
 
 def test_after_the_end_nothing_can_be_saved(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import gc
 import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,14 @@ import pytest
 
 import psync
 from local_training import at_once, training
+from loops import for_each
 from psync.api.cluster_coordinator import coordinator_of
-from psync.checkpoints.files import checkpoints_in, remove
+from psync.checkpoints.files import remove
 from psync.errors import CheckpointError, ConfigurationError
 from psync.store.snapshot_state import SnapshotState
-from psync.training import checkpoint_manager
 from psync.training.checkpoint_manager import superseded
+
+pytestmark = pytest.mark.virtual_time
 
 
 async def test_the_newest_are_kept_and_some_for_ever(tmp_path: Path) -> None:
@@ -109,8 +110,8 @@ async def test_a_number_of_numpy_that_has_no_sign_is_taken(tmp_path: Path) -> No
         assert manager.checkpoints == saved[1:]
 
 
-@pytest.mark.parametrize(
-    ("max_to_keep", "keep_every", "in_use", "removed"),
+@for_each(
+    "max_to_keep, keep_every, in_use, removed",
     [
         (1, None, (), [0, 1, 2, 5, 8]),
         (3, None, (), [0, 1, 2]),
@@ -130,24 +131,6 @@ def test_superseded_are_the_oldest_but_for_some(
     assert superseded(found, max_to_keep, keep_every, used) == [
         Path(f"ckpt-{number}") for number in removed
     ]
-
-
-async def test_the_directory_is_not_read_on_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[int] = []
-
-    def noting(*arguments: Any) -> Any:
-        threads.append(threading.get_ident())
-        return checkpoints_in(*arguments)
-
-    async with training():
-        manager = psync.CheckpointManager(psync.Checkpoint(state=psync.SavedState(x=1)), tmp_path)
-        monkeypatch.setattr(checkpoint_manager, "checkpoints_in", noting)
-        await manager.save(last=True)
-        await manager.restore_or_initialize()
-    assert len(threads) == 3
-    assert threading.get_ident() not in threads
 
 
 def source_of(strategy: psync.ParameterServerStrategy) -> Any:

@@ -16,7 +16,9 @@ from local_training import in_step, training
 from psync import optimizers, schedules
 from psync.checkpoints.manifest import commit_line
 from psync.errors import CheckpointCorrupt, CheckpointMismatch
-from psync.training.fit_state import FitState, History
+from psync.training.epochs import FitState, History
+
+pytestmark = pytest.mark.virtual_time
 
 TABLE = np.linspace(-1, 1, 26, dtype=np.float32).reshape(13, 2)
 

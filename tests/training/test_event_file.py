@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import pytest
-
 from event_files import crc32c, scalars, unmasked
+from loops import for_each
 from psync.training.event_file import EventFile, masked_crc
 
 
-@pytest.mark.parametrize(
-    ("data", "crc"),
+@for_each(
+    "data, crc",
     [
         (b"", 0),
         (b"123456789", 0xE3069283),  # the check value of CRC-32C

@@ -18,6 +18,7 @@ import pytest
 
 import psync
 from local_training import strategy_of, training
+from loops import for_each
 from psync.checkpoints.files import Reader, is_last, remove
 from psync.errors import CheckpointError, CheckpointMismatch, ConfigurationError, UsageError
 from psync.net.chief_presence import TrainingPresence
@@ -465,8 +466,8 @@ async def test_a_fit_that_has_ended_has_marked_its_last_checkpoint(tmp_path: Pat
 # --- arguments -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "text"),
+@for_each(
+    "arguments, options, text",
     [
         (({}, value_of, "d"), {}, "expected a Checkpoint, got dict"),
         ((None, 3, "d"), {}, r"expected a function \(values\) -> dict of numbers, got 3"),

@@ -1,4 +1,4 @@
-"""Trainer: what a fit does on a cluster, what it says, saves and resumes from."""
+"""Trainer: fit and evaluate, its checkpoints, validation data."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ import pytest
 import message_counts
 import psync
 from local_training import at_once, shared, strategy_of, training
+from loops import for_each
 from memory_cluster import coordinating, event_of, note
 from psync.checkpoints.files import is_last
 from psync.errors import ClosedError, ConfigurationError, ValueMismatchError
+from psync.training.trainer import Counts, batch_size_of, shards_of
+
+pytestmark = pytest.mark.virtual_time
 
 TRUE = np.array([[2.0], [-1.0]], np.float32)
 X = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
@@ -473,8 +477,8 @@ class TestMistakes:
         with pytest.raises(ConfigurationError, match="initial_epoch from 0, or None, got -1"):
             at_once(trainer.fit(batches, steps_per_epoch=1, initial_epoch=-1))
 
-    @pytest.mark.parametrize(
-        ("options", "text"),
+    @for_each(
+        "options, text",
         [
             ({"validation_data": (X, Y[:3])}, "expected arrays of one length"),
             ({"validation_data": (X, Y), "validation_batch_size": 0}, "batch_size above 0"),
@@ -761,3 +765,81 @@ class TestCallbacks:
         assert len(best.manager.checkpoints) < 5
         assert all_of_them.manager is not None
         assert len(all_of_them.manager.checkpoints) == 2
+
+
+ROWS = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
+LABELS = ROWS.sum(axis=1)
+
+
+@for_each(
+    "data, text",
+    [
+        (5, "got int"),
+        ("text", "got str"),
+        ([], "got list"),
+        ((ROWS, LABELS[:5]), "arrays of one length"),
+        ((np.float32(1), np.float32(1)), "arrays of one length"),
+        (({"a": ROWS, "b": ROWS[:5]}, LABELS), "arrays of one length"),
+        (
+            [ROWS, LABELS],
+            r"got a list of arrays, which is not a list of shards\nhint: .*\(x, y\)",
+        ),
+    ],
+)
+def test_what_is_no_validation_data_is_refused(data: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        shards_of(data, 3, 8)
+
+
+def test_coroutines_are_refused() -> None:
+    async def shard(number: int, count: int) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="expected a plain function"):
+        shards_of(shard, 3, 8)
+
+
+def test_few_examples_make_few_shards() -> None:
+    shards = shards_of((ROWS[:3], LABELS[:3]), 10, 2)
+    assert [[len(x) for (x, _) in shard] for shard in shards] == [[1], [1], [1]]
+    (shard,) = shards_of((ROWS[:5],), 1, 2)
+    assert [len(x) for (x,) in shard] == [2, 2, 1]
+
+
+def test_dicts_of_arrays_are_cut_together() -> None:
+    shards = shards_of(({"a": ROWS[:5], "b": LABELS[:5]}, LABELS[:5]), 2, 2)
+    assert [[len(y) for _, y in shard] for shard in shards] == [[2], [2, 1]]
+    for shard in shards:
+        for x, y in shard:
+            np.testing.assert_array_equal(x["b"], y)
+            np.testing.assert_allclose(x["a"].sum(axis=1), y)
+
+
+@for_each(
+    "batch, size",
+    [
+        ((ROWS, LABELS), 60),
+        ({"x": ROWS[:3]}, 3),
+        ([(ROWS[:4],), LABELS], 4),
+        (5.0, 1),
+        ((), 0),
+        ("text", 1),
+    ],
+)
+def test_a_batch_has_as_many_examples_as_its_first_array_is_long(batch: Any, size: int) -> None:
+    assert batch_size_of(batch) == size
+
+
+def test_losses_of_larger_batches_weigh_more() -> None:
+    with strategy_of().scope():
+        loss = psync.metrics.Mean("loss")
+    counts = Counts({"loss": loss})
+    counts.note((ROWS[:10], LABELS[:10]), 1.0, ())
+    counts.note((ROWS[:30], LABELS[:30]), np.float32(2.0), ())
+    assert loss.value_of(counts.sums[0]) == 1.75
+
+
+def test_metrics_need_labels() -> None:
+    with strategy_of().scope():
+        loss, mae = psync.metrics.Mean("loss"), psync.metrics.MeanAbsoluteError("mae")
+    with pytest.raises(ValueMismatchError, match=r"expected \(x, y\) or \(x, y, sample_weight\)"):
+        Counts({"loss": loss, "mae": mae}).note(ROWS, 1.0, (LABELS,))

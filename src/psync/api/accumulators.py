@@ -20,7 +20,7 @@ from psync.client.runtime import Runtime
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
 from psync.net.process_state import PerProcess
-from psync.numerics.blocks import bytes_of
+from psync.numerics.memory import bytes_of
 from psync.ps.takes import definition_of, other_parameters, rule_of
 from psync.specs import Outcome, dtype_of
 from psync.store.dense_accumulators import ConditionalAccumulator as DenseRule

@@ -26,7 +26,7 @@ from psync.api.datasets import (
     PerWorkerDataset,
     capture_dataset,
 )
-from psync.api.optimizers.registry import optimizers_here
+from psync.api.optimizers import optimizers_here
 from psync.api.scheduling import Scheduling
 from psync.api.seeing import SeenRun
 from psync.api.strategy import ParameterServerStrategy

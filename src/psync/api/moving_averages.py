@@ -26,7 +26,7 @@ from psync.api.variables import (
 )
 from psync.client.context import forbid_in_step
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
-from psync.numerics.means import growing_decay
+from psync.numerics.sums import growing_decay
 from psync.specs import checked_kind
 
 AnyVariable = Variable | ShardedVariable

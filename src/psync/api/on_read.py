@@ -37,7 +37,7 @@ from psync.errors import (
     ValueMismatchError,
 )
 from psync.numerics.casting import checked_target, fitting
-from psync.numerics.replica_sums import ReduceOp, reducing_arrays
+from psync.numerics.replicas import ReduceOp, reducing_arrays
 from psync.numerics.sums import Pieces
 from psync.replicas.chunks import in_turns
 from psync.replicas.context import get_replica_context, in_cross_replica_context

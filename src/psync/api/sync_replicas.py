@@ -7,34 +7,83 @@ step at which its replica may go on. See docs/design.md, "A synchronous step".
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from psync.api.global_step import global_step_of
-from psync.api.gradient_arguments import AnyVariable, GradsAndVars, ValueAndGrad
 from psync.api.moving_averages import ExponentialMovingAverage
-from psync.api.optimizers.handles import Optimizer
-from psync.api.optimizers.push_pull import Answered
-from psync.api.optimizers.state import PushResult
+from psync.api.optimizers import (
+    Answered,
+    AnyVariable,
+    GradsAndVars,
+    Optimizer,
+    PushResult,
+    ValueAndGrad,
+)
 from psync.api.reads import scope_of
 from psync.api.scopes import running_scopes
 from psync.api.session_hooks import ChiefQueueRunner, SyncReplicasHook
-from psync.api.sync_arguments import (
-    NOWHERE,
-    GroupConfig,
-    check_wrapped,
-    checked_step,
-    checked_weight,
-)
-from psync.api.variables import Variable
+from psync.api.variables import Handle, OnReadVariable, Variable
 from psync.client.context import current_closure
 from psync.client.runtime import Runtime, current_runtime
-from psync.errors import ConfigurationError, UsageError
-from psync.numerics.rule_options import flag
-from psync.specs import Outcome
+from psync.errors import ConfigurationError, UsageError, ValueMismatchError
+from psync.numerics.rules import flag
+from psync.numerics.sums import check_weight
+from psync.specs import Outcome, as_number, checked_kind
 from psync.store.sync_config import SyncConfig, whole_number
+
+STEP_DTYPE = "int64"
+"""Of the global step."""
+
+NOWHERE = (0, -1, 0)
+"""Stands for the global step in a configuration until the first push names it."""
+
+
+def checked_weight(weight: object) -> float:
+    """Return the weight of a push.
+
+    Raises:
+        ConfigurationError, ValueMismatchError: It is not a valid weight.
+    """
+    if weight == 1.0 and type(weight) is float:
+        return weight
+    number = as_number("apply_gradients: weight", weight)
+    try:
+        return check_weight(number)
+    except ValueMismatchError as exc:
+        raise ValueMismatchError(f"apply_gradients: {exc.message}") from None
+
+
+def checked_step(operation: str, variable: object) -> Variable:
+    """Return the global step that was given to ``operation``.
+
+    Raises:
+        ConfigurationError: It is not a variable, or not an int64 scalar.
+    """
+    hint = "global_step=psync.get_or_create_global_step(), made in `with strategy.scope():`"
+    if variable is None:
+        raise ConfigurationError(
+            f"{operation}: global_step is None, and stale gradients are detected by it",
+            hint=hint,
+        )
+    expected = f"{operation}: expected a variable as global_step"
+    variable = checked_kind(expected, variable, Variable, hint=hint)
+    if isinstance(variable, OnReadVariable):
+        raise ConfigurationError(
+            f'{operation}: global_step "{variable.name}" is synchronized on read: each worker has '
+            "a different value",
+            hint=hint,
+        )
+    if variable.shape != () or variable.spec.dtype != STEP_DTYPE:
+        raise ConfigurationError(
+            f'{operation}: expected an {STEP_DTYPE} scalar as global_step, got "{variable.name}" '
+            f"of shape {variable.shape} {variable.spec.dtype}",
+            hint=hint,
+        )
+    return variable
 
 
 class SyncReplicasOptimizer(Optimizer):
@@ -140,7 +189,20 @@ class SyncReplicasOptimizer(Optimizer):
         sparse_divisor: str = "per_index",
         pull_ahead: bool = True,
     ) -> None:
-        check_wrapped(name, opt)
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(f"a synchronous optimizer: expected a name, got {name!r}")
+        opt = checked_kind(f"{name}: expected one of psync.optimizers as opt", opt, Optimizer)
+        if opt._synchronous:
+            raise ConfigurationError(
+                f"{name}: opt {opt.get_name()!r} is already synchronous",
+                hint="wrap one of psync.optimizers",
+            )
+        if opt._staleness_bound is not None:
+            raise ConfigurationError(
+                f"{name}: opt {opt.get_name()!r} has a staleness bound, which has no effect here: "
+                "gradients of an earlier step are never applied",
+                hint="leave out staleness_bound",
+            )
         total = replicas_to_aggregate if total_num_replicas is None else total_num_replicas
         config = SyncConfig(
             name=name,
@@ -162,16 +224,23 @@ class SyncReplicasOptimizer(Optimizer):
             compression=opt._compression,
         )  # fmt: skip
         self._in_use = opt._in_use = True  # what it does was written into ``config``
-        self._group = GroupConfig(config)
+        # What ps tasks are told, but for the global step, which the first push names.
+        self._sync = config
+        # The variable whose value the decay of its moving averages follows.
+        self._averaged_by: Variable | None = None
+        # A variable that has one of these; the others are of its strategy.
+        self._averaged: AnyVariable | None = None
         self._pull_ahead = flag(name, "pull_ahead", pull_ahead)
-        self._group.add_averages(variable_averages, variables_to_average)
+        self._add_averages(variable_averages, variables_to_average)
 
     def _begin(self, *, in_use: bool) -> None:
         super()._begin(in_use=in_use)
+        self._global_step: Variable | None = None  # that of the last push; None before the first
+        self._told: dict[str, Any] = {}  # what ps tasks are told, once it is known
         self._opt._wrapper = weakref.ref(self)
 
     def __repr__(self) -> str:
-        config = self._group.sync
+        config = self._sync
         return (
             f"<SyncReplicasOptimizer {self._name!r} {config.replicas_to_aggregate} of "
             f"{config.total_num_replicas}, {self._opt!r}>"
@@ -179,7 +248,7 @@ class SyncReplicasOptimizer(Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration as plain data, with the wrapped optimizer's in "optimizer"."""
-        config = self._group.sync.to_config()
+        config = self._sync.to_config()
         del config["global_step"]  # of the program, not of the optimizer
         return config
 
@@ -189,11 +258,82 @@ class SyncReplicasOptimizer(Optimizer):
 
         Source: ``sync_rep_local_step`` of TensorFlow's SyncReplicasOptimizer.
         """
-        runtime, global_step = current_runtime(), self._group.global_step
+        runtime, global_step = current_runtime(), self._global_step
         if runtime is None and global_step is not None:
             scope = scope_of(global_step)
             runtime = None if scope is None else scope._runtime
         return None if runtime is None else runtime.sync.token(self.number)
+
+    def _add_averages(self, averages: object, variables: Iterable[AnyVariable] | None) -> None:
+        """Add moving averages that follow each step; see the options of ``SyncReplicasOptimizer``.
+
+        Raises:
+            ConfigurationError: There are variables and no averages, these are none, or the
+                variables are of several strategies.
+            UsageError: The variables are one variable.
+            ValueMismatchError: One of them is of no float dtype.
+        """
+        name = self._name
+        if averages is None:
+            if variables is not None:
+                raise ConfigurationError(
+                    f"{name}: variables_to_average without variable_averages",
+                    hint="variable_averages=psync.ExponentialMovingAverage(0.999)",
+                )
+            return
+        expected = f"{name}: expected an ExponentialMovingAverage as variable_averages"
+        averages = checked_kind(expected, averages, ExponentialMovingAverage)
+        single = isinstance(variables, Handle)  # apply says what is wrong with that
+        chosen = variables if variables is None or single else list(variables)
+        averages.apply(chosen)
+        follows = averages.num_updates
+        self._averaged_by = follows if isinstance(follows, Variable) else None
+        averaged = [each for each, _ in averages.items() if chosen is None or each in chosen]
+        self._averaged = averaged[0] if averaged else None
+        for other in averaged:
+            self._check_averaged(other)
+        self._sync = dataclasses.replace(
+            self._sync,
+            decay=averages.decay,
+            num_updates=follows is not False,
+            averages=averages._pairs(chosen),
+        )
+
+    def _of_step(self, global_step: Variable) -> dict[str, Any]:
+        """Return what ps tasks are told; the global step becomes part of it with the first push.
+
+        Raises:
+            ConfigurationError: It is another one than before, or than the averages follow, or of
+                another strategy than these.
+        """
+        if global_step is self._global_step:
+            return self._told
+        name, before = self._name, self._global_step
+        if before is not None and before.origin == global_step.origin:
+            raise ConfigurationError(
+                f'{name}: expected the same global step "{before.name}" as before, got '
+                f'"{global_step.name}"'
+            )
+        self._check_averaged(global_step)
+        follows = self._averaged_by
+        if follows is not None and follows is not global_step:
+            raise ConfigurationError(
+                f'{name}: the decay of its moving averages depends on "{follows.name}", not on the '
+                f'global step "{global_step.name}"',
+                hint="ExponentialMovingAverage(…, num_updates=True)",
+            )
+        (shard,) = global_step.spec.shards
+        sync = dataclasses.replace(self._sync, global_step=(shard.ps, *shard.key))
+        self._told, self._global_step = sync.to_config(), global_step
+        return self._told
+
+    def _check_averaged(self, other: AnyVariable) -> None:
+        if self._averaged is not None and self._averaged.origin != other.origin:
+            raise ConfigurationError(
+                f'{self._name}: averages of "{self._averaged.name}" and variable "{other.name}" '
+                "belong to different programs or strategies",
+                hint="create an optimizer and an ExponentialMovingAverage for each strategy",
+            )
 
     # Training.
 
@@ -263,7 +403,7 @@ class SyncReplicasOptimizer(Optimizer):
     ) -> Answered:
         pairs = self._checked(grads_and_vars)
         weight = checked_weight(weight)
-        step = self._group.global_step  # was checked when it was first given
+        step = self._global_step  # was checked when it was first given
         if step is None or step is not global_step:
             step = checked_step("apply_gradients", global_step)
         variables = [variable for _, variable in pairs]
@@ -275,7 +415,7 @@ class SyncReplicasOptimizer(Optimizer):
                 "replica and would wait forever",
                 hint="call it in a scheduled step function, or in a training session",
             )
-        config = self._group.of_step(step)
+        config = self._of_step(step)
         closure, ordinal = runtime.begin_update("push")
         plan = runtime.ps.plan(tuple([variable.spec for variable in variables]))
         gradients = [gradient for gradient, _ in pairs]
@@ -368,7 +508,7 @@ class SyncReplicasOptimizer(Optimizer):
         pulled = runtime.pulled
         lowest = pulled.lowest(self.number)
         pulled.forget(self.number)
-        if lowest is not None and not self._group.sync.tensorflow_compat:
+        if lowest is not None and not self._sync.tensorflow_compat:
             return lowest
         token = runtime.sync.token(self.number)
         return -1 if token is None else token
@@ -398,7 +538,7 @@ class SyncReplicasOptimizer(Optimizer):
         count = self._checked_tokens(num_tokens)
         step = checked_step("init_tokens", global_step)
         runtime = await self._runtime("init_tokens", step)
-        return await runtime.sync.init_tokens(self.number, self._group.of_step(step), count)
+        return await runtime.sync.init_tokens(self.number, self._of_step(step), count)
 
     def get_init_tokens_op(self, num_tokens: int = -1) -> Coroutine[Any, Any, int]:
         """Return an awaitable that puts the initial tokens; see ``init_tokens``.
@@ -457,8 +597,8 @@ class SyncReplicasOptimizer(Optimizer):
 
     def _known_step(self) -> Variable | None:
         """Return the global step of the last push; else that of the strategy that is running."""
-        if self._group.global_step is not None:
-            return self._group.global_step
+        if self._global_step is not None:
+            return self._global_step
         steps = [global_step_of(scope) for scope in running_scopes()]
         return steps[0] if len(steps) == 1 else None
 
@@ -477,5 +617,5 @@ class SyncReplicasOptimizer(Optimizer):
 
     def _checked_tokens(self, num_tokens: int) -> int:
         count = whole_number(self._name, "num_tokens", num_tokens)
-        self._group.sync.initial_tokens(count)
+        self._sync.initial_tokens(count)
         return count

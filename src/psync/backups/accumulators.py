@@ -18,7 +18,7 @@ import numpy as np
 from psync.accumulators import Held
 from psync.errors import RemoteProtocolError
 from psync.net.connection import Handler, Request
-from psync.numerics.blocks import bytes_of
+from psync.numerics.memory import bytes_of
 from psync.ps.accumulators import AccumulatorService
 from psync.ps.executor import Listed
 from psync.ps.shard_sets import NO_BYTES

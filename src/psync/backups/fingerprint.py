@@ -23,15 +23,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from psync import schedules
-from psync.numerics import clipping, means
-from psync.numerics.adaptive_rules import Ftrl, RMSprop
-from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.moment_rules import Adam
-from psync.numerics.rule_configs import OWN, RULES, Registered, registered
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.scatter import combine, merged
-from psync.numerics.sums import DenseSum, SparseSum, at_once, finish
-from psync.numerics.update_rule import SGD, Scratch, UpdateRule, slot_dtype
+from psync.numerics import rules, sums
+from psync.numerics.memory import Scratch
+from psync.numerics.rows import combine, merged
 
 DTYPES = tuple(np.dtype(name) for name in ("float32", "float64", "float16"))
 
@@ -46,11 +40,11 @@ OPERATIONS = ("add", "sub", "mul", "div", "min", "max")
 
 def fingerprint() -> str:
     """Return 16 hexadecimal digits. The first call takes some milliseconds."""
-    return _fingerprint_with(tuple(registered()))
+    return _fingerprint_with(tuple(rules.registered()))
 
 
 @functools.cache
-def _fingerprint_with(plugins: tuple[Registered, ...]) -> str:
+def _fingerprint_with(plugins: tuple[rules.Registered, ...]) -> str:
     digest = hashlib.blake2b(repr(plugins).encode() if plugins else b"", digest_size=8)
     with np.errstate(all="ignore"):
         for array in probe():
@@ -68,9 +62,9 @@ def probe() -> Iterator[np.ndarray]:
         yield from _summed(dtype)
         yield from _operated(dtype)
     yield np.array(list(_numbers()))
-    for kind, name, _ in registered():
+    for kind, name, _ in rules.registered():
         if kind == "rule":
-            yield from RULES[name]().probe()
+            yield from rules.RULES[name]().probe()
 
 
 def values(size: int, dtype: np.dtype, seed: int) -> np.ndarray:
@@ -88,23 +82,23 @@ def values(size: int, dtype: np.dtype, seed: int) -> np.ndarray:
     return made
 
 
-def _rules() -> Iterator[UpdateRule]:
+def _rules() -> Iterator[rules.UpdateRule]:
     rate = schedules.ExponentialDecay(0.1, 7, 0.9)
-    yield from (cls(rate) for name, cls in RULES.items() if name in OWN)
-    options = RuleOptions(weight_decay=0.3, clipvalue=2.0)
+    yield from (cls(rate) for name, cls in rules.RULES.items() if name in rules.OWN)
+    options = rules.RuleOptions(weight_decay=0.3, clipvalue=2.0)
     for rule in (
-        SGD(rate, 0.9, nesterov=True),
-        Adam(rate, amsgrad=True),
-        RMSprop(rate, momentum=0.5, centered=True),
-        Ftrl(rate, -0.7, 0.1, 0.1, 0.1, 0.1, 0.1),
-        Lamb(rate),
+        rules.SGD(rate, 0.9, nesterov=True),
+        rules.Adam(rate, amsgrad=True),
+        rules.RMSprop(rate, momentum=0.5, centered=True),
+        rules.Ftrl(rate, -0.7, 0.1, 0.1, 0.1, 0.1, 0.1),
+        rules.Lamb(rate),
     ):
         yield rule.with_options(options)
 
 
-def _updated(rule: UpdateRule, arrays: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+def _updated(rule: rules.UpdateRule, arrays: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
     param, *gradients = arrays
-    param, work, scratch = param.copy(), slot_dtype(param.dtype), Scratch(SIZE * 2 // 3)
+    param, work, scratch = param.copy(), rules.slot_dtype(param.dtype), Scratch(SIZE * 2 // 3)
     slots = [np.full(SIZE, rule.initial_slot(name), work) for name in rule.own_slots()]
     for step, gradient in enumerate(gradients):
         rule.apply(param, gradient, slots, param, slots, step, scratch)
@@ -114,22 +108,22 @@ def _updated(rule: UpdateRule, arrays: Sequence[np.ndarray]) -> Iterator[np.ndar
 def _summed(dtype: np.dtype) -> Iterator[np.ndarray]:
     gradients = [values(SIZE, dtype, seed) for seed in range(4, 7)]
     weights = (1.0, 0.3, 7.0)
-    dense, sparse = DenseSum(gradients[0].shape, dtype), SparseSum((5,), dtype)
+    dense, sparse = sums.DenseSum(gradients[0].shape, dtype), sums.SparseSum((5,), dtype)
     for gradient, weight in zip(gradients, weights, strict=True):
-        at_once(dense.adding(gradient, weight))
-        at_once(sparse.adding(_row_numbers(), gradient.reshape(-1, 5), weight))
-    yield from (at_once(dense.making("mean")), at_once(dense.making("sum")))
-    yield from (at_once(sparse.making("mean", per_index=each)) for each in (True, False))
-    squares = clipping.sum_of_squares(values(clipping.PIECE + SIZE, dtype, 7))
-    scales = clipping.clip_scales([(0, squares)], RuleOptions(clipnorm=3.0))
+        sums.at_once(dense.adding(gradient, weight))
+        sums.at_once(sparse.adding(_row_numbers(), gradient.reshape(-1, 5), weight))
+    yield from (sums.at_once(dense.making("mean")), sums.at_once(dense.making("sum")))
+    yield from (sums.at_once(sparse.making("mean", per_index=each)) for each in (True, False))
+    squares = sums.sum_of_squares(values(sums.SQUARES_PIECE + SIZE, dtype, 7))
+    scales = rules.clip_scales([(0, squares)], rules.RuleOptions(clipnorm=3.0))
     yield np.array([squares, scales[0]])
-    mean = means.MeanGradient(gradients, weights, "mean", Scratch(SIZE), 0.7)[:SIZE]
+    mean = sums.MeanGradient(gradients, weights, "mean", Scratch(SIZE), 0.7)[:SIZE]
     yield mean.copy()
-    yield clipping.scaled(mean, 1.3)
+    yield sums.scaled(mean, 1.3)
     average = gradients[0].copy()
-    means.move_average(average, mean, average, means.growing_decay(0.99, 5), Scratch(SIZE))
+    sums.move_average(average, mean, average, sums.growing_decay(0.99, 5), Scratch(SIZE))
     yield average
-    finish(average, 3.0, "mean")  # of an accumulator without weights
+    sums.finish(average, 3.0, "mean")  # of an accumulator without weights
     yield average
 
 

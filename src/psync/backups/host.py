@@ -41,7 +41,7 @@ from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Requ
 from psync.net.platform import Parts
 from psync.net.shielding import shielded
 from psync.net.transport import Listener
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.ps.comparison import Diverged
 from psync.ps.shard_sets import NO_BYTES
 from psync.ps.snapshots import unpack_answer

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from psync.backups.fingerprint import fingerprint
 from psync.errors import ConfigurationError, VersionMismatch
-from psync.numerics.rule_configs import registered
+from psync.numerics.rules import registered
 from psync.wire.handshake import RELEASE
 
 

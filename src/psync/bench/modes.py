@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from psync.api.optimizers.staleness_bound import StalenessBound
+from psync.api.optimizers import StalenessBound
 from psync.api.sync_replicas import SyncReplicasOptimizer
 from psync.optimizers import SGD, Optimizer
 

@@ -20,7 +20,7 @@ import numpy as np
 from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.api.embeddings import embedding_lookup
 from psync.api.global_step import get_or_create_global_step
-from psync.api.gradient_arguments import empty_like
+from psync.api.optimizers import empty_like
 from psync.api.pulls import pull
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SyncReplicasOptimizer

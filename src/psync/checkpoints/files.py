@@ -1,4 +1,4 @@
-"""Checkpoint directories: their layout, listing, and checked reading of row ranges.
+"""Checkpoint directories: layout, listing, writing, checked reading; complete or absent.
 
     directory/
         ckpt-00000012/
@@ -13,7 +13,14 @@
 A checkpoint is written under a name that ends in ``.tmp`` (files, manifest, COMMIT, each one synced
 to disk) and renamed when it is complete. One without COMMIT, or with ``.tmp``, does not exist. The
 data files are plain safetensors, which other programs read; nothing in a checkpoint is a pickle.
-``writer`` writes one.
+The program makes the directory that ends in ``.tmp``; ps tasks that see it write their files there
+themselves, and the program writes the others.
+
+    dies while a checkpoint is written    left behind
+    the program, before the rename        earlier checkpoints; a ``.tmp`` that the next save removes
+    the program, after it                 the new one, complete
+    a ps, or the connection to it         nothing; another cut is taken when the ps is there again
+    the disk is full                      nothing; ``save`` raises, the ps goes on
 
 Everything here blocks: call it in a thread.
 """
@@ -22,32 +29,54 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
+import logging
 import os
 import re
+import shutil
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from psync.checkpoints.disk import current_disk, regular
 from psync.checkpoints.manifest import (
     MAX_MANIFEST_BYTES,
+    Manifest,
+    Place,
     Planned,
     Slice,
+    Snapshot,
     Tensor,
+    commit_line,
     read_manifest,
 )
-from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, PsyncError
-from psync.numerics.blocks import bytes_of
-from psync.specs import dtype_of
+from psync.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointNotFound,
+    ConfigurationError,
+    PsyncError,
+)
+from psync.numerics.memory import bytes_of
+from psync.schedules import Config
+from psync.specs import ShardSpec, dtype_of
+from psync.store.snapshot_state import SnapshotState
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
 LAST = "LAST"
+NONCE = "nonce"
+"""A file that is there until the checkpoint is complete: who can read it shares the directory."""
+
+STREAM_VARIABLE = "PSYNC_CHECKPOINT_STREAM"
 READ_BYTES = 8 << 20
 """Read and checked at once."""
 
@@ -57,6 +86,115 @@ _NAMES = {
     "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
 }  # fmt: skip
 """What safetensors calls the dtypes."""
+
+
+# --- the disk ------------------------------------------------------------------------------------
+
+
+class Disk:
+    """The operating system's. Each method raises the OSErrors of what it calls."""
+
+    def create(self, path: Path) -> BinaryIO:
+        """Make a file that is not there yet, and return it to be written."""
+        return open(path, "xb")
+
+    def sync(self, file: BinaryIO) -> None:
+        """Let what was written to a file survive the machine."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def sync_directory(self, path: Path) -> None:
+        """Let the names in a directory survive the machine."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def make_directory(self, path: Path) -> None:
+        """Make a directory that is not there yet; those above it are made if they are not there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a directory another name."""
+        old.rename(new)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file, if it is there."""
+        path.unlink(missing_ok=True)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory with all that is in it, as far as that can be done."""
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def regular(path: str, flags: int, mode: int = 0o600) -> int:
+    """Open a file, for ``open(…, opener=regular)``: a pipe or a device in its place is no wait.
+
+    Raises:
+        OSError: There is none, or something else than a file.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK, mode)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "expected a regular file, got something else", path)
+    return fd
+
+
+current_disk: ContextVar[Disk] = ContextVar("psync_disk", default=Disk())  # noqa: B039
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """Return the contents of a file of at most ``limit`` bytes.
+
+    Raises:
+        CheckpointCorrupt: It is longer.
+        OSError: It cannot be read, or is no file.
+    """
+    with open(path, "rb", opener=regular) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise CheckpointCorrupt(f"{path}: expected at most {limit} bytes")
+    return data
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and sync it to disk."""
+    with current_disk.get().create(path) as file:
+        file.write(data)
+        current_disk.get().sync(file)
+
+
+@contextlib.contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn what the operating system says into an error of ours.
+
+    Args:
+        what: Was done, and with which path.
+    """
+    try:
+        yield
+    except PsyncError:  # that of a lost connection is an OSError, too
+        raise
+    except OSError as exc:
+        raise CheckpointError(
+            f"{what}: {exc.strerror or exc}", hint=_REMEDIES.get(exc.errno or 0)
+        ) from exc
+
+
+_REMEDIES = {
+    errno.ENOSPC: "make room on the disk, or keep fewer checkpoints: max_to_keep",
+    errno.EDQUOT: "make room, or have the quota raised; max_to_keep says how many are kept",
+    errno.EACCES: "this user must be allowed to read and write there",
+    errno.EPERM: "this user must be allowed to read and write there",
+    errno.EROFS: "the file system is read-only: the system's log says whether the disk has failed",
+    errno.EIO: "the disk has failed: see the system's log",
+    errno.ESTALE: "the network file system has lost it: mount it again",
+}
+
+
+# --- writing -------------------------------------------------------------------------------------
 
 
 class DataFile:
@@ -160,6 +298,200 @@ def _header(planned: Sequence[Planned]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def streamed_by_environ(environ: Mapping[str, str]) -> bool:
+    """Return whether ps tasks are to write nothing: ``PSYNC_CHECKPOINT_STREAM`` is 1.
+
+    Raises:
+        ConfigurationError: It is anything but 0 or 1.
+    """
+    value = environ.get(STREAM_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(f"{STREAM_VARIABLE}: expected 0 or 1, got {value!r}")
+    return value == "1"
+
+
+@dataclass(slots=True)
+class Writer:
+    """A checkpoint that is being written.
+
+    Args:
+        directory: Of all checkpoints; made if it is not there.
+        name: Of this one: "ckpt-00000012".
+        number: Of the save.
+        tensors: Whole shape and dtype of each tensor.
+        states: Of objects without tensors.
+        nonce: What to put into a file by which ps tasks see whether they share the directory; "":
+            they are not asked to write.
+
+    Raises:
+        CheckpointError: There is one of this name; or the disk is full, or fails.
+    """
+
+    directory: Path
+    name: str
+    number: int
+    tensors: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    states: Mapping[str, Any] = field(default_factory=dict)
+    nonce: str = ""
+    _files: list[DataFile] = field(default_factory=list)
+    _sizes: dict[str, int] = field(default_factory=dict)  # of complete files
+    _slices: list[tuple[str, Slice]] = field(default_factory=list)  # in them, by tensor
+    _snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by ps
+
+    def __post_init__(self) -> None:
+        with disk_errors(f"making {self.temporary}"):
+            with contextlib.suppress(
+                FileNotFoundError, NotADirectoryError
+            ):  # not Path.exists, which
+                (self.directory / self.name).stat()  # takes what cannot be read for absent
+                raise CheckpointError(f"{self.directory / self.name}: already exists")
+            self._throw_away()  # what a save has left that was interrupted
+            current_disk.get().make_directory(self.temporary)
+            if self.nonce:
+                try:
+                    write_synced(self.temporary / NONCE, self.nonce.encode())
+                except BaseException:  # nobody has this writer yet, who could abandon it
+                    self.abandon()
+                    raise
+
+    @property
+    def temporary(self) -> Path:
+        """The directory in which files are written."""
+        return self.directory / f"{self.name}.tmp"
+
+    def remove_nonce(self) -> None:
+        """Remove that file."""
+        with contextlib.suppress(OSError):
+            current_disk.get().unlink(self.temporary / NONCE)
+
+    def data_file(self, name: str, planned: Sequence[Planned]) -> DataFile:
+        """Begin a data file.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        made = DataFile(self.temporary / name, planned)
+        self._files.append(made)
+        return made
+
+    def add_file(self, name: str, size: int, slices: Sequence[tuple[str, Slice]]) -> None:
+        """Note a data file that somebody else has completed; ``commit`` looks whether it is there.
+
+        Args:
+            name: In the directory.
+            size: In bytes, as its writer says.
+            slices: What lies in it of tensors, with their names.
+        """
+        self._sizes[name] = size
+        self._slices += slices
+
+    def add_snapshot(
+        self, ps: int, name: str, state: bytes, data: str, places: list[Place]
+    ) -> None:
+        """Write the state of what a ps holds.
+
+        Args:
+            ps: Its index.
+            name: Of the file that is made.
+            state: What is in it.
+            data: Name of the file with its arrays.
+            places: Of these.
+
+        Raises:
+            CheckpointError: The disk is full, or fails.
+        """
+        with disk_errors(f"writing {self.temporary / name}"):
+            write_synced(self.temporary / name, state)
+        self._sizes[name] = len(state)
+        self._snapshots[ps] = Snapshot(name, zlib.crc32(state), data, tuple(places))
+
+    def commit(self) -> Path:
+        """Complete the checkpoint and return its path; from here on it exists.
+
+        Raises:
+            CheckpointError: The disk is full, or fails; nothing that was there before has changed.
+        """
+        data = self._manifest().to_bytes()
+        final = self.directory / self.name
+        self.remove_nonce()
+        with disk_errors(f"writing {final}"):
+            write_synced(self.temporary / MANIFEST, data)
+            self._mark_complete(data)
+            self._look_at_files()  # only now: a machine that dies no longer takes a name with it
+            self._rename_to(final)
+        return final
+
+    def _mark_complete(self, manifest: bytes) -> None:
+        write_synced(self.temporary / COMMIT, commit_line(manifest))
+        current_disk.get().sync_directory(self.temporary)
+
+    def _rename_to(self, final: Path) -> None:
+        disk = current_disk.get()
+        disk.rename(self.temporary, final)
+        disk.sync_directory(self.directory)
+
+    def _look_at_files(self) -> None:
+        """Refuse a checkpoint of which somebody else's file is not what it was said to be."""
+        for name, size in self._sizes.items():
+            path = self.temporary / name
+            with disk_errors(f"looking at {path}"):
+                found = path.stat().st_size
+            if found != size:
+                raise CheckpointError(
+                    f"{path}: {size} bytes were written by the ps, {found} are visible here"
+                )
+
+    def _manifest(self) -> Manifest:
+        sizes = {**self._sizes, **{file.path.name: file.close() for file in self._files}}
+        slices: dict[str, list[Slice]] = {name: [] for name in self.tensors}
+        for tensor, piece in itertools.chain(self._slices, *(file.slices for file in self._files)):
+            if tensor in slices:  # others are parts of snapshots
+                slices[tensor].append(piece)
+        return Manifest(
+            self.number,
+            {
+                name: Tensor(name, shape, dtype, tuple(sorted(slices[name])))  # by their offsets
+                for name, (shape, dtype) in self.tensors.items()
+            },
+            self.states,
+            sizes,
+            tuple(self._snapshots[ps] for ps in sorted(self._snapshots)),
+        )
+
+    def abandon(self) -> None:
+        """Throw away what was written."""
+        for data_file in self._files:
+            data_file.abandon()
+        with contextlib.suppress(OSError):
+            self._throw_away()
+
+    def _throw_away(self) -> None:
+        """Remove the directory; a ps that is about to make a file in it cannot any more.
+
+        Raises:
+            OSError: It is still there.
+        """
+        doomed = self.directory / f"{self.name}.abandoned.tmp"
+        disk = current_disk.get()
+        disk.remove_tree(doomed)
+        with contextlib.suppress(FileNotFoundError):
+            disk.rename(self.temporary, doomed)
+        disk.remove_tree(doomed)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _read_pieces(path: Path, start: int, nbytes: int) -> Iterator[np.ndarray]:
+    """Yield bytes of a file, fewer if it is too short; each piece is valid until the next one."""
+    buffer = np.empty(min(READ_BYTES, nbytes), np.uint8)
+    with disk_errors(f"reading {path}"), open(path, "rb", opener=regular) as file:
+        file.seek(start)
+        while nbytes and (count := file.readinto(buffer[:nbytes].data)):
+            yield buffer[:count]
+            nbytes -= count
+
+
 class Reader:
     """A complete checkpoint.
 
@@ -230,28 +562,26 @@ class Reader:
         self, tensor: Tensor, piece: Slice, wanted: tuple[int, int], target: np.ndarray
     ) -> None:
         """Copy the bytes from ``wanted[0]`` to ``wanted[1]`` of a slice."""
+        path, is_checked = self.path / piece.file, piece in self._checked
         first, last = wanted
-        start, stop = wanted if piece in self._checked else (0, piece.nbytes)
+        at, stop = wanted if is_checked else (0, piece.nbytes)
         crc = 0
-        buffer = np.empty(min(READ_BYTES, piece.nbytes), np.uint8)
-        with (
-            disk_errors(f"reading {self.path / piece.file}"),
-            open(self.path / piece.file, "rb", opener=regular) as file,
-        ):
-            file.seek(piece.start + start)
-            while start < stop and (count := file.readinto(buffer[: stop - start].data)):
-                crc = zlib.crc32(buffer[:count].data, crc)
-                low, high = max(first, start), min(last, start + count)
-                if low < high:
-                    target[low - first : high - first] = buffer[low - start : high - start]
-                start += count
-        if start != stop or (piece not in self._checked and crc != piece.crc32):
+        for read in _read_pieces(path, piece.start + at, stop - at):
+            crc = zlib.crc32(read.data, crc)
+            low, high = max(first, at), min(last, at + read.size)
+            if low < high:
+                target[low - first : high - first] = read[low - at : high - at]
+            at += read.size
+        if at != stop or (not is_checked and crc != piece.crc32):
             raise CheckpointCorrupt(
-                f"{self.path / piece.file}: tensor {tensor.name!r} from row {piece.offset}: "
+                f"{path}: tensor {tensor.name!r} from row {piece.offset}: "
                 f"expected checksum {piece.crc32:08x}, got {crc:08x}",
                 hint="restore an older checkpoint; this one was changed or damaged after saving",
             )
         self._checked.add(piece)
+
+
+# --- directories ---------------------------------------------------------------------------------
 
 
 def checkpoints_in(directory: Path, prefix: str) -> list[tuple[int, Path]]:
@@ -357,50 +687,142 @@ def remove_leftovers(directory: Path, prefix: str, below: int) -> None:
             current_disk.get().remove_tree(directory / name)
 
 
-def read_bounded(path: Path, limit: int) -> bytes:
-    """Return the contents of a file of at most ``limit`` bytes.
+# --- snapshots of ps tasks, for rollback ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSnapshot:
+    """What one ps held.
+
+    Attributes:
+        state: All but its arrays, as ``SnapshotState.to_bytes`` made it. It was checked.
+        file: With the arrays. Absolute: on a ps it may be there, too.
+        places: Of each array that is not constant: (item, first byte, bytes, crc32).
+    """
+
+    state: bytes
+    file: Path
+    places: tuple[Place, ...]
+
+
+def stored_snapshots(path: Path) -> list[StoredSnapshot]:
+    """Return the snapshots in a checkpoint, one for each ps. The bytes of arrays are not read.
 
     Raises:
-        CheckpointCorrupt: It is longer.
-        OSError: It cannot be read, or is no file.
+        CheckpointNotFound: There is no checkpoint, or no snapshots in it.
+        CheckpointCorrupt: It is damaged.
+        CheckpointError: It is of a newer version, or cannot be read.
     """
-    with open(path, "rb", opener=regular) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise CheckpointCorrupt(f"{path}: expected at most {limit} bytes")
-    return data
+    reader = Reader(path)
+    if not reader.manifest.snapshots:
+        raise CheckpointNotFound(
+            f"{path}: it does not say what each ps held",
+            hint="it was saved without a ClusterCoordinator, or by an older psync; it can still be "
+            "restored",
+        )
+    return [_stored(reader, snapshot) for snapshot in reader.manifest.snapshots]
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and sync it to disk."""
-    with current_disk.get().create(path) as file:
-        file.write(data)
-        current_disk.get().sync(file)
+def _stored(reader: Reader, snapshot: Snapshot) -> StoredSnapshot:
+    path = reader.path.absolute()
+    where = path / snapshot.state
+    with disk_errors(f"reading {where}"):
+        state = read_bounded(where, reader.manifest.files[snapshot.state])
+    if zlib.crc32(state) != snapshot.crc32:
+        raise CheckpointCorrupt(
+            f"{where}: expected checksum {snapshot.crc32:08x}, got {zlib.crc32(state):08x}",
+            hint="use another checkpoint; this one was changed or damaged",
+        )
+    items = SnapshotState.from_bytes(state, str(where)).items
+    needed = {i: item.nbytes for i, item in enumerate(items) if not item.is_constant}
+    there = {place.item: place.nbytes for place in snapshot.places}
+    if there != needed or len(snapshot.places) != len(there):
+        wrong = sorted(i for i in {*there, *needed} if there.get(i) != needed.get(i))
+        named = f"item {wrong[0]}" if wrong else "an item"
+        raise CheckpointCorrupt(f"{where}: {named} is not once, and whole, in {snapshot.data}")
+    return StoredSnapshot(state, path / snapshot.data, snapshot.places)
 
 
-@contextlib.contextmanager
-def disk_errors(what: str) -> Iterator[None]:
-    """Turn what the operating system says into an error of ours.
+def check_places(snapshot: StoredSnapshot) -> None:
+    """Read all arrays of a snapshot and compare their checksums.
+
+    Raises:
+        CheckpointCorrupt: One is not what was written.
+        CheckpointError: The file cannot be read.
+    """
+    for place in snapshot.places:
+        crc, left = 0, place.nbytes
+        for read in _read_pieces(snapshot.file, place.start, place.nbytes):
+            crc, left = zlib.crc32(read.data, crc), left - read.size
+        if left or crc != place.crc32:
+            raise CheckpointCorrupt(
+                f"{snapshot.file}: item {place.item}: expected checksum {place.crc32:08x}, got "
+                f"{crc:08x}"
+            )
+
+
+def why_not(
+    snapshots: Sequence[StoredSnapshot],
+    num_ps: int,
+    shards: Iterable[ShardSpec],
+    optimizers: Mapping[int, Config],
+) -> str | None:
+    """Return why a program cannot go back to snapshots of another one, or None if it can.
 
     Args:
-        what: Was done, and with which path.
+        snapshots: What that one has left behind.
+        num_ps: Of the program.
+        shards: Of its variables.
+        optimizers: Their configurations, by their numbers.
     """
-    try:
-        yield
-    except PsyncError:  # that of a lost connection is an OSError, too
-        raise
-    except OSError as exc:
-        raise CheckpointError(
-            f"{what}: {exc.strerror or exc}", hint=_REMEDIES.get(exc.errno or 0)
-        ) from exc
+    if len(snapshots) != num_ps:
+        return f"the checkpoint is of {len(snapshots)} ps tasks, here are {num_ps}"
+    states = [
+        SnapshotState.from_bytes(snapshot.state, str(snapshot.file)) for snapshot in snapshots
+    ]
+    held = {spec for state in states for spec in state.shards}
+    if missing := [spec for spec in shards if spec not in held]:
+        return f"the checkpoint has no shard {missing[0]} as it is declared here"
+    known = {number: each.config for state in states for number, each in state.optimizers.items()}
+    for number, config in optimizers.items():
+        if known.get(number) != config:
+            return f"the checkpoint has another optimizer {number}"
+    return None
 
 
-_REMEDIES = {
-    errno.ENOSPC: "make room on the disk, or keep fewer checkpoints: max_to_keep",
-    errno.EDQUOT: "make room, or have the quota raised; max_to_keep says how many are kept",
-    errno.EACCES: "this user must be allowed to read and write there",
-    errno.EPERM: "this user must be allowed to read and write there",
-    errno.EROFS: "the file system is read-only: the system's log says whether the disk has failed",
-    errno.EIO: "the disk has failed: see the system's log",
-    errno.ESTALE: "the network file system has lost it: mount it again",
-}
+@dataclass(eq=False)
+class SavedSnapshots:
+    """The checkpoints that one program has saved, or begun with: what ps tasks go back to.
+
+    Attributes:
+        origin: Token of the strategy whose checkpoints they are.
+        asked: How often it was asked for snapshots.
+        handed: The checkpoint of which it gave them last.
+    """
+
+    origin: str
+    asked: int = 0
+    handed: Path | None = None
+    _paths: list[Path] = field(default_factory=list)  # the newest at the end
+
+    def add(self, path: Path) -> None:
+        """Note a checkpoint that is complete."""
+        self._paths.append(path)
+
+    def handed_since(self, asked: int) -> Path | None:
+        """Return the checkpoint handed out last; None: none since it was asked ``asked`` times."""
+        return self.handed if self.asked != asked else None
+
+    def __call__(self) -> list[StoredSnapshot] | None:
+        """Return the snapshots of the newest one that can be read; None: there is none."""
+        for path in reversed(self._paths):
+            try:
+                snapshots = stored_snapshots(path)
+            except CheckpointNotFound:  # removed meanwhile
+                continue
+            except CheckpointError as exc:
+                logger.warning("cannot roll back to %s: %s", path.name, exc)
+                continue
+            self.asked, self.handed = self.asked + 1, path
+            return snapshots
+        return None

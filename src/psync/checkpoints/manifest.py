@@ -8,7 +8,10 @@ tasks when it was saved; ``rows_in`` says where to find any range of them. So it
 into any number of shards.
 
 It also lists *snapshots*: the snapshot of each ps, to which the same program rolls back if a ps is
-lost. Their arrays are the same bytes in the same files.
+lost. Their arrays are the same bytes in the same files: each ps writes all its arrays into one
+file. What the user asked to save is called as its slice of a tensor, "model/w@0". The rest is
+needed only to bring a ps back as it was: it is called "~/<variable>/…", and no tensor of the
+manifest names it.
 """
 
 from __future__ import annotations
@@ -16,12 +19,16 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from psync.errors import CheckpointCorrupt, CheckpointError, PartitionError
-from psync.specs import dtype_of
+from psync.schedules import Config
+from psync.specs import count_of, dtype_of
+from psync.store.push_counts import PushCount, total_of
+from psync.store.shards import Key
+from psync.store.snapshot_state import SnapshotState
 from psync.store.untrusted_json import read_json, to_json, wrong
 
 FORMAT = "psync checkpoint"
@@ -169,8 +176,10 @@ def read_manifest(data: bytes, commit: bytes, where: str) -> Manifest:
         )
     subject = f"{where}: the manifest"
     stored = read_json(data, _Stored, subject, (FORMAT, VERSION))
-    for name in stored.files:
-        _check_name(name, subject)
+    for name in stored.files:  # none is a path out of the directory
+        is_plain = all(char.isascii() and (char.isalnum() or char in "-_.") for char in name)
+        if not is_plain or not name or name.startswith("."):
+            raise wrong(subject, "name of a file", "letters, digits, - _ .", name)
     tensors: dict[str, Tensor] = {}
     for tensor in stored.tensors:
         _check_slices(tensor, stored.files, where)
@@ -186,14 +195,6 @@ def read_manifest(data: bytes, commit: bytes, where: str) -> Manifest:
                 what = f"a place in {snapshot.data!r}"
                 raise wrong(subject, what, f"one within {size} bytes", tuple(place))
     return Manifest(stored.number, tensors, stored.states, stored.files, stored.images)
-
-
-def _check_name(file: str, subject: str) -> None:
-    """Refuse the name of a file that is a path out of the directory."""
-    if not all(char.isascii() and (char.isalnum() or char in "-_.") for char in file) or (
-        not file or file.startswith(".")
-    ):
-        raise wrong(subject, "name of a file", "letters, digits, - _ .", file)
 
 
 def _check_slices(tensor: Tensor, files: Mapping[str, int], where: str) -> None:
@@ -291,3 +292,100 @@ def compare(
     return Difference(
         tuple(sorted(asked - has)), tuple(sorted(has - asked - set(optional))), tuple(misshaped)
     )
+
+
+# --- layout of snapshots ----------------------------------------------------------------------
+
+Written = Sequence[tuple[int, int, int]]
+"""First byte, bytes and crc32 of each array of a file, in the order of ``Layout.arrays``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted(Planned):
+    """A slice of a tensor that is an array of a snapshot."""
+
+    key: Key  # of the shard
+    optimizer: int = -1  # whose slot it is
+    slot: str = ""
+
+
+class Layout:
+    """Where everything lies.
+
+    Args:
+        snapshots: Of all ps tasks, at one cut.
+        wanted: What tensors are made of.
+
+    Attributes:
+        arrays: For each ps the arrays that its file holds: (item, name in the file).
+    """
+
+    def __init__(self, snapshots: Sequence[SnapshotState], wanted: Iterable[Wanted]) -> None:
+        self._snapshots = snapshots
+        self._found = {
+            (item.key, item.optimizer, item.slot): (ps, number)
+            for ps, snapshot in enumerate(snapshots)
+            for number, item in enumerate(snapshot.items)
+        }
+        self._users: dict[tuple[int, int], list[Wanted]] = {}
+        for slice_ in wanted:
+            found = self.find(slice_)
+            if found is not None:
+                self._users.setdefault(found, []).append(slice_)
+        self.arrays = [self._arrays(ps) for ps in range(len(snapshots))]
+
+    def find(self, wanted: Wanted) -> tuple[int, int] | None:
+        """Return (ps, item) of an array, or None: no snapshot has it.
+
+        A slot is there once it was updated, or read.
+        """
+        return self._found.get((wanted.key, wanted.optimizer, wanted.slot))
+
+    def slices(self, ps: int, file: str, written: Written) -> list[tuple[str, Slice]]:
+        """Return what lies in the file of a ps of tensors, with their names."""
+        return [
+            (user.tensor, Slice(user.offset, user.rows, file, start, nbytes, crc32))
+            for (item, _), (start, nbytes, crc32) in zip(self.arrays[ps], written, strict=True)
+            for user in self._users.get((ps, item), ())
+        ]
+
+    def places(self, ps: int, written: Written) -> list[Place]:
+        """Return where the arrays of a snapshot lie; constant ones are part of its state."""
+        return [
+            Place(item, *place)
+            for (item, _), place in zip(self.arrays[ps], written, strict=True)
+            if not self._snapshots[ps].items[item].is_constant
+        ]
+
+    def _arrays(self, ps: int) -> list[tuple[int, str]]:
+        snapshot = self._snapshots[ps]
+        specs = {spec.key: spec for spec in snapshot.shards}
+        arrays = []
+        for number, item in enumerate(snapshot.items):
+            users = self._users.get((ps, number))
+            if users:
+                arrays.append((number, f"{users[0].tensor}@{users[0].offset}"))
+            elif not item.is_constant:
+                spec = specs[item.key]
+                kind = f"{item.optimizer}-{item.slot}" if item.slot else "value"
+                arrays.append((number, f"~/{spec.variable}/{kind}@{spec.offset}"))
+        return arrays
+
+
+def step_of(snapshots: Sequence[SnapshotState], optimizer: int) -> int:
+    """Return how many pushes an optimizer has applied."""
+    states = [each.optimizers[optimizer].count for each in _knowing(snapshots, optimizer)]
+    return count_of(total_of(PushCount.of(state).counts for state in states))
+
+
+def changed_rate(snapshots: Sequence[SnapshotState], optimizer: int) -> Config | None:
+    """Return the learning rate that an optimizer was given later; None: it has its first one."""
+    for snapshot in _knowing(snapshots, optimizer):
+        known = snapshot.optimizers[optimizer]
+        if known.learning_rate != known.config.get("learning_rate"):
+            return known.learning_rate
+    return None
+
+
+def _knowing(snapshots: Sequence[SnapshotState], optimizer: int) -> list[SnapshotState]:
+    return [snapshot for snapshot in snapshots if optimizer in snapshot.optimizers]

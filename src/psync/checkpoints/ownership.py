@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from psync.checkpoints.disk import regular
+from psync.checkpoints.files import regular
 from psync.errors import ConfigurationError
 from psync.net.process_state import PerProcess
 

@@ -24,7 +24,7 @@ from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConnectFailed
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.wire.closure_numbers import Kept, pack_kept
 from psync.wire.messages import AskStatistics, FinalBelow, Statistics
 

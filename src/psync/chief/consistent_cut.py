@@ -102,7 +102,7 @@ class Cut:
         Args:
             ps: Its index.
             path: Of the file.
-            nonce: What a file says that lies beside it: see ``checkpoints.writer``.
+            nonce: What a file says that lies beside it: see ``checkpoints.files``.
             items: (place in the state, name in the file) of each.
 
         Returns:

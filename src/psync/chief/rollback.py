@@ -24,9 +24,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from psync.checkpoints.files import disk_errors
-from psync.checkpoints.stored_snapshots import StoredSnapshot
-from psync.checkpoints.writer import streamed_by_environ
+from psync.checkpoints.files import StoredSnapshot, disk_errors, streamed_by_environ
 from psync.chief.cluster_links import ClusterLinks
 from psync.chief.creation import Creation
 from psync.chief.reattachment import OwnOptimizers

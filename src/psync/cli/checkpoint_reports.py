@@ -15,9 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from psync.checkpoints.files import DataFile, Reader, disk_errors
+from psync.checkpoints.files import DataFile, Reader, check_places, disk_errors, stored_snapshots
 from psync.checkpoints.manifest import Planned, Tensor
-from psync.checkpoints.stored_snapshots import check_places, stored_snapshots
 from psync.errors import CheckpointError, CheckpointNotFound
 
 CHUNK_BYTES = 32 << 20

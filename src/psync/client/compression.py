@@ -28,7 +28,7 @@ import numpy as np
 
 from psync.client.plans import Plan
 from psync.numerics.compression import WIDE, Compression, compensate, narrow_dtype, widen_into
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import PIECE_BYTES
 from psync.wire.messages import Contributed, Pushed
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from psync.client.plans import Part, Plan, targets_of
 from psync.net.shared.windows import Windows
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.wire.lent import Borrowed, copies
 from psync.wire.tensors import to_bytes_view
 

@@ -19,10 +19,8 @@ from psync.client.ps_link import Call, PsLink, always, expect, together
 from psync.client.runtime import Runtime
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.connection import Connection
-from psync.numerics.layerwise_rules import LayerwiseRule, Sums
-from psync.numerics.rule_configs import registered_in
-from psync.numerics.scatter import IndexedSlices
-from psync.numerics.update_rule import UpdateRule
+from psync.numerics.rows import IndexedSlices
+from psync.numerics.rules import LayerwiseRule, Sums, UpdateRule, registered_in
 from psync.specs import ShardSpec, VariableSpec, count_of, dtype_of, marked_after
 from psync.store.push_counts import total_of
 from psync.wire.frames import SMALL_BODY_BYTES, Frame

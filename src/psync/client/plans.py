@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from psync.numerics.compression import Compression, marker, narrowed
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.rows import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.store.push_counts import FIRST, FURTHER, HOME
 from psync.wire.frames import SMALL_BODY_BYTES, Segment

@@ -35,7 +35,7 @@ from psync.client.landing import Landing
 from psync.client.plans import Plan, Request
 from psync.client.ps_link import PsLink, Where
 from psync.net.shared.windows import Windows
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.wire.frames import SMALL_BODY_BYTES
 
 Landed = tuple[Request, Where]

@@ -25,9 +25,9 @@ from psync.client.rows import PsRows, check_exist
 from psync.client.work_meter import WorkMeter
 from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
-from psync.numerics.block_pool import BlockPool
 from psync.numerics.compression import Compression
-from psync.numerics.scatter import IndexedSlices, check_scatter, merged
+from psync.numerics.memory import BlockPool
+from psync.numerics.rows import IndexedSlices, check_scatter, merged
 from psync.specs import ShardSpec, VariableSpec
 from psync.wire.closure_numbers import PART_BITS
 from psync.wire.codec import Message

@@ -25,7 +25,7 @@ from psync.errors import (
     RemoteProtocolError,
 )
 from psync.net.connection import Connection, Into
-from psync.numerics.rule_configs import Registered
+from psync.numerics.rules import Registered
 from psync.wire.codec import Message, check
 from psync.wire.frames import Frame, Segment
 from psync.wire.lent import Borrowed

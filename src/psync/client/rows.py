@@ -18,9 +18,9 @@ from psync.client.ps_link import Body, Call, PsLink, always, copied_to, together
 from psync.client.pulled_steps import PulledSteps
 from psync.client.work_meter import WorkMeter
 from psync.errors import ValueMismatchError
-from psync.numerics.block_pool import BlockPool, roomy
-from psync.numerics.scatter import IndexedSlices, distinct, merged
-from psync.numerics.update_rule import slot_dtype
+from psync.numerics.memory import BlockPool, roomy
+from psync.numerics.rows import IndexedSlices, distinct, merged
+from psync.numerics.rules import slot_dtype
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import PullRows, RowsPulled

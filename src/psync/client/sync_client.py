@@ -42,8 +42,8 @@ from psync.client.ps_client import PsClient, members_for
 from psync.client.ps_link import Call, ask, expect
 from psync.errors import ConfigurationError, PsyncError, RemoteProtocolError
 from psync.net.connection import Connection
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.memory import BlockPool
+from psync.numerics.rows import IndexedSlices
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
 from psync.wire.messages import (

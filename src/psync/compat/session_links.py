@@ -33,7 +33,7 @@ from psync.errors import (
 from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
 from psync.net.platform import Platform
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.serialization.failures import describe_exception
 from psync.specs import ShardSpec
 from psync.wire.codec import Message

@@ -25,8 +25,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 
 import numpy as np
 
-from psync.api.optimizers.handles import Optimizer
-from psync.api.optimizers.state import PushResult
+from psync.api.optimizers import Optimizer, PushResult
 from psync.client.context import current_closure
 from psync.errors import ConfigurationError, UsageError
 from psync.integrations.served import LoadedKeys, ServedVariables, checked_scope, current_run

@@ -21,8 +21,7 @@ import numpy as np
 
 from psync.api.global_step import get_or_create_global_step
 from psync.api.modules import Module
-from psync.api.optimizers.handles import Optimizer
-from psync.api.optimizers.state import PushResult
+from psync.api.optimizers import Optimizer, PushResult
 from psync.api.pulls import pull
 from psync.api.reads import runtime_of
 from psync.api.scopes import Scope, scope_for
@@ -34,7 +33,7 @@ from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.integrations.merging import AnyVariable, StateMerge
 from psync.net.process_state import PerProcess
 from psync.numerics.casting import fitting
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.rows import IndexedSlices
 from psync.replicas.context import current_gang
 from psync.specs import checked_kind
 

@@ -26,8 +26,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from psync.api.optimizers.handles import Optimizer
-from psync.api.optimizers.state import PushResult
+from psync.api.optimizers import Optimizer, PushResult
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.integrations.served import (
     LoadedKeys,

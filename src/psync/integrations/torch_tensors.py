@@ -13,7 +13,7 @@ from psync.client.tensors import array_of, tensor_of
 from psync.errors import ConfigurationError
 from psync.gradients import gradient_of
 from psync.integrations.served import Kind, check_same
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.rows import IndexedSlices
 from psync.specs import DTYPE_NAMES, dtype_of
 
 COSTLY_BYTES = 1 << 20

@@ -11,7 +11,7 @@ a small pull. One that waits may keep the request, or go on in a coroutine (``Re
 
 A large message is written with one ``writelines`` and never copied: uvloop (and asyncio
 from 3.12 on) keeps references to the buffers until the kernel has taken them, so nothing
-that was written may change in place (see ``numerics.blocks``). Small messages are copied, and those
+that was written may change in place (see ``numerics.memory``). Small messages are copied, and those
 of one turn of the loop share a system call: that call is most of what they cost.
 
 Large messages wait, in order, while the transport has much unsent, or while they are copied. On the
@@ -46,7 +46,7 @@ from psync.net.shared.channel import SideChannel
 from psync.net.shared.loans import Loan
 from psync.net.shared.regions import SharedMemory
 from psync.net.transport import name_of, set_options
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.wire import protocol as wire
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import (

@@ -32,7 +32,7 @@ from psync.net.handshake_limits import (
 from psync.net.platform import Platform
 from psync.net.shared.bodies import Sharing, bytes_now
 from psync.net.transport import Listener, one_line, reason
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message
 from psync.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
 from psync.wire.messages import Hello, Refused

@@ -1,5 +1,1 @@
-"""Pure array code: blocks of memory, sums, update rules of optimizers, formulas of metrics.
-
-Knows numpy, errors and specs, nothing else of psync; no clock, no I/O. Every rule writes into
-memory that it was given. Begin with ``update_rule``, then ``blocks``.
-"""
+"""Arithmetic of psync, pure: memory of shards, update rules, sums, rows, replicas, metrics."""

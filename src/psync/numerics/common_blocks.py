@@ -15,8 +15,7 @@ from typing import overload
 
 import numpy as np
 
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import Block, BlockArray
+from psync.numerics.memory import Block, BlockArray, BlockPool
 
 
 class CommonBlock:

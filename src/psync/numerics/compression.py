@@ -28,7 +28,6 @@ Source: Seide et al. 2014, "1-Bit Stochastic Gradient Descent", whose residual t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -75,11 +74,7 @@ def narrow_dtype(kind: Compression) -> np.dtype:
 
 def narrowed(variable: VariableSpec, kind: Compression) -> VariableSpec:
     """Return a variable as it travels."""
-    if variable.dtype != WIDE:
-        return variable
-    dtype = _NARROW[kind]
-    shards = tuple(replace(shard, dtype=dtype) for shard in variable.shards)
-    return replace(variable, dtype=dtype, shards=shards)
+    return variable.with_dtype(_NARROW[kind]) if variable.dtype == WIDE else variable
 
 
 def marker(kind: Compression) -> tuple[int, int]:

@@ -34,15 +34,6 @@ class Selection:
         return fetched.reshape(self._shape + fetched.shape[1:])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Item:
-    """One item of an index, and the axes of the value that it is about."""
-
-    value: Any  # what numpy gets
-    axis: int
-    num_axes: int
-
-
 def select(
     index: Any, shape: Sequence[int], name: str, elsewhere: tuple[type, ...] = ()
 ) -> Selection:
@@ -62,14 +53,13 @@ def select(
     """
     shape = tuple(shape)
     given = index if isinstance(index, tuple) else (index,)
-    items = _placed([_read(item, name, elsewhere) for item in given], shape, name)
+    items, position = _placed([_read(item, name, elsewhere) for item in given], shape, name)
     _check_broadcast(items, name)
     if not shape:
-        return Selection(None, tuple(item.value for item in items))
-    position = next((at for at, item in enumerate(items) if item.axis == 0 and item.num_axes), None)
-    if position is None or items[position].value is Ellipsis:
-        return Selection(range(shape[0]), tuple(item.value for item in items))
-    first = items[position].value
+        return Selection(None, tuple(items))
+    if position is None or items[position] is Ellipsis:
+        return Selection(range(shape[0]), tuple(items))
+    first = items[position]
     alone = len(items) == 1
     if isinstance(first, int):
         rows: range | np.ndarray = range(first, first + 1)
@@ -86,8 +76,8 @@ def select(
         if alone:
             return Selection(rows, None, first.shape)
         local = np.arange(first.size).reshape(first.shape)
-    items[position] = _Item(local, 0, 1)
-    return Selection(rows, tuple(item.value for item in items))
+    items[position] = local
+    return Selection(rows, tuple(items))
 
 
 def row_numbers(indices: Any, num_rows: int, what: str, *, ndim: int | None = None) -> np.ndarray:
@@ -196,8 +186,10 @@ def _not_allowed(item: Any, name: str) -> IndexTypeError:
     )
 
 
-def _placed(values: Sequence[Any], shape: tuple[int, ...], name: str) -> list[_Item]:
-    """Say which axes each item is about, with those of negative numbers counted from the end."""
+def _placed(
+    values: Sequence[Any], shape: tuple[int, ...], name: str
+) -> tuple[list[Any], int | None]:
+    """Return the items with negative numbers counted from the front, and which is about axis 0."""
     used = [_num_axes(value) for value in values]
     if sum(value is Ellipsis for value in values) > 1:
         raise VariableIndexError(f'index of "{name}": only one ... can stand in an index')
@@ -206,14 +198,16 @@ def _placed(values: Sequence[Any], shape: tuple[int, ...], name: str) -> list[_I
             f'index of "{name}": too many indices: it has {len(shape)} axes, the index covers '
             f"{sum(used)}"
         )
-    items: list[_Item] = []
-    axis = 0
+    items: list[Any] = []
+    axis, first = 0, None
     for value, count in zip(values, used, strict=True):
         if value is Ellipsis:
             count = len(shape) - sum(used)
-        items.append(_Item(_within(value, axis, shape, name), axis, count))
+        if first is None and axis == 0 and count:
+            first = len(items)
+        items.append(_within(value, axis, shape, name))
         axis += count
-    return items
+    return items, first
 
 
 def _num_axes(value: Any) -> int:
@@ -250,12 +244,12 @@ def _out_of_bounds(value: int, axis: int, shape: tuple[int, ...], name: str) -> 
     )
 
 
-def _check_broadcast(items: Sequence[_Item], name: str) -> None:
+def _check_broadcast(items: Sequence[Any], name: str) -> None:
     """Check that arrays and masks fit each other."""
     shapes = [
-        (int(np.count_nonzero(item.value)),) if item.value.dtype == bool else item.value.shape
+        (int(np.count_nonzero(item)),) if item.dtype == bool else item.shape
         for item in items
-        if isinstance(item.value, np.ndarray)
+        if isinstance(item, np.ndarray)
     ]
     try:
         np.broadcast_shapes(*shapes)

@@ -17,11 +17,14 @@ import functools
 import math
 import numbers
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Literal, TypeVar, cast
 
 import numpy as np
 
 from psync.errors import UsageError, ValueMismatchError
+from psync.numerics.memory import Scratch
 
 T = TypeVar("T")
 
@@ -79,15 +82,9 @@ def sum_into(
     reduction: Reduction,
     out: np.ndarray | None = None,
 ) -> None:
-    """Sum ``weight * gradient`` over several gradients, one after the other, and ``finish``.
+    """Sum ``weight * gradient`` over several gradients, and ``finish``.
 
-    Args:
-        total: As for ``begin``.
-        gradients: One at least; each is asked for when the one before it was added.
-        weights: Of each.
-        weight_sum: As for ``finish``, like the next two.
-        reduction: "mean" or "sum".
-        out: Of the same shape.
+    Each gradient is asked for when the one before it was added.
     """
     with np.errstate(all="ignore"):  # once: entering it costs as much as adding small arrays
         is_first = True
@@ -186,12 +183,7 @@ class DenseSum:
         return [self._total]
 
     def restore(self, count: int, weight: float) -> None:
-        """Be the same as another sum, once what that holds is written to ``arrays``.
-
-        Args:
-            count: Of the other one: arrays added.
-            weight: Of the other one.
-        """
+        """Be the same as another sum, once what that holds is written to ``arrays``."""
         self.count, self.weight = count, weight
 
     def adding(self, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
@@ -250,23 +242,15 @@ class SparseSum:
         return [self.indices, self._weights, self._rows]
 
     def restore(self, rows: int, weight: float) -> None:
-        """Be the same as another sum, once what that holds is written to ``arrays``.
-
-        Args:
-            rows: Of the other one: how many there are.
-            weight: Of the other one.
-        """
+        """Be the same as another sum of so many rows, once what it holds is in ``arrays``."""
         self.indices, self._weights = np.empty(rows, np.int64), np.empty(rows)
         self._rows = np.empty((rows, *self.row_shape), self._rows.dtype)
         self.weight = weight
 
     def adding(self, indices: np.ndarray, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
-        """Add ``weight * values`` to the rows ``indices``; neither is kept.
+        """Add ``weight * values`` to the rows ``indices``, in any order; neither is kept.
 
-        Args:
-            indices: int64, shape (n,), in any order; rows that come more than once are summed.
-            values: Shape (n, *row_shape).
-            weight: As of ``check_weight``.
+        Rows that come more than once are summed.
 
         Raises:
             ValueMismatchError: If a shape or the weight does not fit; the sum is as before.
@@ -355,8 +339,153 @@ class SparseSum:
         return result
 
 
+SQUARES_PIECE = 1 << 16
+"""Elements that are converted to float64 at a time, in which squares do not overflow."""
+
+
+def sum_of_squares(array: np.ndarray, before: float = 0.0) -> float:
+    """Return the sum of squares of an array, in float64.
+
+    It has the same bits on every CPU and with every number of threads. Those of ``np.dot`` differ,
+    and with them a backup that runs on another machine.
+
+    Args:
+        array: Any shape.
+        before: The sum of what comes before it. An array that is cut into multiples of
+            ``SQUARES_PIECE`` has the same sum, bit for bit, as at once.
+    """
+    flat = array.reshape(-1)  # a copy only of what lies scattered
+    total = before
+    for start in range(0, flat.size, SQUARES_PIECE):
+        piece = flat[start : start + SQUARES_PIECE].astype(np.float64)
+        with np.errstate(over="ignore"):  # infinity is a result
+            np.multiply(piece, piece, out=piece)
+            total += float(np.add.reduce(piece))
+    return total
+
+
+def scaled(values: np.ndarray, scale: float) -> np.ndarray:
+    """Return values multiplied by a scale, rounded once to their dtype; themselves if it is 1."""
+    if scale == 1.0:
+        return values
+    with np.errstate(all="ignore"):  # infinity times 0 is a result
+        wide = np.multiply(values, scale, dtype=sum_dtype(values.dtype))
+        product: np.ndarray = wide.astype(values.dtype, copy=False)
+    return product
+
+
 def firsts(ordered: np.ndarray) -> np.ndarray:
     """Say of each element of an ascending array whether it differs from the one before it."""
     firsts = np.ones(ordered.size, bool)
     np.not_equal(ordered[1:], ordered[:-1], out=firsts[1:])
     return firsts
+
+
+# --- means of a synchronous step -----------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class MeanGradient:
+    """The mean, or sum, of the gradients that several pushes have for one shard.
+
+    It is cut like an array, ``mean[start:stop]``, and computed when it is cut: what is cut off
+    is valid until the next cut of anything that shares the scratch memory. ``cut`` does it with
+    other scratch memory, in whatever thread.
+
+    The result is ``((g0 * w0 + g1 * w1) + …) / (w0 + w1 + …)``, in the order given, computed in
+    ``sum_dtype`` and rounded once to the dtype of the gradients. A weight of 1 multiplies nothing.
+    With a scale that result is multiplied by it, as ``clipping.scaled`` says.
+
+    Args:
+        gradients: Of each push: 1-D, all of one length and floating dtype. They must not change
+            until the last cut.
+        weights: Of each push, above 0.
+        reduction: "mean" or "sum".
+        scratch: Memory for the sum; its chunk is the longest possible cut.
+        scale: What limits the norm of the mean of the whole variable.
+
+    Raises:
+        UsageError: There is no gradient, or not one weight for each.
+    """
+
+    gradients: Sequence[np.ndarray]
+    weights: Sequence[float]
+    reduction: Reduction
+    scratch: Scratch
+    scale: float = 1.0
+    _weight_sum: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.gradients or len(self.gradients) != len(self.weights):
+            raise UsageError(
+                "expected gradients, and a weight for each, got "
+                f"{len(self.gradients)} and {len(self.weights)}"
+            )
+        self._weight_sum = sum(self.weights)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return these elements, in the dtype of the gradients; not to be changed."""
+        return self.cut(part, self.scratch)
+
+    def cut(self, part: slice, scratch: Scratch) -> np.ndarray:
+        """As ``mean[part]``, with other memory for the sum."""
+        mean = self._mean(part, scratch)
+        return mean if self.scale == 1.0 else self._scaled(mean, scratch)
+
+    def _scaled(self, mean: np.ndarray, scratch: Scratch) -> np.ndarray:
+        work = sum_dtype(mean.dtype)
+        product = scratch.arrays(work, 2, mean.size)[1]  # the mean may lie in the first
+        with np.errstate(all="ignore"):  # infinity times 0 is a result
+            np.multiply(mean, self.scale, out=product, dtype=work)
+            if work == mean.dtype:
+                return product
+            rounded = scratch.arrays(mean.dtype, 2, mean.size)[1]
+            np.copyto(rounded, product, casting="same_kind")
+        return rounded
+
+    def _mean(self, part: slice, scratch: Scratch) -> np.ndarray:
+        first = self.gradients[0][part]
+        if len(self.gradients) == 1 and self.weights[0] == 1:
+            return first
+        work = sum_dtype(first.dtype)
+        (total,) = scratch.arrays(work, 1, first.size)
+        rounded: np.ndarray | None = None
+        if work != first.dtype:
+            (rounded,) = scratch.arrays(first.dtype, 1, first.size)
+        parts = map(itemgetter(part), self.gradients)
+        sum_into(total, parts, self.weights, self._weight_sum, self.reduction, rounded)
+        return total if rounded is None else rounded
+
+
+def growing_decay(limit: float, step: int) -> float:
+    """Return the decay of moving averages that follow the step, ``limit`` at most.
+
+    Args:
+        limit: In [0, 1).
+        step: Number of updates that the variables have had.
+
+    Source: ``num_updates`` of ``tf.train.ExponentialMovingAverage``.
+    """
+    return min(limit, (1 + step) / (10 + step))
+
+
+def move_average(
+    average: np.ndarray, value: np.ndarray, out: np.ndarray, decay: float, scratch: Scratch
+) -> None:
+    """Compute ``average - (1 - decay) * (average - value)``, in ``sum_dtype``, rounded once.
+
+    Args:
+        average: 1-D, floating, not longer than the scratch's chunk.
+        value: Of the same length and dtype.
+        out: Where the result goes: ``average`` itself or memory apart from it.
+        decay: In [0, 1].
+        scratch: Work space.
+
+    Source: ``tf.train.ExponentialMovingAverage``.
+    """
+    work = sum_dtype(average.dtype)
+    (difference,) = scratch.arrays(work, 1, average.size)
+    with np.errstate(all="ignore"):  # infinities and NaN are results
+        np.subtract(average, value, out=difference, dtype=work)
+        np.multiply(difference, 1 - decay, out=difference)
+        np.subtract(average, difference, out=out, dtype=work)

@@ -39,7 +39,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.net.connection import Handler, OwnRequest, Request
-from psync.numerics.blocks import bytes_of
+from psync.numerics.memory import bytes_of
 from psync.numerics.sums import cuts
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork

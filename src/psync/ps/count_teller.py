@@ -26,7 +26,7 @@ from typing import Any
 from psync.client.ps_link import PsLink, Question, always
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.store.store import ShardStore
 from psync.wire.frames import Frame
 from psync.wire.messages import CountsHeard, TellCounts

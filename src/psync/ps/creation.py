@@ -13,7 +13,7 @@ import numpy as np
 
 from psync.errors import RemoteProtocolError, ValueMismatchError
 from psync.net.connection import Connection, Handler, Request
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.ps.shard_sets import NO_BYTES, memory_for
 from psync.specs import ShardSpec, dtype_of

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from psync.checkpoints.writer import NONCE
+from psync.checkpoints.files import NONCE
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.net.connection import Answer, Connection, Handler, Request
 from psync.net.shielding import shielded

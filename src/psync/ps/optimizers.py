@@ -17,9 +17,8 @@ import numpy as np
 
 from psync.errors import ValueMismatchError
 from psync.net.connection import Handler, Request
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.layerwise_rules import Sums
-from psync.numerics.update_rule import slot_dtype
+from psync.numerics.memory import BlockPool
+from psync.numerics.rules import Sums, slot_dtype
 from psync.ps.cooperative_work import LongWork
 from psync.ps.shard_sets import ShardSet, memory_for, set_of
 from psync.specs import dtype_of

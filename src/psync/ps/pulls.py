@@ -16,9 +16,8 @@ import numpy as np
 
 from psync.errors import BusyError, RemoteProtocolError, UsageError
 from psync.net.connection import Handler, Request
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import bytes_of
 from psync.numerics.compression import WIDE, narrow_dtype, round_blocks
+from psync.numerics.memory import BlockPool, bytes_of
 from psync.numerics.sums import PIECE_BYTES
 from psync.ps import cooperative_work
 from psync.ps.cooperative_work import LongWork

@@ -11,8 +11,6 @@ import numpy as np
 
 from psync.errors import RemoteProtocolError, UsageError, ValueMismatchError
 from psync.net.connection import Connection, Request
-from psync.numerics.block_pool import BlockPool, roomy
-from psync.numerics.blocks import bytes_of
 from psync.numerics.common_blocks import Adjacent
 from psync.numerics.compression import (
     WIDE,
@@ -22,6 +20,7 @@ from psync.numerics.compression import (
     narrow_dtype,
     split_members,
 )
+from psync.numerics.memory import BlockPool, bytes_of, roomy
 from psync.specs import ShardSpec, dtype_of
 from psync.store.bundles import runs_of
 from psync.store.rows import RowValues

@@ -10,8 +10,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from psync.checkpoints.disk import current_disk
-from psync.checkpoints.files import DataFile, disk_errors
+from psync.checkpoints.files import DataFile, current_disk, disk_errors
 from psync.checkpoints.manifest import Place, Planned
 from psync.errors import CheckpointCorrupt, CheckpointError
 from psync.store.snapshot import Frozen, Loaded

@@ -28,7 +28,7 @@ from psync.errors import (
 )
 from psync.net.connection import Answer, Connection, Handler, Request
 from psync.net.platform import Parts
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.frozen_snapshots import Freezable, FrozenSnapshots, answered
 from psync.ps.snapshot_files import read_items

@@ -33,7 +33,7 @@ from psync.errors import (
     ValueMismatchError,
 )
 from psync.net.connection import Answer, Connection, Request
-from psync.numerics.blocks import bytes_of
+from psync.numerics.memory import bytes_of
 from psync.numerics.sums import Pieces, at_once, sum_dtype
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork

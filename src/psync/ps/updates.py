@@ -26,7 +26,7 @@ from typing import Any, cast
 from psync.cluster import parse_task_name
 from psync.errors import PsyncError
 from psync.net.connection import Handler, Request
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.cut_gate import GateService

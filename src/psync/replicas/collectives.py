@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from psync.numerics.replica_sums import ReduceOp
-from psync.numerics.replica_values import gather_values, reducing_values, regroup
+from psync.numerics.replicas import ReduceOp, gather_values, reducing_values, regroup
 from psync.replicas.chunks import in_turns
 
 Collective = Callable[[Any, Sequence[Any]], Any]

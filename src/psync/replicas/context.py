@@ -24,8 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from psync.client.context import ClosureContext, forbid_in_step, here
 from psync.errors import ContextError
-from psync.numerics.replica_sums import ReduceOp, as_reduce_op
-from psync.numerics.replica_values import local_results, reducing_distributed, select
+from psync.numerics.replicas import (
+    ReduceOp,
+    as_reduce_op,
+    local_results,
+    reducing_distributed,
+    select,
+)
 from psync.replicas import collectives
 from psync.replicas.chunks import in_turns
 from psync.replicas.collectives import Collective

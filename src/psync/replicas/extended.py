@@ -15,19 +15,19 @@ from typing import Any
 from psync.cluster import device_name
 from psync.cluster_roles import is_chief
 from psync.errors import ContextError, EndOfData, ReplicaValueError, UsageError
-from psync.numerics.replica_sums import ReduceOp, as_reduce_op
-from psync.numerics.replica_values import (
+from psync.numerics.replicas import (
     DistributedValues,
     Mirrored,
     PerReplica,
+    ReduceOp,
+    as_reduce_op,
     local_results,
     map_in_pieces,
     map_structures,
-    reduce_distributed,
     reducing_distributed,
     select,
 )
-from psync.numerics.sums import Pieces
+from psync.numerics.sums import Pieces, at_once
 from psync.replicas.chunks import in_turns
 from psync.replicas.context import (
     check_cross_replica,
@@ -545,7 +545,7 @@ class MultiStepContext:
         self._check(name, "set_last_step_output")
         if reduce_op is not None:
             replicas = replicas_in_sync()
-            output = reduce_distributed(as_reduce_op(reduce_op), output, replicas)
+            output = at_once(reducing_distributed(as_reduce_op(reduce_op), output, replicas))
         self.last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:

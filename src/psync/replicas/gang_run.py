@@ -18,7 +18,7 @@ from psync.closures.gang import Gang
 from psync.closures.open import Barrier
 from psync.errors import ClosureInputError, ReplicaValueError
 from psync.net.connection import Answer
-from psync.numerics.replica_values import local_results
+from psync.numerics.replicas import local_results
 from psync.replicas.context import cross_replica
 from psync.serialization.failures import describe_exception
 from psync.serialization.functions import Function

@@ -42,7 +42,7 @@ from psync.errors import (
 from psync.net.connection import Answer as Reached
 from psync.net.connection import Connection, Request
 from psync.net.shielding import shielded
-from psync.numerics.replica_values import local_results, regroup
+from psync.numerics.replicas import local_results, regroup
 from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures
 from psync.replicas.context import forbid_in_merge
 from psync.replicas.gang_run import Arrival, GangRun, fail, merge

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from psync.errors import ReplicaValueError, UnsupportedError, ValueMismatchError
-from psync.numerics.replica_sums import ReduceOp
-from psync.numerics.replica_values import reducing_values
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.replicas import ReduceOp, reducing_values
+from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import sum_dtype
 from psync.replicas.chunks import in_turns
 from psync.replicas.gang_member import GangMember

@@ -10,9 +10,9 @@ from typing import Any
 from psync.client.context import forbid_in_dataset, forbid_in_step
 from psync.client.runtime import Runtime
 from psync.errors import ClosedError, SerializationError, other_loop
-from psync.numerics.replica_sums import ReduceOp
-from psync.numerics.replica_values import (
+from psync.numerics.replicas import (
     DistributedValues,
+    ReduceOp,
     gather_distributed,
     local_results,
     reducing_distributed,

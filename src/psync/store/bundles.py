@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from psync.numerics.block_pool import BlockPool, private
-from psync.numerics.blocks import BLOCK_BYTES, BLOCK_ELEMENTS, BlockArray
 from psync.numerics.common_blocks import CommonBlock, Window
+from psync.numerics.memory import BLOCK_BYTES, BLOCK_ELEMENTS, BlockArray, BlockPool, private
 from psync.store.rows import RowTable
 from psync.store.shard import Shard
 from psync.store.shards import Key, Optimizer

@@ -12,13 +12,10 @@ from typing import cast
 import numpy as np
 
 from psync.errors import UsageError
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.clipping import sum_of_squares
 from psync.numerics.common_blocks import Adjacent
-from psync.numerics.layerwise_rules import LayerwiseRule, Sums
-from psync.numerics.means import MeanGradient
-from psync.numerics.sums import Pieces, Reduction
-from psync.numerics.update_rule import Part, Scratch, UpdateRule
+from psync.numerics.memory import BlockPool, Scratch
+from psync.numerics.rules import LayerwiseRule, Part, Sums, UpdateRule
+from psync.numerics.sums import MeanGradient, Pieces, Reduction, sum_of_squares
 from psync.store.bundles import Bundle, BundleTable
 from psync.store.push_counts import HOME
 from psync.store.shard import BlockWork, Shard, Work, Workspace

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from psync.errors import PartitionError, UnknownVariableError, UsageError
-from psync.numerics.blocks import BlockArray
+from psync.numerics.memory import BlockArray
 from psync.store.ledger import Ledger
 from psync.store.ledger_snapshot import held_updates
 from psync.store.reattach import (

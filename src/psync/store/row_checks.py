@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from psync.errors import ValueMismatchError
-from psync.numerics.blocks import BLOCK_BYTES, bytes_of
-from psync.numerics.row_blocks import RowBlocks
-from psync.numerics.scatter import ascending, check_scatter
+from psync.numerics.memory import BLOCK_BYTES, bytes_of
+from psync.numerics.rows import RowBlocks, ascending, check_scatter
+from psync.numerics.rules import slot_dtype
 from psync.numerics.sums import INDEX_COST
-from psync.numerics.update_rule import slot_dtype
 from psync.store.shard import Shard
 from psync.store.shards import Key, ShardTable
 

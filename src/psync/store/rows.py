@@ -6,7 +6,7 @@ optimizer is *lazy*: rows that are not named, and what is kept beside them, stay
 dense gradient with zeros in these rows would let momenta decay and weights too.
 
 The first time that rows of a shard are asked for, its blocks are laid side by side (see
-``row_blocks``), once. All work is offered in pieces, as in ``shard``.
+``numerics.rows``), once. All work is offered in pieces, as in ``shard``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from typing import NamedTuple
 import numpy as np
 
 from psync.errors import UsageError
-from psync.numerics.block_pool import BlockPool, roomy
-from psync.numerics.blocks import BlockArray
-from psync.numerics.clipping import PIECE, scaled, sum_of_squares
-from psync.numerics.row_blocks import RowBlocks
-from psync.numerics.scatter import combine
-from psync.numerics.sums import Pieces, Reduction, SparseSum, cuts
-from psync.numerics.update_rule import RuleRaised, Scratch
+from psync.numerics.memory import BlockArray, BlockPool, Scratch, roomy
+from psync.numerics.rows import RowBlocks, combine
+from psync.numerics.rules import RuleRaised
+from psync.numerics.sums import (
+    SQUARES_PIECE,
+    Pieces,
+    Reduction,
+    SparseSum,
+    cuts,
+    scaled,
+    sum_of_squares,
+)
 from psync.store.row_checks import RowChecks
 from psync.store.shard import Shard, Work
 from psync.store.shards import Key
@@ -246,8 +251,10 @@ class RowTable(RowChecks):
             shard, gradients, weights, reduction, per_index=per_index
         )
         flat, total = mean.reshape(-1), 0.0
-        for part in cuts(-(-flat.size // PIECE), PIECE * flat.itemsize):
-            total = sum_of_squares(flat[part.start * PIECE : part.stop * PIECE], total)
+        for part in cuts(-(-flat.size // SQUARES_PIECE), SQUARES_PIECE * flat.itemsize):
+            total = sum_of_squares(
+                flat[part.start * SQUARES_PIECE : part.stop * SQUARES_PIECE], total
+            )
             yield
         into.append((total, 0.0))
 

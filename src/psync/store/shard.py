@@ -20,11 +20,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.block_runs import ABOVE_BYTES, BlockRuns
-from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray
+from psync.numerics.memory import (
+    ABOVE_BYTES,
+    BLOCK_ELEMENTS,
+    BlockArray,
+    BlockPool,
+    BlockRuns,
+    Scratch,
+)
 from psync.numerics.sums import Pieces
-from psync.numerics.update_rule import Scratch
 from psync.specs import ShardSpec, dtype_of
 
 MIN_HANDED_OUT = 4

@@ -14,11 +14,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import Block, BlockArray
-from psync.numerics.layerwise_rules import LayerwiseRule, Measurement
-from psync.numerics.means import MeanGradient
-from psync.numerics.update_rule import RuleRaised, UpdateRule
+from psync.numerics.memory import Block, BlockArray, BlockPool
+from psync.numerics.rules import LayerwiseRule, Measurement, RuleRaised, UpdateRule
+from psync.numerics.sums import MeanGradient
 from psync.store.shard import Prepared, Workspace
 
 Gradient = Callable[[Workspace], np.ndarray]

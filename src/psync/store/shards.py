@@ -24,11 +24,15 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import BlockArray, bytes_of
-from psync.numerics.layerwise_rules import LayerwiseRule
-from psync.numerics.rule_configs import rule_from_config
-from psync.numerics.update_rule import ACCUMULATOR, RuleRaised, UpdateRule, slot_dtype
+from psync.numerics.memory import BlockArray, BlockPool, bytes_of
+from psync.numerics.rules import (
+    ACCUMULATOR,
+    LayerwiseRule,
+    RuleRaised,
+    UpdateRule,
+    rule_from_config,
+    slot_dtype,
+)
 from psync.schedules import Config, Schedule
 from psync.specs import ShardSpec
 from psync.store.push_counts import CountState, PushCount, Row

@@ -1,7 +1,7 @@
 """Snapshots of a ps: frozen in place at a cut, and restored.
 
 To freeze is to hold references to blocks: no copy is made, and updates go on, which replace the
-blocks that are held (see ``numerics.blocks``). To load is to make a store and a ledger from a
+blocks that are held (see ``numerics.memory``). To load is to make a store and a ledger from a
 state. The arrays of that store are empty at first, but for constant ones; the caller fills them
 piece by piece, and knows when all of them are there.
 
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from psync.errors import BusyError, CheckpointCorrupt, CheckpointError, UsageError
-from psync.numerics.blocks import BlockArray, bytes_of
-from psync.numerics.row_blocks import RowBlocks
+from psync.numerics.memory import BlockArray, bytes_of
+from psync.numerics.rows import RowBlocks
 from psync.schedules import Config
 from psync.specs import dtype_name, dtype_of
 from psync.store.ledger import Ledger

@@ -34,8 +34,7 @@ from typing import Any
 
 from psync import schedules
 from psync.errors import ConfigurationError, PartitionError, ValueMismatchError
-from psync.numerics.rule_configs import rule_from_config, unknown_in
-from psync.numerics.update_rule import UpdateRule, slot_dtype
+from psync.numerics.rules import UpdateRule, rule_from_config, slot_dtype, unknown_in
 from psync.schedules import OR_OWN, Config
 from psync.specs import STEP_BITS, ShardSpec, dtype_name, dtype_of
 from psync.store.ledger_snapshot import LedgerState, SenderState

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from psync.numerics.clipping import clip_scales, clips_norms
-from psync.numerics.layerwise_rules import LayerwiseRule
-from psync.numerics.update_rule import UpdateRule
+from psync.numerics.rules import LayerwiseRule, UpdateRule, clip_scales, clips_norms
 
 GRADIENTS, UPDATES = "gradients", "updates"
 

@@ -5,7 +5,7 @@ shard, and refuses before anything has changed whatever does not fit.
 
 Reading is free of copies: ``read`` returns references to the shard's blocks, and these bytes
 stay what they are for ever, because a block that is referenced is replaced, not changed
-(see ``numerics.blocks``). Memory is therefore bounded by values, slots and the blocks in flight.
+(see ``numerics.memory``). Memory is therefore bounded by values, slots and the blocks in flight.
 
 ``assign``, ``apply`` and the like return work, to be done block by block: see ``shards``.
 """
@@ -20,10 +20,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from psync.errors import PartitionError, UsageError, ValueMismatchError
-from psync.numerics.block_pool import BlockPool, PoolStatistics
-from psync.numerics.blocks import Block, BlockArray, bytes_of
-from psync.numerics.means import move_average
-from psync.numerics.sums import sum_dtype
+from psync.numerics.memory import Block, BlockArray, BlockPool, PoolStatistics, bytes_of
+from psync.numerics.sums import move_average, sum_dtype
 from psync.specs import dtype_of
 from psync.store.gradients import GradientTable
 from psync.store.shard import BlockWork, Prepared, Shard, Work, Workspace
@@ -45,7 +43,7 @@ class StoreStatistics:
     shards: int  # shards held
     bytes: int  # size of their values
     slot_bytes: int  # size of their slots
-    spare_bytes: int  # size of runs beside those in use, see ``numerics.block_runs``
+    spare_bytes: int  # size of runs beside those in use, see ``numerics.memory``
     applies: int  # finished applies, one per shard
     assigns: int  # finished assigns and moving averages, one per shard
     copies: int  # blocks replaced instead of changed, because a reader held them
@@ -125,7 +123,7 @@ class ShardStore(GradientTable):
                 if op == "assign":
                     np.copyto(target.array, part)
                     return
-                with np.errstate(all="ignore"):  # an overflow is a result, see update_rules
+                with np.errstate(all="ignore"):  # an overflow is a result
                     _UFUNCS[op](present, part, out=target.array)
 
             return Prepared(compute, lambda: self._commit(values, i, target))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psync.errors import ConfigurationError
-from psync.numerics.means import growing_decay
-from psync.numerics.rule_options import flag
+from psync.numerics.rules import flag
+from psync.numerics.sums import growing_decay
 from psync.specs import as_number, checked_integer
 
 REDUCTIONS = ("mean", "sum")

@@ -8,7 +8,7 @@ from typing import Any
 
 from psync.cluster import parse_task_name
 from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.numerics.blocks import bytes_of
+from psync.numerics.memory import bytes_of
 from psync.ps.cooperative_work import LongWork
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.store.step_norms import StepNorms

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgpack
 
-from psync.numerics.blocks import bytes_of
+from psync.numerics.memory import bytes_of
 from psync.ps.executor import Build, Listed
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Client

@@ -25,7 +25,7 @@ from psync.errors import (
 from psync.net.connection import AsIfFrom, Connection, OwnRequest, Request
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.store.step_norms import ShardSums
 from psync.store.sync_config import SyncConfig

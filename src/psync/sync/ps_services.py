@@ -38,7 +38,7 @@ from psync.cluster import parse_task_name
 from psync.errors import ConfigurationError, ConnectionLost, FencedError, PsyncError, UsageError
 from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.ps.accumulators import AccumulatorService
 from psync.ps.computes import Compute, Touches
 from psync.ps.cooperative_work import LongWork

@@ -22,7 +22,7 @@ from typing import Any
 from psync.errors import BusyError, NotServedError, RemoteProtocolError, UsageError
 from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor, Listed
 from psync.ps.locks import PsLocks

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 from psync.net.connection import Request
-from psync.numerics.layerwise_rules import Sums
+from psync.numerics.rules import Sums
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor, awaited

@@ -31,7 +31,7 @@ from psync.errors import ClosedError, FencedError, PsyncError, ValueMismatchErro
 from psync.net.connection import Connection, Handler, OwnRequest, Request
 from psync.net.platform import Platform
 from psync.net.shielding import shielded
-from psync.numerics.block_pool import BlockPool
+from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Build, Listed
 from psync.store.ledger import Client

@@ -13,9 +13,8 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.numerics.layerwise_rules import Sums
+from psync.numerics.rules import Sums, slot_dtype
 from psync.numerics.sums import Reduction
-from psync.numerics.update_rule import slot_dtype
 from psync.ps.shard_sets import Body, ShardSet
 from psync.specs import dtype_of
 from psync.store.rows import RowValues

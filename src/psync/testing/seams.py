@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from psync import schedules
-from psync.api.optimizers.registry import optimizers_here
+from psync.api.optimizers import optimizers_here
 from psync.backups.pairing import Computation
 from psync.client.context import ClosureContext, inside
 from psync.client.runtime import Runtime
@@ -22,9 +22,9 @@ from psync.net.platform import Parts, Platform
 from psync.net.process_state import fresh_process as fresh_process
 from psync.net.secret import Secret
 from psync.net.transport import Network
-from psync.numerics import rule_configs
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import Scratch, UpdateRule
+from psync.numerics import rules
+from psync.numerics.memory import Scratch
+from psync.numerics.rules import RuleOptions, UpdateRule
 from psync.ps_task import PsTask
 from psync.worker_task import WorkerTask
 
@@ -91,7 +91,7 @@ def another_process() -> None:
 @contextlib.contextmanager
 def forgetting_rules() -> Iterator[None]:
     """Forget afterwards the rules and schedules that are registered in a block."""
-    known: tuple[dict[str, Any], ...] = (rule_configs.RULES, schedules._SCHEDULES)
+    known: tuple[dict[str, Any], ...] = (rules.RULES, schedules._SCHEDULES)
     before = [dict(each) for each in known]
     try:
         yield

@@ -9,7 +9,11 @@
         await manager.save()
 
 A checkpoint shows one instant of all ps tasks. It is taken while training continues, so it may be
-saved at any time. All ps tasks write their shards at the same time.
+saved at any time. All ps tasks write their whole snapshots of that cut in parallel; the program
+writes computed arrays, whose inputs it reads from the same cut. A ps that does not see the
+program's directory sends its arrays, and the program writes the same file. Each ps finds that out
+when it is told to write, by a file with a random text that the program has put there. So it costs
+no message, and is right also after a directory was mounted or a ps has moved.
 
 Source: ``tf.train.Checkpoint`` and ``tf.train.CheckpointManager``. There, a sharded variable must
 be restored into the saved number of shards; here, any number works, including for its slots. There,
@@ -20,22 +24,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from psync.api.cluster_coordinator import coordinator_of
-from psync.api.optimizers.state import updates_of
 from psync.api.reads import runtime_of
 from psync.api.scopes import running_scopes, runtime_here
-from psync.checkpoints.files import Reader, checkpoints_in, disk_errors, remove
-from psync.checkpoints.layout import changed_rate, step_of
+from psync.checkpoints.files import (
+    DataFile,
+    Reader,
+    Writer,
+    checkpoints_in,
+    disk_errors,
+    remove,
+    streamed_by_environ,
+)
+from psync.checkpoints.manifest import Layout, Planned, changed_rate, step_of
 from psync.checkpoints.ownership import Owner, own
-from psync.checkpoints.writer import Writer, streamed_by_environ
+from psync.chief.consistent_cut import Cut, WrittenSnapshot
 from psync.client.context import forbid_in_step
 from psync.coordinator import Coordinator
 from psync.errors import (
@@ -47,15 +61,16 @@ from psync.errors import (
     TransportError,
 )
 from psync.net.platform import Parts, random_hex
-from psync.specs import checked_integer
+from psync.numerics.memory import BLOCK_ELEMENTS
+from psync.specs import checked_integer, dtype_of
 from psync.status.html_tables import table
 from psync.status.progress import kind_of, showing, size_of
 from psync.store.snapshot_state import SnapshotState
-from psync.training.saved_arrays import in_thread, write_by_reading, write_cut
-from psync.training.saved_names import with_names_of
-from psync.training.saved_objects import Contents, numbers_of
+from psync.training.saved_objects import Contents, Part, numbers_of, with_names_of
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PREFIX = "ckpt"
 
@@ -64,6 +79,9 @@ OWNER = "OWNER"
 
 LOOK_EVERY_S = 0.1
 """How often progress is looked at."""
+
+FILE_BYTES = 2 << 30
+"""A file of the program's that has as much is followed by another."""
 
 TRIES = 5
 """A save is begun anew when the cut is lost, since a ps was cut off, or lost and recovered."""
@@ -131,7 +149,7 @@ class Checkpoint:
     def _repr_html_(self) -> str:
         contents = self._contents(slots=False)
         rows: list[tuple[object, ...]] = [
-            (name, "variable", each.shape, each.dtype, each.nbytes)
+            (name, "variable", each.shape, each.dtype, sum(part.nbytes for part in each.parts))
             for name, each in contents.arrays.items()
         ]
         others: dict[str, object] = {**contents.optimizers, **contents.states}
@@ -223,12 +241,12 @@ class Checkpoint:
                 raise error
             for name, optimizer in contents.optimizers.items():
                 step = step_of(cut.snapshots, optimizer.number)
-                states[f"{name}/step"] = updates_of(optimizer, step)
+                states[f"{name}/step"] = optimizer._rule.iteration(step)
                 states[f"{name}/learning_rate"] = changed_rate(cut.snapshots, optimizer.number)
             path = await _written(
                 directory, number, contents, states, coordinator.parts,
                 _shown(
-                    functools.partial(write_cut, cut, contents), verbose, directory,
+                    lambda writer: write_cut(cut, contents, writer), verbose, directory,
                     sum(item.nbytes for state in cut.snapshots for item in state.items),
                 ),
                 nonce="" if streamed_by_environ(os.environ) else random_hex(16),
@@ -249,7 +267,7 @@ class Checkpoint:
         return await _written(
             directory, number, contents, states, Parts(),
             _shown(
-                functools.partial(write_by_reading, contents), verbose, directory,
+                lambda writer: _write_parts(writer, contents.parts), verbose, directory,
                 sum(part.nbytes for part in contents.parts),
             ),
         )  # fmt: skip
@@ -481,3 +499,150 @@ def own_directory(directory: Path) -> Owner | None:
             "psync.latest_checkpoint(directory) and Checkpoint.restore(path)",
         )
     return None
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Work on files in a thread; a cancelled caller still waits until it has ended.
+
+    So a checkpoint is not removed, nor its files closed, while it is being completed.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait((work,))
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    if cancelled is None:
+        return work.result()
+    if not work.cancelled():
+        work.exception()  # which nobody wants to hear any more
+    raise cancelled
+
+
+async def write_cut(cut: Cut, contents: Contents, writer: Writer) -> None:
+    """Write what ps tasks held at a cut.
+
+    Args:
+        cut: Held meanwhile.
+        contents: What is wanted by name.
+        writer: Of the checkpoint.
+
+    Raises:
+        CheckpointError: The disk is full, or fails.
+        CutLost, ParameterServerLost, RemoteError, TransportError: A ps did not write, or answer.
+
+    Cancellation: Files are half written.
+    """
+    parts = contents.parts
+    layout = Layout(cut.snapshots, [part for part in parts if part.compute is None])
+    own = await _own(cut, parts, layout)  # first: a ps lets go of what it has written
+    theirs = [_write_snapshot(cut, ps, layout, writer) for ps in range(len(cut.snapshots))]
+    await _together([*theirs, _write_parts(writer, own)])
+
+
+async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: Writer) -> None:
+    """Have all arrays of a ps written, and note what is where."""
+    name = f"ps-{ps:05d}-of-{len(cut.snapshots):05d}"
+    path = writer.temporary.absolute() / f"{name}.safetensors"
+    made = None
+    if writer.nonce:
+        made = await cut.write(ps, str(path), writer.nonce, layout.arrays[ps])
+    if made is None:
+        made = await _write_streamed(cut, ps, layout, path)
+
+    def note() -> None:
+        writer.add_file(path.name, made.size, layout.slices(ps, path.name, made.places))
+        state = cut.snapshots[ps].to_bytes()
+        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, made.places))
+
+    await in_thread(note)
+
+
+async def _write_streamed(cut: Cut, ps: int, layout: Layout, path: Path) -> WrittenSnapshot:
+    """Write what a ps sends."""
+    planned = []
+    for number, label in layout.arrays[ps]:
+        item = cut.snapshots[ps].items[number]
+        planned.append(Planned(label, item.shape, item.dtype, 0, label=label))
+    opened: list[DataFile] = []  # so that who is cancelled while it is opened closes it, too
+    try:
+        await in_thread(lambda: opened.append(DataFile(path, planned)))
+        data_file = opened[0]
+        for number, _ in layout.arrays[ps]:
+            async for piece in cut.pieces(ps, number):
+                await in_thread(data_file.extend, piece)
+            data_file.end_slice()
+        size = await in_thread(data_file.close)
+    finally:
+        for data_file in opened:
+            data_file.abandon()
+    places = [(piece.start, piece.nbytes, piece.crc32) for _, piece in data_file.slices]
+    return WrittenSnapshot(size, places)
+
+
+async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:
+    """Return what no ps writes: what is computed, such as the sum of copies, and new slots.
+
+    Raises:
+        CheckpointError: No ps holds a variable.
+    """
+    own = []
+    for part in parts:
+        found = layout.find(part)
+        if found is None and not part.slot:
+            raise CheckpointError(
+                f"checkpoint: no ps holds {part.tensor!r}",
+                hint="it was declared while the checkpoint was saved: save again",
+            )
+        if found is None:
+            own.append(dataclasses.replace(part, read=functools.partial(_value, _constant(part))))
+        elif part.compute is not None:
+            value = await part.compute(await cut.read(*found))
+            own.append(dataclasses.replace(part, read=functools.partial(_value, value)))
+    return own
+
+
+async def _value(value: Any) -> Any:
+    return value
+
+
+async def _write_parts(writer: Writer, parts: Sequence[Part]) -> None:
+    for number, batch in enumerate(_batches(parts)):
+        name = f"data-{number:05d}.safetensors"
+        data_file = await in_thread(writer.data_file, name, batch)
+        for part in batch:
+            await in_thread(data_file.write, await part.read())
+
+
+def _batches(parts: Sequence[Part]) -> list[list[Part]]:
+    """Return what goes into which file."""
+    batches: list[list[Part]] = []
+    nbytes = FILE_BYTES
+    for part in parts:
+        if nbytes >= FILE_BYTES:
+            batches.append([])
+            nbytes = 0
+        batches[-1].append(part)
+        nbytes += part.nbytes
+    return batches
+
+
+def _constant(part: Part) -> Iterator[np.ndarray]:
+    """Yield, in pieces, a slot that no ps holds yet: as it is before the first push."""
+    dtype = dtype_of(part.dtype)
+    left = part.nbytes // dtype.itemsize
+    elements = np.full(min(left, BLOCK_ELEMENTS), part.fill, dtype)
+    while left > 0:
+        yield elements[:left]
+        left -= elements.size
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Await all; when one fails the others are cancelled, and have ended when it is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None

@@ -17,19 +17,20 @@ from psync.api.cluster_coordinator import coordinator_of
 from psync.api.reads import scope_of
 from psync.api.scopes import running_scopes
 from psync.checkpoints.files import (
+    SavedSnapshots,
     checkpoints_in,
     mark_last,
     remove,
     remove_leftovers,
+    stored_snapshots,
     unmark_last,
+    why_not,
 )
-from psync.checkpoints.stored_snapshots import SavedSnapshots, stored_snapshots, why_not
 from psync.coordinator import Coordinator
 from psync.errors import CheckpointError
 from psync.specs import checked_integer, checked_kind
 from psync.status.html_tables import table
-from psync.training.checkpoint import PREFIX, Checkpoint, coordinator_for, own_directory
-from psync.training.saved_arrays import in_thread
+from psync.training.checkpoint import PREFIX, Checkpoint, coordinator_for, in_thread, own_directory
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,16 @@
 
 Names are paths: ``Checkpoint(model=dense)`` saves the attribute ``w`` of ``dense`` as "model/w".
 So a variable may be called otherwise in the program that restores it, and lie on other ps tasks.
+
+Paths through a list have a position in it, which says nothing of a variable once the list has
+another order. So a ``Trainer`` calls what it finds below a list or tuple by the variable's name,
+and ``Checkpoint(model=[w, b])`` finds it there. Earlier trainers called all variables by their
+positions, "variables/0"; their names are told by what each ps held, which lies in the same files,
+or by shapes that occur once. A guess could swap the values of two variables.
+
+Slots and moving averages are called by the names of their variables. Those that the program did not
+choose say only in which order variables were declared. So what belongs to a variable is looked for
+under the name of the one that had its path.
 """
 
 from __future__ import annotations
@@ -9,9 +19,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
+import logging
+import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,15 +32,40 @@ import numpy as np
 from psync.api.modules import Module
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.on_read import CopyAccess
-from psync.api.optimizers.handles import Optimizer
-from psync.api.optimizers.state import Slot, pushes_of
+from psync.api.optimizers import Optimizer, Slot, pushes_of
+from psync.api.pulls import leaves
 from psync.api.variables import Handle, Variable
-from psync.checkpoints.layout import Wanted
-from psync.checkpoints.manifest import Difference, Manifest, check_state, compare
-from psync.errors import CheckpointMismatch, ConfigurationError, PsyncError, UsageError
+from psync.checkpoints.files import Reader, stored_snapshots
+from psync.checkpoints.manifest import (
+    Difference,
+    Manifest,
+    Tensor,
+    Wanted,
+    check_state,
+    compare,
+)
+from psync.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    ConfigurationError,
+    PsyncError,
+    UsageError,
+)
 from psync.metrics import Metric
 from psync.schedules import Schedule, from_config
-from psync.specs import ShardSpec, dtype_of, shortened
+from psync.specs import ShardSpec, shortened
+from psync.store.snapshot_state import SnapshotState
+
+logger = logging.getLogger(__name__)
+
+_REMEDY = (
+    "or restore it once with psync.Checkpoint(variables=[…], optimizer=optimizer), the list in the "
+    "order in which the trainer had it, and save trainer.checkpoint beside it"
+)
+
+_POSITION = re.compile(r"variables/\d+")
+_STATES = frozenset({"optimizer/step", "history"})
+"""Beside the variables, what only a trainer has saved under these names."""
 
 
 @runtime_checkable
@@ -42,12 +79,8 @@ class Stateful(Protocol):
         """Become what the state says."""
 
 
-@runtime_checkable
-class Checked(Protocol):
-    """One that says whether it can take a state, before anything is restored."""
-
-    def check_checkpoint_state(self, state: Any) -> None:
-        """Raise unless it can take the state."""
+CHECK = "check_checkpoint_state"
+"""A method of objects that say whether they can take a state, before anything is restored."""
 
 
 class SavedState:
@@ -128,11 +161,6 @@ class Array:
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[Part, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
 @dataclass(slots=True)
@@ -223,10 +251,10 @@ class Contents:
         try:
             for name, thing in wanted:
                 check_state(name, states[name])
-                if isinstance(thing, Checked):
-                    thing.check_checkpoint_state(states[name])
+                if (check := getattr(thing, CHECK, None)) is not None:
+                    check(states[name])
             # Those that can refuse come first.
-            for name, thing in sorted(wanted, key=lambda each: isinstance(each[1], Checked)):
+            for name, thing in sorted(wanted, key=lambda each: hasattr(each[1], CHECK)):
                 with contextlib.suppress(Exception):  # a user's object may not be ready for it
                     before.append((thing, thing.checkpoint_state()))
                 thing.restore_checkpoint_state(states[name])
@@ -278,7 +306,7 @@ class Contents:
             (Optimizer, self._add_optimizer),
             (ExponentialMovingAverage, self._add_averages),
             (Metric, self._add_metric),
-            (Module, lambda path, module: self._add_all(path, _held(module))),
+            (Module, self._add_module),
             (Stateful, self._add_state),
             (dict, lambda path, items: self._add_all(path, items.items())),
             (list, self._add_list),
@@ -297,6 +325,10 @@ class Contents:
     def _add_all(self, path: str, items: Iterable[tuple[Any, Any]]) -> ValueOf:
         values = {key: self.add(f"{path}/{key}", item) for key, item in items}
         return lambda *saved: {key: value(*saved) for key, value in values.items()}
+
+    def _add_module(self, path: str, module: Module) -> ValueOf:
+        items = module._checkpoint_items().items()
+        return self._add_all(path, [each for each in items if _holds_something(each[1])])
 
     def _add_list(self, path: str, items: Sequence[Any]) -> ValueOf:
         values = self._add_all(path, enumerate(items))
@@ -367,11 +399,6 @@ def _optimizer_values(
     return values
 
 
-def _held(module: Module) -> list[tuple[str, Any]]:
-    """Return what of a module is saved."""
-    return [each for each in module._checkpoint_items().items() if _holds_something(each[1])]
-
-
 def _holds_something(value: Any) -> bool:
     """Return whether an attribute of a module is saved: settings and functions are not."""
     if isinstance(value, dict):
@@ -420,3 +447,143 @@ def numbers_of(
                 text = f"{path}: expected a learning rate as {name!r}: {exc.message}"
                 raise CheckpointMismatch(text, hint=exc.hint) from None
     return steps, rates
+
+
+# --- names of other programs, on restore ----------------------------------------------------------
+
+
+def by_name(tree: Any) -> Any:
+    """Return the variables in a nesting, as a checkpoint is to hold them: none by its position.
+
+    Args:
+        tree: As ``pull`` takes it.
+    """
+    if isinstance(tree, dict):
+        return {key: by_name(item) for key, item in tree.items() if leaves(item)}
+    if isinstance(tree, list | tuple):
+        return {variable.name: variable for variable in leaves(tree)}
+    return tree
+
+
+def with_names_of(contents: Contents, reader: Reader) -> Manifest:
+    """Return the manifest of a checkpoint, with tensors called as ``contents`` calls them.
+
+    Raises:
+        CheckpointMismatch: A trainer has saved variables by position, and nothing says which is
+            which.
+        CheckpointCorrupt: It is damaged.
+        CheckpointError: It cannot be read.
+    """
+    tensors = reader.manifest.tensors
+    missing = {path: each for path, each in contents.handles.items() if path not in tensors}
+    found: dict[str, str] = {}  # names in the checkpoint → here
+    for path, handle in missing.items():
+        name = _below_list(path, handle.name)
+        if name in tensors and name not in contents.arrays:
+            found[name] = path
+    if missing and not found and _STATES <= reader.manifest.states.keys():
+        positions = [name for name in tensors if _POSITION.fullmatch(name)]
+        found = _positions_of(positions, missing, reader)
+    found |= _renamed(contents, {path: name for name, path in found.items()}, reader)
+    if not found:
+        return reader.manifest
+    kept = {name: tensor for name, tensor in tensors.items() if name not in found}
+    named = {name: replace(tensors[was], name=name) for was, name in found.items()}
+    return replace(reader.manifest, tensors=kept | named)
+
+
+def _renamed(contents: Contents, found: Mapping[str, str], reader: Reader) -> dict[str, str]:
+    """Return the names here of what is called by a variable that has another name by now.
+
+    Args:
+        contents: What is declared here.
+        found: Names in the checkpoint of what it calls otherwise than it is called here.
+        reader: Of the checkpoint.
+    """
+    if not contents.by_variable:
+        return {}
+    try:
+        names = _variable_names(reader)
+    except CheckpointError as exc:  # what is asked for may be whole
+        logger.warning("variable names in %s are unknown: %s", reader.path, exc.message)
+        return {}
+    now = {}
+    for path, handle in contents.handles.items():
+        was = names.get(found.get(path, path), handle.name)
+        if was != handle.name:
+            now[was] = handle.name
+    return {
+        f"{prefix}/{was}": f"{prefix}/{name}"
+        for prefix in contents.by_variable
+        for was, name in now.items()
+        if f"{prefix}/{was}" in reader.manifest.tensors
+    }
+
+
+def _below_list(path: str, variable: str) -> str:
+    """Return how a trainer calls a variable that is at a path through a list; else ""."""
+    parts = path.split("/")
+    at = next((at for at, part in enumerate(parts) if at and part.isdecimal()), None)
+    return "" if at is None else "/".join((*parts[:at], variable))
+
+
+def _positions_of(
+    positions: Iterable[str], missing: Mapping[str, Handle], reader: Reader
+) -> dict[str, str]:
+    """Return the paths of the variables that a trainer has saved by position.
+
+    Raises:
+        CheckpointMismatch: Nothing says which is which.
+    """
+    tensors = reader.manifest.tensors
+    names = _variable_names(reader)
+    paths = {handle.name: path for path, handle in missing.items()}
+    found = {
+        position: paths[names[position]] for position in positions if names.get(position) in paths
+    }
+    kinds = Counter(_kind(tensors[each]) for each in positions if each not in names)
+    rest = [path for path in missing if path not in found.values()]
+    for position in positions:
+        if position in names:
+            continue
+        kind = _kind(tensors[position])
+        fitting = [path for path in rest if kind == (missing[path].shape, missing[path].spec.dtype)]
+        if len(fitting) == kinds[kind] == 1:
+            found[position] = fitting[0]
+        elif fitting:
+            raise CheckpointMismatch(
+                f"{reader.path}: {position!r} may be the value of "
+                + " or ".join(f'"{missing[path].name}"' for path in fitting)
+                + ": a trainer of an earlier psync has saved it by its position alone",
+                hint=_REMEDY.removeprefix("or "),
+            )
+    if wrong := {each: names[each] for each in positions if each in names and each not in found}:
+        declared = ", ".join(f'"{missing[path].name}"' for path in rest) or "no other"
+        saved = ", ".join(f'{position!r} of "{name}"' for position, name in wrong.items())
+        raise CheckpointMismatch(
+            f"{reader.path}: it has {saved}; declared here: {declared}",
+            hint=f"give the variables the names that they had, {_REMEDY}",
+        )
+    return found
+
+
+def _variable_names(reader: Reader) -> dict[str, str]:
+    """Return of which variable each tensor is the value, as far as what each ps held says it."""
+    values: dict[tuple[str, int], str] = {}  # (file, first byte) → variable
+    for snapshot in stored_snapshots(reader.path) if reader.manifest.snapshots else ():
+        state = SnapshotState.from_bytes(snapshot.state, str(snapshot.file))
+        variables = {spec.key: spec.variable for spec in state.shards}
+        for place in snapshot.places:
+            item = state.items[place.item]
+            if place.nbytes and not item.slot:
+                values[snapshot.file.name, place.start] = variables[item.key]
+    return {
+        tensor.name: values[piece.file, piece.start]
+        for tensor in reader.manifest.tensors.values()
+        for piece in tensor.slices
+        if piece.nbytes and (piece.file, piece.start) in values
+    }
+
+
+def _kind(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    return tensor.shape, tensor.dtype

@@ -35,9 +35,8 @@ from psync.client.context import forbid_in_step
 from psync.errors import CheckpointError, CheckpointMismatch, ConfigurationError, UsageError
 from psync.net.environment import note_training_began, run_over, training_presence
 from psync.specs import checked_integer, checked_kind
-from psync.training.callback_calls import call_back
 from psync.training.checkpoint import PREFIX, Checkpoint
-from psync.training.evaluation import awaited
+from psync.training.epochs import awaited, call_back
 from psync.worker.step_thread import StepThread
 
 logger = logging.getLogger(__name__)

@@ -7,45 +7,185 @@ required ``steps_per_epoch``. Unlike there, callbacks may receive batches.
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import logging
+import math
+import operator
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
+
+import numpy as np
 
 from psync.api.cluster_coordinator import ClusterCoordinator, running_coordinator
 from psync.api.datasets import PerWorkerDataset
 from psync.api.global_step import get_or_create_global_step
-from psync.api.optimizers.handles import Optimizer
+from psync.api.optimizers import Optimizer
 from psync.api.pulls import leaves, pairs, pull
 from psync.api.strategy import ParameterServerStrategy
 from psync.callbacks import Callback
 from psync.client.context import current_closure, forbid_in_step
-from psync.errors import ConfigurationError, EndOfData
+from psync.errors import ConfigurationError, EndOfData, ValueMismatchError
 from psync.gradients import GradientFunction
 from psync.metrics import Mean, Metric
 from psync.serialization.remote_value import RemoteValue
-from psync.specs import checked_integer, checked_kind
+from psync.specs import checked_integer, checked_kind, plain_array
 from psync.status.progress import progress_of
-from psync.training.callback_calls import call_back, call_ends
 from psync.training.checkpoint import Checkpoint
 from psync.training.checkpoint_manager import CheckpointManager
-from psync.training.epoch_runs import EpochRuns
-from psync.training.evaluation import (
-    SHARDS_PER_WORKER,
-    Counts,
-    Shard,
-    awaited,
-    evaluate,
-    parts_of,
-    say_over,
-    shards_of,
-)
-from psync.training.fit_state import FitState, History
-from psync.training.saved_names import by_name
+from psync.training.epochs import EpochRuns, FitState, History, awaited, call_back, call_ends
+from psync.training.saved_objects import by_name
+from psync.worker.data_sources import ArrayDataset
+from psync.worker.element_specs import leaves_of, map_nest
 
 logger = logging.getLogger(__name__)
+
+
+Shard = Iterable[Any] | functools.partial[Any]
+"""Batches, or what makes them on the worker."""
+
+SHARDS_PER_WORKER = 5
+"""As in Keras: fewer leave workers idle at the end, more cost a pull each."""
+
+
+def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Shard]:
+    """Cut validation data into shards.
+
+    Args:
+        data: (x, y) or (x, y, sample_weight), arrays of one length, or dicts of them; a function
+            (shard, number of shards) → finite iterable of batches, called on workers; or a list
+            of shards, each a finite iterable of batches.
+        num_shards: How many; a list has its own number.
+        batch_size: Of arrays.
+
+    Raises:
+        ConfigurationError: It is nothing of this kind, or empty.
+    """
+    if callable(data):
+        if inspect.iscoroutinefunction(data) or inspect.isasyncgenfunction(data):
+            raise ConfigurationError("validation data: expected a plain function, got a coroutine")
+        return [functools.partial(data, number, num_shards) for number in range(num_shards)]
+    if isinstance(data, tuple) and any(map(_is_of_rows, data)):
+        try:
+            arrays = map_nest(plain_array, data)
+        except (TypeError, ValueError) as exc:
+            raise ConfigurationError(f"validation data: expected arrays, got {exc}") from exc
+        found = leaves_of(arrays)
+        lengths = {len(array) if array.ndim else -1 for array in found}
+        if len(lengths) != 1 or min(lengths) < 1:
+            raise ConfigurationError(
+                "validation data: expected arrays of one length, at least 1, got shapes "
+                f"{[array.shape for array in found]}"
+            )
+        cuts = np.linspace(0, lengths.pop(), num_shards + 1).astype(int)
+        return [
+            ArrayDataset(map_nest(operator.itemgetter(slice(start, stop)), arrays), batch_size)
+            for start, stop in itertools.pairwise(cuts)
+            if start < stop
+        ]
+    if isinstance(data, Sequence) and data and not isinstance(data, str | bytes):
+        if any(map(_is_of_rows, data)):
+            raise ConfigurationError(
+                f"validation data: got a {type(data).__name__} of arrays, which is not a list of "
+                "shards",
+                hint="a tuple of arrays: (x, y)",
+            )
+        return list(data)
+    raise ConfigurationError(
+        f"validation data: got {type(data).__name__}",
+        hint="expected a tuple of arrays (x, y), a function (shard, num_shards) -> batches, or a "
+        "list of shards",
+    )
+
+
+def _is_of_rows(part: object) -> bool:
+    """Return whether a part of validation data is an array, or a dict of them."""
+    return hasattr(part, "__array__") or isinstance(part, Mapping)
+
+
+def parts_of(made: Any) -> Sequence[Any]:
+    """Return (loss, …) of what a function of the user has made of a batch.
+
+    Raises:
+        ValueMismatchError: It is none.
+    """
+    if not isinstance(made, tuple | list) or len(made) not in (2, 3):
+        got = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
+        raise ValueMismatchError(
+            "value_and_grad: expected (loss, gradients) or (loss, gradients, predictions), "
+            f"got {got}",
+            hint="for evaluation alone, loss_and_predictions returns (loss, predictions)",
+        )
+    return made
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return how many examples a batch has: the length of its first array; 1 if it has none."""
+    while isinstance(batch, tuple | list | dict) and batch:
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    shape = np.shape(batch)
+    return int(shape[0]) if shape else 1
+
+
+class Counts:
+    """Sums of batches for the loss and the metrics, not yet added to these.
+
+    Args:
+        metrics: First "loss", the mean of the losses, weighted by batch size; then the others, of
+            predictions.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self._metrics = dict(metrics)
+        self._loss = self._metrics.pop("loss")
+        self.sums: list[Any] = [0.0] * len(metrics)
+
+    def note(self, batch: Any, loss: Any, predictions: Sequence[Any]) -> None:
+        """Count a batch.
+
+        Args:
+            batch: (x, y) or (x, y, sample_weight), if there are metrics.
+            loss: Its mean loss.
+            predictions: Empty, or (predictions,).
+
+        Raises:
+            ValueMismatchError: The loss is no number; there are metrics and no predictions, or they
+                do not fit.
+        """
+        if math.prod(np.shape(loss)) != 1:
+            raise ValueMismatchError(
+                f"loss: expected a number, got shape {np.shape(loss)}", hint="the mean of the batch"
+            )
+        self.sums[0] += self._loss.contribution(
+            np.reshape(loss, (1,)), sample_weight=[batch_size_of(batch)]
+        )
+        if not self._metrics:
+            return
+        if not predictions:
+            raise ValueMismatchError(
+                f"metrics {', '.join(self._metrics)} need predictions",
+                hint="let value_and_grad return (loss, gradients, predictions)",
+            )
+        if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+            raise ValueMismatchError(
+                "a batch for metrics: expected (x, y) or (x, y, sample_weight), got "
+                f"{type(batch).__name__}"
+            )
+        _, y, *weights = batch
+        weight = weights[0] if weights else None
+        for position, metric in enumerate(self._metrics.values(), 1):
+            self.sums[position] += metric.contribution(y, predictions[0], sample_weight=weight)
+
+
+def say_over(epoch: int, epochs: int) -> None:
+    """Say in the log why training ends before its last epoch."""
+    logger.warning(
+        "training ends with epoch %d of %d: the workers' data started and ended in it; provide "
+        "more data (num_epochs=None), or use fewer steps_per_epoch", epoch + 1, epochs,
+    )  # fmt: skip
 
 
 class Trainer:
@@ -298,7 +438,23 @@ class Trainer:
         """
         shards = self._shards(data, batch_size, num_shards)
         coordinator = ClusterCoordinator(self.strategy)
-        return await evaluate(coordinator, self.variables, self._evaluated, self._counted, shards)
+        variables, value_of, metrics = self.variables, self._evaluated, self._counted
+
+        async def evaluate_shard(shard: Shard) -> list[Any]:
+            values = await pull(variables)
+            counts = Counts(metrics)
+            for batch in shard() if isinstance(shard, functools.partial) else shard:
+                first, *rest = parts_of(await awaited(value_of(values, batch)))
+                counts.note(batch, first, rest[-1:])
+            return counts.sums
+
+        # A closure that is lost with its worker runs again, and only its last run has a result.
+        results = [coordinator.schedule(evaluate_shard, args=(shard,)) for shard in shards]
+        await coordinator.join()
+        totals = [sum(parts) for parts in zip(*await coordinator.fetch(results), strict=True)]
+        if not np.ndim(totals[0]):
+            raise ConfigurationError("validation data: expected at least one batch, got none")
+        return await self._logs_of(totals)
 
     def _shards(self, data: Any, batch_size: int, num_shards: int | None = None) -> Sequence[Shard]:
         """Cut data as ``evaluate`` does, or say what is wrong with them."""

@@ -20,9 +20,8 @@ from psync.net.shared import bodies, regions
 from psync.net.shared.bodies import MAX_REGIONS, BorrowedBody, Sharing, Waker
 from psync.net.shared.loans import Loan
 from psync.net.shared.regions import SLAB_BYTES, SharedMemory
-from psync.numerics import block_pool
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import Block
+from psync.numerics import memory as blocks
+from psync.numerics.memory import Block, BlockPool
 from psync.testing import memory_sharing
 from psync.testing.memory_sharing import channels
 from psync.wire import lent
@@ -832,7 +831,7 @@ def test_memory_is_never_written_while_it_is_read_and_free_at_last(
         (bodies, "LENT_BYTES", 3000),
         (bodies, "MAX_GIVEN", 8),
         (lent, "COPY_BYTES", 60),
-        (block_pool, "_MIN_POOLED_BYTES", 1),
+        (blocks, "_MIN_POOLED_BYTES", 1),
         (memory_sharing, "REFUSED", 0.1),
     ):
         monkeypatch.setattr(where, name, value)

@@ -23,8 +23,7 @@ from psync.net.endpoint import Endpoint
 from psync.net.shared import bodies, regions
 from psync.net.shared.bodies import Sharing
 from psync.net.transport import SocketNetwork
-from psync.numerics.block_pool import BlockPool
-from psync.numerics.blocks import Block
+from psync.numerics.memory import Block, BlockPool
 from psync.wire import lent
 from psync.wire.frames import Kind
 from psync.wire.handshake import BULK

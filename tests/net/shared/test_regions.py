@@ -35,7 +35,7 @@ from psync.net.shared.regions import (
     offset_of,
     region_of,
 )
-from psync.numerics.block_runs import SHARING_BYTES
+from psync.numerics.memory import SHARING_BYTES
 from psync.specs import dtype_of
 from psync.testing import run_virtual
 from psync.wire.lent import LENT_ABOVE_BYTES

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psync.checkpoints.files import DataFile, Reader, checkpoints_in
+from psync.checkpoints.files import DataFile, Reader, Writer, checkpoints_in
 from psync.checkpoints.manifest import Place, Planned
-from psync.checkpoints.writer import Writer
 from psync.testing.sabotage import SabotagedParts
 from psync.testing.sabotage.early_writer import EarlyWriter
 

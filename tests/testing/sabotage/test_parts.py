@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from law import MODULES, imports_in
-from psync.checkpoints.writer import Writer
+from psync.checkpoints.files import Writer
 from psync.net.connection import Connection
 from psync.net.environment import parts_of
 from psync.net.platform import Parts

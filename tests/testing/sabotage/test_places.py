@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from psync.checkpoints.writer import Writer
+from psync.checkpoints.files import Writer
 from psync.store.store import ShardStore
 from psync.testing.sabotage import Failpoints
 from psync.testing.sabotage.places import PLACES, Place, with_places

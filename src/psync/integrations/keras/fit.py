@@ -24,8 +24,7 @@ from psync.integrations.served import in_thread
 from psync.metrics import Metric
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_integer
-from psync.training.evaluation import SHARDS_PER_WORKER, Shard
-from psync.training.trainer import Trainer
+from psync.training.trainer import SHARDS_PER_WORKER, Shard, Trainer
 
 if TYPE_CHECKING:
     from psync.api.strategy import ParameterServerStrategy

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from psync import optimizers, schedules
-from psync.api.optimizers.handles import Optimizer
+from psync.api.optimizers import Optimizer
 from psync.errors import ConfigurationError
 
 RULES: dict[str, type[Optimizer]] = {

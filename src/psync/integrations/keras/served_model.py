@@ -23,7 +23,7 @@ from typing import Any, Never
 
 import numpy as np
 
-from psync.api.optimizers.handles import Optimizer
+from psync.api.optimizers import Optimizer
 from psync.api.scopes import scope_for
 from psync.callbacks import Callback
 from psync.client.context import current_closure, wait

@@ -21,7 +21,7 @@ from psync.integrations.keras.metrics import (
     set_metrics,
 )
 from psync.integrations.keras.models import BuiltModel, checked_backend
-from psync.numerics.scatter import IndexedSlices
+from psync.numerics.rows import IndexedSlices
 from psync.specs import check_not_masked
 
 _SPREAD = 0x9E3779B9

@@ -6,7 +6,7 @@ It is sealed once its owner has mapped it: it keeps its size, or who reads it wo
 signal, and each later mapping can only be read. Its pages are there from the beginning, and are
 its owner's in all accounts.
 
-``SharedMemory`` cuts regions into *roots*, arrays of bytes as ``numerics.blocks`` counts references
+``SharedMemory`` cuts regions into *roots*, arrays of bytes as ``numerics.memory`` counts references
 to: memory is used again when nobody sees it any more, here or elsewhere, and then only.
 """
 
@@ -30,8 +30,7 @@ import numpy as np
 from psync.errors import RemoteProtocolError
 from psync.net.shared.views import address_of, root_of
 from psync.net.shared.windows import Windows
-from psync.numerics.block_pool import POOL_BYTES, BlockPool, roomy
-from psync.numerics.block_runs import SHARING_BYTES
+from psync.numerics.memory import POOL_BYTES, SHARING_BYTES, BlockPool, roomy
 from psync.wire.lent import LENT_ABOVE_BYTES
 
 SLAB_BYTES = 16 << 20

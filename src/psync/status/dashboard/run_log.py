@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from psync.checkpoints.disk import regular
+from psync.checkpoints.files import regular
 from psync.checkpoints.ownership import Owner, own
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.status.model import ShardStatus, Status, from_plain

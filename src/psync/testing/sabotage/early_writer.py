@@ -21,6 +21,7 @@ from psync.checkpoints.files import (
     COMMIT,
     MANIFEST,
     DataFile,
+    Writer,
     disk_errors,
     write_synced,
 )
@@ -33,7 +34,6 @@ from psync.checkpoints.manifest import (
     Tensor,
     commit_line,
 )
-from psync.checkpoints.writer import Writer
 
 BLANK = "blank.safetensors"
 """Zeros in the place of everything."""

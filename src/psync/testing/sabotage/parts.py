@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar, cast
 
-from psync.checkpoints.writer import Writer
+from psync.checkpoints.files import Writer
 from psync.client.outgoing import Outgoing
 from psync.client.sync_client import SyncClient
 from psync.net.connection import Connection

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from psync.backups.sender import BackupSender
-from psync.checkpoints.writer import Writer
+from psync.checkpoints.files import Writer
 from psync.chief.closure_service import ClosureService
 from psync.client.ps_client import PsClient
 from psync.client.sync_client import SyncClient

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from psync.checkpoints.disk import Disk
+from psync.checkpoints.files import Disk
 from psync.testing.simulation.processes import current_process
 
 WRITTEN_BACK_S = 30.0

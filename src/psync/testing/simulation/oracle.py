@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from psync.checkpoints.files import Reader, checkpoints_in
-from psync.checkpoints.stored_snapshots import check_places, stored_snapshots
+from psync.checkpoints.files import Reader, check_places, checkpoints_in, stored_snapshots
 from psync.errors import PsyncError
 from psync.testing.simulation.drawing import EXACT
 from psync.testing.simulation.workload.tables import COUNTED, Fault, Look, Seen, Values

@@ -24,7 +24,7 @@ from psync.client.outgoing import Outgoing
 from psync.closures import dispatcher
 from psync.net.connection import OwnRequest, Request
 from psync.net.shared import bodies, regions
-from psync.numerics import block_pool, block_runs, blocks
+from psync.numerics import memory
 from psync.ps import cooperative_work, executor
 from psync.replicas import closure_messages
 from psync.wire import frames, lent
@@ -71,18 +71,18 @@ class Size(NamedTuple):
 
 
 SIZES: Mapping[str, Size] = {
-    "blocks": Size(((blocks, "BLOCK_BYTES"),), (8, 64, 128)),
+    "blocks": Size(((memory, "BLOCK_BYTES"),), (8, 64, 128)),
     "turns": Size(((cooperative_work, "INLINE_BYTES"),), (0, 40_000)),
     "slow pieces": Size(((cooperative_work, "PIECE_S"),), (0.0005, 0.01)),
     "cores": Size(((cooperative_work, "usable_cores"),), (2, 4), _answer),
     "whole pushes": Size(((frames, "SMALL_BODY_BYTES"),), (0, 100)),
     "lent": Size(
-        ((lent, "LENT_ABOVE_BYTES"), (bodies, "PIECE_BYTES"), (block_runs, "ABOVE_BYTES")),
+        ((lent, "LENT_ABOVE_BYTES"), (bodies, "PIECE_BYTES"), (memory, "ABOVE_BYTES")),
         (0, 100),
     ),
     "kept": Size(((bodies, "KEPT_BYTES"),), (0, 1_000)),
-    "runs": Size(((block_runs, "MAX_RUNS"), (block_runs, "UNUSED_AFTER")), (1, 2)),
-    "used again": Size(((block_pool, "_MIN_POOLED_BYTES"),), (16,)),
+    "runs": Size(((memory, "MAX_RUNS"), (memory, "UNUSED_AFTER")), (1, 2)),
+    "used again": Size(((memory, "_MIN_POOLED_BYTES"),), (16,)),
     "copied at once": Size(((lent, "COPY_BYTES"),), (8, 64)),
     "slabs": Size(((regions, "SLAB_BYTES"), (regions, "ARENA_BYTES")), (256, 4096)),
     "creation": Size(((creation, "MESSAGE_BYTES"),), (1,)),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psync
-from psync.checkpoints.disk import current_disk
+from psync.checkpoints.files import current_disk
 from psync.errors import ConnectFailed, ParameterServerLost
 from psync.launch.tasks import make_task
 from psync.net.platform import Platform, entropy

@@ -13,7 +13,7 @@ import numpy as np
 
 import psync
 from psync.api import scopes
-from psync.api.optimizers.registry import optimizers_here
+from psync.api.optimizers import optimizers_here
 from psync.errors import (
     AttachError,
     CheckpointError,

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 import psync
-from psync.numerics.means import move_average
-from psync.numerics.update_rule import Scratch, UpdateRule
+from psync.numerics.memory import Scratch
+from psync.numerics.rules import UpdateRule
+from psync.numerics.sums import move_average
 from psync.testing.simulation.journal import Journal, Note, Run
 from psync.testing.simulation.plan import Call, Plan
 from psync.testing.simulation.workload.tables import (

@@ -16,10 +16,9 @@ import numpy as np
 
 import psync
 from psync.client.context import current_closure
-from psync.numerics.clipping import clipped_by_norm
-from psync.numerics.layerwise_rules import LayerwiseRule
-from psync.numerics.means import growing_decay, move_average
-from psync.numerics.update_rule import Scratch, UpdateRule
+from psync.numerics.memory import Scratch
+from psync.numerics.rules import LayerwiseRule, UpdateRule, clipped_by_norm
+from psync.numerics.sums import growing_decay, move_average
 from psync.testing.simulation.journal import Closure, Note, Run
 from psync.testing.simulation.plan import Call, Plan
 from psync.testing.simulation.workload.tables import Fault, Handles, Look, Table, optimizer_of

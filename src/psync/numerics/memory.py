@@ -1,0 +1,672 @@
+"""Memory of shards: blocks that are copied on write by reference count, pools, runs of blocks.
+
+A ps answers a pull with the memory of the shard itself: the transport keeps a reference until the
+kernel has taken the bytes. A later update must not change those bytes, and must not copy a shard of
+64 MiB either because one reader is slow. So a shard is a list of blocks of at most 1 MiB, reading
+it means holding references to its blocks, and an update works in place on a block without
+references and writes a fresh one otherwise.
+
+Whether a block is referenced is read off a reference count, because there is no callback when a
+transport, a snapshot list or a user drops its view. **The count is taken on the root, the array
+that owns the memory, and never on a view**:
+
+- a slice of any view has the *root* as its ``base`` (numpy collapses chains of views), so a count
+  on the view it was made from would miss it;
+- a ``memoryview`` refers to its exporter, and slices of a memoryview share that one reference; as
+  psync exports roots only, all of them appear at the root.
+
+One thing stays invisible to the count: another name for the very object ``Block.array``. It
+therefore never leaves the code that updates the block. The counting needs CPython's reference
+counts; what an idle root's count is gets measured at import, since it differs between versions.
+
+*Pools* exist because fresh memory is dear: the page faults of a new buffer cost as much as filling
+it. Roots are given to a pool while others may still see them; it hands out only those that nobody
+else refers to.
+
+*Runs*: blocks are replaced one by one while somebody sees them, which would scatter them. So a
+dense array in memory that others can see has runs: pieces of memory with a block for each of its
+blocks. An update goes to a run of which nobody sees anything, all of it to the same one: the run
+where the array is, unless that is read. It reads the old block and writes the new one wherever that
+lies, so this costs no copy. What was read is given back before long, and is written to again:
+as many runs as there are versions that somebody reads, and one, serve for ever. The new blocks of
+all of it take the places of the old ones together, with the last one: who reads while an update is
+under way would else see some of each, in two runs.
+
+Beyond a bound, and where there is no memory for a run, blocks are replaced as ever, by single ones
+from the pool, and what reads them copies them; the next update that finds a run free brings them
+together again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from psync.errors import UsageError
+
+CHUNK = 1 << 18
+"""Elements per chunk: 1 MiB of float32. Measured for chunks of 16 to 256 Ki elements on a CPU with
+1 MiB of L2 and 32 MiB of L3: each doubling makes SGD (6 to 12 GB/s) and Adam (1.8 to 2.4 GB/s)
+faster, with two such processes at once too."""
+
+
+class Scratch:
+    """Work space shared by rules: a few chunk-long arrays per dtype, created on first use.
+
+    Only one ``apply`` at a time may use it.
+
+    Args:
+        chunk: Elements per chunk; the results do not depend on it.
+    """
+
+    def __init__(self, chunk: int = CHUNK) -> None:
+        self.chunk = chunk
+        self._arrays: dict[np.dtype, list[np.ndarray]] = {}
+
+    def arrays(self, dtype: np.dtype, count: int, size: int) -> list[np.ndarray]:
+        """Return ``count`` distinct, uninitialized arrays of ``size`` elements."""
+        made = self._arrays.setdefault(dtype, [])
+        if made and made[0].size < size:  # longer than a chunk
+            made.clear()
+        while len(made) < count:
+            made.append(np.empty(max(self.chunk, size), dtype))
+        return [made[i][:size] for i in range(count)]
+
+
+# --- pools ---------------------------------------------------------------------------------------
+
+
+POOL_BYTES = 256 << 20
+"""Default bound of a pool: what a few 64 MiB tensors in flight need."""
+
+_MIN_POOLED_BYTES = 4096  # below a page malloc is as quick as the pool's own bookkeeping
+_PROBES = 8  # roots looked at per take(): keeps it O(1) when readers hold many
+
+
+def roomy(nbytes: int) -> int:
+    """Return a size of at least ``nbytes``, and at most a quarter more, that is one of few.
+
+    For memory whose size is another one each time: a pool hands out sizes that come again.
+    """
+    if nbytes <= _MIN_POOLED_BYTES:
+        return nbytes
+    quarter = 1 << (nbytes - 1).bit_length() - 3
+    return -(-nbytes // quarter) * quarter
+
+
+def private(nbytes: int) -> np.ndarray:
+    """Return a new root of ordinary memory."""
+    return np.empty(nbytes, np.uint8)
+
+
+def no_run(nbytes: int, offset: int) -> memoryview | None:
+    """Return None: there is nobody who would see it in one piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """A snapshot of a pool."""
+
+    hits: int  # take() and lend() calls that were served with recycled memory
+    misses: int  # those that were served with new memory
+    evicted: int  # roots dropped because the pool was full
+    roots: int  # roots in the pool now, those that others still see included
+    bytes: int  # their size
+    max_bytes: int  # the bound of ``bytes`` now
+
+
+class BlockPool:
+    """Recycles memory that nobody references any more.
+
+    Single owner, never blocks. Invariant: memory handed out by ``take`` is referenced
+    by nobody else, and is no longer in the pool.
+
+    Args:
+        max_bytes: Bound of what the pool keeps alive; the least recently given go first.
+        source: Where new memory comes from; may be replaced.
+        run: Where that of runs comes from (``BlockRuns``): given its size, and an offset that its
+            first byte shares the place in a page with; may be replaced.
+        may_grow: Whether what is lent may raise the bound now, if that much is in use.
+
+    Attributes:
+        bound: Of what is kept: ``max_bytes``, or more until ``shrink``.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int = POOL_BYTES,
+        source: Callable[[int], np.ndarray] = private,
+        run: Callable[[int, int], memoryview | None] = no_run,
+        may_grow: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._max_bytes = self.bound = max_bytes
+        self.may_grow = may_grow
+        self.source = source
+        self.run = run
+        # id -> root, least recently given first. The pool's ONLY reference to a root is here.
+        self._roots: OrderedDict[int, np.ndarray] = OrderedDict()
+        # nbytes -> ids of the roots of that size, the next to be looked at first.
+        self._by_size: dict[int, OrderedDict[int, None]] = {}
+        self._bytes = 0
+        self._hits = 0
+        self._misses = 0
+        self._evicted = 0
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """Return a 1-D uint8 array of exactly ``nbytes`` that owns its memory.
+
+        Its contents are arbitrary. The caller is its only owner.
+        """
+        key = self._unseen(nbytes)
+        return self.source(nbytes) if key is None else self._remove(key)
+
+    def lend(self, nbytes: int) -> np.ndarray:
+        """As ``take``, and ``give`` at once: handed out again when nobody sees it any more."""
+        key = self._unseen(nbytes)
+        if key is None:
+            root = self.source(nbytes)
+            if self.may_grow():
+                self._grow(nbytes)
+            self.give(root)
+            return root
+        self._by_size[nbytes].move_to_end(key)
+        self._roots.move_to_end(key)
+        return self._roots[key]
+
+    def _grow(self, nbytes: int) -> None:
+        """Raise the bound for so much more, unless there is something that nobody sees.
+
+        To forget what is in use would free nothing, and who uses more than the bound at one time
+        will do so again.
+        """
+        while self._bytes + nbytes > self.bound:
+            for key in list(itertools.islice(self._roots, _PROBES)):
+                if _references(self._roots, key) == _UNSEEN_IN_POOL:
+                    self._evict(key)
+                    break
+                self._roots.move_to_end(key)
+            else:
+                self.bound = self._bytes + nbytes
+
+    def shrink(self) -> None:
+        """Take the bound back to what it was, and forget what nobody sees beyond it."""
+        self.bound = self._max_bytes
+        for key in list(self._roots):
+            if self._bytes <= self.bound:
+                break
+            if _references(self._roots, key) == _UNSEEN_IN_POOL:
+                self._evict(key)
+
+    def _unseen(self, nbytes: int) -> int | None:
+        """Return the key of a root of this size that nobody else sees; None: there is none."""
+        waiting = self._by_size.get(nbytes)
+        if waiting is not None:
+            for _ in range(min(_PROBES, len(waiting))):
+                key = next(iter(waiting))
+                if _references(self._roots, key) == _UNSEEN_IN_POOL:
+                    self._hits += 1
+                    return key
+                waiting.move_to_end(key)
+        self._misses += 1
+        return None
+
+    def zeros(self, nbytes: int) -> np.ndarray:
+        """Return new memory like ``take``, all of it 0."""
+        if self.source is private:  # zeros come from the kernel, page by page as they are touched
+            return np.zeros(nbytes, np.uint8)
+        root = self.source(nbytes)
+        root.fill(0)
+        return root
+
+    def give(self, root: np.ndarray) -> None:
+        """Let the pool hand out ``root`` again once nobody references it.
+
+        May be called while others still use it, and more than once.
+
+        Args:
+            root: An array as ``take`` returned it; not a view of one, whose users could
+                not be counted.
+
+        Raises:
+            UsageError: If ``root`` is a view or not a 1-D uint8 array.
+        """
+        # Of shared memory a root has the memory itself as its base, which is no array.
+        owns = root.flags.owndata or isinstance(root.base, memoryview)
+        if type(root) is not np.ndarray or not owns:
+            raise UsageError("a pool takes back only arrays that own their memory, got a view")
+        if root.dtype != np.uint8 or root.ndim != 1:
+            raise UsageError(
+                f"a pool takes back only 1-d uint8 arrays, got {root.ndim}-d {root.dtype}"
+            )
+        if not _MIN_POOLED_BYTES <= root.nbytes <= self.bound:
+            return
+        key = id(root)
+        if key in self._roots:
+            self._roots.move_to_end(key)
+            return
+        while self._bytes + root.nbytes > self.bound:
+            self._evict(next(iter(self._roots)))
+        self._roots[key] = root
+        self._by_size.setdefault(root.nbytes, OrderedDict())[key] = None
+        self._bytes += root.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what is kept alive."""
+        return self._bytes
+
+    def statistics(self) -> PoolStatistics:
+        """Return counters and sizes as of now."""
+        return PoolStatistics(
+            self._hits, self._misses, self._evicted, len(self._roots), self._bytes, self.bound
+        )
+
+    def _evict(self, key: int) -> None:
+        self._remove(key)
+        self._evicted += 1
+
+    def _remove(self, key: int) -> np.ndarray:
+        root = self._roots.pop(key)
+        same_size = self._by_size[root.nbytes]
+        del same_size[key]
+        if not same_size:  # sizes come from peers: their number must not grow for ever
+            del self._by_size[root.nbytes]
+        self._bytes -= root.nbytes
+        return root
+
+
+def _references(roots: OrderedDict[int, np.ndarray], key: int) -> int:
+    return sys.getrefcount(roots[key])
+
+
+_UNSEEN_IN_POOL = _references(OrderedDict({0: np.empty(1, np.uint8)}), 0)
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+
+BLOCK_BYTES = 1 << 20
+"""Largest block. A multiple of 64 and of every itemsize, so elements never straddle blocks.
+Small enough that updating one block (about 0.2 ms) never delays an event loop noticeably."""
+
+BLOCK_ELEMENTS = 1 << 18
+"""Most elements of a block. The blocks of a float16 variable then hold the same elements as
+those of its float32 slots, so that one step of an update is one block of each."""
+
+
+def bytes_of(data: object) -> np.ndarray:
+    """Return the bytes of ``data`` (an array or any C-contiguous buffer) as a 1-D uint8 array.
+
+    No copy is made of a buffer or of a C-contiguous array. The result may be read-only.
+    """
+    if isinstance(data, np.ndarray):
+        return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    view = memoryview(data)  # type: ignore[arg-type]  # memoryview itself judges what is a buffer
+    # An empty buffer is legal here but not for frombuffer of older numpy versions.
+    return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
+
+
+class Block:
+    """At most BLOCK_BYTES of memory and its typed view.
+
+    Args:
+        root: 1-D uint8 array that owns its memory; its size is a multiple of the itemsize.
+            The block must be the only one to keep it.
+        dtype: Of the elements.
+    """
+
+    __slots__ = ("_root", "array")
+
+    def __init__(self, root: np.ndarray, dtype: np.dtype) -> None:
+        self._root = root  # owns the memory; every reader's reference leads here
+        self.array = root.view(dtype)  # 1-D, writable; for the updating code only, see above
+
+    def export(self, start: int = 0, stop: int | None = None) -> memoryview:
+        """Return bytes ``start`` to ``stop``, read-only; the block is held while the view lives."""
+        return self._root.data[start:stop].toreadonly()
+
+    def held(self) -> bool:
+        """Return whether anybody outside still sees the memory."""
+        # "not equal", so that a count that nobody foresaw leads to a copy and not to a torn read
+        return self._references() != _UNSEEN_BLOCK
+
+    def retire(self, pool: BlockPool) -> None:
+        """Give the memory to ``pool``; the block itself must not be used afterwards."""
+        pool.give(self._root)
+
+    def _references(self) -> int:
+        return sys.getrefcount(self._root)
+
+
+_UNSEEN_BLOCK = Block(np.empty(1, np.uint8), np.dtype(np.uint8))._references()
+
+
+_ORDINARY = BlockPool()
+
+
+class BlockArray:
+    """A 1-D array of ``size`` elements as a list of blocks. Single owner.
+
+    A block comes into being when it is first used, filled with ``fill``: declaring a large
+    array costs nothing, and filling it is spread over the first walk through it. To read is no
+    use in this sense, except of zeros, which cost nothing then either: until the first update one
+    block is read in place of all, and never changes.
+
+    To update block ``i``: write ``writable(i, pool)`` completely, from ``block(i)``, then
+    ``commit`` it. Source and target are the same block unless a reader holds the source.
+
+    Args:
+        size: Number of elements; 0 is legal and has no blocks.
+        dtype: Of the elements.
+        fill: Value of all elements: a number, or an array of one element.
+        pool: Where blocks come from; None: ordinary memory.
+    """
+
+    __slots__ = ("_blocks", "_per_block", "_pool", "_unmade", "dtype", "fill", "size")
+
+    def __init__(
+        self,
+        size: int,
+        dtype: np.dtype,
+        fill: float | np.ndarray = 0,
+        pool: BlockPool | None = None,
+    ) -> None:
+        self.size = size
+        self._pool = _ORDINARY if pool is None else pool
+        self.dtype = dtype
+        self.fill = fill  # value of all elements of blocks that have not come into being
+        self._unmade: Block | None = None  # read in place of all None below; None before that
+        # elements in every block but the last
+        self._per_block = min(BLOCK_ELEMENTS, BLOCK_BYTES // dtype.itemsize)
+        count = -(-size // self._per_block)
+        self._blocks: list[Block | None] = [None] * count  # None: not yet made
+
+    def load(self, data: np.ndarray, pool: BlockPool) -> None:
+        """Let a new array have the contents ``data`` (1-D uint8, as many bytes)."""
+        size = self.dtype.itemsize
+        for i in range(self.num_blocks):
+            block = self._blocks[i] = self.apart(i, pool)
+            start, stop = self.bounds(i)
+            block.array.view(np.uint8)[:] = data[start * size : stop * size]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self._blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def spare_bytes(self) -> int:
+        """Size of memory beside the blocks that updates go to, see ``BlockRuns``."""
+        return 0
+
+    @property
+    def num_made(self) -> int:
+        """Number of blocks that have come into being."""
+        return len(self._blocks) - self._blocks.count(None)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether nothing was ever written: all elements are ``fill``."""
+        return not self.num_made
+
+    def bounds(self, i: int) -> tuple[int, int]:
+        """Return the first element of block ``i`` and the one after its last."""
+        start = i * self._per_block
+        return start, min(start + self._per_block, self.size)
+
+    def blocks_between(self, start: int, stop: int) -> int:
+        """Return the number of blocks that hold elements ``start`` to ``stop``."""
+        return 0 if start >= stop else (stop - 1) // self._per_block - start // self._per_block + 1
+
+    def block(self, i: int) -> Block:
+        """Return block ``i``."""
+        block = self._blocks[i]
+        if block is None:
+            block = self._filled(self._nbytes(i)) or Block(
+                self._pool.zeros(self._nbytes(i)), self.dtype
+            )
+            self._blocks[i] = block
+        return block
+
+    def writable(self, i: int, pool: BlockPool) -> Block:
+        """Return where the new contents of block ``i`` go: itself, or a fresh one if it is held.
+
+        A fresh one has arbitrary contents. Pass what you get to ``commit``.
+        """
+        block = self.block(i)
+        if block.held():
+            return Block(pool.take(self._nbytes(i)), self.dtype)
+        return block
+
+    def apart(self, i: int, pool: BlockPool) -> Block:
+        """As ``writable``, but never the block itself: until ``commit``, its contents stay."""
+        return Block(pool.take(self._nbytes(i)), self.dtype)
+
+    def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
+        """Make ``block`` the block ``i``. Returns whether it replaced another one."""
+        old = self._blocks[i]
+        if old is block:
+            return False
+        self._blocks[i] = block
+        if old is not None:
+            old.retire(pool)
+        return True
+
+    def export(self, start: int = 0, stop: int | None = None) -> list[memoryview]:
+        """Return elements ``start`` to ``stop`` as read-only views of bytes, in order.
+
+        No copy. The views stay as they are for ever: a block that is seen through one is
+        not changed any more, but replaced.
+        """
+        stop = self.size if stop is None else stop
+        itemsize = self.dtype.itemsize
+        views = []
+        while start < stop:
+            i = start // self._per_block
+            first, last = self.bounds(i)
+            last = min(last, stop)
+            block = self._readable(i)
+            views.append(block.export((start - first) * itemsize, (last - first) * itemsize))
+            start = last
+        return views
+
+    def release(self, i: int) -> Block | None:
+        """Return block ``i`` if it has come into being, and forget it; for whoever takes over."""
+        block, self._blocks[i] = self._blocks[i], None
+        return block
+
+    def retire(self, block: Block) -> None:
+        """A block that was released is not needed any more: others may use its memory."""
+        block.retire(self._pool)
+
+    def _readable(self, i: int) -> Block:
+        """Return a block with the contents of block ``i``, to be read."""
+        return self._blocks[i] or self._untouched() or self.block(i)
+
+    def _untouched(self) -> Block | None:
+        if self._unmade is None:
+            self._unmade = self._filled(min(self._per_block, self.size) * self.dtype.itemsize)
+        return self._unmade
+
+    def _filled(self, nbytes: int) -> Block | None:
+        """Return a new block, or None if it would hold zeros."""
+        if not bytes_of(np.asarray(self.fill, self.dtype)).any():  # of -0.0 one bit is set
+            return None
+        block = Block(self._pool.source(nbytes), self.dtype)
+        block.array[:] = self.fill
+        return block
+
+    def _nbytes(self, i: int) -> int:
+        start, stop = self.bounds(i)
+        return (stop - start) * self.dtype.itemsize
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+MAX_RUNS = 8
+"""Of one array. A worker that pulls with its pushes has two versions, the one that it has computed
+from and the next: so this is three workers, and where the next updates go."""
+
+UNUSED_AFTER = 256
+"""Updates and readings of an array after which a run that took no part in them goes."""
+
+ABOVE_BYTES = 64 << 10
+"""Smaller arrays have none: they are copied wherever they lie."""
+
+SHARING_BYTES = 8 << 20
+"""Runs up to this size share memory with others, so their blocks are used again one by one."""
+
+
+class Run:
+    """Memory for all blocks of an array.
+
+    Args:
+        blocks: In order.
+    """
+
+    __slots__ = ("blocks", "unused")
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self.blocks = blocks
+        self.unused = 0  # updates and readings since it was last used
+
+    def held(self) -> bool:
+        """Return whether anybody sees something of it."""
+        return any(block.held() for block in self.blocks)
+
+
+class BlockRuns(BlockArray):
+    """A BlockArray that is updated as a whole, in runs where its pool has memory for them.
+
+    Args:
+        size: Number of elements.
+        dtype: Of the elements.
+        fill: Value of all elements.
+        pool: Where blocks and runs come from.
+        offset: Of the first byte in the whole that this is a part of. Runs begin at the same place
+            in a page, so that others can map the parts one behind the other.
+    """
+
+    __slots__ = ("_is_apart", "_new", "_offset", "_runs", "_target")
+
+    def __init__(
+        self,
+        size: int,
+        dtype: np.dtype,
+        fill: float | np.ndarray = 0,
+        pool: BlockPool | None = None,
+        offset: int = 0,
+    ) -> None:
+        super().__init__(size, dtype, fill, pool)
+        self._offset = offset
+        self._runs: list[Run] = []
+        self._target: Run | None = None  # where the present update goes, or the last one went
+        self._is_apart = False  # whether the old contents must stay apart from it
+        self._new: list[Block] = []  # of the present update, before its last one is there
+
+    @property
+    def spare_bytes(self) -> int:
+        """Size of all runs but one."""
+        return max(0, len(self._runs) - 1) * self.nbytes
+
+    def block(self, i: int) -> Block:
+        """Return block ``i``."""
+        if self._blocks[i] is None and self._target is not None and not self._is_apart:
+            block = self._blocks[i] = self._target.blocks[i]  # which nobody has seen
+            block.array[:] = self.fill
+        return super().block(i)
+
+    def writable(self, i: int, pool: BlockPool) -> Block:
+        """Return where the new contents of block ``i`` go; ask for block 0 first."""
+        if not i:
+            self._begin_update(pool)
+        there = None if self._target is None else self._target.blocks[i]
+        return super().writable(i, pool) if there is None or there.held() else there
+
+    def apart(self, i: int, pool: BlockPool) -> Block:
+        """As ``writable``, but never the block itself."""
+        if not i:
+            self._begin_update(pool, apart=True)
+        there = None if self._target is None else self._target.blocks[i]
+        if there is None or there is self._blocks[i] or there.held():
+            return super().apart(i, pool)
+        return there
+
+    def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
+        """Make ``block`` the block ``i``, with the last one of all. Commit all, in order.
+
+        Returns:
+            Whether it replaces another one.
+        """
+        replaces = block is not self._blocks[i]
+        self._new.append(block)
+        if i + 1 == self.num_blocks:
+            new, self._new = self._new, []
+            for at, each in enumerate(new):
+                self._replace(at, each, pool)
+        return replaces
+
+    def _replace(self, i: int, block: Block, pool: BlockPool) -> None:
+        old = self._blocks[i]
+        if any(run.blocks[i] is old for run in self._runs):
+            self._blocks[i] = block
+        else:
+            super().commit(i, block, pool)
+
+    def export(self, start: int = 0, stop: int | None = None) -> list[memoryview]:
+        """Return elements ``start`` to ``stop`` as read-only views of bytes, in order."""
+        if len(self._runs) > 1:
+            self._forget_unused()
+        return super().export(start, stop)
+
+    def retire(self, block: Block) -> None:
+        """As there; of a large run one block would keep all of it, so all of it goes."""
+        if self.nbytes <= SHARING_BYTES or not any(block in run.blocks for run in self._runs):
+            super().retire(block)
+
+    def _begin_update(self, pool: BlockPool, *, apart: bool = False) -> None:
+        """Choose where the new contents go: a run of which nobody sees anything; None: nowhere."""
+        last, self._is_apart, self._new = self._target, apart, []
+        runs = self._runs if last is None else [last, *self._runs]
+        free = (run for run in runs if not run.held() and not (apart and self._is_in(run)))
+        self._target = next(free, None) or self._new_run(pool)
+        if self._target is not None:
+            self._target.unused = 0
+        self._forget_unused()
+
+    def _is_in(self, run: Run) -> bool:
+        """Whether a present block lies in a run."""
+        return any(mine is its for mine, its in zip(self._blocks, run.blocks, strict=True))
+
+    def _forget_unused(self) -> None:
+        for run in self._runs:
+            run.unused = 0 if run is self._target or run.held() else run.unused + 1
+        unused = [run for run in self._runs if run.unused > UNUSED_AFTER and not self._is_in(run)]
+        for run in unused:
+            self._runs.remove(run)
+            for block in run.blocks if self.nbytes <= SHARING_BYTES else ():
+                block.retire(self._pool)
+
+    def _new_run(self, pool: BlockPool) -> Run | None:
+        if len(self._runs) >= MAX_RUNS or not self.size:
+            return None
+        memory = pool.run(self.nbytes, self._offset)
+        if memory is None:
+            return None
+        bounds = [self.bounds(i) for i in range(self.num_blocks)]
+        size = self.dtype.itemsize
+        roots = [bytes_of(memory[a * size : b * size]) for a, b in bounds]
+        run = Run([Block(root, self.dtype) for root in roots])
+        self._runs.append(run)
+        return run
