@@ -6,14 +6,13 @@ import dataclasses
 import typing
 from typing import Any
 
-from psync.wire import catalogue
+from psync.wire import messages
 from psync.wire.codec import Message
 
 CLASSES: list[type[Message]] = sorted(
     {
         kind
-        for module in vars(catalogue).values()
-        for kind in getattr(module, "__dict__", {}).values()
+        for kind in vars(messages).values()
         if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
     },
     key=lambda kind: kind.code,

@@ -28,8 +28,18 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from psync.testing import MemoryNetwork, run_virtual
     from psync.wire.codec import Message
     from psync.wire.limits import Limits
-    from psync.wire.messages import Challenge, Hello, Proof, Refused, Shutdown, Welcome
-    from psync.wire.ps_messages import AttachPs, CreateShards, Pull, Push
+    from psync.wire.messages import (
+        AttachPs,
+        Challenge,
+        CreateShards,
+        Hello,
+        Proof,
+        Pull,
+        Push,
+        Refused,
+        Shutdown,
+        Welcome,
+    )
     from psync.worker_task import WorkerTask
 
     secret = Secret(b"a secret of at least thirty-two bytes")

@@ -14,24 +14,32 @@ from psync.numerics.moment_rules import Adam
 from psync.numerics.update_rule import SGD
 from psync.schedules import Constant
 from psync.store.sync_config import SyncConfig
-from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, TakeGradient
 from psync.wire.codec import Message
-from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked
-from psync.wire.ps_messages import (
+from psync.wire.messages import (
+    ApplyGradient,
     AskOptimizer,
     Assign,
+    AssignLocked,
     AverageShards,
+    Contribute,
     CreateShards,
+    DefineAccumulator,
     DefineOptimizer,
+    DescribeSet,
+    EnterSession,
+    InitTokens,
+    LockShards,
     MeasurePush,
     Pull,
+    PullLocked,
     PullRows,
     Push,
     SetOptimizer,
     SetSlots,
+    StagePush,
+    TakeGradient,
+    TickClock,
 )
-from psync.wire.session_messages import EnterSession
-from psync.wire.sync_messages import Contribute, DescribeSet, InitTokens, StagePush, TickClock
 
 SHARDS = [
     ["v", 0, 0, 0, [4], "float32"], ["step", 1, 0, 0, [], "int64"],
