@@ -136,7 +136,7 @@ class Request(Frame, Generic[M]):
             at_once = has_waited and not self.in_coroutine
             try:
                 peer.send(_REPLY, self.request_id, message, segments, at_once=at_once)
-            except LocalProtocolError as exc:
+            except Exception as exc:  # it cannot be made; who waits must hear of it
                 peer.send(_ERROR, self.request_id, failure_of(exc))
 
     def fail(self, error: BaseException) -> None:
@@ -151,12 +151,18 @@ class Request(Frame, Generic[M]):
         elif isinstance(error, Exception):
             self.peer.fail(error)  # nobody waits for an answer, but it must not be lost
 
+    def raised(self, error: Exception) -> None:
+        """The handler has raised: the answer, unless it is given; then a mistake is logged."""
+        if self.over and not isinstance(error, PsyncError):
+            logger.error("a message of %s failed", self.peer.task, exc_info=error)
+        self.fail(error)
+
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Go on in a coroutine; what it raises is the answer.
 
         It is cancelled when the caller gives up, or this task closes; not when the connection goes.
         A caller that gives up cancels it at its first await at the earliest: what was noted before
-        can be undone there.
+        can be undone there. Not for who is in such a coroutine: it goes on by itself.
         """
         self.in_coroutine = True
         self.peer.spawn(self._run(work)).add_done_callback(functools.partial(self._has_run, work))
@@ -171,14 +177,16 @@ class Request(Frame, Generic[M]):
             self.fail(exc)
             raise
         except Exception as exc:
-            self.fail(exc)
+            self.raised(exc)
         finally:
             self.in_coroutine, self.task = False, None
-        if self.peer.is_closed and not self.over:  # what waits for its time
+        if self.peer.is_closed:  # what waits for its time
             self.give_up()
 
     def give_up(self) -> None:
-        """Nobody wants the answer any more."""
+        """Nobody wants the answer any more; nothing if that is over."""
+        if self.over:
+            return
         self.over = True
         if self.in_coroutine:  # its body counts until that has ended
             if self.task is not None:
@@ -356,7 +364,8 @@ class Connection(asyncio.BufferedProtocol):
         self._closing = False  # nothing is sent or handed over any more
         self._gone = asyncio.Event()
         # Our requests.
-        # By id: who gets the outcome, where the reply's body belongs (None: anywhere), what is sent.
+        # By id: who gets the outcome, where the reply's body belongs (None: anywhere), what is
+        # sent.
         self._calls: dict[int, tuple[Then, Into | None, list[Buffer]]] = {}
         self._next_id = 1
         self._pongs: deque[asyncio.Future[None]] = deque()
@@ -435,17 +444,18 @@ class Connection(asyncio.BufferedProtocol):
         try:
             return await future
         finally:
-            if number in self._calls:
-                self.give_up(number)
+            self.give_up(number)
             if timer is not None:
                 timer.cancel()
 
     def _expire(self, number: int, message: Message, seconds: float) -> None:
-        then = self._calls[number][0]
+        call = self._calls.get(number)
+        if call is None:  # it was answered in this turn
+            return
         self.give_up(number)
         limit = f"{round(max(0.0, seconds), 3):g} s"
         what = f"{self.task} did not answer {type(message).__name__} within {limit}"
-        _tell(then, DeadlineExceeded(what))
+        _tell(call[0], DeadlineExceeded(what))
 
     def ask(
         self,
@@ -553,7 +563,8 @@ class Connection(asyncio.BufferedProtocol):
                     self._serve(frame)  # type: ignore[arg-type]  # the decoder makes these
                 else:
                     self._handle_other(kind, frame.request_id)
-                frame = decoder.next_frame() if decoder.start != decoder.end else None
+                more = decoder.start != decoder.end and not self._closing
+                frame = decoder.next_frame() if more else None
             if decoder.copying is not None or self._copying_paused:
                 self._go_on_copying()
         except Exception as exc:
@@ -658,11 +669,13 @@ class Connection(asyncio.BufferedProtocol):
         Raises:
             RemoteProtocolError: Nobody does.
         """
-        message = request.message = decode(request.header)
-        request.peer = self
-        handler = self._handlers.get(type(message))
+        if request.message is None:
+            request.message = decode(request.header)
+            request.peer = self
+        handler = self._handlers.get(type(request.message))
         if handler is None:
-            raise RemoteProtocolError(f"this task does not serve {type(message).__name__}")
+            what = type(request.message).__name__
+            raise RemoteProtocolError(f"this task does not serve {what}")
         return handler
 
     def _serve(self, request: Request[Any]) -> None:
@@ -671,23 +684,20 @@ class Connection(asyncio.BufferedProtocol):
         Raises:
             RemoteProtocolError: The peer must not send that.
         """
-        number, message = request.request_id, request.message
+        number = request.request_id
         if (number == 0) is (request.kind == _REQUEST) or number in self._serving:
             raise RemoteProtocolError(f"request id {number} cannot be used")
-        if message is None:
-            message = request.message = decode(request.header)
-            request.peer = self
+        handler = self._handler_of(request)
         request.over = request.is_held = request.in_coroutine = False
         request.task = request.on_given_up = None
-        handler = self._handlers.get(type(message))
-        if handler is None:
-            raise RemoteProtocolError(f"this task does not serve {type(message).__name__}")
+        error, request.token = request.token, None
+        if isinstance(error, Exception):  # of ``prepare``
+            request.fail(error)
+            return
         try:
-            if isinstance(request.token, Exception):  # of ``prepare``
-                raise request.token
             handler.run(request)
         except Exception as exc:
-            request.fail(exc)
+            request.raised(exc)
         else:
             if not request.over and (number or request.in_coroutine):
                 self._hold(request)
@@ -991,13 +1001,14 @@ class Connection(asyncio.BufferedProtocol):
         if self.sharing is not None:
             self.sharing.close()
         self.is_open, self.is_closed, self.error = False, True, error
-        calls, self._calls = self._calls, {}
-        for then, _, _ in calls.values():
-            _tell(then, self._lost())
+        self._gone.set()
+        for number in list(self._calls):
+            call = self._calls.pop(number, None)
+            if call is not None:  # not given up by who was told before
+                _tell(call[0], self._lost())
         for pong in self._pongs:
             fail(pong, self._lost())
         self._pongs.clear()
-        self._gone.set()
         # What waits for its time is given up; handlers go on.
         for request in list(self._serving.values()):
             if not request.in_coroutine:
