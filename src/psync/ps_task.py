@@ -313,7 +313,7 @@ class PsTask:
         if self._sessions is None:
             make = import_module("psync.compat.session_service").SessionService
             self._sessions = make(self._endpoint, lambda: self.services, self._check_coordinator)
-        self._sessions.handlers()[type(request.message)].run(request)
+        self._sessions.handlers()[type(request.message)].serve(request)
 
     def _shutdown(self, request: Request[Shutdown]) -> None:
         peer, message = request.peer, request.message

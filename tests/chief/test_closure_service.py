@@ -61,7 +61,7 @@ class World:
     def said(self, message: Message, segments: Sequence[Any] = (), *, by: str = WORKER) -> Any:
         peer: Any = SimpleNamespace(task=by)
         asked = Asked(peer, message, [memoryview(segment) for segment in segments])
-        self._handlers[type(message)].run(asked)
+        self._handlers[type(message)].serve(asked)
         return asked.outcome
 
     def states(self) -> list[str]:

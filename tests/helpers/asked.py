@@ -100,7 +100,7 @@ def served(
     asked = Asked(peer, message, (), then)
     try:
         asked = arrived(handler, peer, message, segments, then)
-        handler.run(asked)
+        handler.serve(asked)
     except Exception as exc:
         asked.fail(exc)
     return asked

@@ -59,7 +59,7 @@ class BackupByHand(PsByHand):
         handler = self.services.replayed.get(type(message)) or self._handlers[type(message)]
         body = [memoryview(bytes(segment)) for segment in entry.body]
         peer = AsIfFrom(entry.client, self._of_log, spawn)
-        handler.run(Asked(peer, message, body))
+        handler.serve(Asked(peer, message, body))
 
     def follow(self) -> Iterator[Entry]:
         """Take all entries that there are, one after the other; the primary executes each, too.

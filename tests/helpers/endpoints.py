@@ -49,7 +49,10 @@ class Gate:
         self.begun = 0
         self.cancelled = 0
 
-    async def __call__(self, request: Request[Any]) -> None:
+    def __call__(self, request: Request[Any]) -> None:
+        request.start(self.wait(request))
+
+    async def wait(self, request: Request[Any]) -> None:
         self.begun += 1
         try:
             await self.open.wait()

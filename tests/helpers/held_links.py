@@ -189,7 +189,7 @@ class Letters:
             answered,
         )
         try:
-            handlers_of(there)[type(message)].run(asked)
+            handlers_of(there)[type(message)].serve(asked)
         except PsyncError as exc:
             asked.fail(exc)
         return True

@@ -105,7 +105,7 @@ class PsByHand:
 
     def answer(self, asked: Asked) -> Reply:
         """Let a message be served that has come in; its answer is there at once."""
-        self._handlers[type(asked.message)].run(asked)
+        self._handlers[type(asked.message)].serve(asked)
         return asked.result()
 
     def call(self, client: tuple[str, int], message: Message, *segments: Any) -> Reply:
@@ -118,12 +118,12 @@ class PsByHand:
 
     def tell(self, client: tuple[str, int], message: Message, *segments: Any) -> None:
         """Send a message that has no answer."""
-        self._handlers[type(message)].run(self.arrives(client, message, *segments))
+        self._handlers[type(message)].serve(self.arrives(client, message, *segments))
 
     def begin(self, client: tuple[str, int], message: Message, *segments: Any) -> Asked:
         """Send a message; return what gets its answer."""
         asked = self.arrives(client, message, *segments)
-        self._handlers[type(message)].run(asked)
+        self._handlers[type(message)].serve(asked)
         return asked
 
     def pull(self, key: Key) -> tuple[np.ndarray, list[Any]]:

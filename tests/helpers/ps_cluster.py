@@ -209,7 +209,7 @@ def heard(task: PsTask, kind: type[Message]) -> list[Any]:
 
     def run(request: Request[Any]) -> None:
         messages.append(request.message)
-        handler.run(request)
+        handler.serve(request)
 
     handlers[kind] = Handler(run, handler.prepare)
     return messages

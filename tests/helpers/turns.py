@@ -126,7 +126,7 @@ def linked(
 
 @dataclass
 class Peers:
-    """A ps and a worker with one connection, whose handlers answer at once, or later by hand."""
+    """A ps and a worker with one connection."""
 
     peer: Connection  # the ps, as the worker sees it
     back: Connection  # the worker, as the ps sees it
@@ -147,6 +147,9 @@ class Peers:
         return answer
 
 
+def _nothing(*_: object) -> None: ...
+
+
 def peered(
     turns: Turns,
     server: Handlers | None = None,
@@ -154,22 +157,25 @@ def peered(
     *,
     lane: str = "control",
     limits: Limits = DEFAULT_LIMITS,
+    server_opened: Callable[[Connection], None] = _nothing,
+    client_opened: Callable[[Connection], None] = _nothing,
+    before: Callable[[Connection], None] = _nothing,
     **options: Any,
 ) -> Peers:
-    """Two peers on a link with these ``options``."""
+    """Two peers on a link with these ``options``; ``before`` it is there the worker's is shown."""
 
-    def end_of(handshake: Any, handlers: Handlers | None, pool: BlockPool) -> Connection:
-        def nothing(*_: object) -> None: ...
-
-        def spawn(slow: Coroutine[Any, Any, None]) -> Any:
-            slow.close()
-            raise AssertionError("there is no loop that such a handler could run on")
-
-        return Connection(handshake, handlers or {}, pool, limits, spawn, nothing, nothing)
+    def end_of(
+        handshake: Any, handlers: Handlers | None, pool: BlockPool, opened: Any
+    ) -> Connection:
+        spawn = turns.create_task
+        return Connection(handshake, handlers or {}, pool, limits, spawn, opened, _nothing)
 
     pool, nonce = BlockPool(), bytes(32)
-    back = end_of(ServerHandshake(SECRET.value, PS, 1, nonce), server, BlockPool())
-    peer = end_of(ClientHandshake(SECRET.value, WORKER, 2, lane, nonce, PS), client, pool)
+    back = end_of(ServerHandshake(SECRET.value, PS, 1, nonce), server, BlockPool(), server_opened)
+    peer = end_of(
+        ClientHandshake(SECRET.value, WORKER, 2, lane, nonce, PS), client, pool, client_opened
+    )
+    before(peer)
     *_, link = linked(lambda: peer, lambda: back, **options)
     turns.settle()
     return Peers(peer, back, link, pool, turns)

@@ -1,273 +1,421 @@
-"""One connection: what is written when, who waits, and how it ends."""
+"""One connection, as the tasks at its ends see it: requests, bodies, who waits, and how it ends."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
-import random
-import socket
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from asked import Reply
 from endpoints import (
+    PLACES,
     PS,
-    SECRET,
     WORKER,
+    Gate,
     Handlers,
     connected,
     done,
-    new_endpoint,
+    pattern,
     places,
+    push,
     transport_of,
-    wait_deserted,
 )
-from psync.errors import ConnectionLost
-from psync.net.connection import WRITE_HIGH_BYTES, Connection, Handler, Request
-from psync.net.transport import UNIX_BUFFER_BYTES, USER_TIMEOUT_MS, SocketNetwork
+from psync.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    FencedError,
+    LocalProtocolError,
+    PsyncError,
+    RemoteError,
+    RemoteProtocolError,
+    ValueMismatchError,
+    WorkerLost,
+)
+from psync.net import connection as connection_module
+from psync.net.connection import WRITE_HIGH_BYTES, Connection, Handler, Into, Request
 from psync.testing import MemoryNetwork, settle
-from psync.wire.codec import encode
-from psync.wire.frames import Buffer, Frame, Kind, encode_frame
-from psync.wire.handshake import BULK, LANES, ClientHandshake, ServerHandshake
-from psync.wire.limits import DEFAULT_LIMITS
-from psync.wire.messages import AskStatistics, Done, FinalBelow, Pull, Pulled, Refused
-from psync.wire.protocol import Protocol
-from turns import Turns, linked, peered
+from psync.wire.codec import Message, encode
+from psync.wire.frames import FrameDecoder, Kind, Segment, encode_frame
+from psync.wire.handshake import BULK
+from psync.wire.limits import Limits
+from psync.wire.messages import (
+    AskStatistics,
+    Assign,
+    Done,
+    FetchFunction,
+    FinalBelow,
+    Function,
+    Hello,
+    Pull,
+    Pulled,
+    Push,
+    Statistics,
+)
+from psync.wire.tensors import to_bytes_view
+from turns import Turns, peered
 
 KIB, MIB = 1 << 10, 1 << 20
+WHOLE = (65_536, 65_536)
+"""Sizes of the pieces in which bytes arrive: all that is there."""
 
 
-def pull(nbytes: int) -> Pull:
+def pull(nbytes: int = 0) -> Pull:
     return Pull(nbytes, None, -1, "")
 
 
 def values(request: Request[Pull]) -> None:
     """Answer with as many bytes as the message asks for."""
-    message = request.message
-    request.answer(Pulled([]), [bytes(message.set_id)])
+    request.answer(Pulled([]), [bytes(request.message.set_id)])
 
 
 SERVED: Handlers = {Pull: Handler(values), AskStatistics: Handler(done)}
 
 
-class Transport(asyncio.Transport):
-    """A transport that remembers what it was told, and takes what it is given."""
+class Held:
+    """A handler that keeps its requests until a test answers them."""
 
-    def __init__(self, **extra: object) -> None:
-        super().__init__(extra)
-        self.writes: list[list[Buffer]] = []
-        self.told: list[str] = []
+    def __init__(self, *, in_coroutine: bool = False) -> None:
+        self.requests: list[Request[Any]] = []
+        self.given_up: list[Request[Any]] = []
+        self._in_coroutine = in_coroutine
 
-    def writelines(self, list_of_data: Iterable[Any]) -> None:
-        self.writes.append(list(list_of_data))
+    def __call__(self, request: Request[Any]) -> None:
+        request.on_given_up = self.given_up.append
+        if self._in_coroutine:
+            request.start(self._keep(request))
+        else:
+            self.requests.append(request)
 
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        assert high == WRITE_HIGH_BYTES
-
-    def is_closing(self) -> bool:
-        return "close" in self.told or "abort" in self.told
-
-    def close(self) -> None:
-        self.told.append("close")
-
-    def abort(self) -> None:
-        self.told.append("abort")
-
-    def pause_reading(self) -> None:
-        self.told.append("pause")
-
-    def resume_reading(self) -> None:
-        self.told.append("resume")
+    async def _keep(self, request: Request[Any]) -> None:
+        await asyncio.sleep(0)
+        self.requests.append(request)
 
 
-class Owner:
-    """Remembers what the connection reports."""
-
-    def __init__(self) -> None:
-        self.reports: list[object] = []
-
-    def opened(self) -> None:
-        self.reports.append("opened")
-
-    def received(self, frame: Frame) -> None:
-        self.reports.append(frame.kind)
-
-    def closed(self, error: Exception | None) -> None:
-        self.reports.append(error)
+def halves(memory: Any) -> list[memoryview]:
+    """Memory for a body whose borders are those of no segment."""
+    whole = to_bytes_view(memory) if isinstance(memory, np.ndarray) else memoryview(memory)
+    return [whole[: len(whole) // 3], whole[len(whole) // 3 :]]
 
 
-def new_connection(refused: Refused | None = None) -> tuple[Connection, Owner]:
-    owner = Owner()
-    handshake = ServerHandshake(None, PS, 1, bytes(32))
-    wire = Protocol(handshake, DEFAULT_LIMITS, lambda frame: None)
-    if refused is not None:
-        wire.refuse(refused)
-    return Connection(wire, owner.opened, owner.received, owner.closed), owner
+def onto(memory: Any) -> Into:
+    return lambda message, lengths, lent: halves(memory)
 
 
-def up(**extra: object) -> tuple[Connection, Transport, Owner]:
-    connection, owner = new_connection()
-    transport = Transport(**extra)
-    connection.connection_made(transport)
-    transport.writes.clear()
-    return connection, transport, owner
+def raw(
+    kind: Kind, number: int, message: Message | bytes, segments: Sequence[Segment] = ()
+) -> Callable[[Connection], None]:
+    """Say something that a connection would not."""
+    header = message if isinstance(message, bytes) else encode(message)
+    frame = encode_frame(kind, number, header, segments)
+    return lambda peer: transport_of(peer).writelines(frame)
 
 
-def message(nbytes: int) -> list[Buffer]:
-    return [bytes(nbytes)]
+def asked(peer: Connection, message: Message, body: Sequence[Any] = ()) -> list[Any]:
+    """Ask; the list gets the outcome."""
+    got: list[Any] = []
+    peer.ask(message, body, got.append)
+    return got
 
 
-def sizes(transport: Transport) -> list[list[int]]:
-    return [[len(buffer) for buffer in write] for write in transport.writes]
+# --- what passes, on every kind of network ---------------------------------------------------
 
 
-# --- what shares a system call ---------------------------------------------------------------
-
-
-def test_small_messages_of_one_turn_are_written_together(turns: Turns) -> None:
-    connection, transport, _ = up()
-    for nbytes in (10, 20, 30):
-        connection.send(message(nbytes))
-    assert transport.writes == []
-    turns.settle()
-    assert sizes(transport) == [[60]]
-    connection.send(message(5))
-    turns.settle()
-    assert sizes(transport) == [[60], [5]]
-    connection.connection_lost(None)
-
-
-def test_who_has_other_work_to_do_has_small_messages_written_at_once(turns: Turns) -> None:
-    connection, transport, _ = up()
-    connection.send(message(10))
-    connection.send(message(20))
-    connection.flush()
-    assert sizes(transport) == [[30]]
-    connection.send(message(5))
-    turns.settle()
-    assert sizes(transport) == [[30], [5]]
-    connection.send(message(7))
-    connection.abort()
-    connection.flush()
-    assert sizes(transport) == [[30], [5]]
-    connection.connection_lost(None)
-
-
-def test_a_small_message_is_copied_and_a_large_one_is_not(turns: Turns) -> None:
-    connection, transport, _ = up()
-    small, large = bytearray(1000), bytearray(100 * KIB)
-    connection.send([b"head", memoryview(small)])
-    connection.send([b"head", memoryview(large)])
-    small[:] = b"x" * len(small)
-    large[:] = b"y" * len(large)
-    assert bytes(transport.writes[0][0]) == b"head" + bytes(1000)
-    assert bytes(transport.writes[1][1]) == large
-    connection.connection_lost(None)
-
-
-def test_a_large_message_follows_the_small_ones_before_it(turns: Turns) -> None:
-    connection, transport, _ = up()
-    connection.send(message(10))
-    connection.send(message(20))
-    connection.send(message(65 * KIB))
-    connection.send(message(30))
-    assert sizes(transport) == [[30], [65 * KIB]]
-    turns.settle()
-    assert sizes(transport) == [[30], [65 * KIB], [30]]
-    assert connection.bytes_sent == 65 * KIB + 60
-    connection.connection_lost(None)
-
-
-def test_many_small_messages_do_not_pile_up_until_the_turn_ends(turns: Turns) -> None:
-    connection, transport, _ = up()
-    for _ in range(5):
-        connection.send(message(40 * KIB))
-    assert sizes(transport) == [[80 * KIB], [80 * KIB]]
-    turns.settle()
-    assert sizes(transport)[2:] == [[40 * KIB]]
-    connection.connection_lost(None)
-
-
-# --- large messages wait for room ------------------------------------------------------------
-
-
-def test_large_messages_wait_while_the_transport_is_full_and_small_ones_do_not(
-    turns: Turns,
+@pytest.mark.parametrize("place", PLACES)
+async def test_both_sides_ask_and_bodies_come_whole_to_where_either_wants_them(
+    place: str, tmp_path: Path
 ) -> None:
-    connection, transport, _ = up()
-    connection.send(message(100 * KIB))
-    connection.pause_writing()
-    for nbytes in (101 * KIB, 102 * KIB, 103 * KIB):
-        connection.send(message(nbytes))
-    connection.send(message(7))
-    turns.settle()
-    assert sizes(transport) == [[100 * KIB], [7]]
-    connection.resume_writing()
-    assert sizes(transport)[2:] == [[101 * KIB], [102 * KIB], [103 * KIB]]
-    connection.connection_lost(None)
+    """Bodies are echoed: that of a request comes back as that of its answer."""
+    prepared: list[tuple[tuple[int, ...], bytearray]] = []
+
+    def echo(request: Request[Any]) -> None:
+        request.answer(Done(), request.segments)
+
+    def prepare(request: Request[Any]) -> list[memoryview]:
+        prepared.append((request.lengths, bytearray(request.nbytes)))
+        return halves(prepared[-1][1])
+
+    def name(request: Request[FetchFunction]) -> None:
+        request.answer(Function(f"{request.peer.task} asked for {request.message.key!r}"))
+
+    network, address = places(tmp_path)[place]()
+    handlers: Handlers = {
+        FetchFunction: Handler(name), Push: Handler(echo), Assign: Handler(echo, prepare),
+    }  # fmt: skip
+    async with connected(network, handlers, handlers, address=address) as pair:
+        for peer, who in ((pair.peer, WORKER), (pair.back, PS)):
+            answer = await peer.call(FetchFunction(b"f"))
+            assert answer.message == Function(f"{who} asked for b'f'")
+            assert answer.segments == []
+        await asyncio.gather(pair.peer.ping(), pair.peer.ping(), pair.back.ping())
+        for sizes in ([], [0], [5], [0, 3, 0], [70 * KIB], [70 * KIB, 0, 1], [MIB, 9]):
+            sent = [pattern(size, seed=index).tobytes() for index, size in enumerate(sizes)]
+            got = await pair.peer.call(push(), sent)
+            assert [bytes(segment) for segment in got.segments] == sent
+            memory, whole = bytearray(sum(sizes)), b"".join(sent)
+            got = await pair.peer.call(
+                Assign(1, 0, -1, 0, 0, None, "assign"), sent, into=onto(memory)
+            )
+            assert (got.message, got.segments, memory) == (Done(), [], whole)
+            assert not sizes or prepared.pop() == (tuple(sizes), whole)
+        assert not prepared, "nobody is asked where a body belongs that there is not"
 
 
-@pytest.mark.virtual_time
-async def test_no_more_is_written_than_until_the_transport_is_full_again() -> None:
-    connection, transport, _ = up()
+@pytest.mark.parametrize("place", ["tcp", "unix"])
+async def test_a_large_reply_is_read_straight_into_the_callers_array(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = np.arange(8 << 20, dtype=np.uint64)  # 64 MiB
+
+    def served(request: Request[Pull]) -> None:
+        whole = to_bytes_view(source)
+        request.answer(Pulled([]), [[whole[at : at + MIB] for at in range(0, len(whole), MIB)]])
+
+    destination = np.zeros_like(source)
+    get_buffer, straight = FrameDecoder.get_buffer, 0
+
+    def watch(decoder: FrameDecoder, sizehint: int) -> memoryview:
+        nonlocal straight
+        room = get_buffer(decoder, sizehint)
+        straight += np.shares_memory(np.frombuffer(room, np.uint8), destination)
+        return room
+
+    monkeypatch.setattr(FrameDecoder, "get_buffer", watch)
+    network, address = places(tmp_path)[place]()
+    async with connected(network, {Pull: Handler(served)}, address=address, lane="bulk") as pair:
+        await pair.peer.call(pull(), into=onto(destination))
+        assert straight > 10
+        np.testing.assert_array_equal(destination, source)
+
+
+# --- any exchanges, in any order -------------------------------------------------------------
+
+HOW = (
+    "now", "later", "later raises", "coroutine", "coroutine raises", "kept", "raises", "refused",
+)  # fmt: skip
+DO = ("ask", "ask", "ask", "tell", "go on", "go on", "give up", "stall", "flow", "turn", "settle")
+
+
+class End:
+    """A task of the exchanges: what it has asked, what it was asked, and what became of both."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.peer: Any = None
+        self.came: list[int] = []  # numbers of the messages, in the order in which they are served
+        self.noted: set[int] = set()  # of those in a coroutine
+        self.held: dict[int, Callable[[], object]] = {}  # what goes on with a request
+        self.calls: dict[int, tuple[int, str, int, bytearray | None, list[Any]]] = {}
+        self.left: dict[int, bytes] = {}  # calls that were given up; what was in their memory then
+        self.told: list[int] = []  # numbers of notifications
+        self._turns = turns
+        self.handlers: Handlers = {Assign: Handler(self._serve, self._prepare)}
+
+    def do(self, what: str, number: int, drawn: int) -> None:
+        how, size = HOW[drawn % 8], (0, 1, 5000, 70_000, 300_000)[drawn // 8 % 5]
+        body = [pattern(size, number).tobytes()]
+        if what == "ask":
+            got: list[Any] = []
+            memory = bytearray(size) if drawn // 40 % 2 else None
+            into = None if memory is None else onto(memory)
+            message = Assign(number, 0, -1, 0, 0, None, how)
+            call = self.peer.ask(message, body, got.append, into)
+            self.calls[number] = call, how, size, memory, got
+        elif what == "tell":
+            self.told.append(number)
+            how = "coroutine" if how == "coroutine" else "now"
+            self.peer.notify(Assign(number, 0, -1, 0, 0, None, how), body)
+        elif what == "go on" and self.held:
+            self.held.pop(list(self.held)[drawn % len(self.held)])()
+        elif what == "give up":
+            open_ = [n for n, call in self.calls.items() if not call[4] and n not in self.left]
+            if open_:
+                number = open_[drawn % len(open_)]
+                self.peer.give_up(self.calls[number][0])
+                self.left[number] = bytes(self.calls[number][3] or b"")
+
+    def _prepare(self, request: Request[Assign]) -> list[memoryview]:
+        if request.message.op == "refused":
+            raise ValueMismatchError(f"no {request.message.sequence}")
+        return halves(bytearray(request.nbytes))
+
+    def _serve(self, request: Request[Assign]) -> None:
+        number, how = request.message.sequence, request.message.op
+        assert b"".join(request.segments) == pattern(request.nbytes, number).tobytes()
+        self.came.append(number)
+        if how == "raises":
+            raise ValueMismatchError(f"no {number}")
+        if how == "now":
+            self._answer(request)
+        elif how.startswith("later"):
+            self._keep(request)
+        else:
+            self.noted.add(number)
+            request.start(self._in_coroutine(request, number, how))
+
+    def _answer(self, request: Request[Assign]) -> None:
+        number = request.message.sequence
+        if request.message.op.endswith("raises"):
+            request.fail(ValueMismatchError(f"no {number}"))
+        request.answer(Statistics({"n": number}), request.segments)
+
+    def _keep(self, request: Request[Assign]) -> None:
+        number = request.message.sequence
+        request.on_given_up = lambda _: self.held.pop(number)  # type: ignore[assignment, return-value]
+        self.held[number] = lambda: self._answer(request)
+
+    async def _in_coroutine(self, request: Request[Assign], number: int, how: str) -> None:
+        try:
+            future = self._turns.create_future()
+            self.held[number] = lambda: future.done() or future.set_result(None)
+            await future
+        finally:  # also where it was given up before it began: it begins all the same
+            self.held.pop(number, None)
+            self.noted.remove(number)
+        if request.over:
+            self.noted.add(number)  # a mistake: it was to be cancelled
+        if how == "coroutine raises":
+            raise ValueMismatchError(f"no {number}")
+        self._keep(request) if how == "kept" else self._answer(request)
+
+    def check(self, other: End, lane: str, ending: str) -> None:
+        for number, (_, how, size, memory, outcomes) in self.calls.items():
+            if number in self.left:
+                assert outcomes == [], "nobody wants to know any more"
+                assert memory is None or memory == self.left[number]
+                continue
+            (outcome,) = outcomes
+            if isinstance(outcome, ConnectionLost) and ending != "in order":
+                why = "lost: " if ending == "cut" else ""
+                assert outcome.message.startswith(f"the connection to {self.peer.task} was {why}")
+                assert ending != "cut" or isinstance(outcome.__cause__, ConnectionResetError)
+                continue
+            if how.endswith("raises") or how == "refused":
+                assert isinstance(outcome, ValueMismatchError)
+                assert outcome.message == f"no {number}"
+            else:
+                assert outcome.message == Statistics({"n": number})
+                body = b"".join(outcome.segments) if memory is None else memory
+                assert body == pattern(size, number).tobytes()
+        told = [number for number in other.came if number in self.told]
+        assert ending != "in order" or sorted(told) == self.told
+        assert lane == BULK or other.came == sorted(other.came), "nothing is overtaken"
+        assert len(set(other.came)) == len(other.came)
+        assert not self.noted
+        assert self.peer.statistics() == {"calls": 0, "serving": 0, "unfinished_bytes": 0}
+
+
+@example("control", 0, [("ask", False, 5), ("settle", False, 0)], "abort")  # kept, and then lost
+@settings(max_examples=150, deadline=None)
+@given(
+    lane=st.sampled_from(["control", BULK]),
+    seed=st.integers(0, 1000),
+    steps=st.lists(st.tuples(st.sampled_from(DO), st.booleans(), st.integers(0, 999)), max_size=40),
+    ending=st.sampled_from(["in order", "in order", "cut", "close", "abort"]),
+)
+def test_whatever_two_tasks_ask_each_other_comes_out_once_and_right(
+    lane: str, seed: int, steps: list[tuple[str, bool, int]], ending: str
+) -> None:
+    """Each call gets its own answer, or the reason why there is none, or was given up. Nothing
+    counts as unfinished afterwards, nobody waits for ever though both sides are full of bodies,
+    and no memory of who gave up is written."""
+    with pytest.MonkeyPatch.context() as patch:
+        turns = Turns()
+        patch.setattr(asyncio, "get_running_loop", lambda: turns)
+        patch.setattr(connection_module, "WRITE_HIGH_BYTES", 100_000)
+        ends = End(turns), End(turns)
+        pair = peered(
+            turns, ends[1].handlers, ends[0].handlers, lane=lane, seed=seed, kernel_bytes=4096,
+            limits=Limits(unfinished_bytes=200_000),
+        )  # fmt: skip
+        ends[0].peer, ends[1].peer = pair.peer, pair.back
+        directions = pair.link.to_client, pair.link.to_server
+        for number, (what, side, drawn) in enumerate(steps, 1):
+            if what in ("stall", "flow"):
+                getattr(directions[side], what)()
+            elif what in ("turn", "settle"):
+                for _ in range(drawn % 9 if what == "turn" else 1):
+                    getattr(turns, what)()
+            else:
+                ends[side].do(what, number, drawn)
+        for direction in directions:
+            direction.flow()
+        if ending == "cut":
+            pair.link.cut()
+        elif ending != "in order":
+            getattr(pair.peer, ending)()
+        turns.settle()
+        while ends[0].held or ends[1].held:
+            for end in ends:
+                end.do("go on", 0, 0)
+            turns.settle()
+            for end in ends:  # of a connection that is gone, only what a coroutine still works on
+                assert end.peer.is_open or end.held.keys() <= end.noted
+        for one, other in (ends, ends[::-1]):
+            one.check(other, lane, ending)
+        assert pair.peer.is_open is pair.back.is_open is (ending == "in order")
+        pair.peer.abort()
+        turns.settle()
+        assert turns.reports == []
+
+
+# --- what is written when --------------------------------------------------------------------
+
+
+def writes(peer: Connection) -> list[list[Any]]:
+    """What is given to the kernel from now on, call by call."""
+    transport, made = transport_of(peer), []
     writelines = transport.writelines
-
-    def write_and_pause(buffers: Iterable[Any]) -> None:
-        writelines(buffers)
-        connection.pause_writing()
-
-    transport.writelines = write_and_pause  # type: ignore[method-assign]
-    for nbytes in (1, 2, 3):
-        connection.send(message(nbytes * MIB))
-    waiting = asyncio.create_task(connection.wait_writable())
-    await settle()
-    assert sizes(transport) == [[MIB]]
-    connection.resume_writing()
-    connection.send(message(4 * MIB))  # keeps its place, although there is room at this moment
-    assert sizes(transport) == [[MIB], [2 * MIB]]
-    connection.resume_writing()
-    connection.resume_writing()
-    assert sizes(transport)[2:] == [[3 * MIB], [4 * MIB]]
-    await settle()
-    assert not waiting.done()
-    connection.resume_writing()
-    await waiting
-    connection.connection_lost(None)
+    transport.writelines = lambda buffers: (made.append(list(buffers)), writelines(made[-1]))
+    return made
 
 
-def test_a_waiting_message_can_be_taken_back_once(turns: Turns) -> None:
-    connection, transport, _ = up()
-    connection.pause_writing()
-    first, second, equal = message(100 * KIB), message(100 * KIB), message(100 * KIB)
-    for buffers in (first, second, equal):
-        connection.send(buffers)
-    assert connection.withdraw(second)
-    assert not connection.withdraw(second)
-    assert not connection.withdraw(message(100 * KIB))
-    connection.resume_writing()
-    assert [write[0] is expected[0] for write, expected in zip(
-        transport.writes, (first, equal), strict=True
-    )] == [True, True]  # fmt: skip
-    assert not connection.withdraw(first)
-    connection.connection_lost(None)
+def test_small_messages_of_one_turn_share_a_system_call_but_for_the_first(turns: Turns) -> None:
+    got: list[bytes] = []
+    told = Handler(lambda request: (got.append(bytes(request.segments[0])), done(request)))
+    pair = peered(turns, {**SERVED, Push: told})
+    made, back = writes(pair.peer), writes(pair.back)
+    for first in (True, False):
+        calls = [asked(pair.peer, AskStatistics()) for _ in range(3 if first else 1)]
+        assert [len(write) for write in made] == [1]
+        size = len(made[0][0])
+        turns.turn()
+        assert [len(data) for (data,) in made] == ([size, 2 * size] if first else [size])
+        turns.settle()
+        assert all(calls)
+        made.clear()
+    back.clear()
+    small, large = bytearray(b"x"), bytes(65 * KIB)
+    for body in (small, small):
+        pair.peer.notify(push(), [body])
+    assert made == []
+    pair.peer.flush()  # who has other work to do does not let the peer wait
+    assert [len(write) for write in made] == [1]
+    for body in (small, large, small):
+        pair.peer.notify(push(), [body])
+    small[:] = b"y"  # it was copied
+    assert [len(write) for write in made] == [1, 1, 2], "a large one follows what was before it"
+    assert made[2][1] is large, "and is not copied"
+    turns.settle()
+    assert got == [b"x", b"x", b"x", large, b"x"]
+    assert back == [], "notifications are not answered"
+    made.clear()
+    for _ in range(5):
+        pair.peer.notify(push(), [bytes(40 * KIB)])
+    assert len(made) == 2, "they do not pile up until the turn ends"
+    pair.peer.abort()
+    pair.peer.flush()
+    turns.settle()
+    assert len(made) == 2
 
 
-@pytest.mark.virtual_time
-async def test_waiting_for_room_ends_with_the_connection() -> None:
-    connection, _, _ = up()
-    await connection.wait_writable()
-    connection.pause_writing()
-    waiting = asyncio.create_task(connection.wait_writable())
-    await settle()
-    assert not waiting.done()
-    connection.connection_lost(None)
-    await waiting
-
-
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("lane", [BULK, "lock"])
 def test_small_answers_overtake_large_ones_that_wait_where_bodies_are_large(
     turns: Turns, lane: str
 ) -> None:
@@ -287,42 +435,33 @@ def test_small_answers_overtake_large_ones_that_wait_where_bodies_are_large(
     assert len(answers) == 21
 
 
-@pytest.mark.parametrize("lane", [lane for lane in LANES if lane != BULK])
-@pytest.mark.parametrize("seed", range(20))
-def test_where_bodies_are_small_everything_comes_in_order(
-    turns: Turns, lane: str, seed: int
-) -> None:
-    draw = random.Random(seed)
-    got: list[tuple[int, int]] = []
-
-    def noted(request: Request[Pull]) -> None:
-        message, segments = request.message, request.segments
-        got.append((message.set_id, sum(map(len, segments))))
-
-    pair = peered(turns, {Pull: Handler(noted)}, lane=lane, seed=seed)
-    sent: list[tuple[int, int]] = []
-    for number in range(30):
-        if draw.random() < 0.2:
-            draw.choice((pair.link.to_server.stall, pair.link.to_server.flow, turns.settle))()
-        sent.append((number, draw.choice((0, 10, 70_000, 3 * MIB))))
-        pair.peer.notify(pull(number), [bytes(sent[-1][1])])
-    pair.link.to_server.flow()
-    turns.settle()
-    assert got == sent
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("way_out", ["flow", "abort"])
+async def test_who_makes_a_large_message_only_when_there_is_room_waits_for_it(way_out: str) -> None:
+    network = MemoryNetwork()
+    async with connected(network, {Push: Handler(lambda request: None)}) as pair:
+        (link,) = network.links()
+        await pair.peer.wait_writable()
+        link.to_server.stall()
+        for _ in range(2):
+            pair.peer.notify(push(), [bytes(6 * MIB)])
+        waiting = asyncio.create_task(pair.peer.wait_writable())
+        await settle()
+        assert not waiting.done()
+        pair.peer.abort() if way_out == "abort" else link.to_server.flow()
+        await waiting
 
 
 @pytest.mark.virtual_time
 async def test_a_request_that_waits_for_room_can_be_given_up_unsent() -> None:
     network = MemoryNetwork()
-    async with connected(network, {**SERVED, **SERVED}) as pair:
+    async with connected(network, SERVED) as pair:
         (link,) = network.links()
         link.to_server.stall()
-        first = asyncio.create_task(pair.peer.call(AskStatistics(), [bytes(6 * MIB)]))
-        await settle()
-        second = asyncio.create_task(pair.peer.call(AskStatistics(), [bytes(6 * MIB)]))
-        loop = asyncio.get_running_loop()
-        third = asyncio.create_task(
-            pair.peer.call(AskStatistics(), [bytes(6 * MIB)], deadline=loop.time() + 1)
+        body, deadline = [bytes(6 * MIB)], asyncio.get_running_loop().time() + 1
+        first, second, third = (
+            asyncio.create_task(pair.peer.call(AskStatistics(), body, deadline=when))
+            for when in (None, None, deadline)
         )
         await settle()
         second.cancel()
@@ -334,233 +473,21 @@ async def test_a_request_that_waits_for_room_can_be_given_up_unsent() -> None:
         assert (await pair.peer.call(AskStatistics())).message == Done()
 
 
-# --- how it ends -----------------------------------------------------------------------------
-
-
-def test_close_writes_what_waits_and_abort_does_not(turns: Turns) -> None:
-    for end in ("close", "abort"):
-        connection, transport, owner = up()
-        connection.send(message(100 * KIB))
-        connection.pause_writing()
-        connection.send(message(5))
-        connection.send(message(101 * KIB))
-        getattr(connection, end)()
-        assert transport.told == [end]
-        turns.settle()
-        written = [[100 * KIB], [5], [101 * KIB]] if end == "close" else [[100 * KIB]]
-        assert sizes(transport) == written
-        connection.connection_lost(None)
-        assert owner.reports == [None]
-
-
-def test_after_the_end_nothing_is_done_any_more(turns: Turns) -> None:
-    connection, transport, owner = up()
-    connection.close()
-    connection.close()
-    for act in (
-        lambda: connection.send(message(5)),
-        lambda: connection.send(message(MIB)),
-        connection.pause_reading,
-        connection.resume_reading,
-        connection.resume_writing,
-        lambda: connection.buffer_updated(10),
-    ):
-        act()
-    turns.settle()
-    assert transport.writes == []
-    assert transport.told == ["close"]
-    connection.connection_lost(None)
-    assert owner.reports == [None]
-
-
-def test_nothing_is_written_to_a_transport_that_closes_by_itself(turns: Turns) -> None:
-    connection, transport, _ = up()
-    transport.close()
-    connection.send(message(MIB))
-    connection.send(message(1))
-    turns.settle()
-    assert transport.writes == []
-    connection.connection_lost(None)
-
-
-@pytest.mark.parametrize("end", ["close", "abort"])
-def test_a_connection_ended_before_it_is_up_is_aborted_when_it_is(turns: Turns, end: str) -> None:
-    connection, owner = new_connection()
-    assert not connection.is_connected
-    getattr(connection, end)()
-    transport = Transport()
-    connection.connection_made(transport)
-    assert transport.told == ["abort"]
-    assert transport.writes == []
-    connection.connection_lost(None)
-    assert owner.reports == [None]
-
-
-def test_the_first_reason_is_the_one_that_is_told(turns: Turns) -> None:
-    connection, _, owner = up()
-    first = ConnectionLost("first")
-    connection.abort(first)
-    connection.abort(ConnectionLost("second"))
-    connection.connection_lost(OSError("third"))
-    assert owner.reports == [first]
-
-
-def test_the_networks_reason_is_told_if_there_is_no_other(turns: Turns) -> None:
-    connection, _, owner = up()
-    error = ConnectionResetError("reset")
-    connection.connection_lost(error)
-    assert owner.reports == [error]
-
-
-def test_a_peer_that_is_turned_away_is_told_and_left(turns: Turns) -> None:
-    connection, owner = new_connection(Refused("full", "no room"))
-    transport = Transport()
-    connection.connection_made(transport)
-    assert transport.told == ["close"]
-    assert len(transport.writes) == 1
-    connection.connection_lost(None)
-    assert owner.reports == [None]
-
-
-def test_a_peer_that_says_nothing_is_left_after_five_seconds(turns: Turns) -> None:
-    connection, transport, owner = up()
-    turns.advance(4.9)
-    assert transport.told == []
-    turns.advance(0.2)
-    assert transport.told == ["abort"]
-    connection.connection_lost(None)
-    (error,) = owner.reports
-    assert isinstance(error, ConnectionLost)
-    assert error.message == "the handshake was not over within 5 s"
-
-
-def test_a_stranger_is_told_no_more_than_that_it_is_one(turns: Turns) -> None:
-    connection, transport, _ = up()
-    connection.get_buffer(-1)[:32] = bytes(32)
-    connection.buffer_updated(32)
-    assert transport.told == ["close"]  # and not before the words below are on their way
-    assert b"malformed greeting" in bytes(transport.writes[0][0])
-    connection.connection_lost(None)
-
-
-def test_an_owner_that_fails_ends_the_connection_with_a_log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, turns: Turns
-) -> None:
-    def fail(*_: object) -> Reply:
-        raise ZeroDivisionError("oops")
-
-    monkeypatch.setattr(Connection, "received", fail)
-    pair = peered(turns)
-    pair.peer.notify(FinalBelow(1))
-    turns.settle()
-    assert pair.back.is_closed
-    assert isinstance(pair.back.error, ZeroDivisionError)
-    assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert caplog.records[0].message == "a message of /job:worker/task:0 failed"
-
-
-def test_an_owner_may_close_at_once_and_sees_no_message_then(turns: Turns) -> None:
-    """The peer's first request has arrived together with the last word of the handshake."""
-
-    class Hasty(Owner):
-        def opened(self) -> None:
-            super().opened()
-            connection.close()
-
-    class Talkative(Owner):
-        def opened(self) -> None:
-            super().opened()
-            server.send(encode_frame(Kind.NOTIFY, 0, encode(FinalBelow(1))))
-
-    owner, other = Hasty(), Talkative()
-    handshake = ClientHandshake(SECRET.value, WORKER, 1, "control", bytes(32), PS)
-    wire = Protocol(handshake, DEFAULT_LIMITS, lambda frame: None)
-    connection = Connection(wire, owner.opened, owner.received, owner.closed)
-    wire = Protocol(ServerHandshake(SECRET.value, PS, 1, bytes(32)), DEFAULT_LIMITS, lambda _: None)
-    server = Connection(wire, other.opened, other.received, other.closed)
-    linked(lambda: connection, lambda: server, chunk=(65_536, 65_536))
-    turns.settle()
-    assert owner.reports == ["opened", None]
-    assert other.reports == ["opened", None]
-
-
-def test_what_was_read_behind_the_end_is_not_handed_over(turns: Turns) -> None:
-    """The owner closes while it deals with the first of two messages of one read."""
-    got: list[int] = []
-
-    def handle(request: Request[FinalBelow]) -> None:
-        peer, message = request.peer, request.message
-        got.append(message.closure)
-        peer.close()
-
-    pair = peered(turns, {FinalBelow: Handler(handle)}, chunk=(65_536, 65_536))
-    pair.link.to_server.stall()
-    pair.peer.notify(FinalBelow(1))
-    pair.peer.notify(FinalBelow(2))
-    turns.settle()
-    pair.link.to_server.flow()
-    turns.settle()
-    assert pair.back.is_closed
-    assert got == [1]
-
-
-# --- sockets ---------------------------------------------------------------------------------
-
-
-async def test_the_kernel_is_asked_to_find_dead_hosts() -> None:
-    async with connected(SocketNetwork(), address="127.0.0.1:0") as pair:
-        for peer in (pair.peer, pair.back):
-            sock = transport_of(peer).get_extra_info("socket")
-            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == USER_TIMEOUT_MS
-            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
-            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 5
-            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 4
-            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            host, port = peer.peername.rsplit(":", 1)
-            assert host == "127.0.0.1"
-            assert int(port) > 0
-
-
-def test_what_a_system_does_not_have_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, turns: Turns
-) -> None:
-    monkeypatch.delattr(socket, "TCP_USER_TIMEOUT")
-    with socket.socket() as sock:
-        connection, _, _ = up(socket=sock)
-        assert connection.is_connected
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 4
-
-
-async def test_unix_sockets_get_room(tmp_path: Path) -> None:
-    network, address = places(tmp_path)["unix"]()
-    async with connected(network, address=address) as pair:
-        sock = transport_of(pair.peer).get_extra_info("socket")
-        with socket.socket(socket.AF_UNIX) as untouched:
-            default = untouched.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-            untouched.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNIX_BUFFER_BYTES)
-            most = untouched.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == most >= default
-        assert pair.back.peername == "a Unix socket"
-
-
 @pytest.mark.promise("input.peers-bounded")
 @pytest.mark.parametrize("place", ["tcp", "unix"])
 async def test_a_real_slow_reader_costs_a_bounded_write_buffer(place: str, tmp_path: Path) -> None:
-    asked = asyncio.Semaphore(0)
+    came = asyncio.Semaphore(0)
 
     def counted(request: Request[Pull]) -> None:
-        peer, message, segments = request.peer, request.message, request.segments
-        asked.release()
-        return values(peer, message, segments)
+        came.release()
+        values(request)
 
     network, address = places(tmp_path)[place]()
     async with connected(network, {Pull: Handler(counted)}, address=address) as pair:
         pair.peer.pause_reading()
         calls = [asyncio.create_task(pair.peer.call(pull(MIB))) for _ in range(40)]
         for _ in calls:
-            await asked.acquire()
+            await came.acquire()
         unsent = transport_of(pair.back).get_write_buffer_size()
         assert WRITE_HIGH_BYTES < unsent <= WRITE_HIGH_BYTES + 2 * MIB
         pair.peer.resume_reading()
@@ -568,26 +495,569 @@ async def test_a_real_slow_reader_costs_a_bounded_write_buffer(place: str, tmp_p
             assert len((await call).segments[0]) == MIB
 
 
-async def test_a_peer_that_is_gone_at_once_does_no_harm() -> None:
-    """It has reset the connection by the time that is accepted, or its options are set."""
-    accepted = asyncio.Semaphore(0)
-
-    def nonce(nbytes: int) -> bytes:
-        accepted.release()
-        return bytes(nbytes)
-
-    endpoint = new_endpoint(SocketNetwork(), random_bytes=nonce)
-    listener = await endpoint.listen("127.0.0.1:0")
-    port = int(listener.address.rsplit(":", 1)[1])
-    for _ in range(100):
-        with socket.create_connection(("127.0.0.1", port)) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    for _ in range(100):
-        await accepted.acquire()
-    await wait_deserted(endpoint)
-    await endpoint.close()
+# --- one message after the other, and where bodies go ----------------------------------------
 
 
-def test_a_frame_that_carries_64_kib_is_large() -> None:
-    buffers = encode_frame(Kind.REPLY, 1, b"", [bytes(64 * KIB)])
-    assert sum(map(len, buffers)) > 64 * KIB
+def test_one_message_is_dealt_with_before_the_next_one_is_looked_at(turns: Turns) -> None:
+    """All are read at once, but no body is placed before the one before it was used; and nothing
+    is handed over behind the one that closed the connection."""
+    order: list[str] = []
+
+    def prepare(request: Request[Push]) -> list[memoryview]:
+        order.append(f"prepare {request.message.sequence}")
+        return [memoryview(bytearray(length)) for length in request.lengths]
+
+    def run(request: Request[Push]) -> None:
+        order.append(f"run {request.message.sequence} {bytes(request.segments[0])!r}")
+        request.answer(Done())
+        if request.message.sequence == 2:
+            request.peer.close()
+
+    pair = peered(turns, {Push: Handler(run, prepare)}, chunk=WHOLE)
+    pair.link.to_server.stall()
+    got = [asked(pair.peer, push(number), [b"abc"[number - 1 :][:1]]) for number in (1, 2, 3)]
+    turns.settle()
+    pair.link.to_server.flow()
+    turns.settle()
+    assert order == ["prepare 1", "run 1 b'a'", "prepare 2", "run 2 b'b'"]
+    assert [type(outcome) for (outcome,) in got] == [Request, Request, ConnectionLost]
+
+
+def test_an_error_in_placing_a_body_fails_that_request_alone(turns: Turns) -> None:
+    refusals: dict[int, Exception] = {
+        0: ValueMismatchError("too large", hint="make it smaller"), 1: ZeroDivisionError("oops"),
+    }  # fmt: skip
+
+    def prepare(request: Request[Push]) -> list[memoryview]:
+        if request.message.sequence in refusals:
+            raise refusals[request.message.sequence]
+        return [memoryview(bytearray(5))]
+
+    def broken(*_: Any) -> list[memoryview]:
+        raise ValueMismatchError("no room for this")
+
+    pair = peered(turns, {Push: Handler(done, prepare), **SERVED})
+    for size in (0, 10, 300 * KIB):
+        with pytest.raises(ValueMismatchError, match="too large\nhint: make it smaller"):
+            pair.ask(push(0), [bytes(size)])
+        with pytest.raises(RemoteError, match=r"ZeroDivisionError on .*: oops"):
+            pair.ask(push(1), [bytes(size)])
+        with pytest.raises(LocalProtocolError, match=f"5 bytes .* for a body of {size}"):
+            pair.ask(push(2), [bytes(size)])
+        with pytest.raises(ValueMismatchError, match="no room for this"):
+            pair.ask(pull(size), into=broken)
+        with pytest.raises(LocalProtocolError) as caught:
+            pair.ask(pull(size), into=onto(bytearray(99)))
+        assert caught.value.message == f"99 bytes of memory were given for a body of {size}"
+    assert pair.ask(push(2), [bytes(5)]).message == Done()
+
+
+def test_large_segments_are_recycled_once_nobody_sees_them(turns: Turns) -> None:
+    pair = peered(turns, SERVED)
+    first, second = (pair.ask(pull(100 * KIB)) for _ in range(2))
+    assert pair.pool.statistics().hits == 0, "the first one is still in use"
+    del first, second
+    pair.ask(pull(100 * KIB))
+    assert pair.pool.statistics().hits == 1
+
+
+@pytest.mark.virtual_time
+async def test_what_is_above_the_limits_is_not_sent_by_either_side() -> None:
+    limits = Limits(header_bytes=2000, segment_bytes=100)
+    async with connected(server={Push: Handler(done), **SERVED}, limits=limits) as pair:
+        before = pair.peer.bytes_sent
+        for send in (pair.peer.call, pair.peer.notify):
+            with pytest.raises(LocalProtocolError) as caught:
+                await send(push(), [bytes(101)])  # type: ignore[func-returns-value,misc]
+            assert caught.value.message == "segment of 101 bytes, at most 100 are allowed"
+            assert caught.value.__notes__ == [f"while sending Push to {PS}"]
+        with pytest.raises(LocalProtocolError, match="header of 3005 bytes, at most 2000"):
+            await pair.peer.call(FetchFunction(bytes(3000)))
+        assert pair.peer.bytes_sent == before
+        assert pair.peer.statistics()["calls"] == 0
+        with pytest.raises(LocalProtocolError, match="segment of 101 bytes, at most 100"):
+            await pair.peer.call(pull(101))  # an answer that is too large is an error to its caller
+        assert (await pair.peer.call(push(), [bytes(100)])).message == Done()
+
+
+# --- giving up -------------------------------------------------------------------------------
+
+
+def test_memory_of_who_gave_up_in_the_middle_is_not_written_any_more(turns: Turns) -> None:
+    def sevens(request: Request[Pull]) -> None:
+        request.answer(Pulled([]), [b"\7" * MIB])
+
+    pair = peered(turns, {Pull: Handler(sevens)}, chunk=(10_000, 20_000))
+    memory, again = np.zeros(MIB, np.uint8), np.zeros(MIB, np.uint8)
+    number = pair.peer.ask(pull(), (), lambda _: None, onto(memory))
+    while not memory.any():
+        turns.turn()
+    pair.peer.give_up(number)
+    arrived = np.count_nonzero(memory)
+    pair.ask(pull(), into=onto(again))  # behind the rest of the body
+    assert 0 < np.count_nonzero(memory) == arrived < MIB
+    assert np.all(again == 7)
+
+
+@pytest.mark.virtual_time
+async def test_a_call_that_is_not_answered_in_time_is_given_up() -> None:
+    gate = Gate()
+    loop = asyncio.get_running_loop()
+    async with connected(server={AskStatistics: Handler(gate)}) as pair:
+        deadline = loop.time() + 2.5
+        with pytest.raises(DeadlineExceeded) as caught:
+            await pair.peer.call(AskStatistics(), deadline=deadline)
+        assert loop.time() == deadline
+        assert caught.value.message == f"{PS} did not answer AskStatistics within 2.5 s"
+        assert isinstance(caught.value, TimeoutError)
+        await settle()
+        assert gate.cancelled == 1
+        assert pair.back.statistics()["serving"] == pair.peer.statistics()["calls"] == 0
+        gate.open.set()
+        await pair.peer.call(AskStatistics(), deadline=loop.time() + 1)
+        await asyncio.sleep(10)  # the timer of a call that was answered is gone
+
+
+def test_an_answer_may_come_at_the_very_deadline(turns: Turns) -> None:
+    """In one turn of the loop, before who waits for it goes on."""
+    pair = peered(turns, {AskStatistics: Handler(Held())})
+    answer = b"".join(encode_frame(Kind.REPLY, 1, encode(Done())))
+
+    def comes() -> None:
+        pair.peer.get_buffer(-1)[: len(answer)] = answer
+        pair.peer.buffer_updated(len(answer))
+
+    turns.call_at(1.0, comes)
+    call = turns.create_task(pair.peer.call(AskStatistics(), deadline=1.0))
+    turns.advance(2.0)
+    assert call.result().message == Done()
+    assert pair.peer.is_open
+
+
+@pytest.mark.virtual_time
+async def test_a_ping_given_up_does_not_take_the_answer_of_the_next_one() -> None:
+    loop = asyncio.get_running_loop()
+    async with connected(MemoryNetwork(latency=(0.6, 0.6))) as pair:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await pair.peer.ping()
+        start = loop.time()
+        await pair.peer.ping()
+        assert loop.time() - start == pytest.approx(1.2)
+
+
+# --- handlers --------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("slowly", [False, True])
+async def test_errors_of_psync_come_back_as_themselves_and_others_with_their_traceback(
+    slowly: bool,
+) -> None:
+    errors: list[BaseException] = [
+        ValueMismatchError("shape (2,) instead of (3,)", hint="transpose it"),
+        WorkerLost("/job:worker/task:7"),  # not the one that answers
+        ZeroDivisionError("integer division"),
+        asyncio.CancelledError(),  # by somebody else: it is no reason not to answer
+    ]
+
+    async def later(error: BaseException) -> None:
+        await asyncio.sleep(0)
+        raise error
+
+    def handle(request: Request[Pull]) -> None:
+        error = errors[request.message.set_id]
+        if slowly or not isinstance(error, Exception):
+            request.start(later(error))
+        else:
+            raise error
+
+    async with connected(server={Pull: Handler(handle)}) as pair:
+        for number, error in enumerate(errors):
+            with pytest.raises(PsyncError) as caught:
+                await pair.peer.call(pull(number))
+            came: Any = caught.value
+            if isinstance(error, PsyncError):
+                assert type(came) is type(error)
+                assert (str(came), came.hint) == (str(error), error.hint)
+                assert getattr(came, "task", None) == getattr(error, "task", None)
+            else:
+                assert type(came) is RemoteError
+                assert came.message == f"{type(error).__name__} on {PS}: {error}"
+                assert came.task == PS
+                assert "raise error" in came.traceback_text
+        assert pair.peer.is_open
+
+
+@pytest.mark.parametrize("first", ["answer", "fail", "give up"])
+def test_a_request_is_answered_once_and_a_later_answer_leaves_at_once(
+    turns: Turns, first: str
+) -> None:
+    handler = Held()
+    pair = peered(turns, {AskStatistics: Handler(handler)})
+    got: list[Any] = []
+    number = pair.peer.ask(AskStatistics(), (), got.append)
+    turns.settle()
+    (request,), made = handler.requests, writes(pair.back)
+    if first == "give up":
+        pair.peer.give_up(number)
+    else:
+        request.answer(Done()) if first == "answer" else request.fail(ValueMismatchError("no"))
+        assert len(made) == (first == "answer")
+    turns.settle()
+    assert request.over
+    request.answer(Statistics({}))
+    request.fail(ValueMismatchError("again"))
+    request.give_up()
+    pair.peer.give_up(number)
+    turns.settle()
+    assert len(made) == (first != "give up")
+    assert handler.given_up == ([request] if first == "give up" else [])
+    outcomes = {"answer": [Request], "fail": [ValueMismatchError], "give up": []}
+    assert [type(outcome) for outcome in got] == outcomes[first]
+
+
+def test_who_is_told_at_the_end_may_answer_and_give_up_others(turns: Turns) -> None:
+    handler = Held()
+    pair = peered(turns, {AskStatistics: Handler(handler)})
+    told: list[int] = []
+
+    def first_told(outcome: object) -> None:
+        told.append(1)
+        pair.peer.give_up(2)
+
+    pair.peer.ask(AskStatistics(), (), first_told)
+    for number in (2, 3):
+        pair.peer.ask(AskStatistics(), (), lambda _, number=number: told.append(number))
+    turns.settle()
+    one, two, three = handler.requests
+    given_up: list[Any] = []
+    one.on_given_up = lambda request: (given_up.append(request), two.answer(Done()))
+    two.on_given_up = three.on_given_up = given_up.append
+    pair.peer.abort()
+    turns.settle()
+    assert told == [1, 3]
+    assert given_up == [one, three], "the second one was answered"
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("slowly", [False, True])
+async def test_mistakes_of_a_handler_are_told_to_the_caller_or_the_log(
+    slowly: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mistaken(request: Request[Pull]) -> None:
+        if request.message.set_id:
+            request.answer(Pulled([]), [object()])  # type: ignore[list-item]
+        request.answer(Pulled([]))
+        raise ZeroDivisionError("behind the answer")
+
+    async def later(request: Request[Pull]) -> None:
+        mistaken(request)
+
+    async with connected(server={Pull: Handler(later if slowly else mistaken)}) as pair:
+        assert (await pair.peer.call(pull())).message == Pulled([])
+        assert [record.message for record in caplog.records] == [f"a message of {WORKER} failed"]
+        assert caplog.records[0].exc_info is not None
+        with pytest.raises(RemoteError, match=f"TypeError on {PS}"):
+            await pair.peer.call(pull(1))
+        assert pair.peer.is_open
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("how", ["at once", "slowly", "before its body"])
+@pytest.mark.parametrize("error", [ZeroDivisionError("oops"), FencedError("replaced")], ids=repr)
+async def test_a_notification_that_fails_ends_the_connection_with_a_log(
+    how: str, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for an answer, and what it was about would be lost silently."""
+
+    def fails(request: Request[Push]) -> list[memoryview]:
+        raise error
+
+    async def later(request: Request[Push]) -> None:
+        await asyncio.sleep(0)
+        raise error
+
+    refuse = fails if how == "before its body" else None
+    handler = Handler(later if how == "slowly" else fails, refuse)
+    async with connected(server={Push: handler}) as pair:
+        pair.peer.notify(push(), [bytes(10)])
+        await pair.peer.wait_closed()
+        await pair.back.wait_closed()
+        assert pair.back.error is error
+    (record,) = caplog.records
+    if isinstance(error, FencedError):
+        assert record.message.startswith(f"{PS} lost {WORKER} (")
+        assert record.message.endswith(": replaced")
+    else:
+        assert record.message == f"a message of {WORKER} failed"
+        assert record.exc_info is not None
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("how", ["now", "later", "coroutine", "raises", "refused"])
+async def test_bodies_are_freed_with_the_answer_and_not_by_the_collector(how: str) -> None:
+    memories: list[weakref.ref[Any]] = []
+    held = Held(in_coroutine=how == "coroutine")
+
+    def memory(*_: Any) -> list[memoryview]:
+        root = np.zeros(MIB, np.uint8)
+        memories.append(weakref.ref(root))
+        if how == "refused":
+            raise ValueMismatchError("no")
+        return [root.data]
+
+    def serve(request: Request[Push]) -> None:
+        if how == "raises":
+            raise ValueMismatchError("no")
+        request.answer(Done(), request.segments) if how == "now" else held(request)
+
+    async with connected(server={Push: Handler(serve, memory)}) as pair:
+        gc.disable()
+        try:
+            calling = asyncio.create_task(pair.peer.call(push(), [bytes(MIB)], into=memory))
+            await settle()
+            for request in held.requests:
+                request.answer(Done(), request.segments)
+                del request
+            held.requests.clear()
+            await asyncio.wait([calling])
+            assert (calling.exception() is not None) is (how in ("raises", "refused"))
+            del calling
+            await pair.peer.ping()
+            assert [each() for each in memories] == [None] * (
+                1 if how in ("raises", "refused") else 2
+            )
+        finally:
+            gc.enable()
+
+
+# --- back-pressure ---------------------------------------------------------------------------
+
+
+@pytest.mark.promise("input.peers-bounded")
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("how", ["in a coroutine", "kept", "kept by a coroutine", "told"])
+async def test_requests_are_read_only_while_the_handlers_bodies_fit_the_limit(how: str) -> None:
+    """Until their answer is given, though the coroutine that has kept the request has ended."""
+    gate, held = Gate(), Held(in_coroutine=how == "kept by a coroutine")
+    limits = Limits(unfinished_bytes=250 * KIB)
+    network = MemoryNetwork()
+    handler = Handler(held if "kept" in how else gate)
+    async with connected(network, {Push: handler}, limits=limits) as pair:
+        got: list[Any] = []
+        for number in range(20):
+            if how == "told":
+                pair.peer.notify(push(number), [bytes(100 * KIB)])
+            else:
+                pair.peer.ask(push(number), [bytes(100 * KIB)], got.append)
+        await settle()
+        assert gate.begun + len(held.requests) == 3
+        assert pair.back.statistics()["unfinished_bytes"] == 300 * KIB
+        (link,) = network.links()
+        assert link.to_server.delivered_bytes < 500 * KIB
+        gate.open.set()
+        await settle()
+        while held.requests:
+            held.requests.pop(0).answer(Done())
+            await settle()
+        assert gate.begun == (0 if "kept" in how else 20)
+        assert len(got) == (0 if how == "told" else 20)
+        assert pair.back.statistics()["unfinished_bytes"] == 0
+
+
+# --- what a peer must not say ----------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("misbehave", "told"),
+    [
+        (raw(Kind.REQUEST, 1, Statistics({})), "this task does not serve Statistics"),
+        (raw(Kind.NOTIFY, 0, Statistics({})), "this task does not serve Statistics"),
+        (raw(Kind.REQUEST, 1, Done(), [bytes(MIB)]), "this task does not serve Done"),
+        (raw(Kind.REQUEST, 0, AskStatistics()), "request id 0 cannot be used"),
+        (raw(Kind.NOTIFY, 7, AskStatistics()), "request id 7 cannot be used"),
+        (raw(Kind.REQUEST, 5, FinalBelow(1)), "request id 5 cannot be used"),  # twice, see below
+        (raw(Kind.REQUEST, 1, b"\xc1"), "header is not valid msgpack: FormatError"),
+        (raw(Kind.REQUEST, 1, b"\xc1", [b"x"]), "header is not valid msgpack: FormatError"),
+        (raw(Kind.PING, 0, b"", [b"x"]), "got a frame PING with a body"),
+        (raw(Kind.ERROR, 1, Done(), [b"x"]), "got a frame ERROR with a body"),
+        (
+            raw(Kind.HELLO, 0, Hello(1, 1, PS, 1, "bulk", bytes(32), True)),
+            "got a frame HELLO after the handshake",
+        ),
+    ],
+)
+async def test_a_peer_that_breaks_the_protocol_is_dropped(
+    misbehave: Callable[[Connection], None], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(server={**SERVED, FinalBelow: Handler(Held())}) as pair:
+        for _ in range(2 if "id 5" in told else 1):
+            misbehave(pair.peer)
+        await pair.back.wait_closed()
+        assert isinstance(pair.back.error, RemoteProtocolError)
+        assert pair.back.error.message == told
+        await pair.peer.wait_closed()
+        other = await pair.client.connect("ps0:1", PS)
+        assert (await other.call(AskStatistics())).message == Done(), "the task lives on"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert caplog.records[0].message.endswith(f": {told}")
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "told"),
+    [
+        (raw(Kind.REPLY, 1, b"\xc1"), "header is not valid msgpack: FormatError"),
+        (raw(Kind.REPLY, 1, b"\xc1", [b"x"]), "header is not valid msgpack: FormatError"),
+        (raw(Kind.ERROR, 1, b"\xc1"), "header is not valid msgpack: FormatError"),
+        (raw(Kind.ERROR, 1, Done()), "got Done in a frame ERROR"),
+    ],
+)
+def test_a_call_whose_answer_is_nonsense_fails(
+    turns: Turns, nonsense: Callable[[Connection], None], told: str
+) -> None:
+    pair = peered(turns, {AskStatistics: Handler(lambda request: nonsense(request.peer))})
+    with pytest.raises(ConnectionLost) as caught:
+        pair.ask(AskStatistics(), into=lambda *_: [memoryview(bytearray(1))])
+    assert caught.value.message == f"the connection to {PS} was lost: {told}"
+    assert isinstance(caught.value.__cause__, RemoteProtocolError)
+
+
+def test_answers_that_nobody_waits_for_are_ignored(turns: Turns) -> None:
+    pair = peered(turns, SERVED)
+    for misbehave in (
+        raw(Kind.REPLY, 99, Done()),
+        raw(Kind.REPLY, 99, Pulled([]), [bytes(200 * KIB)]),
+        raw(Kind.ERROR, 99, Done()),
+        raw(Kind.CANCEL, 99, b""),
+        raw(Kind.PONG, 0, b""),
+    ):
+        misbehave(pair.back)
+        misbehave(pair.peer)
+    turns.settle()
+    assert pair.peer.is_open
+    assert pair.back.is_open
+    assert pair.ask(AskStatistics()).message == Done()
+
+
+# --- the end ---------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_every_open_call_and_ping_fails_with_the_connection() -> None:
+    """Those who serve them go on."""
+    network, gate = MemoryNetwork(), Gate()
+    async with connected(network, {AskStatistics: Handler(gate)}, lane="bulk") as pair:
+        assert repr(pair.peer) == f"<Connection {PS} bulk open, 0 calls>"
+        network.links()[0].to_client.stall()
+        waiting = [asyncio.create_task(pair.peer.call(AskStatistics())) for _ in range(3)]
+        cancelled = [asyncio.create_task(pair.peer.ping()), waiting.pop()]
+        pinging = asyncio.create_task(pair.peer.ping())
+        await settle()
+        assert repr(pair.peer) == f"<Connection {PS} bulk open, 3 calls>"
+        assert pair.peer.statistics() == {"calls": 3, "serving": 0, "unfinished_bytes": 0}
+        assert pair.back.statistics() == {"calls": 0, "serving": 3, "unfinished_bytes": 0}
+        told: list[Connection] = []
+        pair.peer.on_closed.append(told.append)
+        pair.peer.abort(ConnectionLost("it was silent for 15 s"))
+        pair.peer.abort(ConnectionLost("the first reason is told"))
+        for each in cancelled:  # in the turn in which they are lost
+            each.cancel()
+        for result in await asyncio.gather(*waiting, pinging, return_exceptions=True):
+            assert isinstance(result, ConnectionLost)
+            assert result.message == f"the connection to {PS} was lost: it was silent for 15 s"
+        assert told == [pair.peer]
+        for attempt in (pair.peer.call(AskStatistics()), pair.peer.ping()):
+            with pytest.raises(ConnectionLost, match="was lost: it was silent for 15 s"):
+                await attempt  # type: ignore[misc]
+        pair.peer.notify(FinalBelow(1))  # lost without a word
+        assert repr(pair.peer) == f"<Connection {PS} bulk closed, 0 calls>"
+        await pair.back.wait_closed()
+        gate.open.set()
+        await settle()
+        assert (gate.begun, gate.cancelled) == (3, 0)
+        assert pair.back.statistics()["serving"] == 0
+
+
+@pytest.mark.parametrize("place", ["tcp", "unix"])
+@pytest.mark.parametrize("is_half", [True, False])
+async def test_an_end_in_the_middle_of_a_message_is_told_apart(
+    place: str, is_half: bool, tmp_path: Path
+) -> None:
+    """The peer ends its stream in order, with half of a message said; though it would listen."""
+
+    def ends(request: Request[Pull]) -> None:
+        frame = encode_frame(Kind.REPLY, 1, encode(Pulled([])), [bytes(200 * KIB)])
+        transport_of(request.peer).write(frame[0] if is_half else b"")
+        transport_of(request.peer).write_eof()
+
+    network, address = places(tmp_path)[place]()
+    async with connected(network, {Pull: Handler(ends)}, address=address) as pair:
+        with pytest.raises(ConnectionLost) as caught:
+            await pair.peer.call(pull())
+        why = ": the peer closed the connection in the middle of a message" if is_half else ""
+        how = "lost" if is_half else "closed"
+        assert caught.value.message == f"the connection to {PS} was {how}{why}"
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_close_writes_what_waits_and_abort_does_not(turns: Turns, end: str) -> None:
+    got: list[int] = []
+    pair = peered(turns, {Push: Handler(lambda request: got.append(request.message.sequence))})
+    pair.link.to_server.stall()
+    for number, size in enumerate((6 * MIB, 5, MIB, 7)):  # the others wait for room
+        pair.peer.notify(push(number), [bytes(size)])
+    getattr(pair.peer, end)()
+    pair.link.to_server.flow()
+    turns.settle()
+    assert got == ([0, 1, 2, 3] if end == "close" else [])
+    assert pair.peer.is_closed
+    assert pair.back.is_closed
+
+
+def test_after_the_end_nothing_is_done_any_more(turns: Turns) -> None:
+    pair = peered(turns, SERVED)
+    made = writes(pair.peer)
+    pair.peer.close()
+    got = asked(pair.peer, AskStatistics())
+    for act in (
+        pair.peer.close,
+        pair.peer.pause_reading,
+        pair.peer.resume_reading,
+        pair.peer.resume_writing,
+        lambda: pair.peer.notify(push(), [bytes(MIB)]),
+        lambda: pair.peer.buffer_updated(0),
+    ):
+        act()
+    turns.settle()
+    assert made == []
+    (outcome,) = got
+    assert str(outcome) == f"the connection to {PS} was closed"
+    with pytest.raises(ConnectionLost, match=f"the connection to {PS} was closed"):
+        asked(pair.peer, AskStatistics())
+
+
+def test_a_task_that_closes_as_soon_as_it_is_connected_sees_no_message(turns: Turns) -> None:
+    """The peer's first one has arrived together with the last word of the handshake."""
+    got: list[Any] = []
+    pair = peered(
+        turns, client={FinalBelow: Handler(got.append)}, chunk=WHOLE,
+        server_opened=lambda peer: peer.notify(FinalBelow(1)),
+        client_opened=lambda peer: peer.close(),
+    )  # fmt: skip
+    turns.settle()
+    assert got == []
+    assert pair.peer.is_closed
+    assert pair.back.is_closed
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_a_connection_ended_before_it_is_up_is_aborted_when_it_is(turns: Turns, end: str) -> None:
+    pair = peered(turns, before=lambda peer: getattr(peer, end)())
+    assert pair.peer.is_connected
+    assert pair.peer.is_closed
+    assert pair.back.is_closed
+    assert not pair.back.task
+    with pytest.raises(ConnectionLost, match="the connection to the peer was closed"):
+        asked(pair.peer, AskStatistics())

@@ -956,8 +956,8 @@ async def test_an_open_connection_that_breaks_is_logged_by_who_found_out_unless_
     is_ended: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with connected() as pair:
-        ending = pair.peer if is_ended else pair.peer.connection
-        ending.abort(ConnectionLost("nonsense came"))
+        end = pair.peer.abort if is_ended else pair.peer.fail
+        end(ConnectionLost("nonsense came"))
         await pair.peer.wait_closed()
         await pair.back.wait_closed()
     assert texts(caplog) == ([] if is_ended else [f"{WORKER} lost {PS} (ps0:1): nonsense came"])

@@ -13,9 +13,16 @@ from typing import Any
 
 import pytest
 
+from endpoints import connected, new_endpoint, places, transport_of, wait_deserted
 from ports import claimed_ports
 from psync.errors import ConfigurationError
-from psync.net.transport import SocketNetwork, reason
+from psync.net.transport import (
+    UNIX_BUFFER_BYTES,
+    USER_TIMEOUT_MS,
+    SocketNetwork,
+    reason,
+    set_options,
+)
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -292,3 +299,61 @@ async def test_a_listener_that_could_not_start_leaves_no_socket_open(
             await SocketNetwork({f"unix:{tmp_path}/ps1": wrong}).listen(
                 f"unix:{tmp_path}/ps1", Connection
             )
+
+
+# --- options of connections ---------------------------------------------------------------------
+
+
+async def test_the_kernel_is_asked_to_find_dead_hosts() -> None:
+    async with connected(SocketNetwork(), address="127.0.0.1:0") as pair:
+        for peer in (pair.peer, pair.back):
+            sock = transport_of(peer).get_extra_info("socket")
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == USER_TIMEOUT_MS
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 5
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 4
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            host, port = peer.peername.rsplit(":", 1)
+            assert host == "127.0.0.1"
+            assert int(port) > 0
+
+
+def test_what_a_system_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(socket, "TCP_USER_TIMEOUT")
+    with socket.socket() as sock:
+        set_options(sock)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 4
+
+
+async def test_unix_sockets_get_room(tmp_path: Path) -> None:
+    network, address = places(tmp_path)["unix"]()
+    async with connected(network, address=address) as pair:
+        sock = transport_of(pair.peer).get_extra_info("socket")
+        with socket.socket(socket.AF_UNIX) as untouched:
+            default = untouched.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+            untouched.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNIX_BUFFER_BYTES)
+            most = untouched.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == most >= default
+        assert pair.back.peername == "a Unix socket"
+
+
+async def test_a_peer_that_is_gone_at_once_does_no_harm() -> None:
+    """It has reset the connection by the time that is accepted, or its options are set."""
+    accepted = asyncio.Semaphore(0)
+
+    def nonce(nbytes: int) -> bytes:
+        accepted.release()
+        return bytes(nbytes)
+
+    endpoint = new_endpoint(SocketNetwork(), random_bytes=nonce)
+    listener = await endpoint.listen("127.0.0.1:0")
+    port = int(listener.address.rsplit(":", 1)[1])
+    for _ in range(100):
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    for _ in range(100):
+        await accepted.acquire()
+    await wait_deserted(endpoint)
+    await endpoint.close()

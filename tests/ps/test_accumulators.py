@@ -92,7 +92,7 @@ class ByHand(PsByHand):
     def log(self, client: tuple[str, int], message: Message) -> None:
         """Do what an entry of the log says."""
         asked = Asked(self.peer(client), message)
-        self._log[type(message)].run(asked)
+        self._log[type(message)].serve(asked)
         assert asked.result() == Reply(Done())
 
     def taken(
@@ -240,5 +240,5 @@ def test_a_take_that_is_read_after_its_connection_has_gone_does_not_wait():
     gone = peer_of(A)
     gone.is_closed = True
     with pytest.raises(ConnectionLost, match="has gone"):
-        ps.accumulators.handlers()[TakeGradient].run(Asked(gone, TakeGradient("g", 1, 1, 1)))
+        ps.accumulators.handlers()[TakeGradient].serve(Asked(gone, TakeGradient("g", 1, 1, 1)))
     assert ps.held() == (0, 0, 0, 0)

@@ -34,7 +34,7 @@ async def test_a_step_that_is_applied_while_connections_are_closed_spares_what_i
         async def late(request):
             asked.set()
             await may_measure.wait()
-            at_once.run(request)
+            at_once.serve(request)
 
         handlers[MeasureStep] = Handler(late, at_once.prepare)
         program, reader = cluster.client("/job:worker/task:1"), cluster.client("/job:worker/task:2")

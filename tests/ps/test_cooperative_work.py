@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from psync.errors import PsyncError
-from psync.numerics import blocks, update_rule
+from psync.numerics import memory, rules
 from psync.numerics.rules import Adam, Lamb
 from psync.ps import cooperative_work
 from psync.ps.cooperative_work import LongWork
@@ -103,7 +103,7 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 @pytest.fixture
 def ps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ps]:
     """One whose shards LARGE and OTHER have eight blocks, small ones."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(memory, "BLOCK_BYTES", BLOCK)
     made = Ps()
     for name, key in (("large", LARGE), ("other", OTHER)):
         made.store.create(ShardSpec(name, *key, 0, (SIZE,), "float32", 0), fill=np.float32(0.5))
@@ -121,7 +121,7 @@ def bits(ps: Ps) -> bytes:
 
 def updates() -> Iterator[Callable[[ShardStore], Work]]:
     """Pushes, two of which are accumulated; the mean of two; an assign and a moving average."""
-    options = update_rule.RuleOptions(gradient_accumulation_steps=2)
+    options = rules.RuleOptions(gradient_accumulation_steps=2)
     rules = [Adam(0.1), Lamb(0.1), Adam(0.1).with_options(options)]
 
     def push(store: ShardStore, number: int, seed: int) -> Work:
@@ -142,17 +142,17 @@ def updates() -> Iterator[Callable[[ShardStore], Work]]:
 
 def watched(monkeypatch: pytest.MonkeyPatch, seen: Callable[[], None]) -> None:
     """Let ``seen`` be called, by who computes it, before each block of SGD."""
-    usual = update_rule.SGD.apply
+    usual = rules.SGD.apply
 
-    def apply(self: update_rule.SGD, *args: Any) -> None:
+    def apply(self: rules.SGD, *args: Any) -> None:
         seen()
         usual(self, *args)
 
-    monkeypatch.setattr(update_rule.SGD, "apply", apply)
+    monkeypatch.setattr(rules.SGD, "apply", apply)
 
 
 def sgd(ps: Ps) -> Work:
-    ps.store.define_optimizer(1, update_rule.SGD(1.0).to_config())
+    ps.store.define_optimizer(1, rules.SGD(1.0).to_config())
     return ps.store.apply(1, LARGE, np.ones(SIZE, np.float32), ps.store.begin_push(1, 0))
 
 

@@ -394,12 +394,12 @@ def test_nobody_hears_of_the_error_of_a_notification(paired: bool) -> None:
     notified = ps.executor.logged(Handler(lambda _: refuses()))
     asked = Asked(peer_of(CLIENT), NOTE)
     asked.request_id = 0  # as of a notification
-    notified.run(asked)
+    notified.serve(asked)
     if paired:
         ps.taken(1)
     assert ps.executor.waiting == 0
     ps.executor.end()
-    notified.run(asked)
+    notified.serve(asked)
     assert not asked.done()
     assert ps.log.last == 1
 

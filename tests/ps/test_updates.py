@@ -85,7 +85,7 @@ def test_a_backup_gets_what_was_computed_from_although_its_sender_writes_to_it()
     theirs = bytearray(np.full(3, 2, np.float32).tobytes())
     message = Push(1, 0, -1, 0, ps.v[0], [ps.v], 1, CONFIG, 0)
     handler = ps.services.handlers()[Push]
-    handler.run(Asked(ps.peer(A), message, [memoryview(theirs).toreadonly()]))
+    handler.serve(Asked(ps.peer(A), message, [memoryview(theirs).toreadonly()]))
     theirs[:] = bytes(len(theirs))
     backup.catch_up()  # compares both
     assert ps.pull(ps.v)[0].tolist() == [-2 * RATE] * 3

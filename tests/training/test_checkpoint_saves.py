@@ -21,7 +21,7 @@ from memory_cluster import session_cluster
 from psync.checkpoints.files import Reader, stored_snapshots
 from psync.cli.checkpoint_reports import differences, inspection
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, UsageError
-from psync.launch import local_tasks
+from psync.launch import cluster
 from psync.net.platform import Platform
 from psync.ps import frozen_snapshots
 from psync.store.snapshot_state import SnapshotState
@@ -39,7 +39,7 @@ SLOW = {"latency": (0.0, 0.003), "chunk": (1 << 12, 1 << 16)}
 def with_failpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tasks of a cluster here have the same."""
     platform = functools.partial(Platform, parts=SabotagedParts())
-    monkeypatch.setattr(local_tasks, "Platform", platform)
+    monkeypatch.setattr(cluster, "Platform", platform)
 
 
 @contextlib.asynccontextmanager

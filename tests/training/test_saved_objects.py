@@ -11,13 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from psync.cli.checkpoint import checkpoint as command
 
 import psync
 from local_training import in_step, strategy_of, training
 from loops import for_each
 from psync.checkpoints.files import COMMIT, MANIFEST, Reader
 from psync.checkpoints.manifest import commit_line
+from psync.cli.reports import checkpoint as command
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,

@@ -198,7 +198,7 @@ class _Backup:
                 done = functools.partial(self._done, entry)
                 request = OwnRequest(peer, entry.message, entry.body, done)
                 try:
-                    self.task.handler(type(entry.message)).run(request)
+                    self.task.handler(type(entry.message)).serve(request)
                 except Exception as exc:
                     request.fail(exc)
                 while self._spawned:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -137,7 +136,7 @@ class Request(Frame, Generic[M]):
             at_once = has_waited and not self.in_coroutine
             try:
                 peer.send(_REPLY, self.request_id, message, segments, at_once=at_once)
-            except LocalProtocolError as exc:
+            except Exception as exc:  # it cannot be made; who waits must hear of it
                 peer.send(_ERROR, self.request_id, failure_of(exc))
 
     def fail(self, error: BaseException) -> None:
@@ -152,12 +151,18 @@ class Request(Frame, Generic[M]):
         elif isinstance(error, Exception):
             self.peer.fail(error)  # nobody waits for an answer, but it must not be lost
 
+    def raised(self, error: Exception) -> None:
+        """The handler has raised: the answer, unless it is given; then a mistake is logged."""
+        if self.over and not isinstance(error, PsyncError):
+            logger.error("a message of %s failed", self.peer.task, exc_info=error)
+        self.fail(error)
+
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Go on in a coroutine; what it raises is the answer.
 
         It is cancelled when the caller gives up, or this task closes; not when the connection goes.
         A caller that gives up cancels it at its first await at the earliest: what was noted before
-        can be undone there.
+        can be undone there. Not for who is in such a coroutine: it goes on by itself.
         """
         self.in_coroutine = True
         self.peer.spawn(self._run(work)).add_done_callback(functools.partial(self._has_run, work))
@@ -172,14 +177,16 @@ class Request(Frame, Generic[M]):
             self.fail(exc)
             raise
         except Exception as exc:
-            self.fail(exc)
+            self.raised(exc)
         finally:
             self.in_coroutine, self.task = False, None
-        if self.peer.is_closed and not self.over:  # what waits for its time
+        if self.peer.is_closed:  # what waits for its time
             self.give_up()
 
     def give_up(self) -> None:
-        """Nobody wants the answer any more."""
+        """Nobody wants the answer any more; nothing if that is over."""
+        if self.over:
+            return
         self.over = True
         if self.in_coroutine:  # its body counts until that has ended
             if self.task is not None:
@@ -257,30 +264,28 @@ class AsIfFrom:
         return self.client[1]
 
 
+@dataclass(frozen=True, slots=True)
 class Handler:
     """How one type of message is served.
 
-    Args:
-        serve: Called with the request once it is complete, in the order in which they came. What it
-            raises is the answer. A coroutine function runs in a task, see ``Request.start``.
+    Attributes:
+        run: Called with the request once it is complete, in the order in which they came. What it
+            raises is the answer. A coroutine that it returns is run in a task, see
+            ``Request.start``.
         prepare: Called with the request when its header is there, if it has segments. Returns
             where the body belongs, as views whose borders need not be those of the segments, and
             which are the ``segments`` of the request; or raises to refuse it before memory is
             taken. A body that is lent (``borrowed``) may be kept, and returned, as it is.
     """
 
-    __slots__ = ("prepare", "run", "serve")
+    run: Callable[[Request[Any]], Any]
+    prepare: Callable[[Request[Any]], Sequence[memoryview]] | None = None
 
-    def __init__(
-        self,
-        serve: Callable[[Request[Any]], Any],
-        prepare: Callable[[Request[Any]], Sequence[memoryview]] | None = None,
-    ) -> None:
-        self.serve = serve
-        self.run: Callable[[Request[Any]], object] = serve
-        if inspect.iscoroutinefunction(serve):
-            self.run = lambda request: request.start(serve(request))
-        self.prepare = prepare
+    def serve(self, request: Request[Any]) -> None:
+        """Serve a request of another source than a connection. Raises what ``run`` raises."""
+        work = self.run(request)
+        if work is not None:
+            request.start(work)
 
 
 @dataclass(slots=True, eq=False)
@@ -443,11 +448,13 @@ class Connection(asyncio.BufferedProtocol):
                 timer.cancel()
 
     def _expire(self, number: int, message: Message, seconds: float) -> None:
-        then = self._calls[number][0]
+        call = self._calls.get(number)
+        if call is None:  # it was answered in this turn
+            return
         self.give_up(number)
         limit = f"{round(max(0.0, seconds), 3):g} s"
         what = f"{self.task} did not answer {type(message).__name__} within {limit}"
-        _tell(then, DeadlineExceeded(what))
+        _tell(call[0], DeadlineExceeded(what))
 
     def ask(
         self,
@@ -555,7 +562,8 @@ class Connection(asyncio.BufferedProtocol):
                     self._serve(frame)  # type: ignore[arg-type]  # the decoder makes these
                 else:
                     self._handle_other(kind, frame.request_id)
-                frame = decoder.next_frame() if decoder.start != decoder.end else None
+                more = decoder.start != decoder.end and not self._closing
+                frame = decoder.next_frame() if more else None
             if decoder.copying is not None or self._copying_paused:
                 self._go_on_copying()
         except Exception as exc:
@@ -667,7 +675,7 @@ class Connection(asyncio.BufferedProtocol):
         Raises:
             RemoteProtocolError: The peer must not send that.
         """
-        number, message = request.request_id, request.message
+        number, message, error = request.request_id, request.message, request.token
         if (number == 0) is (request.kind == _REQUEST) or number in self._serving:
             raise RemoteProtocolError(f"request id {number} cannot be used")
         if message is None:
@@ -678,12 +686,16 @@ class Connection(asyncio.BufferedProtocol):
         handler = self._handlers.get(type(message))
         if handler is None:
             raise self._unserved(message)
+        if isinstance(error, Exception):  # of ``prepare``
+            request.token = None  # it leads back here
+            request.fail(error)
+            return
         try:
-            if isinstance(request.token, Exception):  # of ``prepare``
-                raise request.token
-            handler.run(request)
+            work = handler.run(request)
+            if work is not None:
+                request.start(work)
         except Exception as exc:
-            request.fail(exc)
+            request.raised(exc)
         else:
             if not request.over and (number or request.in_coroutine):
                 self._hold(request)
@@ -988,13 +1000,14 @@ class Connection(asyncio.BufferedProtocol):
         if self.sharing is not None:
             self.sharing.close()
         self.is_open, self.is_closed, self.error = False, True, error
-        calls, self._calls = self._calls, {}
-        for then, _, _ in calls.values():
-            _tell(then, self._lost())
+        self._gone.set()
+        for number in list(self._calls):
+            call = self._calls.pop(number, None)
+            if call is not None:  # not given up by who was told before
+                _tell(call[0], self._lost())
         for pong in self._pongs:
             fail(pong, self._lost())
         self._pongs.clear()
-        self._gone.set()
         # What waits for its time is given up; handlers go on.
         for request in list(self._serving.values()):
             if not request.in_coroutine:

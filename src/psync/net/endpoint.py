@@ -377,7 +377,7 @@ class Endpoint:
     ) -> Connection:
         peer = self.platform.parts.of(Connection)(
             handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
-            on_opened, on_closed,            self.platform.memory,
+            on_opened, on_closed, self.platform.memory,
         )  # fmt: skip
         self._peers[peer] = None
         if self._tap_of is not None:

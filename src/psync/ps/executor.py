@@ -217,7 +217,7 @@ class Executor:
             handler: Acts upon them.
             touches: What has to be computed before.
         """
-        serve = cast(Callable[[Request[Any]], Outcome], handler.serve)
+        serve = cast(Callable[[Request[Any]], Outcome], handler.run)
 
         def run(request: Request[Any]) -> None:
             act = functools.partial(serve, request)

@@ -45,9 +45,8 @@ def values(request: Request[Pull]) -> None:
 
 
 def keeping(request: Request[Any]) -> Sequence[memoryview]:
-    peer = request.peer
-    assert peer.lent is not None
-    return peer.lent.keep()
+    assert request.borrowed is not None
+    return request.borrowed.keep()
 
 
 ECHO = {Pull: Handler(values)}
@@ -150,8 +149,7 @@ async def test_a_body_that_is_kept_is_read_where_it_is() -> None:
     kept: list[memoryview] = []
 
     def run(request: Request[Pull]) -> None:
-        segments = request.segments
-        kept.extend(segments)
+        kept.extend(request.segments)
         request.answer(Pulled([]))
 
     async with sharing({Pull: Handler(run, keeping)}) as pair:
@@ -171,8 +169,7 @@ async def test_what_is_kept_outlives_the_connection_and_its_memory_is_held_until
     kept: list[memoryview] = []
 
     def run(request: Request[Pull]) -> None:
-        segments = request.segments
-        kept.extend(segments)
+        kept.extend(request.segments)
         request.answer(Pulled([]))
 
     async with sharing({Pull: Handler(run, keeping)}) as pair:
@@ -304,14 +301,12 @@ async def test_only_so_much_is_copied_at_one_time(monkeypatch: pytest.MonkeyPatc
     kept: list[memoryview] = []
 
     def keep_if_lent(request: Request[Any]) -> Sequence[memoryview]:
-        peer, lengths = request.peer, request.lengths
-        if peer.lent is None:
-            return [memoryview(bytearray(sum(lengths)))]
-        return peer.lent.keep()
+        if request.borrowed is None:
+            return [memoryview(bytearray(request.nbytes))]
+        return request.borrowed.keep()
 
     def run(request: Request[Pull]) -> None:
-        segments = request.segments
-        kept.extend(segments)
+        kept.extend(request.segments)
         request.answer(Pulled([]))
 
     async with sharing({Pull: Handler(run, keep_if_lent)}) as pair:
@@ -374,7 +369,7 @@ async def test_large_messages_keep_their_order_whether_they_are_lent_or_not(
             sent.append(number)
             if number % 7 == 3:
                 await asyncio.sleep(0)
-        assert not is_writable(pair.peer.connection)
+        assert not is_writable(pair.peer)
         await pair.peer.wait_writable()
         await pair.peer.call(AskStatistics())
         assert got == sent
@@ -400,11 +395,11 @@ async def test_only_where_bodies_are_large_small_messages_overtake_one_that_is_b
 
         large = asyncio.ensure_future(call("large", pull(0), [bytes(MIB)]))
         await asyncio.sleep(0)
-        assert not is_writable(pair.peer.connection)
+        assert not is_writable(pair.peer)
         await call("small", AskStatistics())
         await large
         assert order == (["small", "large"] if lane == BULK else ["large", "small"])
-        assert is_writable(pair.peer.connection)
+        assert is_writable(pair.peer)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -436,7 +431,7 @@ async def test_memory_of_a_caller_that_gave_up_is_not_written_any_more() -> None
 
         call = asyncio.ensure_future(pair.peer.call(pull(MIB), into=into))
         await begun.wait()
-        assert pair.peer._decoder.is_copying
+        assert pair.peer._decoder.copying is not None
         call.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await call
@@ -504,15 +499,14 @@ async def test_closing_sends_what_is_still_to_be_copied(monkeypatch: pytest.Monk
     got: list[bytes] = []
 
     def noted(request: Request[Pull]) -> None:
-        segments = request.segments
-        got.extend(map(bytes, segments))
+        got.extend(map(bytes, request.segments))
 
     async with sharing({Pull: Handler(noted)}) as pair:
         with monkeypatch.context() as patch:
             patch.setattr(lent, "COPY_BYTES", 10_000)
             for number in range(3):
                 pair.peer.notify(pull(0), [to_bytes_view(pattern(MIB, number))])
-        assert not is_writable(pair.peer.connection)
+        assert not is_writable(pair.peer)
         pair.peer.close()
         await pair.back.wait_closed()
         assert got == [pattern(MIB, number).tobytes() for number in range(3)]
@@ -525,8 +519,7 @@ async def test_what_is_kept_stays_as_it_is_where_a_task_ends_and_its_process_goe
     kept: list[memoryview] = []
 
     def run(request: Request[Pull]) -> None:
-        segments = request.segments
-        kept.extend(segments)
+        kept.extend(request.segments)
         request.answer(Pulled([]))
 
     async with sharing({Pull: Handler(run, keeping)}) as pair:
@@ -562,8 +555,7 @@ async def test_what_a_task_lends_when_it_ends_is_read_although_it_never_read_our
     got: list[bytes] = []
 
     def noted(request: Request[Pull]) -> None:
-        segments = request.segments
-        got.extend(map(bytes, segments))
+        got.extend(map(bytes, request.segments))
 
     async with sharing(ECHO, {Pull: Handler(noted)}) as pair:
         pair.back.pause_reading()

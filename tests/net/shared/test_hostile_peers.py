@@ -41,13 +41,12 @@ def pull() -> Pull:
 
 
 def echo(request: Request[Pull]) -> None:
-    segments = request.segments
-    request.answer(Pulled([]), segments)
+    request.answer(Pulled([]), request.segments)
 
 
 def kept(request: Request[Any]) -> Sequence[memoryview]:
-    peer, lengths = request.peer, request.lengths
-    return [memoryview(bytearray(sum(lengths)))] if peer.lent is None else peer.lent.keep()
+    lent = request.borrowed
+    return [memoryview(bytearray(request.nbytes))] if lent is None else lent.keep()
 
 
 def num_fds() -> int:
@@ -138,7 +137,7 @@ async def test_extents_where_nothing_is_shared() -> None:
         sharing.drop = lambda: None
         sharing.lend = lambda *_, **__: Loan([Extent(1, 0, MIB)], [], MIB)
         sharing.sent = sharing.close = lambda *_: None
-        pair.peer._sharing = sharing
+        pair.peer.sharing = sharing
         with pytest.raises(ConnectionLost):
             await pair.peer.call(pull(), [bytes(MIB)])
         await pair.back.wait_closed()
@@ -161,25 +160,25 @@ async def test_extents_where_nothing_is_shared() -> None:
 )
 async def test_words_about_what_is_not_there(kind: Kind, number: int, told: str) -> None:
     async with breach(told) as pair:
-        pair.peer.send_message(kind, number)
+        pair.peer.send(kind, number)
 
 
 async def test_a_region_that_is_named_after_it_was_forgotten() -> None:
     async with breach("region 1 of shared memory was never given") as pair:
-        pair.peer.send_message(Kind.FORGET, 1)
+        pair.peer.send(Kind.FORGET, 1)
         with contextlib.suppress(ConnectionLost):
             await pair.peer.call(pull(), [bytes(MIB)])
 
 
 async def test_a_word_with_a_body() -> None:
     async with breach("got a frame RETURN with a body") as pair:
-        pair.peer.send_message(Kind.RETURN, 1, None, [b"x"])
+        pair.peer.send(Kind.RETURN, 1, None, [b"x"])
 
 
 @pytest.mark.parametrize("kind", [Kind.RETURN, Kind.FORGET])
 async def test_words_where_nothing_is_shared(kind: Kind) -> None:
     async with connected(SocketNetwork(), {Pull: Handler(echo)}, address="127.0.0.1:0") as pair:
-        pair.peer.send_message(kind, 1)
+        pair.peer.send(kind, 1)
         await pair.back.wait_closed()
         assert f"got a frame {kind.name} after the handshake" in str(pair.back.error)
 
@@ -319,7 +318,7 @@ async def test_a_stopped_side_channel_is_no_reason_to_stop() -> None:
 async def test_a_breach_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "psync"):
         async with breach("body 7 was given back, which is not lent") as pair:
-            pair.peer.send_message(Kind.RETURN, 7)
+            pair.peer.send(Kind.RETURN, 7)
     lines = [record for record in caplog.records if "body 7" in record.getMessage()]
     assert len(lines) == 1
     assert lines[0].exc_info is None
