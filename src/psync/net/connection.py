@@ -31,6 +31,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from types import CoroutineType
 from typing import Any, Generic, TypeVar
 
 from psync.errors import (
@@ -284,7 +285,7 @@ class Handler:
     def serve(self, request: Request[Any]) -> None:
         """Serve a request of another source than a connection. Raises what ``run`` raises."""
         work = self.run(request)
-        if work is not None:
+        if isinstance(work, CoroutineType):
             request.start(work)
 
 
@@ -692,7 +693,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         try:
             work = handler.run(request)
-            if work is not None:
+            if isinstance(work, CoroutineType):
                 request.start(work)
         except Exception as exc:
             request.raised(exc)
