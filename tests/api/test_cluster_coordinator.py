@@ -758,7 +758,7 @@ async def test_what_lives_on_the_coordinator_cannot_be_captured() -> None:
         for captured, text, hint in (
             (coordinator, "the coordinator lives on the chief", "return a value from the step"),
             (strategy, "the strategy lives on the coordinator", "call psync.get_strategy()"),
-            (strategy.extended, "the strategy lives on the coordinator", "call psync.get_strategy()"),
+            (strategy.extended, "the strategy lives on the coordinator", "call psync.get_str"),
             (
                 psync.LocalCluster(1, 1, processes=False),
                 "the cluster's processes belong to the chief", "call it in the program",

@@ -162,6 +162,7 @@ async def test_a_ps_is_killed_and_its_memory_goes_with_it() -> None:
     assert left_of(addresses) == []
 
 
+@pytest.mark.promise("memory.stable-while-read")
 async def test_a_stopped_worker_holds_up_nobody_and_what_it_has_stays_as_it_is() -> None:
     async with psync.LocalCluster(1, 2) as cluster:
         strategy = psync.ParameterServerStrategy(cluster.resolver)

@@ -201,6 +201,7 @@ def test_what_is_no_rule_is_refused() -> None:
 ROW = psync.IndexedSlices(np.ones((1, 2), np.float32), [0])
 
 
+@pytest.mark.promise("updates.misfit-refused")
 @pytest.mark.parametrize(
     ("optimizer", "gradient", "text"),
     [
