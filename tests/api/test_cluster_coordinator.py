@@ -383,6 +383,7 @@ async def test_fetch_of_what_has_failed_or_was_cancelled_by_an_error_collects_th
             await coordinator.fetch(values[first])
 
 
+@pytest.mark.promise("errors.first-raised-once")
 @pytest.mark.parametrize("fetches", [False, True])
 async def test_all_joins_that_wait_get_the_error_that_one_of_them_or_fetch_collects(fetches):
     async with coordinating() as (_, coordinator):

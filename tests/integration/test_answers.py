@@ -17,8 +17,10 @@ from local_training import in_step, training
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, note, running
 from psync.errors import ClosureError, FencedError, PsyncError
 from psync.testing import settle
+from psync.wire.frames import Kind, encode_frame
 from psync.wire.limits import Limits
 from psync.wire.messages import Contribute, Push
+from recorder import Recorder
 
 virtual = pytest.mark.virtual_time
 
@@ -204,6 +206,20 @@ async def test_a_ps_that_cannot_finish_an_update_serves_nothing_any_more(
             await v.read()
 
 
+@virtual
+@pytest.mark.promise("schedule.join-waits-for-all")
+async def test_join_waits_for_all_that_was_scheduled_before_it() -> None:
+    async with coordinating(1, 2) as (_, coordinator):
+        values = [coordinator.schedule(asyncio.sleep, (number % 5, number)) for number in range(20)]
+        joining = asyncio.create_task(coordinator.join())
+        await asyncio.sleep(1)
+        late = coordinator.schedule(asyncio.sleep, (1000,))
+        await joining
+        assert all(value.done() for value in values)
+        assert not late.done()
+        late.cancel()
+
+
 # --- reads -----------------------------------------------------------------------------------
 
 
@@ -329,6 +345,32 @@ async def test_a_step_for_which_there_is_no_memory_is_refused_with_what_to_do() 
         with pytest.raises(PsyncError, match="but the budget is 65536 bytes"):
             await coordinator.join()
         assert not (await v.read()).any()
+
+
+# --- what comes from outside -----------------------------------------------------------------
+
+
+@virtual
+@pytest.mark.promise("input.documented-errors")
+@pytest.mark.parametrize("seed", range(8))
+async def test_bytes_of_strangers_end_their_connection_and_nothing_else(seed: int) -> None:
+    chance = random.Random(seed)
+    async with coordinating(1, 1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.zeros(2), name="v")
+        frame = b"".join(encode_frame(Kind.HELLO, 0, chance.randbytes(30), [b"body"]))
+        for address in ("ps-0:1", "worker-0:1"):
+            for data in (b"", b"GET / HTTP/1.1\r\n\r\n", chance.randbytes(3000), frame, frame[:20]):
+                stranger = Recorder()
+                transport, _ = await cluster.network.host("stranger").connect(
+                    address, lambda stranger=stranger: stranger
+                )
+                transport.write(data)
+                await asyncio.sleep(10)
+                assert stranger.events[-1] == "lost"
+        coordinator.schedule(v.assign_add, (np.ones(2),))
+        await coordinator.join()
+        assert (await v.read()).tolist() == [1, 1]
 
 
 # --- workers that die ------------------------------------------------------------------------

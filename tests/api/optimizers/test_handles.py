@@ -14,7 +14,6 @@ import pytest
 import psync
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
 from psync import optimizers, schedules
-from psync.api.gradient_arguments import trainable_here
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 
 
@@ -338,11 +337,6 @@ async def test_without_var_list_the_trainable_variables_are_meant() -> None:
     assert optimizers.SGD(0.5).variables() == []
 
 
-def trained_by(optimizer: Any) -> list[Any]:
-    """Which variables it would update if it is told none."""
-    return trainable_here("minimize", optimizer._arrived)
-
-
 class Tagged(optimizers.SGD):
     """A class of the user's."""
 
@@ -358,34 +352,6 @@ def test_a_class_of_ones_own_takes_its_attributes_along() -> None:
     del tagged
     again = pickle.loads(text)
     assert (again.tag, again.learning_rate, again.get_config()["rule"]) == ("a", 0.5, "sgd")
-
-
-async def test_an_optimizer_takes_the_trainable_variables_along_to_other_processes() -> None:
-    sgd = optimizers.SGD(0.5)
-    number = sgd.number
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.float32(3), name="v")
-        few = pickle.dumps(sgd)
-        with strategy.scope():
-            w = psync.Variable(np.float32(3), name="w")
-        text = pickle.dumps(sgd)
-        origin = strategy._origin
-    del sgd, strategy
-    again = pickle.loads(few)
-    assert again.number == number
-    with inside_a_step(origin):
-        assert trained_by(again) == [v]
-        assert pickle.loads(text) is again
-        assert trained_by(again) == [v, w]
-        assert pickle.loads(few) is again
-        assert trained_by(pickle.loads(pickle.dumps(again))) == [v, w]
-    with inside_a_step("another strategy"), pytest.raises(UsageError) as caught:
-        trained_by(again)
-    assert str(caught.value) == (
-        "minimize: no trainable variable is declared here\nhint: declare variables before the step "
-        "that captures this optimizer is first scheduled, or say which variables"
-    )
 
 
 async def test_with_two_strategies_a_program_says_which_variables() -> None:
