@@ -16,7 +16,7 @@ import psync
 from local_training import in_step, training
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, note, running
 from psync.errors import ClosureError, FencedError, PsyncError
-from psync.testing import settle
+from psync.testing import MemoryNetwork, settle
 from psync.wire.frames import Kind, encode_frame
 from psync.wire.limits import Limits
 from psync.wire.messages import Contribute, Push
@@ -224,9 +224,16 @@ async def test_join_waits_for_all_that_was_scheduled_before_it() -> None:
 
 
 @pytest.mark.promise("reads.never-torn", "reads.stable")
-async def test_a_read_is_whole_and_does_not_change_afterwards_nor_end_with_its_cluster() -> None:
+@pytest.mark.parametrize("shares", [False, True], ids=["copies", "shared memory"])
+async def test_a_read_is_whole_and_does_not_change_afterwards_nor_end_with_its_cluster(
+    shares: bool,
+) -> None:
     held: list[tuple[np.ndarray, float]] = []
-    async with coordinating(2, 2) as (_, coordinator):
+    network = MemoryNetwork(chunk=(1 << 18, 1 << 20), shares_memory=shares)
+    async with (
+        cluster_of(2, 2, network=network) as cluster,
+        psync.ClusterCoordinator(cluster.strategy()) as coordinator,
+    ):
         with coordinator.strategy.scope():
             v = psync.Variable(np.zeros(LARGE, np.float32), name="v")
         sgd = psync.optimizers.SGD(0.5)
