@@ -21,7 +21,7 @@ DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; cat out/examples/printed.txt; \
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
-.PHONY: help docs docs-here pages pages-here pictures models models-here engines engines-here package package-here pythons gallery demo demo-short examples test test-first test-second test-more more-processes more-processes-too more-others test-full test-all full promises \
+.PHONY: help docs docs-here pages pages-here pictures models models-here engines engines-here package package-here pythons gallery demo demo-short examples test test-first test-second contract contract-first contract-second test-more more-processes more-processes-too more-others test-full test-all full promises \
 	chaos chaos-short sim sim-mutants coverage lint fuzz bench bench-peers bench-scaling clean
 .DELETE_ON_ERROR:
 
@@ -30,6 +30,7 @@ help:
 	@echo "make demo-short   the same, three epochs"
 	@echo "make examples     the other examples"
 	@echo "make test         the test suite: every test that is not slow, once; four minutes"
+	@echo "make contract     the tests of it that hold whatever is inside: three minutes"
 	@echo "make test-more    the rest of it: slow tests, real processes, the stock loop; test-full: what takes minutes; test-all: all"
 	@echo "make promises     each promise of GUARANTEES.md, and its tests"
 	@echo "make docs         the site, in out/site; a warning is an error, and internal links are checked"
@@ -85,6 +86,18 @@ test-first: $(VENV)/.installed-test
 
 test-second: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -m "not more and not full" --part 2/2
+
+# Files that import public modules only. They are named, so that no other file has to be importable.
+CONTRACT = $$($(BIN)/python tests/helpers/contract.py) -m "not more and not full"
+
+contract: $(VENV)/.installed-test
+	@$(MAKE) -j2 --output-sync=target contract-first contract-second
+
+contract-first: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q $(CONTRACT) --part 1/2
+
+contract-second: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q $(CONTRACT) --part 2/2
 
 # Tests that start processes wait for these most of the time, so half of them, and the others, run beside them.
 test-more: $(VENV)/.installed-test

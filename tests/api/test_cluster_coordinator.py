@@ -383,6 +383,7 @@ async def test_fetch_of_what_has_failed_or_was_cancelled_by_an_error_collects_th
             await coordinator.fetch(values[first])
 
 
+@pytest.mark.promise("errors.first-raised-once")
 @pytest.mark.parametrize("fetches", [False, True])
 async def test_all_joins_that_wait_get_the_error_that_one_of_them_or_fetch_collects(fetches):
     async with coordinating() as (_, coordinator):
@@ -758,10 +759,7 @@ async def test_what_lives_on_the_coordinator_cannot_be_captured() -> None:
         for captured, text, hint in (
             (coordinator, "the coordinator lives on the chief", "return a value from the step"),
             (strategy, "the strategy lives on the coordinator", "call psync.get_strategy()"),
-            (
-                strategy.extended,
-                "the strategy lives on the coordinator", "call psync.get_strategy()",
-            ),
+            (strategy.extended, "the strategy lives on the coordinator", "call psync.get_str"),
             (
                 psync.LocalCluster(1, 1, processes=False),
                 "the cluster's processes belong to the chief", "call it in the program",

@@ -129,6 +129,7 @@ RUNS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.promise("answers.synchronous")
 @pytest.mark.parametrize(
     ("options", "start", "gradients", "told", "results", "value", "global_step"),
     RUNS.values(),

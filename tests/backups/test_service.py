@@ -10,17 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backups import alone, back_up, create, promote, say
-from inside import backup_of, is_deposed, settled
+from backups import back_up, create, say
+from inside import backup_of, settled
 from memory_cluster import until
-from ps_by_hand import PsByHand
-from ps_cluster import CHIEF, PsCluster, assign, push
-from psync.errors import ConnectionLost, ParameterServerLost, PsyncError, UsageError
-from psync.testing import settle
+from ps_cluster import PsCluster, assign, push
+from psync.errors import ConnectionLost, PsyncError
 from psync.testing.simulation.ps_oracle import faults_of_pairs
 from psync.wire.messages import (
     ApplyGradient,
-    BackUp,
     DefineAccumulator,
     Fence,
     TakeGradient,
@@ -28,41 +25,6 @@ from psync.wire.messages import (
 from psync.wire.tensors import to_bytes_view
 
 MANY = (3 << 20) // 4  # elements of float32: work in pieces
-
-
-async def test_an_order_that_is_repeated_makes_no_second_backup() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        await back_up(cluster)
-        assert cluster.ps[0].statistics()["backup"]["epoch"] == 1
-        await alone(cluster, 3)
-        with pytest.raises(UsageError, match="is older than 3"):
-            await back_up(cluster, 2)
-
-
-async def test_one_that_was_replaced_serves_nobody() -> None:
-    async with PsCluster(2) as cluster:
-        w = await create(cluster)
-        await back_up(cluster)
-        worker = cluster.client()
-        await push(worker, (w,), (1.0,))
-        await promote(cluster)
-        pushing = asyncio.create_task(push(worker, (w,), (1.0,)))
-        await until(lambda: is_deposed(cluster.ps[0]))
-        await until(lambda: not cluster.ps[0].statistics()["store"]["shards"])
-        assert not pushing.done()
-        pushing.cancel()
-        await asyncio.gather(pushing, return_exceptions=True)
-        with pytest.raises(ParameterServerLost, match="has been replaced by its backup"):
-            await back_up(cluster, 10)  # of nothing
-
-
-@pytest.mark.virtual_time
-async def test_only_the_coordinator_may_order_it() -> None:
-    asked = PsByHand().begin((CHIEF, 99), BackUp(1, "/job:ps/task:1", "ps1:1", False))
-    await settle()
-    assert "is not a coordinator" in str(asked.outcome)
 
 
 class Traffic:

@@ -261,3 +261,49 @@ async def test_a_take_of_the_program_under_way_waits_on_where_its_ps_goes_back_a
         for _ in range(2):
             await held.apply_grad(np.ones(2))
         assert np.array_equal(await taking, [1, 1]), "an accumulator begins empty"
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+async def test_a_checkpoint_that_is_damaged_is_not_gone_back_to(
+    suffix: str, tmp_path: Path
+) -> None:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 3, *variables)
+        checkpoint = psync.Checkpoint(variables=list(variables))
+        path = await psync.CheckpointManager(checkpoint, tmp_path).save()
+        for file in path.glob(f"ps-*{suffix}"):
+            whole = file.read_bytes()
+            file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        await lose(cluster, "ps-1")
+        with pytest.raises(psync.PsyncError, match="the rollback to a checkpoint failed"):
+            await run(coordinator, 1, *variables)
+
+
+async def test_ps_tasks_that_go_back_twice_are_where_they_were_each_time(tmp_path: Path) -> None:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            w = psync.Variable(np.zeros((300_000, 2), np.float32), name="w")
+            held = psync.ConditionalAccumulator(np.float32, (2,), name="held")
+        sgd = psync.optimizers.SGD(1.0, momentum=0.5)
+        events = coordinator.events()
+
+        async def step() -> None:
+            await sgd.apply_gradients([(np.ones(w.shape, np.float32), w)])
+            await held.apply_grad(np.ones(2, np.float32))
+
+        async def train() -> np.ndarray:
+            for _ in range(3):
+                coordinator.schedule(step)
+            await coordinator.join()
+            return np.array(await w.read())
+
+        first = await train()
+        await keep_snapshots(coordinator, tmp_path)
+        then = await train()
+        for name in ("ps-0", "ps-1"):
+            await lose(cluster, name)
+            await anext(events)
+            assert np.array_equal(await w.read(), first)
+            assert await held.num_accumulated() == 0, "an accumulator begins empty"
+            assert np.array_equal(await train(), then)

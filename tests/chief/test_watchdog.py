@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 import numpy as np
 import pytest
@@ -13,74 +12,40 @@ import memory_cluster
 import psync
 from local_training import strategy_of
 from memory_cluster import coordinating, note
-from psync.chief.watchdog import watch, watch_closures
-from psync.closures.closure import Closure
-from psync.closures.queue import ClosureQueue
 from psync.errors import ConfigurationError
 
 pytestmark = pytest.mark.virtual_time
 
 
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "psync.chief.watchdog"]
+    return [text for text in caplog.messages if "no closure has ended for" in text]
 
 
-@pytest.mark.parametrize(
-    ("news", "told"),
-    [
-        ([(3, 25)], [10, 20]),
-        ([(ended, 8) for ended in range(10)], []),
-        ([(None, 95.5), (0, 9)], []),
-        ([(None, 95.5), (0, 12)], [106]),
-    ],
-    ids=["silence", "closures end", "no work", "silence after that"],
-)
-async def test_a_silence_while_there_is_work_is_told_of_and_again_when_it_goes_on(news, told):
-    """News: how many closures have ended, None where there is no work, and for how long."""
-    loop = asyncio.get_running_loop()
-    ended = news[0][0]
-    heard: list[float] = []
-    watching = asyncio.create_task(watch(10, lambda: ended, lambda _: heard.append(loop.time())))
-    for ended, seconds in news:  # noqa: B007  the watch reads it
-        await asyncio.sleep(seconds)
-    watching.cancel()
-    await asyncio.wait([watching])
-    assert heard == told
-
-
-async def blocked_for_a_moment() -> list[float]:
-    """A loop on which somebody computes, and on which news have come in meanwhile."""
-    ended = 0
-    told: list[float] = []
-    watching = asyncio.create_task(watch(1, lambda: ended, told.append))
-    await asyncio.sleep(0)
-    time.sleep(1.2)  # noqa: ASYNC251  that is what is tested
-    await asyncio.sleep(0.01)  # the watchdog looks first
-    ended += 1
-    await asyncio.sleep(0.2)
-    watching.cancel()
-    await asyncio.wait([watching])
-    return told
-
-
-def test_a_loop_that_computes_reads_what_came_in_before_the_silence_is_told_of():
-    assert asyncio.run(blocked_for_a_moment()) == []
+@pytest.mark.parametrize(("seconds", "told"), [([25], 2), ([8] * 10, 0)], ids=["silence", "news"])
+async def test_a_silence_while_there_is_work_is_told_of_and_again_when_it_goes_on(
+    seconds, told, caplog
+):
+    async with coordinating(num_workers=1, watchdog_timeout=10) as (_, coordinator):
+        for each in seconds:
+            coordinator.schedule(asyncio.sleep, (each,))
+        await coordinator.join()
+        assert len(reports(caplog)) == told
 
 
 async def test_an_error_while_reporting_is_logged_and_the_watch_goes_on(caplog):
     times = 0
 
-    def fails(_: float) -> None:
+    def fails(_: str) -> None:
         nonlocal times
         times += 1
         raise RuntimeError("no report today")
 
-    watching = asyncio.create_task(watch(10, lambda: 0, fails))
-    await asyncio.sleep(25)
-    watching.cancel()
-    await asyncio.wait([watching])
+    options = {"watchdog_timeout": 10, "on_stall": fails}
+    async with coordinating(num_workers=1, **options) as (_, coordinator):
+        await coordinator.schedule(asyncio.sleep, (25,))
+        await coordinator.join()
     assert times == 2
-    assert "the watchdog could not report" in caplog.text
+    assert "no report today" in caplog.text
 
 
 async def test_a_step_that_hangs_is_named_with_its_worker_and_what_waits(caplog):
@@ -211,7 +176,7 @@ def test_a_timeout_that_is_none_is_an_error(timeout):
 
 
 async def test_the_environment_sets_the_timeout_and_an_argument_wins(monkeypatch, caplog):
-    caplog.set_level(logging.WARNING, "psync.chief.watchdog")
+    caplog.set_level(logging.WARNING, "psync")
     monkeypatch.setenv("PSYNC_WATCHDOG_TIMEOUT", "30")
     for options, number in (({}, 1), ({"watchdog_timeout": 0}, 1)):
         async with coordinating(num_workers=1, **options) as (_, coordinator):
@@ -254,34 +219,6 @@ async def test_replicas_that_wait_for_each_other_are_work(caplog):
 
 
 # --- a step that takes too long costs its worker, if the program says so ---------------------
-
-
-async def none(*_):
-    """No worker answers."""
-    return {}
-
-
-async def test_only_a_closure_that_stays_the_oldest_is_given_up():
-    queue = ClosureQueue()
-    queue.worker_joined("w0")
-    queue.worker_joined("w1")
-    closures = [Closure(i) for i in range(6)]
-    for closure in closures:
-        queue.schedule(closure)
-    queue.dispatch()
-    loop = asyncio.get_running_loop()
-    seen: list[tuple[str, float]] = []
-    watching = asyncio.create_task(
-        watch_closures(queue, 8.0, none, lambda worker, closure: seen.append((worker, loop.time())))
-    )
-    for _ in range(2):
-        await asyncio.sleep(5)
-        running = {worker: closure for worker, closure in reversed(queue.in_flight())}
-        queue.finished("w1", [running["w1"].id], 5.0)  # w1 makes progress
-    await asyncio.sleep(2)
-    watching.cancel()
-    await asyncio.wait((watching,))
-    assert seen == [("w0", 9.0)]  # seen first after 1 s
 
 
 async def test_a_closure_that_hangs_runs_again_elsewhere_and_the_log_says_why(caplog):

@@ -598,6 +598,7 @@ async def test_a_session_outlives_any_number_of_connections() -> None:
     assert program.final == ([60.0] * 4, 60)
 
 
+@pytest.mark.promise("updates.outside-closures")
 @pytest.mark.virtual_time
 async def test_a_worker_that_was_cut_off_too_long_is_refused() -> None:
     program = Program(sync(2), pause_s=0.1, stop_at_step=10_000)

@@ -2,12 +2,14 @@
 
 A test file is in ``make contract`` if it and its helpers import public modules of psync only, the
 wire and ``psync.testing``, name no internal module in a text, and read no private attribute of
-another object. ``tests/conftest.py`` marks all tests of such files::
+another object::
 
     python tests/helpers/contract.py
-    tests/api/test_variables.py
+    tests/api/test_colocation.py
     …
-    tests/api/test_rows.py: not, for psync.closures.closure
+    python tests/helpers/contract.py --others
+    tests/api/test_registry.py: psync.api.optimizers
+    …
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +36,7 @@ ELSEWHERE = ("bench", "fuzz", "integrations", "packaging", "pages", "processes",
 
 HELPERS = {path.stem: path for path in (TESTS / "helpers").glob("*.py")}
 
-TEXT = re.compile(r"psync(?:\.[a-z_0-9]+)+")
+TEXT = re.compile(r"psync(?:\.\w+)+")
 
 
 def is_public(module: str) -> bool:
@@ -96,10 +99,11 @@ def is_contract(path: Path) -> bool:
 
 
 def main() -> None:
-    """List the files of the contract, and what keeps others out."""
+    """List the files of the contract, or what keeps others out."""
     for path in sorted(TESTS.rglob("test_*.py")):
-        why = "" if is_contract(path) else f": not, for {', '.join(sorted(internals_of(path)))}"
-        print(f"{path.relative_to(TESTS.parent)}{why}")
+        if is_contract(path) != ("--others" in sys.argv):
+            why = ", ".join(sorted(internals_of(path)))
+            print(path.relative_to(TESTS.parent), why, sep=": " if why else "")
 
 
 if __name__ == "__main__":

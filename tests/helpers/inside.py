@@ -12,23 +12,17 @@ from typing import Any
 
 import psync
 from psync.backups.host import BackupHost
-from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink
 from psync.coordinator import Coordinator
 from psync.net.connection import Connection, Handler
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
-from psync.ps.accumulators import AccumulatorService
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import Executor
-from psync.ps.life import Life
-from psync.ps.locks import PsLocks
 from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import PsSync
 from psync.sync.staleness_service import ClockService
-from psync.sync.steps import SyncSteps
 from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.codec import Message
 
@@ -58,11 +52,6 @@ def peers_of(link: PsLink) -> list[Connection]:
     return list(link._peers.values())
 
 
-def pushes_of(client: PsClient) -> set[asyncio.Future[Any]]:
-    """What a client has begun and will end, whoever is cancelled."""
-    return client.outgoing.begun
-
-
 def pool_of(owner: Any) -> BlockPool:
     return owner._pool
 
@@ -79,31 +68,9 @@ def work_of(ps: Any) -> LongWork:
     return ps._work
 
 
-def updates_of(ps: Any) -> set[asyncio.Task[Any]]:
-    """The updates in pieces that run, whoever is cancelled."""
-    return work_of(ps)._updates
-
-
-def executor_of(ps: Any) -> Executor:
-    return ps.services.executor
-
-
-def is_deposed(ps: Any) -> bool:
-    """Whether its backup serves in its place."""
-    return ps.life is Life.DEPOSED
-
-
 def depose(ps: Any) -> None:
     """Let it find that its backup serves in its place."""
     ps._depose()
-
-
-def locks_of(ps: Any) -> PsLocks:
-    return ps.services.locks
-
-
-def accumulators_of(ps: Any) -> AccumulatorService:
-    return ps.services.accumulators
 
 
 def sync_of(ps: Any) -> PsSync:
@@ -114,12 +81,6 @@ def sync_of(ps: Any) -> PsSync:
 def begins(ps: Any, group: int) -> bool:
     """Whether ps 0 reads the global step, with which a group begins."""
     return group in closer_of(ps)._beginning
-
-
-def rule_of(ps: Any) -> SyncSteps:
-    """What decides synchronous steps; on ps 0, and on a backup of it."""
-    steps: SyncSteps = closer_of(ps).steps
-    return steps
 
 
 def staged_on(services: PsServices) -> list[tuple[int, Any, int, int, bytes]]:

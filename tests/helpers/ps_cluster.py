@@ -185,10 +185,6 @@ async def assign(
     return await client.assign(plan, [np.asarray(value)], op=op, closure=closure, ordinal=ordinal)
 
 
-def is_busy(task: PsTask, variable: VariableSpec) -> Callable[[], bool]:
-    return lambda: store_of(task).busy((variable.variable_id, 0))
-
-
 def hold(task: PsTask, variable: VariableSpec, index: int = 0) -> Callable[[], None]:
     """Keep a variable's shard busy, the first one; return what ends that."""
     shard = variable.shards[index]

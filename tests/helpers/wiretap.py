@@ -18,7 +18,7 @@ from psync.wire.frames import PREFIX, PREFIX_BYTES, Kind
 
 Listener = Callable[[Message], object]
 """Told of a message before the task gets it. If it returns False, the message is lost; what is
-awaitable is awaited first, while the connection stands still; a function is called afterwards."""
+awaitable is awaited first, while other messages pass; a function is called afterwards."""
 
 
 class TappedHost:
@@ -82,15 +82,15 @@ class _Tapped(asyncio.BufferedProtocol):
     def __post_init__(self) -> None:
         self._came = bytearray()
         self._room = memoryview(bytearray(1 << 18))
-        self._waits: asyncio.Task[None] | None = None
+        self._held: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self.inner.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._waits is not None:
-            self._waits.cancel()
+        for task in self._held:
+            task.cancel()
         self.inner.connection_lost(exc)
 
     def eof_received(self) -> Any:
@@ -107,19 +107,13 @@ class _Tapped(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._came += self._room[:nbytes]
-        if self._waits is None:
-            self._go_on()
-
-    def _go_on(self) -> None:
         while (length := self._frame_length()) is not None:
             frame = bytes(self._came[:length])
             del self._came[:length]
             said = self._said_to(frame)
-            first = [each for each in said if isinstance(each, Awaitable)]
-            if first:
-                self._waits = asyncio.create_task(self._hand_over_after(first, frame))
-                return
-            if False not in said:
+            if first := [each for each in said if isinstance(each, Awaitable)]:
+                self._held.add(asyncio.create_task(self._hand_over_after(first, frame)))
+            elif False not in said:
                 self._hand_over(frame)
             for each in said:
                 if callable(each):
@@ -129,8 +123,6 @@ class _Tapped(asyncio.BufferedProtocol):
         for each in first:
             await each
         self._hand_over(frame)
-        self._waits = None
-        self._go_on()
 
     def _frame_length(self) -> int | None:
         """Return the length of the first frame if it is there whole."""

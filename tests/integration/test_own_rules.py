@@ -98,6 +98,7 @@ async def test_a_rule_that_raises_fails_the_push_and_the_step_may_go_on() -> Non
         await check_bits(w, optimizer, 1)
 
 
+@pytest.mark.promise("rules.error-changes-nothing")
 async def test_a_large_push_fails_as_a_small_one_does_and_nothing_waits_behind_it() -> None:
     async with replicated() as (cluster, coordinator):
         with coordinator.strategy.scope():

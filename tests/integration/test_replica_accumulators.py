@@ -146,3 +146,26 @@ async def test_a_take_that_waits_in_a_step_waits_anew_in_its_next_run() -> None:
         program.total += await taken.fetch()
         assert program.total.sum() in (2, 3)
         await program.check()
+
+
+@pytest.mark.virtual_time
+@each_kind
+async def test_a_backup_that_is_made_later_has_what_waits_and_what_was_answered(
+    size: int, sparse: bool
+) -> None:
+    """Each process dies once, and is started again empty: all it gets comes from the other one."""
+    async with replicated() as (cluster, coordinator):
+        program = Program(coordinator, size, sparse=sparse)
+        events = coordinator.events()
+        for turn, name in enumerate(("ps-0", "ps-1", "ps-0"), 1):
+            program.schedule(2)
+            await coordinator.join()
+            taking = asyncio.create_task(program.take(3 * turn))
+            await asyncio.sleep(1)  # it waits
+            await cluster.kill(name)
+            assert isinstance(await anext(events), FailoverEvent)
+            await cluster.revive(name)
+            await coordinator.backed_up()
+            program.schedule(3 * turn)
+            await taking
+        await program.check()

@@ -164,6 +164,7 @@ async def cut_off_from_the_chief(cluster: MemoryCluster, name: str, other: str) 
     assert isinstance(await anext(cluster.chief.events()), FailoverEvent)
 
 
+@pytest.mark.promise("failures.chief-newest-ps")
 @pytest.mark.promise("failures.chief-and-ps")
 async def test_one_that_was_replaced_does_not_stand_in_for_a_newer_one_that_is_lost() -> None:
     """ps 0 serves in process 1, and what was ps 0 knows only that it waits for its backup."""

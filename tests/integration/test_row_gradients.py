@@ -141,3 +141,30 @@ async def test_whole_gradients_and_rows_of_the_same_variable_go_on_in_steps(
 
         assert await in_step(coordinator, push) == ["accepted"] * 4
         assert (await v.read())[:, 0].tolist() == [-4, *[-2] * 8, -4]
+
+
+@pytest.mark.parametrize("rows", [40, 300_000], ids=["small", "large"])
+async def test_the_norm_of_a_step_is_that_of_the_mean_of_rows_and_whole_gradients(
+    rows: int,
+) -> None:
+    """One worker pushes a few rows, the other one all of them; both are in one step."""
+    async with training(2, 2, psync.FixedShardsPartitioner(2)) as (strategy, coordinator):
+        with strategy.scope():
+            table = psync.Variable(np.zeros((rows, 4), np.float32), name="table")
+            global_step = psync.get_or_create_global_step()
+        sgd = psync.optimizers.SGD(1.0, global_clipnorm=0.5)
+        optimizer = psync.SyncReplicasOptimizer(sgd, 2, strict=True)
+
+        async def step() -> None:
+            whole = np.full((rows, 4), 2, np.float32)
+            some = IndexedSlices(np.full((3, 4), 6, np.float32), [0, 7, rows - 1])
+            gradient = some if psync.get_worker_index() else whole
+            await optimizer.apply_gradients([(gradient, table)], global_step)
+
+        for _ in range(2):
+            coordinator.schedule(step)
+        await coordinator.join()
+        mean = np.full((rows, 4), 1, np.float32)
+        mean[[0, 7, rows - 1]] = 4
+        clipped = mean * (0.5 / np.linalg.norm(mean.astype(np.float64)))
+        np.testing.assert_allclose(await table.read(), -clipped, rtol=1e-5)

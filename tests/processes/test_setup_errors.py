@@ -274,6 +274,7 @@ def test_garbage_and_silence_at_the_port_disturb_nobody() -> None:
             stranger.close()
 
 
+@pytest.mark.promise("input.connections-bounded")
 @pytest.mark.slow
 def test_who_says_nothing_is_let_go_after_five_seconds() -> None:
     with by_hand() as cluster:

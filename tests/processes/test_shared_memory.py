@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import re
 import resource
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,7 @@ async def test_a_ps_is_killed_and_its_memory_goes_with_it() -> None:
     assert left_of(addresses) == []
 
 
+@pytest.mark.promise("memory.stable-while-read")
 async def test_a_stopped_worker_holds_up_nobody_and_what_it_has_stays_as_it_is() -> None:
     async with psync.LocalCluster(1, 2) as cluster:
         strategy = psync.ParameterServerStrategy(cluster.resolver)
@@ -182,6 +185,42 @@ async def test_a_stopped_worker_holds_up_nobody_and_what_it_has_stays_as_it_is()
                 await coordinator.join()
                 assert (await variable.read() == len(values)).all()
             assert all(await coordinator.fetch(values))
+
+
+STRANGER = """
+import os, socket, sys
+os.setgid(65534), os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as sock:
+    sock.settimeout(20)
+    sock.connect("\\0" + sys.argv[1])
+    _, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, 8)
+    sys.exit(10 + len(descriptors))
+"""
+
+
+@pytest.mark.promise("memory.same-user-only", "memory.one-writer")
+async def test_another_user_is_let_in_by_no_door_and_nobody_else_can_write() -> None:
+    async with psync.LocalCluster(1, 1) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                variable = psync.Variable(np.zeros(SIZE, np.float32), name="variable")
+            await coordinator.schedule(add, args=(variable,))
+            folder = Path(f"/proc/{cluster.tasks['ps-0'].pid}/fd")
+            regions = [each for each in folder.iterdir() if "memfd:psync" in os.readlink(each)]
+            assert regions
+            for region in regions:
+                with pytest.raises(PermissionError), open(region, "r+b") as file:
+                    mmap.mmap(file.fileno(), 4096)
+            doors = [door.split(" @")[1] for door in left_of(addresses_of(cluster)) if " @" in door]
+            for door in doors if os.getuid() == 0 else ():  # who else can be another user?
+                stranger = await asyncio.create_subprocess_exec(
+                    sys.executable, "-c", STRANGER, door, stderr=asyncio.subprocess.PIPE
+                )
+                await stranger.communicate()
+                assert stranger.returncode in (1, 10), "an error, or no descriptor"
+            await coordinator.schedule(add, args=(variable,))
+            assert (await variable.read() == 2).all()
 
 
 @pytest.mark.parametrize("text", ["0", "1"])

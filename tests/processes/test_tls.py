@@ -167,6 +167,7 @@ def test_a_local_cluster_uses_the_certificates_of_its_environment(
 # --- without what TLS needs ------------------------------------------------------------------
 
 
+@pytest.mark.promise("security.tls")
 def test_a_chief_with_certificates_of_another_authority_is_told(
     certs: Certs, make_certs: Callable[..., Certs]
 ) -> None:

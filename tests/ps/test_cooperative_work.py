@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from psync.errors import PsyncError
-from psync.numerics import memory, rules
-from psync.numerics.rules import Adam, Lamb
+from psync.numerics import memory
+from psync.numerics.rules import SGD, Adam, Lamb, RuleOptions
 from psync.ps import cooperative_work
 from psync.ps.cooperative_work import LongWork
 from psync.specs import ShardSpec
@@ -121,18 +121,18 @@ def bits(ps: Ps) -> bytes:
 
 def updates() -> Iterator[Callable[[ShardStore], Work]]:
     """Pushes, two of which are accumulated; the mean of two; an assign and a moving average."""
-    options = rules.RuleOptions(gradient_accumulation_steps=2)
-    rules = [Adam(0.1), Lamb(0.1), Adam(0.1).with_options(options)]
+    options = RuleOptions(gradient_accumulation_steps=2)
+    each = [Adam(0.1), Lamb(0.1), Adam(0.1).with_options(options)]
 
     def push(store: ShardStore, number: int, seed: int) -> Work:
-        store.define_optimizer(number, rules[number].to_config())
+        store.define_optimizer(number, each[number].to_config())
         return store.apply(number, LARGE, gradient(seed), store.begin_push(number, 0))
 
     def mean(store: ShardStore) -> Work:
         pair = [gradient(2), gradient(3)]
         return store.apply_mean(0, LARGE, pair, [1, 2], store.begin_push(0, 0), scale=0.5)
 
-    for number in range(len(rules)):
+    for number in range(len(each)):
         for seed in range(2):
             yield functools.partial(push, number=number, seed=seed)
     yield mean
@@ -142,17 +142,17 @@ def updates() -> Iterator[Callable[[ShardStore], Work]]:
 
 def watched(monkeypatch: pytest.MonkeyPatch, seen: Callable[[], None]) -> None:
     """Let ``seen`` be called, by who computes it, before each block of SGD."""
-    usual = rules.SGD.apply
+    usual = SGD.apply
 
-    def apply(self: rules.SGD, *args: Any) -> None:
+    def apply(self: SGD, *args: Any) -> None:
         seen()
         usual(self, *args)
 
-    monkeypatch.setattr(rules.SGD, "apply", apply)
+    monkeypatch.setattr(SGD, "apply", apply)
 
 
 def sgd(ps: Ps) -> Work:
-    ps.store.define_optimizer(1, rules.SGD(1.0).to_config())
+    ps.store.define_optimizer(1, SGD(1.0).to_config())
     return ps.store.apply(1, LARGE, np.ones(SIZE, np.float32), ps.store.begin_push(1, 0))
 
 

@@ -14,7 +14,7 @@ from psync.numerics.common_blocks import Adjacent
 from psync.numerics.memory import BLOCK_BYTES
 from psync.numerics.rules import SGD, Adam, LayerwiseRule, RuleOptions, UpdateRule
 from psync.specs import ShardSpec, dtype_of
-from psync.store.bundles import PATIENCE, SMALL_SHARD_BYTES
+from psync.store.bundles import PATIENCE, SMALL_SHARD_BYTES, runs_of
 from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
 from psync.store.reattach import Orders
@@ -431,3 +431,15 @@ def test_a_shard_that_is_pushed_to_twice_at_once_is_updated_twice() -> None:
     store.apply_at_once(0, keys_of((0, 1, 0)), Adjacent(whole, parts), store.begin_push(0, 0))
     after = np.frombuffer(store.read(key(0))[0], np.float32)
     assert np.allclose(after, before - whole[:4] - whole[8:])
+
+
+@given(st.lists(st.sampled_from([0, 1, 4, SMALL_SHARD_BYTES, SMALL_SHARD_BYTES + 1, 1 << 20])))
+def test_runs_are_of_small_shards_that_fit_into_a_block(sizes: list[int]) -> None:
+    runs = runs_of(sizes)
+    assert [place for run in runs for place in range(run.start, run.stop)] == list(
+        range(len(sizes))
+    )
+    for run in runs:
+        together = sizes[run]
+        assert len(together) == 1 or sum(together) <= BLOCK_BYTES
+        assert len(together) == 1 or all(0 < size <= SMALL_SHARD_BYTES for size in together)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.errors import BusyError, UsageError
+from psync.errors import BusyError, PartitionError, UsageError, ValueMismatchError
 from psync.numerics.rules import SGD, Lamb, RuleOptions, Sums, UpdateRule
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore, Work
@@ -120,3 +120,48 @@ def test_a_synchronous_step_has_the_number_that_its_group_says() -> None:
     store.define_optimizer(1, SGD(1.0).to_config())
     assert [store.begin_step(1, step) for step in (0, 4)] == [0, 4]
     assert store.iterations == 5
+
+
+def test_the_square_of_a_mean_is_that_of_the_gradient_that_is_applied() -> None:
+    store = with_options(SGD(1.0), RuleOptions())
+    gradients, sums = [np.full(4, n, np.float32) for n in (1, 3)], list[Sums]()
+    run(store.square_mean((0, 0), gradients, [1.0, 1.0], sums, reduction="mean"))
+    assert sums == [(16.0, 0.0)]
+    assert value(store).tolist() == [1] * 4, "nothing has changed"
+
+
+def test_what_is_measured_of_a_mean_is_what_is_measured_of_the_gradient_that_it_is() -> None:
+    store = with_options(Lamb(0.1), RuleOptions())
+    gradients, sums = [np.full(4, n, np.float32) for n in (1, 3)], [list[Sums](), list[Sums]()]
+    run(
+        store.measure_mean(
+            0, (0, 0), gradients, [1.0, 1.0], 0, sums[0], reduction="mean", scale=0.5
+        )
+    )
+    run(store.measure(0, (0, 0), np.full(4, 1, np.float32), 0, sums[1]))
+    assert sums[0] == sums[1] != []
+
+
+def test_each_push_of_a_mean_has_a_gradient_for_each_shard() -> None:
+    store = with_options(SGD(1.0), RuleOptions())
+    gradients = [[np.ones(4, np.float32)] * count for count in (2, 1)]
+    with pytest.raises(UsageError, match="expected 2 gradients of each push"):
+        store.apply_mean_at_once(0, [(0, 0), (1, 0)], gradients, [1.0, 1.0], 0)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (ShardSpec("wide", 5, 0, 0, (5,), "float32", 0), r"expected shape \(4,\) float32, as"),
+        (ShardSpec("half", 5, 0, 0, (4,), "float64", 0), r"expected shape \(4,\) float32, as"),
+    ],
+)
+def test_an_average_is_shaped_as_its_variable(other: ShardSpec, text: str) -> None:
+    store = with_options(SGD(1.0), RuleOptions())
+    store.create(other, fill=0)
+    with pytest.raises(PartitionError, match=text):
+        store.check_average((5, 0), (0, 0))
+    store.create(ShardSpec("count", 6, 0, 0, (4,), "int32", 0), fill=0)
+    with pytest.raises(ValueMismatchError, match="only floating-point variables have moving"):
+        store.check_average((6, 0), (6, 0))
+    store.check_average((1, 0), (0, 0))

@@ -206,6 +206,7 @@ async def test_losing_either_lane_ends_the_session_on_both_sides():
             assert await coordinator.schedule(psync.get_worker_index) == 0
 
 
+@pytest.mark.promise("closures.killer-fails")
 @pytest.mark.virtual_time
 async def test_a_closure_that_loses_three_workers_is_an_error_that_names_them():
     async with coordinating(num_workers=1) as (cluster, coordinator):

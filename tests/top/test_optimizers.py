@@ -10,13 +10,8 @@ import pytest
 
 import psync
 from local_training import training
-from loops import for_each
 from psync import Outcome, PushResult, optimizers, schedules
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
-from psync.numerics import rules
-from psync.numerics.memory import Scratch
-
-pytestmark = pytest.mark.virtual_time
 
 
 def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
@@ -141,17 +136,35 @@ async def test_updates_on_two_ps_tasks_equal_numpy_and_gradients_stay_as_they_ar
 # --- norms of whole variables, options -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_ps", [1, 2])
-async def test_lamb_takes_the_norms_of_the_whole_variable_wherever_its_shards_are(
-    num_ps: int,
+@pytest.mark.parametrize("synchronous", [False, True])
+async def test_layerwise_rules_take_norms_of_whole_variables_wherever_shards_are(
+    synchronous: bool,
 ) -> None:
-    rule, slots = rules.Lamb(0.1), [np.zeros(15, np.float32) for _ in range(2)]
-    expected = START.ravel().copy()
-    for step, gradient in enumerate(gradients(6)):
-        rule.apply(expected, gradient.ravel(), slots, expected, slots, step, Scratch())
-    value, results = await trained(optimizers.Lamb(0.1), gradients(6), num_ps)
-    np.testing.assert_allclose(value.ravel(), expected, rtol=1e-5, atol=1e-6)
-    assert [result.step for result in results] == [1, 2, 3, 4, 5, 6]
+    """Large ones, too: their norms are measured with the loop running in between."""
+    chance = np.random.default_rng(5)
+    pushes = [chance.normal(size=(400_000, 3)).astype(np.float32) for _ in range(2)]
+    values = []
+    for num_ps in (1, 2):
+        async with training(num_ps, partitioner=psync.FixedShardsPartitioner(num_ps)) as (
+            strategy, coordinator,
+        ):  # fmt: skip
+            with strategy.scope():
+                v = psync.Variable(np.ones((400_000, 3), np.float32), name="v")
+                global_step = psync.get_or_create_global_step()
+            inner = optimizers.Lamb(0.1)
+            optimizer = psync.SyncReplicasOptimizer(inner, 1) if synchronous else inner
+
+            async def step(
+                gradient: np.ndarray, optimizer=optimizer, v=v, global_step=global_step
+            ) -> None:
+                await optimizer.apply_gradients([(gradient, v)], global_step)
+
+            for gradient in pushes:
+                coordinator.schedule(step, (gradient,))
+                await coordinator.join()
+            values.append(await v.read())
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-5, atol=1e-6)
+    assert not np.allclose(values[0], 1)
 
 
 async def test_lamb_refuses_gradients_of_some_rows() -> None:
@@ -207,8 +220,8 @@ async def test_excluded_variables_do_not_decay() -> None:
             sgd.exclude_from_weight_decay(var_names=["w"])
 
 
-@for_each(
-    "made, same",
+@pytest.mark.parametrize(
+    ("made", "same"),
     [
         (optimizers.Momentum(0.1), optimizers.SGD(0.1, 0.9)),
         (optimizers.Nesterov(0.1, 0.8), optimizers.SGD(0.1, 0.8, True)),

@@ -8,83 +8,10 @@ import logging
 import pytest
 
 import psync
-from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, until
+from memory_cluster import coordinating, event_of
 from psync.errors import (
-    ConnectionLost,
-    FencedError,
     ParameterServerLost,
-    UsageError,
 )
-from psync.net.connection import Connection
-from psync.net.endpoint import Endpoint
-from psync.wire.messages import AttachWorker, Done, Shutdown
-
-
-def attachment(coordinator: int, incarnation: int = 5) -> AttachWorker:
-    return AttachWorker(0, 1, incarnation, coordinator, "origin", "program", ["ps-0:1"], 15.0)
-
-
-class Chief:
-    """A coordinator by hand."""
-
-    def __init__(self, cluster: MemoryCluster, incarnation: int, task: str = "/job:chief/task:0"):
-        self.endpoint = Endpoint(cluster.platform(), task, incarnation, {})
-        self.incarnation = incarnation
-
-    async def connect(self, lane: str = "control") -> Connection:
-        return await self.endpoint.connect("worker-0:1", "/job:worker/task:0", lane)
-
-    async def attach(self) -> tuple[Connection, Connection]:
-        control, bulk = await self.connect(), await self.connect("bulk")
-        await control.call(attachment(self.incarnation))
-        return control, bulk
-
-
-async def test_only_a_chief_with_both_connections_attaches_a_worker():
-    async with cluster_of(1, 1) as cluster:
-        stranger = Chief(cluster, 1, "/job:worker/task:7")
-        peer = await stranger.connect()
-        with pytest.raises(UsageError, match="got /job:worker/task:7, lane control"):
-            await peer.call(attachment(1))
-        with pytest.raises(UsageError, match="expected a coordinator, got /job:worker/task:7"):
-            await peer.call(Shutdown("because"))
-        chief = Chief(cluster, 2)
-        control = await chief.connect()
-        with pytest.raises(ConnectionLost, match=r"has no bulk connection to /job:chief/task:0"):
-            await control.call(attachment(2))
-        await chief.connect("bulk")
-        assert (await control.call(attachment(2))).message == Done()
-        await stranger.endpoint.close()
-        await chief.endpoint.close()
-
-
-async def test_an_older_coordinator_than_the_one_that_is_served_cannot_stop_a_worker():
-    async with cluster_of(1, 1) as cluster:
-        task = cluster.tasks["worker-0"]
-        old, new = Chief(cluster, 1), Chief(cluster, 2)
-        control = await old.connect()
-        await new.attach()
-        with pytest.raises(FencedError, match="works for a newer coordinator than /job:chief"):
-            await control.call(Shutdown("the chief has ended"))
-        assert not task.stopped.is_set()
-        await (await Chief(cluster, 2).connect()).call(Shutdown("the chief has ended"))
-        assert task.stopped.is_set()
-        for chief in (old, new):
-            await chief.endpoint.close()
-
-
-async def test_without_a_coordinator_any_chief_stops_a_worker():
-    async with cluster_of(1, 1) as cluster:
-        task = cluster.tasks["worker-0"]
-        new, old = Chief(cluster, 2), Chief(cluster, 1)
-        control, _ = await new.attach()
-        peer = await old.connect()
-        await new.endpoint.close()
-        await control.wait_closed()
-        await until(lambda: task.statistics()["network"]["connections"] == 1)
-        await peer.call(Shutdown("the chief has ended"))
-        assert task.stopped.is_set()
-        await old.endpoint.close()
 
 
 @pytest.mark.virtual_time
