@@ -171,7 +171,7 @@ class PsTask:
     @property
     def is_torn(self) -> bool:
         """Whether an update failed half-way, so that the task had to stop."""
-        return self._work.is_torn or any(task.is_torn for task in self._host.serving)
+        return self._work.is_torn or self._host.is_torn
 
     def describe(self) -> list[str]:
         """Say what this task holds and who waits here; for reports."""

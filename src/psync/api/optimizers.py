@@ -829,7 +829,7 @@ class Optimizer:
         if (member := current_gang()) is not None:
             return await gang_updates.apply_gradients(member, self, pairs, global_step), None
         gradients = [gradient for gradient, _ in pairs]
-        specs = tuple(variable.spec for _, variable in pairs)
+        specs = tuple([variable.spec for _, variable in pairs])
         ids = [spec.variable_id for spec in specs]
         gradients = clipped_by_norm(gradients, ids, self._rule.options)
         runtime = await self._runtime("apply_gradients", *variables, *pulled)

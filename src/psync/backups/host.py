@@ -291,6 +291,11 @@ class BackupHost:
         }
 
     @property
+    def is_torn(self) -> bool:
+        """Whether an update failed half-way on one that serves."""
+        return bool(self._backups) and any(task.is_torn for task in self.serving)
+
+    @property
     def serving(self) -> list[BackupTask]:
         """Those that serve."""
         return [each.task for each in self._backups.values() if each.address is not None]

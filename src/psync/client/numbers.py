@@ -12,23 +12,23 @@ class Numbers:
     Invariant: ``acked_below`` never falls, and no number below it is under way.
     """
 
-    __slots__ = ("_next", "_under_way", "acked_below")
+    __slots__ = ("_next", "acked_below", "under_way")
 
     def __init__(self) -> None:
         self.acked_below = 1  # all smaller numbers are answered, or given up
         self._next = 1
-        self._under_way: dict[int, None] = {}  # in order
+        self.under_way: dict[int, None] = {}  # in order
 
     def __bool__(self) -> bool:
-        return bool(self._under_way)
+        return bool(self.under_way)
 
     def draw(self) -> int:
         """Return the number of a new one; give it back with ``answered``."""
         number, self._next = self._next, self._next + 1
-        self._under_way[number] = None
+        self.under_way[number] = None
         return number
 
     def answered(self, number: int) -> None:
         """The answer to ``number`` is here, or is not wanted any more."""
-        self._under_way.pop(number, None)
-        self.acked_below = next(iter(self._under_way), self._next)
+        self.under_way.pop(number, None)
+        self.acked_below = next(iter(self.under_way), self._next)

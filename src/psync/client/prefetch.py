@@ -148,7 +148,7 @@ class PulledAhead:
         if plan is None or plan.whole.nbytes > SMALL_BODY_BYTES:
             return None
         for link in self._links:
-            if link.updates:
+            if link.updates.under_way:
                 return None
         self._asked = Wanted(plan)
         return self._asked

@@ -224,7 +224,9 @@ class OwnRequest(Request[M]):
         segments: Sequence[memoryview],
         then: Callable[[Answer | BaseException], None],
     ) -> None:
-        super().__init__(_REQUEST, 1, b"", (), 0, segments, message)
+        self.kind, self.request_id, self.header = _REQUEST, 1, b""
+        self.lengths, self.nbytes, self.segments = (), 0, segments
+        self.message, self.token, self.borrowed = message, None, None
         self.peer = peer  # type: ignore[assignment]
         self.over = self.is_held = self.in_coroutine = False
         self.task = self.on_given_up = None

@@ -316,8 +316,10 @@ class Executor:
             under_way = self._wait(number, request, ended, outcome)
             self._busy = asyncio.get_running_loop().create_task(under_way)
             return
-        if failed is not None or ended is not None or not request.over:
+        if failed is not None or ended is not None:
             _end(request, ended, failed)
+        elif not request.over:
+            request.answer(_DONE)
 
     def _compute(self, compute: Compute, request: Request[Any], ended: Ended) -> None:
         def done(failed: Exception | None) -> None:

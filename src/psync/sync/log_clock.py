@@ -22,7 +22,7 @@ class LogClock:
         self._expired = expired
         self._latest = 0.0  # no entry has an earlier one
         self._ahead = 0.0  # this process's clock is by so much
-        self._deadline: float | None = None
+        self.deadline: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def now(self) -> float:
@@ -39,24 +39,24 @@ class LogClock:
 
     def set_deadline(self, deadline: float | None) -> None:
         """Call at this time, and no other; None: at none."""
-        if deadline == self._deadline:
+        if deadline == self.deadline:
             return
         self.cancel()
-        self._deadline = deadline
+        self.deadline = deadline
         if deadline is not None:
             self._timer = asyncio.get_running_loop().call_at(deadline + self._ahead, self._ring)
 
     def _ring(self) -> None:
         # A timer may ring early, by its clock's resolution and by what sums of floats lose. An
         # entry of that time would change nothing, and the timer ring at once, again and again.
-        assert self._deadline is not None, "it is cancelled with its timer"
-        self._latest = max(self._latest, self._deadline)
-        self._deadline = self._timer = None
+        assert self.deadline is not None, "it is cancelled with its timer"
+        self._latest = max(self._latest, self.deadline)
+        self.deadline = self._timer = None
         self._expired()
 
     def cancel(self) -> None:
         """Call at no time."""
-        self._deadline = None
+        self.deadline = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -264,7 +264,7 @@ class Staging:
 
     def applied(self, group: int, step: int, nbytes: int = 0) -> None:
         """A step that was closed is applied: pulls say so, and the memory of its parts is free."""
-        self._count(-nbytes)
+        self._bytes -= nbytes
         former = dict(self._steps).get(group, 0)  # computes without a shard in common meet nowhere
         others = [each for each in self._steps if each[0] != group]
         self._steps = [*others, (group, max(former, step + 1))]

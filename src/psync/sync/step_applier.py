@@ -179,7 +179,7 @@ class StepApplier:
             self._applied(update, nbytes)
 
         async def in_pieces() -> None:
-            for what in update.passes():
+            for what in update.alone:
                 update.norms.conclude(what, await self._measure_slowly(update, what))
             await self._work.shard_by_shard(update.costs, update.work)
             self._applied(update, nbytes)

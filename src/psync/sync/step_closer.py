@@ -216,18 +216,24 @@ class StepCloser:
         shares = self._sync.shares
         known = whole_set_of(request.peer, message.set_id, message.members, shares, CLOSER)
         known.fit(self._sync.store, lengths, CLOSER, message.rows)
+        request.token = (self, known)
         return self._sync.reserve(request, sum(lengths))
 
     def _contribute(self, request: Request[Contribute]) -> None:
         peer, message = request.peer, request.message
         self._check()
-        brought = wanted = None
+        brought: WholeSet | None = None
+        wanted: WholeSet | None = None
         if message.set_id >= 0:
             if not request.segments:
                 raise ValueMismatchError(
                     f"{CLOSER}: no arrays come with a push that should bring them"
                 )
-            brought = whole_set_of(peer, message.set_id, None, self._sync.shares, CLOSER)
+            token = request.token
+            if isinstance(token, tuple) and token[0] is self:  # else another timeline has begun
+                brought = token[1]
+            else:
+                brought = whole_set_of(peer, message.set_id, None, self._sync.shares, CLOSER)
         if message.ahead >= 0:
             members = message.ahead_members
             wanted = whole_set_of(peer, message.ahead, members, self._sync.shares, CLOSER)
@@ -427,7 +433,9 @@ class StepCloser:
             elif self._over is None:
                 self._waits.answer(action)
         if HOSTED not in self.outgoing.pauses and self._over is None:
-            self._clock.set_deadline(self.steps.next_deadline())
+            deadline = self.steps.next_deadline()
+            if deadline != self._clock.deadline:
+                self._clock.set_deadline(deadline)
         self._waits_changed()
 
 

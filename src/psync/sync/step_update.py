@@ -91,6 +91,7 @@ class StepUpdate:
     keys: Sequence[Key] = ()
     costs: Sequence[int] = ()  # bytes that the update of each shard touches, then each average's
     touched: Sequence[Key] = ()  # all shards that must be idle
+    alone: Sequence[str] = ()  # what this ps must measure by itself before it begins to work
     _gradients: Sequence[Sequence[Gradient]] = ()  # of each shard, in the order of the sum; or
     # those of each push, which then carries the same shards as the others
     _pushes: Sequence[Sequence[np.ndarray]] = ()
@@ -122,6 +123,7 @@ class StepUpdate:
             )
         self.optimizer_step = max(self.store.push_count(self.group).known, self.step)
         self.store.check_rate(self.group, self.optimizer_step)
+        self.alone = self.norms.passes_alone(self.keys)
         self.touched = self.keys
         if self.averages:
             self.costs = [*self.costs, *(average.nbytes for average in self.averages)]
@@ -168,11 +170,7 @@ class StepUpdate:
     @property
     def cost(self) -> int:
         """Bytes that all of it touches, with what is measured by this ps alone."""
-        return sum(self.costs) * (1 + len(self.passes()))
-
-    def passes(self) -> list[str]:
-        """Return what this ps must measure by itself before it begins to work."""
-        return self.norms.passes_alone(self.keys)
+        return sum(self.costs) * (1 + len(self.alone))
 
     def measure(self, what: str, position: int, into: list[Sums]) -> Work:
         """Begin to measure one shard, which changes nothing.
@@ -209,7 +207,7 @@ class StepUpdate:
 
     def at_once(self) -> None:
         """Do all the work; for small shards, none of which is busy."""
-        for what in self.passes():
+        for what in self.alone:
             self.norms.conclude(what, self.measure_at_once(what))
         first = 0
         if self._pushes and self.norms.scales is None and self.norms.ratios is None:
