@@ -263,8 +263,8 @@ class PsTask:
             if not peer.task.startswith("/job:ps/"):
                 try:
                     self.services.ledger.check_incarnation(*peer.client)
-                except FencedError as exc:
-                    peer.abort(exc.with_traceback(None))  # which would hold what was served
+                except FencedError:
+                    peer.close()  # once its last answers are written
 
     async def _attach(self, request: Request[AttachPs]) -> None:
         self._take_up(request.peer, request.message)
@@ -300,12 +300,12 @@ class PsTask:
         # Where variables are kept, a step that is decided is applied.
         patience_s = attach.ps_timeout_s if attach.keep else None
         self._replace(attach, 0, self._nothing(attach.coordinator), patience_s)
-        self._cut_off()
         self._adoption.begin(
             before.store, before.ledger, before.coordinator, attach.coordinator, keep=attach.keep
         )
         if self._sessions is not None:
             self._sessions.attached(attach.coordinator)
+        self._cut_off()
         if not attach.keep:  # else it may have to go on with what is here, see EndFormer
             self._host.end_below(attach.coordinator)
 

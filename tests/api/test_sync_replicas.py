@@ -16,11 +16,9 @@ import pytest
 import local_training
 import memory_cluster
 import psync
-from inside import session_of
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
 from loops import for_each
-from memory_cluster import coordinating
-from ps_cluster import until
+from memory_cluster import coordinating, until
 from psync import Outcome, PushResult, SyncReplicasOptimizer, optimizers
 from psync.errors import (
     ClosureCancelled,
@@ -442,22 +440,6 @@ async def test_the_last_token_can_be_read() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_worker_that_dies_while_it_waits_has_pushed_once() -> None:
-    async with coordinating(1, 2) as (cluster, coordinator):
-        m = Model(coordinator.strategy, coordinator)
-        optimizer = SyncReplicasOptimizer(sgd(), 2)
-        values = [coordinator.schedule(m.pushing(optimizer), args=(1.0,))]
-        await counted(cluster, 1)
-        (name,) = [f"worker-{index}" for index in (0, 1) if _runs(cluster, index)]
-        await cluster.stop(name)
-        await coordinator.join()
-        (result,) = await coordinator.fetch(values)
-        assert result.outcome is DUPLICATE
-        assert await m.value() == -1
-        assert await m.global_step() == 1
-
-
-@pytest.mark.virtual_time
 async def test_too_few_replicas_are_reported_after_a_time() -> None:
     async with coordinating(1, 2) as (cluster, coordinator):
         m = Model(coordinator.strategy, coordinator)
@@ -805,8 +787,3 @@ async def counted(cluster: memory_cluster.MemoryCluster, count: int) -> None:
     """Wait until so many pushes count in the present step."""
     groups = lambda: cluster.tasks["ps-0"].statistics()["sync"].values()  # noqa: E731
     await until(lambda: max((group["counted"] for group in groups()), default=0) >= count)
-
-
-def _runs(cluster: memory_cluster.MemoryCluster, index: int) -> bool:
-    session = session_of(cluster.tasks[f"worker-{index}"])  # type: ignore[union-attr]
-    return session is not None and session.running is not None

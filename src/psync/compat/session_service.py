@@ -113,20 +113,20 @@ class SessionService:
 
     # Requests.
 
-    async def _enter(self, request: Request[EnterSession]) -> None:
+    def _enter(self, request: Request[EnterSession]) -> None:
         peer, message = request.peer, request.message
         if not peer.task.startswith("/job:worker/"):
             raise UsageError(f"{peer.task} is not a worker")
-        await self._answer(
+        self._ask(
             request,
             lambda waiter: self._members.ask(waiter, peer.task, message.incarnation, _now()),
         )
 
-    async def _declared(self, request: Request[Declared]) -> None:
+    def _declared(self, request: Request[Declared]) -> None:
         peer, message = request.peer, request.message
         self._check_coordinator(peer)
 
-        def declare(waiter: asyncio.Future[Message]) -> list[Action]:
+        def declare(waiter: Request[Any]) -> list[Action]:
             now = _now()
             actions = self._members.declared(
                 waiter, peer.task, message.trains, message.num_workers, now
@@ -135,13 +135,13 @@ class SessionService:
                 self._members.disconnected(peer.task, peer.incarnation, now)
             return actions
 
-        await self._answer(request, declare)
+        self._ask(request, declare)
 
-    async def _leave(self, request: Request[LeaveSession]) -> None:
+    def _leave(self, request: Request[LeaveSession]) -> None:
         peer = request.peer
         if peer.task.startswith("/job:chief/"):
             self._check_coordinator(peer)
-            await self._answer(request, lambda waiter: self._members.leave_as_chief(waiter, _now()))
+            self._ask(request, lambda waiter: self._members.leave_as_chief(waiter, _now()))
         else:
             self._perform(self._members.leave(peer.task, peer.incarnation, _now()))
             request.answer(Done())
@@ -163,20 +163,17 @@ class SessionService:
         check_shards(self._services().store, request.message)
         request.answer(Done())
 
-    async def _await_end(self, request: Request[AwaitEnd]) -> None:
-        await self._answer(request, self._members.await_end)
+    def _await_end(self, request: Request[AwaitEnd]) -> None:
+        self._ask(request, self._members.await_end)
 
-    async def _answer(
-        self, request: Request[Any], ask: Callable[[asyncio.Future[Message]], list[Action]]
-    ) -> None:
-        """Answer with what the rule says at some time."""
-        waiter: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._perform(ask(waiter))
-        try:
-            request.answer(await waiter)
-        finally:
-            self._members.forget(waiter)
-            self._set_timer()
+    def _ask(self, request: Request[Any], ask: Callable[[Request[Any]], list[Action]]) -> None:
+        """Let the rule answer at some time."""
+        request.on_given_up = self._forget
+        self._perform(ask(request))
+
+    def _forget(self, waiter: object) -> None:
+        self._members.forget(waiter)
+        self._set_timer()
 
     # What the rule has decided.
 
@@ -184,13 +181,13 @@ class SessionService:
         for action in actions:
             match action:
                 case Enter(waiter, incarnation):
-                    _settle(waiter, SessionEntered(incarnation))
+                    self._settle(waiter, SessionEntered(incarnation))
                 case Release(waiter):
-                    _settle(waiter, Done())
+                    self._settle(waiter, Done())
                 case TellOver(waiter, reason, failed, error):
-                    _settle(waiter, TrainingOver(reason, failed, error))
+                    self._settle(waiter, TrainingOver(reason, failed, error))
                 case Refuse(waiter, error):
-                    _settle(waiter, error)
+                    self._settle(waiter, error)
                 case SetMembers(alive, missing):
                     self._set_members(alive, missing)
                 case FenceTask(task, below):
@@ -198,6 +195,14 @@ class SessionService:
                 case CloseTokens(reason):
                     self._end_training(reason)
         self._set_timer()
+
+    def _settle(self, waiter: object, answer: Message | Exception) -> None:
+        request = cast("Request[Any]", waiter)
+        if isinstance(answer, Exception):
+            request.fail(answer)
+        else:
+            request.answer(answer)
+        self._members.forget(waiter)
 
     # No coordinator reports who lives, so this does.
 
@@ -256,14 +261,3 @@ def check_shards(store: ShardStore, message: CheckShards) -> None:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _settle(waiter: object, answer: Message | Exception) -> None:
-    """Answer whoever waits; it may have given up meanwhile."""
-    future = cast("asyncio.Future[Message]", waiter)
-    if future.done():
-        return
-    if isinstance(answer, Exception):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)

@@ -326,7 +326,7 @@ class GradientTable(BundleTable):
             UsageError: If there are no pushes, or not as many weights, or gradients as keys.
             BusyError: If an update of one of them is under way; those before it are applied.
         """
-        if set(map(len, gradients_by_push)) != {len(keys)}:
+        if not {len(keys)}.issuperset(map(len, gradients_by_push)):
             raise UsageError(f"expected {len(keys)} gradients of each push")
         means = _Means(gradients_by_push, weights, reduction, self._space.sums)
         self._apply_parts(optimizer_id, keys, means, step)
