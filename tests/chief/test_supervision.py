@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 
 import pytest
 
 import psync
-from memory_cluster import MemoryCluster, cluster_of
-from psync.errors import FencedError
+from memory_cluster import MemoryCluster, cluster_of, running
+from psync.errors import ConnectFailed, FencedError
 from psync.testing import MemoryNetwork
 from psync.testing.seams import new_task
+from psync.wire.codec import Message
+from psync.wire.messages import AskServed, AttachPs, AttachWorker, GrantCoordinator
 
 pytestmark = pytest.mark.virtual_time
 
@@ -108,3 +111,51 @@ async def test_a_program_that_has_begun_keeps_its_number_and_its_variables(seed:
                 assert await variable.read() == 2.0
         except FencedError:
             pass  # the worker came too late: whoever has its number may be there yet
+
+
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("kind", [GrantCoordinator, AskServed, AttachPs, AttachWorker])
+async def test_whatever_connection_is_lost_at_the_start_it_is_asked_again(
+    kind: type[Message], attach: bool
+) -> None:
+    async with running(MemoryCluster(2, 1, tapped=True)) as cluster:
+        strategy = cluster.replica_strategy()
+        names = iter(["ps-0", "ps-1", "worker-0"])
+        with contextlib.ExitStack() as stack:
+            for name in ("ps-0", "ps-1", "worker-0"):
+                lose = lambda: cluster.network.cut(f"{next(names, 'nobody')}:1")  # noqa: E731
+                stack.enter_context(cluster.tap(name).at(kind, lose))
+            async with psync.ClusterCoordinator(strategy, attach=attach) as coordinator:
+                await works(coordinator)
+        assert len(list(names)) < 3 or (kind is AskServed and not attach), "none was lost"
+
+
+async def test_a_start_that_gives_up_names_who_is_missing() -> None:
+    async with cluster_of(2, 2) as cluster:
+        for names in (("worker-1",), ("ps-1",), ("ps-0", "ps-1")):
+            for name in names:
+                await cluster.stop(name)
+            for attach in (False, True):
+                strategy = cluster.strategy()
+                with pytest.raises(ConnectFailed) as caught:
+                    await psync.ClusterCoordinator(
+                        strategy, connect_timeout=3, attach=attach
+                    ).start()
+                assert f"{names[-1]}:1" in str(caught.value)
+            for name in names:
+                await cluster.start(name)
+
+
+async def test_a_start_waits_for_the_next_process_of_a_worker_that_leaves() -> None:
+    async with cluster_of(1, 2) as cluster:
+        leaving = asyncio.create_task(cluster.tasks["worker-1"].leave("SIGTERM"))
+        coordinator = psync.ClusterCoordinator(cluster.strategy())
+        starting = asyncio.create_task(coordinator.start())
+        await leaving
+        await cluster.stop("worker-1")
+        await asyncio.sleep(5)
+        assert not starting.done()
+        await cluster.start("worker-1")
+        await starting
+        await works(coordinator)
+        await coordinator.close()

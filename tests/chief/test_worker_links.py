@@ -13,7 +13,6 @@ from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.cluster_links import ClusterLinks
 from psync.closures.flapping import ALONE_S, FIRST_S
 from psync.errors import ConnectFailed, ProtocolError
-from psync.net.connection import Handler
 from psync.wire.messages import EndSession
 from psync.worker_task import WorkerTask
 
@@ -82,41 +81,14 @@ async def test_the_last_worker_is_never_set_aside_though_all_die_again_and_again
     assert "it is set aside for 30 s" in caplog.text
 
 
-async def test_who_ends_its_session_while_it_is_attached_is_not_taken_for_dead(
-    links, owner, cluster, caplog, monkeypatch
-):
-    """As where a worker sees at once that a ps is gone: its reason comes with its first answer."""
-    attach = WorkerTask._attach
-
-    def attach_and_end(self, request):
-        attach(self, request)
-        request.peer.notify(EndSession("/job:ps/task:0 cannot be reached", False))
-        asyncio.get_running_loop().call_soon(request.peer.close)
-
-    links.endpoint.handlers[EndSession] = Handler(
-        lambda request: links.workers.session_ends(request.peer, request.message)
-    )
-    await cluster.stop("worker-1")
-    await asyncio.sleep(1)
-    owner.events.clear()
-    caplog.clear()
-    with monkeypatch.context() as patched, caplog.at_level(logging.INFO):
-        patched.setattr(WorkerTask, "_attach", attach_and_end)
-        await cluster.start("worker-1")
-        await asyncio.sleep(1)
-    assert f"{W1} cannot go on (/job:ps/task:0 cannot be reached)" in caplog.text
-    assert "is lost (" not in caplog.text
-    assert set(owner.events) == {"+1", "=1"}, "nothing that it held is blamed"
-
-
 async def test_a_worker_that_is_gone_as_soon_as_it_is_attached_is_set_aside_too(
     links, owner, cluster, caplog, monkeypatch
 ):
     attach = WorkerTask._attach
 
-    def attach_and_go(self, request):
-        request.peer.abort()
-        attach(self, request)
+    def attach_and_go(self, peer, *args):
+        peer.abort()
+        return attach(self, peer, *args)
 
     await cluster.stop("worker-1")
     with monkeypatch.context() as patched:

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from memory_cluster import MemoryCluster, session_cluster
-from ps_cluster import PsCluster, heard
-from psync.api.session_hooks import wait_over
+from ps_cluster import PsCluster
 from psync.chief.declarations import Declaration
 from psync.compat.session_links import Comparison, SessionLinks
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
 from psync.net.secret import Secret
-from psync.wire.messages import AwaitEnd, EndTraining
 
 WORKER = "/job:worker/task:0"
 CHIEF_TASK = "/job:chief/task:0"
@@ -119,20 +117,6 @@ async def test_a_worker_whose_clock_is_behind_is_served_all_the_same() -> None:
         await chief.close()
 
 
-@pytest.mark.virtual_time
-async def test_waiting_for_the_end_outlives_any_number_of_connections() -> None:
-    async with PsCluster() as cluster:
-        asked = heard(cluster.ps[0], AwaitEnd)
-        worker = cluster.client(host="w")
-        ending = asyncio.get_running_loop().create_task(wait_over(worker, WORKER))
-        for count in range(1, 20):
-            await asyncio.sleep(10)  # virtual: attempts to connect are seconds apart
-            assert len(asked) == count
-            cluster.network.cut("w")
-        await cluster.chief.links[0].call(lambda peer: EndTraining("all done", False))
-        assert (await ending).reason == "all done"
-
-
 # --- declarations ------------------------------------------------------------------------------
 
 
@@ -140,15 +124,6 @@ def declaration(cluster: PsCluster, name: str, shape: tuple[int, ...]) -> Declar
     """What a worker has declared, as its strategy numbers it."""
     spec = cluster.declare(name, np.zeros(shape, np.float32), shards=2)
     return Declaration(spec, None)
-
-
-async def test_a_worker_compares_what_it_has_declared_once() -> None:
-    async with PsCluster(2) as cluster:
-        declared = [declaration(cluster, f"w{index}", (4, 2)) for index in range(3)]
-        await cluster.creation.ensure()
-        comparison = Comparison(declared, cluster.client())
-        await asyncio.gather(comparison.ensure(), comparison.ensure())
-        assert declared == []
 
 
 async def test_a_worker_that_declares_more_than_the_chief_is_told_every_time() -> None:

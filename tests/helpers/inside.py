@@ -22,7 +22,6 @@ from psync.ps.cooperative_work import LongWork
 from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import PsSync
-from psync.sync.staleness_service import ClockService
 from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.codec import Message
 
@@ -94,11 +93,6 @@ def staged_on(services: PsServices) -> list[tuple[int, Any, int, int, bytes]]:
 def closer_of(ps: Any) -> Any:
     """What closes synchronous steps; None but on ps 0, and on a backup of it."""
     return ps.services.closer
-
-
-def clocks_of(ps: Any) -> ClockService:
-    """The clocks of bounded staleness."""
-    return ps.services.clocks
 
 
 def host_of(ps: Any) -> BackupHost:

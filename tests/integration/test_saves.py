@@ -16,7 +16,7 @@ from local_training import training
 from memory_cluster import MemoryCluster, coordinating, event_of, note, running
 from psync.errors import CheckpointError, CheckpointMismatch
 from psync.testing import MemoryNetwork, settle
-from psync.wire.messages import Freeze, OpenGate
+from psync.wire.messages import AssignLocked, Freeze, OpenGate
 
 
 def declared(strategy: psync.ParameterServerStrategy) -> tuple[Any, Any]:
@@ -25,11 +25,15 @@ def declared(strategy: psync.ParameterServerStrategy) -> tuple[Any, Any]:
         return tuple(psync.Variable(np.zeros(2), name=name) for name in "ab")  # type: ignore[return-value]
 
 
-@pytest.mark.promise("checkpoints.one-instant")
+@pytest.mark.promise("checkpoints.one-instant", "updates.tests-notice")
 @pytest.mark.virtual_time
-async def test_a_push_is_in_a_checkpoint_wholly_or_not_at_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gated", [True, False])
+async def test_a_push_is_in_a_checkpoint_wholly_or_not_at_all_unless_there_is_no_gate(
+    gated: bool, tmp_path: Path
+) -> None:
     network = MemoryNetwork(latency=(0.001, 0.05))
-    async with running(MemoryCluster(2, 3, network=network)) as cluster:
+    without = frozenset[str]() if gated else frozenset({"one_cut"})
+    async with running(MemoryCluster(2, 3, network=network, without=without)) as cluster:
         async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
             both = declared(coordinator.strategy)
             sgd = psync.optimizers.SGD(1.0)
@@ -44,13 +48,14 @@ async def test_a_push_is_in_a_checkpoint_wholly_or_not_at_all(tmp_path: Path) ->
             while not coordinator.done():
                 paths.append(await checkpoint.save(tmp_path / str(len(paths))))
             await coordinator.join()
-            counts = []
+            counts, torn = [], 0
             for path in paths:
                 await checkpoint.restore(path)
                 counts.append(int(await sgd.iterations.read()))
-                assert all((value == counts[-1]).all() for value in await psync.pull(both))
+                torn += any((value != counts[-1]).any() for value in await psync.pull(both))
             assert counts == sorted(counts)
             assert len(set(counts)) > 2
+            assert (torn == 0) is gated
 
 
 @pytest.mark.promise("checkpoints.mismatch-named")
@@ -182,3 +187,46 @@ async def test_a_save_that_does_not_go_on_delays_updates_for_a_while(
             await asyncio.gather(saving, return_exceptions=True)
         if how == "cut off":
             cluster.network.heal("chief-0")
+
+
+@pytest.mark.virtual_time
+async def test_a_save_is_begun_anew_when_a_connection_is_lost(tmp_path: Path) -> None:
+    async with coordinating(2, 1, tapped=True) as (cluster, coordinator):
+        both = declared(coordinator.strategy)
+        await psync.pull(both)
+        checkpoint = psync.Checkpoint(both=both)
+        cuts = iter(["ps-1:1", "chief-0"])
+        with cluster.tap("ps-1").at(Freeze, lambda: cluster.network.cut(next(cuts, "nobody"))):
+            path = await checkpoint.save(tmp_path)
+        assert list(cuts) == []
+        await checkpoint.restore(path)
+
+
+@pytest.mark.virtual_time
+async def test_a_save_an_atomic_assign_and_a_push_do_not_wait_for_each_other_for_ever(
+    tmp_path: Path,
+) -> None:
+    """The push waits for the lock of the assign, which comes to a gate that is shut."""
+    async with running(MemoryCluster(2, 1, tapped=True)) as cluster:
+        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                v = psync.Variable(np.zeros(4, np.float32), name="v")
+            sgd = psync.optimizers.SGD(1.0)
+
+            async def push() -> None:
+                await sgd.apply_gradients([(-np.ones(4, np.float32), v)])
+
+            await v.read()
+            go_on = asyncio.Event()
+            with cluster.tap("ps-1").at(AssignLocked, go_on.wait) as sent:
+                writing = asyncio.create_task(v.assign(np.ones(4, np.float32), atomic=True))
+                await sent.wait()
+                coordinator.schedule(push)
+                await asyncio.sleep(1)
+                saving = asyncio.create_task(psync.Checkpoint(v=v).save(tmp_path))
+                await asyncio.sleep(1)
+                assert "the gate is shut for cut" in " ".join(cluster.ps("ps-1").describe())
+                go_on.set()
+                await asyncio.gather(writing, coordinator.join(timeout=60), saving)
+            assert (await v.read() == 2).all()

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
 
 import psync
-from inside import endpoint_of
-from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
-from psync.errors import UsageError, WorkerLost
-from psync.net.connection import Handler
-from psync.net.endpoint import Endpoint
-from psync.wire.handshake import BULK
-from psync.wire.messages import AttachWorker, EndSession, GivenBack, LeaveCluster, RunClosures
-from psync.worker_task import WorkerTask
+from memory_cluster import MemoryCluster, coordinating, event_of
 
 pytestmark = pytest.mark.virtual_time
 
 CHIEF, W0, W1 = "/job:chief/task:0", "/job:worker/task:0", "/job:worker/task:1"
 
 
-def worker(cluster: MemoryCluster, name: str) -> WorkerTask:
-    task = cluster.tasks[name]
-    assert isinstance(task, WorkerTask)
-    return task
+def worker(cluster: MemoryCluster, name: str) -> Any:
+    return cluster.tasks[name]
 
 
 def counts(coordinator: psync.ClusterCoordinator) -> tuple[int, int, int]:
@@ -316,61 +308,13 @@ async def test_a_replica_that_runs_is_finished_before_its_worker_leaves_and_gang
 
 
 async def test_a_worker_whose_coordinator_does_not_answer_leaves_all_the_same():
-    """What still comes is given back, and what runs is finished."""
-    async with cluster_of(1, 1) as cluster:
-        given_back: list[int] = []
-        heard: list[str] = []
-
-        async def never(request):
-            heard.append(type(request.message).__name__)
-            await asyncio.Event().wait()
-
-        endpoint = Endpoint(
-            cluster.platform(), "/job:chief/task:0", 1,
-            {
-                LeaveCluster: Handler(never),
-                EndSession: Handler(never),
-                GivenBack: Handler(lambda request: given_back.extend(request.message.closures)),
-            },
-        )  # fmt: skip
-        control, _ = [
-            await endpoint.connect("worker-0:1", W0, lane) for lane in ("control", "bulk")
-        ]
-        await control.call(AttachWorker(0, 1, 5, 1, "origin", "program", ["ps-0:1"], 15.0))
-        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
-        await asyncio.sleep(6)
-        control.notify(RunClosures([(0, b"k" * 16, 0, [])]))
-        await asyncio.sleep(1)
-        assert given_back == [0]
-        await leaving
-        assert heard == ["LeaveCluster", "EndSession"]
-        await endpoint.close()
-
-
-async def test_a_worker_that_leaves_is_attached_by_nobody():
     async with coordinating(1, 1) as (cluster, coordinator):
-
-        async def step():
-            event_of("begun").set()
-            await event_of("go on").wait()
-
-        coordinator.schedule(step)
-        await event_of("begun").wait()
-        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
-        await asyncio.sleep(1)
-        endpoint = Endpoint(cluster.platform(), "/job:chief/task:0", 10**6, {})
-        control, _ = [
-            await endpoint.connect("worker-0:1", W0, lane) for lane in ("control", "bulk")
-        ]
-        with pytest.raises(WorkerLost, match=f"{W0} is about to leave"):
-            await control.call(
-                AttachWorker(0, 1, 10**6, 10**6, "origin", "program", ["ps-0:1"], 15.0)
-            )
-        with pytest.raises(UsageError, match=f"is not the coordinator of {W0}"):
-            await control.call(LeaveCluster("because"))
-        await endpoint.close()
-        event_of("go on").set()
-        await leaving
+        await coordinator.schedule(int)
+        cluster.network.partition("chief-0", "worker-0:1")
+        began = asyncio.get_running_loop().time()
+        await worker(cluster, "worker-0").leave("SIGTERM")
+        assert asyncio.get_running_loop().time() - began < 60
+        cluster.network.heal("chief-0", "worker-0:1")
 
 
 async def test_results_that_are_on_their_way_come_before_the_word_that_their_worker_has_left():
@@ -379,15 +323,16 @@ async def test_results_that_are_on_their_way_come_before_the_word_that_their_wor
         async def step():
             return np.ones(1 << 20, np.float32)
 
-        peers = endpoint_of(worker(cluster, "worker-0")).peers
-        (bulk,) = [peer for peer in peers if (peer.task, peer.lane) == (CHIEF, BULK)]
-        bulk.pause_writing()  # as where much is unsent
         value = coordinator.schedule(step)
+        await asyncio.sleep(0)
+        for link in cluster.network.links("worker-0:1"):
+            link.to_client.stall()
         await asyncio.sleep(1)
         leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
         await asyncio.sleep(1)
         assert not leaving.done()
-        bulk.resume_writing()
+        for link in cluster.network.links("worker-0:1"):
+            link.to_client.flow()
         await leaving
         assert (await value == 1).all()
         assert counts(coordinator)[:2] == (1, 0)
