@@ -86,9 +86,9 @@ async def test_a_worker_that_is_gone_as_soon_as_it_is_attached_is_set_aside_too(
 ):
     attach = WorkerTask._attach
 
-    def attach_and_go(self, peer, *args):
-        peer.abort()
-        return attach(self, peer, *args)
+    def attach_and_go(self, request):
+        request.peer.abort()
+        attach(self, request)
 
     await cluster.stop("worker-1")
     with monkeypatch.context() as patched:
