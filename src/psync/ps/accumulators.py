@@ -51,7 +51,6 @@ from psync.ps.takes import (
     TakeWaits,
     gradient_of,
     other_parameters,
-    settle,
 )
 from psync.store.ledger import Client, Duplicate, Fresh, Ledger, Ticket
 from psync.wire.codec import Message
@@ -103,7 +102,7 @@ class AccumulatorService:
         self.ledger = ledger
         self._executor = executor
         self._task = task
-        self._waits = TakeWaits(task, self._left)
+        self._waits = TakeWaits(self._left)
         self._takes = GradientTakes(task, work, self._waits)
         self._turns: dict[type[Message], Turn] = {
             DefineAccumulator: self._define,
@@ -300,18 +299,14 @@ class AccumulatorService:
         if peer.is_closed:
             raise ConnectionLost(f"{self._task}: {peer.task} has gone")
         name = TakeName(peer.client, message.accumulator, message.take)
-        future = self._waits.add(name, peer)
+        self._waits.add(name, request)
 
         def entered(outcome: object) -> None:
-            if isinstance(outcome, PsyncError):  # refused; any other: the task ends, see below
-                settle(future, outcome)
+            if isinstance(outcome, PsyncError):  # any other: the task ends, and its backup answers
+                request.fail(outcome)
+                self._waits.end(lambda each: each is request)
 
         self._do(OwnRequest(peer, message, [], entered))
-        if future.done():
-            self._waits.end(name, future)
-            request.answer(*future.result())
-        else:  # if the task ends, its backup answers
-            request.start(self._waits.answer(request, name, future))
 
     def _left(self, client: Client, takes: Sequence[TakeName]) -> None:
         listed = [(name.accumulator, name.number) for name in takes]

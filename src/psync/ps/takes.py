@@ -15,7 +15,6 @@ What completes takes returns the compute that makes their values.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ import numpy as np
 from psync.accumulators import Applied, ArrayAccumulator, Take
 from psync.errors import (
     ConfigurationError,
-    ConnectionLost,
     FencedError,
     RemoteProtocolError,
     UsageError,
@@ -199,56 +197,34 @@ def reply_of(take: Take[Any]) -> Answer:
     return message, [to_bytes_view(array) for array in arrays]
 
 
-_TAKES = "takes"  # in a peer's state: the takes that are waited for on its connection
-
-
 class TakeWaits:
     """Who waits for takes on one ps.
 
     Args:
-        task: Name of the ps, for messages.
         left: Told of takes of one client for which no request waits any more, though they have
             not been settled.
     """
 
-    def __init__(self, task: str, left: Callable[[Client, list[TakeName]], None]) -> None:
-        self._task = task
+    def __init__(self, left: Callable[[Client, list[TakeName]], None]) -> None:
         self._left = left
-        self._waiting: dict[TakeName, dict[asyncio.Future[Answer], Connection]] = {}
+        self._waiting: dict[TakeName, list[Request[Any]]] = {}
         self._peers: set[Connection] = set()  # whose end is heard of
 
-    def add(self, name: TakeName, peer: Connection) -> asyncio.Future[Answer]:
-        """Let a request wait; return what gets its answer."""
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(name, {})[future] = peer
-        if peer not in self._peers:
-            self._peers.add(peer)
-            peer.state[_TAKES] = set()
-            peer.on_closed.append(self._note_closed)
-        peer.state[_TAKES].add(name)
-        return future
-
-    async def answer(
-        self, request: Request[Any], name: TakeName, future: asyncio.Future[Answer]
-    ) -> None:
-        """Answer when there is an answer.
-
-        Cancellation: The request waits no longer.
-        """
-        try:
-            request.answer(*await future)
-        finally:
-            self.end(name, future)
-
-    def end(self, name: TakeName, future: asyncio.Future[Answer]) -> None:
-        """Let a request wait no longer; one that has its answer does not."""
-        self._end([(name, future)])
+    def add(self, name: TakeName, request: Request[Any]) -> None:
+        """Let a request wait."""
+        self._waiting.setdefault(name, []).append(request)
+        request.on_given_up = self._given_up
+        if request.peer not in self._peers:
+            self._peers.add(request.peer)
+            request.peer.on_closed.append(self._note_closed)
 
     def settle(self, name: TakeName, outcome: Answer | Exception) -> None:
         """Answer all requests that wait for a take."""
-        for future, peer in self._waiting.pop(name, {}).items():
-            peer.state[_TAKES].discard(name)
-            settle(future, outcome)
+        for request in self._waiting.pop(name, ()):
+            if isinstance(outcome, Exception):
+                request.fail(outcome)
+            else:
+                request.answer(*outcome)
 
     def settle_all(self, error: Exception) -> None:
         """Let nobody wait, and forget the connections, which may outlive this."""
@@ -258,44 +234,24 @@ class TakeWaits:
             peer.on_closed.remove(self._note_closed)
         self._peers.clear()
 
+    def _given_up(self, request: Request[Any]) -> None:
+        if not request.peer.is_closed:  # else with all others of that connection
+            self.end(lambda each: each is request)
+
     def _note_closed(self, peer: Connection) -> None:
         self._peers.discard(peer)
-        waits = [
-            (name, future)
-            for name in peer.state[_TAKES]
-            for future, other in self._waiting[name].items()
-            if other is peer
-        ]
-        error = ConnectionLost(f"{self._task}: {peer.task} has gone")
-        for _, future in waits:
-            settle(future, error)
-        self._end(waits)
+        self.end(lambda each: each.peer is peer)
 
-    def _end(self, waits: Iterable[tuple[TakeName, asyncio.Future[Answer]]]) -> None:
+    def end(self, ends: Callable[[Request[Any]], bool]) -> None:
+        """Let these requests wait no longer."""
         left: dict[Client, list[TakeName]] = {}
-        for name, future in waits:
-            futures = self._waiting.get(name, {})
-            peer = futures.pop(future, None)
-            if peer is None:  # it has ended before
-                continue
-            if peer not in futures.values():
-                peer.state[_TAKES].discard(name)
-            if not futures:
+        for name, requests in list(self._waiting.items()):
+            self._waiting[name] = [each for each in requests if not ends(each)]
+            if not self._waiting[name]:
                 del self._waiting[name]
                 left.setdefault(name.client, []).append(name)
         for client, names in left.items():  # together: those that leave get nothing
             self._left(client, names)
-
-
-def settle(future: asyncio.Future[Answer], outcome: Answer | Exception) -> None:
-    """End a wait; who waited may have been cancelled meanwhile and never look at it."""
-    if future.done():
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-        future.exception()
-    else:
-        future.set_result(outcome)
 
 
 class GradientTakes:
