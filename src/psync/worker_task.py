@@ -56,8 +56,7 @@ from psync.wire.messages import (
     Statistics,
 )
 from psync.worker.iterators import IteratorTable
-from psync.worker.session import Session
-from psync.worker.traced import watch_session
+from psync.worker.session import Session, watch_session
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from psync.chief.attached_workers import AttachedWorkers, WorkerRecord
+from psync.chief.links import AttachedWorkers, WorkerRecord
 from psync.errors import ConnectionLost
 from psync.wire.codec import Message
 from psync.wire.frames import Frame

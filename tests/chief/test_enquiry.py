@@ -9,7 +9,7 @@ import pytest
 from asked import Reply
 from inside import handlers_of
 from memory_cluster import cluster_of
-from psync.chief.enquiry import absent, enquire
+from psync.chief.links import absent, enquire
 from psync.errors import RemoteProtocolError
 from psync.net.connection import Handler
 from psync.wire.messages import Done, GrantCoordinator

@@ -7,10 +7,9 @@ import asyncio
 import pytest
 
 from local_training import at_once
-from psync.chief.joins import Joins, describe_waiting
 from psync.closures.closure import Closure
-from psync.closures.open import Settle
-from psync.closures.queue import ClosureQueue
+from psync.closures.queue import ClosureQueue, Settle
+from psync.coordinator import Joins, describe_waiting
 from psync.errors import DeadlineExceeded, EndOfData, ParameterServerLost
 
 WORKERS = ("w0", "w1")

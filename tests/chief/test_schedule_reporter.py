@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import pytest
 import psync
 from inside import clocks_of
 from memory_cluster import MemoryCluster, coordinating
-from psync.chief.schedule_reporter import FinalClosures
 from psync.closures.closure import Closure
 from psync.closures.queue import ClosureQueue
+from psync.coordinator import FinalClosures
 from psync.net.connection import Connection
 from psync.net.process_state import fresh_process
 from psync.wire.codec import Message
@@ -61,7 +62,8 @@ async def reporting(
 def test_ps_tasks_refuse_all_that_was_scheduled_before_an_error_once_it_is_there():
     told: list[int] = []
     queue = ClosureQueue()
-    final = FinalClosures(queue, lambda below, _: told.append(below))
+    link = SimpleNamespace(notify=lambda message, _: told.append(message.closure))
+    final = FinalClosures(queue, SimpleNamespace(timeline=0, links=[link]))
     for number in range(2):
         queue.schedule(Closure(number, name="step"))
     final.look_for_errors()

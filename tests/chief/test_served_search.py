@@ -13,7 +13,7 @@ from asked import Reply
 from inside import handlers_of, host_of
 from memory_cluster import MemoryCluster, cluster_of
 from ps_cluster import heard
-from psync.chief.enquiry import ServedSearch
+from psync.chief.links import ServedSearch
 from psync.cluster_roles import CHIEF
 from psync.errors import FencedError, RemoteProtocolError
 from psync.net.connection import Handler

@@ -10,8 +10,8 @@ import pytest
 
 from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
-from psync.chief.cluster_links import ClusterLinks
-from psync.closures.flapping import ALONE_S, FIRST_S
+from psync.chief.links import ClusterLinks
+from psync.closures.membership import ALONE_S, FIRST_S
 from psync.errors import ConnectFailed, ProtocolError
 from psync.net.connection import Handler
 from psync.wire.messages import EndSession

@@ -10,9 +10,9 @@ import pytest
 
 from memory_cluster import MemoryCluster, session_cluster
 from ps_cluster import PsCluster, heard
-from psync.api.session_hooks import wait_over
+from psync.api.sync_replicas import wait_over
 from psync.chief.declarations import Declaration
-from psync.compat.session_links import Comparison, SessionLinks
+from psync.compat.training_sessions import Comparison, SessionLinks
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
 from psync.net.secret import Secret
 from psync.wire.messages import AwaitEnd, EndTraining

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psync.chief.cluster_links import ClusterLinks
+from psync.chief.links import ClusterLinks
 from psync.errors import ParameterServerLost
 
 

@@ -14,8 +14,7 @@ from psync.errors import (
     RemoteProtocolError,
     WorkerLost,
 )
-from psync.replicas.collectives import reduce
-from psync.replicas.gang_member import GangMember
+from psync.replicas.context import GangMember, reduce_all
 from psync.serialization.payloads import pack
 from psync.testing import settle
 from psync.wire.frames import Frame
@@ -60,18 +59,18 @@ async def test_errors_of_the_coordinator_and_the_network_come_through():
     lost = WorkerLost("/job:worker/task:0")
     member = member_of(Coordinator(lost, ConnectionLost("gone"), frame_of(Done())))
     with pytest.raises(WorkerLost, match="task:0"):
-        await member.collective("merge_call", reduce, None)
+        await member.collective("merge_call", reduce_all, None)
     with pytest.raises(ConnectionLost, match="gone"):
-        await member.collective("merge_call", reduce, None)
+        await member.collective("merge_call", reduce_all, None)
     with pytest.raises(RemoteProtocolError, match="merge_call: expected Merged, got Done"):
-        await member.collective("merge_call", reduce, None)
+        await member.collective("merge_call", reduce_all, None)
 
 
 @pytest.mark.parametrize("stopped", [True, False])
 async def test_the_coordinator_is_told_that_a_step_gives_up_but_not_that_it_is_stopped(stopped):
     coordinator = Coordinator()
     member = member_of(coordinator)
-    task = asyncio.create_task(member.collective("merge_call", reduce, None))
+    task = asyncio.create_task(member.collective("merge_call", reduce_all, None))
     await coordinator.waits.wait()
     (call,) = asyncio.all_tasks() - {task, asyncio.current_task()}
     if stopped:

@@ -11,7 +11,7 @@ import pytest
 from asked import Reply
 from local_training import at_once
 from psync import PerReplica
-from psync.replicas.gang_run import merge
+from psync.replicas.gang_runner import merge
 from psync.serialization.failures import rebuild_exception
 from psync.serialization.payloads import Payload, pack, unpack
 from psync.wire.limits import DEFAULT_LIMITS, Limits

@@ -11,7 +11,7 @@ import pytest
 from inside import pool_of, work_of
 from memory_cluster import until
 from ps_cluster import CHIEF, CONFIG, OTHER, WORKER, PsCluster, assign, hold, is_busy, pull, push
-from psync.chief.creation import Creation
+from psync.chief.declarations import Creation
 from psync.client.ps_client import PsClient
 from psync.cluster_roles import ENQUIRER
 from psync.errors import (

@@ -24,9 +24,9 @@ from psync.serialization.payloads import EMPTY, pack_arguments
 from psync.wire.codec import Message
 from psync.wire.frames import Frame
 from psync.wire.messages import Done, FetchArguments, FetchFunction
-from psync.worker import inputs
-from psync.worker.inputs import ClosureInputs, HeldClosure
+from psync.worker import session
 from psync.worker.iterators import IteratorTable
+from psync.worker.session import ClosureInputs, HeldClosure
 
 
 class World:
@@ -76,7 +76,7 @@ class World:
 async def test_the_function_that_was_loaded_longest_ago_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(inputs, "MAX_STEPS", 2)
+    monkeypatch.setattr(session, "MAX_STEPS", 2)
     world = World()
     first, second, third = (world.held(fn).key for fn in (len, max, min))
     for key in (first, second, third):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from psync.closures.closure import NO_DATA, Closure, Needs
-from psync.closures.identities import Identity
+from psync.closures.closure import NO_DATA, Closure, Identity, Needs
 from psync.errors import LocalProtocolError, UsageError
 from psync.serialization.functions import Function
 from psync.serialization.payloads import EMPTY, Payload
@@ -80,6 +79,15 @@ class ScheduledCall:
             segments += payload.segments
             counts.append(len(payload.segments))
         return segments, counts
+
+
+class EndedCall(NamedTuple):
+    """A closure that came to its end on a worker."""
+
+    number: int  # on ps tasks
+    updates: int  # that it has made
+    closure: Closure | None  # None: of a later run of a data shard
+    call: ScheduledCall | None
 
 
 class ScheduledClosures(dict[int, Closure]):

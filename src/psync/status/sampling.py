@@ -44,7 +44,7 @@ from psync.status.rates import (
 from psync.wire.messages import AskStatistics, Statistics
 
 if TYPE_CHECKING:
-    from psync.chief.attached_workers import WorkerRecord
+    from psync.chief.links import WorkerRecord
     from psync.client.ps_link import PsLink
     from psync.closures.closure import Closure
     from psync.coordinator import Coordinator
