@@ -491,11 +491,11 @@ class Coordinator:
         self.links.workers.on_joined = self._worker_joined
         self.links.workers.on_lost = self._worker_lost
         self.links.workers.on_forgotten = self._worker_forgotten
-        self.workers = self.links.workers.attached
+        self.workers = self.links.workers
         self.gangs = GangRunner(
             self._queue, self.functions, self._closures, platform.limits,
             main_by_name=main_by_name, ready=self.workers.ready,
-            is_current=self.workers.is_current, prepare=self._prepare, perform=self.perform,
+            current=self.workers.current, prepare=self._prepare, perform=self.perform,
             waits_for=self.waits_for,
         )  # fmt: skip
         self._reports = ScheduleReports(self.links.workers.names(), self._queue)
@@ -859,8 +859,9 @@ class Coordinator:
 
     def _results(self, request: Request[ClosureResults]) -> None:
         peer, message, segments = request.peer, request.message, request.segments
-        if not self.workers.heard(peer):
+        if (worker := self.workers.current(peer)) is None:
             return  # of a worker that was given up: its closures run elsewhere
+        worker.heard_at = self.loop.time()
         ended = []
         for number, updates in message.updates or ():
             closure = self._closures.get(number)
@@ -933,7 +934,7 @@ class Coordinator:
 
     def _given_back(self, request: Request[GivenBack]) -> None:
         peer, message = request.peer, request.message
-        if self.workers.is_current(peer):
+        if self.workers.current(peer) is not None:
             self.perform(self._queue.given_back(peer.task, message.closures))
 
     def _fetch_function(self, request: Request[FetchFunction]) -> None:

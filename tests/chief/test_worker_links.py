@@ -78,7 +78,7 @@ async def test_the_last_worker_is_never_set_aside_though_all_die_again_and_again
         for kill in range(60):  # each of the two is lost more often than is borne
             cluster.network.cut(f"worker-{kill % 2}:1")
             await asyncio.sleep(ALONE_S + 0.5)
-            assert links.workers.attached, f"all are set aside after {kill + 1} losses"
+            assert links.workers.ready(), f"all are set aside after {kill + 1} losses"
     assert "it is set aside for 30 s" in caplog.text
 
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from psync.backups.locate_ps import Found, Place, Primary, places
@@ -239,92 +239,6 @@ class ServedSearch:
         return answered
 
 
-class Supervision:
-    """The supervisors of one coordinator.
-
-    Args:
-        endpoint: Bears the incarnation.
-        processes: Address of each ps at first, by name; that of ps 0 grants incarnations.
-        events: Where it is noted that tasks come and go.
-
-    Attributes:
-        on_replaced: Called when a newer coordinator has taken the cluster over.
-        is_up: Whether the cluster came up.
-        failure: Why it cannot come up.
-        changed: Set when a task was attached, or a supervisor failed.
-        enquiring: Locked while another incarnation is asked for.
-        is_closing: Whether connections end because they are closed here.
-    """
-
-    def __init__(self, endpoint: Endpoint, processes: Mapping[str, str], events: Events) -> None:
-        self.endpoint = endpoint
-        self.note = events.note
-        self.on_replaced: Callable[[FencedError], None] = lambda _: None
-        self.is_up = False
-        self.failure: BaseException | None = None
-        self.changed = asyncio.Event()
-        self.is_closing = False
-        self._ps_0 = next(iter(processes.items()))
-        self.enquiring = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def supervise(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a supervisor until ``close``."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.failure = error
-            self.changed.set()
-            if self.is_up and isinstance(error, FencedError):
-                self.on_replaced(error)
-            elif not isinstance(error, PsyncError):
-                logger.error("a supervisor of the coordinator failed", exc_info=error)
-
-    async def enquire(self, previous: int = 0, seen: int = 0) -> None:
-        """Let ps 0 grant an incarnation, see ``enquiry.enquire``; it is borne from now on."""
-        incarnation = await enquire(
-            self.endpoint.platform, *self._ps_0, previous=previous, seen=seen
-        )
-        note_incarnation(incarnation)
-        self.endpoint.incarnation = incarnation
-
-    async def ask_again(self, refused: int, task: str, address: str) -> None:
-        """A task has served a higher incarnation than ``refused``: ask ps 0 for one above that.
-
-        So it is where ps 0 was started anew on a machine whose clock is behind. All tasks are
-        attached again.
-
-        Raises:
-            FencedError: It is not so: a newer coordinator has come.
-        """
-        try:
-            async with self.enquiring:
-                if self.endpoint.incarnation != refused:
-                    return  # somebody has asked meanwhile
-                seen = await enquire(self.endpoint.platform, task, address)
-                if seen <= refused:
-                    raise FencedError(f"{task} serves a newer coordinator than this one")
-                logger.warning("%s has seen a newer coordinator than ps 0 has granted", task)
-                await self.enquire(refused, seen)
-                for peer in self.endpoint.peers:
-                    peer.abort(ConnectionLost("this coordinator has a new incarnation"))
-        finally:
-            self.changed.set()
-
-    async def close(self) -> None:
-        """End all supervisors. Cancellation: some may still end."""
-        self.is_closing = True
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(list(self._tasks))
-
-
 @dataclass(slots=True, eq=False)
 class WorkerRecord:
     """One worker of the cluster, whether it is there or not. Its states:
@@ -362,247 +276,20 @@ class WorkerRecord:
         self.leaving, self.reason, self.sent_away = False, "", None
 
 
-class AttachedWorkers:
-    """The workers of one coordinator that take part.
-
-    Args:
-        workers: All of the cluster, by name; changed by ``WorkerLinks``.
-    """
-
-    def __init__(self, workers: Mapping[str, WorkerRecord]) -> None:
-        self._workers = workers
-
-    def __len__(self) -> int:
-        return len(self._controls())
-
-    def _controls(self) -> dict[str, Connection]:
-        """Return their control connections."""
-        return {name: each.peers[0] for name, each in self._workers.items() if each.peers}
-
-    def current(self, peer: Connection) -> WorkerRecord | None:
-        """Return whose connection this is, unless that was given up."""
-        worker = self._workers.get(peer.task)
-        return worker if worker is not None and peer in (worker.peers or ()) else None
-
-    def is_current(self, peer: Connection) -> bool:
-        """Return whether this is a connection of a worker that was not given up."""
-        return self.current(peer) is not None
-
-    def heard(self, peer: Connection) -> bool:
-        """Do as ``is_current``, and note that its worker has just said how closures ended."""
-        worker = self.current(peer)
-        if worker is None:
-            return False
-        worker.heard_at = asyncio.get_running_loop().time()
-        return True
-
-    def note_error(self, name: str, text: str) -> None:
-        """Note that a closure has raised on a worker."""
-        worker = self._workers[name]
-        worker.failed += 1
-        worker.last_error = asyncio.get_running_loop().time(), text
-
-    def ready(self) -> list[str]:
-        """Return the workers that are ready for closures, by index."""
-        ready = [name for name in self._controls() if not self._workers[name].leaving]
-        return sorted(ready, key=lambda name: parse_task_name(name)[1])
-
-    def notify(self, worker: str, message: Message, segments: Sequence[Segment] = ()) -> None:
-        """Notify one worker, which takes part."""
-        peers = self._workers[worker].peers
-        assert peers is not None, "whoever notifies it was told when it went"
-        peers[0].notify(message, segments)
-
-    def notify_all(self, message: Message) -> None:
-        """Notify all workers."""
-        for control in self._controls().values():
-            control.notify(message)
-
-    async def waits(
-        self, names: Collection[str], within_s: float
-    ) -> dict[str, tuple[float, float]]:
-        """Ask some of them how long they have waited for others; see ``watchdog.Waits``.
-
-        Cancellation: Safe.
-        """
-        deadline = asyncio.get_running_loop().time() + within_s
-
-        async def ask(control: Connection) -> dict[str, float]:
-            try:
-                message = (await control.call(AskStatistics(), deadline=deadline)).message
-            except PsyncError:
-                return {}
-            assert isinstance(message, Statistics), "its only answer"
-            work: dict[str, float] = message.counters["work"]
-            return work
-
-        asked = {name: peer for name, peer in self._controls().items() if name in names}
-        answers = zip(asked, await asyncio.gather(*map(ask, asked.values())), strict=True)
-        return {name: (work["since"], work["wait"]) for name, work in answers if work}
-
-    async def ask_all(self, message: Message) -> dict[str, Message]:
-        """Return what each worker that is there answers, by the worker's name.
-
-        One that is lost meanwhile is left out. A worker answers when its step leaves the loop.
-
-        Cancellation: Safe.
-        """
-
-        async def ask(control: Connection) -> Message | None:
-            try:
-                return (await control.call(message)).message
-            except (TransportError, UsageError):  # lost, or no worker of ours any more
-                return None
-
-        asked = self._controls()
-        answers = await asyncio.gather(*map(ask, asked.values()))
-        pairs = zip(asked, answers, strict=True)
-        return {worker: answer for worker, answer in pairs if answer is not None}
-
-
-@dataclass(eq=False)
-class PsLinks:
-    """Keeps all ps tasks attached.
-
-    Attributes:
-        on_lost: Called when variables are gone.
-        addresses: Where each ps is served, by name.
-        homes: In whose process each is served.
-    """
-
-    supervision: Supervision
-    links: Sequence[PsLink]
-    membership: Membership
-    processes: Mapping[str, str]  # address of each ps at first, by name
-    _: KW_ONLY
-    keep: bool
-    """Whether ps tasks set aside what they hold, to be adopted. Then ps 0 is attached first: a
-    synchronous step that is being closed gets to its end before others refuse it."""
-    ps_timeout_s: float  # a ps that cannot be reached for so long is lost
-
-    def __post_init__(self) -> None:
-        self.on_lost: Callable[[ParameterServerLost], None] = lambda _: None
-        self.addresses = dict(self.processes)
-        self.homes = list(range(len(self.processes)))
-        self._endpoint = self.supervision.endpoint
-        self._moves = 0  # how often addresses have changed
-        self._ps_0_attached = asyncio.Event()
-        self._attached: dict[int, int] = {}  # under which incarnation of ours each ps serves
-
-    def start(self) -> None:
-        """Connect to all of them, from now on."""
-        for link in self.links:
-            link.on_lost = self.on_lost
-            link.lost_after_s = math.inf  # one that was never here is late, not lost
-            self.supervision.supervise(self._keep(link))
-
-    def are_attached(self) -> bool:
-        """Return whether all serve us under the present incarnation."""
-        served = [self._attached.get(link.index) for link in self.links]
-        return served == [self._endpoint.incarnation] * len(served)
-
-    async def _keep(self, link: PsLink) -> None:
-        supervision, first = self.supervision, True
-        while True:
-            mine = self._endpoint.incarnation
-            try:
-                if link.index and self.keep:
-                    await self._ps_0_attached.wait()
-                peer = await link.peer("control")
-                link.lost_after_s = self.ps_timeout_s
-                note_plugins(link, await link.call(lambda _: self.attachment(link)))
-            except ParameterServerLost:
-                if not await link.recovered():
-                    raise
-                continue
-            except FencedError:
-                if supervision.is_up:
-                    raise
-                await supervision.ask_again(mine, link.task, link.address)
-                continue
-            if not peer.is_open:
-                continue
-            self._attached[link.index] = mine
-            if not link.index:
-                self._ps_0_attached.set()
-            self.fence(self.membership.connected(link.task, peer.incarnation))
-            if not first:
-                logger.info("%s is reachable again", link.task)
-                supervision.note("reachable", f"{link.task} is reachable again")
-            first = False
-            supervision.changed.set()
-            await peer.wait_closed()
-            self.membership.disconnected(link.task)
-            logger.info("%s is unreachable; waiting for it", link.task)
-            supervision.note("unreachable", f"{link.task} cannot be reached; waiting for it")
-
-    async def attach(self, link: PsLink) -> None:
-        """Attach a ps that may have been started again, while others are held back.
-
-        Raises:
-            ParameterServerLost: It was lost again.
-
-        Cancellation: Safe.
-        """
-        note_plugins(link, await link.call(lambda _: self.attachment(link), urgent=True))
-
-    def move(self, link: PsLink, address: str) -> None:
-        """Look for a ps at another address, which workers that are attached then are told."""
-        link.revive()
-        link.address = self.addresses[link.task] = address
-        self._moves += 1
-
-    def go_home(self, link: PsLink) -> None:
-        """Look for a ps where it was at first."""
-        if link.address != self.processes[link.task]:
-            self.move(link, self.processes[link.task])
-
-    def tell_addresses(self) -> None:
-        """Tell all ps tasks where each is served, after some have moved."""
-        if self._moves:
-            for link in self.links:
-                self.supervision.supervise(self._tell_addresses(link))
-
-    async def _tell_addresses(self, link: PsLink) -> None:
-        try:
-            await link.call(lambda _: self.attachment(link))
-        except PsyncError as exc:  # it will be attached again
-            logger.info("%s was not told the addresses of the ps tasks: %s", link.task, exc)
-
-    def attachment(self, link: PsLink) -> AttachPs:
-        """Return what a ps is told."""
-        # One that was started again while this program runs is of no lineage: see ``reattach``.
-        keep = self.keep or self.supervision.is_up
-        return AttachPs(
-            self._endpoint.incarnation, list(self.addresses.values()),
-            self.ps_timeout_s, keep, self._moves,
-        )  # fmt: skip
-
-    def fence(self, fences: Sequence[Fence]) -> None:
-        """Let ps tasks refuse workers."""
-        if self.supervision.is_closing:
-            return  # whoever goes now is not lost; the next coordinator fences
-        for fence in fences:
-            self.supervision.supervise(self._fence(fence))
-
-    async def _fence(self, fence: Fence) -> None:
-        link = next(link for link in self.links if link.task == fence.ps)
-        try:
-            await ask(link, messages.Fence(fence.task, fence.below), Done)
-        except PsyncError as exc:
-            logger.warning("a fence was not accepted: %s", exc)
-
-
 STRANGER_PAUSE_S = 5.0
 """Pause before an address is tried again at which something else than our task answered."""
 
 
-@dataclass(eq=False)
 class WorkerLinks:
     """All connections of one coordinator to workers.
 
+    Args:
+        cluster: The other connections: workers are told of ps tasks, which refuse lost workers.
+        workers: Address of every worker, by name.
+        flapping: Decides who is set aside.
+        tokens: Of the strategy, and of this process.
+
     Attributes:
-        attached: Those that take part.
         on_joined: Called with the name of one that is ready for closures.
         on_lost: Called with the name of one that is not there any more, and whether what it held
             may be the cause.
@@ -611,23 +298,22 @@ class WorkerLinks:
         started: Set once workers are connected to; before that none can be added.
     """
 
-    supervision: Supervision
-    membership: Membership
-    ps: PsLinks  # workers are told of them, and they are told to refuse workers
-    workers: InitVar[Mapping[str, str]]  # address of every worker, by name
-    flapping: Flapping  # decides who is set aside
-    tokens: tuple[str, str]  # of the strategy, and of this process
-
-    def __post_init__(self, workers: Mapping[str, str]) -> None:
-        self._endpoint = self.supervision.endpoint
+    def __init__(
+        self,
+        cluster: ClusterLinks,
+        workers: Mapping[str, str],
+        flapping: Flapping,
+        tokens: tuple[str, str],
+    ) -> None:
+        self._cluster, self.flapping, self._tokens = cluster, flapping, tokens
+        self._membership, self._endpoint = cluster.membership, cluster.endpoint
         self._loop = asyncio.get_running_loop()
         self._places = {name: place for place, name in enumerate(workers)}  # also of those gone
         self._workers = {
             name: WorkerRecord(name, address, self._places[name])
             for name, address in workers.items()
         }
-        self.attached = AttachedWorkers(self._workers)
-        self.flapping.is_anyone_there = lambda: bool(self.attached.ready())
+        flapping.is_anyone_there = lambda: bool(self.ready())
         self._one_less = asyncio.Event()  # pulsed when a worker ends, or is about to leave
         self.on_joined: Callable[[str], None] = lambda _: None
         self.on_lost: Callable[[str, bool], None] = lambda _, __: None
@@ -639,7 +325,7 @@ class WorkerLinks:
         """Connect to all of them, from now on."""
         self.started.set()
         for worker in self._workers.values():
-            worker.supervisor = self.supervision.supervise(self._keep(worker))
+            worker.supervisor = self._cluster.supervise(self._keep(worker))
 
     def names(self) -> list[str]:
         """Return the name of each worker there ever was, by what steps call its index."""
@@ -688,9 +374,9 @@ class WorkerLinks:
         place = self._places.setdefault(name, len(self._places))
         worker = self._workers[name] = WorkerRecord(name, address, place)
         self.given_up.pop(name, None)
-        self.membership.add_worker(name, address)
+        self._membership.add_worker(name, address)
         worker.joined = self._loop.create_future()
-        worker.supervisor = self.supervision.supervise(self._keep(worker))
+        worker.supervisor = self._cluster.supervise(self._keep(worker))
         try:
             async with asyncio.timeout(timeout_s):
                 await worker.joined
@@ -774,11 +460,85 @@ class WorkerLinks:
         for name in list(self._workers):
             self.end_session(name, error, blame=False)
 
+    # Those that take part.
+
+    def controls(self) -> dict[str, Connection]:
+        """Return their control connections, by name."""
+        return {name: each.peers[0] for name, each in self._workers.items() if each.peers}
+
+    def current(self, peer: Connection) -> WorkerRecord | None:
+        """Return whose connection this is, unless that was given up."""
+        worker = self._workers.get(peer.task)
+        return worker if worker is not None and peer in (worker.peers or ()) else None
+
+    def note_error(self, name: str, text: str) -> None:
+        """Note that a closure has raised on a worker."""
+        worker = self._workers[name]
+        worker.failed += 1
+        worker.last_error = asyncio.get_running_loop().time(), text
+
+    def ready(self) -> list[str]:
+        """Return the workers that are ready for closures, by index."""
+        ready = [name for name in self.controls() if not self._workers[name].leaving]
+        return sorted(ready, key=lambda name: parse_task_name(name)[1])
+
+    def notify(self, worker: str, message: Message, segments: Sequence[Segment] = ()) -> None:
+        """Notify one worker, which takes part."""
+        peers = self._workers[worker].peers
+        assert peers is not None, "whoever notifies it was told when it went"
+        peers[0].notify(message, segments)
+
+    def notify_all(self, message: Message) -> None:
+        """Notify all workers."""
+        for control in self.controls().values():
+            control.notify(message)
+
+    async def waits(
+        self, names: Collection[str], within_s: float
+    ) -> dict[str, tuple[float, float]]:
+        """Ask some of them how long they have waited for others; see ``watchdog.Waits``.
+
+        Cancellation: Safe.
+        """
+        deadline = asyncio.get_running_loop().time() + within_s
+
+        async def ask(control: Connection) -> dict[str, float]:
+            try:
+                message = (await control.call(AskStatistics(), deadline=deadline)).message
+            except PsyncError:
+                return {}
+            assert isinstance(message, Statistics), "its only answer"
+            work: dict[str, float] = message.counters["work"]
+            return work
+
+        asked = {name: peer for name, peer in self.controls().items() if name in names}
+        answers = zip(asked, await asyncio.gather(*map(ask, asked.values())), strict=True)
+        return {name: (work["since"], work["wait"]) for name, work in answers if work}
+
+    async def ask_all(self, message: Message) -> dict[str, Message]:
+        """Return what each worker that is there answers, by the worker's name.
+
+        One that is lost meanwhile is left out. A worker answers when its step leaves the loop.
+
+        Cancellation: Safe.
+        """
+
+        async def ask(control: Connection) -> Message | None:
+            try:
+                return (await control.call(message)).message
+            except (TransportError, UsageError):  # lost, or no worker of ours any more
+                return None
+
+        asked = self.controls()
+        answers = await asyncio.gather(*map(ask, asked.values()))
+        pairs = zip(asked, answers, strict=True)
+        return {worker: answer for worker, answer in pairs if answer is not None}
+
     # What workers say.
 
     def leaves(self, peer: Connection, message: LeaveCluster) -> bool:
         """A worker is about to leave; return whether that is news."""
-        worker = self.attached.current(peer)
+        worker = self.current(peer)
         if worker is None or worker.leaving:
             return False
         worker.leaving, worker.reason = True, message.reason
@@ -799,7 +559,7 @@ class WorkerLinks:
     # Supervision.
 
     async def _keep(self, worker: WorkerRecord) -> None:
-        supervision, failures = self.supervision, 0
+        cluster, failures = self._cluster, 0
         while worker.is_kept:
             if failures:
                 await asyncio.sleep(backoff(failures, self._endpoint.platform.uniform()))
@@ -813,13 +573,13 @@ class WorkerLinks:
                 failures += 1
                 continue
             except PsyncError as exc:
-                if not supervision.is_up and isinstance(exc, FencedError):
-                    await supervision.ask_again(mine, worker.name, worker.address)
+                if not cluster.is_up and isinstance(exc, FencedError):
+                    await cluster.ask_again(mine, worker.name, worker.address)
                     continue
                 if worker.joined is not None and not worker.joined.done():
                     worker.joined.set_exception(exc)
                     return
-                if not supervision.is_up or isinstance(exc, FencedError):
+                if not cluster.is_up or isinstance(exc, FencedError):
                     raise
                 logger.error("%s cannot join: %s", worker.name, exc)
                 await asyncio.sleep(STRANGER_PAUSE_S)
@@ -836,9 +596,9 @@ class WorkerLinks:
                 again = logging.INFO if worker.missed else logging.DEBUG
                 logger.log(again, "%s has rejoined", worker.name)
             if worker.missed is not False:
-                supervision.note("joined", f"{worker.name} takes part")
+                cluster.note("joined", f"{worker.name} takes part")
             self.on_joined(worker.name)
-            supervision.changed.set()
+            cluster.changed.set()
             if worker.joined is not None and not worker.joined.done():
                 worker.joined.set_result(None)
             await wait_any_closed(*lanes)
@@ -853,22 +613,22 @@ class WorkerLinks:
         error = worker.peers[0].error or worker.peers[1].error or "it closed the connection"
         error = error.message if isinstance(error, PsyncError) else error
         worker.peers = None
-        missing = [task for task, _ in self.membership.missing()]
+        missing = [task for task, _ in self._membership.missing()]
         misses_ps = any(parse_task_name(task)[0] == "ps" for task in missing)
-        misses_ps = misses_ps or any(link.is_held for link in self.ps.links)
+        misses_ps = misses_ps or any(link.is_held for link in self._cluster.ps.links)
         end = SessionEnd.of(
             worker.name, worker.leaving, worker.sent_away, worker.reason, error, misses_ps=misses_ps
         )
         worker.missed = end.in_order or end.blame or end.counts
         if end.in_order:
             logger.info("%s", end.text)
-            self.supervision.note("left", end.text)
-            self.ps.fence(self.membership.left(worker.name))
+            self._cluster.note("left", end.text)
+            self._cluster.fence(self._membership.left(worker.name))
         else:
             self._lost(worker.name)
             if worker.missed:
                 logger.warning("%s; its closures run again", end.text)
-                self.supervision.note("lost", end.text)
+                self._cluster.note("lost", end.text)
                 worker.losses += 1
             else:  # of a ps, as a rule, which the log says
                 logger.debug("%s; its closures run again", end.text)
@@ -893,7 +653,7 @@ class WorkerLinks:
         pause = self.flapping.lost(worker.name, self._loop.time())
         if pause and self.flapping.is_anyone_there():
             logger.warning("%s is lost repeatedly; it is set aside for %g s", worker.name, pause)
-            self.supervision.note("set aside", f"{worker.name}, for {pause:g} s")
+            self._cluster.note("set aside", f"{worker.name}, for {pause:g} s")
         elif pause:
             logger.warning(
                 "%s is lost repeatedly; it is not set aside, because there is no other worker",
@@ -908,7 +668,7 @@ class WorkerLinks:
             PsyncError: The worker refuses, or something else answers.
         """
         # Nobody waits for one that has left, so nobody wants to read of it.
-        has_left = self.membership.state(worker.name) is TaskState.LEFT
+        has_left = self._membership.state(worker.name) is TaskState.LEFT
         level = logging.DEBUG if has_left else logging.WARNING
         connect = self._endpoint.connect_retrying
         lanes = [await connect(worker.address, worker.name, level=level)]
@@ -920,12 +680,12 @@ class WorkerLinks:
                 # In our own range, whatever the worker's clock says: ps tasks refuse whoever worked
                 # for an earlier coordinator, and nobody who works for the next one. See
                 # ``ps.succession.CoordinatorGrants``.
-                self.membership.connected(worker.name, self._endpoint.incarnation)
+                self._membership.connected(worker.name, self._endpoint.incarnation)
                 message = self._attachment(worker)
                 try:
                     await control.call(message)
                     # A ps may have moved meanwhile: then it is attached anew.
-                    attached = list(self.ps.addresses.values()) == message.ps_addresses
+                    attached = list(self._cluster.ps_addresses.values()) == message.ps_addresses
                 except TransportError as exc:
                     logger.info("%s: attaching it failed: %s", worker.name, exc)
                 finally:
@@ -940,13 +700,13 @@ class WorkerLinks:
     def _attachment(self, worker: WorkerRecord) -> AttachWorker:
         """Return what a worker is told."""
         return AttachWorker(
-            worker.place, len(self._places), self.membership.incarnation(worker.name),
-            self._endpoint.incarnation, *self.tokens, list(self.ps.addresses.values()),
-            self.ps.ps_timeout_s,
+            worker.place, len(self._places), self._membership.incarnation(worker.name),
+            self._endpoint.incarnation, *self._tokens, list(self._cluster.ps_addresses.values()),
+            self._cluster.ps_timeout_s,
         )  # fmt: skip
 
     def _lost(self, worker: str) -> None:
-        self.ps.fence(self.membership.disconnected(worker))
+        self._cluster.fence(self._membership.disconnected(worker))
 
     async def _forget(self, worker: WorkerRecord) -> None:
         """Let go of a worker, whatever it does."""
@@ -963,7 +723,7 @@ class WorkerLinks:
             worker.leaving = True
             worker.reason = worker.reason or "it was removed"
             self._end(worker)
-        self.ps.fence(self.membership.left(worker.name))
+        self._cluster.fence(self._membership.left(worker.name))
         self.flapping.forget(worker.name)
         self._workers.pop(worker.name, None)
         self.on_forgotten(worker.name)
@@ -993,13 +753,21 @@ class ClusterLinks:
         program: Token of this process.
         ps_timeout_s: A ps that cannot be reached for this many seconds is lost.
         max_flaps: As for ``Flapping``.
-        keep: Whether ps tasks set aside what they hold, to be adopted; see ``PsLinks``.
+        keep: Whether ps tasks set aside what they hold, to be adopted. Then ps 0 is attached first:
+            a synchronous step that is being closed gets to its end before others refuse it.
         may_move: Whether a ps may be served elsewhere than at its own address.
 
     Attributes:
         ps: The client that has the links to ps tasks.
-        served, workers, supervision: Keep the connections.
+        workers: Keeps those to workers.
         events: Of this coordinator.
+        processes: Address of each ps at first, by name; that of ps 0 grants incarnations.
+        ps_addresses: Where each ps is served now, by name.
+        homes: In whose process each is served.
+        is_up: Whether the cluster came up.
+        changed: Set when a task was attached, or a supervisor failed.
+        on_ps_lost: Called when variables are gone.
+        on_replaced: Called when a newer coordinator has taken the cluster over.
         on_worker_given_up: Called when a worker will not come again.
     """
 
@@ -1026,22 +794,23 @@ class ClusterLinks:
         self.ps = client(self.endpoint, list(ps.values()), pool, ps_timeout_s)
         self.membership = Membership(workers, ps)
         self.events = Events()
-        self.supervision = Supervision(self.endpoint, ps, self.events)
-        self.served = PsLinks(
-            self.supervision,
-            self.ps.links,
-            self.membership,
-            ps,
-            keep=keep,
-            ps_timeout_s=ps_timeout_s,
-        )
-        self.workers = WorkerLinks(
-            self.supervision, self.membership, self.served, workers, Flapping(max_flaps),
-            (origin, program),
-        )  # fmt: skip
-        self._search = ServedSearch(
-            self.endpoint, ps, self.supervision.ask_again, may_move=may_move
-        )
+        self.note = self.events.note
+        self.processes, self.ps_addresses = ps, dict(ps)
+        self.homes = list(range(len(ps)))
+        self.ps_timeout_s = ps_timeout_s
+        self.on_ps_lost: Callable[[ParameterServerLost], None] = lambda _: None
+        self.on_replaced: Callable[[FencedError], None] = lambda _: None
+        self.is_up = False
+        self.changed = asyncio.Event()
+        self._failure: BaseException | None = None  # why the cluster cannot come up
+        self._is_closing = False  # connections end because they are closed here
+        self._enquiring = asyncio.Lock()  # while another incarnation is asked for
+        self._supervisors: set[asyncio.Task[None]] = set()
+        self._moves = 0  # how often addresses of ps tasks have changed
+        self._ps_0_attached = asyncio.Event()
+        self._attached: dict[int, int] = {}  # under which incarnation of ours each ps serves
+        self.workers = WorkerLinks(self, workers, Flapping(max_flaps), (origin, program))
+        self._search = ServedSearch(self.endpoint, ps, self.ask_again, may_move=may_move)
         self._min_workers = len(workers)  # wanted at the start, at most
         self._unlisten: Callable[[], object] = lambda: None
 
@@ -1060,7 +829,7 @@ class ClusterLinks:
         await self._ask_ps_0(timeout_s)
         if self._keep:
             await self._find_served(deadline, timeout_s)
-        self.served.start()
+        self._start_ps()
         self.workers.start()
         try:
             async with asyncio.timeout_at(deadline):
@@ -1071,30 +840,29 @@ class ClusterLinks:
         except TimeoutError as exc:
             missing = ", ".join(f"{task} at {at}" for task, at in self.membership.missing())
             raise _did_not_come_up(timeout_s, missing or self._search.missing()) from exc
-        self.supervision.is_up = True
+        self.is_up = True
 
     async def _all_there(self) -> None:
-        supervision = self.supervision
         while not self._is_ready():
-            if supervision.failure is not None:
-                raise supervision.failure
-            supervision.changed.clear()
-            await supervision.changed.wait()
+            if self._failure is not None:
+                raise self._failure
+            self.changed.clear()
+            await self.changed.wait()
 
     def _is_ready(self) -> bool:
         return (
             self.membership.ready(self._min_workers)
-            and len(self.workers.attached) >= self._min_workers
-            and self.served.are_attached()
+            and len(self.workers.controls()) >= self._min_workers
+            and self._are_attached()
             # A new incarnation begins with empty ps tasks: what is created now would be gone.
-            and not self.supervision.enquiring.locked()
+            and not self._enquiring.locked()
         )
 
     async def close(self) -> None:
         """Close everything. Cancellation: connections may still be closing."""
         self._unlisten()
         try:
-            await self.supervision.close()
+            await self._end_supervisors()
         finally:
             try:
                 await self.ps.close()
@@ -1104,7 +872,7 @@ class ClusterLinks:
     def expect(self, num_workers: int) -> None:
         """There will be so many workers: a cluster that is coming up waits for no more."""
         self._min_workers = min(self._min_workers, num_workers)
-        self.supervision.changed.set()
+        self.changed.set()
 
     async def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""
@@ -1123,7 +891,7 @@ class ClusterLinks:
         try:
             async with asyncio.timeout(timeout_s) as asking:
                 unlisten = self._platform.given_up.listen(given_up)
-                await self.supervision.enquire()
+                await self.enquire()
         except TimeoutError as exc:
             if link.lost is not None:
                 raise link.lost from exc
@@ -1142,27 +910,189 @@ class ClusterLinks:
         except TimeoutError as exc:
             raise _did_not_come_up(timeout_s, self._search.missing()) from exc
         for link, place in zip(self.ps.links, found, strict=True):
-            self.served.homes[link.index] = place.process
+            self.homes[link.index] = place.process
             if place.address:
-                self.served.move(link, place.address)
+                self.move_ps(link, place.address)
 
     def _given_up(self, address: str, reason: str) -> None:
         """Whoever has started the task at this address does not start it again."""
         for name, at in self.workers.addresses().items():
             if at == address:
-                self.supervision.supervise(self._give_up_worker(name, reason))
+                self.supervise(self._give_up_worker(name, reason))
         for link in self.ps.links:
             if link.address == address:
                 link.give_up(f"at {address} is lost: it {reason}")
 
     async def _give_up_worker(self, name: str, reason: str) -> None:
         await self.workers.give_up(name, reason)
-        if not self.supervision.is_up and len(self.workers.addresses()) < self._min_workers:
+        if not self.is_up and len(self.workers.addresses()) < self._min_workers:
             raise ConnectFailed(
                 f"the cluster did not come up: {name} {reason}",
                 hint="its output says why it ended",
             )
         self.on_worker_given_up()
+
+    # Supervision: one coroutine for each task. The error of one is that of all.
+
+    def supervise(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a supervisor until ``close``."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._supervisors.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._supervisors.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = error
+            self.changed.set()
+            if self.is_up and isinstance(error, FencedError):
+                self.on_replaced(error)
+            elif not isinstance(error, PsyncError):
+                logger.error("a supervisor of the coordinator failed", exc_info=error)
+
+    async def enquire(self, previous: int = 0, seen: int = 0) -> None:
+        """Let ps 0 grant an incarnation, see ``enquiry.enquire``; it is borne from now on."""
+        (task, address), *_ = self.processes.items()
+        incarnation = await enquire(
+            self.endpoint.platform, task, address, previous=previous, seen=seen
+        )
+        note_incarnation(incarnation)
+        self.endpoint.incarnation = incarnation
+
+    async def ask_again(self, refused: int, task: str, address: str) -> None:
+        """A task has served a higher incarnation than ``refused``: ask ps 0 for one above that.
+
+        So it is where ps 0 was started anew on a machine whose clock is behind. All tasks are
+        attached again.
+
+        Raises:
+            FencedError: It is not so: a newer coordinator has come.
+        """
+        try:
+            async with self._enquiring:
+                if self.endpoint.incarnation != refused:
+                    return  # somebody has asked meanwhile
+                seen = await enquire(self.endpoint.platform, task, address)
+                if seen <= refused:
+                    raise FencedError(f"{task} serves a newer coordinator than this one")
+                logger.warning("%s has seen a newer coordinator than ps 0 has granted", task)
+                await self.enquire(refused, seen)
+                for peer in self.endpoint.peers:
+                    peer.abort(ConnectionLost("this coordinator has a new incarnation"))
+        finally:
+            self.changed.set()
+
+    async def _end_supervisors(self) -> None:
+        self._is_closing = True
+        for task in self._supervisors:
+            task.cancel()
+        if self._supervisors:
+            await asyncio.wait(list(self._supervisors))
+
+    # Ps tasks: attached, attached again, told whom to refuse.
+
+    def _start_ps(self) -> None:
+        for link in self.ps.links:
+            link.on_lost = self.on_ps_lost
+            link.lost_after_s = math.inf  # one that was never here is late, not lost
+            self.supervise(self._keep_ps(link))
+
+    def _are_attached(self) -> bool:
+        """Return whether all serve us under the present incarnation."""
+        served = [self._attached.get(link.index) for link in self.ps.links]
+        return served == [self.endpoint.incarnation] * len(served)
+
+    async def _keep_ps(self, link: PsLink) -> None:
+        first = True
+        while True:
+            mine = self.endpoint.incarnation
+            try:
+                if link.index and self._keep:
+                    await self._ps_0_attached.wait()
+                peer = await link.peer("control")
+                link.lost_after_s = self.ps_timeout_s
+                note_plugins(link, await link.call(lambda _: self._attachment(link)))
+            except ParameterServerLost:
+                if not await link.recovered():
+                    raise
+                continue
+            except FencedError:
+                if self.is_up:
+                    raise
+                await self.ask_again(mine, link.task, link.address)
+                continue
+            if not peer.is_open:
+                continue
+            self._attached[link.index] = mine
+            if not link.index:
+                self._ps_0_attached.set()
+            self.fence(self.membership.connected(link.task, peer.incarnation))
+            if not first:
+                logger.info("%s is reachable again", link.task)
+                self.note("reachable", f"{link.task} is reachable again")
+            first = False
+            self.changed.set()
+            await peer.wait_closed()
+            self.membership.disconnected(link.task)
+            logger.info("%s is unreachable; waiting for it", link.task)
+            self.note("unreachable", f"{link.task} cannot be reached; waiting for it")
+
+    async def attach_ps(self, link: PsLink) -> None:
+        """Attach a ps that may have been started again, while others are held back.
+
+        Raises:
+            ParameterServerLost: It was lost again.
+
+        Cancellation: Safe.
+        """
+        note_plugins(link, await link.call(lambda _: self._attachment(link), urgent=True))
+
+    def move_ps(self, link: PsLink, address: str) -> None:
+        """Look for a ps at another address, which workers that are attached then are told."""
+        link.revive()
+        link.address = self.ps_addresses[link.task] = address
+        self._moves += 1
+
+    def go_home(self, link: PsLink) -> None:
+        """Look for a ps where it was at first."""
+        if link.address != self.processes[link.task]:
+            self.move_ps(link, self.processes[link.task])
+
+    def tell_addresses(self) -> None:
+        """Tell all ps tasks where each is served, after some have moved."""
+        if self._moves:
+            for link in self.ps.links:
+                self.supervise(self._tell_addresses(link))
+
+    async def _tell_addresses(self, link: PsLink) -> None:
+        try:
+            await link.call(lambda _: self._attachment(link))
+        except PsyncError as exc:  # it will be attached again
+            logger.info("%s was not told the addresses of the ps tasks: %s", link.task, exc)
+
+    def _attachment(self, link: PsLink) -> AttachPs:
+        """Return what a ps is told."""
+        # One that was started again while this program runs is of no lineage: see ``reattach``.
+        keep = self._keep or self.is_up
+        return AttachPs(
+            self.endpoint.incarnation, list(self.ps_addresses.values()),
+            self.ps_timeout_s, keep, self._moves,
+        )  # fmt: skip
+
+    def fence(self, fences: Sequence[Fence]) -> None:
+        """Let ps tasks refuse workers."""
+        if self._is_closing:
+            return  # whoever goes now is not lost; the next coordinator fences
+        for fence in fences:
+            self.supervise(self._fence(fence))
+
+    async def _fence(self, fence: Fence) -> None:
+        link = next(link for link in self.ps.links if link.task == fence.ps)
+        try:
+            await ask(link, messages.Fence(fence.task, fence.below), Done)
+        except PsyncError as exc:
+            logger.warning("a fence was not accepted: %s", exc)
 
 
 def _did_not_come_up(timeout_s: float, missing: str) -> ConnectFailed:
@@ -1205,7 +1135,7 @@ class FollowedWorkers:
         leaving = [name for index in removed if (name := task_name("worker", index)) in known]
         self._links.expect(len(known) - len(leaving))
         work += [self._remove(name) for name in leaving]
-        return [self._links.supervision.supervise(each) for each in work]
+        return [self._links.supervise(each) for each in work]
 
     async def _add(self, name: str, address: str) -> None:
         workers = self._links.workers

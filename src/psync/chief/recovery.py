@@ -179,7 +179,7 @@ class RollbackSteps:
             link.lost_after_s = math.inf  # a launcher is starting it
         try:
             async with asyncio.timeout(self.wait_s):
-                await all_of([self.cluster.served.attach(link) for link in links])
+                await all_of([self.cluster.attach_ps(link) for link in links])
         except TimeoutError as exc:
             away = ", ".join(f"{link.task} at {link.address}" for link in links if not link.is_open)
             raise CheckpointError(
@@ -243,7 +243,7 @@ class Backups:
         self._cluster = links
         self._links = links.ps.links
         self._endpoint = links.endpoint
-        self._processes = list(links.served.processes.items())
+        self._processes = list(links.processes.items())
         self._next_epoch = itertools.count(1)
         self._epochs: dict[int, int] = {}  # under which complete backups were ordered
         # By ps, process and its incarnation: why it refuses to be the host, and always will.
@@ -396,7 +396,7 @@ class Backups:
                 promoted, _ = await ask(way, message, Promoted)
         finally:
             await way.close()
-        self._cluster.served.move(link, promoted.address)
+        self._cluster.move_ps(link, promoted.address)
 
     async def close(self) -> None:
         """Keep nothing more. Cancellation: safe."""
@@ -446,12 +446,12 @@ class ClusterRecovery:
         self.ended = EndedClosures(self.queue.identities)
         self._repeated: set[int] = set()  # timelines of rollbacks that were scheduled again
         self.rule = RecoveryRule(
-            links.served.homes, lambda: self.source is not None,
+            links.homes, lambda: self.source is not None,
             lambda: self.creation.repeatable is not None,
         )  # fmt: skip
         self.backups = Backups(self.rule, links)
         self._steps = RollbackSteps(links, self.creation, self.optimizers, wait_s)
-        links.served.on_lost, links.supervision.on_replaced = self.ps_lost, self.replaced
+        links.on_ps_lost, links.on_replaced = self.ps_lost, self.replaced
         links.on_worker_given_up = self.fail_if_gone
         self._task: asyncio.Task[None] | None = None  # takes steps
         self._began: float | None = None  # when the queue was paused; None: it is not
@@ -681,7 +681,7 @@ class ClusterRecovery:
                 await all_of([self.backups.let_alone(each.index, urgent=True) for each in links])
             await self._steps.take(step, self.source, tuple(self.rule.lost_ps))
         elif isinstance(step, rules.Attach):
-            await self.links.served.attach(self.links.ps.links[step.ps])
+            await self.links.attach_ps(self.links.ps.links[step.ps])
         elif isinstance(step, rules.Promote):
             await self.backups.promote(step.ps, step.host)
         else:
@@ -714,7 +714,7 @@ class ClusterRecovery:
             elif action is Do.RESUME:
                 self._resume()
             elif isinstance(action, rules.GoHome):
-                self.links.served.go_home(self.links.ps.links[action.ps])
+                self.links.go_home(self.links.ps.links[action.ps])
             elif isinstance(action, rules.FailedOver):
                 self.events.emit(self._failed_over(action.served))
             elif isinstance(action, rules.RolledBack):
@@ -737,7 +737,7 @@ class ClusterRecovery:
     def _resume(self) -> None:
         for link in self.links.ps.links:
             link.release()
-        self.links.served.tell_addresses()
+        self.links.tell_addresses()
         self.reports.tell_all()
         self.tell_again()
         if self.has_backups:

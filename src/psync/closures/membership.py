@@ -36,11 +36,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from psync.closures.queue import ClosureQueue
 from psync.errors import ConfigurationError, LocalProtocolError
 
 if TYPE_CHECKING:
-    from psync.closures.queue import QueueStatistics
+    from psync.closures.queue import ClosureQueue, QueueStatistics
 
 
 BACKOFF_MIN_S = 0.02

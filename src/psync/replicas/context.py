@@ -554,7 +554,7 @@ class OneReplica:
         made: Extended = import_module("psync.replicas.extended").Extended(self)
         return made
 
-    async def reduce_all(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+    async def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Return the sum or mean of a value over the replicas.
 
         Raises:

@@ -205,8 +205,8 @@ class GangRunner:
     limits: Limits  # for what is sent
     main_by_name: bool  # whether classes of ``__main__`` travel by name
     ready: Callable[[], list[str]]  # returns the workers that are ready for closures, by index
-    is_current: Callable[[Connection], bool]
-    """Whether a peer is a connection of a worker that was not given up."""
+    current: Callable[[Connection], object]
+    """Returns None if this is no connection of a worker, or of one that was given up."""
     prepare: Callable[[], None]  # creates what is declared; the queue is paused meanwhile
     perform: Callable[[Sequence[Action]], None]  # does what the queue decided
     waits_for: Callable[[], str]  # says what runs where, and what else is waited for
@@ -378,7 +378,7 @@ class GangRunner:
         if run is None or run.gang is None or replica is None:
             raise UsageError(f"{message.what}: closure {message.closure} has ended")
         closure = run.closures[replica]
-        if not self.is_current(peer) or closure.worker != peer.task or closure.is_final:
+        if self.current(peer) is None or closure.worker != peer.task or closure.is_final:
             raise FencedError(f"{message.what}: {peer.task} does not run {closure}")
         answer: asyncio.Future[Reached] = asyncio.get_running_loop().create_future()
         arrival = Arrival(Payload.from_segments(request.segments), answer)

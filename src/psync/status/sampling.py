@@ -318,7 +318,7 @@ class StatusSource(ClusterSource):
 
     def _state(self) -> str:
         coordinator = self._coordinator
-        if not coordinator.links.supervision.is_up:
+        if not coordinator.links.is_up:
             return "starting"
         if coordinator.recovery.is_recovering:
             return "recovering"

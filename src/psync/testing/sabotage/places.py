@@ -57,7 +57,9 @@ def _came(_: PsUpdates, request: Request[Any]) -> bool:
 
 
 def _is_current(coordinator: Coordinator, request: Request[Any]) -> bool:
-    return coordinator.workers.is_current(request.peer)  # not one of a worker that was given up
+    return (
+        coordinator.workers.current(request.peer) is not None
+    )  # not one of a worker that was given up
 
 
 BEGIN, END = False, True
