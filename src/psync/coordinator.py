@@ -49,8 +49,6 @@ from psync.replicas.closure_messages import (
     EndedCall,
     ScheduledCall,
     ScheduledClosures,
-    arguments_reply,
-    function_reply,
     starting,
 )
 from psync.replicas.context import forbid_in_merge
@@ -108,9 +106,6 @@ class Joins:
 
         self.stop_reason: str | None = None
         """Why a step asked for the end of training that the latest join met; None if none did."""
-
-    def __len__(self) -> int:
-        return len(self.waiting)
 
     def add(self, cutoff: int) -> asyncio.Future[None]:
         """Return a future that ends when all closures with ids below ``cutoff`` are final.
@@ -503,9 +498,8 @@ class Coordinator:
         self.events = self.links.events
         self.cuts = Cuts(self.links.ps, functools.partial(self._creation.ensure, last=True))
         self.recovery = ClusterRecovery(
-            self.links, self._queue, self.gangs, self._reports, self._creation, self.events, own,
-            perform=self.perform, tell_again=self._tell_again,
-            ps_timeout_s=options.ps_timeout_s, has_backups=has_backups,
+            self.links, self._queue, self.gangs, self._reports, self._creation, own,
+            perform=self.perform, tell_again=self._tell_again, has_backups=has_backups,
         )  # fmt: skip
         self.links.endpoint.handlers.update({
             ClosureResults: Handler(self._results),
@@ -942,14 +936,15 @@ class Coordinator:
         function = self.functions.lookup(message.key)
         if function is None:
             raise UsageError(f"{peer.task} asked for a function that is no longer needed")
-        request.answer(*function_reply(function))
+        request.answer(messages.Function(function.name), function.payload.segments)
 
     def _fetch_arguments(self, request: Request[FetchArguments]) -> None:
         peer, message = request.peer, request.message
         closure = self._closures.get(message.closure)
         if closure is None:
             raise UsageError(f"{peer.task} asked for closure {message.closure}, which has ended")
-        request.answer(*arguments_reply(closure.payload))
+        segments, counts = closure.payload.segments()
+        request.answer(messages.Arguments(len(segments) - sum(counts), counts), segments)
 
     # What closures come to.
 

@@ -9,7 +9,7 @@ from psync.closures.closure import Closure
 from psync.errors import LocalProtocolError
 from psync.replicas.closure_messages import (
     ScheduledCall,
-    run_closures,
+    starting,
 )
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, pack_arguments
@@ -28,4 +28,4 @@ def call_of(*args: object, **kwargs: object) -> ScheduledCall:
 def test_an_input_without_a_value_is_a_bug_that_is_named():
     value = RemoteValue(Closure(9, name="make"), lambda closure_id: None)
     with pytest.raises(LocalProtocolError, match=r"closure 9 \(make\), not ready> is the input"):
-        run_closures([Closure(6, call_of(value))])
+        starting([Closure(6, call_of(value))])

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from psync.checkpoints.files import StoredSnapshot, disk_errors, streamed_by_environ
 from psync.chief import recovery_rule as rules
 from psync.chief.declarations import Creation, OwnOptimizers
-from psync.chief.events import Events, FailoverEvent, RollbackEvent
+from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
 from psync.client.calls import all_of
@@ -73,148 +73,6 @@ PIECE_BYTES = 16 << 20
 
 Source = Callable[[], Sequence[StoredSnapshot] | None]
 """Returns the snapshots of the newest checkpoint, one for each ps; None: there is none. Blocks."""
-
-
-@dataclass(eq=False)
-class RollbackSteps:
-    """Takes the steps of the rollbacks of one coordinator. All raise as ``PsLink.call``."""
-
-    cluster: ClusterLinks
-    creation: Creation  # knows what was created
-    optimizers: OwnOptimizers  # keep the learning rates that the program has set
-    wait_s: float  # seconds within which a ps that was lost has to be there again
-    # Of the present rollback, once it has been read: how far training was, what it goes back to.
-    from_step: int = 0
-    states: Sequence[SnapshotState] = ()
-    snapshots: Sequence[StoredSnapshot] = ()
-    loads: int = 0  # so far
-
-    async def take(self, step: RollbackStep, source: Source | None, lost: Collection[int]) -> None:
-        """Take one step.
-
-        Args:
-            step: That.
-            source: Has the checkpoints.
-            lost: The ps tasks that were lost since the recovery began.
-
-        Raises:
-            CheckpointError: It is not possible.
-
-        Cancellation: Safe.
-        """
-        if step is RollbackStep.READ:
-            await self._read(source)
-        elif step is RollbackStep.ATTACH:
-            await self._attach()
-        elif step is RollbackStep.LOAD:
-            self.loads += 1
-            each = zip(self.cluster.ps.links, self.snapshots, self.states, strict=True)
-            await all_of([self._prepare(*one) for one in each])
-        elif step is RollbackStep.CREATE:
-            await self.creation.create_again(lost)
-        elif step is RollbackStep.SWITCH:
-            ps = self.cluster.ps
-            ps.begin_timeline(ps.timeline + 1)  # first: what some of them answer is sent again
-            fences = self.cluster.membership.fences()
-            await self._ask_all(RestoreSnapshot(self.loads, ps.timeline, fences))
-        else:
-            lineage = self.cluster.endpoint.incarnation + self.cluster.ps.timeline
-            adopt = AdoptShards(lineage, last=True)
-            await self._ask_all(adopt, [Orders().to_bytes()])
-
-    async def _ask_all(self, message: Message, segments: Sequence[bytes] = ()) -> None:
-        links = self.cluster.ps.links
-        await all_of([link.call(always(message), segments, urgent=True) for link in links])
-
-    async def _read(self, source: Source | None) -> None:
-        """Read the states; refuse a checkpoint that is of other variables than there are now."""
-        self.from_step = await self._iterations()
-        assert source is not None, "checked when it began"
-        snapshots = await asyncio.to_thread(source)
-        if snapshots is None:
-            raise CheckpointError("there is no checkpoint yet")
-        if len(snapshots) != len(self.cluster.ps.links):
-            raise CheckpointError(
-                f"the newest checkpoint has {len(snapshots)} ps tasks, expected "
-                f"{len(self.cluster.ps.links)}"
-            )
-        states = [SnapshotState.from_bytes(each.state, str(each.file)) for each in snapshots]
-        kept = {(spec.key, spec.variable) for state in states for spec in state.shards}
-        if missing := self.creation.created - kept:
-            raise CheckpointError(
-                f"{len(missing)} shards were created after the newest checkpoint was saved, or by "
-                "another program than this one",
-                hint="save again after the last variable was declared",
-            )
-        self.snapshots = snapshots
-        incarnation, optimizers = self.cluster.endpoint.incarnation, self.optimizers.listed()
-        self.states = [
-            state.for_coordinator(incarnation).with_rates(optimizers) for state in states
-        ]
-
-    async def _iterations(self) -> int:
-        """Return how far training was, as far as those know who are left."""
-
-        async def one(link: PsLink) -> int:
-            try:
-                async with asyncio.timeout(1.0):
-                    answer, _ = await ask(link, AskStatistics(), Statistics, urgent=True)
-            except (PsyncError, TimeoutError):
-                return 0
-            return int(answer.counters.get("iterations", 0))
-
-        left = [link for link in self.cluster.ps.links if link.lost is None]
-        return max(await all_of([one(link) for link in left])) if left else 0
-
-    async def _attach(self) -> None:
-        """Wait until all ps tasks are there, and serve this coordinator."""
-        links = self.cluster.ps.links
-        for link in links:
-            if reason := link.gone_for_good:
-                raise CheckpointError(f"{link.task} {reason}")
-            if link.lost is not None:
-                link.revive()
-        patience_s = [link.lost_after_s for link in links]
-        for link in links:
-            link.lost_after_s = math.inf  # a launcher is starting it
-        try:
-            async with asyncio.timeout(self.wait_s):
-                await all_of([self.cluster.attach_ps(link) for link in links])
-        except TimeoutError as exc:
-            away = ", ".join(f"{link.task} at {link.address}" for link in links if not link.is_open)
-            raise CheckpointError(
-                f"not reachable within {self.wait_s:g} s: {away or 'a ps that answers'}",
-                hint="a supervisor must restart dead ps tasks; psync run does",
-            ) from exc
-        finally:
-            for link, seconds in zip(links, patience_s, strict=True):
-                link.lost_after_s = seconds
-
-    async def _prepare(self, link: PsLink, snapshot: StoredSnapshot, state: SnapshotState) -> None:
-        """Let a ps read its snapshot, or send it, where the ps does not find the file."""
-        packed = state.to_bytes()
-        if not streamed_by_environ(os.environ):
-            places = to_json(snapshot.places)
-            try:
-                await self._send(
-                    link, PrepareSnapshot(self.loads, str(snapshot.file)), packed, places
-                )
-                return
-            except CheckpointCorrupt:
-                raise
-            except CheckpointError as exc:
-                logger.info(
-                    "%s cannot read its snapshot (%s): the chief sends it", link.task, exc.message
-                )
-        await self._send(link, PrepareSnapshot(self.loads, ""), packed)
-        for item, first, nbytes, _ in snapshot.places:
-            for start in range(0, nbytes, PIECE_BYTES):
-                count = min(PIECE_BYTES, nbytes - start)
-                piece = await asyncio.to_thread(_read, snapshot.file, first + start, count)
-                await self._send(link, FillSnapshot(self.loads, item, start), piece)
-
-    async def _send(self, link: PsLink, message: Message, *segments: bytes) -> None:
-        await link.call(always(message), segments, bulk=True, urgent=True)
 
 
 def _read(path: Path, start: int, count: int) -> bytes:
@@ -432,16 +290,15 @@ class ClusterRecovery:
     gangs: GangRunner  # those that run are ended by one
     reports: ScheduleReports  # are told again to ps 0 after one
     creation: Creation  # knows what was created, and what is adopted
-    events: Events  # where a recovery is told
     optimizers: OwnOptimizers  # of this program
     _: KW_ONLY
     perform: Callable[[Sequence[QueueAction]], None]  # does what the queue decided
     tell_again: Callable[[], None]  # tells ps tasks how far closures are: they do not know
-    ps_timeout_s: float  # a ps that cannot be reached for so long is lost
     has_backups: bool  # whether each ps has a backup
 
     def __post_init__(self) -> None:
-        links, wait_s = self.links, max(self.ps_timeout_s, RESTART_S)
+        links = self.links
+        self._wait_s = max(links.ps_timeout_s, RESTART_S)  # a lost ps has to be there again
         self.source: Source | None = None
         self.ended = EndedClosures(self.queue.identities)
         self._repeated: set[int] = set()  # timelines of rollbacks that were scheduled again
@@ -450,11 +307,15 @@ class ClusterRecovery:
             lambda: self.creation.repeatable is not None,
         )  # fmt: skip
         self.backups = Backups(self.rule, links)
-        self._steps = RollbackSteps(links, self.creation, self.optimizers, wait_s)
         links.on_ps_lost, links.on_replaced = self.ps_lost, self.replaced
         links.on_worker_given_up = self.fail_if_gone
         self._task: asyncio.Task[None] | None = None  # takes steps
         self._began: float | None = None  # when the queue was paused; None: it is not
+        # Of the present rollback: how far training was, and what it goes back to.
+        self._from_step = 0
+        self._states: Sequence[SnapshotState] = ()
+        self._snapshots: Sequence[StoredSnapshot] = ()
+        self._loads = 0  # so far
 
     # Checkpoints.
 
@@ -488,7 +349,7 @@ class ClusterRecovery:
             "reschedule: expected a RollbackEvent", event, RollbackEvent, hint=hint,
             error=UsageError,
         )  # fmt: skip
-        if not any(each is event for each in self.events.rollbacks):
+        if not any(each is event for each in self.links.events.rollbacks):
             raise UsageError(
                 "reschedule: expected an event of this coordinator, got a copy or one of another "
                 "coordinator",
@@ -675,17 +536,131 @@ class ClusterRecovery:
 
     async def _take(self, step: Step) -> None:
         if isinstance(step, RollbackStep):
-            if step is RollbackStep.CREATE and self.has_backups:
-                # Updates wait for a backup, and one that has survived may have lost its own.
-                links = self.links.ps.links
-                await all_of([self.backups.let_alone(each.index, urgent=True) for each in links])
-            await self._steps.take(step, self.source, tuple(self.rule.lost_ps))
+            await self._take_rollback(step)
         elif isinstance(step, rules.Attach):
             await self.links.attach_ps(self.links.ps.links[step.ps])
         elif isinstance(step, rules.Promote):
             await self.backups.promote(step.ps, step.host)
         else:
             await self.backups.let_alone(step.ps, urgent=True)
+
+    async def _take_rollback(self, step: RollbackStep) -> None:
+        links = self.links.ps.links
+        if step is RollbackStep.READ:
+            await self._read()
+        elif step is RollbackStep.ATTACH:
+            await self._attach_all()
+        elif step is RollbackStep.LOAD:
+            self._loads += 1
+            each = zip(links, self._snapshots, self._states, strict=True)
+            await all_of([self._prepare(*one) for one in each])
+        elif step is RollbackStep.CREATE:
+            if self.has_backups:
+                # Updates wait for a backup, and one that has survived may have lost its own.
+                await all_of([self.backups.let_alone(each.index, urgent=True) for each in links])
+            await self.creation.create_again(tuple(self.rule.lost_ps))
+        elif step is RollbackStep.SWITCH:
+            ps = self.links.ps
+            ps.begin_timeline(ps.timeline + 1)  # first: what some of them answer is sent again
+            fences = self.links.membership.fences()
+            await self._ask_all(RestoreSnapshot(self._loads, ps.timeline, fences))
+        else:
+            lineage = self.links.endpoint.incarnation + self.links.ps.timeline
+            await self._ask_all(AdoptShards(lineage, last=True), [Orders().to_bytes()])
+
+    async def _ask_all(self, message: Message, segments: Sequence[bytes] = ()) -> None:
+        links = self.links.ps.links
+        await all_of([link.call(always(message), segments, urgent=True) for link in links])
+
+    async def _read(self) -> None:
+        """Read the states; refuse a checkpoint that is of other variables than there are now."""
+        self._from_step = await self._iterations()
+        assert self.source is not None, "checked when it began"
+        snapshots = await asyncio.to_thread(self.source)
+        if snapshots is None:
+            raise CheckpointError("there is no checkpoint yet")
+        if len(snapshots) != len(self.links.ps.links):
+            raise CheckpointError(
+                f"the newest checkpoint has {len(snapshots)} ps tasks, expected "
+                f"{len(self.links.ps.links)}"
+            )
+        states = [SnapshotState.from_bytes(each.state, str(each.file)) for each in snapshots]
+        kept = {(spec.key, spec.variable) for state in states for spec in state.shards}
+        if missing := self.creation.created - kept:
+            raise CheckpointError(
+                f"{len(missing)} shards were created after the newest checkpoint was saved, or by "
+                "another program than this one",
+                hint="save again after the last variable was declared",
+            )
+        self._snapshots = snapshots
+        incarnation, optimizers = self.links.endpoint.incarnation, self.optimizers.listed()
+        self._states = [
+            state.for_coordinator(incarnation).with_rates(optimizers) for state in states
+        ]
+
+    async def _iterations(self) -> int:
+        """Return how far training was, as far as those know who are left."""
+
+        async def one(link: PsLink) -> int:
+            try:
+                async with asyncio.timeout(1.0):
+                    answer, _ = await ask(link, AskStatistics(), Statistics, urgent=True)
+            except (PsyncError, TimeoutError):
+                return 0
+            return int(answer.counters.get("iterations", 0))
+
+        left = [link for link in self.links.ps.links if link.lost is None]
+        return max(await all_of([one(link) for link in left])) if left else 0
+
+    async def _attach_all(self) -> None:
+        """Wait until all ps tasks are there, and serve this coordinator."""
+        links = self.links.ps.links
+        for link in links:
+            if reason := link.gone_for_good:
+                raise CheckpointError(f"{link.task} {reason}")
+            if link.lost is not None:
+                link.revive()
+        patience_s = [link.lost_after_s for link in links]
+        for link in links:
+            link.lost_after_s = math.inf  # a launcher is starting it
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await all_of([self.links.attach_ps(link) for link in links])
+        except TimeoutError as exc:
+            away = ", ".join(f"{link.task} at {link.address}" for link in links if not link.is_open)
+            raise CheckpointError(
+                f"not reachable within {self._wait_s:g} s: {away or 'a ps that answers'}",
+                hint="a supervisor must restart dead ps tasks; psync run does",
+            ) from exc
+        finally:
+            for link, seconds in zip(links, patience_s, strict=True):
+                link.lost_after_s = seconds
+
+    async def _prepare(self, link: PsLink, snapshot: StoredSnapshot, state: SnapshotState) -> None:
+        """Let a ps read its snapshot, or send it, where the ps does not find the file."""
+        packed = state.to_bytes()
+        if not streamed_by_environ(os.environ):
+            places = to_json(snapshot.places)
+            try:
+                await self._send(
+                    link, PrepareSnapshot(self._loads, str(snapshot.file)), packed, places
+                )
+                return
+            except CheckpointCorrupt:
+                raise
+            except CheckpointError as exc:
+                logger.info(
+                    "%s cannot read its snapshot (%s): the chief sends it", link.task, exc.message
+                )
+        await self._send(link, PrepareSnapshot(self._loads, ""), packed)
+        for item, first, nbytes, _ in snapshot.places:
+            for start in range(0, nbytes, PIECE_BYTES):
+                count = min(PIECE_BYTES, nbytes - start)
+                piece = await asyncio.to_thread(_read, snapshot.file, first + start, count)
+                await self._send(link, FillSnapshot(self._loads, item, start), piece)
+
+    async def _send(self, link: PsLink, message: Message, *segments: bytes) -> None:
+        await link.call(always(message), segments, bulk=True, urgent=True)
 
     def _do(self, actions: Sequence[Action]) -> Step | None:
         """Do what takes no time; return the step. An error ends the run: joins would wait forever.
@@ -716,9 +691,9 @@ class ClusterRecovery:
             elif isinstance(action, rules.GoHome):
                 self.links.go_home(self.links.ps.links[action.ps])
             elif isinstance(action, rules.FailedOver):
-                self.events.emit(self._failed_over(action.served))
+                self.links.events.emit(self._failed_over(action.served))
             elif isinstance(action, rules.RolledBack):
-                self.events.emit(self._rolled_back(action.lost))
+                self.links.events.emit(self._rolled_back(action.lost))
             elif isinstance(action, rules.End):
                 self._end(action.error, all_lost=action.all_lost, why=action.why)
             else:
@@ -782,12 +757,12 @@ class ClusterRecovery:
         return event
 
     def _rolled_back(self, lost: Sequence[int]) -> RollbackEvent:
-        links, steps = self.links.ps.links, self._steps
-        to_step = max(state.iterations for state in steps.states)
-        undone = self.ended.undone(CutCalls(steps.states))
+        links = self.links.ps.links
+        to_step = max(state.iterations for state in self._states)
+        undone = self.ended.undone(CutCalls(self._states))
         event = RollbackEvent(
             tuple(links[ps].task for ps in lost), self.links.ps.timeline,
-            max(steps.from_step, to_step), to_step, undone.closures, self._seconds(),
+            max(self._from_step, to_step), to_step, undone.closures, self._seconds(),
             undone.updates,
         )  # fmt: skip
         logger.info("recovered in %.2f s, timeline %d: %s", event.seconds, event.timeline, event)

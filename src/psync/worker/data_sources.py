@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from psync.errors import ConfigurationError, UsageError
 from psync.serialization.captures import name_of, type_name
-from psync.specs import plain_array
+from psync.specs import checked_integer, plain_array
 from psync.worker.element_specs import TensorSpec, leaves_of, map_nest, spec_of
 
 
@@ -497,11 +497,7 @@ def integer(name: str, value: Any, least: int, also: str = "") -> int:
     Raises:
         ConfigurationError: If not.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ConfigurationError(
-            f"{name}: expected an integer of at least {least}{also}, got {value!r}"
-        )
-    return int(value)
+    return checked_integer(f"{name}: expected an integer of at least {least}{also}", value, least)
 
 
 def _seed(value: Any) -> int | None:
