@@ -59,22 +59,6 @@ from psync.serialization.payloads import EMPTY, Payload, check_size, pack_argume
 from psync.serialization.remote_value import RemoteValue
 from psync.wire import messages
 from psync.wire.closure_numbers import pack_kept
-from psync.wire.messages import (
-    AwaitWaiters,
-    CancelClosures,
-    ClosureResults,
-    Done,
-    EndSession,
-    FetchArguments,
-    FetchFunction,
-    FinalBelow,
-    FinishSteps,
-    GivenBack,
-    LeaveCluster,
-    ReachCollective,
-    ReleaseIterators,
-    ReportSchedule,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -397,7 +381,7 @@ class FinalClosures:
         """Tell them what they were told last: they may know nothing of it."""
         kept = self.queue.kept(self.told)
         self.num_kept = len(kept)
-        message, segments = FinalBelow(self.told, self.ps.timeline), pack_kept(kept)
+        message, segments = messages.FinalBelow(self.told, self.ps.timeline), pack_kept(kept)
         for link in self.ps.links:  # one that is not connected hears of the next, higher number
             link.notify(message, segments)
 
@@ -502,13 +486,13 @@ class Coordinator:
             perform=self.perform, tell_again=self._tell_again, has_backups=has_backups,
         )  # fmt: skip
         self.links.endpoint.handlers.update({
-            ClosureResults: Handler(self._results),
-            GivenBack: Handler(self._given_back),
-            FetchFunction: Handler(self._fetch_function),
-            FetchArguments: Handler(self._fetch_arguments),
-            ReachCollective: Handler(self.gangs.reached),
-            LeaveCluster: Handler(self._worker_leaves),
-            EndSession: Handler(self._session_ends),
+            messages.ClosureResults: Handler(self._results),
+            messages.GivenBack: Handler(self._given_back),
+            messages.FetchFunction: Handler(self._fetch_function),
+            messages.FetchArguments: Handler(self._fetch_arguments),
+            messages.ReachCollective: Handler(self.gangs.reached),
+            messages.LeaveCluster: Handler(self._worker_leaves),
+            messages.EndSession: Handler(self._session_ends),
         })  # fmt: skip
         self.runtime = Runtime(self.links.ps, origin, program, self._ensure_created)
         self._report_due = asyncio.Event()  # set when the schedule has changed
@@ -570,14 +554,14 @@ class Coordinator:
         link, versions = self.links.ps.links[0], itertools.count(1)
         self._report_due.set()
         try:
-            await link.call(always(AwaitWaiters()))
+            await link.call(always(messages.AwaitWaiters()))
             while True:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(self._reports.next_deadline()):
                         await self._report_due.wait()
                 self._report_due.clear()
                 if (state := self._reports.decide(self.loop.time())) is not None:
-                    message = ReportSchedule(
+                    message = messages.ReportSchedule(
                         next(versions),
                         [(_index(worker), incarnation) for worker, incarnation in state.workers],
                         list(state.missing),
@@ -721,7 +705,7 @@ class Coordinator:
             await self.joins.collect_into(error, self._queue.next_id)
 
     async def _finish_steps(self, deadline: float | None, timeout_s: float | None) -> None:
-        finish = self.links.ps.links[0].call(lambda _: FinishSteps())
+        finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
         await self.joins.run(finish, deadline, timeout_s)
 
     def waits_for(self) -> str:
@@ -762,7 +746,7 @@ class Coordinator:
 
     def release_iterators(self, uid: str) -> None:
         """Let workers drop an iterator that nothing here refers to any more."""
-        self.workers.notify_all(ReleaseIterators([uid]))
+        self.workers.notify_all(messages.ReleaseIterators([uid]))
         self._queue.dispatcher.forget(uid)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
@@ -838,20 +822,20 @@ class Coordinator:
         )
         self.links.workers.end_session(worker, error, blame=True)
 
-    def _worker_leaves(self, request: Request[LeaveCluster]) -> None:
+    def _worker_leaves(self, request: Request[messages.LeaveCluster]) -> None:
         peer, message = request.peer, request.message
         if self.links.workers.leaves(peer, message):
             self.perform(self._queue.worker_leaves(peer.task))
-        request.answer(Done())
+        request.answer(messages.Done())
 
-    def _session_ends(self, request: Request[EndSession]) -> None:
+    def _session_ends(self, request: Request[messages.EndSession]) -> None:
         peer, message = request.peer, request.message
         self.links.workers.session_ends(peer, message)
-        request.answer(Done())
+        request.answer(messages.Done())
 
     # What workers say of closures.
 
-    def _results(self, request: Request[ClosureResults]) -> None:
+    def _results(self, request: Request[messages.ClosureResults]) -> None:
         peer, message, segments = request.peer, request.message, request.segments
         if (worker := self.workers.current(peer)) is None:
             return  # of a worker that was given up: its closures run elsewhere
@@ -926,19 +910,19 @@ class Coordinator:
             self.workers.note_error(worker, f"{closure}: {type_name}: {text}"[:MAX_ERROR_CHARS])
             self.perform(actions)
 
-    def _given_back(self, request: Request[GivenBack]) -> None:
+    def _given_back(self, request: Request[messages.GivenBack]) -> None:
         peer, message = request.peer, request.message
         if self.workers.current(peer) is not None:
             self.perform(self._queue.given_back(peer.task, message.closures))
 
-    def _fetch_function(self, request: Request[FetchFunction]) -> None:
+    def _fetch_function(self, request: Request[messages.FetchFunction]) -> None:
         peer, message = request.peer, request.message
         function = self.functions.lookup(message.key)
         if function is None:
             raise UsageError(f"{peer.task} asked for a function that is no longer needed")
         request.answer(messages.Function(function.name), function.payload.segments)
 
-    def _fetch_arguments(self, request: Request[FetchArguments]) -> None:
+    def _fetch_arguments(self, request: Request[messages.FetchArguments]) -> None:
         peer, message = request.peer, request.message
         closure = self._closures.get(message.closure)
         if closure is None:
@@ -961,7 +945,7 @@ class Coordinator:
             elif isinstance(action, Dispatch):
                 self._send(action)
             elif isinstance(action, Cancel):
-                self.workers.notify(action.worker, CancelClosures(list(action.ids)))
+                self.workers.notify(action.worker, messages.CancelClosures(list(action.ids)))
             elif isinstance(action, GiveBack):
                 self.workers.notify(action.worker, messages.GiveBack(list(action.ids)))
         if bool(self._queue.pending_errors) is not self._final.refused:

@@ -13,17 +13,12 @@ from local_training import strategy_of
 from psync import ClusterCoordinator, DistributedDataset, PerWorkerDataset
 from psync.closures.closure import Closure
 from psync.errors import ClosureInputError, RemoteProtocolError
-from psync.replicas.closure_messages import (
-    ScheduledCall,
-    arguments_reply,
-    function_reply,
-    run_closures,
-)
+from psync.replicas.closure_messages import ScheduledCall, starting
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, pack_arguments
 from psync.wire.codec import Message
 from psync.wire.frames import Frame
-from psync.wire.messages import Done, FetchArguments, FetchFunction
+from psync.wire.messages import Arguments, Done, FetchArguments, FetchFunction, Function
 from psync.worker import session
 from psync.worker.iterators import IteratorTable
 from psync.worker.session import ClosureInputs, HeldClosure
@@ -47,10 +42,11 @@ class World:
         if isinstance(message, FetchFunction):
             function = self.functions.lookup(message.key)
             assert function is not None
-            reply = function_reply(function)
+            reply = Function(function.name), function.payload.segments
         else:
             assert isinstance(message, FetchArguments)
-            reply = arguments_reply(self.calls[message.closure])
+            segments, counts = self.calls[message.closure].segments()
+            reply = Arguments(len(segments) - sum(counts), counts), segments
         message, segments = reply
         return frame_of(message, [memoryview(bytearray(each)) for each in segments])
 
@@ -59,7 +55,7 @@ class World:
         call = ScheduledCall(self.functions.register(fn), arguments)
         closure_id = len(self.calls)
         self.calls[closure_id] = call
-        message, segments = run_closures([Closure(closure_id, call)])
+        message, segments = starting([Closure(closure_id, call)])
         ((_, key, count, counts),) = message.closures
         return HeldClosure(closure_id, key, count, counts, [memoryview(s) for s in segments])
 

@@ -54,20 +54,6 @@ from psync.store.reattach import BACK
 from psync.wire import messages
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
-from psync.wire.messages import (
-    AskServed,
-    AskStatistics,
-    AttachPs,
-    AttachWorker,
-    CoordinatorGranted,
-    Done,
-    EndFormer,
-    EndSession,
-    GrantCoordinator,
-    LeaveCluster,
-    ServedHere,
-    Statistics,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +86,8 @@ async def enquire(
     """
     endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
     try:
-        grant = GrantCoordinator(previous, seen)
-        return (await _ask(endpoint, task, address, grant, CoordinatorGranted)).incarnation
+        grant = messages.GrantCoordinator(previous, seen)
+        return (await _ask(endpoint, task, address, grant, messages.CoordinatorGranted)).incarnation
     finally:
         await endpoint.close()
 
@@ -215,7 +201,9 @@ class ServedSearch:
         Cancellation: Some may have done it.
         """
         each = self.processes.items()
-        await all_of([self._ask(task, at, EndFormer(), Done) for task, at in each])
+        await all_of(
+            [self._ask(task, at, messages.EndFormer(), messages.Done) for task, at in each]
+        )
 
     def _has_answered(self, task: str) -> bool:
         """What was asked under a lower incarnation does not bind those in between."""
@@ -224,7 +212,7 @@ class ServedSearch:
     async def _find(self, task: str, address: str) -> None:
         mine = self.endpoint.incarnation
         try:
-            answer = await self._ask(task, address, AskServed(), ServedHere)
+            answer = await self._ask(task, address, messages.AskServed(), messages.ServedHere)
         except FencedError:
             await self.ask_again(mine, task, address)
             return
@@ -401,7 +389,7 @@ class WorkerLinks:
         if worker.peers is not None:
             try:
                 worker.is_kept = False
-                await worker.peers[0].call(LeaveCluster(reason))
+                await worker.peers[0].call(messages.LeaveCluster(reason))
             except TransportError as exc:
                 logger.info("%s was not told to leave: %s", name, exc)
         await self._forget_gone(worker, "was removed")
@@ -504,10 +492,10 @@ class WorkerLinks:
 
         async def ask(control: Connection) -> dict[str, float]:
             try:
-                message = (await control.call(AskStatistics(), deadline=deadline)).message
+                message = (await control.call(messages.AskStatistics(), deadline=deadline)).message
             except PsyncError:
                 return {}
-            assert isinstance(message, Statistics), "its only answer"
+            assert isinstance(message, messages.Statistics), "its only answer"
             work: dict[str, float] = message.counters["work"]
             return work
 
@@ -536,7 +524,7 @@ class WorkerLinks:
 
     # What workers say.
 
-    def leaves(self, peer: Connection, message: LeaveCluster) -> bool:
+    def leaves(self, peer: Connection, message: messages.LeaveCluster) -> bool:
         """A worker is about to leave; return whether that is news."""
         worker = self.current(peer)
         if worker is None or worker.leaving:
@@ -546,7 +534,7 @@ class WorkerLinks:
         self._note_one_less()
         return True
 
-    def session_ends(self, peer: Connection, message: EndSession) -> None:
+    def session_ends(self, peer: Connection, message: messages.EndSession) -> None:
         """A worker has nothing more to say."""
         worker = self._workers.get(peer.task)
         if worker is None or peer.lane != "control" or (worker.peers and peer not in worker.peers):
@@ -697,9 +685,9 @@ class WorkerLinks:
                     lane.abort()
         return (control, bulk) if attached else None
 
-    def _attachment(self, worker: WorkerRecord) -> AttachWorker:
+    def _attachment(self, worker: WorkerRecord) -> messages.AttachWorker:
         """Return what a worker is told."""
-        return AttachWorker(
+        return messages.AttachWorker(
             worker.place, len(self._places), self._membership.incarnation(worker.name),
             self._endpoint.incarnation, *self._tokens, list(self._cluster.ps_addresses.values()),
             self._cluster.ps_timeout_s,
@@ -876,7 +864,9 @@ class ClusterLinks:
 
     async def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""
-        answers = [await ask(link, AskStatistics(), Statistics) for link in self.ps.links]
+        answers = [
+            await ask(link, messages.AskStatistics(), messages.Statistics) for link in self.ps.links
+        ]
         return [message.counters for message, _ in answers]
 
     async def _ask_ps_0(self, timeout_s: float) -> None:
@@ -1071,11 +1061,11 @@ class ClusterLinks:
         except PsyncError as exc:  # it will be attached again
             logger.info("%s was not told the addresses of the ps tasks: %s", link.task, exc)
 
-    def _attachment(self, link: PsLink) -> AttachPs:
+    def _attachment(self, link: PsLink) -> messages.AttachPs:
         """Return what a ps is told."""
         # One that was started again while this program runs is of no lineage: see ``reattach``.
         keep = self._keep or self.is_up
-        return AttachPs(
+        return messages.AttachPs(
             self.endpoint.incarnation, list(self.ps_addresses.values()),
             self.ps_timeout_s, keep, self._moves,
         )  # fmt: skip
@@ -1090,7 +1080,7 @@ class ClusterLinks:
     async def _fence(self, fence: Fence) -> None:
         link = next(link for link in self.ps.links if link.task == fence.ps)
         try:
-            await ask(link, messages.Fence(fence.task, fence.below), Done)
+            await ask(link, messages.Fence(fence.task, fence.below), messages.Done)
         except PsyncError as exc:
             logger.warning("a fence was not accepted: %s", exc)
 

@@ -52,18 +52,8 @@ from psync.specs import checked_kind
 from psync.store.reattach import Orders
 from psync.store.snapshot_state import SnapshotState
 from psync.store.untrusted_json import to_json
+from psync.wire import messages
 from psync.wire.codec import Message
-from psync.wire.messages import (
-    AdoptShards,
-    AskStatistics,
-    BackUp,
-    FillSnapshot,
-    PrepareSnapshot,
-    Promote,
-    Promoted,
-    RestoreSnapshot,
-    Statistics,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +159,7 @@ class Backups:
     def _begin(self, work: Iterable[Coroutine[Any, Any, None]]) -> None:
         self._keepers = [asyncio.get_running_loop().create_task(each) for each in work]
 
-    async def _order(self, link: PsLink, message: BackUp, *, urgent: bool = False) -> None:
+    async def _order(self, link: PsLink, message: messages.BackUp, *, urgent: bool = False) -> None:
         """Where no update is in front that waits for a backup: of those a ps takes only so many."""
         await link.call(always(message), urgent=urgent, cut=True)
 
@@ -182,10 +172,12 @@ class Backups:
                 if host is None:
                     host = chosen = await self._host_for(ps)
                     epoch = next(self._next_epoch)
-                    await self._order(link, BackUp(epoch, *self._processes[host], False))
+                    await self._order(link, messages.BackUp(epoch, *self._processes[host], False))
                     self._epochs[ps] = epoch
                     self._note(ps, host)
-                await self._order(link, BackUp(self._epochs[ps], *self._processes[host], True))
+                await self._order(
+                    link, messages.BackUp(self._epochs[ps], *self._processes[host], True)
+                )
                 self._note(ps, None)
                 logger.warning("%s continues without its backup", link.task)
                 await self.let_alone(ps)
@@ -209,7 +201,7 @@ class Backups:
 
     async def let_alone(self, ps: int, *, urgent: bool = False) -> None:
         """Order a ps to go on without its backup. Raises as ``PsLink.call``."""
-        order = BackUp(next(self._next_epoch), "", "", False)
+        order = messages.BackUp(next(self._next_epoch), "", "", False)
         await self._order(self._links[ps], order, urgent=urgent)
 
     async def _without_backup(self, ps: int) -> None:
@@ -246,12 +238,12 @@ class Backups:
             TimeoutError: It says nothing.
         """
         link, fences = self._links[ps], self._cluster.membership.fences()
-        message = Promote(ps, next(self._next_epoch), self._endpoint.incarnation, fences)
+        message = messages.Promote(ps, next(self._next_epoch), self._endpoint.incarnation, fences)
         way = PsLink(self._endpoint, host, self._processes[host][1], link.lost_after_s)
         way.refused_for_s = CONNECT_S
         try:
             async with asyncio.timeout(link.lost_after_s):
-                promoted, _ = await ask(way, message, Promoted)
+                promoted, _ = await ask(way, message, messages.Promoted)
         finally:
             await way.close()
         self._cluster.move_ps(link, promoted.address)
@@ -563,10 +555,10 @@ class ClusterRecovery:
             ps = self.links.ps
             ps.begin_timeline(ps.timeline + 1)  # first: what some of them answer is sent again
             fences = self.links.membership.fences()
-            await self._ask_all(RestoreSnapshot(self._loads, ps.timeline, fences))
+            await self._ask_all(messages.RestoreSnapshot(self._loads, ps.timeline, fences))
         else:
             lineage = self.links.endpoint.incarnation + self.links.ps.timeline
-            await self._ask_all(AdoptShards(lineage, last=True), [Orders().to_bytes()])
+            await self._ask_all(messages.AdoptShards(lineage, last=True), [Orders().to_bytes()])
 
     async def _ask_all(self, message: Message, segments: Sequence[bytes] = ()) -> None:
         links = self.links.ps.links
@@ -604,7 +596,9 @@ class ClusterRecovery:
         async def one(link: PsLink) -> int:
             try:
                 async with asyncio.timeout(1.0):
-                    answer, _ = await ask(link, AskStatistics(), Statistics, urgent=True)
+                    answer, _ = await ask(
+                        link, messages.AskStatistics(), messages.Statistics, urgent=True
+                    )
             except (PsyncError, TimeoutError):
                 return 0
             return int(answer.counters.get("iterations", 0))
@@ -643,7 +637,7 @@ class ClusterRecovery:
             places = to_json(snapshot.places)
             try:
                 await self._send(
-                    link, PrepareSnapshot(self._loads, str(snapshot.file)), packed, places
+                    link, messages.PrepareSnapshot(self._loads, str(snapshot.file)), packed, places
                 )
                 return
             except CheckpointCorrupt:
@@ -652,12 +646,12 @@ class ClusterRecovery:
                 logger.info(
                     "%s cannot read its snapshot (%s): the chief sends it", link.task, exc.message
                 )
-        await self._send(link, PrepareSnapshot(self._loads, ""), packed)
+        await self._send(link, messages.PrepareSnapshot(self._loads, ""), packed)
         for item, first, nbytes, _ in snapshot.places:
             for start in range(0, nbytes, PIECE_BYTES):
                 count = min(PIECE_BYTES, nbytes - start)
                 piece = await asyncio.to_thread(_read, snapshot.file, first + start, count)
-                await self._send(link, FillSnapshot(self._loads, item, start), piece)
+                await self._send(link, messages.FillSnapshot(self._loads, item, start), piece)
 
     async def _send(self, link: PsLink, message: Message, *segments: bytes) -> None:
         await link.call(always(message), segments, bulk=True, urgent=True)

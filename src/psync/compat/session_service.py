@@ -27,19 +27,8 @@ from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
 from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
+from psync.wire import messages
 from psync.wire.codec import Message
-from psync.wire.messages import (
-    AwaitEnd,
-    CheckShards,
-    Declared,
-    Done,
-    EndTraining,
-    EnterSession,
-    LeaveSession,
-    ReplicaFailed,
-    SessionEntered,
-    TrainingOver,
-)
 
 SAME_ORDER = "every task must declare the same variables in the same order, before its session"
 
@@ -74,13 +63,13 @@ class SessionService:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            EnterSession: Handler(self._enter),
-            LeaveSession: Handler(self._leave),
-            ReplicaFailed: Handler(self._fail),
-            Declared: Handler(self._declared),
-            EndTraining: Handler(self._end),
-            AwaitEnd: Handler(self._await_end),
-            CheckShards: Handler(self._check_shards),
+            messages.EnterSession: Handler(self._enter),
+            messages.LeaveSession: Handler(self._leave),
+            messages.ReplicaFailed: Handler(self._fail),
+            messages.Declared: Handler(self._declared),
+            messages.EndTraining: Handler(self._end),
+            messages.AwaitEnd: Handler(self._await_end),
+            messages.CheckShards: Handler(self._check_shards),
         }
 
     def statistics(self) -> dict[str, Any]:
@@ -113,7 +102,7 @@ class SessionService:
 
     # Requests.
 
-    async def _enter(self, request: Request[EnterSession]) -> None:
+    async def _enter(self, request: Request[messages.EnterSession]) -> None:
         peer, message = request.peer, request.message
         if not peer.task.startswith("/job:worker/"):
             raise UsageError(f"{peer.task} is not a worker")
@@ -122,7 +111,7 @@ class SessionService:
             lambda waiter: self._members.ask(waiter, peer.task, message.incarnation, _now()),
         )
 
-    async def _declared(self, request: Request[Declared]) -> None:
+    async def _declared(self, request: Request[messages.Declared]) -> None:
         peer, message = request.peer, request.message
         self._check_coordinator(peer)
 
@@ -137,33 +126,33 @@ class SessionService:
 
         await self._answer(request, declare)
 
-    async def _leave(self, request: Request[LeaveSession]) -> None:
+    async def _leave(self, request: Request[messages.LeaveSession]) -> None:
         peer = request.peer
         if peer.task.startswith("/job:chief/"):
             self._check_coordinator(peer)
             await self._answer(request, lambda waiter: self._members.leave_as_chief(waiter, _now()))
         else:
             self._perform(self._members.leave(peer.task, peer.incarnation, _now()))
-            request.answer(Done())
+            request.answer(messages.Done())
 
-    def _fail(self, request: Request[ReplicaFailed]) -> None:
+    def _fail(self, request: Request[messages.ReplicaFailed]) -> None:
         peer, message = request.peer, request.message
         error = message.type_name, message.message, message.traceback
         self._perform(self._members.fail(peer.task, peer.incarnation, error, _now()))
-        request.answer(Done())
+        request.answer(messages.Done())
 
-    def _end(self, request: Request[EndTraining]) -> None:
+    def _end(self, request: Request[messages.EndTraining]) -> None:
         peer, message = request.peer, request.message
         if peer.task.startswith("/job:chief/"):
             self._check_coordinator(peer)
         self._perform(self._members.end(message.reason, message.failed))
-        request.answer(Done())
+        request.answer(messages.Done())
 
-    def _check_shards(self, request: Request[CheckShards]) -> None:
+    def _check_shards(self, request: Request[messages.CheckShards]) -> None:
         check_shards(self._services().store, request.message)
-        request.answer(Done())
+        request.answer(messages.Done())
 
-    async def _await_end(self, request: Request[AwaitEnd]) -> None:
+    async def _await_end(self, request: Request[messages.AwaitEnd]) -> None:
         await self._answer(request, self._members.await_end)
 
     async def _answer(
@@ -184,11 +173,11 @@ class SessionService:
         for action in actions:
             match action:
                 case Enter(waiter, incarnation):
-                    _settle(waiter, SessionEntered(incarnation))
+                    _settle(waiter, messages.SessionEntered(incarnation))
                 case Release(waiter):
-                    _settle(waiter, Done())
+                    _settle(waiter, messages.Done())
                 case TellOver(waiter, reason, failed, error):
-                    _settle(waiter, TrainingOver(reason, failed, error))
+                    _settle(waiter, messages.TrainingOver(reason, failed, error))
                 case Refuse(waiter, error):
                     _settle(waiter, error)
                 case SetMembers(alive, missing):
@@ -231,7 +220,7 @@ class SessionService:
         self._perform(self._members.tick(_now()))
 
 
-def check_shards(store: ShardStore, message: CheckShards) -> None:
+def check_shards(store: ShardStore, message: messages.CheckShards) -> None:
     """Check whether a ps holds what the sender has declared.
 
     Raises:

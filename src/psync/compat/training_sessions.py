@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
@@ -25,7 +26,7 @@ from psync.chief.links import enquire
 from psync.client.context import forbid_in_step
 from psync.client.optimizer_client import note_plugins
 from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink
+from psync.client.ps_link import PsLink, always
 from psync.client.runtime import Runtime
 from psync.cluster import task_name
 from psync.cluster_roles import CHIEF, ENQUIRER
@@ -52,23 +53,10 @@ from psync.net.platform import Platform
 from psync.net.resolvers import training_cluster
 from psync.numerics.memory import BlockPool
 from psync.serialization.failures import describe_exception
-from psync.specs import ShardSpec
 from psync.status.sampling import SessionFacts, SessionSource
 from psync.status.serving import ServedStatus
+from psync.wire import messages
 from psync.wire.codec import Message
-from psync.wire.messages import (
-    AskStatistics,
-    AttachPs,
-    CheckShards,
-    Declared,
-    EndTraining,
-    EnterSession,
-    LeaveSession,
-    ReplicaFailed,
-    SessionEntered,
-    Statistics,
-    TrainingOver,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -80,37 +68,20 @@ PS_LOST_HINT = (
 )
 
 
+@dataclass(eq=False)
 class SessionLinks:
-    """The links of one task in a session.
+    """The links of one task in a session."""
 
-    Args:
-        platform: Network, secret, randomness.
-        task: Name of this task.
-        ps_addresses: Of the ps tasks, in order.
-        declared: What the program has declared; new declarations appear at its end.
-        origin: Token of the strategy.
-        connect_timeout_s: How long the cluster may take to come up.
-        ps_timeout_s: A ps that cannot be reached for this many seconds is lost.
-    """
+    platform: Platform
+    task: str  # name of this task
+    addresses: list[str]  # of the ps tasks, in order
+    declared: list[Declaration]  # by the program; new declarations appear at its end
+    _: KW_ONLY
+    origin: str  # token of the strategy
+    connect_timeout_s: float  # how long the cluster may take to come up
+    ps_timeout_s: float  # a ps that cannot be reached for this many seconds is lost
 
-    def __init__(
-        self,
-        platform: Platform,
-        task: str,
-        ps_addresses: Sequence[str],
-        declared: list[Declaration],
-        *,
-        origin: str,
-        connect_timeout_s: float,
-        ps_timeout_s: float,
-    ) -> None:
-        self._platform = platform
-        self._task = task
-        self._addresses = list(ps_addresses)
-        self._declared = declared
-        self._origin = origin
-        self._connect_timeout_s = connect_timeout_s
-        self._ps_timeout_s = ps_timeout_s
+    def __post_init__(self) -> None:
         self._pool = BlockPool()
         self._endpoint: Endpoint | None = None
         self._ps: PsClient | None = None
@@ -138,26 +109,26 @@ class SessionLinks:
 
         Cancellation: Safe; ``close`` still has to be called.
         """
-        where = f"/job:ps/task:0 at {self._addresses[0]}"
+        where = f"/job:ps/task:0 at {self.addresses[0]}"
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                incarnation = await enquire(self._platform, "/job:ps/task:0", self._addresses[0])
+            async with asyncio.timeout(self.connect_timeout_s):
+                incarnation = await enquire(self.platform, "/job:ps/task:0", self.addresses[0])
         except TimeoutError as exc:
             raise ConnectFailed(
-                f"no connection within {self._connect_timeout_s:g} s to {where}",
+                f"no connection within {self.connect_timeout_s:g} s to {where}",
                 hint="is this task running, and is this its address?",
             ) from exc
         note_incarnation(incarnation)
         ps = self._connect_as(CHIEF, incarnation)
 
-        message = AttachPs(incarnation, self._addresses, self._ps_timeout_s)
+        message = messages.AttachPs(incarnation, self.addresses, self.ps_timeout_s)
 
         async def attach(index: int) -> None:
             note_plugins(ps.links[index], await ps.links[index].call(lambda _: message))
 
         await self._to_each_ps(attach)
-        creation = Creation(self._declared, ps)
-        return Runtime(ps, self._origin, ensure_created=creation.ensure, in_session=trains)
+        creation = Creation(self.declared, ps)
+        return Runtime(ps, self.origin, ensure_created=creation.ensure, in_session=trains)
 
     async def declare(self, num_workers: int, *, trains: bool) -> None:
         """Let the workers enter, when so many have come.
@@ -168,23 +139,23 @@ class SessionLinks:
 
         Cancellation: Safe.
         """
-        message = Declared(trains, num_workers)
+        message = messages.Declared(trains, num_workers)
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self.connect_timeout_s):
                 await self._tell(message)
         except TimeoutError:
-            received = await self.ps.links[0].call(lambda _: AskStatistics())
-            assert isinstance(received.message, Statistics), "its only answer"
+            received = await self.ps.links[0].call(lambda _: messages.AskStatistics())
+            assert isinstance(received.message, messages.Statistics), "its only answer"
             came = received.message.counters["session"].get("asking", ())
             raise ConnectFailed(
                 f"{num_workers} workers were to take part in training, and within "
-                f"{self._connect_timeout_s:g} s there came {', '.join(came) or 'none'}",
+                f"{self.connect_timeout_s:g} s there came {', '.join(came) or 'none'}",
                 hint="check that each of them runs this program: psync.run(main, on_workers=True)",
             ) from None
 
     async def end_training(self, reason: str, *, failed: bool) -> None:
         """Close the token channels. Cancellation: Training may have ended."""
-        await self._tell(EndTraining(reason, failed))
+        await self._tell(messages.EndTraining(reason, failed))
 
     # A worker.
 
@@ -199,18 +170,18 @@ class SessionLinks:
 
         Cancellation: Safe; ``close`` still has to be called.
         """
-        boot = self._platform.new_incarnation()
-        incarnation = await self._enquire(EnterSession(boot))
-        ps = self._connect_as(self._task, incarnation)
+        boot = self.platform.new_incarnation()
+        incarnation = await self._enquire(messages.EnterSession(boot))
+        ps = self._connect_as(self.task, incarnation)
 
         async def connect(index: int) -> None:
             await ps.links[index].peer("control")
 
         await self._to_each_ps(connect)
-        comparison = Comparison(self._declared, ps)
-        return Runtime(ps, self._origin, ensure_created=comparison.ensure, in_session=True)
+        comparison = Comparison(self.declared, ps)
+        return Runtime(ps, self.origin, ensure_created=comparison.ensure, in_session=True)
 
-    async def leave(self) -> TrainingOver | None:
+    async def leave(self) -> messages.TrainingOver | None:
         """Take part no longer; the chief ends training so, and waits until all others have left.
 
         Returns:
@@ -218,8 +189,8 @@ class SessionLinks:
 
         Cancellation: Safe; training has ended.
         """
-        answer = await self._tell(LeaveSession())
-        return answer if isinstance(answer, TrainingOver) else None
+        answer = await self._tell(messages.LeaveSession())
+        return answer if isinstance(answer, messages.TrainingOver) else None
 
     async def fail(self, error: BaseException) -> None:
         """Take part no longer, because of an error that the chief shall raise.
@@ -227,23 +198,23 @@ class SessionLinks:
         Cancellation: Training may have ended.
         """
         said = describe_exception(error)
-        await self._tell(ReplicaFailed(said.type_name, said.message, said.traceback_text))
+        await self._tell(messages.ReplicaFailed(said.type_name, said.message, said.traceback_text))
 
-    async def _enquire(self, message: EnterSession) -> int:
-        endpoint = Endpoint(self._platform, self._task, ENQUIRER, {})
-        enquirer = self._platform.parts.of(PsClient)(
-            endpoint, self._addresses[:1], self._pool, math.inf
+    async def _enquire(self, message: messages.EnterSession) -> int:
+        endpoint = Endpoint(self.platform, self.task, ENQUIRER, {})
+        enquirer = self.platform.parts.of(PsClient)(
+            endpoint, self.addresses[:1], self._pool, math.inf
         )
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self.connect_timeout_s):
                 received = await enquirer.links[0].call(lambda _: message)
         except TimeoutError:
-            where = f"/job:ps/task:0 at {self._addresses[0]}"
+            where = f"/job:ps/task:0 at {self.addresses[0]}"
             connected = enquirer.links[0].incarnation is not None
             raise ConnectFailed(
-                f"the chief has not begun a training session within {self._connect_timeout_s:g} s"
+                f"the chief has not begun a training session within {self.connect_timeout_s:g} s"
                 if connected
-                else f"no connection to {where} within {self._connect_timeout_s:g} s",
+                else f"no connection to {where} within {self.connect_timeout_s:g} s",
                 hint="is the chief running, and does it wait for others?"
                 if connected
                 else "is this task running, and is this its address?",
@@ -252,18 +223,18 @@ class SessionLinks:
             await enquirer.close()
             await endpoint.close()
         answer = received.message
-        if isinstance(answer, TrainingOver):
+        if isinstance(answer, messages.TrainingOver):
             raise TrainingEnded(answer.reason)
-        if not isinstance(answer, SessionEntered):
+        if not isinstance(answer, messages.SessionEntered):
             raise RemoteProtocolError("ps 0 sent a wrong answer to EnterSession")
         return answer.incarnation
 
     # Both.
 
-    def ends(self) -> list[Coroutine[Any, Any, TrainingOver]]:
+    def ends(self) -> list[Coroutine[Any, Any, messages.TrainingOver]]:
         """Return, for each ps, what waits until it says that training has ended, or is lost."""
         losses = [_until_lost(link) for link in self.ps.links[1:]]
-        return [wait_over(self.ps, self._task), *losses]
+        return [wait_over(self.ps, self.task), *losses]
 
     async def close(self) -> None:
         """Close all connections. Cancellation: safe."""
@@ -272,10 +243,10 @@ class SessionLinks:
             await self._endpoint.close()
 
     def _connect_as(self, task: str, incarnation: int) -> PsClient:
-        self._endpoint = Endpoint(self._platform, task, incarnation, {}, self._pool)
+        self._endpoint = Endpoint(self.platform, task, incarnation, {}, self._pool)
         # One that was never here is late, not lost.
-        self._ps = self._platform.parts.of(PsClient)(
-            self._endpoint, self._addresses, self._pool, math.inf
+        self._ps = self.platform.parts.of(PsClient)(
+            self._endpoint, self.addresses, self._pool, math.inf
         )
         for link in self._ps.links:
             link.on_lost = lambda error: setattr(error, "hint", PS_LOST_HINT)
@@ -283,21 +254,21 @@ class SessionLinks:
 
     async def _to_each_ps(self, act: Callable[[int], Awaitable[None]]) -> None:
         """Do something at every ps for the first time."""
-        missing = dict(enumerate(self._addresses))
+        missing = dict(enumerate(self.addresses))
 
         async def one(index: int) -> None:
             await act(index)
-            self.ps.links[index].lost_after_s = self._ps_timeout_s
+            self.ps.links[index].lost_after_s = self.ps_timeout_s
             del missing[index]
 
         try:
-            async with asyncio.timeout(self._connect_timeout_s), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(self.connect_timeout_s), asyncio.TaskGroup() as group:
                 for index in list(missing):
                     group.create_task(one(index))
         except TimeoutError as exc:
             names = ", ".join(f"/job:ps/task:{index} at {at}" for index, at in missing.items())
             raise ConnectFailed(
-                f"no connection within {self._connect_timeout_s:g} s to {names}",
+                f"no connection within {self.connect_timeout_s:g} s to {names}",
                 hint="are these tasks running, and are these their addresses?",
             ) from exc
         except BaseExceptionGroup as group_error:
@@ -313,18 +284,13 @@ async def _until_lost(link: PsLink) -> NoReturn:
         await (await link.peer("control")).wait_closed()
 
 
+@dataclass(eq=False)
 class Comparison:
-    """Compares what a worker has declared with what the ps tasks hold for the chief.
+    """Compares what a worker has declared with what the ps tasks hold for the chief."""
 
-    Args:
-        declared: New declarations appear at the end of this list; they are taken from it.
-        ps: Links to all ps tasks.
-    """
-
-    def __init__(self, declared: list[Declaration], ps: PsClient) -> None:
-        self._declared = declared
-        self._ps = ps
-        self._lock = asyncio.Lock()
+    declared: list[Declaration]  # new ones appear at the end; they are taken from it
+    ps: PsClient
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def ensure(self) -> None:
         """Compare what was not compared before.
@@ -335,30 +301,21 @@ class Comparison:
 
         Cancellation: Safe; goes on with the next call.
         """
-        while self._declared:
+        while self.declared:
             async with self._lock:
-                batch = self._declared[:MESSAGE_SHARDS]
-                by_ps: dict[int, list[ShardSpec]] = {}
-                for declaration in batch:
-                    for shard in declaration.spec.shards:
-                        by_ps.setdefault(shard.ps, []).append(shard)
+                batch = self.declared[:MESSAGE_SHARDS]
+                by_ps: dict[int, list[tuple[str, int, int, int, list[int], str]]] = {}
+                for shard in (shard for each in batch for shard in each.spec.shards):
+                    described = (
+                        shard.variable, shard.variable_id, shard.index, shard.offset,
+                        list(shard.shape), shard.dtype,
+                    )  # fmt: skip
+                    by_ps.setdefault(shard.ps, []).append(described)
                 for index, shards in by_ps.items():
-                    await self._compare(index, shards)
-                del self._declared[: len(batch)]
-
-    async def _compare(self, index: int, shards: Sequence[ShardSpec]) -> None:
-        for start in range(0, len(shards), MESSAGE_SHARDS):
-            await self._ask(index, shards[start : start + MESSAGE_SHARDS])
-
-    async def _ask(self, index: int, shards: Sequence[ShardSpec]) -> None:
-        message = CheckShards([_described(spec) for spec in shards])
-        await self._ps.links[index].call(lambda _: message)
-
-
-def _described(spec: ShardSpec) -> tuple[str, int, int, int, list[int], str]:
-    return (
-        spec.variable, spec.variable_id, spec.index, spec.offset, list(spec.shape), spec.dtype,
-    )  # fmt: skip
+                    for start in range(0, len(shards), MESSAGE_SHARDS):
+                        message = messages.CheckShards(shards[start : start + MESSAGE_SHARDS])
+                        await self.ps.links[index].call(always(message))
+                del self.declared[: len(batch)]
 
 
 P = ParamSpec("P")
@@ -486,7 +443,9 @@ class MonitoredTrainingSession:
         self._watchers: list[asyncio.Task[None]] = []
         self._seen: ServedStatus | None = None  # of a chief that has attached the ps tasks
         self._stopping = asyncio.Event()  # set once this task shall make no further step
-        self._over: TrainingOver | None = None  # None until ps 0 has said that training is over
+        self._over: messages.TrainingOver | None = (
+            None  # None until ps 0 has said that training is over
+        )
         self._failure: Exception | None = None  # why ps 0 will not say it any more
 
     def __repr__(self) -> str:
@@ -591,7 +550,7 @@ class MonitoredTrainingSession:
         await self._seen.start()
         return facts
 
-    async def _watch(self, end: Awaitable[TrainingOver]) -> None:
+    async def _watch(self, end: Awaitable[messages.TrainingOver]) -> None:
         try:
             self._note_over(await end)
         except Exception as exc:  # the program gets it when it leaves
@@ -599,7 +558,7 @@ class MonitoredTrainingSession:
                 self._failure = exc
             self._stopping.set()
 
-    def _note_over(self, over: TrainingOver) -> None:
+    def _note_over(self, over: messages.TrainingOver) -> None:
         self._over = over
         level = logging.WARNING if over.failed else logging.INFO if self.is_chief else logging.DEBUG
         logger.log(level, "training ends: %s", over.reason)

@@ -51,26 +51,9 @@ from psync.replicas.context import GangMember
 from psync.serialization.failures import describe_exception, text_of
 from psync.serialization.functions import is_coroutine_step, load_function
 from psync.serialization.payloads import EMPTY, Payload, check_size, pack, unpack_arguments
+from psync.wire import messages
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES, Frame
-from psync.wire.messages import (
-    Arguments,
-    AskPosition,
-    AttachWorker,
-    CancelClosures,
-    ClosureResults,
-    EndSession,
-    FetchArguments,
-    FetchFunction,
-    Function,
-    GiveBack,
-    GivenBack,
-    IteratorPosition,
-    LeaveCluster,
-    ReleaseIterators,
-    RunClosures,
-    RunReplica,
-)
 from psync.worker.data_sources import InputContext
 from psync.worker.iterators import (
     BATCHES_AHEAD,
@@ -193,7 +176,9 @@ class ResultsToSend:
         mean = sum(self._seconds) / len(self._seconds) if self._seconds else 0.0
         lane = self._bulk if self.nbytes > SMALL_BODY_BYTES else self._control
         late = [(*what, times) for what, times in self._late.items()] if self._late else None
-        message = ClosureResults(self._results, mean, self._updates or None, late, self.stop)
+        message = messages.ClosureResults(
+            self._results, mean, self._updates or None, late, self.stop
+        )
         lane.notify(message, self._segments)
         self._results, self._segments, self.nbytes = [], [], 0
         self._seconds, self._updates, self.stop = [], [], None
@@ -376,9 +361,9 @@ class ClosureInputs:
     async def _fetch_arguments(
         self, closure_id: int
     ) -> tuple[Sequence[memoryview], Sequence[int], int]:
-        received = await self.fetch(FetchArguments(closure_id))
+        received = await self.fetch(messages.FetchArguments(closure_id))
         message = received.message
-        if not isinstance(message, Arguments):
+        if not isinstance(message, messages.Arguments):
             raise RemoteProtocolError(
                 f"expected the arguments of closure {closure_id}, got {type(message).__name__}"
             )
@@ -388,9 +373,9 @@ class ClosureInputs:
         self, key: bytes, handles: list[IteratorHandle[Any]]
     ) -> tuple[Callable[..., Any], str]:
         """Return a function and its name; iterators that it captured are added to ``handles``."""
-        received = await self.fetch(FetchFunction(key))
+        received = await self.fetch(messages.FetchFunction(key))
         message = received.message
-        if not isinstance(message, Function) or not received.segments:
+        if not isinstance(message, messages.Function) or not received.segments:
             raise RemoteProtocolError(f"expected a function, got {type(message).__name__}")
         token = arriving.set(handles)
         try:
@@ -474,7 +459,7 @@ class Session:
 
     def __init__(
         self,
-        attach: AttachWorker,
+        attach: messages.AttachWorker,
         control: Connection,
         bulk: Connection,
         runtime: Runtime,
@@ -511,7 +496,7 @@ class Session:
 
     # What the coordinator says.
 
-    def run_closures(self, message: RunClosures, segments: Sequence[memoryview]) -> None:
+    def run_closures(self, message: messages.RunClosures, segments: Sequence[memoryview]) -> None:
         """Queue closures."""
         at, numbers = 0, dict(message.numbers or ())
         arrival = self.runtime.ahead.arrivals = self.runtime.ahead.arrivals + 1
@@ -526,16 +511,16 @@ class Session:
         if self._told:  # and has not waited for its answer
             self._give_back_all()
 
-    def run_replica(self, message: RunReplica, segments: Sequence[memoryview]) -> None:
+    def run_replica(self, message: messages.RunReplica, segments: Sequence[memoryview]) -> None:
         """Queue a closure that is one of a gang."""
         replica = (message.replica_id, message.num_replicas)
         self._queue.append(HeldClosure(*message.closure, segments, replica=replica))
         self._wake.set()
 
-    def give_back(self, message: GiveBack, _: Sequence[memoryview] = ()) -> None:
+    def give_back(self, message: messages.GiveBack, _: Sequence[memoryview] = ()) -> None:
         """Return closures that have not started; the answer comes in any case."""
         returned = [closure.id for closure in self._take_queued(message.closures)]
-        self.control.notify(GivenBack(returned))
+        self.control.notify(messages.GivenBack(returned))
 
     # Leaving.
 
@@ -558,7 +543,7 @@ class Session:
         self._leaving = True
         try:
             deadline = self._loop.time() + ANSWER_S
-            await self.control.call(LeaveCluster(reason), deadline=deadline)
+            await self.control.call(messages.LeaveCluster(reason), deadline=deadline)
         except DeadlineExceeded:
             logger.info("the coordinator is busy; leaving anyway")
         self._told = True
@@ -579,11 +564,13 @@ class Session:
         await self.runtime.ps.outgoing.drain()
         await self.bulk.wait_writable()  # what is said next would overtake large results
         for lane in (self.bulk, self.control):
-            await lane.call(EndSession(reason, True), deadline=self._loop.time() + ANSWER_S)
+            await lane.call(
+                messages.EndSession(reason, True), deadline=self._loop.time() + ANSWER_S
+            )
 
     def _give_back_all(self) -> None:
         """Return all closures that have not started, but replicas: nobody else can run them."""
-        self.give_back(GiveBack([each.id for each in self._queue if each.replica is None]))
+        self.give_back(messages.GiveBack([each.id for each in self._queue if each.replica is None]))
 
     async def _wait_idle(self) -> None:
         """Wait until nothing runs, and all that ran is told. Cancellation: safe."""
@@ -592,7 +579,7 @@ class Session:
             await self._idle.wait()
         self._results.flush()
 
-    def cancel_closures(self, message: CancelClosures, _: Sequence[memoryview]) -> None:
+    def cancel_closures(self, message: messages.CancelClosures, _: Sequence[memoryview]) -> None:
         """Stop closures; those that have not started end at once."""
         for closure in self._take_queued(message.closures):
             self._results.add(closure.id, CANCELLED)
@@ -604,15 +591,17 @@ class Session:
                 self._runner.cancel()
         self._results.flush()
 
-    def release_iterators(self, message: ReleaseIterators, _: Sequence[memoryview]) -> None:
+    def release_iterators(
+        self, message: messages.ReleaseIterators, _: Sequence[memoryview]
+    ) -> None:
         """Close iterators that nobody refers to any more."""
         for uid in message.uids:
             self._iterators.release(uid)
 
-    def iterator_position(self, message: AskPosition) -> Message:
+    def iterator_position(self, message: messages.AskPosition) -> Message:
         """Return how many batches of an iterator steps have been handed."""
         iterator = self._iterators.get(message.uid)
-        return IteratorPosition(-1 if iterator is None else iterator.position)
+        return messages.IteratorPosition(-1 if iterator is None else iterator.position)
 
     def describe(self) -> list[str]:
         """Say what runs here, where it waits, and what waits for it; for reports."""
@@ -634,7 +623,7 @@ class Session:
     def stop(self, reason: str) -> None:
         """Say that this session cannot go on, and nothing more; ``close`` has yet to be called."""
         self._ended = True
-        self.control.notify(EndSession(reason, False))
+        self.control.notify(messages.EndSession(reason, False))
         self.control.close()  # the coordinator takes that for the end of both
 
     async def close(self) -> None:
