@@ -1,8 +1,8 @@
 """The coordinator: dispatches closures, settles their results, owns links and recovery.
 
-``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is
-sent at its end, in one message per worker. What workers answer comes in by ``closure_service``;
-``joins`` knows who waits for what, ``recovery`` what becomes of ps tasks that are lost.
+``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is sent at
+its end, in one message per worker. ``Joins`` knows which calls of join wait for what,
+``chief.recovery`` what becomes of ps tasks that are lost.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ REPORT_EVERY_S = 10.0
 
 class Joins:
     """All joins of one coordinator.
+
+    A join waits for the closures that were scheduled before it (ids below its cut-off). An error
+    ends all joins that wait, at once: it has ended everything that they wait for. The end of a
+    worker's data ends none early: each join that waits for the closure that met it raises it when
+    all else that it waits for is done.
 
     Args:
         queue: Says which closures are final, and holds the errors.

@@ -533,6 +533,23 @@ def declare_copies(
 ) -> VariableSpec:
     """Declare the hidden variable of all copies, each of which begins with ``initial_value``.
 
+    The copies lie on one ps, as the rows of one hidden variable: a row for each worker, by its
+    index, and one for the program. So what a worker has added outlives it. A checkpoint keeps the
+    aggregate.
+
+    code                              reads         assign           assign_add, assign_sub
+    step, replica of a gang           its worker's  sets it          changes it
+                                      copy
+    program in ``strategy.scope()``,  aggregate     each worker's    SUM: an error; else all copies
+    merge function                                  (*)
+    program outside of scopes, or     aggregate     the same         SUM: the program's own row;
+    in ``update``                                                    else all copies
+
+    aggregate: SUM of all rows, MEAN of the workers', the first worker's, or (NONE) an error
+    (*) SUM: value / workers, the program's row 0; else the value
+
+    All workers of the cluster count, alive or not; one that was added later shares a copy.
+
     Raises:
         UsageError: Sums of bools.
         PartitionError: The initial value, dtype or shape do not fit.

@@ -417,7 +417,27 @@ class OwnOptimizers:
 
 @dataclass(eq=False)
 class Reattachment:
-    """What was left, as long as it is not adopted or dropped."""
+    """What was left, as long as it is not adopted or dropped.
+
+    All ps tasks have been attached, and have set aside what they held, when this begins. They
+    describe it; ``store.reattach`` decides; then each gets its orders.
+
+    the chief dies                          the next one, with ``attach=True``
+    before it was granted a number          as if it had not been
+    some ps tasks attached                  finds the variables set aside there, in stores elsewhere
+    some variables not wholly created       adopts whole variables, creates the others
+    some variables adopted                  finds both kinds; slots wait for their optimizers
+    ``attach=False``, some ps tasks empty   AttachError, which names those
+    within an update over two ps tasks      the parts that have arrived whole are applied, also if
+                                            they waited; one that arrives later is refused, and
+                                            ``Reattachment.partial_updates`` counts the update
+    within a synchronous step               waits until ps 0 has closed it; AttachError if a ps
+                                            could not be reached
+    while a cut is taken or written         nothing of it; gates open with its connections
+    during a rollback                       AttachError
+    in training, and a ps dies too          AttachError, unless its backup had been promoted
+    before anything was created             begins with empty ps tasks
+    """
 
     _ps: PsClient
     _adoption: Adoption  # what was left
@@ -513,6 +533,13 @@ MESSAGE_SHARDS = 1024
 
 class Creation:
     """Creates what is declared.
+
+    Declared variables are created together, before anything needs the first of them. The
+    initial values are made on the chief, one shard at a time, and sent in messages of bounded
+    size, so that the chief holds no more than a message and a shard for each ps. A variable that
+    begins as a copy of another one has no value here: each ps copies its shards itself. Of a
+    constant one element is sent, and its blocks come into being on the ps when they are first
+    written. Creating is idempotent, so a lost connection repeats it.
 
     Args:
         declared: New declarations appear at the end of this list; they are taken from it.

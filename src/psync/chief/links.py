@@ -1,7 +1,8 @@
 """The coordinator's connections to all tasks: how the cluster comes up, and its end.
 
-``ps_links`` and ``worker_links`` keep them, ``supervision`` has what both need; ``Membership``
-decides what a connection made or lost means.
+``ClusterLinks`` keeps those to ps tasks, ``WorkerLinks`` those to workers; ``Membership`` decides
+what a connection made or lost means. One coroutine for each task connects, attaches, waits for the
+end of the connection, and begins again.
 """
 
 from __future__ import annotations
@@ -144,7 +145,16 @@ async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[str]:
 
 @dataclass(eq=False)
 class ServedSearch:
-    """What one coordinator asks of all ps processes when it comes."""
+    """What one coordinator asks of all ps processes when it comes.
+
+    A chief does not know yet under which incarnation it will be served, so it asks under
+    ``ENQUIRER``, which is never refused, on a connection that serves for nothing else. The process
+    at ps 0's own address grants incarnations (``ps.succession``), wherever ps 0 is served. If
+    another ps or a worker refuses the number, because ps 0 was restarted with a clock behind, the
+    chief asks for a higher one; if ps 0 has granted another chief since, it gives up: two that
+    start at once do not overtake each other for ever. With ``attach=True`` it also asks the ps
+    processes which ps tasks they serve (``ServedSearch``), before it attaches any of them.
+    """
 
     endpoint: Endpoint  # the coordinator's, under the incarnation that it was granted
     processes: Mapping[str, str]
@@ -942,7 +952,7 @@ class ClusterLinks:
                 logger.error("a supervisor of the coordinator failed", exc_info=error)
 
     async def enquire(self, previous: int = 0, seen: int = 0) -> None:
-        """Let ps 0 grant an incarnation, see ``enquiry.enquire``; it is borne from now on."""
+        """Let ps 0 grant an incarnation, see ``enquire``; it is borne from now on."""
         (task, address), *_ = self.processes.items()
         incarnation = await enquire(
             self.endpoint.platform, task, address, previous=previous, seen=seen

@@ -81,6 +81,15 @@ CONNECT_S = 1.0
 class Backups:
     """Keeps the backups of one coordinator's ps tasks.
 
+    no backup --BackUp is answered-->                 complete    only now it may be promoted
+    complete  --the backup does not follow-->         no backup   BackUp to "": the ps goes on alone
+
+    A ps waits for its backup before it answers, and goes on without it only at this coordinator's
+    command: so no backup is promoted that lacks what was answered. When one is promoted, says
+    ``recovery_rule``.
+
+    Source: docs/design.md, "Failover".
+
     Args:
         rule: Knows who is served where, and is told who has a backup.
         links: To all tasks; there are at least two ps tasks.
@@ -537,6 +546,19 @@ class ClusterRecovery:
             await self.backups.let_alone(step.ps, urgent=True)
 
     async def _take_rollback(self, step: RollbackStep) -> None:
+        """Take a step of a rollback. All ps tasks restore the snapshots of the newest checkpoint.
+
+        READ    the newest checkpoint, and how far training was
+        ATTACH  every ps, once it is there
+        LOAD    PrepareSnapshot, FillSnapshot: each ps reads its file, or is sent it
+        SWITCH  RestoreSnapshot: a new timeline
+        CREATE  CreateShards, where a ps was lost: in place of READ, LOAD and SWITCH of a fresh
+                start
+        ADOPT   AdoptShards: the next program may attach itself to what there is
+
+        Everything else that talks to ps tasks is paused meanwhile, see ``PsLink.hold``. Fences
+        refuse what was sent in the old timeline: every worker bears a new incarnation afterwards.
+        """
         links = self.links.ps.links
         if step is RollbackStep.READ:
             await self._read()

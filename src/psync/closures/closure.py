@@ -19,7 +19,27 @@ from psync.wire.closure_numbers import MAX_RUN, numbered
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Identity:
-    """What closures that do one thing, one after another, are for ps tasks."""
+    """What closures that do one thing, one after another, are for ps tasks.
+
+    A closure that is lost with its worker runs again under its id, so that ps tasks know its calls.
+    A data shard whose closure has ended without finishing comes again in *another* closure, with an
+    id of its own in the queue. On ps tasks that has the number of the first one: what that has done
+    is not done twice::
+
+                           began on a worker   kept on ps tasks
+        queued             no                  no: its id is not below the low-water mark
+        held, or queued
+        after a loss       yes                 once an error refuses what runs
+        ended, not done    yes                 yes: it may come again, as the next run
+        ended, not done    no                  no: the next closure is a first run
+        done               yes                 no, so ps tasks forget its calls
+        undone by a        yes                 yes: the checkpoint may have some of its calls
+        rollback
+
+    An identity lasts as long as somebody has it: its closure while that is open, whoever schedules
+    the next one (``api.data_shards``), and ``EndedClosures``, while a rollback may undo it. Once
+    nobody has it no closure can come again, and it is not kept any more.
+    """
 
     what: Any  # they do, for whoever schedules them
     undone: list[Identity] = field(default_factory=list)  # where it is put when it is undone

@@ -304,6 +304,21 @@ class _Record:
 class Flapping:
     """Counts losses. Times are seconds on one clock.
 
+    A worker whose machine has no memory left, say, is lost with each closure that it gets, and
+    connects again at once: it is of no use, and each closure that it had runs late. So one that is
+    lost more often than ``limit`` times within a minute is set aside for half a minute, and each
+    time that this is not enough for twice as long, up to five minutes. Its count is reset when it
+    comes back; the time aside does, once it has not been lost for as long as it was set aside last
+    and a minute.
+
+    The last worker is never set aside: while no worker takes part, those that are set aside may
+    come back, each a second after it was lost. Otherwise workers that die alternately would be set
+    aside all at once, and training would stand still although some of them live.
+
+    A worker that leaves in order is not lost, nor is one whose session the coordinator ends.
+
+    Source: Kubernetes' CrashLoopBackOff, whose pauses double up to five minutes.
+
     Args:
         limit: Losses within the window that are borne; the next one sets the worker aside. None:
             none is ever set aside.
@@ -484,6 +499,32 @@ class ScheduleState:
 
 class ScheduleReports:
     """Decides what is reported, and when. While the queue is full it is not looked at closer.
+
+    ps 0 must know for which workers a synchronous step, or a worker at a staleness bound, still
+    waits. Reports are whole states with a version, of which the newest counts, so that one may be
+    lost or skipped.
+
+    - **Who takes part**: the workers that have joined, less those that have no work because their
+      data ended: the dispatcher keeps what is queued for others, or their last closure ended with
+      EndOfData. One of the latter is back with its next value. All are back when nothing is left to
+      do, or when no other worker would be left.
+    - **Queued**: there are closures that no worker has begun, so each worker has work, or is about
+      to get some. They are in the queue, or held behind others: more are in flight than there are
+      workers.
+    - **In flight**: where nothing is queued, what runs where. A closure that waits for the value of
+      another one counts as neither. It cannot begin before one of these has ended, and to wait for
+      it could be a deadlock, where that one waits for a synchronous step. Nor does one that waits
+      for a gang to end, or a replica of a gang that waits in a collective for another one.
+
+    A worker that comes and a queue that fills are news that is due at once. More work is due at
+    once, too, if the last report is older than ``SETTLE_S``: closures that a program schedules one
+    by one are not worth a report each. News of less is not due before ``SETTLE_S`` has passed: such
+    a program leaves a worker idle for a moment, and in that moment its absence must not end a step,
+    nor let the others run ahead.
+
+    When a ps is lost all worker sessions are ended and begun again at once. For ``RETURN_S`` the
+    members are reported as before: otherwise steps would be closed, as partial ones, without
+    workers that never died.
 
     Args:
         workers: Names of all workers of the cluster; others may join.

@@ -195,7 +195,11 @@ _Job = tuple[Callable[[], Any], contextvars.Context, asyncio.Future[Any]]
 
 
 class StepThread:
-    """Runs functions in a daemon thread, in order. Started with the first one."""
+    """Runs functions in a daemon thread, in order. Started with the first one.
+
+    Not ``ThreadPoolExecutor``: its threads keep the process alive until their work ends, and a
+    step that hangs must not keep a worker from exiting.
+    """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
