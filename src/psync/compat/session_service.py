@@ -13,14 +13,11 @@ from typing import Any, cast
 
 from psync.compat.session_members import (
     Action,
+    Answer,
     CloseTokens,
-    Enter,
     FenceTask,
-    Refuse,
-    Release,
     SessionMembers,
     SetMembers,
-    TellOver,
 )
 from psync.errors import ConfigurationError, UnknownVariableError, UsageError
 from psync.net.connection import Connection, Handler, Request
@@ -172,14 +169,8 @@ class SessionService:
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Enter(waiter, incarnation):
-                    _settle(waiter, messages.SessionEntered(incarnation))
-                case Release(waiter):
-                    _settle(waiter, messages.Done())
-                case TellOver(waiter, reason, failed, error):
-                    _settle(waiter, messages.TrainingOver(reason, failed, error))
-                case Refuse(waiter, error):
-                    _settle(waiter, error)
+                case Answer(waiter, answer):
+                    _settle(waiter, answer)
                 case SetMembers(alive, missing):
                     self._set_members(alive, missing)
                 case FenceTask(task, below):
