@@ -10,12 +10,12 @@ from psync import partitioners as partitioners
 from psync import rules as rules
 from psync import schedules as schedules
 from psync import testing as testing
+from psync.api.accumulators import ConditionalAccumulator as ConditionalAccumulator
 from psync.api.accumulators import GradientResult as GradientResult
-from psync.api.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
-from psync.api.conditional_accumulators import ConditionalAccumulator as ConditionalAccumulator
-from psync.api.conditional_accumulators import (
+from psync.api.accumulators import (
     SparseConditionalAccumulator as SparseConditionalAccumulator,
 )
+from psync.api.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
 from psync.api.datasets import DistributedDataset as DistributedDataset
 from psync.api.datasets import InputOptions as InputOptions
 from psync.api.datasets import PerWorkerDataset as PerWorkerDataset
@@ -33,10 +33,10 @@ from psync.api.optimizers import empty_like as empty_like
 from psync.api.pulls import pull as pull
 from psync.api.reads import cache_variable_reads as cache_variable_reads
 from psync.api.seeing import report as report
-from psync.api.session_hooks import ChiefQueueRunner as ChiefQueueRunner
-from psync.api.session_hooks import SessionHook as SessionHook
-from psync.api.session_hooks import SyncReplicasHook as SyncReplicasHook
 from psync.api.strategy import ParameterServerStrategy as ParameterServerStrategy
+from psync.api.sync_replicas import ChiefQueueRunner as ChiefQueueRunner
+from psync.api.sync_replicas import SessionHook as SessionHook
+from psync.api.sync_replicas import SyncReplicasHook as SyncReplicasHook
 from psync.api.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
 from psync.api.variables import ShardedVariable as ShardedVariable
 from psync.api.variables import Variable as Variable
@@ -139,8 +139,8 @@ from psync.training.saved_objects import SavedState as SavedState
 from psync.training.sidecar_evaluator import Evaluation as Evaluation
 from psync.training.sidecar_evaluator import SidecarEvaluator as SidecarEvaluator
 from psync.training.trainer import Trainer as Trainer
-from psync.worker.dataset_functions import InputContext as InputContext
-from psync.worker.dataset_functions import ValueContext as ValueContext
+from psync.worker.data_sources import InputContext as InputContext
+from psync.worker.data_sources import ValueContext as ValueContext
 from psync.worker.element_specs import TensorSpec as TensorSpec
 
 __all__: list[str]

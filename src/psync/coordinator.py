@@ -1,8 +1,8 @@
 """The coordinator: dispatches closures, settles their results, owns links and recovery.
 
-``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is
-sent at its end, in one message per worker. What workers answer comes in by ``closure_service``;
-``joins`` knows who waits for what, ``recovery`` what becomes of ps tasks that are lost.
+``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is sent at
+its end, in one message per worker. ``Joins`` knows which calls of join wait for what,
+``chief.recovery`` what becomes of ps tasks that are lost.
 """
 
 from __future__ import annotations
@@ -10,54 +10,390 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from psync.checkpoints.ownership import Owner
 from psync.chief import watchdog
-from psync.chief.closure_service import ClosureService, EndedCall
-from psync.chief.cluster_links import ClusterLinks
 from psync.chief.consistent_cut import Cuts
-from psync.chief.creation import Creation
-from psync.chief.declarations import Declaration
+from psync.chief.declarations import Creation, Declaration, OwnOptimizers, Reattachment, reattach
 from psync.chief.events import RollbackEvent
-from psync.chief.joins import Joins, describe_waiting
-from psync.chief.reattachment import OwnOptimizers, Reattachment, reattach
+from psync.chief.links import ClusterLinks
 from psync.chief.recovery import ClusterRecovery
-from psync.chief.schedule_reporter import FinalClosures, ScheduleReporter
+from psync.client.context import LATE_HINT
+from psync.client.ps_client import PsClient
+from psync.client.ps_link import always
 from psync.client.runtime import Runtime
-from psync.closures.closure import Closure, Needs
+from psync.closures.closure import Closure, Identity, Needs, State
 from psync.closures.dispatcher import Dispatch, GiveBack
-from psync.closures.identities import Identity
-from psync.closures.membership import TaskState
-from psync.closures.open import Cancel, Settle
+from psync.closures.membership import ScheduleReports, TaskState
 from psync.closures.queue import Action as QueueAction
-from psync.closures.queue import ClosureQueue
-from psync.closures.schedule_report import ScheduleReports
-from psync.cluster import ClusterSpec
-from psync.errors import ClosedError, DeadlineExceeded
+from psync.closures.queue import Cancel, ClosureQueue, Settle
+from psync.cluster import ClusterSpec, parse_task_name
+from psync.errors import (
+    ClosedError,
+    DeadlineExceeded,
+    FencedError,
+    ParameterServerLost,
+    PsyncError,
+    RemoteProtocolError,
+    UsageError,
+)
 from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
-from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures, starting
+from psync.replicas.closure_messages import (
+    EndedCall,
+    ScheduledCall,
+    ScheduledClosures,
+    starting,
+)
 from psync.replicas.context import forbid_in_merge
 from psync.replicas.gang_runner import GangRunner
+from psync.serialization.failures import rebuild_exception, text_of
 from psync.serialization.functions import FunctionTable
-from psync.serialization.payloads import EMPTY, check_size, pack_arguments
+from psync.serialization.payloads import EMPTY, Payload, check_size, pack_arguments
 from psync.serialization.remote_value import RemoteValue
 from psync.wire import messages
-from psync.wire.messages import (
-    CancelClosures,
-    Done,
-    EndSession,
-    FinishSteps,
-    LeaveCluster,
-    ReachCollective,
-    ReleaseIterators,
-)
+from psync.wire.closure_numbers import pack_kept
 
 logger = logging.getLogger(__name__)
+
+
+NEVER = 1 << 62
+"""The cut-off of a join that ends with an error alone."""
+
+REPORT_EVERY_S = 10.0
+"""A join that has heard of nothing for so long says on whom it waits."""
+
+
+class Joins:
+    """All joins of one coordinator.
+
+    A join waits for the closures that were scheduled before it (ids below its cut-off). An error
+    ends all joins that wait, at once: it has ended everything that they wait for. The end of a
+    worker's data ends none early: each join that waits for the closure that met it raises it when
+    all else that it waits for is done.
+
+    Args:
+        queue: Says which closures are final, and holds the errors.
+        waits_for: Says on whom everybody waits.
+    """
+
+    def __init__(self, queue: ClosureQueue, waits_for: Callable[[], str]) -> None:
+        self._queue = queue
+        self._waits_for = waits_for
+        self._loop = asyncio.get_running_loop()
+        self.heard_at = self._loop.time()  # when a worker last reported
+        self.waiting: dict[asyncio.Future[None], int] = {}  # and the ids below which each waits for
+        self._ends_of_data: dict[asyncio.Future[None], BaseException | None] = {}  # to be raised
+        self._late = Counter[tuple[str, str]]()  # refused operations, by step and operation
+        self._exhausted_at: int | None = None  # lowest closure that met an end of data, not told
+
+        self.stop_reason: str | None = None
+        """Why a step asked for the end of training that the latest join met; None if none did."""
+
+    def add(self, cutoff: int) -> asyncio.Future[None]:
+        """Return a future that ends when all closures with ids below ``cutoff`` are final.
+
+        Whoever waits for it gives it back with ``discard``.
+        """
+        future: asyncio.Future[None] = self._loop.create_future()
+        self.waiting[future] = cutoff
+        return future
+
+    def discard(self, future: asyncio.Future[None]) -> None:
+        """Nobody waits any more."""
+        self.waiting.pop(future, None)
+        self._ends_of_data.pop(future, None)
+        if future.done():
+            future.exception()  # seen, also where whoever waited was cancelled just now
+
+    @contextlib.contextmanager
+    def _joining(self, cutoff: int) -> Iterator[asyncio.Future[None]]:
+        future = self.add(cutoff)
+        self.settle()
+        try:
+            yield future
+        finally:
+            self.discard(future)
+
+    async def wait(
+        self,
+        deadline: float | None,
+        timeout_s: float | None,
+        *futures: asyncio.Future[Any],
+    ) -> None:
+        """Wait until one of the futures is done; say on whom, if it is long.
+
+        Args:
+            futures: Are not looked at further, nor cancelled.
+            deadline: Loop time (seconds) at which to give up; None: never.
+            timeout_s: The seconds that join was given, for the error.
+
+        Raises:
+            DeadlineExceeded: It is not done by then.
+
+        Cancellation: Safe.
+        """
+        while not any(future.done() for future in futures):
+            pause = REPORT_EVERY_S
+            if deadline is not None:
+                pause = min(pause, deadline - self._loop.time())
+                if pause <= 0:
+                    raise DeadlineExceeded(
+                        f"join did not end within {timeout_s:g} s: {self._waits_for()}",
+                        hint="scheduled closures continue; join again, or cancel their "
+                        "RemoteValues",
+                    )
+            done, _ = await asyncio.wait(
+                futures, timeout=pause, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done and self._loop.time() - self.heard_at >= REPORT_EVERY_S:
+                logger.warning("join waits: %s", self._waits_for())
+
+    async def below(
+        self, cutoff: int, deadline: float | None = None, timeout_s: float | None = None
+    ) -> asyncio.Future[None]:
+        """Wait until all closures with ids below ``cutoff`` are final.
+
+        Returns:
+            Done; has the error that a join raises.
+
+        Raises:
+            DeadlineExceeded: As for ``wait``, which explains the other arguments.
+
+        Cancellation: Safe; the next one that waits has the error.
+        """
+        with self._joining(cutoff) as future:
+            await self.wait(deadline, timeout_s, future)
+        return future
+
+    async def run(
+        self, work: Coroutine[Any, Any, Any], deadline: float | None, timeout_s: float | None
+    ) -> None:
+        """Do something that a join waits for, too; see ``wait``. Cancellation: of both.
+
+        Raises:
+            Exception: The error of a closure, or of all of them, that came meanwhile: a ps may be
+                lost for good without which ``work`` has no end.
+        """
+        task = self._loop.create_task(work)
+        try:
+            with self._joining(NEVER) as failed:
+                await self.wait(deadline, timeout_s, task, failed)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait((task,))
+        if failed.done():
+            failed.result()
+        task.result()
+
+    async def collect_into(self, error: Exception, cutoff: int) -> None:
+        """Collect the error that a join would raise, where ``error`` is raised instead.
+
+        If that is another one it becomes the cause of ``error``, or a note.
+
+        Cancellation: Safe; a join still raises it.
+        """
+        collected = (await self.below(cutoff)).exception()
+        if collected is None or collected is error or isinstance(collected, ClosedError):
+            return
+        if error.__cause__ is None:
+            error.__cause__ = collected
+        else:
+            error.add_note(f"also failed: {type(collected).__name__}: {text_of(collected)}")
+
+    def note_final(self, closures: Sequence[Closure]) -> None:
+        """Look for closures whose data had ended."""
+        for closure in closures:
+            if closure.state is State.EXHAUSTED and (
+                self._exhausted_at is None or closure.id < self._exhausted_at
+            ):
+                self._exhausted_at = closure.id
+
+    def note_late(self, worker: str, step: str, operation: str, times: int) -> None:
+        """A worker has refused an operation whose step had returned; a join will raise that."""
+        if (step, operation) not in self._late:
+            logger.warning(
+                '%s: %s in step "%s" was refused, because the step had returned; join raises it\n'
+                "hint: %s", worker, operation, step, LATE_HINT,
+            )  # fmt: skip
+        self._late[step, operation] += times
+
+    def take_late(self) -> UsageError | None:
+        """Return the error of operations that were refused since this was asked last."""
+        if not self._late:
+            return None
+        texts = [
+            f'{operation} in step "{step}"{f" ({times} times)" if times > 1 else ""}'
+            for (step, operation), times in self._late.items()
+        ]
+        self._late.clear()
+        return UsageError(
+            f"refused, because the step had returned: {'; '.join(_some(texts))}",
+            hint=LATE_HINT,
+        )
+
+    def settle(self) -> None:
+        """End the joins that are over."""
+        ready = {f: cutoff for f, cutoff in self.waiting.items() if self._queue.is_settled(cutoff)}
+        if ready:
+            self.stop_reason = self._queue.requested_stop
+        if ready and self._queue.has_failed:
+            self.fail(self._collect())
+            return
+        exhausted = self._exhausted_at
+        if exhausted is not None and any(cutoff > exhausted for cutoff in ready.values()):
+            error = self._collect()
+            concerned = [f for f, cutoff in self.waiting.items() if cutoff > exhausted]
+            self._ends_of_data |= dict.fromkeys(concerned, error)
+        for future in ready:
+            self._end(future, self._ends_of_data.pop(future, None))
+        if ready and self.stop_reason is not None:
+            self._collect()  # what is scheduled now runs
+
+    def fail(self, error: BaseException | None) -> None:
+        """End all joins with an error."""
+        for future in list(self.waiting):
+            self._end(future, error)
+
+    def warn_of_leftovers(self) -> None:
+        """Say what closing now throws away: who forgets ``join`` would take it for done."""
+        counts = self._queue.statistics()
+        if left := counts.waiting + counts.queued + counts.in_flight:
+            logger.warning("closing cancels %d unfinished closures; join was not awaited", left)
+        if self._queue.ready_to_raise and (collected := self._queue.collect_error()):
+            name, text = type(collected[0]).__name__, text_of(collected[0]).partition("\nhint:")[0]
+            logger.warning("closing without join; join would have raised %s: %s", name, text)
+
+    def _collect(self) -> BaseException | None:
+        self._exhausted_at = None
+        collected = self._queue.collect_error()
+        if collected is None:
+            return None
+        first, others = collected
+        # When a ps is lost, all steps that run fail with the same error.
+        texts = Counter(_line(other) for other in others)
+        if alike := texts.pop(_line(first), 0):
+            first.add_note(f"{alike} more failed likewise")
+        for text, count in texts.items():
+            times = f" ({count} times)" if count > 1 else ""
+            first.add_note(f"also failed{times}: {text}")
+        return first
+
+    def _end(self, future: asyncio.Future[None], error: BaseException | None) -> None:
+        del self.waiting[future]
+        if future.done():  # whoever waited was cancelled
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+MAX_NAMED = 5
+"""Closures or tasks in a description: it is repeated in the log, and there may be hundreds."""
+
+
+def _some(names: Sequence[str]) -> list[str]:
+    """Return the first few, and how many more there are."""
+    more = len(names) - MAX_NAMED
+    return [*names[:MAX_NAMED], f"and {more} more"] if more > 0 else list(names)
+
+
+def describe_waiting(
+    queue: ClosureQueue,
+    missing: Sequence[tuple[str, str]],
+    others: Sequence[str],
+    gone: Sequence[str] = (),
+) -> str:
+    """Say what runs where, and what else is not done; of what is many, a few are named.
+
+    Args:
+        queue: Of the coordinator.
+        missing: (name, address) of the tasks that are waited for.
+        others: What else is waited for.
+        gone: Workers that have left.
+    """
+    counts = queue.statistics()
+    running: dict[str, Closure] = {}
+    for worker, closure in queue.in_flight():
+        running.setdefault(worker, closure)
+    parts = _some([f"{closure} on {worker}" for worker, closure in running.items()])
+    behind = counts.waiting + counts.queued + counts.in_flight - len(running)
+    if behind:
+        parts.append(f"{behind} more wait for their turn")
+    if not counts.workers:
+        names = ", ".join(_some([f"{task} at {address}" for task, address in missing]))
+        left = f"{', '.join(_some(gone))} left" if gone else ""
+        awaited = f"waiting for {names}" if names else "waiting for one to come"
+        parts.append(f"no worker is connected ({'; '.join(filter(None, (left, awaited)))})")
+    text = "; ".join([*parts, *others]) or "nothing"
+    if queue.has_failed:
+        return f"there is an error, raised as soon as these steps have stopped: {text}"
+    return text
+
+
+MAX_ERROR_CHARS = 300
+"""Of an error that the status of the cluster shows; ``join`` raises all of it."""
+
+
+FINAL_EVERY = 1024
+"""ps tasks are told that closures are final whenever this many more are, or a quarter of those that
+are kept: these are listed each time, and a rollback may have undone a million data shards."""
+
+
+@dataclass(eq=False)
+class FinalClosures:
+    """Tells ps tasks which closures are final: late updates of these are refused.
+
+    A ps ignores a number that is lower than one it knows, with what is kept. So ``told`` never goes
+    down, not even after an error, when it is above the low-water mark for a while.
+    """
+
+    queue: ClosureQueue
+    ps: PsClient
+    told: int = 0
+    refused: bool = False  # whether ps tasks refuse all that was scheduled before an error
+    num_kept: int = 0  # that were told last
+
+    def look(self, at_least: int | None = None) -> None:
+        """Tell them if so many more closures are final than they know; see ``FINAL_EVERY``."""
+        if at_least is None:
+            at_least = max(FINAL_EVERY, self.num_kept // 4)
+        if self.queue.low_water() - self.told >= at_least:
+            self.told = self.queue.low_water()
+            self.tell_again()
+
+    def look_for_errors(self) -> None:
+        """Let steps be refused that compute on their loop and have not heard of an error yet."""
+        if self.queue.has_failed != self.refused:
+            self.refused = not self.refused
+            if self.refused:
+                self.told = self.queue.next_id
+                self.tell_again()
+
+    def tell_again(self) -> None:
+        """Tell them what they were told last: they may know nothing of it."""
+        kept = self.queue.kept(self.told)
+        self.num_kept = len(kept)
+        message, segments = messages.FinalBelow(self.told, self.ps.timeline), pack_kept(kept)
+        for link in self.ps.links:  # one that is not connected hears of the next, higher number
+            link.notify(message, segments)
+
+
+def _index(worker: str) -> int:
+    return parse_task_name(worker)[1]
+
 
 SETTLE_S = 0.1
 """Nothing is sent for this long after a loss. Workers that died at the same time are noticed first:
@@ -139,11 +475,11 @@ class Coordinator:
         self.links.workers.on_joined = self._worker_joined
         self.links.workers.on_lost = self._worker_lost
         self.links.workers.on_forgotten = self._worker_forgotten
-        self.workers = self.links.workers.attached
+        self.workers = self.links.workers
         self.gangs = GangRunner(
             self._queue, self.functions, self._closures, platform.limits,
             main_by_name=main_by_name, ready=self.workers.ready,
-            is_current=self.workers.is_current, prepare=self._prepare, perform=self.perform,
+            current=self.workers.current, prepare=self._prepare, perform=self.perform,
             waits_for=self.waits_for,
         )  # fmt: skip
         self._reports = ScheduleReports(self.links.workers.names(), self._queue)
@@ -151,24 +487,21 @@ class Coordinator:
         self.events = self.links.events
         self.cuts = Cuts(self.links.ps, functools.partial(self._creation.ensure, last=True))
         self.recovery = ClusterRecovery(
-            self.links, self._queue, self.gangs, self._reports, self._creation, self.events, own,
-            perform=self.perform, tell_again=self._tell_again,
-            ps_timeout_s=options.ps_timeout_s, has_backups=has_backups,
-        )  # fmt: skip
-        service = self.parts.of(ClosureService)(
-            self._queue, self._closures, self.functions, self._reports, self.workers,
-            perform=self.perform, will_recover=self.recovery.will_recover,
-            note_late=self.joins.note_late, results_came=self._results_came,
+            self.links, self._queue, self.gangs, self._reports, self._creation, own,
+            perform=self.perform, tell_again=self._tell_again, has_backups=has_backups,
         )  # fmt: skip
         self.links.endpoint.handlers.update({
-            **service.handlers(),
-            ReachCollective: Handler(self.gangs.reached),
-            LeaveCluster: Handler(self._worker_leaves),
-            EndSession: Handler(self._session_ends),
+            messages.ClosureResults: Handler(self._results),
+            messages.GivenBack: Handler(self._given_back),
+            messages.FetchFunction: Handler(self._fetch_function),
+            messages.FetchArguments: Handler(self._fetch_arguments),
+            messages.ReachCollective: Handler(self.gangs.reached),
+            messages.LeaveCluster: Handler(self._worker_leaves),
+            messages.EndSession: Handler(self._session_ends),
         })  # fmt: skip
         self.runtime = Runtime(self.links.ps, origin, program, self._ensure_created)
-        self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports)
-        self._final = FinalClosures(self._queue, self.links.final_below)
+        self._report_due = asyncio.Event()  # set when the schedule has changed
+        self._final = FinalClosures(self._queue, self.links.ps)
         self._dispatch_due = False  # ``_dispatch`` comes in this turn of the loop
         self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused
         self._tasks: set[asyncio.Task[None]] = set()  # that end with the coordinator
@@ -196,7 +529,7 @@ class Coordinator:
             await self._creation.ensure()  # what does not fit is told here, as far as it is known
         await self.recovery.first_backups(options.connect_timeout_s, attached=self.left is not None)
         self.recovery.started()
-        self._begin(self._reporter.run(), "the schedule is no longer reported")
+        self._begin(self._report_schedule(), "the schedule is no longer reported")
         if options.closure_timeout_s is not None:
             limit_s = options.closure_timeout_s
             watch = watchdog.watch_closures(self._queue, limit_s, self.workers.waits, self._give_up)
@@ -217,6 +550,34 @@ class Coordinator:
         self._tasks.add(task := self.loop.create_task(work))
         task.add_done_callback(ended)
         return task
+
+    async def _report_schedule(self) -> None:
+        """Report the schedule to ps 0 once a worker waits for others, and then each change.
+
+        One report at a time, so of the states that follow one another meanwhile only the last.
+        """
+        link, versions = self.links.ps.links[0], itertools.count(1)
+        self._report_due.set()
+        try:
+            await link.call(always(messages.AwaitWaiters()))
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(self._reports.next_deadline()):
+                        await self._report_due.wait()
+                self._report_due.clear()
+                if (state := self._reports.decide(self.loop.time())) is not None:
+                    message = messages.ReportSchedule(
+                        next(versions),
+                        [(_index(worker), incarnation) for worker, incarnation in state.workers],
+                        list(state.missing),
+                        state.queued,
+                        [(closure, _index(worker)) for closure, worker in state.in_flight],
+                    )
+                    await link.call(always(message))
+        except (ParameterServerLost, FencedError, ClosedError) as exc:
+            logger.debug("the schedule is no longer reported: %s", exc)  # others say why
+        except PsyncError as exc:
+            logger.error("the schedule is no longer reported: %s", exc)
 
     async def close(self) -> None:
         """Cancel what is not final and close all connections.
@@ -349,7 +710,7 @@ class Coordinator:
             await self.joins.collect_into(error, self._queue.next_id)
 
     async def _finish_steps(self, deadline: float | None, timeout_s: float | None) -> None:
-        finish = self.links.ps.links[0].call(lambda _: FinishSteps())
+        finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
         await self.joins.run(finish, deadline, timeout_s)
 
     def waits_for(self) -> str:
@@ -390,7 +751,7 @@ class Coordinator:
 
     def release_iterators(self, uid: str) -> None:
         """Let workers drop an iterator that nothing here refers to any more."""
-        self.workers.notify_all(ReleaseIterators([uid]))
+        self.workers.notify_all(messages.ReleaseIterators([uid]))
         self._queue.dispatcher.forget(uid)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
@@ -466,16 +827,113 @@ class Coordinator:
         )
         self.links.workers.end_session(worker, error, blame=True)
 
-    def _worker_leaves(self, request: Request[LeaveCluster]) -> None:
+    def _worker_leaves(self, request: Request[messages.LeaveCluster]) -> None:
         peer, message = request.peer, request.message
         if self.links.workers.leaves(peer, message):
             self.perform(self._queue.worker_leaves(peer.task))
-        request.answer(Done())
+        request.answer(messages.Done())
 
-    def _session_ends(self, request: Request[EndSession]) -> None:
+    def _session_ends(self, request: Request[messages.EndSession]) -> None:
         peer, message = request.peer, request.message
         self.links.workers.session_ends(peer, message)
-        request.answer(Done())
+        request.answer(messages.Done())
+
+    # What workers say of closures.
+
+    def _results(self, request: Request[messages.ClosureResults]) -> None:
+        peer, message, segments = request.peer, request.message, request.segments
+        if (worker := self.workers.current(peer)) is None:
+            return  # of a worker that was given up: its closures run elsewhere
+        worker.heard_at = self.loop.time()
+        ended = []
+        for number, updates in message.updates or ():
+            closure = self._closures.get(number)
+            call = None if closure is None else closure.payload
+            ended.append(EndedCall(number, updates, closure, call))
+        if message.stop is not None:  # before the ends that a join waits for
+            closure_id, reason = message.stop
+            closure = self._closures.get(closure_id)
+            if self._queue.ending is None:
+                logger.info("training stops: %s (%s on %s)", reason, closure, peer.task)
+            self.perform(self._queue.request_stop(reason))
+        finished: list[tuple[int, Payload]] = []
+        at = 0
+        for closure_id, outcome, count, error in message.results:
+            payload = Payload.from_segments(segments[at : at + count]) if count else EMPTY
+            at += count
+            if outcome == "ok":
+                finished.append((closure_id, payload))
+                continue
+            self._finished(peer.task, finished, message.mean_seconds)
+            finished = []
+            self._ended(peer.task, closure_id, outcome, error, payload if count else None)
+        for step, operation, times in message.late or ():
+            self.joins.note_late(peer.task, step, operation, times)
+        self._finished(peer.task, finished, message.mean_seconds)
+        self._results_came(ended)
+
+    def _finished(
+        self, worker: str, results: Sequence[tuple[int, Payload]], mean_seconds: float
+    ) -> None:
+        """Closures ended with values, which are there before anything that needs them is sent."""
+        if not results:
+            return
+        ids = [closure_id for closure_id, _ in results]
+        actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
+        self._reports.has_data(worker)
+        for closure_id, payload in results:
+            closure = self._closures[closure_id]
+            value = closure.payload.value()
+            if value is not None and closure.state is State.FINISHED:
+                value._set_payload(payload)
+        self.perform(actions)
+
+    def _ended(
+        self,
+        worker: str,
+        closure_id: int,
+        outcome: str,
+        error: Sequence[str] | None,
+        payload: Payload | None,
+    ) -> None:
+        if outcome == "cancelled":
+            self.perform(self._queue.cancelled(worker, closure_id))
+            return
+        if error is None or outcome not in ("error", "end_of_data"):
+            raise RemoteProtocolError(f"{worker}: closure {closure_id} ended as {outcome!r}")
+        type_name, text, traceback_text = error
+        exc = rebuild_exception(worker, type_name, text, traceback_text, payload)
+        if outcome == "end_of_data":
+            closure = self._closures.get(closure_id)
+            actions = self._queue.end_of_data(worker, closure_id, exc)  # raises if not its own
+            if closure is not None and closure.is_final:
+                self._reports.out_of_data(worker)
+            self.perform(actions)
+        elif not (isinstance(exc, ParameterServerLost) and self.recovery.will_recover(exc)):
+            closure = self._closures.get(closure_id)
+            actions = self._queue.failed(worker, closure_id, exc)  # raises if not its own
+            self.workers.note_error(worker, f"{closure}: {type_name}: {text}"[:MAX_ERROR_CHARS])
+            self.perform(actions)
+
+    def _given_back(self, request: Request[messages.GivenBack]) -> None:
+        peer, message = request.peer, request.message
+        if self.workers.current(peer) is not None:
+            self.perform(self._queue.given_back(peer.task, message.closures))
+
+    def _fetch_function(self, request: Request[messages.FetchFunction]) -> None:
+        peer, message = request.peer, request.message
+        function = self.functions.lookup(message.key)
+        if function is None:
+            raise UsageError(f"{peer.task} asked for a function that is no longer needed")
+        request.answer(messages.Function(function.name), function.payload.segments)
+
+    def _fetch_arguments(self, request: Request[messages.FetchArguments]) -> None:
+        peer, message = request.peer, request.message
+        closure = self._closures.get(message.closure)
+        if closure is None:
+            raise UsageError(f"{peer.task} asked for closure {message.closure}, which has ended")
+        segments, counts = closure.payload.segments()
+        request.answer(messages.Arguments(len(segments) - sum(counts), counts), segments)
 
     # What closures come to.
 
@@ -492,14 +950,15 @@ class Coordinator:
             elif isinstance(action, Dispatch):
                 self._send(action)
             elif isinstance(action, Cancel):
-                self.workers.notify(action.worker, CancelClosures(list(action.ids)))
+                self.workers.notify(action.worker, messages.CancelClosures(list(action.ids)))
             elif isinstance(action, GiveBack):
                 self.workers.notify(action.worker, messages.GiveBack(list(action.ids)))
-        if self._queue.has_failed is not self._final.refused:
+        if bool(self._queue.pending_errors) is not self._final.refused:
             self._final.look_for_errors()
         if self.joins.waiting:
             self.joins.settle()
-        self._reporter.look()
+        if self._reports.look():
+            self._report_due.set()
         if self.gangs.runs:
             self.gangs.look(replicas)
 
@@ -530,5 +989,6 @@ class Coordinator:
 
     def _tell_again(self) -> None:
         """ps tasks know nothing of what they were told: tell them how far closures are."""
-        self._reporter.look()
+        if self._reports.look():
+            self._report_due.set()
         self._final.tell_again()

@@ -37,27 +37,10 @@ from psync.net.shielding import shielded
 from psync.net.trace import SpanRecorder
 from psync.net.transport import Listener
 from psync.numerics.memory import BlockPool
+from psync.wire import messages
 from psync.wire.codec import Message
-from psync.wire.messages import (
-    AskPosition,
-    AskSpans,
-    AskStatistics,
-    AttachWorker,
-    CancelClosures,
-    CoordinatorGranted,
-    Done,
-    GiveBack,
-    GrantCoordinator,
-    LeaveCluster,
-    ReleaseIterators,
-    RunClosures,
-    RunReplica,
-    Shutdown,
-    Statistics,
-)
 from psync.worker.iterators import IteratorTable
-from psync.worker.session import Session
-from psync.worker.traced import watch_session
+from psync.worker.session import Session, watch_session
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +74,7 @@ class WorkerTask:
         )
         self._recorder = SpanRecorder(platform, self.task)
         self._recorder.watch_endpoint(self._endpoint)
-        self._endpoint.handlers[AskSpans] = Handler(self._recorder.answer)
+        self._endpoint.handlers[messages.AskSpans] = Handler(self._recorder.answer)
         self._unwatch = contextlib.ExitStack()  # the session
         self._session: Session | None = None
         self._newest_coordinator = 0  # the highest incarnation of one that was served
@@ -147,11 +130,11 @@ class WorkerTask:
         finally:
             self.stopped.set()
 
-    def _leave_soon(self, request: Request[LeaveCluster]) -> None:
+    def _leave_soon(self, request: Request[messages.LeaveCluster]) -> None:
         peer, message = request.peer, request.message
         self._session_of(peer)
         self._begin_leaving(message.reason, "")
-        request.answer(Done())
+        request.answer(messages.Done())
 
     def _begin_leaving(self, reason: str, hint: str) -> asyncio.Task[None]:
         if self._leaving is None:
@@ -172,19 +155,23 @@ class WorkerTask:
 
     def _handlers(self) -> dict[type[Message], Handler]:
         return {
-            AttachWorker: Handler(self._attach),
-            RunClosures: self._told(lambda session: session.run_closures),
-            RunReplica: self._told(lambda session: session.run_replica),
-            GiveBack: self._told(lambda session: session.give_back),
-            CancelClosures: self._told(lambda session: session.cancel_closures),
-            ReleaseIterators: self._told(lambda session: session.release_iterators),
-            AskPosition: Handler(self._position),
-            LeaveCluster: Handler(self._leave_soon),
-            GrantCoordinator: Handler(
-                lambda request: request.answer(CoordinatorGranted(self._newest_coordinator))
+            messages.AttachWorker: Handler(self._attach),
+            messages.RunClosures: self._told(lambda session: session.run_closures),
+            messages.RunReplica: self._told(lambda session: session.run_replica),
+            messages.GiveBack: self._told(lambda session: session.give_back),
+            messages.CancelClosures: self._told(lambda session: session.cancel_closures),
+            messages.ReleaseIterators: self._told(lambda session: session.release_iterators),
+            messages.AskPosition: Handler(self._position),
+            messages.LeaveCluster: Handler(self._leave_soon),
+            messages.GrantCoordinator: Handler(
+                lambda request: request.answer(
+                    messages.CoordinatorGranted(self._newest_coordinator)
+                )
             ),
-            AskStatistics: Handler(lambda request: request.answer(Statistics(self.statistics()))),
-            Shutdown: Handler(self._shutdown),
+            messages.AskStatistics: Handler(
+                lambda request: request.answer(messages.Statistics(self.statistics()))
+            ),
+            messages.Shutdown: Handler(self._shutdown),
         }
 
     def _told(self, method_of: Callable[[Session], Callable[..., None]]) -> Handler:
@@ -200,7 +187,7 @@ class WorkerTask:
 
         return Handler(run)
 
-    def _position(self, request: Request[AskPosition]) -> None:
+    def _position(self, request: Request[messages.AskPosition]) -> None:
         peer, message = request.peer, request.message
         request.answer(self._session_of(peer).iterator_position(message))
 
@@ -228,7 +215,7 @@ class WorkerTask:
             session.control.abort()  # without the other lane this one is of no use
             session.bulk.abort()
 
-    def _attach(self, request: Request[AttachWorker]) -> None:
+    def _attach(self, request: Request[messages.AttachWorker]) -> None:
         peer, message = request.peer, request.message
         if not peer.task.startswith("/job:chief/") or peer.lane != "control":
             raise UsageError(
@@ -262,7 +249,7 @@ class WorkerTask:
         )
         self._unwatch.callback(self._recorder.watch_endpoint(clients))
         self._unwatch.callback(watch_session(self._recorder, self._session))
-        request.answer(Done())
+        request.answer(messages.Done())
 
     def _lost_ps(self, error: ParameterServerLost) -> None:
         """A ps cannot be reached from here: begin anew, once the coordinator says so.
@@ -278,7 +265,7 @@ class WorkerTask:
         session.stop(error.message)
         self._end_session()
 
-    def _shutdown(self, request: Request[Shutdown]) -> None:
+    def _shutdown(self, request: Request[messages.Shutdown]) -> None:
         peer, message = request.peer, request.message
         if not peer.task.startswith("/job:chief/"):
             raise UsageError(f"{self.task}: expected a coordinator, got {peer.task}")
@@ -287,7 +274,7 @@ class WorkerTask:
             raise self._fenced(peer, session.attach.coordinator)
         logger.info("%s: %s asks it to stop: %s", self.task, peer.task, message.reason)
         self.stopped.set()
-        request.answer(Done())
+        request.answer(messages.Done())
 
     def _fenced(self, peer: Connection, newest: int) -> FencedError:
         return FencedError(

@@ -18,8 +18,7 @@ import psync
 from memory_cluster import coordinating, replicated
 from psync.api.data_shards import Visits
 from psync.closures import dispatcher
-from psync.closures.closure import Closure
-from psync.closures.identities import Identity
+from psync.closures.closure import Closure, Identity
 from psync.closures.queue import ClosureQueue
 from psync.errors import (
     CheckpointMismatch,

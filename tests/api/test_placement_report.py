@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from psync.api.placement_report import report_of
+from psync.api.strategy import report_of
 from psync.specs import ShardSpec, VariableSpec
 
 SHARDS = tuple(

@@ -11,7 +11,7 @@ import pytest
 
 import psync
 from memory_cluster import cluster_of, coordinating
-from psync.api.coordinator_options import MAX_REPORTED
+from psync.api.cluster_coordinator import MAX_REPORTED
 from psync.errors import ClosedError, ConfigurationError, UsageError
 from psync.status.dashboard.run_log import FinishedRun
 from psync.status.model import ShardStatus

@@ -9,7 +9,7 @@ import pytest
 import psync
 from memory_cluster import cluster_of, coordinating
 from ps_cluster import heard, until
-from psync.api.session_hooks import ChiefQueueRunner, SyncReplicasHook
+from psync.api.sync_replicas import ChiefQueueRunner, SyncReplicasHook
 from psync.wire.messages import AwaitEnd, EndTraining
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.api.on_read import aggregating, repeated, spread
+from psync.api.variables import aggregating, repeated, spread
 from psync.errors import ReplicaValueError
 from psync.numerics.sums import at_once
 from psync.specs import VariableAggregation

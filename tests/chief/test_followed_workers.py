@@ -10,8 +10,7 @@ import pytest
 
 from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
-from psync.chief.cluster_links import ClusterLinks
-from psync.chief.followed_workers import FollowedWorkers
+from psync.chief.links import ClusterLinks, FollowedWorkers
 from psync.closures.queue import ClosureQueue
 
 pytestmark = pytest.mark.virtual_time

@@ -7,10 +7,9 @@ import asyncio
 import pytest
 
 from local_training import at_once
-from psync.chief.joins import Joins, describe_waiting
 from psync.closures.closure import Closure
-from psync.closures.open import Settle
-from psync.closures.queue import ClosureQueue
+from psync.closures.queue import ClosureQueue, Settle
+from psync.coordinator import Joins, describe_waiting
 from psync.errors import DeadlineExceeded, EndOfData, ParameterServerLost
 
 WORKERS = ("w0", "w1")
@@ -46,13 +45,13 @@ def test_a_join_ends_when_all_below_its_cutoff_are_final():
     world = World()
     first, both = world.joins.add(1), world.joins.add(2)
     world.joins.settle()
-    assert len(world.joins) == 2
+    assert len(world.joins.waiting) == 2
     world.tell(world.queue.finished("w0", [0], 0.0))
     assert first.done()
     assert not both.done()
     world.tell(world.queue.finished("w1", [1], 0.0))
     assert both.result() is None
-    assert len(world.joins) == 0
+    assert len(world.joins.waiting) == 0
 
 
 @pytest.mark.usefixtures("turns")
@@ -159,7 +158,7 @@ def test_whoever_has_gone_is_told_nothing():
     cancelled.cancel()
     world.tell(world.queue.finished("w0", [0], 0.0))
     assert not gone.done()
-    assert len(world.joins) == 0
+    assert len(world.joins.waiting) == 0
     world.joins.discard(gone)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
-from psync.chief.cluster_links import ClusterLinks
+from psync.chief.links import ClusterLinks
 
 pytestmark = pytest.mark.virtual_time
 

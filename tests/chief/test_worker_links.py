@@ -10,8 +10,8 @@ import pytest
 
 from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
-from psync.chief.cluster_links import ClusterLinks
-from psync.closures.flapping import ALONE_S, FIRST_S
+from psync.chief.links import ClusterLinks
+from psync.closures.membership import ALONE_S, FIRST_S
 from psync.errors import ConnectFailed, ProtocolError
 from psync.wire.messages import EndSession
 from psync.worker_task import WorkerTask
@@ -77,7 +77,7 @@ async def test_the_last_worker_is_never_set_aside_though_all_die_again_and_again
         for kill in range(60):  # each of the two is lost more often than is borne
             cluster.network.cut(f"worker-{kill % 2}:1")
             await asyncio.sleep(ALONE_S + 0.5)
-            assert links.workers.attached, f"all are set aside after {kill + 1} losses"
+            assert links.workers.ready(), f"all are set aside after {kill + 1} losses"
     assert "it is set aside for 30 s" in caplog.text
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from psync.closures.closure import Closure
-from psync.closures.open import QueueErrors, error_of, loss_error, root_of, without_input
-from psync.errors import ClosureError, ClosureInputError, EndOfData, WorkerLost
+from psync.closures.queue import ClosureQueue, error_of, loss_error, root_of, without_input
+from psync.errors import ClosureCancelled, ClosureError, ClosureInputError, WorkerLost
 
 
 def ended(closure_id: int, error: BaseException) -> Closure:
@@ -15,41 +15,39 @@ def ended(closure_id: int, error: BaseException) -> Closure:
     return closure
 
 
-def test_errors_are_collected_once_with_the_end_of_data_behind_them() -> None:
-    errors = QueueErrors()
-    first, further, at_end = ValueError("first"), ValueError("further"), EndOfData("no more")
-    errors.note_end_of_data(ended(0, at_end))
-    errors.note_end_of_data(ended(1, EndOfData("a later one")))
-    errors.pending += [first, further]
-    assert errors.collect() == (first, (further, at_end))
-    assert errors.collect() is None
-
-
-def test_an_end_of_data_alone_is_the_first() -> None:
-    errors, at_end = QueueErrors(), EndOfData("no more")
-    errors.note_end_of_data(ended(0, at_end))
-    assert errors.collect() == (at_end, ())
-
-
-def test_what_was_collected_ends_nothing_any_more_unless_all_is_stopped() -> None:
-    errors = QueueErrors()
-    errors.ending = "closure 0 failed"
-    errors.collect()
-    assert errors.ending is None
-    errors.ending, errors.stopped = "the coordinator was closed", True
-    errors.collect()
-    assert errors.ending == "the coordinator was closed"
+def failed_queue(error: BaseException) -> ClosureQueue:
+    queue = ClosureQueue()
+    queue.fail(error)
+    return queue
 
 
 def test_a_cancelled_closure_says_why_and_whether_it_is_of_use_to_schedule_it_again() -> None:
-    errors, closure = QueueErrors(), Closure(3, name="step")
-    assert str(errors.cancelled(closure)) == "closure 3 (step) was cancelled"
-    errors.ending = "closure 0 failed"
-    error = errors.cancelled(closure)
-    assert error.message == "closure 3 (step) was cancelled: closure 0 failed"
-    assert error.hint == "schedule it again after join has raised the error"
-    errors.stopped = True
-    assert errors.cancelled(closure).hint is None
+    texts = []
+    queues = ClosureQueue(), failed_queue(ValueError("no")), ClosureQueue()
+    queues[2].stop()
+    for queue in queues:
+        queue.schedule(closure := Closure(3, name="step"))
+        queue.cancel(3)
+        assert isinstance(closure.error, ClosureCancelled)
+        texts.append((closure.error.message, closure.error.hint))
+    assert texts == [
+        ("closure 3 (step) was cancelled", None),
+        (
+            "closure 3 (step) was cancelled: no",
+            "schedule it again after join has raised the error",
+        ),
+        ("closure 3 (step) was cancelled: the coordinator was closed", None),
+    ]
+
+
+def test_what_was_collected_ends_nothing_any_more_unless_all_is_stopped() -> None:
+    queue = failed_queue(ValueError("no"))
+    assert queue.ending == "no"
+    assert queue.collect_error() is not None
+    assert queue.ending is None
+    queue.stop()
+    queue.collect_error()
+    assert queue.ending == "the coordinator was closed"
 
 
 def test_an_input_error_has_the_first_error_of_the_chain_as_its_cause() -> None:

@@ -9,7 +9,7 @@ from psync.closures.dispatcher import ClosureOrder
 def taken(order: ClosureOrder) -> list[int]:
     """The ids of all that are queued, from the first on; none is left."""
     ids = []
-    while order:
+    while order.closures:
         closure = order.first()
         order.discard(closure)
         ids.append(closure.id)
@@ -27,7 +27,7 @@ def order_of(fresh: list[int], late: list[int]) -> ClosureOrder:
 
 def test_closures_come_in_the_order_in_which_they_were_added() -> None:
     order = order_of([1, 2, 5], [])
-    assert (len(order), taken(order), len(order)) == (3, [1, 2, 5], 0)
+    assert (len(order.closures), taken(order), len(order.closures)) == (3, [1, 2, 5], 0)
 
 
 def test_closures_that_come_late_have_kept_their_places() -> None:

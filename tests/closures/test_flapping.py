@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.closures.flapping import FIRST_S, LONGEST_S, WINDOW_S, Flapping
+from psync.closures.membership import FIRST_S, LONGEST_S, WINDOW_S, Flapping
 from psync.errors import ConfigurationError
 
 W0, W1 = "/job:worker/task:0", "/job:worker/task:1"

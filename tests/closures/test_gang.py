@@ -12,9 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from psync.closures.closure import Closure, Replica, State
 from psync.closures.dispatcher import Dispatch
 from psync.closures.gang import Answer, Gang, GangState, Merge, Refuse, Stop, StopMerging
-from psync.closures.open import Cancel, Settle
-from psync.closures.queue import ClosureQueue
-from psync.closures.schedule_report import ScheduleReports
+from psync.closures.membership import ScheduleReports
+from psync.closures.queue import Cancel, ClosureQueue, Settle
 from psync.errors import (
     ClosureCancelled,
     EndOfData,

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from psync.closures.closure import Closure, Replica, State
-from psync.closures.open import Barrier
-from psync.closures.queue import Action
+from psync.closures.queue import Action, Barrier
 from queue_machine import ClosureQueueMachine
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psync.closures.closure import Closure
-from psync.closures.identities import Identity
+from psync.closures.closure import Closure, Identity
 from psync.closures.queue import ClosureQueue
 from psync.wire.closure_numbers import MAX_RUN, first_of, numbered
 

@@ -11,8 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from psync.closures.flapping import ALONE_S, LONGEST_S, Flapping
-from psync.closures.membership import Fence, Membership, TaskState
+from psync.closures.membership import ALONE_S, LONGEST_S, Fence, Flapping, Membership, TaskState
 
 PS = ("/job:ps/task:0", "/job:ps/task:1")
 WORKERS = tuple(f"/job:worker/task:{index}" for index in range(4))

@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 
 from psync.closures.closure import Closure, Replica, State
 from psync.closures.dispatcher import Dispatch, GiveBack, WorkerStatistics
-from psync.closures.open import Cancel, Settle
 from psync.closures.queue import (
     MAX_LOSSES,
     RECENT_LOSSES,
     Action,
+    Cancel,
     ClosureQueue,
     Losses,
     QueueStatistics,
+    Settle,
 )
 from psync.errors import (
     ClosureCancelled,
@@ -350,7 +351,7 @@ def test_error_is_raised_when_nothing_runs_any_more_and_only_once() -> None:
     bench.run(0, 1, 2, 3, 4)
     error = ValueError("boom")
     bench.queue.failed("a", 0, error)
-    assert bench.queue.pending_errors == (error,)
+    assert bench.queue.pending_errors == [error]
     assert not bench.queue.is_settled(bench.queue.next_id)
     with pytest.raises(
         LocalProtocolError, match=r"^the error was collected while 2 closures were in flight$"
@@ -362,7 +363,7 @@ def test_error_is_raised_when_nothing_runs_any_more_and_only_once() -> None:
     assert bench.queue.ready_to_raise
     assert bench.queue.is_settled(bench.queue.next_id)
     assert bench.queue.collect_error() == (error, ())
-    assert bench.queue.pending_errors == ()
+    assert bench.queue.pending_errors == []
     assert not bench.queue.has_failed
     assert not bench.queue.ready_to_raise
     assert bench.queue.is_settled(bench.queue.next_id)

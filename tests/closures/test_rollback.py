@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psync.closures import rollback
-from psync.closures.closure import Closure
-from psync.closures.identities import Identities, Identity
+from psync.closures.closure import Closure, Identities, Identity
 from psync.closures.rollback import CutCalls, EndedClosures, KeptCalls, Undone
 from psync.store.ledger_snapshot import LedgerState
 from psync.store.snapshot_state import SnapshotState

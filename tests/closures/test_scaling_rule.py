@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from psync.closures.dispatcher import WorkerStatistics
+from psync.closures.membership import AdaptiveRule, Load, changes
 from psync.closures.queue import ClosureQueue, QueueStatistics
-from psync.closures.scaling_rule import AdaptiveRule, Load, changes
 from psync.errors import ConfigurationError
 
 

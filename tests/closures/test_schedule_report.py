@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from psync.closures.closure import Closure
+from psync.closures.membership import RETURN_S, SETTLE_S, ScheduleReports, ScheduleState
 from psync.closures.queue import ClosureQueue
-from psync.closures.schedule_report import RETURN_S, SETTLE_S, ScheduleReports, ScheduleState
 from psync.errors import EndOfData
 
 A, B, C = "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:3"

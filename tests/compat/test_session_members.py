@@ -14,23 +14,30 @@ from psync.compat.session_members import (
     DESERTED_S,
     GRACE_S,
     Action,
+    Answer,
     CloseTokens,
-    Enter,
     FenceTask,
-    Refuse,
-    Release,
     SessionMembers,
     SetMembers,
-    TellOver,
 )
 from psync.errors import FencedError
+from psync.wire.messages import Done, SessionEntered, TrainingOver
 
 CHIEF = "/job:chief/task:0"
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
 
 
 def only(actions: Sequence[Action], kind: type) -> list[Any]:
-    return [action for action in actions if isinstance(action, kind)]
+    """The actions of a kind, or the answers."""
+    return [action for action in actions if isinstance(getattr(action, "answer", action), kind)]
+
+
+def entering(waiter: str, incarnation: int) -> Answer:
+    return Answer(waiter, SessionEntered(incarnation))
+
+
+def told_over(waiter: str, reason: str, failed: bool, error: Any = None) -> Answer:
+    return Answer(waiter, TrainingOver(reason, failed, error))
 
 
 def opened(*workers: str, trains: bool = True) -> SessionMembers:
@@ -39,8 +46,8 @@ def opened(*workers: str, trains: bool = True) -> SessionMembers:
     members.attached(100)
     members.declared("open", CHIEF, trains, 0, 0.0)
     for worker in workers:
-        (entered,) = only(members.ask(f"ask {worker}", worker, 50, 0.0), Enter)
-        members.connected(worker, entered.incarnation)
+        (entered,) = only(members.ask(f"ask {worker}", worker, 50, 0.0), SessionEntered)
+        members.connected(worker, entered.answer.incarnation)
     return members
 
 
@@ -53,8 +60,8 @@ def test_a_worker_waits_until_the_chief_has_declared() -> None:
     assert members.attached(100) == []
     assert members.declared("open", CHIEF, True, 1, 0.0) == [
         SetMembers({CHIEF: 100, A: 101}, ()),
-        Enter("a", 101),
-        Release("open"),
+        entering("a", 101),
+        Answer("open", Done()),
     ]
 
 
@@ -65,22 +72,22 @@ def test_the_chief_waits_for_its_workers_and_all_enter_together() -> None:
     assert members.ask("a", A, 50, 0.0) == []
     actions = members.ask("b", B, 50, 0.0)
     assert actions[0] == SetMembers({A: 101, B: 101}, ())
-    assert actions[1:] == [Enter("a", 101), Enter("b", 101), Release("open")]
+    assert actions[1:] == [entering("a", 101), entering("b", 101), Answer("open", Done())]
 
 
 def test_a_worker_that_comes_later_enters_at_once() -> None:
     members = opened(A)
     assert members.ask("b", B, 50, 1.0) == [
         SetMembers({CHIEF: 100, A: 101, B: 101}, ()),
-        Enter("b", 101),
+        entering("b", 101),
     ]
 
 
 @pytest.mark.parametrize(("boot", "expected"), [(7, 101), (100, 101), (5000, 5000)])
 def test_a_worker_bears_an_incarnation_above_the_chiefs(boot: int, expected: int) -> None:
     members = opened()
-    (entered,) = only(members.ask("a", A, boot, 0.0), Enter)
-    assert entered.incarnation == expected
+    (entered,) = only(members.ask("a", A, boot, 0.0), SessionEntered)
+    assert entered.answer.incarnation == expected
 
 
 def test_a_worker_that_asks_again_while_it_waits_is_answered_once() -> None:
@@ -88,9 +95,11 @@ def test_a_worker_that_asks_again_while_it_waits_is_answered_once() -> None:
     members.attached(100)
     members.ask("first", A, 50, 0.0)
     (refused,) = members.ask("second", A, 60, 0.0)
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused.answer, FencedError)
     assert refused.waiter == "first"
-    assert only(members.declared("open", CHIEF, True, 1, 0.0), Enter) == [Enter("second", 101)]
+    assert only(members.declared("open", CHIEF, True, 1, 0.0), SessionEntered) == [
+        entering("second", 101)
+    ]
 
 
 def test_a_worker_that_has_given_up_does_not_count() -> None:
@@ -115,13 +124,13 @@ def test_a_chief_that_is_lost_before_its_workers_have_come_opens_nothing() -> No
     members.declared("open", CHIEF, True, 1, 0.0)
     members.disconnected(CHIEF, 100, 1.0)
     (refused,) = members.tick(1.0 + GRACE_S)
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused.answer, FencedError)
     assert members.ask("a", A, 50, 9.0) == []
 
 
 def test_a_declaration_that_is_repeated_is_answered_again() -> None:
     members = opened()
-    assert members.declared("again", CHIEF, True, 0, 0.0) == [Release("again")]
+    assert members.declared("again", CHIEF, True, 0, 0.0) == [Answer("again", Done())]
 
 
 # --- losses ------------------------------------------------------------------------------------
@@ -177,7 +186,7 @@ def test_a_replica_that_is_started_again_replaces_its_earlier_life() -> None:
     assert members.ask("again", A, 50, 1.0) == [
         SetMembers({CHIEF: 100, A: 102}, ()),
         FenceTask(A, 102),
-        Enter("again", 102),
+        entering("again", 102),
     ]
     members.disconnected(A, 101, 1.0)  # the earlier one's connection
     members.connected(A, 102)
@@ -189,8 +198,8 @@ def test_a_lost_replica_comes_back_under_a_higher_incarnation_than_the_fence() -
     members.disconnected(A, 101, 0.0)
     (fence,) = only(members.tick(GRACE_S), FenceTask)
     actions = members.ask("again", A, 50, 9.0)
-    (entered,) = only(actions, Enter)
-    assert entered.incarnation >= fence.below
+    (entered,) = only(actions, SessionEntered)
+    assert entered.answer.incarnation >= fence.below
     assert only(actions, SetMembers) == [SetMembers({CHIEF: 100, A: 102}, ())]
 
 
@@ -202,16 +211,16 @@ def test_the_end_reaches_whoever_waits_for_it_and_whoever_asks_later() -> None:
     assert members.await_end("watch") == []
     assert members.end("step 10 is reached", False) == [
         CloseTokens("step 10 is reached"),
-        TellOver("watch", "step 10 is reached", False),
+        told_over("watch", "step 10 is reached", False),
     ]
     assert members.end("another reason", True) == []
-    assert members.await_end("later") == [TellOver("later", "step 10 is reached", False)]
+    assert members.await_end("later") == [told_over("later", "step 10 is reached", False)]
 
 
 def test_a_worker_that_comes_at_the_end_enters_and_finds_it_there() -> None:
     members = opened(A)
     members.end("done", False)
-    assert only(members.ask("b", B, 50, 1.0), Enter) == [Enter("b", 101)]
+    assert only(members.ask("b", B, 50, 1.0), SessionEntered) == [entering("b", 101)]
 
 
 def test_workers_who_wait_for_a_chief_that_fails_are_told() -> None:
@@ -221,9 +230,9 @@ def test_workers_who_wait_for_a_chief_that_fails_are_told() -> None:
     members.ask("a", A, 50, 0.0)
     assert members.end("the chief failed", True) == [
         CloseTokens("the chief failed"),
-        TellOver("a", "the chief failed", True),
+        told_over("a", "the chief failed", True),
     ]
-    assert members.ask("b", B, 50, 0.0) == [TellOver("b", "the chief failed", True)]
+    assert members.ask("b", B, 50, 0.0) == [told_over("b", "the chief failed", True)]
 
 
 def test_who_asks_when_a_chief_that_failed_has_gone_waits_for_the_next_one() -> None:
@@ -232,12 +241,14 @@ def test_who_asks_when_a_chief_that_failed_has_gone_waits_for_the_next_one() -> 
     members.end("the chief failed", True)
     members.connected(CHIEF, 90)  # an earlier one, which knows nothing yet
     members.disconnected(CHIEF, 90, 0.0)
-    assert members.ask("b", B, 50, 0.0) == [TellOver("b", "the chief failed", True)]
+    assert members.ask("b", B, 50, 0.0) == [told_over("b", "the chief failed", True)]
     members.disconnected(CHIEF, 100, 0.0)
     assert members.ask("b again", B, 60, 0.0) == []
     members.connected(CHIEF, 200)
     members.attached(200)
-    assert only(members.declared("open", CHIEF, True, 1, 0.0), Enter) == [Enter("b again", 201)]
+    assert only(members.declared("open", CHIEF, True, 1, 0.0), SessionEntered) == [
+        entering("b again", 201)
+    ]
 
 
 def test_who_asks_when_the_chief_is_lost_waits_for_the_next_one() -> None:
@@ -247,7 +258,9 @@ def test_who_asks_when_the_chief_is_lost_waits_for_the_next_one() -> None:
     members.tick(1.0 + GRACE_S)
     assert members.ask("a", A, 150, 9.0) == []
     members.attached(200)
-    assert only(members.declared("open", CHIEF, True, 1, 10.0), Enter) == [Enter("a", 201)]
+    assert only(members.declared("open", CHIEF, True, 1, 10.0), SessionEntered) == [
+        entering("a", 201)
+    ]
 
 
 def test_the_chiefs_leave_ends_training_and_waits_for_all_others() -> None:
@@ -255,7 +268,7 @@ def test_the_chiefs_leave_ends_training_and_waits_for_all_others() -> None:
     actions = members.leave_as_chief("bye", 1.0)
     assert actions == [CloseTokens("the chief has left"), SetMembers({A: 101, B: 101}, ())]
     members.leave(A, 101, 1.0)
-    told = TellOver("bye", "the chief has left", False)
+    told = told_over("bye", "the chief has left", False)
     assert told in members.leave(B, 101, 2.0)
 
 
@@ -263,18 +276,18 @@ def test_the_chief_does_not_wait_for_those_who_are_lost() -> None:
     members = opened(A)
     members.leave_as_chief("bye", 1.0)
     members.disconnected(A, 101, 1.0)
-    assert TellOver("bye", "the chief has left", False) in members.tick(1.0 + GRACE_S)
+    assert told_over("bye", "the chief has left", False) in members.tick(1.0 + GRACE_S)
 
 
 def test_a_chief_that_gives_up_its_leave_is_not_answered() -> None:
     members = opened(A)
     members.leave_as_chief("bye", 1.0)
     members.forget("bye")
-    assert only(members.leave(A, 101, 2.0), TellOver) == []
+    assert only(members.leave(A, 101, 2.0), TrainingOver) == []
 
 
 def test_a_chief_without_others_leaves_at_once() -> None:
-    told = TellOver("bye", "the chief has left", False)
+    told = told_over("bye", "the chief has left", False)
     assert told in opened().leave_as_chief("bye", 1.0)
 
 
@@ -285,7 +298,7 @@ def test_without_its_chief_training_ends() -> None:
     actions = members.tick(1.0 + GRACE_S)
     reason = f"the chief, {CHIEF}, was lost"
     assert SetMembers({A: 101}, (CHIEF,)) in actions
-    assert actions[-2:] == [CloseTokens(reason), TellOver("watch", reason, True)]
+    assert actions[-2:] == [CloseTokens(reason), told_over("watch", reason, True)]
 
 
 def test_a_chief_that_does_not_train_is_missed_as_well() -> None:
@@ -329,10 +342,10 @@ def test_a_replica_that_leaves_by_an_error_ends_training_for_all() -> None:
     members.await_end("watch")
     assert members.fail(A, 101, ERROR, 1.0) == [
         CloseTokens(FAILED),
-        TellOver("watch", FAILED, True, (A, *ERROR)),
+        told_over("watch", FAILED, True, (A, *ERROR)),
         SetMembers({B: 101}, ()),
     ]
-    assert members.await_end("later") == [TellOver("later", FAILED, True, (A, *ERROR))]
+    assert members.await_end("later") == [told_over("later", FAILED, True, (A, *ERROR))]
 
 
 def test_an_error_without_a_text_is_told_by_its_type() -> None:
@@ -344,7 +357,7 @@ def test_the_first_error_counts() -> None:
     members = opened(A, B, trains=False)
     members.fail(A, 101, ERROR, 1.0)
     assert members.fail(B, 101, ("ValueError", "", ""), 1.0) == [SetMembers({}, ())]
-    assert members.await_end("later") == [TellOver("later", FAILED, True, (A, *ERROR))]
+    assert members.await_end("later") == [told_over("later", FAILED, True, (A, *ERROR))]
 
 
 def test_an_error_after_the_last_step_reaches_the_chief_that_waits_for_the_others() -> None:
@@ -353,7 +366,7 @@ def test_an_error_after_the_last_step_reaches_the_chief_that_waits_for_the_other
     members.leave_as_chief("bye", 1.0)
     assert members.fail(A, 101, ERROR, 2.0) == [
         SetMembers({}, ()),
-        TellOver("bye", FAILED, True, (A, *ERROR)),
+        told_over("bye", FAILED, True, (A, *ERROR)),
     ]
 
 
@@ -374,21 +387,21 @@ def test_a_new_chief_begins_anew() -> None:
     members.await_end("later")
     members.ask("b", B, 50, 1.0)
     actions = members.attached(200)
-    assert [refused.waiter for refused in only(actions, Refuse)] == ["bye"]
-    assert all(isinstance(refused.error, FencedError) for refused in only(actions, Refuse))
+    assert [refused.waiter for refused in only(actions, FencedError)] == ["bye"]
+    assert all(isinstance(refused.answer, FencedError) for refused in only(actions, FencedError))
     assert members.statistics() == {
         "members": [], "asking": [], "missing": [], "left": [], "over": "",
     }  # fmt: skip
     members.declared("open", CHIEF, True, 0, 0.0)
-    (entered,) = only(members.ask("a", A, 50, 0.0), Enter)
-    assert entered.incarnation == 201
+    (entered,) = only(members.ask("a", A, 50, 0.0), SessionEntered)
+    assert entered.answer.incarnation == 201
 
 
 def test_those_who_wait_for_the_end_hear_of_a_new_chief() -> None:
     members = opened(A)
     members.await_end("watch")
     assert members.attached(200) == [
-        TellOver("watch", "a new chief has attached the ps tasks", True)
+        told_over("watch", "a new chief has attached the ps tasks", True)
     ]
 
 
@@ -397,7 +410,9 @@ def test_workers_who_wait_for_a_chief_wait_for_the_new_one() -> None:
     members.attached(100)
     members.ask("a", A, 50, 0.0)
     members.attached(200)
-    assert only(members.declared("open", CHIEF, True, 1, 0.0), Enter) == [Enter("a", 201)]
+    assert only(members.declared("open", CHIEF, True, 1, 0.0), SessionEntered) == [
+        entering("a", 201)
+    ]
 
 
 def test_a_chief_that_attaches_again_changes_nothing() -> None:
@@ -432,17 +447,17 @@ class Sessions(RuleBasedStateMachine):
 
     def perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Enter | Release | Refuse | TellOver):
+            if isinstance(action, Answer):
                 assert isinstance(action.waiter, int)
                 assert action.waiter in self.waiting, f"{action} was answered before"
                 del self.waiting[action.waiter]
-            if isinstance(action, Enter):
-                task = self.asked[action.waiter]
-                assert action.incarnation > self.coordinator
-                assert action.incarnation >= self.fenced.get(task, 0)
-                assert action.incarnation > self.lives.get(task, 0)
-                assert self.alive[task] == action.incarnation  # counted before it hears of it
-                self.lives[task] = action.incarnation
+            if isinstance(action, Answer) and isinstance(action.answer, SessionEntered):
+                task, incarnation = self.asked[action.waiter], action.answer.incarnation
+                assert incarnation > self.coordinator
+                assert incarnation >= self.fenced.get(task, 0)
+                assert incarnation > self.lives.get(task, 0)
+                assert self.alive[task] == incarnation  # counted before it hears of it
+                self.lives[task] = incarnation
             elif isinstance(action, SetMembers):
                 self.alive = dict(action.alive)
                 assert not set(action.alive) & set(action.missing)
@@ -500,8 +515,8 @@ class Sessions(RuleBasedStateMachine):
         self.perform(self.members.fail(task, incarnation, ERROR, self.now))
         if takes_part:
             (told,) = self.members.await_end(self.wait("the end"))
-            assert isinstance(told, TellOver)
-            assert told.failed
+            assert isinstance(told.answer, TrainingOver)
+            assert told.answer.failed
             self.perform([told])
 
     @rule()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psync.chief.cluster_links import ClusterLinks
+from psync.chief.links import ClusterLinks
 from psync.errors import ParameterServerLost
 
 
@@ -15,8 +15,8 @@ class Owner:
         links.workers.on_joined = lambda worker: self.events.append(f"+{worker[-1]}")
         links.workers.on_lost = self._worker_lost
         links.on_worker_given_up = lambda: self.events.append("given up")
-        links.served.on_lost = self.lost.append
-        links.supervision.on_replaced = lambda _: self.events.append("replaced")
+        links.on_ps_lost = self.lost.append
+        links.on_replaced = lambda _: self.events.append("replaced")
 
     def _worker_lost(self, worker: str, blame: bool) -> None:
         self.events.append(f"-{worker[-1]}" if blame else f"={worker[-1]}")

@@ -23,8 +23,7 @@ from hypothesis.stateful import (
 from psync.closures import dispatcher
 from psync.closures.closure import Closure, State
 from psync.closures.dispatcher import Dispatch, GiveBack
-from psync.closures.open import Cancel, Settle
-from psync.closures.queue import RECENT_LOSSES, Action, ClosureQueue
+from psync.closures.queue import RECENT_LOSSES, Action, Cancel, ClosureQueue, Settle
 from psync.errors import ClosureCancelled, ClosureInputError, EndOfData
 
 MAX_AHEAD = 8

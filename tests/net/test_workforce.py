@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping
 
-from psync.closures.scaling_rule import Load
+from psync.closures.membership import Load
 from psync.cluster import ClusterSpec
 from psync.net.workforce import Workforce
 

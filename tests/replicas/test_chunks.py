@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from psync.numerics.sums import Pieces
-from psync.replicas.chunks import in_turns
+from psync.replicas.context import in_turns
 
 
 async def test_work_that_is_cancelled_ends_where_it_is() -> None:

@@ -8,21 +8,21 @@ import pytest
 from local_training import at_once
 from psync.errors import ReplicaValueError
 from psync.numerics.replicas import ReduceOp
-from psync.replicas import collectives
+from psync.replicas import context
 
 
 def test_values_are_reduced_at_any_depth():
     calls = [(ReduceOp.SUM, {"a": 1, "b": np.ones(2)}), (ReduceOp.SUM, {"a": 2, "b": np.ones(2)})]
-    total = at_once(collectives.reduce(None, calls))
+    total = at_once(context.reduce_all(None, calls))
     assert total["a"] == 3
     assert total["b"].tolist() == [2, 2]
     means = [(ReduceOp.MEAN, 1.0), (ReduceOp.MEAN, 2.0)]
-    assert at_once(collectives.reduce(None, means)) == 1.5
+    assert at_once(context.reduce_all(None, means)) == 1.5
 
 
 def test_values_are_gathered_in_the_order_of_the_replicas():
     calls = [(np.array([[1, 2]]), 0), (np.array([[3, 4], [5, 6]]), 0)]
-    assert collectives.gather(None, calls).tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert context.gather_all(None, calls).tolist() == [[1, 2], [3, 4], [5, 6]]
 
 
 # What a merge function makes of the arguments of all replicas.
@@ -39,18 +39,18 @@ def test_the_first_replicas_function_gets_the_arguments_of_all():
         raise AssertionError("it is called once")
 
     calls = [(first, (1, shared), {"also": "a"}), (second, (2, shared), {"also": "b"})]
-    assert collectives.merge("the strategy", calls) == ([1, 2], shared, ["a", "b"])
+    assert context.merge_all("the strategy", calls) == ([1, 2], shared, ["a", "b"])
 
 
 def test_one_replicas_arguments_are_its_own():
-    assert collectives.merge(None, [(lambda _, value: value, (3,), {})]) == 3
+    assert context.merge_all(None, [(lambda _, value: value, (3,), {})]) == 3
 
 
 def test_a_merge_function_may_be_a_coroutine_function():
     async def later(strategy):
         return 1
 
-    made = collectives.merge(None, [(later, (), {})])
+    made = context.merge_all(None, [(later, (), {})])
     made.close()
 
 
@@ -59,4 +59,4 @@ def test_replicas_with_other_arguments_are_refused():
         raise AssertionError
 
     with pytest.raises(ReplicaValueError, match="do not agree"):
-        collectives.merge(None, [(merge_fn, (1,), {}), (merge_fn, (1, 2), {})])
+        context.merge_all(None, [(merge_fn, (1,), {}), (merge_fn, (1, 2), {})])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from psync.closures.open import Barrier
+from psync.closures.queue import Barrier
 from psync.errors import ReplicaValueError
-from psync.replicas.gang_run import GangRun, fail
+from psync.replicas.gang_runner import GangRun, fail
 from psync.serialization.functions import Function
 from psync.serialization.payloads import EMPTY, Payload, pack_arguments
 from turns import Turns

@@ -6,9 +6,9 @@ import pytest
 
 import psync
 from local_training import at_once, strategy_of
+from psync.api.strategy import LocalRunWarning
 from psync.client.context import DatasetContext, inside
 from psync.errors import SerializationError, UsageError
-from psync.replicas.run import LocalRunWarning
 
 
 async def ids(x: int) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ import pytest
 
 from psync.client.context import ClosureContext, DatasetContext, inside
 from psync.errors import UsageError
-from psync.replicas.states import CrossReplica, Enter, Updating, enter_for_good, entered
+from psync.replicas.context import CrossReplica, Enter, Updating, enter_for_good, entered
 
 
 def test_the_innermost_holds_and_blocks_are_left_in_order():

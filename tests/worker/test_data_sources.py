@@ -24,9 +24,10 @@ from psync.worker.data_sources import (
     Sharded,
     dataset_of,
     iterable_of,
+    open_dataset,
     policy_for,
+    takes_context,
 )
-from psync.worker.dataset_functions import open_dataset, takes_context
 
 Pair = namedtuple("Pair", ["x", "y"])
 X = np.arange(10, dtype=np.float32).reshape(5, 2)

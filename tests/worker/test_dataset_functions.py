@@ -10,7 +10,7 @@ import pytest
 
 from psync import InputContext, ValueContext
 from psync.errors import ConfigurationError, UsageError
-from psync.worker.dataset_functions import open_dataset, takes_context
+from psync.worker.data_sources import open_dataset, takes_context
 
 ONE = InputContext()
 

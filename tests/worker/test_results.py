@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from psync.serialization.payloads import pack
-from psync.worker.results import ClosureEnd, failed
+from psync.worker.session import ClosureEnd, failed
 
 
 def value(content: object) -> ClosureEnd:

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.closures.closure import State
-from psync.closures.identities import Identity
+from psync.closures.closure import Identity, State
 from psync.closures.shard_epochs import EpochAccount, Visitation
 from psync.errors import ClosureError, ConfigurationError, UsageError
 from psync.serialization.captures import type_name

@@ -29,13 +29,15 @@ from psync.wire.messages import AskPosition, IteratorPosition
 from psync.worker.data_sources import (
     POLICIES,
     Dataset,
+    InputContext,
     IterableDataset,
     Sharded,
     dataset_of,
     iterable_of,
+    open_dataset,
     policy_for,
+    takes_context,
 )
-from psync.worker.dataset_functions import InputContext, open_dataset, takes_context
 from psync.worker.element_specs import spec_of
 from psync.worker.iterators import IteratorHandle
 

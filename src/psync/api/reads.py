@@ -19,15 +19,15 @@ from psync.numerics.compression import Compression
 from psync.wire.frames import SMALL_BODY_BYTES
 
 if TYPE_CHECKING:
-    from psync.api.value_access import ValueAccess
+    from psync.api.variables import Handle
 
 
-def scope_of(variable: ValueAccess) -> Scope | None:
+def scope_of(variable: Handle) -> Scope | None:
     """Return the strategy that declared a variable; None: it is in another process, or gone."""
     return variable._scope() if variable._scope is not None else None
 
 
-async def runtime_of(operation: str, *variables: ValueAccess) -> Runtime:
+async def runtime_of(operation: str, *variables: Handle) -> Runtime:
     """Return what carries ``operation`` on ``variables``, one at least, to the ps tasks.
 
     Raises:
@@ -65,7 +65,7 @@ class _Kept:
 
     def __init__(self, closure: ClosureContext | None) -> None:
         self.closure = closure  # the step that opened it; None: the program
-        self.values: dict[ValueAccess, np.ndarray] = {}
+        self.values: dict[Handle, np.ndarray] = {}
 
 
 _open: ContextVar[_Kept | None] = ContextVar("psync_kept_reads", default=None)
@@ -120,7 +120,7 @@ def _kept_here() -> _Kept | None:
 
 async def values_of(
     runtime: Runtime,
-    variables: Sequence[ValueAccess],
+    variables: Sequence[Handle],
     *,
     copy: bool = False,
     out: Sequence[np.ndarray | None] | None = None,
@@ -163,7 +163,7 @@ async def values_of(
 async def _through(
     kept: _Kept,
     runtime: Runtime,
-    variables: Sequence[ValueAccess],
+    variables: Sequence[Handle],
     copy: bool,
     out: Sequence[np.ndarray | None] | None,
 ) -> list[np.ndarray]:

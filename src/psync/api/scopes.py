@@ -24,7 +24,7 @@ from psync.errors import ClosedError, PartitionError, UsageError, other_loop
 from psync.net.platform import random_hex
 from psync.net.process_state import PerProcess
 from psync.partitioners import Pinned, Placement, Placer, RoundRobin
-from psync.replicas.states import open_scope
+from psync.replicas.context import open_scope
 from psync.specs import VariableSpec
 
 Partitioner = Callable[[tuple[int, ...], Any], Any]

@@ -7,10 +7,12 @@ step at which its replica may go on. See docs/design.md, "A synchronous step".
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
 import weakref
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from psync.api.global_step import global_step_of
@@ -23,17 +25,121 @@ from psync.api.optimizers import (
     PushResult,
     ValueAndGrad,
 )
-from psync.api.reads import scope_of
+from psync.api.reads import runtime_of, scope_of
 from psync.api.scopes import running_scopes
-from psync.api.session_hooks import ChiefQueueRunner, SyncReplicasHook
 from psync.api.variables import Handle, OnReadVariable, Variable
 from psync.client.context import current_closure
+from psync.client.ps_client import PsClient
 from psync.client.runtime import Runtime, current_runtime
-from psync.errors import ConfigurationError, UsageError, ValueMismatchError
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    ConnectionLost,
+    RemoteProtocolError,
+    UsageError,
+    ValueMismatchError,
+)
 from psync.numerics.rules import flag
 from psync.numerics.sums import check_weight
 from psync.specs import Outcome, as_number, checked_kind
 from psync.store.sync_config import SyncConfig, whole_number
+from psync.wire.messages import AwaitEnd, TrainingOver
+
+logger = logging.getLogger(__name__)
+
+
+class SessionHook:
+    """Base class of hooks of a ``MonitoredTrainingSession``; its methods do nothing.
+
+    Source: ``tf.compat.v1.train.SessionRunHook``, without the methods for its graph.
+    """
+
+    def begin(self) -> None:
+        """Called before the session connects. Its exceptions go to the program."""
+
+    async def after_create_session(self, session: Any) -> None:
+        """Called when the variables exist; on the chief, before any other task may enter."""
+
+    async def after_run(self, session: Any, result: Any) -> None:
+        """Called after each ``session.run`` except the last one, with its result."""
+
+    async def end(self, session: Any) -> None:
+        """Called when the loop has ended without an error, before the session leaves."""
+
+
+class SyncReplicasHook(SessionHook):
+    """Hook that prepares synchronous steps.
+
+    Made by ``SyncReplicasOptimizer.make_session_run_hook``. The chief puts the initial tokens, once
+    each time it attaches the ps tasks. A chief that restarts begins with empty ps tasks, so it does
+    not add tokens to existing ones. There is no local step to set: a replica's first pull tells it
+    the step at which it begins.
+
+    Args:
+        put_tokens: Function that puts the initial tokens; idempotent.
+        is_chief: Whether this process is the chief.
+
+    Source: ``_SyncReplicasOptimizerHook``; there, a restarted chief adds tokens to those left.
+    """
+
+    def __init__(self, put_tokens: Callable[[], Awaitable[Any]], is_chief: bool) -> None:
+        self._put_tokens = put_tokens
+        self._is_chief = is_chief
+
+    async def after_create_session(self, session: Any) -> None:
+        """Put the initial tokens, on the chief."""
+        if self._is_chief:
+            await self._put_tokens()
+
+
+class ChiefQueueRunner:
+    """A stand-in for TensorFlow's queue runner on the chief; ps 0 closes the steps instead.
+
+    Args:
+        global_step: The global step of the training.
+    """
+
+    def __init__(self, global_step: Variable) -> None:
+        self._global_step = global_step
+
+    async def run(self) -> None:
+        """Return when training has ended, or when this task's connections are closed.
+
+        Raises:
+            ParameterServerLost: ps 0 is lost.
+
+        Cancellation: Safe.
+        """
+        runtime = await runtime_of("the chief's queue runner", self._global_step)
+        with contextlib.suppress(ClosedError):
+            await wait_over(runtime.ps, "the chief's queue runner")
+
+
+async def wait_over(ps: PsClient, who: str) -> TrainingOver:
+    """Wait until training has ended.
+
+    Args:
+        ps: Links to all ps tasks.
+        who: Waits; for the log.
+
+    Raises:
+        ParameterServerLost: A ps is gone.
+        FencedError: A newer chief has taken the cluster over.
+        ClosedError: This task has closed its links.
+
+    Cancellation: Safe.
+    """
+    while True:
+        try:
+            received = await ps.links[0].call(lambda _: AwaitEnd())
+            break
+        except ConnectionLost as exc:
+            # It may wait for days, and outlive more connections than a request is allowed.
+            logger.info("%s still waits for the end of training: %s", who, exc.message)
+    if not isinstance(received.message, TrainingOver):
+        raise RemoteProtocolError("ps 0 sent a wrong answer to AwaitEnd")
+    return received.message
+
 
 STEP_DTYPE = "int64"
 """Of the global step."""

@@ -11,17 +11,19 @@ first, and may change it.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import numbers
 import sys
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, reduce
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 
-from psync.api.on_read import CopyAccess, declare_copies
+from psync.api.reads import runtime_of, scope_of, values_of
 from psync.api.scopes import (
     Scope,
     current_elsewhere,
@@ -30,15 +32,546 @@ from psync.api.scopes import (
     place_of,
     scope_for,
 )
-from psync.api.value_access import ValueAccess
-from psync.client.context import forbid_in_step
+from psync.chief.declarations import describe, initial_array
+from psync.client.context import current_closure, forbid_in_step
+from psync.client.runtime import Runtime
+from psync.client.shard_locks import assign_at_once
 from psync.cluster import device_name
-from psync.errors import ConfigurationError, UsageError
+from psync.errors import (
+    ConfigurationError,
+    IndexValueError,
+    ReplicaValueError,
+    UnsupportedError,
+    UsageError,
+    ValueMismatchError,
+)
 from psync.net.process_state import PerProcess
+from psync.numerics.casting import checked_target, fitting
+from psync.numerics.indexing import Selection, index_array, row_numbers, select
+from psync.numerics.replicas import ReduceOp, reducing_arrays
+from psync.numerics.sums import Pieces
+from psync.replicas import gang_updates
+from psync.replicas.context import (
+    current_gang,
+    get_replica_context,
+    in_cross_replica_context,
+    in_turns,
+)
+from psync.serialization.remote_value import AwaitFirst, RemoteValue
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.specs import VariableAggregation as VariableAggregation
 from psync.specs import VariableSynchronization as VariableSynchronization
 from psync.status.html_tables import table
+
+
+class Handle(AwaitFirst):
+    """The members that ``Variable`` and ``ShardedVariable`` share."""
+
+    spec: VariableSpec
+    origin: str
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+    _scope: weakref.ref[Scope] | None  # its strategy's; None where that is not, on workers
+
+    def __psync_handle__(self) -> None:
+        """Say on what its pickle depends: on nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_intern, (self.origin, self.spec, self.synchronization, self.aggregation))
+
+    @property
+    def name(self) -> str:
+        """Name, unique in the strategy."""
+        return self.spec.name
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the elements."""
+        return dtype_of(self.spec.dtype)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it is one of ``strategy.trainable_variables``."""
+        return self.spec.trainable
+
+    def __repr__(self) -> str:
+        shards = f", {len(self.spec.shards)} shards" if len(self.spec.shards) > 1 else ""
+        return (
+            f"<{type(self).__name__} {self.name!r} shape={self.shape} "
+            f"dtype={self.spec.dtype}{shards}>"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (shard.index, shard.shape, shard.offset, shard.nbytes, f"ps {shard.ps}")
+            for shard in self.spec.shards
+        ]
+        title = f"{type(self).__name__} {self.name!r}, {self.spec.dtype} of shape {self.shape}"
+        return table(title, ("shard", "shape", "first row", "bytes", "ps"), rows)
+
+    @property
+    def _value_spec(self) -> VariableSpec:
+        """The spec of the value that users read and write: the variable's, unless it has copies."""
+        return self.spec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole variable."""
+        return self._value_spec.shape
+
+    def _what_it_is(self) -> tuple[str, str]:
+        """Return the name for messages, and the expression to await instead."""
+        return (
+            f'variable "{self.spec.name}"',
+            "`value = await v.read()`, or `await psync.pull((v, w))`",
+        )
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f'len() of variable "{self.spec.name}", which has no axis')
+        return self.shape[0]
+
+    async def read(
+        self, *, copy: bool = False, out: np.ndarray | None = None, consistent: bool = False
+    ) -> np.ndarray:
+        """Return the value; for the arguments see ``psync.pull``, which reads many at once."""
+        target = None if out is None else [checked_target(out, self.spec)]
+        operation = f'read of "{self.spec.name}"'
+        runtime = await runtime_of(operation, self)
+        (value,) = await values_of(runtime, (self,), copy=copy, out=target, consistent=consistent)
+        return value
+
+    async def read_value(self) -> np.ndarray:
+        """Return the value; TensorFlow's name of ``read``."""
+        return await self.read()
+
+    async def value(self) -> np.ndarray:
+        """Return the value; TensorFlow's other name of ``read``."""
+        return await self.read()
+
+    async def assign(self, value: Any, *, atomic: bool = False) -> Self:
+        """Set the value.
+
+        Each shard changes at once; shards on different ps tasks change one after the other. In a
+        replica of ``strategy.run``, the aggregate (``aggregation``) of all replicas' values is
+        written once.
+
+        Args:
+            value: An array of the variable's shape, or something that numpy converts to one. It is
+                cast to the variable's dtype within a kind (float64 to float32, integers to floats)
+                if that can hold all its numbers: floats may be rounded, but none may become
+                infinite. Not copied: do not change it before this returns.
+            atomic: Whether all shards change as one. A read with ``consistent=True``, and another
+                atomic assign, then finds the old value in all of them, or the new one in all. Other
+                updates wait meanwhile; an update on several ps tasks may come before the assign on
+                one ps and after it on another. It costs two more messages to each ps. If this task
+                or a ps dies meanwhile, some shards may have the new value and others the old one.
+
+        Returns:
+            The variable.
+
+        Raises:
+            ValueMismatchError: Shape or dtype do not match, or the dtype cannot hold a number.
+            ReplicaValueError: The variable has no aggregation, in a replica of ``strategy.run``.
+            UsageError: Neither in a step nor within a running coordinator.
+            ParameterServerLost: A ps is lost.
+            LockLost: ``atomic`` is True, and before all shards had the value, a connection was
+                lost, or this task's loop was blocked for longer than 10 s. Assign the value again.
+            ClosureCancelled: The step was cancelled.
+
+        Cancellation: Once begun, it ends in the background.
+
+        Source: ``tf.Variable.assign``; there, the dtype must be the variable's.
+        """
+        return await self._assign("assign", "assign", value, atomic)
+
+    async def assign_add(self, delta: Any) -> Self:
+        """Add ``delta`` to the value; see ``assign``.
+
+        A ``delta`` that the dtype cannot hold is refused. The sum is numpy's in-place sum: integers
+        wrap around, and floats that become too large become infinite.
+        """
+        return await self._assign("assign_add", "add", delta)
+
+    async def assign_sub(self, delta: Any) -> Self:
+        """Subtract ``delta`` from the value; see ``assign_add``."""
+        return await self._assign("assign_sub", "sub", delta)
+
+    async def _assign(self, method: str, op: str, value: Any, atomic: bool = False) -> Self:
+        operation = f'{method} to "{self.spec.name}"'
+        array = fitting(value, self.spec, operation, casting="same_kind")
+        at_once = atomic and len(self.spec.shards) > 1
+        member = current_gang()
+        if member is not None:
+            if at_once:
+                raise UsageError(
+                    f"{operation}: an atomic update is not possible in one of several replicas",
+                    hint="write it in a merge_call",
+                )
+            await gang_updates.assign(member, self, method, array)
+            return self
+        runtime = await runtime_of(operation, self)
+        closure, ordinal = runtime.begin_update(operation)
+        plan = runtime.ps.plan((self.spec,))
+        assign = functools.partial(assign_at_once, runtime.ps) if at_once else runtime.ps.assign
+        await assign(plan, [array], op=op, closure=closure, ordinal=ordinal)
+        return self
+
+    def __getitem__(self, index: Any) -> PartRead:
+        """Return an awaitable of ``value[index]``; only the rows it needs travel.
+
+        Args:
+            index: Any index of numpy: integers, slices with any step, ``...``, None, masks, arrays
+                and lists of integers, and tuples of these.
+
+        Returns:
+            An awaitable of numpy's ``value[index]``. Each shard is one version of itself; different
+            shards may be of different versions.
+
+        Raises:
+            VariableIndexError: Out of range (including where numpy does not check, because the
+                result is empty), too many items, or a mask of another shape; also an IndexError.
+            IndexTypeError: Not an index, or an index whose value is not here; also a TypeError.
+            IndexValueError: A step of 0; also a ValueError.
+
+        Example:
+            rows = await v[2:7]
+            column = await v[..., 0]
+
+        Source: ``ShardedVariable.__getitem__``; there, slices with a start beyond either end give
+            other rows than numpy.
+        """
+        elsewhere = (AwaitFirst, RemoteValue)
+        return PartRead(self, select(index, self.shape, self.spec.name, elsewhere))
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise UsageError(
+            f'item assignment to variable "{self.spec.name}": its value lives on ps tasks',
+            hint="await v.scatter_update((rows, values)) changes rows, await v.assign(value) the "
+            "whole variable",
+        )
+
+    async def sparse_read(self, indices: Any) -> np.ndarray:
+        """Return rows in the order of ``indices``; duplicates travel once.
+
+        Args:
+            indices: Row numbers, shape (n,), not negative.
+
+        Returns:
+            Shape (n, …).
+
+        Raises:
+            VariableIndexError: A row is out of range.
+            IndexTypeError, IndexValueError: The indices are not integers, or not of shape (n,).
+            UsageError: Neither in a step nor within a running coordinator.
+            ParameterServerLost: A ps is lost.
+
+        Cancellation: Safe.
+
+        Source: ``tf.Variable.sparse_read``; that of a ``ShardedVariable`` returns rows grouped by
+            shard.
+        """
+        operation = f'sparse_read of "{self.spec.name}"'
+        return await self._rows(operation, self._row_numbers(indices, operation))
+
+    async def _rows(self, operation: str, rows: range | np.ndarray | None) -> np.ndarray:
+        """Return rows of the value; None: the value, which has no axis."""
+        runtime, spec = await runtime_of(operation, self), self.spec
+        if rows is None:
+            (value,) = await runtime.ps.pull(runtime.ps.plan((spec,)), seen=runtime.pulled)
+            return value
+        if isinstance(rows, range):
+            bounds = rows.start, rows.stop, rows.step
+            return await runtime.ps.read_range(spec, *bounds, seen=runtime.pulled)
+        return await runtime.ps.read_rows(spec, rows, seen=runtime.pulled)
+
+    async def gather_nd(self, indices: Any) -> np.ndarray:
+        """Return slices of the value, each given by its indices on the leading axes.
+
+        Args:
+            indices: Shape (…, k) with 1 <= k <= the number of axes, not negative.
+
+        Returns:
+            Shape ``indices.shape[:-1] + shape[k:]``.
+
+        Raises:
+            VariableIndexError, IndexTypeError, IndexValueError: See ``sparse_read``.
+            UsageError, ParameterServerLost: See ``sparse_read``.
+
+        Cancellation: Safe.
+
+        Source: ``tf.Variable.gather_nd``.
+        """
+        operation = f'gather_nd of "{self.spec.name}"'
+        array = index_array(indices, operation)
+        depth = array.shape[-1] if array.ndim else 0
+        if not 1 <= depth <= len(self.shape):
+            raise IndexValueError(
+                f"{operation}: expected indices of shape (…, k) with k from 1 to "
+                f"{len(self.shape)}, got {array.shape}"
+            )
+        named = tuple(
+            row_numbers(array[..., axis], self.shape[axis], f"{operation}, axis {axis}")
+            for axis in range(depth)
+        )
+        # Of one element numpy makes a number; here it is an array without axes.
+        return np.asarray(await self[named])
+
+    async def scatter_update(self, sparse_delta: Any) -> Self:
+        """Set rows.
+
+        The rows of each shard change at once; shards on different ps tasks change one after the
+        other. Other rows are not touched.
+
+        Args:
+            sparse_delta: ``IndexedSlices``, or a pair (indices, values): row numbers of shape (n,),
+                not negative, in any order; and values of shape (n, …), or one number for all.
+                Values are cast as in ``assign``. If a row is named repeatedly, the last value wins.
+
+        Returns:
+            The variable.
+
+        Raises:
+            VariableIndexError: A row is out of range.
+            IndexTypeError, IndexValueError: The indices are not integers, or not of shape (n,).
+            ValueMismatchError: Shape or dtype of the values do not match, or the dtype cannot hold
+                one.
+            UsageError: Neither in a step nor within a running coordinator.
+            ParameterServerLost: A ps is lost.
+            ClosureCancelled: The step was cancelled.
+
+        Cancellation: Once begun, it ends in the background.
+
+        Source: ``tf.Variable.scatter_update``.
+        """
+        return await self._scatter("scatter_update", "assign", sparse_delta)
+
+    async def batch_scatter_update(self, sparse_delta: Any) -> Self:
+        """Set rows; the same as ``scatter_update``.
+
+        TensorFlow's method takes indices with several axes. All axes but the last stand for leading
+        axes of the variable. Here indices have one axis, as in TensorFlow's ``ShardedVariable``;
+        for these the two methods are the same.
+
+        Source: ``tf.Variable.batch_scatter_update``.
+        """
+        return await self._scatter("batch_scatter_update", "assign", sparse_delta)
+
+    async def scatter_add(self, sparse_delta: Any) -> Self:
+        """Add to rows; values of a row that is named repeatedly are summed.
+
+        See ``scatter_update`` for arguments and errors. Values that the dtype cannot hold are
+        refused. Results of this and the other methods are numpy's in-place results: integers wrap
+        around, and floats that become too large become infinite.
+        """
+        return await self._scatter("scatter_add", "add", sparse_delta)
+
+    async def scatter_sub(self, sparse_delta: Any) -> Self:
+        """Subtract from rows; see ``scatter_add``."""
+        return await self._scatter("scatter_sub", "sub", sparse_delta)
+
+    async def scatter_mul(self, sparse_delta: Any) -> Self:
+        """Multiply rows; a row that is named repeatedly by each value. See ``scatter_update``."""
+        return await self._scatter("scatter_mul", "mul", sparse_delta)
+
+    async def scatter_div(self, sparse_delta: Any) -> Self:
+        """Divide rows; see ``scatter_mul``."""
+        return await self._scatter("scatter_div", "div", sparse_delta)
+
+    async def scatter_min(self, sparse_delta: Any) -> Self:
+        """Set rows to the minimum of their elements and the given ones; see ``scatter_update``."""
+        return await self._scatter("scatter_min", "min", sparse_delta)
+
+    async def scatter_max(self, sparse_delta: Any) -> Self:
+        """Set rows to the maximum of their elements and the given ones; see ``scatter_update``."""
+        return await self._scatter("scatter_max", "max", sparse_delta)
+
+    async def _scatter(self, method: str, op: str, sparse_delta: Any) -> Self:
+        operation = f'{method} to "{self.spec.name}"'
+        rows, values = self._rows_and_values(sparse_delta, operation)
+        member = current_gang()
+        if member is not None:
+            await gang_updates.scatter(member, self, method, rows, values)
+            return self
+        runtime = await runtime_of(operation, self)
+        closure, ordinal = runtime.begin_update(operation)
+        await runtime.ps.scatter(self.spec, rows, values, op=op, closure=closure, ordinal=ordinal)
+        return self
+
+    def _rows_and_values(self, delta: Any, operation: str) -> tuple[np.ndarray, np.ndarray]:
+        if hasattr(delta, "indices") and hasattr(delta, "values"):
+            indices, values = delta.indices, delta.values
+        elif isinstance(delta, tuple | list) and len(delta) == 2:
+            indices, values = delta
+        else:
+            raise ValueMismatchError(
+                f"{operation}: expected IndexedSlices or a pair (indices, values), got "
+                f"{type(delta).__name__}"
+            )
+        rows = self._row_numbers(indices, operation)
+        shape = len(rows), *self.shape[1:]
+        if isinstance(values, numbers.Number) or (hasattr(values, "dtype") and not np.ndim(values)):
+            number = fitting(values, self.spec, operation, casting="same_kind", shape=())
+            return rows, np.full(shape, number)
+        return rows, fitting(values, self.spec, operation, casting="same_kind", shape=shape)
+
+    def _row_numbers(self, indices: Any, operation: str) -> np.ndarray:
+        if not self.shape:
+            raise IndexValueError(f"{operation}: the variable is a scalar and has no rows")
+        return row_numbers(indices, self.shape[0], operation, ndim=1)
+
+
+class PartRead(AwaitFirst):
+    """An awaitable part of a variable, returned by ``v[index]``.
+
+    Each ``await`` reads the present value.
+    """
+
+    __slots__ = ("_selection", "_variable")
+
+    def __init__(self, variable: Handle, selection: Selection) -> None:
+        self._variable = variable
+        self._selection = selection
+
+    def __repr__(self) -> str:
+        return f'<part of "{self._variable.spec.name}", to be awaited>'
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._read().__await__()
+
+    def _what_it_is(self) -> tuple[str, str]:
+        """Return the name for messages, and the expression to await instead."""
+        return f'part of variable "{self._variable.spec.name}"', "`part = await v[…]`"
+
+    async def _read(self) -> Any:
+        operation = f'read of rows of "{self._variable.spec.name}"'
+        return self._selection.of(await self._variable._rows(operation, self._selection.rows))
+
+
+NONE, SUM, MEAN, FIRST = VariableAggregation
+
+
+def repeated(value: np.ndarray, num_workers: int, aggregation: VariableAggregation) -> np.ndarray:
+    """Return copies each of which has ``value``; that of the program has it if nothing is summed.
+
+    Args:
+        value: Of one copy.
+        num_workers: How many copies there are, apart from the program's.
+        aggregation: Of the variable.
+    """
+    copies = np.empty((num_workers + 1, *value.shape), value.dtype)
+    copies[:] = value
+    if aggregation is SUM:
+        copies[num_workers] = 0
+    return copies
+
+
+def spread(value: np.ndarray, num_workers: int, aggregation: VariableAggregation) -> np.ndarray:
+    """Return copies of which ``aggregating`` makes ``value``.
+
+    For a sum each worker's copy is its share, value / num_workers, as in TensorFlow. Integers are
+    shared out exactly: of 7, two workers have 4 and 3. (TensorFlow's have 3 and 3.)
+
+    Args:
+        value: Of the variable's dtype.
+        num_workers: How many copies there are, apart from the program's.
+        aggregation: Of the variable.
+    """
+    if aggregation is not SUM:
+        return repeated(value, num_workers, aggregation)
+    if value.dtype.kind not in "iu":
+        with np.errstate(all="ignore"):
+            share = np.asarray(value / np.asarray(num_workers, value.dtype), value.dtype)
+        return repeated(share, num_workers, aggregation)
+    wide = np.dtype(np.uint64 if value.dtype.kind == "u" else np.int64)
+    share, rest = np.divmod(value.astype(wide), wide.type(num_workers))
+    copies = repeated(share.astype(value.dtype), num_workers, aggregation)
+    for worker in range(num_workers):
+        copies[worker] += worker < rest
+    return copies
+
+
+def aggregating(
+    copies: np.ndarray, aggregation: VariableAggregation, what: str
+) -> Pieces[np.ndarray]:
+    """Make the one value of all copies, a new array, in pieces, for event loops.
+
+    SUM adds the copies of all workers and of the program, MEAN is that of the workers' (of
+    integers: float64), ONLY_FIRST_REPLICA is worker 0's. Half precision is summed in float32.
+
+    Args:
+        copies: As ``repeated`` returns them.
+        aggregation: Of the variable.
+        what: Names the read, for messages.
+
+    Raises:
+        ReplicaValueError: The aggregation is NONE.
+    """
+    if aggregation is NONE:
+        raise ReplicaValueError(
+            f"{what}: each worker has its own value, and no aggregation is declared to combine "
+            "them",
+            hint="declare it with aggregation=psync.VariableAggregation.SUM (or MEAN, "
+            "ONLY_FIRST_REPLICA), or read it in a step",
+        )
+    if aggregation is FIRST:
+        return np.array(copies[0])
+    if aggregation is SUM:
+        return np.asarray((yield from reducing_arrays(ReduceOp.SUM, list(copies), None)))
+    return np.asarray((yield from reducing_arrays(ReduceOp.MEAN, list(copies[:-1]), None)))
+
+
+def declare_copies(
+    scope: Scope,
+    initial_value: Any,
+    name: str,
+    dtype: object,
+    shape: tuple[int, ...] | None,
+    trainable: bool,
+    where: str,
+    aggregation: VariableAggregation,
+) -> VariableSpec:
+    """Declare the hidden variable of all copies, each of which begins with ``initial_value``.
+
+    The copies lie on one ps, as the rows of one hidden variable: a row for each worker, by its
+    index, and one for the program. So what a worker has added outlives it. A checkpoint keeps the
+    aggregate.
+
+    code                              reads         assign           assign_add, assign_sub
+    step, replica of a gang           its worker's  sets it          changes it
+                                      copy
+    program in ``strategy.scope()``,  aggregate     each worker's    SUM: an error; else all copies
+    merge function                                  (*)
+    program outside of scopes, or     aggregate     the same         SUM: the program's own row;
+    in ``update``                                                    else all copies
+
+    aggregate: SUM of all rows, MEAN of the workers', the first worker's, or (NONE) an error
+    (*) SUM: value / workers, the program's row 0; else the value
+
+    All workers of the cluster count, alive or not; one that was added later shares a copy.
+
+    Raises:
+        UsageError: Sums of bools.
+        PartitionError: The initial value, dtype or shape do not fit.
+    """
+    initial, extents, kind = describe(initial_value, name, dtype, shape, where)
+    subject = f'variable "{name}" declared at {where}'
+    if aggregation is SUM and kind == "bool":
+        raise UsageError(
+            f"{subject}: bools cannot be summed", hint="declare it with an integer dtype"
+        )
+    num_workers = scope.cluster.num_tasks("worker")
+
+    def copies() -> np.ndarray:
+        value = initial
+        if callable(initial):
+            value = initial_array(initial, extents, (0,) * len(extents), kind, subject)
+        return repeated(value, num_workers, aggregation)
+
+    return scope._declare(
+        copies, name, kind, (num_workers + 1, *extents), trainable, where, partitioned=False
+    )
+
 
 Creator = Callable[..., Any]
 
@@ -107,49 +640,6 @@ def through_creators(make: Creator, **kwargs: Any) -> Any:
             return around(make, inside=False)(**kwargs)
 
     return around(placed, inside=True)(**kwargs)
-
-
-class Handle(ValueAccess):
-    """The members that ``Variable`` and ``ShardedVariable`` share."""
-
-    synchronization: VariableSynchronization
-    aggregation: VariableAggregation
-
-    def __psync_handle__(self) -> None:
-        """Say on what its pickle depends: on nothing."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_intern, (self.origin, self.spec, self.synchronization, self.aggregation))
-
-    @property
-    def name(self) -> str:
-        """Name, unique in the strategy."""
-        return self.spec.name
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the elements."""
-        return dtype_of(self.spec.dtype)
-
-    @property
-    def trainable(self) -> bool:
-        """Whether it is one of ``strategy.trainable_variables``."""
-        return self.spec.trainable
-
-    def __repr__(self) -> str:
-        shards = f", {len(self.spec.shards)} shards" if len(self.spec.shards) > 1 else ""
-        return (
-            f"<{type(self).__name__} {self.name!r} shape={self.shape} "
-            f"dtype={self.spec.dtype}{shards}>"
-        )
-
-    def _repr_html_(self) -> str:
-        rows = [
-            (shard.index, shard.shape, shard.offset, shard.nbytes, f"ps {shard.ps}")
-            for shard in self.spec.shards
-        ]
-        title = f"{type(self).__name__} {self.name!r}, {self.spec.dtype} of shape {self.shape}"
-        return table(title, ("shard", "shape", "first row", "bytes", "ps"), rows)
 
 
 class Variable(Handle):
@@ -246,7 +736,7 @@ class ShardedVariable(Handle):
         return tuple(device_name("ps", shard.ps) for shard in self.spec.shards)
 
 
-class OnReadVariable(CopyAccess, Variable):
+class OnReadVariable(Variable):
     """A variable with one copy per worker, on a ps: for sums and means over workers.
 
     Made by ``Variable(…, synchronization=psync.VariableSynchronization.ON_READ)``.
@@ -263,6 +753,164 @@ class OnReadVariable(CopyAccess, Variable):
 
     Source: ``SyncOnReadVariable`` of TensorFlow's ``distribute/values.py``.
     """
+
+    @property
+    def _value_spec(self) -> VariableSpec:
+        """Describes one copy, which is what users read and write; ``spec`` describes all."""
+        return dataclasses.replace(self.spec, shape=self.spec.shape[1:])
+
+    async def read(
+        self, *, copy: bool = False, out: np.ndarray | None = None, consistent: bool = False
+    ) -> np.ndarray:
+        """Return the worker's own copy in a step; otherwise the aggregate of all copies.
+
+        SUM adds the copies of all workers and the program's contribution. MEAN is the mean of the
+        workers' copies, in float64 for integers. ONLY_FIRST_REPLICA is the first worker's copy.
+
+        Args:
+            copy: Whether the caller may change the array.
+            out: A writable C-contiguous array with the variable's shape and dtype; it is filled and
+                returned.
+            consistent: No effect: all copies are always from one instant.
+
+        Raises:
+            ReplicaValueError: Outside a step: the aggregation is NONE.
+            ValueMismatchError: ``out`` does not match.
+            UsageError: Neither in a step nor within a running coordinator.
+            ParameterServerLost: A ps is lost.
+            ClosureCancelled: The step was cancelled.
+
+        Cancellation: Safe.
+        """
+        target = None if out is None else checked_target(out, self._value_spec)
+        operation = f'read of "{self.spec.name}"'
+        runtime = await runtime_of(operation, self)
+        row = self._own_row(runtime)
+        if row is None:
+            (copies,) = await runtime.ps.pull(runtime.ps.plan((self.spec,)))
+            value = await in_turns(aggregating(copies, self.aggregation, operation))
+        else:
+            rows = await runtime.ps.read_rows(self.spec, np.array([row]), seen=runtime.pulled)
+            value = rows.reshape(self.shape)
+        if target is None:
+            value.setflags(write=copy)
+            return value
+        if value.dtype != target.dtype:
+            raise ValueMismatchError(
+                f"{operation}: the mean of {target.dtype} is {value.dtype}",
+                hint="read it without out",
+            )
+        np.copyto(target, value)
+        return target
+
+    async def checkpoint_value(self) -> np.ndarray:
+        """Return what a checkpoint keeps: the aggregate of all copies.
+
+        Raises:
+            ReplicaValueError: The aggregation is NONE.
+            UsageError, ParameterServerLost: As ``read``.
+
+        Cancellation: Safe.
+
+        Source: ``SyncOnReadVariable`` in TensorFlow's ``distribute/values.py``.
+        """
+        operation = f'checkpoint of "{self.spec.name}"'
+        runtime = await runtime_of(operation, self)
+        (copies,) = await runtime.ps.pull(runtime.ps.plan((self.spec,)))
+        return await self.checkpoint_value_of(copies)
+
+    async def checkpoint_value_of(self, copies: np.ndarray) -> np.ndarray:
+        """Return what a checkpoint keeps of all copies: their aggregate, in the variable's dtype.
+
+        A mean of integers is rounded: what is restored are integers.
+
+        Args:
+            copies: One for each worker, and the program's.
+
+        Raises:
+            ReplicaValueError: The aggregation is NONE.
+
+        Cancellation: Safe.
+        """
+        operation = f'checkpoint of "{self.spec.name}"'
+        value = await in_turns(aggregating(copies, self.aggregation, operation))
+        rounded: np.ndarray = np.rint(value) if value.dtype != copies.dtype else value
+        return rounded.astype(copies.dtype, copy=False)
+
+    async def restore_value(self, value: Any) -> None:
+        """Set all copies so that ``checkpoint_value`` is ``value``, whatever the number of workers.
+
+        Raises:
+            ValueMismatchError: Shape or dtype do not fit.
+            UsageError, ParameterServerLost: As ``read``.
+
+        Cancellation: Once begun, it ends in the background.
+        """
+        operation = f'restoring of "{self.spec.name}"'
+        array = fitting(value, self._value_spec, operation, casting="same_kind")
+        await self._write_all(await runtime_of(operation, self), "assign", array, operation)
+
+    async def _rows(self, operation: str, rows: range | np.ndarray | None) -> np.ndarray:
+        value = await self.read()  # the whole copy travels
+        return value if rows is None else value[np.asarray(rows, np.intp)]
+
+    async def _scatter(self, method: str, op: str, sparse_delta: Any) -> NoReturn:
+        raise UnsupportedError(
+            f'{method} to "{self.spec.name}": a variable that is synchronized on read does not '
+            "support scatter updates",
+            hint="in a step: read it, change the rows, assign it; or declare it with "
+            "synchronization=psync.VariableSynchronization.ON_WRITE",
+        )
+
+    async def _assign(self, method: str, op: str, value: Any, atomic: bool = False) -> Self:
+        operation = f'{method} to "{self.spec.name}"'
+        array = fitting(value, self._value_spec, operation, casting="same_kind")
+        runtime = await runtime_of(operation, self)
+        row = self._own_row(runtime)
+        if row is None and op != "assign" and self.aggregation is SUM:
+            if in_cross_replica_context():
+                raise ReplicaValueError(
+                    f"{operation} in cross-replica context: the variable is the sum of one value "
+                    "per worker, so it is unclear which to change",
+                    hint="add in a step; or outside `with strategy.scope():`, to the program's own "
+                    "part; or assign the sum",
+                )
+            row = self._num_workers
+        if row is None:
+            await self._write_all(runtime, op, array, operation)
+            return self
+        closure, ordinal = runtime.begin_update(operation)
+        await runtime.ps.scatter(
+            self.spec, np.array([row]), array[np.newaxis], op=op, closure=closure, ordinal=ordinal
+        )
+        return self
+
+    async def _write_all(
+        self, runtime: Runtime, op: str, array: np.ndarray, operation: str
+    ) -> None:
+        copies_of = spread if op == "assign" else repeated
+        copies = copies_of(array, self._num_workers, self.aggregation)
+        closure, ordinal = runtime.begin_update(operation)
+        plan = runtime.ps.plan((self.spec,))
+        await runtime.ps.assign(plan, [copies], op=op, closure=closure, ordinal=ordinal)
+
+    @property
+    def _num_workers(self) -> int:
+        return self.spec.shape[0] - 1  # one more is the program's
+
+    def _own_row(self, runtime: Runtime) -> int | None:
+        """Return which copy code here reads and writes; None: all of them."""
+        if get_replica_context() is None:
+            return None
+        closure = current_closure()
+        if closure is not None:
+            # A worker that was added later shares a copy; what it adds is part of the sum.
+            return closure.worker_index % self._num_workers
+        if not runtime.in_session:
+            return None
+        scope = scope_of(self)
+        worker = None if scope is None else scope.worker_index
+        return self._num_workers if worker is None else worker
 
 
 def _declare(

@@ -102,7 +102,7 @@ def run_one(mode: Mode, pace: DrawnPace, target_loss: float = TARGET_LOSS) -> Ru
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep joins from saying every ten virtual seconds on whom they wait."""
-    log = logging.getLogger("psync.chief.joins")
+    log = logging.getLogger("psync.coordinator")
     before = log.level
     log.setLevel(logging.ERROR)
     try:

@@ -42,19 +42,8 @@ from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.specs import dtype_of
 from psync.store.snapshot import SnapshotState
 from psync.store.untrusted_json import read_json, to_json
+from psync.wire import messages
 from psync.wire.codec import Message
-from psync.wire.messages import (
-    Admit,
-    DropFrozen,
-    Freeze,
-    Frozen,
-    Gate,
-    Gated,
-    OpenGate,
-    ReadFrozen,
-    WriteFrozen,
-    Written,
-)
 from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
@@ -116,8 +105,10 @@ class Cut:
         Cancellation: The file may be written.
         """
         self._check_held()
-        order = WriteFrozen(self.number, path, nonce)
-        message, segments = await ask(self.links[ps], order, Written, [to_json(items)], cut=True)
+        order = messages.WriteFrozen(self.number, path, nonce)
+        message, segments = await ask(
+            self.links[ps], order, messages.Written, [to_json(items)], cut=True
+        )
         if message.size is None:
             return None
         places = read_json(b"".join(segments), list[tuple[int, int, int]], self.links[ps].task)
@@ -139,7 +130,7 @@ class Cut:
         for start in range(0, nbytes, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, nbytes)
             received = await self.links[ps].call(
-                always(ReadFrozen(self.number, item, start, stop)), cut=True
+                always(messages.ReadFrozen(self.number, item, start, stop)), cut=True
             )
             if sum(map(len, received.segments)) != stop - start:
                 raise RemoteProtocolError(
@@ -211,7 +202,7 @@ class Cuts:
                 yield cut
             finally:
                 cut.is_over = True
-                self._tell_all(DropFrozen(cut.number))
+                self._tell_all(messages.DropFrozen(cut.number))
 
     async def _take(self, at_instant: Callable[[], None] | None) -> Cut:
         loop = asyncio.get_running_loop()
@@ -241,18 +232,18 @@ class Cuts:
         try:
             try:
                 async with asyncio.timeout(PATIENCE_S):
-                    gated = await _ask_all(links, Gate(number), Gated)
+                    gated = await _ask_all(links, messages.Gate(number), messages.Gated)
                     wanted: dict[int, list[tuple[str, int, int]]] = {}
                     for message, _ in gated:
                         for ps, task, incarnation, sequence in message.others:
                             wanted.setdefault(ps, []).append((task, incarnation, sequence))
                     doing = _described(wanted)
                     await self._admit(number, wanted)
-                    frozen = await _ask_all(links, Freeze(number), Frozen)
+                    frozen = await _ask_all(links, messages.Freeze(number), messages.Frozen)
                 if at_instant is not None:
                     at_instant()
             finally:
-                opened = self._tell_all(OpenGate(number))
+                opened = self._tell_all(messages.OpenGate(number))
             await asyncio.wait((opened,))
             held_s = loop.time() - began
             snapshots = [  # read only now: that holds nobody up
@@ -260,7 +251,7 @@ class Cuts:
                 for link, (_, segments) in zip(links, frozen, strict=True)
             ]
         except BaseException as exc:
-            self._tell_all(DropFrozen(number))
+            self._tell_all(messages.DropFrozen(number))
             if not isinstance(exc, TimeoutError):
                 raise
             raise CutLost(
@@ -276,7 +267,7 @@ class Cuts:
         for ps, updates in wanted.items():
             if not 0 <= ps < len(self._links):
                 raise RemoteProtocolError(f"an update has a part on ps {ps}, which does not exist")
-            calls.append(self._links[ps].call(always(Admit(number, updates)), cut=True))
+            calls.append(self._links[ps].call(always(messages.Admit(number, updates)), cut=True))
         if calls:
             await all_of(calls)
 

@@ -7,41 +7,265 @@ is the coordinator's half: a worker that loses a ps ends its session, see ``work
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import math
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
+from psync.checkpoints.files import StoredSnapshot, disk_errors, streamed_by_environ
 from psync.chief import recovery_rule as rules
-from psync.chief.backups import Backups
-from psync.chief.closure_service import EndedCall
-from psync.chief.cluster_links import ClusterLinks
-from psync.chief.creation import Creation
-from psync.chief.events import Events, FailoverEvent, RollbackEvent
-from psync.chief.reattachment import OwnOptimizers
+from psync.chief.declarations import Creation, OwnOptimizers
+from psync.chief.events import FailoverEvent, RollbackEvent
+from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
-from psync.chief.rollback import RollbackSteps, Source
 from psync.client.calls import all_of
+from psync.client.lanes import AWAY_FOR_S, REFUSED_FOR_S
+from psync.client.ps_link import PsLink, always, ask
 from psync.closures.closure import State as ClosureState
+from psync.closures.membership import ScheduleReports
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
 from psync.closures.rollback import KEPT_BYTES, CutCalls, EndedClosures
-from psync.closures.schedule_report import ScheduleReports
 from psync.cluster import parse_task_name
 from psync.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    ConfigurationError,
     ConnectFailed,
     ConnectionLost,
     FencedError,
     ParameterServerLost,
+    PsyncError,
     UsageError,
+    VersionMismatch,
 )
-from psync.replicas.closure_messages import ScheduledCall
+from psync.net.connection import Connection
+from psync.replicas.closure_messages import EndedCall, ScheduledCall
 from psync.replicas.gang_runner import GangRunner
 from psync.specs import checked_kind
+from psync.store.reattach import Orders
 from psync.store.snapshot_state import SnapshotState
+from psync.store.untrusted_json import to_json
+from psync.wire import messages
+from psync.wire.codec import Message
 
 logger = logging.getLogger(__name__)
+
+
+PIECE_BYTES = 16 << 20
+"""Sent at once where a ps cannot read the file itself."""
+
+Source = Callable[[], Sequence[StoredSnapshot] | None]
+"""Returns the snapshots of the newest checkpoint, one for each ps; None: there is none. Blocks."""
+
+
+def _read(path: Path, start: int, count: int) -> bytes:
+    with disk_errors(f"reading {path}"), open(path, "rb") as file:
+        file.seek(start)
+        return file.read(count)
+
+
+PAUSE_S = 0.2
+"""Between two attempts to make a backup."""
+
+CONNECT_S = 1.0
+"""A process where nobody has listened for so long has ended, and the backups in it."""
+
+
+class Backups:
+    """Keeps the backups of one coordinator's ps tasks.
+
+    no backup --BackUp is answered-->                 complete    only now it may be promoted
+    complete  --the backup does not follow-->         no backup   BackUp to "": the ps goes on alone
+
+    A ps waits for its backup before it answers, and goes on without it only at this coordinator's
+    command: so no backup is promoted that lacks what was answered. When one is promoted, says
+    ``recovery_rule``.
+
+    Source: docs/design.md, "Failover".
+
+    Args:
+        rule: Knows who is served where, and is told who has a backup.
+        links: To all tasks; there are at least two ps tasks.
+    """
+
+    def __init__(self, rule: RecoveryRule, links: ClusterLinks) -> None:
+        self._rule = rule
+        self._cluster = links
+        self._links = links.ps.links
+        self._endpoint = links.endpoint
+        self._processes = list(links.processes.items())
+        self._next_epoch = itertools.count(1)
+        self._epochs: dict[int, int] = {}  # under which complete backups were ordered
+        # By ps, process and its incarnation: why it refuses to be the host, and always will.
+        self._refusals: dict[tuple[int, int, int], PsyncError] = {}
+        self._peers: dict[int, Connection] = {}  # to processes
+        self._keepers: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def describe(self) -> list[str]:
+        """Say where each ps and its backup are; for reports."""
+        rule = self._rule
+        return [
+            f"{link.task} is served in the process of {self._processes[home][0]}, its backup "
+            + ("is not complete" if host is None else f"in that of {self._processes[host][0]}")
+            for link, home, host in zip(self._links, rule.homes, rule.hosts, strict=True)
+        ]
+
+    async def complete(self, *, at_first: bool = False) -> None:
+        """Wait until each ps has a backup, and could die.
+
+        Args:
+            at_first: Whether a process that refuses for good is an error.
+
+        Raises:
+            ParameterServerLost: A ps is gone.
+            VersionMismatch: Ps tasks run several versions of psync.
+            ConfigurationError: Bits are promised, and two ps tasks round differently.
+
+        Cancellation: Safe.
+        """
+        while None in self._rule.hosts:
+            if at_first and self._rule.gone is not None:
+                raise self._rule.gone
+            for refusal in self._refusals.values() if at_first else ():
+                raise refusal
+            self._changed.clear()
+            await self._changed.wait()
+
+    def look(self) -> None:
+        """The rule has changed. A ps without a backup is given up as late as one that had none."""
+        for link, host in zip(self._links, self._rule.hosts, strict=True):
+            link.refused_for_s = REFUSED_FOR_S if host is None else AWAY_FOR_S
+            link.away_for_s = math.inf if host is None else AWAY_FOR_S
+        self._changed.set()
+
+    # They are made, and made again.
+
+    def keep(self) -> None:
+        """Make backups; from now on, or again after a recovery."""
+        if not self._closed and not self._keepers:
+            self._begin(self._keep(link.index) for link in self._links)
+
+    def pause(self) -> None:
+        """Make none for a while."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        self._keepers = []
+
+    def give_up(self) -> None:
+        """Make none any more: whoever waits for a ps that waits for its backup is answered."""
+        self.pause()
+        self._begin(self._without_backup(link.index) for link in self._links if not link.lost)
+
+    def _begin(self, work: Iterable[Coroutine[Any, Any, None]]) -> None:
+        self._keepers = [asyncio.get_running_loop().create_task(each) for each in work]
+
+    async def _order(self, link: PsLink, message: messages.BackUp, *, urgent: bool = False) -> None:
+        """Where no update is in front that waits for a backup: of those a ps takes only so many."""
+        await link.call(always(message), urgent=urgent, cut=True)
+
+    async def _keep(self, ps: int) -> None:
+        """See to it that a ps has a backup."""
+        link, chosen = self._links[ps], 0
+        while True:
+            try:
+                host = self._rule.hosts[ps]
+                if host is None:
+                    host = chosen = await self._host_for(ps)
+                    epoch = next(self._next_epoch)
+                    await self._order(link, messages.BackUp(epoch, *self._processes[host], False))
+                    self._epochs[ps] = epoch
+                    self._note(ps, host)
+                await self._order(
+                    link, messages.BackUp(self._epochs[ps], *self._processes[host], True)
+                )
+                self._note(ps, None)
+                logger.warning("%s continues without its backup", link.task)
+                await self.let_alone(ps)
+                continue
+            except ParameterServerLost as exc:
+                if not link.is_held:  # it says so itself; else it was found out here
+                    link.give_up(exc.message)
+            except (VersionMismatch, ConfigurationError) as exc:
+                logger.warning("%s has no backup: %s", link.task, exc)
+                self._refusals[ps, chosen, self._peers[chosen].incarnation] = exc
+                self._changed.set()
+            except PsyncError as exc:
+                logger.info("%s has no backup: %s", link.task, exc.message)
+            except Exception:
+                logger.exception("the backup of %s cannot be maintained", link.task)
+            await asyncio.sleep(PAUSE_S)
+
+    def _note(self, ps: int, host: int | None) -> None:
+        self._rule.backed_up(ps, host)
+        self.look()
+
+    async def let_alone(self, ps: int, *, urgent: bool = False) -> None:
+        """Order a ps to go on without its backup. Raises as ``PsLink.call``."""
+        order = messages.BackUp(next(self._next_epoch), "", "", False)
+        await self._order(self._links[ps], order, urgent=urgent)
+
+    async def _without_backup(self, ps: int) -> None:
+        with contextlib.suppress(PsyncError):
+            await self.let_alone(ps)
+
+    async def _host_for(self, ps: int) -> int:
+        """Return a process for a backup: the next one that is there, and has not refused."""
+        count = len(self._processes)
+        while True:
+            for step in range(1, count):
+                host = (self._rule.homes[ps] + step) % count
+                with contextlib.suppress(PsyncError):
+                    peer = await self._connect(host)
+                    if (ps, host, peer.incarnation) not in self._refusals:
+                        return host
+            await asyncio.sleep(PAUSE_S)
+
+    async def _connect(self, process: int) -> Connection:
+        """Connect to a process, at the address that it had when all began."""
+        peer = self._peers.get(process)
+        if peer is None or not peer.is_open:
+            task, address = self._processes[process]
+            peer = self._peers[process] = await self._endpoint.connect(address, task)
+        return peer
+
+    # They are promoted.
+
+    async def promote(self, ps: int, host: int) -> None:
+        """Let the backup of a ps serve; asked again as often as the answer is lost.
+
+        Raises:
+            PsyncError: It does not.
+            TimeoutError: It says nothing.
+        """
+        link, fences = self._links[ps], self._cluster.membership.fences()
+        message = messages.Promote(ps, next(self._next_epoch), self._endpoint.incarnation, fences)
+        way = PsLink(self._endpoint, host, self._processes[host][1], link.lost_after_s)
+        way.refused_for_s = CONNECT_S
+        try:
+            async with asyncio.timeout(link.lost_after_s):
+                promoted, _ = await ask(way, message, messages.Promoted)
+        finally:
+            await way.close()
+        self._cluster.move_ps(link, promoted.address)
+
+    async def close(self) -> None:
+        """Keep nothing more. Cancellation: safe."""
+        self._closed = True
+        tasks = self._keepers
+        self.pause()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for peer in self._peers.values():
+            peer.close()
+
 
 T = TypeVar("T")
 
@@ -67,29 +291,32 @@ class ClusterRecovery:
     gangs: GangRunner  # those that run are ended by one
     reports: ScheduleReports  # are told again to ps 0 after one
     creation: Creation  # knows what was created, and what is adopted
-    events: Events  # where a recovery is told
     optimizers: OwnOptimizers  # of this program
     _: KW_ONLY
     perform: Callable[[Sequence[QueueAction]], None]  # does what the queue decided
     tell_again: Callable[[], None]  # tells ps tasks how far closures are: they do not know
-    ps_timeout_s: float  # a ps that cannot be reached for so long is lost
     has_backups: bool  # whether each ps has a backup
 
     def __post_init__(self) -> None:
-        links, wait_s = self.links, max(self.ps_timeout_s, RESTART_S)
+        links = self.links
+        self._wait_s = max(links.ps_timeout_s, RESTART_S)  # a lost ps has to be there again
         self.source: Source | None = None
         self.ended = EndedClosures(self.queue.identities)
         self._repeated: set[int] = set()  # timelines of rollbacks that were scheduled again
         self.rule = RecoveryRule(
-            links.served.homes, lambda: self.source is not None,
+            links.homes, lambda: self.source is not None,
             lambda: self.creation.repeatable is not None,
         )  # fmt: skip
         self.backups = Backups(self.rule, links)
-        self._steps = RollbackSteps(links, self.creation, self.optimizers, wait_s)
-        links.served.on_lost, links.supervision.on_replaced = self.ps_lost, self.replaced
+        links.on_ps_lost, links.on_replaced = self.ps_lost, self.replaced
         links.on_worker_given_up = self.fail_if_gone
         self._task: asyncio.Task[None] | None = None  # takes steps
         self._began: float | None = None  # when the queue was paused; None: it is not
+        # Of the present rollback: how far training was, and what it goes back to.
+        self._from_step = 0
+        self._states: Sequence[SnapshotState] = ()
+        self._snapshots: Sequence[StoredSnapshot] = ()
+        self._loads = 0  # so far
 
     # Checkpoints.
 
@@ -123,7 +350,7 @@ class ClusterRecovery:
             "reschedule: expected a RollbackEvent", event, RollbackEvent, hint=hint,
             error=UsageError,
         )  # fmt: skip
-        if not any(each is event for each in self.events.rollbacks):
+        if not any(each is event for each in self.links.events.rollbacks):
             raise UsageError(
                 "reschedule: expected an event of this coordinator, got a copy or one of another "
                 "coordinator",
@@ -310,17 +537,146 @@ class ClusterRecovery:
 
     async def _take(self, step: Step) -> None:
         if isinstance(step, RollbackStep):
-            if step is RollbackStep.CREATE and self.has_backups:
-                # Updates wait for a backup, and one that has survived may have lost its own.
-                links = self.links.ps.links
-                await all_of([self.backups.let_alone(each.index, urgent=True) for each in links])
-            await self._steps.take(step, self.source, tuple(self.rule.lost_ps))
+            await self._take_rollback(step)
         elif isinstance(step, rules.Attach):
-            await self.links.served.attach(self.links.ps.links[step.ps])
+            await self.links.attach_ps(self.links.ps.links[step.ps])
         elif isinstance(step, rules.Promote):
             await self.backups.promote(step.ps, step.host)
         else:
             await self.backups.let_alone(step.ps, urgent=True)
+
+    async def _take_rollback(self, step: RollbackStep) -> None:
+        """Take a step of a rollback. All ps tasks restore the snapshots of the newest checkpoint.
+
+        READ    the newest checkpoint, and how far training was
+        ATTACH  every ps, once it is there
+        LOAD    PrepareSnapshot, FillSnapshot: each ps reads its file, or is sent it
+        SWITCH  RestoreSnapshot: a new timeline
+        CREATE  CreateShards, where a ps was lost: in place of READ, LOAD and SWITCH of a fresh
+                start
+        ADOPT   AdoptShards: the next program may attach itself to what there is
+
+        Everything else that talks to ps tasks is paused meanwhile, see ``PsLink.hold``. Fences
+        refuse what was sent in the old timeline: every worker bears a new incarnation afterwards.
+        """
+        links = self.links.ps.links
+        if step is RollbackStep.READ:
+            await self._read()
+        elif step is RollbackStep.ATTACH:
+            await self._attach_all()
+        elif step is RollbackStep.LOAD:
+            self._loads += 1
+            each = zip(links, self._snapshots, self._states, strict=True)
+            await all_of([self._prepare(*one) for one in each])
+        elif step is RollbackStep.CREATE:
+            if self.has_backups:
+                # Updates wait for a backup, and one that has survived may have lost its own.
+                await all_of([self.backups.let_alone(each.index, urgent=True) for each in links])
+            await self.creation.create_again(tuple(self.rule.lost_ps))
+        elif step is RollbackStep.SWITCH:
+            ps = self.links.ps
+            ps.begin_timeline(ps.timeline + 1)  # first: what some of them answer is sent again
+            fences = self.links.membership.fences()
+            await self._ask_all(messages.RestoreSnapshot(self._loads, ps.timeline, fences))
+        else:
+            lineage = self.links.endpoint.incarnation + self.links.ps.timeline
+            await self._ask_all(messages.AdoptShards(lineage, last=True), [Orders().to_bytes()])
+
+    async def _ask_all(self, message: Message, segments: Sequence[bytes] = ()) -> None:
+        links = self.links.ps.links
+        await all_of([link.call(always(message), segments, urgent=True) for link in links])
+
+    async def _read(self) -> None:
+        """Read the states; refuse a checkpoint that is of other variables than there are now."""
+        self._from_step = await self._iterations()
+        assert self.source is not None, "checked when it began"
+        snapshots = await asyncio.to_thread(self.source)
+        if snapshots is None:
+            raise CheckpointError("there is no checkpoint yet")
+        if len(snapshots) != len(self.links.ps.links):
+            raise CheckpointError(
+                f"the newest checkpoint has {len(snapshots)} ps tasks, expected "
+                f"{len(self.links.ps.links)}"
+            )
+        states = [SnapshotState.from_bytes(each.state, str(each.file)) for each in snapshots]
+        kept = {(spec.key, spec.variable) for state in states for spec in state.shards}
+        if missing := self.creation.created - kept:
+            raise CheckpointError(
+                f"{len(missing)} shards were created after the newest checkpoint was saved, or by "
+                "another program than this one",
+                hint="save again after the last variable was declared",
+            )
+        self._snapshots = snapshots
+        incarnation, optimizers = self.links.endpoint.incarnation, self.optimizers.listed()
+        self._states = [
+            state.for_coordinator(incarnation).with_rates(optimizers) for state in states
+        ]
+
+    async def _iterations(self) -> int:
+        """Return how far training was, as far as those know who are left."""
+
+        async def one(link: PsLink) -> int:
+            try:
+                async with asyncio.timeout(1.0):
+                    answer, _ = await ask(
+                        link, messages.AskStatistics(), messages.Statistics, urgent=True
+                    )
+            except (PsyncError, TimeoutError):
+                return 0
+            return int(answer.counters.get("iterations", 0))
+
+        left = [link for link in self.links.ps.links if link.lost is None]
+        return max(await all_of([one(link) for link in left])) if left else 0
+
+    async def _attach_all(self) -> None:
+        """Wait until all ps tasks are there, and serve this coordinator."""
+        links = self.links.ps.links
+        for link in links:
+            if reason := link.gone_for_good:
+                raise CheckpointError(f"{link.task} {reason}")
+            if link.lost is not None:
+                link.revive()
+        patience_s = [link.lost_after_s for link in links]
+        for link in links:
+            link.lost_after_s = math.inf  # a launcher is starting it
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await all_of([self.links.attach_ps(link) for link in links])
+        except TimeoutError as exc:
+            away = ", ".join(f"{link.task} at {link.address}" for link in links if not link.is_open)
+            raise CheckpointError(
+                f"not reachable within {self._wait_s:g} s: {away or 'a ps that answers'}",
+                hint="a supervisor must restart dead ps tasks; psync run does",
+            ) from exc
+        finally:
+            for link, seconds in zip(links, patience_s, strict=True):
+                link.lost_after_s = seconds
+
+    async def _prepare(self, link: PsLink, snapshot: StoredSnapshot, state: SnapshotState) -> None:
+        """Let a ps read its snapshot, or send it, where the ps does not find the file."""
+        packed = state.to_bytes()
+        if not streamed_by_environ(os.environ):
+            places = to_json(snapshot.places)
+            try:
+                await self._send(
+                    link, messages.PrepareSnapshot(self._loads, str(snapshot.file)), packed, places
+                )
+                return
+            except CheckpointCorrupt:
+                raise
+            except CheckpointError as exc:
+                logger.info(
+                    "%s cannot read its snapshot (%s): the chief sends it", link.task, exc.message
+                )
+        await self._send(link, messages.PrepareSnapshot(self._loads, ""), packed)
+        for item, first, nbytes, _ in snapshot.places:
+            for start in range(0, nbytes, PIECE_BYTES):
+                count = min(PIECE_BYTES, nbytes - start)
+                piece = await asyncio.to_thread(_read, snapshot.file, first + start, count)
+                await self._send(link, messages.FillSnapshot(self._loads, item, start), piece)
+
+    async def _send(self, link: PsLink, message: Message, *segments: bytes) -> None:
+        await link.call(always(message), segments, bulk=True, urgent=True)
 
     def _do(self, actions: Sequence[Action]) -> Step | None:
         """Do what takes no time; return the step. An error ends the run: joins would wait forever.
@@ -349,11 +705,11 @@ class ClusterRecovery:
             elif action is Do.RESUME:
                 self._resume()
             elif isinstance(action, rules.GoHome):
-                self.links.served.go_home(self.links.ps.links[action.ps])
+                self.links.go_home(self.links.ps.links[action.ps])
             elif isinstance(action, rules.FailedOver):
-                self.events.emit(self._failed_over(action.served))
+                self.links.events.emit(self._failed_over(action.served))
             elif isinstance(action, rules.RolledBack):
-                self.events.emit(self._rolled_back(action.lost))
+                self.links.events.emit(self._rolled_back(action.lost))
             elif isinstance(action, rules.End):
                 self._end(action.error, all_lost=action.all_lost, why=action.why)
             else:
@@ -372,7 +728,7 @@ class ClusterRecovery:
     def _resume(self) -> None:
         for link in self.links.ps.links:
             link.release()
-        self.links.served.tell_addresses()
+        self.links.tell_addresses()
         self.reports.tell_all()
         self.tell_again()
         if self.has_backups:
@@ -417,12 +773,12 @@ class ClusterRecovery:
         return event
 
     def _rolled_back(self, lost: Sequence[int]) -> RollbackEvent:
-        links, steps = self.links.ps.links, self._steps
-        to_step = max(state.iterations for state in steps.states)
-        undone = self.ended.undone(CutCalls(steps.states))
+        links = self.links.ps.links
+        to_step = max(state.iterations for state in self._states)
+        undone = self.ended.undone(CutCalls(self._states))
         event = RollbackEvent(
             tuple(links[ps].task for ps in lost), self.links.ps.timeline,
-            max(steps.from_step, to_step), to_step, undone.closures, self._seconds(),
+            max(self._from_step, to_step), to_step, undone.closures, self._seconds(),
             undone.updates,
         )  # fmt: skip
         logger.info("recovered in %.2f s, timeline %d: %s", event.seconds, event.timeline, event)

@@ -3,7 +3,7 @@
 A ps may be away for a while, be lost, and be recovered. What becomes of a lost one ``on_lost``
 decides. A worker ends its session, and the closure runs again elsewhere (``worker_task``): if its
 update had reached the backup, the ledger answers "duplicate"; after a rollback it is applied anew,
-unless the checkpoint has it (``chief.rollback``). The coordinator recovers the ps
+unless the checkpoint has it (``chief.recovery``). The coordinator recovers the ps
 (``chief.recovery``); its own requests wait (``hold``), and are sent again under the same identities
 (``outgoing``).
 

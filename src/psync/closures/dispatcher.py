@@ -62,15 +62,12 @@ class ClosureOrder:
     """Closures that wait for nothing but a worker, in one order for all that need the same data."""
 
     def __init__(self) -> None:
-        self._queued: dict[int, Closure] = {}  # by id, in no order
+        self.closures: dict[int, Closure] = {}  # by id, in no order
         self._ids: dict[Needs, list[int]] = {}  # heaps; what is not queued any more goes when first
-
-    def __len__(self) -> int:
-        return len(self._queued)
 
     def add(self, closure: Closure) -> None:
         """Queue a closure at its place, before those with higher ids."""
-        self._queued[closure.id] = closure
+        self.closures[closure.id] = closure
         ids = self._ids.get(closure.needs)
         if ids is None:
             ids = self._ids[closure.needs] = []
@@ -78,14 +75,14 @@ class ClosureOrder:
 
     def discard(self, closure: Closure) -> None:
         """Take a queued closure out, wherever it stands."""
-        del self._queued[closure.id]
-        if not self._queued:
-            self._queued.clear()  # of its table, too, which is as large as the longest queue was
+        del self.closures[closure.id]
+        if not self.closures:
+            self.closures.clear()  # of its table, too, which is as large as the longest queue was
             self._ids.clear()
 
     def first(self, barred: Collection[Needs] = ()) -> Closure | None:
         """Return the queued closure with the lowest id, without those that need what is barred."""
-        queued, lowest, spent = self._queued, -1, None
+        queued, lowest, spent = self.closures, -1, None
         if not barred and len(self._ids) == 1:
             (ids,) = self._ids.values()
             while ids and ids[0] not in queued:
@@ -221,7 +218,7 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         """Closures that no worker holds and that wait for nothing but a worker."""
-        return len(self.queued)
+        return len(self.queued.closures)
 
     # --- workers ---
 
@@ -409,7 +406,8 @@ class Dispatcher:
             raise RemoteProtocolError(
                 f"{worker} reported {mean_s} s per closure, expected a finite duration"
             )
-        closures = self.take(worker, ids, "finished")
+        closures = record.take(ids, "finished")
+        record.sated = False
         record.finished += len(closures)
         if closures:
             if record.mean_s is not None:
@@ -419,7 +417,7 @@ class Dispatcher:
             # Compared before it is divided by: it may be 0.
             many = mean_s * MAX_AHEAD <= TARGET_AHEAD_S
             record.ahead = MAX_AHEAD if many else max(1, int(TARGET_AHEAD_S / mean_s))
-            self._classify(record)
+        self._released(record, closures)
         return closures
 
     def take_back(self, worker: str, ids: Sequence[int]) -> list[Closure]:
@@ -475,7 +473,7 @@ class Dispatcher:
         Returns:
             At most one Dispatch for a worker, then at most one GiveBack for a worker.
         """
-        queued, num_workers = self.queued, len(self._workers)
+        queued, num_workers = self.queued.closures, len(self._workers)
         batches: dict[_Worker, list[Closure]] = {}
         resting: list[_Group] = []  # in which workers stay idle
         # Those on which data ended come first: who has them is left free for what needs them.

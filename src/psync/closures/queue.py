@@ -28,29 +28,100 @@ stops them too.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from psync.closures.closure import Closure, Event, Replica, State, move
+from psync.closures.closure import Closure, Event, Identities, Replica, State, move
 from psync.closures.dispatcher import Dispatch, Dispatcher, GiveBack, WorkerStatistics
-from psync.closures.identities import Identities
-from psync.closures.open import (
-    Barrier,
-    Cancel,
-    OpenClosures,
-    Settle,
-    loss_error,
-    without_input,
-)
 from psync.errors import (
+    ClosureCancelled,
+    ClosureError,
+    ClosureInputError,
     EndOfData,
     LocalProtocolError,
     PsyncError,
     RemoteProtocolError,
     WorkerLost,
 )
+
+MAX_NAMED = 32
+"""Workers that an error names."""
+
+SCHEDULE_AGAIN = "schedule it again after join has raised the error"
+
+
+@dataclass(slots=True, eq=False)
+class Barrier:
+    """What keeps closures that come before a gang from those that come after it."""
+
+    cutoff: int  # closures with ids below it come before
+    behind: list[Closure] = field(default_factory=list)  # they wait until it is opened
+
+
+def without_input(closure: Closure, source: Closure) -> tuple[Event, ClosureInputError]:
+    """Return how a closure ends whose input ``source`` ended without a value."""
+    cause = root_of(source)
+    error = ClosureInputError(
+        f"{closure} was not run: its input, {source}, ended with "
+        f"{type(cause).__name__}: {cause.args[0] if cause.args else cause}"
+    )
+    error.__cause__ = cause
+    return (Event.END_OF_DATA if source.state is State.EXHAUSTED else Event.FAIL), error
+
+
+WROTE_TO_PULLED = (
+    "usually a write, through another library such as torch.from_numpy, to values that were "
+    "pulled, which are read-only: pull with copy=True"
+)
+"""Why a task was killed by SIGSEGV or SIGBUS, if tasks share memory."""
+
+
+def loss_error(closure: Closure) -> ClosureError:
+    """Return the error of a closure that was lost with too many workers."""
+    error = ClosureError(
+        f"{closure} was lost with its worker {closure.attempts} times: "
+        f"{', '.join(closure.lost_on)}",
+        hint="it probably kills its process, or blocks its event loop. The log names the signal "
+        f"that killed a worker. SIGSEGV or SIGBUS: {WROTE_TO_PULLED}. SIGKILL: look for lack of "
+        "memory. Long computations belong in a plain step function, or in a thread",
+    )
+    error.__cause__ = WorkerLost(closure.worker, f"was lost while it held {closure}")
+    return error
+
+
+def error_of(closure: Closure) -> BaseException:
+    """Return what a closure ended with that has no value."""
+    assert closure.error is not None, f"{closure} ended without a value and without an error"
+    return closure.error
+
+
+def root_of(closure: Closure) -> BaseException:
+    """Return the error behind the error of a closure, so that those of inputs are never nested."""
+    error = error_of(closure)
+    while isinstance(error, ClosureInputError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """These closures are final; ``closure.error`` is None for those that have a value.
+
+    In the answer to ``finished`` they begin with those that were reported, in that order.
+    """
+
+    closures: tuple[Closure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Ask the worker to stop these closures. It reports how each of them ends all the same."""
+
+    worker: str
+    ids: tuple[int, ...]
+
 
 MAX_LOSSES = 3  # as Dask, which gives a task up when it has taken three workers with it
 RECENT_LOSSES = 12  # of workers, among which those by chance are counted
@@ -131,14 +202,29 @@ class ClosureQueue:
     Attributes:
         dispatcher: Which closures are queued, and what each worker holds.
         identities: Of closures that may come again.
+        pending_errors: What a join is going to raise and to name, in order.
+        ending: Why everything is being cancelled, and what is scheduled too; None if it is not.
+        requested_stop: Why a step has asked for the end of training; None once ``collect_error``
+            was called.
     """
 
     def __init__(self, *, max_losses: int = MAX_LOSSES) -> None:
         self.dispatcher = Dispatcher()
-        self._losses = Losses(max_losses)
         self.identities = Identities()
-        self._open = OpenClosures(self.dispatcher, self.identities)
-        self._errors = self._open.errors
+        self.pending_errors: list[BaseException] = []
+        self.ending: str | None = None
+        self.requested_stop: str | None = None
+        self._remedy = SCHEDULE_AGAIN  # what to do about ``ending``
+        self._stopped = False  # everything is cancelled for good
+        self._end_of_data: BaseException | None = None  # the first, until it is collected
+        self._losses = Losses(max_losses)
+        self._last_id = -1  # of the latest closure
+        self._open: dict[int, Closure] = {}  # all that are not final
+        self._unsettled: deque[int] = deque()  # ids in order; final ones go when they are first
+        self._barriers: list[Barrier] = []  # that are not open, in order
+        self._settled: list[Closure] = []  # to be told with the next actions
+        self._cancels: list[Cancel] = []  # the same
+        self._totals: Counter[State] = Counter()  # of final closures
         self._pauses = 0
         self._num_put_back = 0
         self._num_given_back = 0
@@ -162,15 +248,17 @@ class ClosureQueue:
             LocalProtocolError: If its id is not above all earlier ones, or it or a dependency is
                 in the wrong state: the one must be new, the other must have been scheduled.
         """
-        if closure.id <= self._open.last_id:
+        if closure.id <= self._last_id:
             raise LocalProtocolError(
-                f"{closure} was scheduled after closure {self._open.last_id}, but ids must grow"
+                f"{closure} was scheduled after closure {self._last_id}, but ids must grow"
             )
         if closure.identity is not None:
             self.identities.begin(closure, closure.identity)
-        if closure.dependencies or self._errors.ending is not None or self._open.waits.barriers:
+        if closure.dependencies or self.ending is not None or self._barriers:
             return self._schedule_unusual(closure)
-        self._open.queue(closure)
+        move(closure, Event.QUEUE)
+        self._add(closure)
+        self.dispatcher.queued.add(closure)
         return []
 
     def _schedule_unusual(self, closure: Closure) -> list[Action]:
@@ -181,14 +269,51 @@ class ClosureQueue:
                 raise LocalProtocolError(
                     f"{closure} takes the value of {dependency}, which was not scheduled"
                 )
-        if self._errors.ending is not None:
-            self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
+        if self.ending is not None:
+            self._end(closure, Event.CANCEL, self._cancelled(closure))
         elif failed := [c for c in inputs if c.is_final and c.state is not State.FINISHED]:
-            self._open.end(closure, *without_input(closure, failed[0]))
+            self._end(closure, *without_input(closure, failed[0]))
         else:
-            self._open.wait_or_queue(closure)
-        self._open.last_id = closure.id
+            move(closure, Event.WAIT if self._has_to_wait(closure) else Event.QUEUE)
+            self._add(closure)
+            if closure.state is State.QUEUED:
+                self.dispatcher.queued.add(closure)
+        self._last_id = closure.id
         return self._actions(dispatch=False)
+
+    def _add(self, closure: Closure) -> None:
+        """Note a closure whose id is above all that were added before."""
+        self._last_id = closure.id
+        self._open[closure.id] = closure
+        self._unsettled.append(closure.id)
+
+    def _has_to_wait(self, closure: Closure) -> bool:
+        """Return whether a new closure has to wait. It counts what it misses, also a barrier.
+
+        None of its inputs has ended without a value.
+        """
+        inputs = dict.fromkeys(closure.dependencies)
+        unfinished = [c for c in inputs if c.state is not State.FINISHED]
+        for dependency in unfinished:
+            if dependency.dependents is None:
+                dependency.dependents = []
+            dependency.dependents.append(closure)
+        closure.num_missing = len(unfinished)
+        if self._barriers:
+            self._barriers[-1].behind.append(closure)
+            closure.num_missing += 1
+        if not closure.num_missing:
+            closure.dependencies = ()
+        return closure.num_missing > 0
+
+    def _miss_less(self, closures: Iterable[Closure]) -> None:
+        """Each of these misses one thing less. Queue those that miss nothing now."""
+        for closure in closures:
+            closure.num_missing -= 1
+            if closure.num_missing == 0 and closure.state is State.WAITING:  # or it was cancelled
+                closure.dependencies = ()
+                move(closure, Event.QUEUE)
+                self.dispatcher.queued.add(closure)
 
     def dispatch(self) -> list[Action]:
         """Send what was scheduled. To be called once in each turn of the loop that scheduled."""
@@ -204,9 +329,10 @@ class ClosureQueue:
         if closure is None or closure.state is State.CANCELLING:
             return []
         if closure.state is State.HELD:
-            self._open.ask_to_stop(closure)
+            move(closure, Event.ASK_TO_STOP)
+            self._cancels.append(Cancel(closure.worker, (closure.id,)))
         else:
-            self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
+            self._end(closure, Event.CANCEL, self._cancelled(closure))
         return self._actions()
 
     def pause(self) -> None:
@@ -226,31 +352,32 @@ class ClosureQueue:
 
     def fail(self, error: BaseException) -> list[Action]:
         """End everything with an error that is no closure's own, such as the loss of a ps."""
-        self._errors.pending.append(error)
+        self.pending_errors.append(error)
         if isinstance(error, PsyncError):
-            self._open.end_all(error.message, error.hint)
+            self._end_all(error.message, error.hint)
         else:
-            self._open.end_all(str(error))
+            self._end_all(str(error))
         return self._actions()
 
     def request_stop(self, reason: str) -> list[Action]:
         """A step asks for the end of training; see above. Nothing, if everything ends already."""
         if self.ending is not None:
             return []
-        self._open.end_on_request(reason)
+        self._end_on_request(reason)
         return [*self._actions(), *self.dispatcher.ask_back()]
 
     def stop(self) -> list[Action]:
         """Cancel everything, now and from now on."""
-        self._errors.stopped = True
-        self._open.end_all("the coordinator was closed")
+        self._stopped = True
+        self._end_all("the coordinator was closed")
         return self._actions()
 
     # --- gangs ---
 
     def add_barrier(self) -> Barrier:
         """Let what is scheduled from now on wait until the barrier is opened."""
-        return self._open.waits.add_barrier(self.next_id)
+        self._barriers.append(barrier := Barrier(self.next_id))
+        return barrier
 
     def may_begin(self, barrier: Barrier) -> bool:
         """Whether the gang of this barrier, which is the first, may begin.
@@ -260,8 +387,16 @@ class ClosureQueue:
         return not self._pauses and self.ending is None and self.low_water() >= barrier.cutoff
 
     def open_barrier(self, barrier: Barrier) -> list[Action]:
-        """Queue what waited for nothing but this barrier: its gang has ended, or will never be."""
-        self._open.queue_late(self._open.waits.open(barrier))
+        """Queue what waited for nothing but this barrier: its gang has ended, or will never be.
+
+        What is behind it waits for the barrier before it, if there is one.
+        """
+        at = self._barriers.index(barrier)
+        del self._barriers[at]
+        if at:
+            self._barriers[at - 1].behind += barrier.behind
+        else:
+            self._miss_less(barrier.behind)
         return self._actions()
 
     def begin_gang(self, replicas: Sequence[tuple[str, Replica]]) -> list[Action]:
@@ -272,12 +407,12 @@ class ClosureQueue:
         """
         sent: list[Dispatch] = []
         for worker, replica in replicas:
-            if replica.id <= self._open.last_id:
-                raise LocalProtocolError(f"{replica} comes after closure {self._open.last_id}")
-            self._open.last_id = replica.id
+            if replica.id <= self._last_id:
+                raise LocalProtocolError(f"{replica} comes after closure {self._last_id}")
+            self._last_id = replica.id
             move(replica, Event.QUEUE)
             sent.append(self.dispatcher.give(worker, replica))
-            self._open.add(replica)
+            self._add(replica)
         return [*self._actions(dispatch=False), *sent]
 
     # --- what workers do ---
@@ -325,11 +460,11 @@ class ClosureQueue:
             closure.times_back += 1
             if blame:
                 closure.lost_on += (worker,)
-        self._num_put_back += self._open.come_back(closures, Event.LOSE)
+        self._num_put_back += self._come_back(closures, Event.LOSE)
         for closure in closures:
             # The first one to be given up ends everything, and cancels the others.
             if closure.state is State.QUEUED and self._losses.is_killer(closure):
-                self._open.end(closure, Event.FAIL, loss_error(closure))
+                self._end(closure, Event.FAIL, loss_error(closure))
         return self._actions()
 
     def worker_will_not_return(self, worker: str) -> list[Action]:
@@ -354,17 +489,17 @@ class ClosureQueue:
         """
         closures = self.dispatcher.take_finished(worker, ids, mean_s)
         self._losses.finished(closures)
-        if self._errors.ending is None or self._errors.request is not None:
-            self._open.finish(closures)
+        if self.ending is None or self.requested_stop is not None:
+            self._finish(closures)
         else:  # ps tasks may have refused its updates since the error, and some of them not
             for closure in closures:
-                self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
+                self._end(closure, Event.CANCEL, self._cancelled(closure))
         return self._actions(worker)
 
     def failed(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
         """A closure raised ``error`` on a worker. Raises as ``finished`` does."""
         (closure,) = self.dispatcher.take(worker, (closure_id,), "failed")
-        self._open.end(closure, Event.FAIL, error)
+        self._end(closure, Event.FAIL, error)
         return self._actions(worker)
 
     def end_of_data(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
@@ -374,7 +509,7 @@ class ClosureQueue:
             self.dispatcher.out_of(worker, error.data, error.batches)
             has_taker = self.dispatcher.has_taker(closure.needs)
             if has_taker and not error.updates:
-                self._num_given_back += self._open.come_back([closure], Event.GIVE_BACK)
+                self._num_given_back += self._come_back([closure], Event.GIVE_BACK)
                 return self._actions()
             if has_taker:
                 error.hint = (
@@ -382,9 +517,9 @@ class ClosureQueue:
                     "end, so it cannot run there: let a step take one batch, or catch EndOfData"
                 )
             else:
-                self._open.errors.name_batches(error, self.dispatcher.batches(error.data))
+                self._name_batches(error, self.dispatcher.batches(error.data))
         event = Event.FAIL if closure.is_replica else Event.END_OF_DATA
-        self._open.end(closure, event, error)
+        self._end(closure, event, error)
         return self._actions()
 
     def cancelled(self, worker: str, closure_id: int) -> list[Action]:
@@ -398,7 +533,7 @@ class ClosureQueue:
         if held is not None and held.state is State.HELD:
             raise RemoteProtocolError(f"{worker} cancelled {held}, which it was not asked to")
         (closure,) = self.dispatcher.take(worker, (closure_id,), "cancelled")
-        self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
+        self._end(closure, Event.CANCEL, self._cancelled(closure))
         return self._actions(worker)
 
     def given_back(self, worker: str, ids: Sequence[int]) -> list[Action]:
@@ -415,7 +550,7 @@ class ClosureQueue:
             if closure is not None and closure.is_replica:
                 raise RemoteProtocolError(f"{worker} gave back {closure}, which it has to run")
         closures = self.dispatcher.take_back(worker, ids)
-        self._num_given_back += self._open.come_back(closures, Event.GIVE_BACK)
+        self._num_given_back += self._come_back(closures, Event.GIVE_BACK)
         more = [] if self.requested_stop is None else self.dispatcher.ask_back()
         return [*self._actions(), *more]
 
@@ -424,15 +559,18 @@ class ClosureQueue:
     @property
     def next_id(self) -> int:
         """The lowest id that the next closure may have: the cut-off of a join that begins now."""
-        return self._open.last_id + 1
+        return self._last_id + 1
 
     def low_water(self) -> int:
         """Return the lowest id that is not final, or ``next_id`` if all are. It never falls."""
-        return self._open.low_water()
+        unsettled, still_open = self._unsettled, self._open
+        while unsettled and unsettled[0] not in still_open:
+            unsettled.popleft()
+        return unsettled[0] if unsettled else self._last_id + 1
 
     def is_open(self, closure_id: int) -> bool:
         """Whether a closure has not ended yet."""
-        return self._open.get(closure_id) is not None
+        return closure_id in self._open
 
     def is_settled(self, cutoff: int) -> bool:
         """Whether a join with this cut-off is over; ``collect_error`` then says how.
@@ -440,25 +578,20 @@ class ClosureQueue:
         That is when all closures with lower ids are final, or, if there is an error or a request
         to stop, when nothing runs any more.
         """
-        if self._errors.pending:
+        if self.pending_errors:
             return self.ready_to_raise
-        runs_out = self._errors.request is not None and self.dispatcher.num_in_flight > 0
+        runs_out = self.requested_stop is not None and self.dispatcher.num_in_flight > 0
         return self.low_water() >= cutoff and not runs_out
 
     @property
     def has_failed(self) -> bool:
         """Whether there is an error that was not collected."""
-        return bool(self._errors.pending)
-
-    @property
-    def pending_errors(self) -> tuple[BaseException, ...]:
-        """What a join is going to raise and to name, in order."""
-        return tuple(self._errors.pending)
+        return bool(self.pending_errors)
 
     @property
     def ready_to_raise(self) -> bool:
         """Whether there is an error that was not collected, and nothing runs any more."""
-        return bool(self._errors.pending) and not self.dispatcher.num_in_flight
+        return bool(self.pending_errors) and not self.dispatcher.num_in_flight
 
     def collect_error(self) -> tuple[BaseException, tuple[BaseException, ...]] | None:
         """Take what join is to raise, (first, further), or None. The queue is good again then.
@@ -469,22 +602,18 @@ class ClosureQueue:
         Raises:
             LocalProtocolError: If there is an error and closures are still in flight.
         """
-        if self._errors.pending and self.dispatcher.num_in_flight:
+        if self.pending_errors and self.dispatcher.num_in_flight:
             raise LocalProtocolError(
                 f"the error was collected while {self.dispatcher.num_in_flight} closures were in "
                 "flight"
             )
-        return self._errors.collect()
-
-    @property
-    def ending(self) -> str | None:
-        """Why everything is being cancelled, and what is scheduled too; None if it is not."""
-        return self._errors.ending
-
-    @property
-    def requested_stop(self) -> str | None:
-        """Why a step has asked for the end of training; None once ``collect_error`` was called."""
-        return self._errors.request
+        errors, self.pending_errors = self.pending_errors, []
+        if self._end_of_data is not None:
+            errors.append(self._end_of_data)
+        self._end_of_data = self.requested_stop = None
+        if not self._stopped:
+            self.ending = None
+        return (errors[0], tuple(errors[1:])) if errors else None
 
     def kept(self, below: int) -> list[tuple[int, int]]:
         """Return those of the closures below ``below`` that ps tasks have to remember.
@@ -507,25 +636,153 @@ class ClosureQueue:
             waiting=len(self._open) - queued - in_flight,
             queued=queued,
             in_flight=in_flight,
-            finished=self._open.totals[State.FINISHED],
-            failed=self._open.totals[State.FAILED],
-            exhausted=self._open.totals[State.EXHAUSTED],
-            cancelled=self._open.totals[State.CANCELLED],
+            finished=self._totals[State.FINISHED],
+            failed=self._totals[State.FAILED],
+            exhausted=self._totals[State.EXHAUSTED],
+            cancelled=self._totals[State.CANCELLED],
             put_back=self._num_put_back,
             given_back=self._num_given_back,
             workers=self.dispatcher.statistics(),
         )
 
+    # --- how closures end ---
+
+    def _come_back(self, closures: list[Closure], event: Event) -> int:
+        """Queue again what no worker holds any more, or end it cancelled; return how many queued.
+
+        All are queued first: one that ends cancelled can fail another, and that ends everything.
+        """
+        stopped = [closure for closure in closures if closure.state is State.CANCELLING]
+        back = [closure for closure in closures if closure.state is State.HELD]
+        for closure in back:
+            move(closure, event)
+            self.dispatcher.queued.add(closure)
+        for closure in stopped:
+            self._end(closure, event, self._cancelled(closure))
+        if self.requested_stop is not None:
+            self._cancel_queued(back)
+            return 0
+        return len(back)
+
+    def _finish(self, closures: list[Closure]) -> None:
+        """These have their values."""
+        still_open = self._open
+        for closure in closures:
+            move(closure, Event.FINISH)
+            del still_open[closure.id]
+            if closure.dependents is not None:
+                dependents, closure.dependents = closure.dependents, None
+                self._miss_less(dependents)
+            if closure.identity is not None:
+                self.identities.end(closure, closure.identity)
+        if not still_open:
+            self._shrink()
+        self._settled += closures
+        self._totals[State.FINISHED] += len(closures)
+
+    def _shrink(self) -> None:
+        """Nothing is open: a dict keeps the largest table that it needed."""
+        self._open.clear()
+        self._unsettled.clear()
+
+    def _end(self, closure: Closure, event: Event, error: BaseException) -> None:
+        """A closure ends without a value, and those that needed it do. A replica concerns nobody.
+
+        If one of them fails, that ends everything.
+        """
+        self._settle(closure, event, error)
+        if closure.is_replica:
+            return
+        chain = [closure]
+        for source in chain:  # which grows
+            dependents, source.dependents = source.dependents, None
+            for dependent in dependents or ():
+                if dependent.state is State.WAITING:
+                    self._settle(dependent, *without_input(dependent, source))
+                    chain.append(dependent)
+        # One error for the whole chain: the others have the same cause.
+        failed = next((c for c in chain if c.state is State.FAILED), None)
+        if failed is not None:
+            self.pending_errors.append(error_of(failed))
+            self._end_all(f"{failed} failed{f' on {failed.worker}' if failed.worker else ''}")
+        if closure.state is State.EXHAUSTED and self._end_of_data is None:
+            self._end_of_data = root_of(closure)
+
+    def _settle(self, closure: Closure, event: Event, error: BaseException) -> None:
+        """Make a closure final that has no value."""
+        if closure.state is State.QUEUED:
+            self.dispatcher.queued.discard(closure)
+        move(closure, event)
+        closure.error = error
+        closure.dependencies = ()
+        if closure.identity is not None:
+            self.identities.end(closure, closure.identity)
+        self._open.pop(closure.id, None)
+        if not self._open:
+            self._shrink()
+        self._totals[closure.state] += 1
+        self._settled.append(closure)
+
+    def _end_on_request(self, reason: str) -> None:
+        """Cancel what no worker holds; the rest goes to its end."""
+        self.requested_stop = reason
+        self.ending = f"training was asked to stop: {reason}"
+        self._remedy = "schedule it again after join has returned"
+        self._cancel_queued(list(self._open.values()))
+
+    def _end_all(self, reason: str, remedy: str | None = None) -> None:
+        """Cancel what no worker holds, and ask for the rest to be stopped, if not done before."""
+        if self.ending is not None and self.requested_stop is None:
+            return
+        self.requested_stop = None
+        self.ending, self._remedy = reason, remedy or SCHEDULE_AGAIN
+        self._cancel_queued(list(self._open.values()))
+        for worker, closures in self.dispatcher.held():
+            running = [closure for closure in closures if closure.state is State.HELD]
+            for closure in running:
+                move(closure, Event.ASK_TO_STOP)
+            if running:
+                self._cancels.append(Cancel(worker, tuple(closure.id for closure in running)))
+
+    def _cancel_queued(self, closures: Sequence[Closure]) -> None:
+        for closure in closures:
+            if closure.state is State.WAITING or closure.state is State.QUEUED:
+                self._settle(closure, Event.CANCEL, self._cancelled(closure))
+
+    def _cancelled(self, closure: Closure) -> ClosureCancelled:
+        """Return the error of a closure that is cancelled, alone or with everything."""
+        if self.ending is None:
+            return ClosureCancelled(f"{closure} was cancelled")
+        return ClosureCancelled(
+            f"{closure} was cancelled: {self.ending}",
+            hint=None if self._stopped else self._remedy,
+        )
+
+    def _name_batches(self, error: EndOfData, batches: Mapping[str, int]) -> None:
+        """Let the end of data that a join is going to raise say how many each worker had."""
+        if self._end_of_data is None:
+            workers = sorted(batches, key=lambda worker: (len(worker), worker))
+            named = [f"{worker} had {batches[worker]}" for worker in workers]
+            more = f", and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+            error.message += f" on any worker ({', '.join(named[:MAX_NAMED])}{more})"
+            error.args = (error.message,)
+
     def _lost_replica(self, worker: str, closure: Closure) -> list[Action]:
         """A worker was lost with a replica, which is not run again: its gang is over."""
         event = Event.FAIL if closure.state is State.HELD else Event.LOSE
         error = WorkerLost(worker, f"was lost while it ran {closure}, a replica of a gang")
-        self._open.end(closure, event, error)
+        self._end(closure, event, error)
         return self._actions()
 
     def _actions(self, reporter: str | None = None, *, dispatch: bool = True) -> list[Action]:
         """Return what is to be done now; ``reporter`` as in ``Dispatcher.decide``."""
-        actions: list[Action] = [*self._open.news()]
-        if dispatch and self._errors.ending is None and not self._pauses:
+        actions: list[Action] = []
+        if self._settled:
+            actions.append(Settle(tuple(self._settled)))
+            self._settled = []
+        if self._cancels:
+            actions += self._cancels
+            self._cancels = []
+        if dispatch and self.ending is None and not self._pauses:
             actions += self.dispatcher.decide(reporter)
         return actions

@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from psync.closures.identities import Identities, Identity
+from psync.closures.closure import Identities, Identity
 from psync.store.snapshot_state import SnapshotState
 from psync.wire.closure_numbers import call_of, first_of
 

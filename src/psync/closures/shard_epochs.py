@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from psync.errors import ConfigurationError, LocalProtocolError
+from psync.specs import checked_integer
 
 STATE_VERSION = 1
 
@@ -309,6 +310,4 @@ class Visitation:
 
 
 def _at_least(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ConfigurationError(f"{name}: expected an integer of at least {least}, got {value!r}")
-    return int(value)
+    return checked_integer(f"{name}: expected an integer of at least {least}", value, least)

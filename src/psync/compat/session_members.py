@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from psync.errors import FencedError, PsyncError
+from psync.wire.codec import Message
+from psync.wire.messages import Done, SessionEntered, TrainingOver
 
 GRACE_S = 5.0
 """How long a replica or the chief may be without a connection to ps 0."""
@@ -48,36 +50,11 @@ ReplicaError: TypeAlias = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Enter:
-    """Tell who waits that it is a replica, under this incarnation."""
+class Answer:
+    """Answer whoever waits: SessionEntered, Done, TrainingOver, or the error of a refusal."""
 
     waiter: Waiter
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Tell who waits that it has happened."""
-
-    waiter: Waiter
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Tell who waits that it will not happen."""
-
-    waiter: Waiter
-    error: PsyncError
-
-
-@dataclass(frozen=True, slots=True)
-class TellOver:
-    """Tell who waits for the end of training why it has come."""
-
-    waiter: Waiter
-    reason: str
-    failed: bool
-    error: ReplicaError | None = None
+    answer: Message | PsyncError
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +80,7 @@ class CloseTokens:
     reason: str
 
 
-Action: TypeAlias = Enter | Release | Refuse | TellOver | SetMembers | FenceTask | CloseTokens
+Action: TypeAlias = Answer | SetMembers | FenceTask | CloseTokens
 
 # --- the rule --------------------------------------------------------------------------------
 
@@ -122,16 +99,6 @@ class _Asking:
 
     waiter: Waiter
     boot: int  # incarnation under which it was started
-
-
-@dataclass(frozen=True, slots=True)
-class _Over:
-    reason: str
-    failed: bool
-    error: ReplicaError | None
-
-    def told(self, waiter: Waiter) -> TellOver:
-        return TellOver(waiter, self.reason, self.failed, self.error)
 
 
 class SessionMembers:
@@ -154,7 +121,7 @@ class SessionMembers:
         self._num_workers = 0  # how many the chief waits for
         self._opening: Waiter | None = None  # the chief, until it may begin
         self._open = False
-        self._over: _Over | None = None
+        self._over: TrainingOver | None = None
         self._watching: dict[Waiter, None] = {}  # who waits for the end of training
         self._ending: Waiter | None = None  # the chief, until all others have left
         self._deserted_at: float | None = None  # time at which training ends for want of replicas
@@ -167,9 +134,10 @@ class SessionMembers:
             return []
         self._coordinator = coordinator
         reason = "a new chief has attached the ps tasks"
-        actions: list[Action] = [TellOver(waiter, reason, True) for waiter in self._watching]
+        over = TrainingOver(reason, True, None)
+        actions: list[Action] = [Answer(waiter, over) for waiter in self._watching]
         gone = [waiter for waiter in (self._opening, self._ending) if waiter is not None]
-        actions += [Refuse(waiter, FencedError(reason)) for waiter in gone]
+        actions += [Answer(waiter, FencedError(reason)) for waiter in gone]
         self._reset()
         return actions
 
@@ -186,7 +154,7 @@ class SessionMembers:
             now: Time in seconds.
         """
         if self._open:
-            return [Release(waiter)]
+            return [Answer(waiter, Done())]
         actions = _replaced(self._opening, chief)
         self._chief_name, self._chief = chief, _Task(self._coordinator, None)
         self._trains, self._num_workers = trains, num_workers
@@ -206,7 +174,7 @@ class SessionMembers:
             for action in self._enter(task, asking, now)
         ]
         self._opening = None
-        return [self._set_members(), *actions, Release(opening)]
+        return [self._set_members(), *actions, Answer(opening, Done())]
 
     # Workers.
 
@@ -226,7 +194,7 @@ class SessionMembers:
         over = self._over
         next_chief = over is not None and over.failed and self._coordinator not in self._chiefs
         if over is not None and not next_chief and (over.failed or not self._open):
-            return [*actions, over.told(waiter)]
+            return [*actions, Answer(waiter, over)]
         self._asking[task] = asking = _Asking(waiter, boot)
         if self._open and not next_chief:
             entered = self._enter(task, asking, now)
@@ -244,7 +212,7 @@ class SessionMembers:
         self._missing.pop(task, None)
         self._left.discard(task)
         self._deserted_at = None
-        return [*actions, Enter(asking.waiter, incarnation)]
+        return [*actions, Answer(asking.waiter, SessionEntered(incarnation))]
 
     def leave(self, task: str, incarnation: int, now: float) -> list[Action]:
         """A replica has ended its loop."""
@@ -265,7 +233,7 @@ class SessionMembers:
         actions: list[Action] = []
         if self._over is None or not self._over.failed:
             headline = ": ".join(filter(None, [error[0], error[1].partition("\n")[0]]))
-            over = _Over(f"{task} failed: {headline}", True, (task, *error))
+            over = TrainingOver(f"{task} failed: {headline}", True, (task, *error))
             actions += self._end(over)
             self._over = over
         return [*actions, *self.leave(task, incarnation, now)]
@@ -274,16 +242,16 @@ class SessionMembers:
 
     def end(self, reason: str, failed: bool) -> list[Action]:
         """Training is over; the first reason counts, unless a replica fails after it."""
-        return self._end(_Over(reason, failed, None))
+        return self._end(TrainingOver(reason, failed, None))
 
-    def _end(self, over: _Over) -> list[Action]:
+    def _end(self, over: TrainingOver) -> list[Action]:
         if self._over is not None:
             return []
         self._over = over
         self._deserted_at = None
         actions: list[Action] = [CloseTokens(over.reason)]
-        actions += map(over.told, self._watching)
-        actions += [over.told(asking.waiter) for asking in self._asking.values()]
+        waiting = [*self._watching, *(asking.waiter for asking in self._asking.values())]
+        actions += [Answer(waiter, over) for waiter in waiting]
         self._watching.clear()
         self._asking.clear()
         return actions
@@ -299,7 +267,7 @@ class SessionMembers:
     def await_end(self, waiter: Waiter) -> list[Action]:
         """Somebody wants to be told when training is over."""
         if self._over is not None:
-            return [self._over.told(waiter)]
+            return [Answer(waiter, self._over)]
         self._watching[waiter] = None
         return []
 
@@ -372,7 +340,7 @@ class SessionMembers:
         text = f"the chief, {self._chief_name}, was lost"
         gone = [waiter for waiter in (self._opening, self._ending) if waiter is not None]
         self._chief = self._opening = self._ending = None
-        actions: list[Action] = [Refuse(waiter, FencedError(text)) for waiter in gone]
+        actions: list[Action] = [Answer(waiter, FencedError(text)) for waiter in gone]
         return [*actions, *(self.end(text, True) if self._open else [])]
 
     def _after_a_loss(self, now: float) -> list[Action]:
@@ -381,7 +349,7 @@ class SessionMembers:
             return []
         if self._over is not None:
             ending, self._ending = self._ending, None
-            return [] if ending is None else [self._over.told(ending)]
+            return [] if ending is None else [Answer(ending, self._over)]
         if self._missing:
             self._deserted_at = now + DESERTED_S
             return []
@@ -411,5 +379,5 @@ def _replaced(before: Waiter | None, task: str) -> list[Action]:
     return (
         []
         if before is None
-        else [Refuse(before, FencedError(f"a newer request of {task} has replaced this one"))]
+        else [Answer(before, FencedError(f"a newer request of {task} has replaced this one"))]
     )

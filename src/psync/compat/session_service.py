@@ -13,33 +13,19 @@ from typing import Any, cast
 
 from psync.compat.session_members import (
     Action,
+    Answer,
     CloseTokens,
-    Enter,
     FenceTask,
-    Refuse,
-    Release,
     SessionMembers,
     SetMembers,
-    TellOver,
 )
 from psync.errors import ConfigurationError, UnknownVariableError, UsageError
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
 from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
+from psync.wire import messages
 from psync.wire.codec import Message
-from psync.wire.messages import (
-    AwaitEnd,
-    CheckShards,
-    Declared,
-    Done,
-    EndTraining,
-    EnterSession,
-    LeaveSession,
-    ReplicaFailed,
-    SessionEntered,
-    TrainingOver,
-)
 
 SAME_ORDER = "every task must declare the same variables in the same order, before its session"
 
@@ -74,13 +60,13 @@ class SessionService:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            EnterSession: Handler(self._enter),
-            LeaveSession: Handler(self._leave),
-            ReplicaFailed: Handler(self._fail),
-            Declared: Handler(self._declared),
-            EndTraining: Handler(self._end),
-            AwaitEnd: Handler(self._await_end),
-            CheckShards: Handler(self._check_shards),
+            messages.EnterSession: Handler(self._enter),
+            messages.LeaveSession: Handler(self._leave),
+            messages.ReplicaFailed: Handler(self._fail),
+            messages.Declared: Handler(self._declared),
+            messages.EndTraining: Handler(self._end),
+            messages.AwaitEnd: Handler(self._await_end),
+            messages.CheckShards: Handler(self._check_shards),
         }
 
     def statistics(self) -> dict[str, Any]:
@@ -113,7 +99,7 @@ class SessionService:
 
     # Requests.
 
-    def _enter(self, request: Request[EnterSession]) -> None:
+    def _enter(self, request: Request[messages.EnterSession]) -> None:
         peer, message = request.peer, request.message
         if not peer.task.startswith("/job:worker/"):
             raise UsageError(f"{peer.task} is not a worker")
@@ -122,7 +108,7 @@ class SessionService:
             lambda waiter: self._members.ask(waiter, peer.task, message.incarnation, _now()),
         )
 
-    def _declared(self, request: Request[Declared]) -> None:
+    def _declared(self, request: Request[messages.Declared]) -> None:
         peer, message = request.peer, request.message
         self._check_coordinator(peer)
 
@@ -137,33 +123,33 @@ class SessionService:
 
         self._ask(request, declare)
 
-    def _leave(self, request: Request[LeaveSession]) -> None:
+    def _leave(self, request: Request[messages.LeaveSession]) -> None:
         peer = request.peer
         if peer.task.startswith("/job:chief/"):
             self._check_coordinator(peer)
             self._ask(request, lambda waiter: self._members.leave_as_chief(waiter, _now()))
         else:
             self._perform(self._members.leave(peer.task, peer.incarnation, _now()))
-            request.answer(Done())
+            request.answer(messages.Done())
 
-    def _fail(self, request: Request[ReplicaFailed]) -> None:
+    def _fail(self, request: Request[messages.ReplicaFailed]) -> None:
         peer, message = request.peer, request.message
         error = message.type_name, message.message, message.traceback
         self._perform(self._members.fail(peer.task, peer.incarnation, error, _now()))
-        request.answer(Done())
+        request.answer(messages.Done())
 
-    def _end(self, request: Request[EndTraining]) -> None:
+    def _end(self, request: Request[messages.EndTraining]) -> None:
         peer, message = request.peer, request.message
         if peer.task.startswith("/job:chief/"):
             self._check_coordinator(peer)
         self._perform(self._members.end(message.reason, message.failed))
-        request.answer(Done())
+        request.answer(messages.Done())
 
-    def _check_shards(self, request: Request[CheckShards]) -> None:
+    def _check_shards(self, request: Request[messages.CheckShards]) -> None:
         check_shards(self._services().store, request.message)
-        request.answer(Done())
+        request.answer(messages.Done())
 
-    def _await_end(self, request: Request[AwaitEnd]) -> None:
+    def _await_end(self, request: Request[messages.AwaitEnd]) -> None:
         self._ask(request, self._members.await_end)
 
     def _ask(self, request: Request[Any], ask: Callable[[Request[Any]], list[Action]]) -> None:
@@ -180,14 +166,8 @@ class SessionService:
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Enter(waiter, incarnation):
-                    self._settle(waiter, SessionEntered(incarnation))
-                case Release(waiter):
-                    self._settle(waiter, Done())
-                case TellOver(waiter, reason, failed, error):
-                    self._settle(waiter, TrainingOver(reason, failed, error))
-                case Refuse(waiter, error):
-                    self._settle(waiter, error)
+                case Answer(waiter, answer):
+                    self._settle(waiter, answer)
                 case SetMembers(alive, missing):
                     self._set_members(alive, missing)
                 case FenceTask(task, below):
@@ -236,7 +216,7 @@ class SessionService:
         self._perform(self._members.tick(_now()))
 
 
-def check_shards(store: ShardStore, message: CheckShards) -> None:
+def check_shards(store: ShardStore, message: messages.CheckShards) -> None:
     """Check whether a ps holds what the sender has declared.
 
     Raises:

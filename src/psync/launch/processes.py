@@ -338,7 +338,7 @@ def hint_of_crash(code: int, environ: Mapping[str, str]) -> str:
     if -code not in (signal.SIGSEGV, signal.SIGBUS):
         return ""
     # Here, because a launcher must not load what these import.
-    from psync.closures.open import WROTE_TO_PULLED
+    from psync.closures.queue import WROTE_TO_PULLED
     from psync.net.environment import shares_memory
     from psync.net.tls_config import load_tls
 

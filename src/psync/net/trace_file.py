@@ -107,7 +107,7 @@ class TaskLog:
         lost: Entries that were dropped before they were read.
         halves: Requests that it sent or served, as they began.
         told: (time, sent?, other task, notification).
-        notes: (time, name, …), see ``worker.traced``.
+        notes: (time, name, …), see ``worker.session``.
         facts: By name, the newest.
         asked: (when the coordinator asked, when that was answered, when the coordinator had it):
             the second by the clock of this task.

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-from psync.closures.scaling_rule import Load
+from psync.closures.membership import Load
 from psync.cluster import ClusterSpec
 from psync.net.process_state import PerProcess
 

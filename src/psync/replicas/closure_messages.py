@@ -5,18 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from psync.closures.closure import NO_DATA, Closure, Needs
-from psync.closures.identities import Identity
+from psync.closures.closure import NO_DATA, Closure, Identity, Needs
 from psync.errors import LocalProtocolError, UsageError
 from psync.serialization.functions import Function
 from psync.serialization.payloads import EMPTY, Payload
 from psync.serialization.remote_value import RemoteValue
-from psync.wire import messages
-from psync.wire.codec import Message
-from psync.wire.frames import Segment
-from psync.wire.messages import Arguments, RunClosures, RunReplica
+from psync.wire.messages import RunClosures, RunReplica
 
 INLINE_BYTES = 16 << 10
 """Larger arguments are fetched by the worker when it is about to run the closure: a worker
@@ -82,6 +78,15 @@ class ScheduledCall:
         return segments, counts
 
 
+class EndedCall(NamedTuple):
+    """A closure that came to its end on a worker."""
+
+    number: int  # on ps tasks
+    updates: int  # that it has made
+    closure: Closure | None  # None: of a later run of a data shard
+    call: ScheduledCall | None
+
+
 class ScheduledClosures(dict[int, Closure]):
     """The closures of one coordinator that are not final, by id, and the values to be.
 
@@ -108,17 +113,13 @@ class ScheduledClosures(dict[int, Closure]):
         Raises:
             UsageError: An input belongs to another coordinator than ``owner``.
         """
-        arguments = call.arguments
-        if arguments is EMPTY and identity is None and needs is None:
-            needs = call.needs() if call.function.payload.kept else NO_DATA
-            return Closure(closure_id, call, name=call.function.name, needs=needs)
-        for value in arguments.remote_values:
+        arguments, inputs = call.arguments, call.arguments.remote_values
+        for value in inputs:
             if value._owner is not owner:
                 raise UsageError(
                     f"{value!r} belongs to another coordinator",
                     hint="fetch its value there and pass the value",
                 )
-        inputs = arguments.remote_values
         if needs is None:
             has_data = arguments.kept or call.function.payload.kept
             needs = call.needs() if has_data else NO_DATA
@@ -148,14 +149,16 @@ class ScheduledClosures(dict[int, Closure]):
         closure.payload = None
 
 
-def run_closures(closures: Sequence[Closure]) -> tuple[RunClosures, list[Any]]:
-    """Return the message that starts closures, and its segments."""
+def starting(closures: Sequence[Closure]) -> tuple[RunClosures | RunReplica, list[Any]]:
+    """Return the message that starts closures, or one replica of a gang, and its segments."""
     items: list[tuple[int, bytes, int, list[int]]] = []
+    numbers: list[tuple[int, int]] = []
     segments: list[Any] = []
-    numbers = [(each.id, each.number) for each in closures if each.identity is not None]
     for closure in closures:
         call: ScheduledCall = closure.payload
         key = call.function.key
+        if closure.identity is not None:
+            numbers.append((closure.id, closure.number))
         if call.arguments is EMPTY:
             items.append((closure.id, key, 0, []))
             continue
@@ -165,22 +168,7 @@ def run_closures(closures: Sequence[Closure]) -> tuple[RunClosures, list[Any]]:
         else:
             items.append((closure.id, key, len(own) - sum(counts), counts))
             segments += own
-    return RunClosures(items, numbers or None), segments
-
-
-def starting(closures: Sequence[Closure]) -> tuple[Message, list[Any]]:
-    """Return the message that starts closures, or one replica of a gang, and its segments."""
-    message, segments = run_closures(closures)
     replica = closures[0].payload.replica
-    return message if replica is None else RunReplica(message.closures[0], *replica), segments
-
-
-def arguments_reply(call: ScheduledCall) -> tuple[Message, Sequence[Segment]]:
-    """Return the answer to FetchArguments."""
-    segments, counts = call.segments()
-    return Arguments(len(segments) - sum(counts), counts), segments
-
-
-def function_reply(function: Function) -> tuple[Message, Sequence[Segment]]:
-    """Return the answer to FetchFunction."""
-    return messages.Function(function.name), function.payload.segments
+    if replica is not None:
+        return RunReplica(items[0], *replica), segments
+    return RunClosures(items, numbers or None), segments

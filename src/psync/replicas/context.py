@@ -17,36 +17,238 @@ the coordinator's process.
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from psync.client.context import ClosureContext, forbid_in_step, here
-from psync.errors import ContextError
+from psync.client.context import ClosureContext, Running, forbid_in_step, here
+from psync.cluster_roles import CHIEF
+from psync.errors import ContextError, RemoteProtocolError
+from psync.net.shielding import shielded
 from psync.numerics.replicas import (
     ReduceOp,
     as_reduce_op,
+    gather_values,
     local_results,
     reducing_distributed,
+    reducing_values,
+    regroup,
     select,
 )
-from psync.replicas import collectives
-from psync.replicas.chunks import in_turns
-from psync.replicas.collectives import Collective
-from psync.replicas.gang_member import GangMember
-from psync.replicas.states import (
-    CrossReplica,
-    Enter,
-    Updating,
-    enter_for_good,
-    entered,
-    no_replica,
-    open_scope,
-)
+from psync.numerics.sums import Pieces
+from psync.serialization.failures import rebuild_exception
+from psync.serialization.payloads import Payload, Segment, check_size, pack, unpack
+from psync.wire.codec import Message
+from psync.wire.frames import Frame
+from psync.wire.limits import Limits
+from psync.wire.messages import Merged, ReachCollective
 
 if TYPE_CHECKING:
     from psync.replicas.extended import Extended
+
+
+T = TypeVar("T")
+
+
+async def in_turns(pieces: Pieces[T]) -> T:
+    """Do all the work, with the loop running between the pieces; return its result.
+
+    Raises:
+        Exception: What the work raises.
+
+    Cancellation: The work ends where it is.
+    """
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return cast(T, end.value)
+        await asyncio.sleep(0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CrossReplica:
+    """All replicas are meant."""
+
+    strategy: Any  # whose replicas
+    num_replicas: int  # how many there are
+    is_default: bool = False  # it was set for all that follows; no block ends it
+    merging: bool = False  # a gang waits for what is done here: the function of a collective
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Updating:
+    """A variable is being updated where it lives."""
+
+    strategy: Any  # whose variable
+    num_replicas: int
+
+
+REPLICAS_ONLY = ("merge_call", "all_reduce", "all_gather", "replica_id_in_sync_group")
+"""Attributes of a replica context that nothing else has."""
+
+
+def no_replica(what: str, state: CrossReplica | Updating) -> ContextError:
+    """Return the error for what needs a replica and is done where there is none."""
+    kind = "update" if isinstance(state, Updating) else "cross-replica"
+    return ContextError(
+        f"{what} in {kind} context, which has no replicas to wait for",
+        hint="call it in the function given to strategy.run, not in a merge function",
+    )
+
+
+open_scope: contextvars.ContextVar[Any] = contextvars.ContextVar("psync_scope", default=None)
+"""The strategy whose scope is open; None: none is."""
+
+_entered: contextvars.ContextVar[tuple[Running, Any] | None] = contextvars.ContextVar(
+    "psync_replica_state", default=None
+)
+"""What was entered last, and in which step or dataset code."""
+
+
+def entered() -> Any:
+    """Return what was entered last and holds here; None: nothing."""
+    entry = _entered.get()
+    return entry[1] if entry is not None and entry[0] is here.get() else None
+
+
+def enter_for_good(state: Any) -> None:
+    """Enter a state that no block ends; None: nothing is entered any more."""
+    _entered.set(None if state is None else (here.get(), state))
+
+
+class Enter:
+    """Context manager of one state. Blocks are left in the order in which they were entered.
+
+    Args:
+        state: What holds inside.
+        value: What ``as`` gives.
+
+    Raises:
+        ContextError: On leaving, if another one was entered in it and not left; or if code in it
+            used the replica context, which is None in it, as if there were one.
+    """
+
+    __slots__ = ("_entry", "_token", "_value")
+
+    def __init__(self, state: Any, value: Any = None) -> None:
+        self._entry = (here.get(), state)
+        self._value = value
+        self._token: contextvars.Token[Any]
+
+    def __enter__(self) -> Any:
+        self._token = _entered.set(self._entry)
+        return self._value
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if _entered.get() is not self._entry and exc is None:
+            raise ContextError(
+                "a replica context was exited before one that was entered inside it",
+                hint="use `with` blocks, which exit in the right order",
+            )
+        _entered.reset(self._token)
+        state = self._entry[1]
+        if isinstance(exc, AttributeError) and exc.obj is None and exc.name in REPLICAS_ONLY:
+            if isinstance(state, CrossReplica | Updating):
+                raise no_replica(exc.name, state) from exc
+
+
+Collective = Callable[[Any, Sequence[Any]], Any]
+"""What is done with the values of all replicas: called once, on the coordinator, with the strategy
+and the values by replica id; may be a coroutine function. Its module must be importable there.
+Each replica gets what it returns, of values for each replica its own."""
+
+
+async def reduce_all(strategy: Any, calls: Sequence[tuple[ReduceOp, Any]]) -> Any:
+    """Return the sum or mean of what all replicas have."""
+    return await in_turns(reducing_values(calls[0][0], [value for _, value in calls]))
+
+
+def gather_all(strategy: Any, calls: Sequence[tuple[Any, int]]) -> Any:
+    """Return what all replicas have, one after the other along an axis."""
+    return gather_values([value for value, _ in calls], calls[0][1])
+
+
+def merge_all(strategy: Any, calls: Sequence[tuple[Any, Any, Any]]) -> Any:
+    """Return the result of the first merge function for the regrouped arguments of all."""
+    merge_fn = calls[0][0]
+    args, kwargs = regroup([(args, kwargs) for _, args, kwargs in calls])
+    return merge_fn(strategy, *args, **kwargs)
+
+
+@dataclass(slots=True, eq=False)
+class GangMember:
+    """One replica of a gang, as the step on its worker sees it."""
+
+    replica_id: int  # which one it is
+    num_replicas: int  # how many there are
+    closure: ClosureContext  # that runs it
+    call: Callable[[Message, Sequence[Segment]], Awaitable[Frame]]
+    """Sends a request with its segments to the coordinator and waits for the reply."""
+    limits: Limits  # for what it sends
+    main_by_name: bool  # whether classes of ``__main__`` travel by name
+
+    async def collective(self, what: str, function: Collective, value: Any) -> Any:
+        """Wait until all replicas are here; return what ``function`` makes of all the values.
+
+        Args:
+            what: Names it in errors. All replicas must come to the same: the first one's function
+                is called.
+            function: See `Collective`.
+            value: This replica's.
+
+        Raises:
+            UsageError: The replicas came to different ones, or not all of them come.
+            SerializationError: The value cannot be sent to the coordinator.
+            ConnectionLost: The coordinator is gone; so is the gang.
+            WorkerLost: The worker of another replica was lost.
+            ClosureCancelled: Another replica failed, or the gang was cancelled.
+            Exception: What the function raised; all replicas get it.
+
+        Cancellation: The gang is over: no replica may be left out.
+        """
+        self.closure.check_open(what)
+        subject = f"what replica {self.replica_id} brings to {what}"
+        payload = pack(
+            (function, value),
+            subject=subject,
+            receiver="the coordinator",
+            main_by_name=self.main_by_name,
+        )
+        check_size(payload, subject, self.limits)
+        received = await self._ask(ReachCollective(self.closure.closure_id, what), payload.segments)
+        answer, result = received.message, Payload.from_segments(received.segments)
+        if not isinstance(answer, Merged):
+            raise RemoteProtocolError(f"{what}: expected Merged, got {type(answer).__name__}")
+        if answer.error is not None:
+            raise rebuild_exception(
+                CHIEF, *answer.error, payload=result if received.segments else None
+            )
+        return unpack(result.data, result.buffers)
+
+    async def _ask(self, message: Message, segments: Sequence[Segment]) -> Frame:
+        """Call the coordinator, and tell it if the step gives up.
+
+        A step that is stopped has not given up: the coordinator knows of it, or of the end of this
+        worker, which is what the others should hear.
+        """
+        call = asyncio.ensure_future(self.call(message, segments))
+        try:
+            return await shielded(call)
+        except asyncio.CancelledError:
+            if not self.closure.cancelled:
+                call.cancel()
+            raise
 
 
 class ReplicaContext:
@@ -102,7 +304,7 @@ class ReplicaContext:
         Source: ``tf.distribute.ReplicaContext.merge_call``.
         """
         call = merge_fn, tuple(args), dict(kwargs or {})
-        return await self._collective("merge_call", collectives.merge, call)
+        return await self._collective("merge_call", merge_all, call)
 
     async def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
         """Return the sum or mean of ``value`` over all replicas; every replica must call it.
@@ -120,7 +322,7 @@ class ReplicaContext:
         Source: ``tf.distribute.ReplicaContext.all_reduce``.
         """
         op = as_reduce_op(reduce_op)
-        return await self._collective(f"all_reduce {op.name}", collectives.reduce, (op, value))
+        return await self._collective(f"all_reduce {op.name}", reduce_all, (op, value))
 
     async def all_gather(self, value: Any, axis: int) -> Any:
         """Return the values of all replicas, concatenated along ``axis``.
@@ -138,7 +340,7 @@ class ReplicaContext:
 
         Source: ``tf.distribute.ReplicaContext.all_gather``.
         """
-        return await self._collective(f"all_gather along {axis}", collectives.gather, (value, axis))
+        return await self._collective(f"all_gather along {axis}", gather_all, (value, axis))
 
     async def _collective(self, what: str, function: Collective, value: Any) -> Any:
         state = _state()

@@ -28,11 +28,11 @@ from psync.numerics.replicas import (
     select,
 )
 from psync.numerics.sums import Pieces, at_once
-from psync.replicas.chunks import in_turns
 from psync.replicas.context import (
     check_cross_replica,
     cross_replica,
     entered_replica,
+    in_turns,
     replicas_in_sync,
     update_context,
 )

@@ -15,8 +15,7 @@ from psync.errors import ReplicaValueError, UnsupportedError, ValueMismatchError
 from psync.numerics.replicas import ReduceOp, reducing_values
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import sum_dtype
-from psync.replicas.chunks import in_turns
-from psync.replicas.gang_member import GangMember
+from psync.replicas.context import GangMember, in_turns
 
 
 async def assign(member: GangMember, variable: Any, method: str, value: Any) -> None:

@@ -44,7 +44,7 @@ from psync.status.rates import (
 from psync.wire.messages import AskStatistics, Statistics
 
 if TYPE_CHECKING:
-    from psync.chief.attached_workers import WorkerRecord
+    from psync.chief.links import WorkerRecord
     from psync.client.ps_link import PsLink
     from psync.closures.closure import Closure
     from psync.coordinator import Coordinator
@@ -318,7 +318,7 @@ class StatusSource(ClusterSource):
 
     def _state(self) -> str:
         coordinator = self._coordinator
-        if not coordinator.links.supervision.is_up:
+        if not coordinator.links.is_up:
             return "starting"
         if coordinator.recovery.is_recovering:
             return "recovering"

@@ -31,10 +31,9 @@ import numpy as np
 
 from psync.api.modules import Module
 from psync.api.moving_averages import ExponentialMovingAverage
-from psync.api.on_read import CopyAccess
 from psync.api.optimizers import Optimizer, Slot, pushes_of
 from psync.api.pulls import leaves
-from psync.api.variables import Handle, Variable
+from psync.api.variables import Handle, OnReadVariable, Variable
 from psync.checkpoints.files import Reader, stored_snapshots
 from psync.checkpoints.manifest import (
     Difference,
@@ -359,7 +358,7 @@ class Contents:
         self._check_new(name)
         variable: Any = source.variable if isinstance(source, Slot) else source
         dtype = source.dtype if isinstance(source, Slot) else variable.spec.dtype
-        if isinstance(variable, CopyAccess):  # of which only the aggregate is kept
+        if isinstance(variable, OnReadVariable):  # of which only the aggregate is kept
             (shard,) = variable.spec.shards
             parts: tuple[Part, ...] = (
                 Part(

@@ -16,44 +16,417 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import inspect
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+import queue
+import threading
+import traceback
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from psync.client.context import ClosureContext, here
+from psync.client.prefetch import NEVER
 from psync.client.runtime import Runtime
-from psync.errors import ClosureCancelled, DeadlineExceeded, EndOfData, TransportError
+from psync.errors import (
+    ClosureCancelled,
+    ClosureInputError,
+    DeadlineExceeded,
+    EndOfData,
+    RemoteProtocolError,
+    SerializationError,
+    TransportError,
+)
 from psync.net.connection import Connection
 from psync.net.platform import Platform
 from psync.net.shielding import most_are_cancelled
 from psync.net.task_reports import stack_of_task
-from psync.replicas.gang_member import GangMember
-from psync.serialization.payloads import check_size, pack
+from psync.net.trace import SpanRecorder
+from psync.replicas.context import GangMember
+from psync.serialization.failures import describe_exception, text_of
+from psync.serialization.functions import is_coroutine_step, load_function
+from psync.serialization.payloads import EMPTY, Payload, check_size, pack, unpack_arguments
+from psync.wire import messages
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES, Frame
-from psync.wire.messages import (
-    AskPosition,
-    AttachWorker,
-    CancelClosures,
-    EndSession,
-    GiveBack,
-    GivenBack,
-    IteratorPosition,
-    LeaveCluster,
-    ReleaseIterators,
-    RunClosures,
-    RunReplica,
+from psync.worker.data_sources import InputContext
+from psync.worker.iterators import (
+    BATCHES_AHEAD,
+    IteratorHandle,
+    IteratorTable,
+    WorkerIterator,
+    arriving,
 )
-from psync.worker.inputs import ClosureInputs, HeldClosure, LoadedStep
-from psync.worker.iterators import BATCHES_AHEAD, IteratorTable
-from psync.worker.results import CANCELLED, ClosureEnd, ResultsToSend, failed, is_signal
-from psync.worker.step_thread import StepThread
 
 logger = logging.getLogger(__name__)
+
+
+class ClosureEnd(NamedTuple):
+    """How a closure ended, as it is reported."""
+
+    kind: str  # "ok", "error", "end_of_data" or "cancelled"
+    payload: Payload = EMPTY  # of the value, or of the exception
+    error: tuple[str, str, str] | None = None  # type name, message, traceback
+
+
+CANCELLED = ClosureEnd("cancelled")
+
+MAX_LATE = 100
+"""Kinds of refused operations in one message: their texts go into the header, which is limited."""
+
+READ_ONLY_HINT = (
+    "hint: values that psync.pull, Variable.read and push_pull return are read-only; for an array "
+    "of your own use copy=True, out=, or value.copy()"
+)
+
+
+def failed(kind: str, exc: BaseException, *, main_by_name: bool) -> ClosureEnd:
+    """Return the end of a closure that has raised.
+
+    Args:
+        kind: "error" or "end_of_data".
+        exc: What it has raised.
+        main_by_name: Whether this process runs the coordinator's script.
+    """
+    if type(exc) is ValueError and "read-only" in text_of(exc):  # numpy's, which says no more
+        if READ_ONLY_HINT not in getattr(exc, "__notes__", ()):
+            exc.add_note(READ_ONLY_HINT)
+    described = describe_exception(exc, main_by_name=main_by_name)
+    return ClosureEnd(
+        kind,
+        described.payload or EMPTY,
+        (described.type_name, described.message, described.traceback_text),
+    )
+
+
+class ResultsToSend:
+    """Results that the coordinator has not been sent yet.
+
+    Args:
+        control: The connection on which small results leave.
+        bulk: The one on which large ones do.
+    """
+
+    def __init__(self, control: Connection, bulk: Connection) -> None:
+        self._control = control
+        self._bulk = bulk
+        self._loop = asyncio.get_running_loop()
+        self._results: list[tuple[int, str, int, tuple[str, str, str] | None]] = []
+        self._segments: list[Any] = []
+        self.nbytes = 0  # of the segments
+        self._seconds: list[float] = []  # of the closures in ``_results`` that succeeded
+        self._updates: list[tuple[int, int]] = []  # of these: (number, calls) where any
+        self.stop: tuple[int, str] | None = None  # the closure that asks for the end, and why
+        self._late = Counter[tuple[str, str]]()  # by step and operation, see ``add_late``
+        self._soon: asyncio.Handle | None = None  # flushes, while there are results
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def add(
+        self,
+        closure_id: int,
+        end: ClosureEnd,
+        seconds: float = 0.0,
+        calls: int = 0,
+        number: int = -1,
+    ) -> None:
+        """Gather a result; it leaves with the next turn of the loop at the latest.
+
+        Args:
+            closure_id: Of the closure.
+            end: How it ended.
+            seconds: That it took, if it succeeded.
+            calls: Updates that it has made then.
+            number: Under which ps tasks know it; -1: its id.
+        """
+        if self._soon is None:
+            self._soon = self._loop.call_soon(self.flush)
+        segments = end.payload.segments
+        self._results.append((closure_id, end.kind, len(segments), end.error))
+        if segments:
+            self._segments += segments
+            self.nbytes += end.payload.nbytes
+        if end.kind == "ok":
+            self._seconds.append(seconds)
+            if calls:
+                self._updates.append((closure_id if number < 0 else number, calls))
+        if end.error is not None:  # texts add up in the header, whose size is limited
+            self.flush()
+
+    def add_late(self, step: str, operation: str) -> None:
+        """Gather an operation that was refused, because its step had returned."""
+        if self._soon is None:
+            self._soon = self._loop.call_soon(self.flush)
+        self._late[step, operation] += 1
+        if len(self._late) >= MAX_LATE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the results that have gathered."""
+        if self._soon is None:
+            return
+        self._soon.cancel()
+        self._soon = None
+        mean = sum(self._seconds) / len(self._seconds) if self._seconds else 0.0
+        lane = self._bulk if self.nbytes > SMALL_BODY_BYTES else self._control
+        late = [(*what, times) for what, times in self._late.items()] if self._late else None
+        message = messages.ClosureResults(
+            self._results, mean, self._updates or None, late, self.stop
+        )
+        lane.notify(message, self._segments)
+        self._results, self._segments, self.nbytes = [], [], 0
+        self._seconds, self._updates, self.stop = [], [], None
+        self._late.clear()
+
+
+def is_signal(error: KeyboardInterrupt) -> bool:
+    """Whether a second Ctrl-C ends this process, and the step only happened to be computing."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__") == "asyncio.runners"
+
+
+_Job = tuple[Callable[[], Any], contextvars.Context, asyncio.Future[Any]]
+
+
+class StepThread:
+    """Runs functions in a daemon thread, in order. Started with the first one.
+
+    Not ``ThreadPoolExecutor``: its threads keep the process alive until their work ends, and a
+    step that hangs must not keep a worker from exiting.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def run(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Run ``function`` in the thread, in a copy of this context.
+
+        Returns:
+            A future of (value, exception), one of which is None. It is the caller's to
+            shield: cancelling it does not stop the thread.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="psync step", daemon=True)
+            self._thread.start()
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._jobs.put((function, contextvars.copy_context(), future))
+        return future
+
+    async def call(self, function: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
+        """Run ``function`` in the thread and return its value; a thread cannot be stopped.
+
+        Args:
+            function: As of ``run``.
+            is_over: Whether nobody waits for it any more: then a cancellation is raised at once.
+
+        Raises:
+            BaseException: What it raises.
+
+        Cancellation: Raised once the function has returned.
+        """
+        work = self.run(function)
+        cancelled = False
+        while not work.done():
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                if is_over():
+                    raise
+                cancelled = True
+        value, error = work.result()
+        if cancelled:
+            raise asyncio.CancelledError
+        if error is not None:
+            raise error
+        return value
+
+    def close(self) -> None:
+        """End the thread once its present function returns."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread = None
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, context, future = job
+            outcome: tuple[Any, BaseException | None]
+            try:
+                outcome = (context.run(function), None)
+            except BaseException as exc:  # handed to whoever awaits the future
+                outcome = (None, exc)
+            del job, function, context
+            try:
+                self._loop.call_soon_threadsafe(_settle, future, outcome)
+            except RuntimeError:
+                return  # the loop is closed: nobody waits any more
+
+
+def _settle(future: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]) -> None:
+    if not future.done():
+        future.set_result(outcome)
+
+
+MAX_STEPS = 256
+"""Loaded functions that a worker keeps; the one loaded longest ago goes first."""
+
+
+@dataclass(slots=True, eq=False)
+class HeldClosure:
+    """A closure that this worker holds."""
+
+    id: int
+    key: bytes  # of its function
+    num_segments: int  # of its arguments; -1: they have to be fetched
+    counts: Sequence[int]  # segments of each RemoteValue input
+    segments: Sequence[memoryview]
+    number: int = -1  # under which ps tasks know it; -1: its id
+    arrival: int = NEVER  # see ``prefetch``; NEVER: of a gang, whose replicas meet
+    replica: tuple[int, int] | None = None  # which one of how many, if it is of a gang
+    context: ClosureContext | None = None  # once it runs
+    began: float = 0.0  # loop time at which it did
+    name: str = ""  # of its step, once that is here
+
+
+@dataclass(slots=True, eq=False)
+class LoadedStep:
+    """A step function on this worker."""
+
+    fn: Callable[..., Any]
+    name: str
+    handles: Sequence[IteratorHandle[Any]]  # per-worker iterators that it captured
+    is_coroutine: bool
+    seconds: float = math.inf  # that its last run took
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has never been run to its end."""
+        return self.seconds == math.inf
+
+
+@dataclass(slots=True, eq=False)
+class ClosureInputs:
+    """Fetches, unpickles and builds inputs for the closures of one session."""
+
+    fetch: Callable[[Message], Awaitable[Frame]]  # a request to the coordinator
+    iterators: IteratorTable  # this worker's; new ones are added
+    worker_index: int
+    ahead: int  # batches that datasets load ahead in threads
+    steps: dict[bytes, LoadedStep] = field(default_factory=dict)  # by key, as they were loaded
+
+    async def load(self, key: bytes) -> LoadedStep:
+        """Fetch the step function of that key, which is not among ``steps``.
+
+        Raises:
+            SerializationError: It cannot be loaded here.
+
+        Cancellation: Safe.
+        """
+        handles: list[IteratorHandle[Any]] = []
+        fn, name = await self._load(key, handles)
+        if len(self.steps) >= MAX_STEPS:
+            del self.steps[next(iter(self.steps))]
+        step = self.steps[key] = LoadedStep(fn, name, handles, is_coroutine_step(fn))
+        return step
+
+    async def arguments(
+        self, closure: HeldClosure, step: LoadedStep
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return args and kwargs, with every per-worker iterator built and its next batch there.
+
+        Raises:
+            ClosureInputError: A dataset could not be built.
+            Exception: What the arguments raise when they are unpickled.
+
+        Cancellation: Safe; no batch is lost.
+        """
+        handles: Sequence[IteratorHandle[Any]] = step.handles
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
+        if closure.num_segments:
+            segments, counts, own = closure.segments, closure.counts, closure.num_segments
+            if own < 0:
+                segments, counts, own = await self._fetch_arguments(closure.id)
+            arrived: list[IteratorHandle[Any]] = []
+            args, kwargs = _unpack(segments, counts, own, arrived)
+            if arrived:
+                handles = (*handles, *arrived)
+        for handle in handles:
+            await self._prepare(handle)
+        return args, kwargs
+
+    async def _fetch_arguments(
+        self, closure_id: int
+    ) -> tuple[Sequence[memoryview], Sequence[int], int]:
+        received = await self.fetch(messages.FetchArguments(closure_id))
+        message = received.message
+        if not isinstance(message, messages.Arguments):
+            raise RemoteProtocolError(
+                f"expected the arguments of closure {closure_id}, got {type(message).__name__}"
+            )
+        return received.segments, message.remote_values, message.segments
+
+    async def _load(
+        self, key: bytes, handles: list[IteratorHandle[Any]]
+    ) -> tuple[Callable[..., Any], str]:
+        """Return a function and its name; iterators that it captured are added to ``handles``."""
+        received = await self.fetch(messages.FetchFunction(key))
+        message = received.message
+        if not isinstance(message, messages.Function) or not received.segments:
+            raise RemoteProtocolError(f"expected a function, got {type(message).__name__}")
+        token = arriving.set(handles)
+        try:
+            segments = received.segments
+            return load_function(segments[0], segments[1:], name=message.name), message.name
+        finally:
+            arriving.reset(token)
+
+    async def _prepare(self, handle: IteratorHandle[Any]) -> None:
+        """Build a per-worker iterator where it is first needed, and wait for its next batch."""
+        iterator = self.iterators.get(handle.uid)
+        if iterator is None:
+            try:
+                dataset_fn, _ = await self._load(handle.key, [])
+            except SerializationError as exc:
+                error = ClosureInputError(f"a dataset could not be built: {exc.message}")
+                raise error from exc
+            # A worker that was added after the dataset was made reads the share of another one.
+            share = self.worker_index % handle.num_pipelines
+            iterator = WorkerIterator(
+                dataset_fn,
+                InputContext(handle.num_pipelines, share, 1),
+                ahead=self.ahead,
+                position=handle.starts.get(self.worker_index, 0),
+                worker_index=self.worker_index,
+            )
+            self.iterators.add(handle.uid, iterator)
+        await iterator.ready()
+
+
+def _unpack(
+    segments: Sequence[memoryview],
+    counts: Sequence[int],
+    own: int,
+    arrived: list[IteratorHandle[Any]],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return args and kwargs; iterators among them are added to ``arrived``."""
+    values, at = [], own
+    for count in counts:
+        values.append(Payload.from_segments(segments[at : at + count]))
+        at += count
+    token = arriving.set(arrived)
+    try:
+        return unpack_arguments(segments[0], segments[1:own], values)
+    finally:
+        arriving.reset(token)
+
 
 SHORT_S = 200e-6
 """After a step that took longer the loop gets a turn: the next one may compute for minutes."""
@@ -90,7 +463,7 @@ class Session:
 
     def __init__(
         self,
-        attach: AttachWorker,
+        attach: messages.AttachWorker,
         control: Connection,
         bulk: Connection,
         runtime: Runtime,
@@ -127,7 +500,7 @@ class Session:
 
     # What the coordinator says.
 
-    def run_closures(self, message: RunClosures, segments: Sequence[memoryview]) -> None:
+    def run_closures(self, message: messages.RunClosures, segments: Sequence[memoryview]) -> None:
         """Queue closures."""
         at, numbers = 0, dict(message.numbers or ())
         arrival = self.runtime.ahead.arrivals = self.runtime.ahead.arrivals + 1
@@ -142,16 +515,16 @@ class Session:
         if self._told:  # and has not waited for its answer
             self._give_back_all()
 
-    def run_replica(self, message: RunReplica, segments: Sequence[memoryview]) -> None:
+    def run_replica(self, message: messages.RunReplica, segments: Sequence[memoryview]) -> None:
         """Queue a closure that is one of a gang."""
         replica = (message.replica_id, message.num_replicas)
         self._queue.append(HeldClosure(*message.closure, segments, replica=replica))
         self._wake.set()
 
-    def give_back(self, message: GiveBack, _: Sequence[memoryview] = ()) -> None:
+    def give_back(self, message: messages.GiveBack, _: Sequence[memoryview] = ()) -> None:
         """Return closures that have not started; the answer comes in any case."""
         returned = [closure.id for closure in self._take_queued(message.closures)]
-        self.control.notify(GivenBack(returned))
+        self.control.notify(messages.GivenBack(returned))
 
     # Leaving.
 
@@ -174,7 +547,7 @@ class Session:
         self._leaving = True
         try:
             deadline = self._loop.time() + ANSWER_S
-            await self.control.call(LeaveCluster(reason), deadline=deadline)
+            await self.control.call(messages.LeaveCluster(reason), deadline=deadline)
         except DeadlineExceeded:
             logger.info("the coordinator is busy; leaving anyway")
         self._told = True
@@ -195,11 +568,13 @@ class Session:
         await self.runtime.ps.outgoing.drain()
         await self.bulk.wait_writable()  # what is said next would overtake large results
         for lane in (self.bulk, self.control):
-            await lane.call(EndSession(reason, True), deadline=self._loop.time() + ANSWER_S)
+            await lane.call(
+                messages.EndSession(reason, True), deadline=self._loop.time() + ANSWER_S
+            )
 
     def _give_back_all(self) -> None:
         """Return all closures that have not started, but replicas: nobody else can run them."""
-        self.give_back(GiveBack([each.id for each in self._queue if each.replica is None]))
+        self.give_back(messages.GiveBack([each.id for each in self._queue if each.replica is None]))
 
     async def _wait_idle(self) -> None:
         """Wait until nothing runs, and all that ran is told. Cancellation: safe."""
@@ -208,7 +583,7 @@ class Session:
             await self._idle.wait()
         self._results.flush()
 
-    def cancel_closures(self, message: CancelClosures, _: Sequence[memoryview]) -> None:
+    def cancel_closures(self, message: messages.CancelClosures, _: Sequence[memoryview]) -> None:
         """Stop closures; those that have not started end at once."""
         for closure in self._take_queued(message.closures):
             self._results.add(closure.id, CANCELLED)
@@ -220,15 +595,17 @@ class Session:
                 self._runner.cancel()
         self._results.flush()
 
-    def release_iterators(self, message: ReleaseIterators, _: Sequence[memoryview]) -> None:
+    def release_iterators(
+        self, message: messages.ReleaseIterators, _: Sequence[memoryview]
+    ) -> None:
         """Close iterators that nobody refers to any more."""
         for uid in message.uids:
             self._iterators.release(uid)
 
-    def iterator_position(self, message: AskPosition) -> Message:
+    def iterator_position(self, message: messages.AskPosition) -> Message:
         """Return how many batches of an iterator steps have been handed."""
         iterator = self._iterators.get(message.uid)
-        return IteratorPosition(-1 if iterator is None else iterator.position)
+        return messages.IteratorPosition(-1 if iterator is None else iterator.position)
 
     def describe(self) -> list[str]:
         """Say what runs here, where it waits, and what waits for it; for reports."""
@@ -250,7 +627,7 @@ class Session:
     def stop(self, reason: str) -> None:
         """Say that this session cannot go on, and nothing more; ``close`` has yet to be called."""
         self._ended = True
-        self.control.notify(EndSession(reason, False))
+        self.control.notify(messages.EndSession(reason, False))
         self.control.close()  # the coordinator takes that for the end of both
 
     async def close(self) -> None:
@@ -469,3 +846,22 @@ class Session:
             return await self.bulk.call(message)
         except TransportError as exc:
             raise _CoordinatorGone from exc
+
+
+def watch_session(recorder: SpanRecorder, session: Session) -> Callable[[], None]:
+    """Let a session tell a recorder, whenever that records. Returns what ends that."""
+
+    def told(closure: HeldClosure, end: str) -> None:
+        if end:
+            recorder.note("ended", closure.id, closure.name, end)
+        else:
+            recorder.note("began", closure.id)
+
+    def record(recorder: SpanRecorder | None) -> None:
+        session.watch = None if recorder is None else told
+        meter = session.runtime.ps.work
+        meter.watch(None if recorder is None else lambda kind: recorder.note("work", kind))
+        if recorder is not None and (running := session.running) is not None:
+            recorder.note("began", running.id)
+
+    return recorder.watch(record)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from psync.backups.sender import BackupSender
 from psync.checkpoints.files import Writer
-from psync.chief.closure_service import ClosureService
 from psync.client.ps_client import PsClient
 from psync.client.sync_client import SyncClient
 from psync.coordinator import Coordinator
@@ -57,8 +56,10 @@ def _came(_: PsUpdates, request: Request[Any]) -> bool:
     return not isinstance(request, OwnRequest)  # not out of the log of another one
 
 
-def _is_current(service: ClosureService, request: Request[Any]) -> bool:
-    return service.workers.is_current(request.peer)  # not one of a worker that was given up
+def _is_current(coordinator: Coordinator, request: Request[Any]) -> bool:
+    return (
+        coordinator.workers.current(request.peer) is not None
+    )  # not one of a worker that was given up
 
 
 BEGIN, END = False, True
@@ -98,7 +99,7 @@ PLACES = (
     # Closures are about to be sent.
     Place("coordinator.dispatch", Coordinator, "_send", BEGIN),
     # Results came in, nothing is settled.
-    Place("coordinator.result", ClosureService, "_results", BEGIN, _is_current),
+    Place("coordinator.result", Coordinator, "_results", BEGIN, _is_current),
     # A ps is about to write its file of a checkpoint.
     Place("checkpoint.ps.write", FrozenSnapshots, "_written", BEGIN),
     # A ps's file of a checkpoint is written, and the checkpoint does not say so yet.

@@ -20,16 +20,15 @@ from psync.accumulators import Accumulator, ArrayAccumulator
 from psync.api.data_shards import Visits
 from psync.backups.host import _Backup
 from psync.checkpoints import files
-from psync.chief import cluster_links, reattachment
-from psync.chief.backups import Backups
-from psync.chief.creation import Creation
+from psync.chief import declarations, links
+from psync.chief.declarations import Creation
+from psync.chief.recovery import Backups
 from psync.chief.recovery_rule import RecoveryRule
 from psync.client import optimizer_client, ps_client
 from psync.client.prefetch import PulledAhead
 from psync.client.runtime import Runtime
+from psync.closures.closure import Identities
 from psync.closures.dispatcher import Dispatcher
-from psync.closures.identities import Identities
-from psync.closures.open import OpenClosures
 from psync.closures.queue import ClosureQueue
 from psync.closures.rollback import EndedClosures, Undone
 from psync.closures.shard_epochs import Visitation
@@ -40,7 +39,7 @@ from psync.ps.computes import Computes
 from psync.ps.update import Update
 from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
-from psync.replicas import gang_run
+from psync.replicas import gang_runner
 from psync.store import ledger_snapshot, snapshot
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
@@ -174,7 +173,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "stop_cancels_what_runs": Mutant(
         "what has begun when a step asks for the end comes to its own end", ("any",),
-        ((OpenClosures, "end_on_request", wrong.ends_all),),
+        ((ClosureQueue, "_end_on_request", wrong.ends_all),),
     ),
     "join_leaves_steps": Mutant(
         "join waits for steps that have begun", ("sync",),
@@ -194,7 +193,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "partial_is_not_counted": Mutant(
         "an attach counts the updates that are on some ps tasks only", ("attach",),
-        ((reattachment, "partial_updates", wrong.does_nothing(0)),),
+        ((declarations, "partial_updates", wrong.does_nothing(0)),),
     ),
     "fenced_while_it_waits": Mutant(
         "an update that has arrived is applied, even if its worker is replaced", ("attach",),
@@ -222,7 +221,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "gang_without_one": Mutant(
         "a collective has what every replica has brought", ("any",),
-        ((gang_run, "merge", wrong.one_is_missing),),
+        ((gang_runner, "merge", wrong.one_is_missing),),
     ),
     "account_forgets_runs": Mutant(
         "the account of data shards names those that ran again", ("visited",),
@@ -317,7 +316,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "lost_without_name": Mutant(
         "who ends because somebody is lost names who that is", ("gone",),
         ((TaskLost, "__init__", wrong.says_no_name),
-         (cluster_links, "_did_not_come_up", wrong.of_nobody)),
+         (links, "_did_not_come_up", wrong.of_nobody)),
     ),
     "close_leaves_tasks": Mutant(
         "a coordinator that is closed leaves nothing running", ("replica",),

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from psync.backups import accumulators, host, sender
 from psync.backups.host import BackupHost
-from psync.chief import consistent_cut, creation, rollback
-from psync.chief.schedule_reporter import FinalClosures
+from psync.chief import consistent_cut, declarations, recovery
 from psync.client.outgoing import Outgoing
 from psync.closures import dispatcher
+from psync.coordinator import FinalClosures
 from psync.net.connection import OwnRequest, Request
 from psync.net.shared import bodies, regions
 from psync.numerics import memory
@@ -85,7 +85,7 @@ SIZES: Mapping[str, Size] = {
     "used again": Size(((memory, "_MIN_POOLED_BYTES"),), (16,)),
     "copied at once": Size(((lent, "COPY_BYTES"),), (8, 64)),
     "slabs": Size(((regions, "SLAB_BYTES"), (regions, "ARENA_BYTES")), (256, 4096)),
-    "creation": Size(((creation, "MESSAGE_BYTES"),), (1,)),
+    "creation": Size(((declarations, "MESSAGE_BYTES"),), (1,)),
     "closures ahead": Size(((dispatcher, "MAX_AHEAD"),), (1,)),
     "values in results": Size(((closure_messages, "INLINE_BYTES"),), (0,)),
     "entries at once": Size(((executor, "AT_ONCE"),), (1, 2)),
@@ -93,7 +93,7 @@ SIZES: Mapping[str, Size] = {
     "entries pending": Size(((host, "MAX_PENDING_BYTES"),), (1,)),
     "copies": Size(((sender, "PIECE_BYTES"), (accumulators, "PIECE_BYTES")), (8, 64)),
     "answers in copies": Size(((accumulators, "MAX_LISTED"),), (1,)),
-    "snapshots": Size(((consistent_cut, "PIECE_BYTES"), (rollback, "PIECE_BYTES")), (8, 64)),
+    "snapshots": Size(((consistent_cut, "PIECE_BYTES"), (recovery, "PIECE_BYTES")), (8, 64)),
     "acknowledged by a backup": Size(((BackupHost, "_log"),), LATE_S, _answered_late),
     "acknowledged by clients": Size(((Outgoing, "answered"),), LATE_S, _done_late),
     "final closures": Size(((FinalClosures, "tell_again"),), LATE_S, _done_late),

@@ -15,9 +15,7 @@ from psync.backups.host import _Backup
 from psync.client.plans import Plan
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.runtime import Runtime
-from psync.closures.closure import Closure
-from psync.closures.identities import Identities, Identity
-from psync.closures.open import OpenClosures
+from psync.closures.closure import Closure, Identities, Identity
 from psync.closures.queue import ClosureQueue
 from psync.errors import TaskLost
 from psync.net.connection import Handler
@@ -373,8 +371,8 @@ def as_if_unchanged(original: Callable[..., Any]) -> Any:
 
 
 def ends_all(original: Callable[..., Any]) -> Any:
-    def end_on_request(self: OpenClosures, reason: str) -> None:
-        self.end_all(reason)
-        self.errors.request = reason
+    def end_on_request(self: ClosureQueue, reason: str) -> None:
+        self._end_all(reason)
+        self.requested_stop = reason
 
     return end_on_request

@@ -1,0 +1,1154 @@
+"""The coordinator's connections to all tasks: how the cluster comes up, and its end.
+
+``ClusterLinks`` keeps those to ps tasks, ``WorkerLinks`` those to workers; ``Membership`` decides
+what a connection made or lost means. One coroutine for each task connects, attaches, waits for the
+end of the connection, and begins again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from psync.backups.locate_ps import Found, Place, Primary, places
+from psync.chief.events import Events
+from psync.client.calls import all_of
+from psync.client.optimizer_client import note_plugins
+from psync.client.ps_client import PsClient
+from psync.client.ps_link import PsLink, ask
+from psync.closures.membership import (
+    LIMIT,
+    Fence,
+    Flapping,
+    Load,
+    Membership,
+    SessionEnd,
+    TaskState,
+    backoff,
+)
+from psync.closures.queue import ClosureQueue
+from psync.cluster import ClusterSpec, parse_task_name, task_name
+from psync.cluster_roles import CHIEF, ENQUIRER
+from psync.errors import (
+    AttachError,
+    ConnectFailed,
+    ConnectionLost,
+    FencedError,
+    ParameterServerLost,
+    PsyncError,
+    RemoteProtocolError,
+    TransportError,
+    UsageError,
+    WorkerLost,
+)
+from psync.net.connection import Connection
+from psync.net.endpoint import Endpoint
+from psync.net.environment import note_incarnation
+from psync.net.platform import Platform
+from psync.numerics.memory import BlockPool
+from psync.store.reattach import BACK
+from psync.wire import messages
+from psync.wire.codec import Message
+from psync.wire.frames import Segment
+
+logger = logging.getLogger(__name__)
+
+
+M = TypeVar("M", bound=Message)
+
+ANSWER_WITHIN_S = 1.0
+"""A task that is there accepts a connection sooner."""
+
+
+async def enquire(
+    platform: Platform, task: str, address: str, *, previous: int = 0, seen: int = 0
+) -> int:
+    """Ask ps 0 for a new incarnation, or another task for the highest that it has served.
+
+    Waits for the task as long as it takes, and asks again if a connection is lost.
+
+    Args:
+        platform: Network, secret, randomness.
+        task: Whom to ask.
+        address: Where it listens.
+        previous: What this coordinator was granted before; 0: nothing.
+        seen: The highest that another task has served; 0: none is known.
+
+    Raises:
+        FencedError: Another coordinator has asked after this one.
+        AuthenticationError, ProtocolError: Something else answers at that address.
+
+    Cancellation: Safe.
+    """
+    endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
+    try:
+        grant = messages.GrantCoordinator(previous, seen)
+        return (await _ask(endpoint, task, address, grant, messages.CoordinatorGranted)).incarnation
+    finally:
+        await endpoint.close()
+
+
+async def _ask(endpoint: Endpoint, task: str, address: str, message: Message, answer: type[M]) -> M:
+    """Return an answer, however often connections are lost."""
+    losses = 0
+    while True:
+        peer = await endpoint.connect_retrying(address, task)
+        try:
+            received = (await peer.call(message)).message
+            break
+        except ConnectionLost as exc:
+            logger.info("%s: the request is retried: %s", task, exc.message)
+            await asyncio.sleep(backoff(losses, endpoint.platform.uniform()))
+            losses += 1
+        finally:
+            peer.close()
+    if not isinstance(received, answer):
+        raise RemoteProtocolError(
+            f"{task} answered {type(message).__name__} with {type(received).__name__}"
+        )
+    return received
+
+
+async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[str]:
+    """Return "task at address" of those that do not answer at once, for a message.
+
+    Args:
+        platform: Network, secret, randomness.
+        tasks: Address of each task, by its name.
+
+    Cancellation: Safe.
+    """
+    endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
+
+    async def is_absent(task: str, address: str) -> bool:
+        try:
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                await endpoint.connect(address, task)
+        except (ConnectFailed, TimeoutError):
+            return True
+        except PsyncError:  # somebody answers
+            return False
+        return False
+
+    try:
+        answers = await asyncio.gather(*(is_absent(*item) for item in tasks.items()))
+    finally:
+        await endpoint.close()
+    missing = zip(tasks.items(), answers, strict=True)
+    return [f"{task} at {address}" for (task, address), gone in missing if gone]
+
+
+@dataclass(eq=False)
+class ServedSearch:
+    """What one coordinator asks of all ps processes when it comes.
+
+    A chief does not know yet under which incarnation it will be served, so it asks under
+    ``ENQUIRER``, which is never refused, on a connection that serves for nothing else. The process
+    at ps 0's own address grants incarnations (``ps.succession``), wherever ps 0 is served. If
+    another ps or a worker refuses the number, because ps 0 was restarted with a clock behind, the
+    chief asks for a higher one; if ps 0 has granted another chief since, it gives up: two that
+    start at once do not overtake each other for ever. With ``attach=True`` it also asks the ps
+    processes which ps tasks they serve (``ServedSearch``), before it attaches any of them.
+    """
+
+    endpoint: Endpoint  # the coordinator's, under the incarnation that it was granted
+    processes: Mapping[str, str]
+    """Address of each process, by the name of the ps that was there at first."""
+    ask_again: Callable[[int, str, str], Awaitable[None]]
+    """Lets a higher incarnation be granted, since a task has refused this one: (incarnation, task,
+    address)."""
+    may_move: bool  # whether a ps may be served elsewhere than at its own address
+    _answers: dict[str, tuple[int, Found]] = field(default_factory=dict)  # to which incarnation
+    _asked: set[str] = field(default_factory=set)  # who has not answered
+
+    async def run(self) -> list[Place]:
+        """Return where each ps is served; from then on no other one begins to serve it.
+
+        Waits for all processes as long as it takes.
+
+        Raises:
+            AttachError: It cannot be told, or it is where this program cannot keep it.
+            FencedError: A newer coordinator has come.
+            AuthenticationError, ProtocolError: Something else answers at an address.
+
+        Cancellation: Safe.
+        """
+        while late := [item for item in self.processes.items() if not self._has_answered(item[0])]:
+            await all_of([self._find(*item) for item in late])
+        found = places([self._answers[task][1] for task in self.processes])
+        for ps, place in enumerate(found):
+            if not place.address:
+                continue
+            task, where = f"/job:ps/task:{ps}", list(self.processes)[place.process]
+            if not self.may_move:
+                raise AttachError(
+                    f"{task} has been replaced by its backup, in the process of {where}",
+                    hint='continue with ParameterServerStrategy(..., ps_recovery="backup"); or '
+                    f"{BACK}",
+                )
+            logger.info("%s is served in the process of %s, at %s", task, where, place.address)
+        return found
+
+    def missing(self) -> str:
+        """Say who has not answered."""
+        return ", ".join(
+            f"{task} at {address}"
+            for task, address in self.processes.items()
+            if task in self._asked
+        )
+
+    async def end_former(self) -> None:
+        """Let all processes end what earlier coordinators have left: all ps tasks are attached.
+
+        Raises:
+            FencedError, AuthenticationError, ProtocolError: As for ``run``.
+
+        Cancellation: Some may have done it.
+        """
+        each = self.processes.items()
+        await all_of(
+            [self._ask(task, at, messages.EndFormer(), messages.Done) for task, at in each]
+        )
+
+    def _has_answered(self, task: str) -> bool:
+        """What was asked under a lower incarnation does not bind those in between."""
+        return self._answers.get(task, (None,))[0] == self.endpoint.incarnation
+
+    async def _find(self, task: str, address: str) -> None:
+        mine = self.endpoint.incarnation
+        try:
+            answer = await self._ask(task, address, messages.AskServed(), messages.ServedHere)
+        except FencedError:
+            await self.ask_again(mine, task, address)
+            return
+        primaries = tuple(Primary(*each) for each in answer.primaries)
+        copies = frozenset((ps, coordinator, epoch) for ps, coordinator, epoch in answer.copies)
+        self._answers[task] = mine, Found(primaries, copies)
+
+    async def _ask(self, task: str, address: str, message: Message, answer: type[M]) -> M:
+        self._asked.add(task)
+        answered = await _ask(self.endpoint, task, address, message, answer)
+        self._asked.discard(task)
+        return answered
+
+
+@dataclass(slots=True, eq=False)
+class WorkerRecord:
+    """One worker of the cluster, whether it is there or not. Its states:
+
+    - away: ``peers`` is None, ``gone`` is set;
+    - takes part: ``peers`` are its connections;
+    - leaving (``leaving``): it begins nothing new, and is away next;
+    - not kept (``is_kept`` is False): its supervisor ends with the next ``gone``.
+    """
+
+    name: str
+    address: str
+    place: int  # what steps call its index
+    supervisor: asyncio.Task[None] | None = None
+    is_kept: bool = True  # it is connected to again; False: it is not wanted any more
+    joined: asyncio.Future[None] | None = None  # whoever added it waits for that
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # set while it does not take part
+    # For the status of the cluster:
+    heard_at: float = 0.0  # loop time when it last said how closures had ended
+    losses: int = 0  # how often it was lost
+    missed: bool | None = None  # it was lost, or left; False: we have ended its session; None: new
+    failed: int = 0  # closures that have raised on it
+    last_error: tuple[float, str] | None = None  # loop time, and what the last of them has raised
+    # Of its session:
+    peers: tuple[Connection, Connection] | None = None  # control and bulk, while it takes part
+    leaving: bool = False  # it has said that it leaves
+    reason: str = ""  # what it gave as its reason for leaving, or for not going on
+    sent_away: bool | None = None  # ended by us; True: what it runs is to blame
+
+    def __post_init__(self) -> None:
+        self.gone.set()
+
+    def begin(self) -> None:
+        """It is to take part: nothing is known of the end of this session."""
+        self.leaving, self.reason, self.sent_away = False, "", None
+
+
+STRANGER_PAUSE_S = 5.0
+"""Pause before an address is tried again at which something else than our task answered."""
+
+
+class WorkerLinks:
+    """All connections of one coordinator to workers.
+
+    Args:
+        cluster: The other connections: workers are told of ps tasks, which refuse lost workers.
+        workers: Address of every worker, by name.
+        flapping: Decides who is set aside.
+        tokens: Of the strategy, and of this process.
+
+    Attributes:
+        on_joined: Called with the name of one that is ready for closures.
+        on_lost: Called with the name of one that is not there any more, and whether what it held
+            may be the cause.
+        on_forgotten: Called with the name of one that is not connected to again.
+        given_up: By name, what became of those that will not return.
+        started: Set once workers are connected to; before that none can be added.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterLinks,
+        workers: Mapping[str, str],
+        flapping: Flapping,
+        tokens: tuple[str, str],
+    ) -> None:
+        self._cluster, self.flapping, self._tokens = cluster, flapping, tokens
+        self._membership, self._endpoint = cluster.membership, cluster.endpoint
+        self._loop = asyncio.get_running_loop()
+        self._places = {name: place for place, name in enumerate(workers)}  # also of those gone
+        self._workers = {
+            name: WorkerRecord(name, address, self._places[name])
+            for name, address in workers.items()
+        }
+        flapping.is_anyone_there = lambda: bool(self.ready())
+        self._one_less = asyncio.Event()  # pulsed when a worker ends, or is about to leave
+        self.on_joined: Callable[[str], None] = lambda _: None
+        self.on_lost: Callable[[str, bool], None] = lambda _, __: None
+        self.on_forgotten: Callable[[str], None] = lambda _: None
+        self.given_up: dict[str, str] = {}
+        self.started = asyncio.Event()
+
+    def start(self) -> None:
+        """Connect to all of them, from now on."""
+        self.started.set()
+        for worker in self._workers.values():
+            worker.supervisor = self._cluster.supervise(self._keep(worker))
+
+    def names(self) -> list[str]:
+        """Return the name of each worker there ever was, by what steps call its index."""
+        return list(self._places)
+
+    def addresses(self) -> dict[str, str]:
+        """Return where each worker of the cluster listens, by name."""
+        return {worker.name: worker.address for worker in self._workers.values()}
+
+    def records(self) -> list[WorkerRecord]:
+        """Return all workers of the cluster, those too that are not there; to be read only."""
+        return list(self._workers.values())
+
+    def describe(self) -> list[str]:
+        """Say who is set aside and who is about to leave."""
+        aside = "is set aside for %.0f s, for it was lost again and again"
+        now = self._loop.time()
+        return (
+            [f"{name} {aside % seconds}" for name, seconds in self.flapping.set_aside(now)]
+            + [
+                f"{worker.name} leaves when its closure has ended"
+                for worker in self._workers.values()
+                if worker.leaving
+            ]
+            + [f"{name} {reason}" for name, reason in self.given_up.items()]
+        )
+
+    # Workers that come and leave.
+
+    async def add(self, address: str, index: int, timeout_s: float | None) -> str:
+        """Take a worker into the cluster; return its name once it takes part.
+
+        Args:
+            address: Where it listens.
+            index: What it calls itself; no other worker has it.
+            timeout_s: Seconds to wait for it; None: for ever.
+
+        Raises:
+            ConnectFailed: It is not there in time.
+            PsyncError: It refuses, or something else answers.
+
+        Cancellation: It is forgotten, as after an error.
+        """
+        name = task_name("worker", index)
+        assert name not in self._workers, "add_worker has looked"
+        place = self._places.setdefault(name, len(self._places))
+        worker = self._workers[name] = WorkerRecord(name, address, place)
+        self.given_up.pop(name, None)
+        self._membership.add_worker(name, address)
+        worker.joined = self._loop.create_future()
+        worker.supervisor = self._cluster.supervise(self._keep(worker))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await worker.joined
+        except BaseException as exc:
+            await self._forget(worker)
+            if isinstance(exc, TimeoutError) and not isinstance(exc, PsyncError):
+                raise ConnectFailed(
+                    f"{name} at {address} could not be added within {timeout_s:g} s",
+                    hint="is it running, and are its address and task index correct?",
+                ) from exc
+            raise
+        finally:
+            worker.joined = None
+        return name
+
+    async def remove(self, name: str, reason: str) -> None:
+        """Ask a worker to leave, wait until it has, and forget it; one that is not there, at once.
+
+        Cancellation: It leaves all the same, and is not connected to again.
+        """
+        worker = self._workers[name]
+        if worker.peers is not None:
+            try:
+                worker.is_kept = False
+                await worker.peers[0].call(messages.LeaveCluster(reason))
+            except TransportError as exc:
+                logger.info("%s was not told to leave: %s", name, exc)
+        await self._forget_gone(worker, "was removed")
+
+    async def give_up(self, name: str, reason: str) -> None:
+        """Forget a worker whose process has ended, and is not started again.
+
+        Args:
+            name: Of the worker; one that was removed meanwhile is forgotten already.
+            reason: What became of it.
+
+        Cancellation: It is not connected to again.
+        """
+        worker = self._workers.get(name)
+        if worker is not None:
+            # Its connections end as it did: it is lost, or left.
+            await self._forget_gone(worker, reason)
+            if name not in self._workers:
+                self.given_up[name] = reason
+
+    async def _forget_gone(self, worker: WorkerRecord, reason: str) -> None:
+        worker.is_kept = False
+        await worker.gone.wait()
+        await self._forget(worker)
+        if worker.joined is not None and not worker.joined.done():  # somebody adds it just now
+            worker.joined.set_exception(ConnectFailed(f"{worker.name} {reason}"))
+
+    def all_given_up(self) -> WorkerLost | None:
+        """Return who is gone, if there is no worker that might come again."""
+        if self._workers or not self.given_up:
+            return None
+        *others, (last, reason) = self.given_up.items()
+        before = "".join(f"; {name} {why}" for name, why in others)
+        return WorkerLost(
+            last,
+            f"{reason}, and there is no other worker{before}",
+            hint="their output says why they ended; add_worker(address) adds another one",
+        )
+
+    def end_session(self, name: str, error: Exception, *, blame: bool) -> None:
+        """End what a worker does for us, and attach it anew: nothing that speaks against it.
+
+        Args:
+            name: Of the worker; nothing happens if it does not take part.
+            error: What its connections end with.
+            blame: Whether what it runs is the reason.
+        """
+        worker = self._workers.get(name)
+        if worker is not None and worker.peers is not None:
+            worker.sent_away = blame
+            for peer in worker.peers:
+                peer.abort(error)
+
+    def end_sessions(self, error: Exception) -> None:
+        """End what all workers do for us; nobody is blamed."""
+        for name in list(self._workers):
+            self.end_session(name, error, blame=False)
+
+    # Those that take part.
+
+    def controls(self) -> dict[str, Connection]:
+        """Return their control connections, by name."""
+        return {name: each.peers[0] for name, each in self._workers.items() if each.peers}
+
+    def current(self, peer: Connection) -> WorkerRecord | None:
+        """Return whose connection this is, unless that was given up."""
+        worker = self._workers.get(peer.task)
+        return worker if worker is not None and peer in (worker.peers or ()) else None
+
+    def note_error(self, name: str, text: str) -> None:
+        """Note that a closure has raised on a worker."""
+        worker = self._workers[name]
+        worker.failed += 1
+        worker.last_error = asyncio.get_running_loop().time(), text
+
+    def ready(self) -> list[str]:
+        """Return the workers that are ready for closures, by index."""
+        ready = [name for name in self.controls() if not self._workers[name].leaving]
+        return sorted(ready, key=lambda name: parse_task_name(name)[1])
+
+    def notify(self, worker: str, message: Message, segments: Sequence[Segment] = ()) -> None:
+        """Notify one worker, which takes part."""
+        peers = self._workers[worker].peers
+        assert peers is not None, "whoever notifies it was told when it went"
+        peers[0].notify(message, segments)
+
+    def notify_all(self, message: Message) -> None:
+        """Notify all workers."""
+        for control in self.controls().values():
+            control.notify(message)
+
+    async def waits(
+        self, names: Collection[str], within_s: float
+    ) -> dict[str, tuple[float, float]]:
+        """Ask some of them how long they have waited for others; see ``watchdog.Waits``.
+
+        Cancellation: Safe.
+        """
+        deadline = asyncio.get_running_loop().time() + within_s
+
+        async def ask(control: Connection) -> dict[str, float]:
+            try:
+                message = (await control.call(messages.AskStatistics(), deadline=deadline)).message
+            except PsyncError:
+                return {}
+            assert isinstance(message, messages.Statistics), "its only answer"
+            work: dict[str, float] = message.counters["work"]
+            return work
+
+        asked = {name: peer for name, peer in self.controls().items() if name in names}
+        answers = zip(asked, await asyncio.gather(*map(ask, asked.values())), strict=True)
+        return {name: (work["since"], work["wait"]) for name, work in answers if work}
+
+    async def ask_all(self, message: Message) -> dict[str, Message]:
+        """Return what each worker that is there answers, by the worker's name.
+
+        One that is lost meanwhile is left out. A worker answers when its step leaves the loop.
+
+        Cancellation: Safe.
+        """
+
+        async def ask(control: Connection) -> Message | None:
+            try:
+                return (await control.call(message)).message
+            except (TransportError, UsageError):  # lost, or no worker of ours any more
+                return None
+
+        asked = self.controls()
+        answers = await asyncio.gather(*map(ask, asked.values()))
+        pairs = zip(asked, answers, strict=True)
+        return {worker: answer for worker, answer in pairs if answer is not None}
+
+    # What workers say.
+
+    def leaves(self, peer: Connection, message: messages.LeaveCluster) -> bool:
+        """A worker is about to leave; return whether that is news."""
+        worker = self.current(peer)
+        if worker is None or worker.leaving:
+            return False
+        worker.leaving, worker.reason = True, message.reason
+        logger.info("%s is leaving (%s)", worker.name, message.reason)
+        self._note_one_less()
+        return True
+
+    def session_ends(self, peer: Connection, message: messages.EndSession) -> None:
+        """A worker has nothing more to say."""
+        worker = self._workers.get(peer.task)
+        if worker is None or peer.lane != "control" or (worker.peers and peer not in worker.peers):
+            return
+        worker.reason = message.reason  # also where the answer to its attachment is being taken
+        worker.leaving = worker.leaving and message.in_order
+        if worker.leaving:
+            self._end(worker)
+
+    # Supervision.
+
+    async def _keep(self, worker: WorkerRecord) -> None:
+        cluster, failures = self._cluster, 0
+        while worker.is_kept:
+            if failures:
+                await asyncio.sleep(backoff(failures, self._endpoint.platform.uniform()))
+            await self._wait_while_set_aside(worker.name)
+            mine = self._endpoint.incarnation
+            worker.begin()
+            try:
+                lanes = await self._attach(worker)
+            except WorkerLost as exc:
+                logger.info("%s", exc.message)  # the next process of that name may stay
+                failures += 1
+                continue
+            except PsyncError as exc:
+                if not cluster.is_up and isinstance(exc, FencedError):
+                    await cluster.ask_again(mine, worker.name, worker.address)
+                    continue
+                if worker.joined is not None and not worker.joined.done():
+                    worker.joined.set_exception(exc)
+                    return
+                if not cluster.is_up or isinstance(exc, FencedError):
+                    raise
+                logger.error("%s cannot join: %s", worker.name, exc)
+                await asyncio.sleep(STRANGER_PAUSE_S)
+                continue
+            if lanes is None:
+                failures += 1
+                self._count_loss(worker)
+                continue
+            failures = 0
+            worker.peers = lanes
+            worker.gone.clear()
+            self.flapping.joined(worker.name, self._loop.time())
+            if worker.missed is not None:
+                again = logging.INFO if worker.missed else logging.DEBUG
+                logger.log(again, "%s has rejoined", worker.name)
+            if worker.missed is not False:
+                cluster.note("joined", f"{worker.name} takes part")
+            self.on_joined(worker.name)
+            cluster.changed.set()
+            if worker.joined is not None and not worker.joined.done():
+                worker.joined.set_result(None)
+            await wait_any_closed(*lanes)
+            self._end(worker)
+            for peer in lanes:
+                peer.abort()
+
+    def _end(self, worker: WorkerRecord) -> None:
+        """A worker does not take part any more."""
+        if worker.peers is None:
+            return  # it had left before its connections ended
+        error = worker.peers[0].error or worker.peers[1].error or "it closed the connection"
+        error = error.message if isinstance(error, PsyncError) else error
+        worker.peers = None
+        missing = [task for task, _ in self._membership.missing()]
+        misses_ps = any(parse_task_name(task)[0] == "ps" for task in missing)
+        misses_ps = misses_ps or any(link.is_held for link in self._cluster.ps.links)
+        end = SessionEnd.of(
+            worker.name, worker.leaving, worker.sent_away, worker.reason, error, misses_ps=misses_ps
+        )
+        worker.missed = end.in_order or end.blame or end.counts
+        if end.in_order:
+            logger.info("%s", end.text)
+            self._cluster.note("left", end.text)
+            self._cluster.fence(self._membership.left(worker.name))
+        else:
+            self._lost(worker.name)
+            if worker.missed:
+                logger.warning("%s; its closures run again", end.text)
+                self._cluster.note("lost", end.text)
+                worker.losses += 1
+            else:  # of a ps, as a rule, which the log says
+                logger.debug("%s; its closures run again", end.text)
+        if end.counts:
+            self._count_loss(worker)
+        worker.leaving = False
+        self.on_lost(worker.name, end.blame)
+        worker.gone.set()
+        self._note_one_less()
+
+    def _note_one_less(self) -> None:
+        self._one_less.set()
+        self._one_less.clear()
+
+    async def _wait_while_set_aside(self, name: str) -> None:
+        while (seconds := self.flapping.remaining(name, self._loop.time())) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._one_less.wait()  # it may be needed now
+
+    def _count_loss(self, worker: WorkerRecord) -> None:
+        pause = self.flapping.lost(worker.name, self._loop.time())
+        if pause and self.flapping.is_anyone_there():
+            logger.warning("%s is lost repeatedly; it is set aside for %g s", worker.name, pause)
+            self._cluster.note("set aside", f"{worker.name}, for {pause:g} s")
+        elif pause:
+            logger.warning(
+                "%s is lost repeatedly; it is not set aside, because there is no other worker",
+                worker.name,
+            )
+
+    async def _attach(self, worker: WorkerRecord) -> tuple[Connection, Connection] | None:
+        """Return its control and bulk connection; None if one is gone already.
+
+        Raises:
+            WorkerLost: It is about to leave.
+            PsyncError: The worker refuses, or something else answers.
+        """
+        # Nobody waits for one that has left, so nobody wants to read of it.
+        has_left = self._membership.state(worker.name) is TaskState.LEFT
+        level = logging.DEBUG if has_left else logging.WARNING
+        connect = self._endpoint.connect_retrying
+        lanes = [await connect(worker.address, worker.name, level=level)]
+        attached = False
+        try:
+            lanes.append(await connect(worker.address, worker.name, "bulk", level=level))
+            control, bulk = lanes
+            if control.is_open and bulk.is_open and bulk.incarnation == control.incarnation:
+                # In our own range, whatever the worker's clock says: ps tasks refuse whoever worked
+                # for an earlier coordinator, and nobody who works for the next one. See
+                # ``ps.succession.CoordinatorGrants``.
+                self._membership.connected(worker.name, self._endpoint.incarnation)
+                message = self._attachment(worker)
+                try:
+                    await control.call(message)
+                    # A ps may have moved meanwhile: then it is attached anew.
+                    attached = list(self._cluster.ps_addresses.values()) == message.ps_addresses
+                except TransportError as exc:
+                    logger.info("%s: attaching it failed: %s", worker.name, exc)
+                finally:
+                    if not attached:
+                        self._lost(worker.name)
+        finally:
+            if not attached:  # also if it refuses: it has room for so many connections only
+                for lane in lanes:
+                    lane.abort()
+        return (control, bulk) if attached else None
+
+    def _attachment(self, worker: WorkerRecord) -> messages.AttachWorker:
+        """Return what a worker is told."""
+        return messages.AttachWorker(
+            worker.place, len(self._places), self._membership.incarnation(worker.name),
+            self._endpoint.incarnation, *self._tokens, list(self._cluster.ps_addresses.values()),
+            self._cluster.ps_timeout_s,
+        )  # fmt: skip
+
+    def _lost(self, worker: str) -> None:
+        self._cluster.fence(self._membership.disconnected(worker))
+
+    async def _forget(self, worker: WorkerRecord) -> None:
+        """Let go of a worker, whatever it does."""
+        worker.is_kept = False
+        supervisor = worker.supervisor
+        if supervisor is not None and not supervisor.done():
+            supervisor.cancel()
+            await asyncio.wait((supervisor,))
+        if self._workers.get(worker.name) is not worker:
+            return  # somebody else has done it meanwhile
+        if worker.peers is not None:
+            for peer in worker.peers:
+                peer.abort()
+            worker.leaving = True
+            worker.reason = worker.reason or "it was removed"
+            self._end(worker)
+        self._cluster.fence(self._membership.left(worker.name))
+        self.flapping.forget(worker.name)
+        self._workers.pop(worker.name, None)
+        self.on_forgotten(worker.name)
+
+
+async def wait_any_closed(*peers: Connection) -> None:
+    """Wait until one of the connections is gone. Cancellation: safe."""
+    gone = asyncio.Event()
+
+    def listener(_: Connection) -> None:
+        gone.set()
+
+    for peer in peers:
+        if peer.is_closed:
+            return
+        peer.on_closed.append(listener)
+    await gone.wait()
+
+
+class ClusterLinks:
+    """All connections of one coordinator.
+
+    Args:
+        platform: Network, secret, randomness.
+        cluster: The training cluster.
+        origin: Token of the strategy.
+        program: Token of this process.
+        ps_timeout_s: A ps that cannot be reached for this many seconds is lost.
+        max_flaps: As for ``Flapping``.
+        keep: Whether ps tasks set aside what they hold, to be adopted. Then ps 0 is attached first:
+            a synchronous step that is being closed gets to its end before others refuse it.
+        may_move: Whether a ps may be served elsewhere than at its own address.
+
+    Attributes:
+        ps: The client that has the links to ps tasks.
+        workers: Keeps those to workers.
+        events: Of this coordinator.
+        processes: Address of each ps at first, by name; that of ps 0 grants incarnations.
+        ps_addresses: Where each ps is served now, by name.
+        homes: In whose process each is served.
+        is_up: Whether the cluster came up.
+        changed: Set when a task was attached, or a supervisor failed.
+        on_ps_lost: Called when variables are gone.
+        on_replaced: Called when a newer coordinator has taken the cluster over.
+        on_worker_given_up: Called when a worker will not come again.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        cluster: ClusterSpec,
+        *,
+        origin: str,
+        program: str,
+        ps_timeout_s: float,
+        max_flaps: int | None = LIMIT,
+        keep: bool = False,
+        may_move: bool = False,
+    ) -> None:
+        self.on_worker_given_up: Callable[[], None] = lambda: None
+        self._platform = platform
+        self._keep = keep
+        workers, ps = _addresses(cluster, "worker"), _addresses(cluster, "ps")
+        pool = BlockPool()
+        # Its incarnation is 0 until ps 0 has granted one.
+        self.endpoint = Endpoint(platform, task_name("chief", 0), 0, {}, pool)
+        client = platform.parts.of(PsClient)
+        self.ps = client(self.endpoint, list(ps.values()), pool, ps_timeout_s)
+        self.membership = Membership(workers, ps)
+        self.events = Events()
+        self.note = self.events.note
+        self.processes, self.ps_addresses = ps, dict(ps)
+        self.homes = list(range(len(ps)))
+        self.ps_timeout_s = ps_timeout_s
+        self.on_ps_lost: Callable[[ParameterServerLost], None] = lambda _: None
+        self.on_replaced: Callable[[FencedError], None] = lambda _: None
+        self.is_up = False
+        self.changed = asyncio.Event()
+        self._failure: BaseException | None = None  # why the cluster cannot come up
+        self._is_closing = False  # connections end because they are closed here
+        self._enquiring = asyncio.Lock()  # while another incarnation is asked for
+        self._supervisors: set[asyncio.Task[None]] = set()
+        self._moves = 0  # how often addresses of ps tasks have changed
+        self._ps_0_attached = asyncio.Event()
+        self._attached: dict[int, int] = {}  # under which incarnation of ours each ps serves
+        self.workers = WorkerLinks(self, workers, Flapping(max_flaps), (origin, program))
+        self._search = ServedSearch(self.endpoint, ps, self.ask_again, may_move=may_move)
+        self._min_workers = len(workers)  # wanted at the start, at most
+        self._unlisten: Callable[[], object] = lambda: None
+
+    async def start(self, min_workers: int, timeout_s: float) -> None:
+        """Connect to all tasks; return when every ps and ``min_workers`` workers are there.
+
+        Raises:
+            ConnectFailed: Not within ``timeout_s`` seconds; names who is missing.
+            AuthenticationError, ProtocolError, FencedError: Something else answers.
+
+        Cancellation: Safe; ``close`` still has to be called.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        self.expect(min_workers)
+        self._unlisten = self._platform.given_up.listen(self._given_up)
+        await self._ask_ps_0(timeout_s)
+        if self._keep:
+            await self._find_served(deadline, timeout_s)
+        self._start_ps()
+        self.workers.start()
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._all_there()
+                if self._keep:
+                    await self._search.end_former()
+                    await self._all_there()
+        except TimeoutError as exc:
+            missing = ", ".join(f"{task} at {at}" for task, at in self.membership.missing())
+            raise _did_not_come_up(timeout_s, missing or self._search.missing()) from exc
+        self.is_up = True
+
+    async def _all_there(self) -> None:
+        while not self._is_ready():
+            if self._failure is not None:
+                raise self._failure
+            self.changed.clear()
+            await self.changed.wait()
+
+    def _is_ready(self) -> bool:
+        return (
+            self.membership.ready(self._min_workers)
+            and len(self.workers.controls()) >= self._min_workers
+            and self._are_attached()
+            # A new incarnation begins with empty ps tasks: what is created now would be gone.
+            and not self._enquiring.locked()
+        )
+
+    async def close(self) -> None:
+        """Close everything. Cancellation: connections may still be closing."""
+        self._unlisten()
+        try:
+            await self._end_supervisors()
+        finally:
+            try:
+                await self.ps.close()
+            finally:
+                await self.endpoint.close()
+
+    def expect(self, num_workers: int) -> None:
+        """There will be so many workers: a cluster that is coming up waits for no more."""
+        self._min_workers = min(self._min_workers, num_workers)
+        self.changed.set()
+
+    async def ps_statistics(self) -> list[dict[str, Any]]:
+        """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""
+        answers = [
+            await ask(link, messages.AskStatistics(), messages.Statistics) for link in self.ps.links
+        ]
+        return [message.counters for message, _ in answers]
+
+    async def _ask_ps_0(self, timeout_s: float) -> None:
+        """Let ps 0 grant an incarnation: nobody else is asked for anything before."""
+        link = self.ps.links[0]
+
+        def given_up(at: str, _: str) -> None:
+            if at == link.address and not asking.expired():
+                asking.reschedule(asyncio.get_running_loop().time())
+
+        unlisten = None
+        try:
+            async with asyncio.timeout(timeout_s) as asking:
+                unlisten = self._platform.given_up.listen(given_up)
+                await self.enquire()
+        except TimeoutError as exc:
+            if link.lost is not None:
+                raise link.lost from exc
+            tasks = dict(self.membership.missing())  # all of them: nobody has been tried
+            missing = await absent(self._platform, tasks) or [f"{link.task} at {link.address}"]
+            raise _did_not_come_up(timeout_s, ", ".join(missing)) from exc
+        finally:
+            if unlisten is not None:
+                unlisten()
+
+    async def _find_served(self, deadline: float, timeout_s: float) -> None:
+        """Find where each ps is served. Raises ConnectFailed, and as ``ServedSearch.run``."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                found = await self._search.run()
+        except TimeoutError as exc:
+            raise _did_not_come_up(timeout_s, self._search.missing()) from exc
+        for link, place in zip(self.ps.links, found, strict=True):
+            self.homes[link.index] = place.process
+            if place.address:
+                self.move_ps(link, place.address)
+
+    def _given_up(self, address: str, reason: str) -> None:
+        """Whoever has started the task at this address does not start it again."""
+        for name, at in self.workers.addresses().items():
+            if at == address:
+                self.supervise(self._give_up_worker(name, reason))
+        for link in self.ps.links:
+            if link.address == address:
+                link.give_up(f"at {address} is lost: it {reason}")
+
+    async def _give_up_worker(self, name: str, reason: str) -> None:
+        await self.workers.give_up(name, reason)
+        if not self.is_up and len(self.workers.addresses()) < self._min_workers:
+            raise ConnectFailed(
+                f"the cluster did not come up: {name} {reason}",
+                hint="its output says why it ended",
+            )
+        self.on_worker_given_up()
+
+    # Supervision: one coroutine for each task. The error of one is that of all.
+
+    def supervise(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a supervisor until ``close``."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._supervisors.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._supervisors.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = error
+            self.changed.set()
+            if self.is_up and isinstance(error, FencedError):
+                self.on_replaced(error)
+            elif not isinstance(error, PsyncError):
+                logger.error("a supervisor of the coordinator failed", exc_info=error)
+
+    async def enquire(self, previous: int = 0, seen: int = 0) -> None:
+        """Let ps 0 grant an incarnation, see ``enquire``; it is borne from now on."""
+        (task, address), *_ = self.processes.items()
+        incarnation = await enquire(
+            self.endpoint.platform, task, address, previous=previous, seen=seen
+        )
+        note_incarnation(incarnation)
+        self.endpoint.incarnation = incarnation
+
+    async def ask_again(self, refused: int, task: str, address: str) -> None:
+        """A task has served a higher incarnation than ``refused``: ask ps 0 for one above that.
+
+        So it is where ps 0 was started anew on a machine whose clock is behind. All tasks are
+        attached again.
+
+        Raises:
+            FencedError: It is not so: a newer coordinator has come.
+        """
+        try:
+            async with self._enquiring:
+                if self.endpoint.incarnation != refused:
+                    return  # somebody has asked meanwhile
+                seen = await enquire(self.endpoint.platform, task, address)
+                if seen <= refused:
+                    raise FencedError(f"{task} serves a newer coordinator than this one")
+                logger.warning("%s has seen a newer coordinator than ps 0 has granted", task)
+                await self.enquire(refused, seen)
+                for peer in self.endpoint.peers:
+                    peer.abort(ConnectionLost("this coordinator has a new incarnation"))
+        finally:
+            self.changed.set()
+
+    async def _end_supervisors(self) -> None:
+        self._is_closing = True
+        for task in self._supervisors:
+            task.cancel()
+        if self._supervisors:
+            await asyncio.wait(list(self._supervisors))
+
+    # Ps tasks: attached, attached again, told whom to refuse.
+
+    def _start_ps(self) -> None:
+        for link in self.ps.links:
+            link.on_lost = self.on_ps_lost
+            link.lost_after_s = math.inf  # one that was never here is late, not lost
+            self.supervise(self._keep_ps(link))
+
+    def _are_attached(self) -> bool:
+        """Return whether all serve us under the present incarnation."""
+        served = [self._attached.get(link.index) for link in self.ps.links]
+        return served == [self.endpoint.incarnation] * len(served)
+
+    async def _keep_ps(self, link: PsLink) -> None:
+        first = True
+        while True:
+            mine = self.endpoint.incarnation
+            try:
+                if link.index and self._keep:
+                    await self._ps_0_attached.wait()
+                peer = await link.peer("control")
+                link.lost_after_s = self.ps_timeout_s
+                note_plugins(link, await link.call(lambda _: self._attachment(link)))
+            except ParameterServerLost:
+                if not await link.recovered():
+                    raise
+                continue
+            except FencedError:
+                if self.is_up:
+                    raise
+                await self.ask_again(mine, link.task, link.address)
+                continue
+            if not peer.is_open:
+                continue
+            self._attached[link.index] = mine
+            if not link.index:
+                self._ps_0_attached.set()
+            self.fence(self.membership.connected(link.task, peer.incarnation))
+            if not first:
+                logger.info("%s is reachable again", link.task)
+                self.note("reachable", f"{link.task} is reachable again")
+            first = False
+            self.changed.set()
+            await peer.wait_closed()
+            self.membership.disconnected(link.task)
+            logger.info("%s is unreachable; waiting for it", link.task)
+            self.note("unreachable", f"{link.task} cannot be reached; waiting for it")
+
+    async def attach_ps(self, link: PsLink) -> None:
+        """Attach a ps that may have been started again, while others are held back.
+
+        Raises:
+            ParameterServerLost: It was lost again.
+
+        Cancellation: Safe.
+        """
+        note_plugins(link, await link.call(lambda _: self._attachment(link), urgent=True))
+
+    def move_ps(self, link: PsLink, address: str) -> None:
+        """Look for a ps at another address, which workers that are attached then are told."""
+        link.revive()
+        link.address = self.ps_addresses[link.task] = address
+        self._moves += 1
+
+    def go_home(self, link: PsLink) -> None:
+        """Look for a ps where it was at first."""
+        if link.address != self.processes[link.task]:
+            self.move_ps(link, self.processes[link.task])
+
+    def tell_addresses(self) -> None:
+        """Tell all ps tasks where each is served, after some have moved."""
+        if self._moves:
+            for link in self.ps.links:
+                self.supervise(self._tell_addresses(link))
+
+    async def _tell_addresses(self, link: PsLink) -> None:
+        try:
+            await link.call(lambda _: self._attachment(link))
+        except PsyncError as exc:  # it will be attached again
+            logger.info("%s was not told the addresses of the ps tasks: %s", link.task, exc)
+
+    def _attachment(self, link: PsLink) -> messages.AttachPs:
+        """Return what a ps is told."""
+        # One that was started again while this program runs is of no lineage: see ``reattach``.
+        keep = self._keep or self.is_up
+        return messages.AttachPs(
+            self.endpoint.incarnation, list(self.ps_addresses.values()),
+            self.ps_timeout_s, keep, self._moves,
+        )  # fmt: skip
+
+    def fence(self, fences: Sequence[Fence]) -> None:
+        """Let ps tasks refuse workers."""
+        if self._is_closing:
+            return  # whoever goes now is not lost; the next coordinator fences
+        for fence in fences:
+            self.supervise(self._fence(fence))
+
+    async def _fence(self, fence: Fence) -> None:
+        link = next(link for link in self.ps.links if link.task == fence.ps)
+        try:
+            await ask(link, messages.Fence(fence.task, fence.below), messages.Done)
+        except PsyncError as exc:
+            logger.warning("a fence was not accepted: %s", exc)
+
+
+def _did_not_come_up(timeout_s: float, missing: str) -> ConnectFailed:
+    return ConnectFailed(
+        f"the cluster did not come up within {timeout_s:g} s: no connection to {missing}",
+        hint="are these tasks running, and are these their addresses?",
+    )
+
+
+def _addresses(cluster: ClusterSpec, job: str) -> dict[str, str]:
+    return {
+        task_name(job, index): cluster.task_address(job, index)
+        for index in cluster.task_indices(job)
+    }
+
+
+class FollowedWorkers:
+    """Takes the workers in, and lets them leave in order; a ``net.workforce.Follower``.
+
+    Args:
+        links: Of the coordinator, which runs or is starting.
+        queue: Its closures.
+    """
+
+    def __init__(self, links: ClusterLinks, queue: ClosureQueue) -> None:
+        self._links = links
+        self._queue = queue
+
+    def load(self) -> Load:
+        """Return what there is to do."""
+        return Load.of(self._queue.statistics())
+
+    def workers_changed(
+        self, added: Mapping[int, str], removed: Collection[int]
+    ) -> list[asyncio.Task[None]]:
+        """Add and remove workers; see ``Follower``."""
+        known = self._links.workers.addresses()
+        names = {task_name("worker", index): at for index, at in added.items()}
+        work = [self._add(name, at) for name, at in names.items() if known.get(name) != at]
+        leaving = [name for index in removed if (name := task_name("worker", index)) in known]
+        self._links.expect(len(known) - len(leaving))
+        work += [self._remove(name) for name in leaving]
+        return [self._links.supervise(each) for each in work]
+
+    async def _add(self, name: str, address: str) -> None:
+        workers = self._links.workers
+        await workers.started.wait()
+        try:
+            while name in workers.addresses():  # its predecessor, which has left or is about to
+                await workers.give_up(name, "was replaced")
+            await workers.add(address, int(name.rpartition(":")[2]), None)
+        except PsyncError as exc:
+            logger.error("%s at %s was not added: %s", name, address, exc)
+            self._links.on_worker_given_up()  # it may have been the last hope
+
+    async def _remove(self, name: str) -> None:
+        if name in self._links.workers.addresses():
+            await self._links.workers.remove(name, "the cluster is made smaller")
+            self._links.on_worker_given_up()
