@@ -517,7 +517,7 @@ async def serve_as(
     try:
         async with contextlib.AsyncExitStack() as stack:
             if os.environ.get("PSYNC_TASK_METRICS"):
-                from psync.status.task_metrics import serving_metrics
+                from psync.status.http import serving_metrics
 
                 await stack.enter_async_context(serving_metrics(task))
             stack.enter_context(described_by(task.describe))

@@ -15,19 +15,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import importlib.util
+import ipaddress
 import logging
+import os
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from psync.cluster import is_loopback, split_address
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.handshake_limits import LogQuota
 from psync.net.platform import random_hex
 from psync.net.transport import reason
-from psync.status.exposition import CONTENT_TYPE
-from psync.status.guard import is_allowed_host, is_token
+from psync.status.exposition import CONTENT_TYPE, task_exposition
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -46,7 +48,19 @@ TOKEN_BYTES = 16
 
 _TEXT = "text/plain; charset=utf-8"
 
-Metrics = Callable[[], Awaitable[str]]
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "object-src 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Server": "psync",
+}
+"""Of every answer."""
 
 Page = Callable[[Mapping[str, str]], Awaitable[tuple[str, str | bytes]]]
 """Given the query, returns content type and body."""
@@ -87,6 +101,48 @@ def check_installed(what: str, *packages: str) -> None:
 def check_metrics() -> None:
     """Check that metrics can be served. Raises ConfigurationError."""
     check_installed("metrics", "aiohttp", "prometheus_client")
+
+
+# Who may ask: whoever has the token, which stands in the URL that is printed, and in a cookie once
+# the dashboard's page was opened. A page of somebody else's cannot read ours (same origin). By
+# giving its own name our address (DNS rebinding) it could become the same origin, so names that are
+# not known are refused.
+
+
+def is_allowed_host(header: str | None, names: Collection[str] = ()) -> bool:
+    """Return whether a request's Host is one under which a dashboard is asked for.
+
+    Addresses are, as no DNS is asked for them, and ``localhost``.
+
+    Args:
+        header: "127.0.0.1:8787", "localhost:8787", "[::1]:8787"; None: there is none.
+        names: Others that are, in lower case, such as that of a proxy.
+    """
+    host = _without_port((header or "").strip().lower())
+    if host == "localhost" or host in names:
+        return True
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdecimal() and not (":" in name and name[:1] != "[") else host
+
+
+def is_token(given: str | None, token: str) -> bool:
+    """Return whether somebody has the token; how long it takes says nothing about it."""
+    # Bytes that are no UTF-8 come as surrogates.
+    return hmac.compare_digest((given or "").encode("utf-8", "surrogatepass"), token.encode())
+
+
+def bearer_of(header: str | None) -> str | None:
+    """Return the token of an ``Authorization: Bearer …`` header, or None."""
+    scheme, _, token = (header or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
 
 
 class _Log(logging.LoggerAdapter[logging.Logger]):
@@ -207,7 +263,7 @@ class StatusServer:
     def __init__(
         self,
         address: str,
-        metrics: Metrics,
+        metrics: Callable[[], Awaitable[str]],
         pages: Mapping[str, Page] = types.MappingProxyType({}),
         *,
         who: str = "",
@@ -280,3 +336,48 @@ class StatusServer:
             return 200, *await self._pages[request.path](request.query)
         except PsyncError as exc:  # it ends just now
             return 503, _TEXT, f"{exc.message}\n"
+
+
+# Metrics of one ps or worker, served by its own process.
+
+
+class Counting(Protocol):
+    """A ps or worker task."""
+
+    task: str
+
+    def statistics(self) -> dict[str, Any]:
+        """Return its counters."""
+
+
+@contextlib.asynccontextmanager
+async def serving_metrics(
+    task: Counting, environ: Mapping[str, str] = os.environ
+) -> AsyncIterator[None]:
+    """Return a context in which Prometheus may ask a task, if ``PSYNC_TASK_METRICS`` says where.
+
+    Args:
+        task: Whose counters they are.
+        environ: With "host:port", port 0 for a free one; the log has the URL.
+
+    Raises:
+        ConfigurationError: That is no address, or one that is in use.
+    """
+    address = environ.get("PSYNC_TASK_METRICS")
+    if not address:
+        yield
+        return
+
+    async def metrics() -> str:
+        from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+        process = CollectorRegistry()
+        ProcessCollector(registry=process)
+        return task_exposition(task.task, task.statistics()) + generate_latest(process).decode()
+
+    server = StatusServer(address, metrics, who=task.task)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.close()

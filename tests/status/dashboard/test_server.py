@@ -16,8 +16,7 @@ import pytest
 from psync.errors import ConfigurationError
 from psync.status.dashboard.server import STATIC, check_can_serve, serving
 from psync.status.dashboard.shows import LiveShow
-from psync.status.guard import HEADERS
-from psync.status.http import CONNECTIONS
+from psync.status.http import CONNECTIONS, HEADERS
 from psync.status.model import Status
 from statuses import ps, status, worker
 from view_schema import check_view

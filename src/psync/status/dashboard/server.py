@@ -24,8 +24,16 @@ from psync.cluster import is_loopback
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.platform import random_hex
 from psync.status.dashboard.shows import Show
-from psync.status.guard import HEADERS, bearer_of, is_allowed_host, is_token
-from psync.status.http import check_installed, host_and_port, listening, shown
+from psync.status.http import (
+    HEADERS,
+    bearer_of,
+    check_installed,
+    host_and_port,
+    is_allowed_host,
+    is_token,
+    listening,
+    shown,
+)
 
 if TYPE_CHECKING:
     from aiohttp import web
