@@ -307,22 +307,22 @@ class StatusServer:
     async def _respond(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
-        status, kind, text = await self._answer(request)
+        status, kind, body = await self._answer(request)
         headers = {
             "Content-Type": kind, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",
         }  # fmt: skip
-        body = text if isinstance(text, bytes) else text.encode()
-        response = web.Response(status=status, headers=headers, body=body)
+        response = web.Response(
+            status=status, headers=headers, body=body.encode() if isinstance(body, str) else body
+        )
         response.force_close()
         return response
 
     async def _answer(self, request: web.Request) -> tuple[int, str, str | bytes]:
         """Return status, content type and body."""
+        host = request.headers.get("Host")
         if request.method not in ("GET", "HEAD"):
             return 405, _TEXT, "only GET and HEAD\n"
-        if is_loopback(f"{shown(self._host)}:0") and not is_allowed_host(
-            request.headers.get("Host")
-        ):
+        if is_loopback(f"{shown(self._host)}:0") and not is_allowed_host(host):
             return 403, _TEXT, "the Host header names another host\n"
         try:
             if request.path == "/metrics":
