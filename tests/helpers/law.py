@@ -69,7 +69,7 @@ PURE = (
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
     "chief.recovery_rule compat.session_members status.model status.rates status.exposition "
     "status.diagnosis status.units client.work_meter "
-    "status.dashboard.history status.dashboard.view"
+    "status.dashboard.view"
     " net.trace_file"
 ).split()
 

@@ -380,7 +380,7 @@ def dashboard(log: str, address: str, report: Path | None) -> int:
 
 
 async def _serve(show: Show, address: str) -> None:
-    from psync.status.dashboard.attached import hosts_of
+    from psync.status.dashboard.recorder import hosts_of
     from psync.status.dashboard.server import serving
 
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
