@@ -57,7 +57,7 @@ from psync.launch import tasks
 from psync.launch.cluster import LaunchedClusterResolver
 from psync.launch.cluster import LocalCluster as AsyncLocalCluster
 from psync.launch.process import loop_factory
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 from psync.net.resolvers import ClusterResolver, opened
 from psync.net.shielding import shielded
 from psync.net.trace import Trace

@@ -15,7 +15,7 @@ from psync.chief.schedule_reporter import FinalClosures
 from psync.closures.closure import Closure
 from psync.closures.queue import ClosureQueue
 from psync.net.connection import Connection
-from psync.net.process_state import fresh_process
+from psync.net.platform import fresh_process
 from psync.wire.codec import Message
 from psync.wire.messages import ReportSchedule
 

@@ -14,7 +14,7 @@ from psync.api.session_hooks import wait_over
 from psync.chief.declarations import Declaration
 from psync.compat.session_links import Comparison, SessionLinks
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
-from psync.net.secret import Secret
+from psync.net.platform import Secret
 from psync.wire.messages import AwaitEnd, EndTraining
 
 WORKER = "/job:worker/task:0"

@@ -14,7 +14,7 @@ from cryptography import x509
 from psync.errors import ConfigurationError
 from psync.net import certificates
 from psync.net.certificates import Certificates, mint, own_hosts, temporary, write
-from psync.net.tls_config import load_tls
+from psync.net.tls import load_tls
 
 CONTENTS = Certificates(b"the authority", b"the certificate", b"the key")
 

@@ -20,8 +20,7 @@ from psync.net.environment import (
     shares_memory,
     watchdog_timeout,
 )
-from psync.net.platform import Platform
-from psync.net.process_state import fresh_process
+from psync.net.platform import Platform, fresh_process
 from psync.net.tls import TlsNetwork
 from psync.net.transport import Network
 from psync.testing import MemoryNetwork

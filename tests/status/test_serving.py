@@ -23,8 +23,7 @@ from psync.errors import (
 )
 from psync.launch.cluster import LaunchedClusterResolver
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform
-from psync.net.secret import Secret
+from psync.net.platform import Platform, Secret
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status import serving

@@ -54,8 +54,7 @@ from psync.net.environment import (
     script_is_shared,
 )
 from psync.net.notebook_cells import of_no_cell
-from psync.net.platform import Platform
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess, Platform
 from psync.net.task_reports import add_description
 from psync.specs import checked_kind
 from psync.status.html_tables import table_of_workers

@@ -34,7 +34,7 @@ from psync.api.value_access import ValueAccess
 from psync.client.context import forbid_in_step
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, UsageError
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.specs import VariableAggregation as VariableAggregation
 from psync.specs import VariableSynchronization as VariableSynchronization

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class FollowedWorkers:
-    """Takes the workers in, and lets them leave in order; a ``net.workforce.Follower``.
+    """Takes the workers in, and lets them leave in order; a ``net.platform.Follower``.
 
     Args:
         links: Of the coordinator, which runs or is starting.

@@ -59,7 +59,7 @@ from psync.net.chief_presence import (
 )
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform
+from psync.net.platform import Platform, Workforce, load_secret, workforce_of_launcher
 from psync.net.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
@@ -69,10 +69,8 @@ from psync.net.resolvers import (
     resolve_cluster,
     training_cluster,
 )
-from psync.net.secret import load_secret
 from psync.net.task_reports import described_by
 from psync.net.transport import BACKLOG, SocketNetwork
-from psync.net.workforce import Workforce, workforce_of_launcher
 from psync.wire.messages import Done, JoinCluster, Joined, LeaveCluster, Shutdown
 
 if TYPE_CHECKING:

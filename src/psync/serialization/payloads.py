@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psync.errors import SerializationError
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 from psync.serialization.captures import Refusal, blame, importable_from, resolves_by_name
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 

@@ -28,7 +28,6 @@ from psync.cluster import is_loopback, split_address
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.handshake_limits import LogQuota
 from psync.net.platform import random_hex
-from psync.net.transport import reason
 from psync.status.exposition import CONTENT_TYPE, task_exposition
 
 if TYPE_CHECKING:
@@ -291,6 +290,8 @@ class StatusServer:
                 listening(application, self._host, self._port)
             )
         except OSError as exc:
+            from psync.net.transport import reason  # with numpy, which a launcher never loads
+
             raise ConfigurationError(
                 f"metrics: cannot listen on {self._host}:{self._port}: {reason(exc)}",
                 hint="port 0 takes a free one",

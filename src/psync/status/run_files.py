@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from psync.errors import ConfigurationError
-from psync.net.secret import read_private
+from psync.net.platform import read_private
 from psync.status.units import seconds_text
 
 SCHEMA = 1

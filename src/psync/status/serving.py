@@ -34,8 +34,7 @@ from psync.errors import (
 )
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, random_hex
-from psync.net.secret import Secret
+from psync.net.platform import Platform, Secret, flag, random_hex
 from psync.net.tls import TlsNetwork
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
@@ -76,10 +75,7 @@ def is_served(platform: Platform, environ: Mapping[str, str] = os.environ) -> bo
     Raises:
         ConfigurationError: The variable is neither 0 nor 1.
     """
-    value = environ.get("PSYNC_STATUS", "")
-    if value not in ("", "0", "1"):
-        raise ConfigurationError(f"PSYNC_STATUS: expected 0 or 1, got {value!r}")
-    return value != "0" and is_outside(platform)
+    return flag(environ, "PSYNC_STATUS") is not False and is_outside(platform)
 
 
 def is_outside(platform: Platform) -> bool:
