@@ -41,7 +41,7 @@ from psync.errors import (
 from psync.net.chief_presence import naming_who_is_awaited
 from psync.net.environment import note_training_began, platform_of, training_over
 from psync.net.resolvers import training_cluster
-from psync.status.sampling import SessionFacts, SessionSource
+from psync.status.sampling import SessionSource
 from psync.status.serving import ServedStatus
 from psync.wire.messages import TrainingOver
 
@@ -235,9 +235,9 @@ class MonitoredTrainingSession:
     async def _begin(self, links: SessionLinks) -> None:
         if self.is_chief:
             await self._use(await links.attach(trains=self._trains))
-            facts = await self._show(links)
+            source = await self._show(links)
             await links.declare(self._min_workers, trains=self._trains)
-            facts.begun = True
+            source.begun = True
         else:
             text = f"{task_name(self._job, self._index)} waits for {self._leader()} to let it begin"
             with naming_who_is_awaited(lambda: text):
@@ -257,7 +257,7 @@ class MonitoredTrainingSession:
         for hook in self._hooks:
             await hook.after_create_session(self)
 
-    async def _show(self, links: SessionLinks) -> SessionFacts:
+    async def _show(self, links: SessionLinks) -> SessionSource:
         """Let processes of this user ask for the status."""
         cluster = self.strategy.cluster
         own = self._job, self._index
@@ -266,16 +266,16 @@ class MonitoredTrainingSession:
             if ("worker", index) != own:
                 workers[task_name("worker", index)] = cluster.task_address("worker", index)
         last = self._stop_at_step
-        facts = SessionFacts(
-            links.ps.links, workers, "the program" if last is None else f"step {last}"
-        )
-        source = SessionSource(links.endpoint, partial(placed, self.strategy), facts)
+        source = SessionSource(
+            links.endpoint, partial(placed, self.strategy), links.ps.links, workers,
+            "the program" if last is None else f"step {last}",
+        )  # fmt: skip
         source.variables = lambda: {
             variable.spec.variable_id: variable.spec.name for variable in self.strategy.variables
         }
         self._seen = ServedStatus(source, links.endpoint.platform)
         await self._seen.start()
-        return facts
+        return source
 
     async def _watch(self, end: Awaitable[TrainingOver]) -> None:
         try:

@@ -14,7 +14,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from psync.closures.membership import TaskState
@@ -62,13 +62,6 @@ _GONE = {
     TaskState.LEFT: "left",
     TaskState.ALIVE: "connecting",  # connected, and about to take part
 }
-
-
-@dataclass(slots=True)
-class _Worked:
-    at: float  # loop time here
-    work: Mapping[str, float]  # as ``WorkMeter.read`` gives it
-    shares: WorkShares | None = None  # None after the first answer
 
 
 class ClusterSource(ABC):
@@ -233,7 +226,8 @@ class StatusSource(ClusterSource):
         placed: Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]],
     ) -> None:
         self._coordinator = coordinator
-        self._worked: dict[str, _Worked] = {}
+        self._worked: dict[str, tuple[float, Mapping[str, float], WorkShares | None]] = {}
+        """By worker: loop time here, what ``WorkMeter.read`` gave, shares since the one before."""
         self._asked_at: dict[str, float] = {}  # since when, loop time
         self._turn = 0  # place of the worker that is asked next
         super().__init__(coordinator.links.endpoint, placed)
@@ -273,8 +267,8 @@ class StatusSource(ClusterSource):
         work = received.message.counters.get("work")
         if work:
             known = self._worked.get(name)
-            shares = None if known is None else shares_of(known.work, work)
-            self._worked[name] = _Worked(self._loop.time(), work, shares)
+            shares = None if known is None else shares_of(known[1], work)
+            self._worked[name] = self._loop.time(), work, shares
 
     def _completed(self, bare: Status, now: float, counted: list[dict[str, Any]]) -> Status:
         coordinator = self._coordinator
@@ -330,50 +324,45 @@ class StatusSource(ClusterSource):
         if worker.last_error is not None:
             at, text = worker.last_error
             error = SeenError(text, now - at)
-        worked, work = self._worked.get(worker.name), None
+        at, _, work = self._worked.get(worker.name, (now, {}, None))
         # What one did before it was stopped is not what it does now.
         answers = now - self._asked_at.get(worker.name, now) < WORKER_ANSWERS_WITHIN_S
-        if answers and worked is not None and worked.shares is not None:
-            work = replace(worked.shares, age_s=now - worked.at)
+        work = replace(work, age_s=now - at) if answers and work is not None else None
         return WorkerStatus(
             worker.name, worker.address, state, running, losses=worker.losses,
             failed=worker.failed, last_error=error, work=work,
         )  # fmt: skip
 
 
-@dataclass(slots=True)
-class SessionFacts:
-    """What the chief of a training session knows of it."""
-
-    links: Sequence[PsLink]
-    workers: Mapping[str, str]  # addresses by name: of workers, and of a chief that trains
-    waits_for: str = ""  # what training goes on to, in words
-    begun: bool = False  # whether workers may enter
-
-
 class SessionSource(ClusterSource):
     """The status of a training session without a coordinator, as its chief and ps 0 know it.
 
     Args:
-        endpoint: As for ``ClusterSource``.
-        placed: Likewise.
-        facts: Of the session; read each time.
+        endpoint, placed: As for ``ClusterSource``.
+        links: To the ps tasks.
+        workers: Addresses by name: of workers, and of a chief that trains.
+        waits_for: What training goes on to, in words.
+
+    Attributes:
+        begun: Whether workers may enter.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
         placed: Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]],
-        facts: SessionFacts,
+        links: Sequence[PsLink],
+        workers: Mapping[str, str],
+        waits_for: str,
     ) -> None:
-        self._facts = facts
+        self._ps_links, self._workers, self._waits_for = links, workers, waits_for
+        self.begun = False
         super().__init__(endpoint, placed)
 
     def _links(self) -> Sequence[PsLink]:
-        return self._facts.links
+        return self._ps_links
 
     def _completed(self, bare: Status, now: float, counted: list[dict[str, Any]]) -> Status:
-        facts = self._facts
         session = counted[0].get("session", {})
         states = {
             task: state
@@ -383,11 +372,11 @@ class SessionSource(ClusterSource):
         over = session.get("over", "")
         bare = replace(
             bare,
-            state="ended" if over else "running" if facts.begun else "starting",
-            waits_for=facts.waits_for if facts.begun else "the workers of the training session",
+            state="ended" if over else "running" if self.begun else "starting",
+            waits_for=self._waits_for if self.begun else "the workers of the training session",
             workers=tuple(
                 WorkerStatus(task, address, states.get(task, "connecting"))
-                for task, address in facts.workers.items()
+                for task, address in self._workers.items()
             ),
             notes=(
                 "a training session: there is no coordinator, and no closures",
