@@ -69,19 +69,6 @@ def validate_for_training(
         jobs = with_chief(spec).as_dict()
     except ConfigurationError as exc:
         raise ConfigurationError(f"{source}: cluster: {exc.message}") from None
-    task_type = "chief" if task_type == "master" else task_type
-    _check_jobs(jobs, source)
-    evaluators = jobs.pop("evaluator", [])
-    training = ClusterSpec(jobs)
-    if task_type in (None, "chief"):
-        _check_complete(jobs, source)
-    if task_type is not None and (task_type != "evaluator" or evaluators):
-        own = ClusterSpec({"evaluator": evaluators}) if task_type == "evaluator" else training
-        task_id = _checked_task(own, task_type, task_id, source)
-    return training, task_type, task_id
-
-
-def _check_jobs(jobs: dict[str, list[str] | dict[int, str]], source: str) -> None:
     if not jobs:
         raise ConfigurationError(
             f"{source}: cluster is missing or empty",
@@ -93,19 +80,22 @@ def _check_jobs(jobs: dict[str, list[str] | dict[int, str]], source: str) -> Non
                 f"{source}: cluster.{job}: expected the jobs 'chief', 'worker', 'ps' or "
                 f"'evaluator', got {job!r}"
             )
-    for job in ("chief", "evaluator"):
-        if len(jobs.get(job, [])) > 1:
+        if job in ("chief", "evaluator") and len(jobs[job]) > 1:
             raise ConfigurationError(
                 f"{source}: cluster.{job}: expected at most one {job}, got {len(jobs[job])}"
             )
-
-
-def _check_complete(jobs: dict[str, list[str] | dict[int, str]], source: str) -> None:
-    for job in ("ps", "worker"):
+    task_type = "chief" if task_type == "master" else task_type
+    evaluators = jobs.pop("evaluator", [])
+    training = ClusterSpec(jobs)
+    for job in ("ps", "worker") if task_type in (None, "chief") else ():
         if not jobs.get(job):
             raise ConfigurationError(
                 f"{source}: cluster.{job}: expected at least one {job}, got none"
             )
+    if task_type is not None and (task_type != "evaluator" or evaluators):
+        own = ClusterSpec({"evaluator": evaluators}) if task_type == "evaluator" else training
+        task_id = _checked_task(own, task_type, task_id, source)
+    return training, task_type, task_id
 
 
 def _checked_task(spec: ClusterSpec, task_type: str, task_id: int | None, source: str) -> int:

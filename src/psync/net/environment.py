@@ -105,7 +105,10 @@ def platform_of(
             be understood.
     """
     tell_launcher()
-    _say_what_is_misspelt(os.environ)
+    for misspelt, meant in misspelt_settings(os.environ).items():
+        if misspelt not in _said():
+            _said().add(misspelt)
+            logger.warning("%s is not a psync variable; did you mean %s?", misspelt, meant)
     own = getattr(resolver, "platform", None)
     if isinstance(resolver, TFConfigClusterResolver):
         own = platform_of_tf_config.get()
@@ -161,13 +164,6 @@ def misspelt_settings(environ: Mapping[str, str]) -> dict[str, str]:
         if name.startswith("PSYNC") and name not in SETTINGS and "://" not in text
     )
     return {name: meant[0] for name, meant in close if meant}
-
-
-def _say_what_is_misspelt(environ: Mapping[str, str]) -> None:
-    for misspelt, meant in misspelt_settings(environ).items():
-        if misspelt not in _said():
-            _said().add(misspelt)
-            logger.warning("%s is not a psync variable; did you mean %s?", misspelt, meant)
 
 
 def parts_of(environ: Mapping[str, str]) -> Parts:

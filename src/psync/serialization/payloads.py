@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,19 +125,8 @@ class _Buffer:
     index: int
 
 
-class _PicklerOf(Protocol):
-    """What the pickler class of `_pickler_class` offers."""
-
-    buffers: list[Segment]
-    remote_values: list[Any]
-    kept: list[Any]
-
-    def __init__(self, file: io.BytesIO, main_by_name: bool, is_handle: bool) -> None: ...
-    def dump(self, obj: object) -> None: ...
-
-
 @functools.cache
-def _pickler_class() -> type[_PicklerOf]:
+def _pickler_class() -> Any:  # made late: cloudpickle is imported when it is needed
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types

@@ -12,10 +12,19 @@ from typing import Any
 import pytest
 
 from psync.errors import ConfigurationError
+from psync.status.dashboard import recorder as recorder_module
 from psync.status.dashboard.recorder import Attached, Recorder, hosts_of
 from psync.status.dashboard.run_log import FinishedRun, RunLog
 from psync.status.model import ShardStatus, Status
 from statuses import status, worker
+
+pytestmark = pytest.mark.usefixtures("hurried")
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "INTERVAL_S", 0.001)
+
 
 W, V = (ShardStatus(name, 0, (2,), "float32", 8, 0) for name in "wv")
 
@@ -45,7 +54,7 @@ class Cluster:
 
 async def test_it_takes_one_after_the_other_and_a_last_one(tmp_path: Path) -> None:
     cluster, path = Cluster(), tmp_path / "run.jsonl"
-    recorder = Recorder(cluster.status, RunLog(path, "train.py"), interval_s=0.001)
+    recorder = Recorder(cluster.status, RunLog(path, "train.py"))
     recorder.start()
     await cluster.asked_again(3)
     cluster.placed = (W, V)
@@ -64,7 +73,7 @@ async def test_it_takes_one_after_the_other_and_a_last_one(tmp_path: Path) -> No
 
 async def test_an_error_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     cluster = Cluster()
-    recorder = Recorder(cluster.status, interval_s=0.001)
+    recorder = Recorder(cluster.status)
     cluster.fails = True
     recorder.start()
     await cluster.asked_again(3)
@@ -85,7 +94,7 @@ async def test_a_full_disk_is_one_warning(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(log, "add", full)
-    recorder = Recorder(cluster.status, log, interval_s=0.001)
+    recorder = Recorder(cluster.status, log)
     with caplog.at_level(logging.WARNING):
         recorder.start()
         await cluster.asked_again(4)

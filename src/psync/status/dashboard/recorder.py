@@ -10,7 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
-from psync.status.dashboard.run_log import RunLog
+from psync.status.dashboard.run_log import INTERVAL_S, RunLog
 from psync.status.dashboard.server import serving
 from psync.status.dashboard.shows import LiveShow
 from psync.status.model import Status
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 1.0
-
 
 class Recorder:
     """Takes a status a second, from ``start`` to ``close``.
@@ -29,7 +27,6 @@ class Recorder:
     Args:
         read: Returns the status.
         log: Where statuses are written; None: nowhere. It is closed with this.
-        interval_s: Between two statuses.
 
     Attributes:
         show: What the dashboard shows.
@@ -39,12 +36,10 @@ class Recorder:
         self,
         read: Callable[[], Awaitable[Status]],
         log: RunLog | None = None,
-        interval_s: float = INTERVAL_S,
     ) -> None:
         self.show = LiveShow()
         self._read = read
         self._log = log
-        self._interval_s = interval_s
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None  # never cancelled: it may be writing
 
@@ -78,7 +73,7 @@ class Recorder:
             if is_last:
                 return
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._interval_s):
+                async with asyncio.timeout(INTERVAL_S):
                     await self._closing.wait()
 
     async def _take(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from psync.status.diagnosis import diagnose
 from psync.status.model import PsStatus, ShardStatus, Status, StepsStatus, WorkerStatus
@@ -21,6 +21,8 @@ from psync.status.units import (
     task_text,
     tasks_text,
 )
+
+T = TypeVar("T")
 
 VIEW_SCHEMA = 1
 
@@ -67,7 +69,7 @@ def view_of(
         "tiles": tiles(status),
         "series": history.series(span),
         "staleness": staleness(status.steps),
-        "groups": [_group(*each) for each in _groups(status.steps)],
+        "groups": _groups(status.steps),
         "workers": [worker_row(worker) for worker in shown],
         "num_workers": len(status.workers),
         "states": states(status.workers),
@@ -129,7 +131,7 @@ def staleness(steps: StepsStatus) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _groups(steps: StepsStatus) -> list[tuple[str, str, str]]:
+def _groups(steps: StepsStatus) -> list[dict[str, str]]:
     found = []
     for group in steps.groups:
         waits = f", waits for {tasks_text(group.waits_for)}" if group.waits_for else ""
@@ -141,16 +143,14 @@ def _groups(steps: StepsStatus) -> list[tuple[str, str, str]]:
             (group.accepted, "accepted"), (group.dropped, "dropped"),
             (group.duplicates, "duplicate"), (group.partial_steps, "partial steps"),
         )  # fmt: skip
-        found.append((group.name, text, ", ".join(f"{n:,} {what}" for n, what in parts)))
+        more = ", ".join(f"{n:,} {what}" for n, what in parts)
+        found.append({"name": group.name, "text": text, "more": more})
     for bound in steps.bounds:
         waits = f", {tasks_text(bound.waiting)} wait" if bound.waiting else ""
         text = f"rounds {bound.slowest:,} to {bound.fastest:,}{waits}"
-        found.append(("staleness bound", text, f"at most {bound.max_staleness} rounds apart"))
+        more = f"at most {bound.max_staleness} rounds apart"
+        found.append({"name": "staleness bound", "text": text, "more": more})
     return found
-
-
-def _group(name: str, text: str, more: str) -> dict[str, str]:
-    return {"name": name, "text": text, "more": more}
 
 
 # Workers.
@@ -299,32 +299,30 @@ Cell = tuple[str, int, int, int, int]
 """State of a worker, and percent of its time: compute, pull, push, wait; -1: unknown."""
 
 
-class Thinned:
+class Thinned(Generic[T]):
     """Moments of a whole run: when they are too many, every second one goes.
 
     Args:
         limit: How many there are at most; even.
+
+    Attributes:
+        kept: Those that are left.
     """
 
-    def __init__(self, limit: int = MAX_ROWS) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._rows: list[Row] = []
+        self.kept: list[T] = []
         self._every = 1  # of so many moments, one is kept
         self._passed = 0
 
-    def add(self, row: Row) -> None:
+    def add(self, moment: T) -> None:
         """Note a moment, which is later than the others."""
         if self._passed % self._every == 0:
-            self._rows.append(row)
-            if len(self._rows) > self._limit:
-                del self._rows[1::2]
+            self.kept.append(moment)
+            if len(self.kept) > self._limit:
+                del self.kept[1::2]
                 self._every *= 2
         self._passed += 1
-
-    def rows(self, newest: Row | None = None) -> list[Row]:
-        """Return what is kept, and the newest moment even if it is not."""
-        is_last = newest is None or (self._rows and self._rows[-1] is newest)
-        return [*self._rows, *([] if is_last or newest is None else [newest])]
 
 
 class History:
@@ -337,7 +335,7 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._run = Thinned()
+        self._run: Thinned[Row] = Thinned(MAX_ROWS)
         self._recent: deque[Row] = deque(maxlen=MAX_ROWS)
         self._times: deque[float] = deque(maxlen=LANE_CELLS)
         self._lanes: dict[str, deque[Cell | None]] = {}
@@ -367,11 +365,14 @@ class History:
         Args:
             span: "recent": the last five minutes; "run": all of it, thinned out.
         """
-        newest = self._recent[-1] if self._recent else None
+        if not self._recent:
+            return {}
+        newest = self._recent[-1]
         if span == "run":
-            return columns(self._run.rows(newest))
-        since = (newest or {}).get("time") or 0.0
-        return columns([row for row in self._recent if (row["time"] or 0.0) >= since - RECENT_S])
+            kept = self._run.kept
+            return columns(kept if kept[-1] is newest else [*kept, newest])
+        since = (newest["time"] or 0.0) - RECENT_S
+        return columns([row for row in self._recent if (row["time"] or 0.0) >= since])
 
     def lanes(self, tasks: Sequence[str]) -> tuple[list[float], list[list[Cell | None]]]:
         """Return the newest moments, and what these workers did in each; None: it was not there."""
