@@ -14,7 +14,7 @@ from inside import handlers_of, host_of
 from memory_cluster import MemoryCluster, cluster_of
 from ps_cluster import heard
 from psync.chief.enquiry import ServedSearch
-from psync.cluster_roles import CHIEF
+from psync.cluster import CHIEF
 from psync.errors import FencedError, RemoteProtocolError
 from psync.net.connection import Handler
 from psync.net.endpoint import Endpoint

@@ -14,7 +14,7 @@ from endpoints import PS, connected
 from ps_by_hand import COORDINATOR, A, PsByHand
 from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign
 from psync.client.ps_client import PsClient
-from psync.cluster_roles import ENQUIRER
+from psync.cluster import ENQUIRER
 from psync.compat.session_members import GRACE_S
 from psync.compat.session_service import SessionService, check_shards
 from psync.errors import (

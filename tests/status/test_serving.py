@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import psync
-from psync.cluster_roles import CHIEF
+from psync.cluster import CHIEF
 from psync.errors import (
     ConfigurationError,
     ConnectionLost,

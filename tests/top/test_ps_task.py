@@ -13,7 +13,7 @@ from memory_cluster import until
 from ps_cluster import CHIEF, CONFIG, OTHER, WORKER, PsCluster, assign, hold, is_busy, pull, push
 from psync.chief.creation import Creation
 from psync.client.ps_client import PsClient
-from psync.cluster_roles import ENQUIRER
+from psync.cluster import ENQUIRER
 from psync.errors import (
     ConfigurationError,
     ConnectFailed,

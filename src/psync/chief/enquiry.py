@@ -20,7 +20,7 @@ from typing import TypeVar
 from psync.backups.locate_ps import Found, Place, Primary, places
 from psync.client.calls import all_of
 from psync.closures.membership import backoff
-from psync.cluster_roles import CHIEF, ENQUIRER
+from psync.cluster import CHIEF, ENQUIRER
 from psync.errors import (
     AttachError,
     ConnectFailed,

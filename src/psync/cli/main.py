@@ -549,7 +549,7 @@ def health(timeout: float) -> int:
         2  wrong configuration, as for psync task; or the task is a chief or evaluator, which
            does not listen
     """
-    from psync.cluster_roles import ENQUIRER
+    from psync.cluster import ENQUIRER
     from psync.errors import AuthenticationError, ConfigurationError, PsyncError, VersionMismatch
     from psync.launch.tasks import own_task
     from psync.net.endpoint import Endpoint

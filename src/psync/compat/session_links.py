@@ -24,7 +24,7 @@ from psync.client.optimizer_client import note_plugins
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink
 from psync.client.runtime import Runtime
-from psync.cluster_roles import CHIEF, ENQUIRER
+from psync.cluster import CHIEF, ENQUIRER
 from psync.errors import (
     ConnectFailed,
     RemoteProtocolError,

@@ -21,8 +21,7 @@ from psync.api.strategy import ParameterServerStrategy
 from psync.api.variables import Variable
 from psync.client.context import forbid_in_step
 from psync.client.runtime import Runtime
-from psync.cluster import task_name
-from psync.cluster_roles import CHIEF
+from psync.cluster import CHIEF, task_name
 from psync.compat.session_links import SessionLinks
 from psync.errors import (
     ClosedError,

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from psync.cluster import ClusterSpec, join_address, split_address, task_name
-from psync.cluster_roles import CHIEF
+from psync.cluster import CHIEF, ClusterSpec, join_address, split_address, task_name
 from psync.errors import (
     AuthenticationError,
     ConfigurationError,

@@ -29,8 +29,13 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from psync.cluster import ClusterSpec, join_address
-from psync.cluster_roles import TRAINING_JOBS, validate_for_training, with_chief
+from psync.cluster import (
+    TRAINING_JOBS,
+    ClusterSpec,
+    join_address,
+    validate_for_training,
+    with_chief,
+)
 from psync.errors import ConfigurationError, ConnectFailed, DuplicateTaskError
 
 T = TypeVar("T")

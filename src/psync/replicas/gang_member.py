@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psync.client.context import ClosureContext
-from psync.cluster_roles import CHIEF
+from psync.cluster import CHIEF
 from psync.errors import RemoteProtocolError
 from psync.net.shielding import shielded
 from psync.replicas.collectives import Collective

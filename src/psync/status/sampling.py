@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from psync.closures.membership import TaskState
 from psync.closures.queue import QueueStatistics
-from psync.cluster_roles import CHIEF
+from psync.cluster import CHIEF
 from psync.errors import ClosedError, PsyncError
 from psync.net.connection import Connection
 from psync.net.shielding import shielded

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import msgpack
 
-from psync.cluster_roles import CHIEF
+from psync.cluster import CHIEF
 from psync.errors import (
     AuthenticationError,
     ConfigurationError,
