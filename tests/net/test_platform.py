@@ -94,12 +94,12 @@ def test_secret_shows_in_no_text() -> None:
     assert repr(secret) == "Secret(…)"
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_secret_refuses_to_be_pickled(protocol: int) -> None:
-    with pytest.raises(
-        SerializationError, match="the cluster's secret cannot be pickled or copied"
-    ):
-        pickle.dumps({"key": Secret(TEXT.encode())}, protocol)
+def test_secret_refuses_to_be_pickled() -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(
+            SerializationError, match="the cluster's secret cannot be pickled or copied"
+        ):
+            pickle.dumps({"key": Secret(TEXT.encode())}, protocol)
 
 
 def test_secret_refuses_to_be_copied() -> None:
@@ -145,10 +145,12 @@ def test_secret_comes_from_a_private_file(tmp_path: Path) -> None:
     assert load_secret({"PSYNC_SECRET_FILE": str(path)}) == Secret(TEXT.encode())
 
 
-@pytest.mark.parametrize("text", ["", "   ", "short"])
-def test_empty_or_short_variable_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="PSYNC_SECRET: expected at least 16 bytes, got"):
-        load_secret({"PSYNC_SECRET": text})
+def test_empty_or_short_variable_is_an_error() -> None:
+    for text in ["", "   ", "short"]:
+        with pytest.raises(
+            ConfigurationError, match="PSYNC_SECRET: expected at least 16 bytes, got"
+        ):
+            load_secret({"PSYNC_SECRET": text})
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"short\n"])
@@ -192,10 +194,10 @@ def test_directory_and_pipe_are_refused_without_waiting(tmp_path: Path) -> None:
             load_secret({"PSYNC_SECRET_FILE": str(path)})
 
 
-@pytest.mark.parametrize("path", ["", "a\0b"])
-def test_path_that_is_none_is_an_error(path: str) -> None:
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        load_secret({"PSYNC_SECRET_FILE": path})
+def test_path_that_is_none_is_an_error() -> None:
+    for path in ["", "a\0b"]:
+        with pytest.raises(ConfigurationError, match="cannot be read"):
+            load_secret({"PSYNC_SECRET_FILE": path})
 
 
 def test_a_flag_is_said_with_0_and_1_and_nobody_has_to_guess() -> None:
@@ -208,10 +210,10 @@ def test_a_flag_is_said_with_0_and_1_and_nobody_has_to_guess() -> None:
             flag({"PSYNC_INSECURE": text}, "PSYNC_INSECURE")
 
 
-@pytest.mark.parametrize("insecure", [False, True])
-def test_secret_is_used_where_there_is_one(insecure: bool) -> None:
-    secret = Secret(TEXT.encode())
-    assert require_secret(secret, insecure, "10.0.0.1:2222", refuse_to_warn) is secret
+def test_secret_is_used_where_there_is_one() -> None:
+    for insecure in [False, True]:
+        secret = Secret(TEXT.encode())
+        assert require_secret(secret, insecure, "10.0.0.1:2222", refuse_to_warn) is secret
 
 
 def test_task_without_secret_is_refused_with_three_ways_out() -> None:
@@ -226,20 +228,19 @@ def test_task_without_secret_is_refused_with_three_ways_out() -> None:
         assert way in hint
 
 
-@pytest.mark.parametrize(
-    ("address", "who"),
-    [
+def test_running_without_secret_says_what_it_means() -> None:
+    for address, who in [
         ("127.0.0.1:2222", "every user of this machine"),
         ("unix:/run/psync/ps", "every user of this machine"),
         ("ps-0.cluster:2222", "everybody who can reach it"),
-    ],
-)
-def test_running_without_secret_says_what_it_means(address: str, who: str) -> None:
-    warnings: list[str] = []
-    assert require_secret(None, True, address, warnings.append) is None
-    assert warnings == [f"running without a secret: {who} can run code on this task ({address})"]
-    with pytest.raises(ConfigurationError, match=who):
-        require_secret(None, False, address, refuse_to_warn)
+    ]:
+        warnings: list[str] = []
+        assert require_secret(None, True, address, warnings.append) is None
+        assert warnings == [
+            f"running without a secret: {who} can run code on this task ({address})"
+        ]
+        with pytest.raises(ConfigurationError, match=who):
+            require_secret(None, False, address, refuse_to_warn)
 
 
 def count() -> Iterator[int]:
@@ -304,11 +305,11 @@ def test_a_simulation_leaves_strategies_and_what_tasks_tell_of_themselves() -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("works", [(), ("visited",)])
-def test_a_simulation_leaves_nothing_of_itself_to_be_collected(works: tuple[str, ...]) -> None:
-    simulate(dataclasses.replace(drawn(4, "sync"), works=works))
-    gc.collect()
-    assert not [each for each in gc.get_objects() if isinstance(each, psync.ClusterCoordinator)]
+def test_a_simulation_leaves_nothing_of_itself_to_be_collected() -> None:
+    for works in [(), ("visited",)]:
+        simulate(dataclasses.replace(drawn(4, "sync"), works=works))
+        gc.collect()
+        assert not [each for each in gc.get_objects() if isinstance(each, psync.ClusterCoordinator)]
 
 
 class Follower:

@@ -596,9 +596,8 @@ def test_nobody_is_asked_for_a_password(environ: dict[str, str]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("reason", "told"),
-    [
+def test_what_openssl_says_is_told_in_words() -> None:
+    for reason, told in [
         ("TLSV1_ALERT_UNKNOWN_CA", "b:1 refuses the certificate of this task: unknown ca"),
         (
             "TLSV13_ALERT_CERTIFICATE_REQUIRED",
@@ -606,12 +605,10 @@ def test_nobody_is_asked_for_a_password(environ: dict[str, str]) -> None:
         ),
         ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "b:1 presents no certificate"),
         ("NO_SHARED_CIPHER", "TLS with b:1 failed: no shared cipher"),
-    ],
-)
-def test_what_openssl_says_is_told_in_words(reason: str, told: str) -> None:
-    error = ssl.SSLError(1, "[SSL] library words")
-    error.reason = reason
-    assert refusal_of(error, "b:1").message == told
+    ]:
+        error = ssl.SSLError(1, "[SSL] library words")
+        error.reason = reason
+        assert refusal_of(error, "b:1").message == told
 
 
 def test_openssl_may_have_no_words() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,8 @@ PART: Any = Part()
 ONES = np.ones(2)
 
 
-@pytest.mark.parametrize(
-    ("use", "used"),
-    [
+def test_its_use_as_an_array_says_to_await_it() -> None:
+    for use, used in [
         (lambda: PART * 2, "operator *"),
         (lambda: 1 + PART, "operator +"),
         (lambda: PART @ ONES, "operator @"),
@@ -55,15 +53,13 @@ ONES = np.ones(2)
         (lambda: np.asarray(PART), "conversion to an array"),
         (lambda: np.mean(PART), "numpy.mean"),
         (lambda: np.concatenate([PART, ONES]), "numpy.concatenate"),
-    ],
-)
-def test_its_use_as_an_array_says_to_await_it(use: Callable[[], Any], used: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        use()
-    assert str(caught.value) == (
-        f"{used}: a part is not an array: its value is stored on ps tasks\n"
-        "hint: await its value first: `await part`"
-    )
+    ]:
+        with pytest.raises(UsageError) as caught:
+            use()
+        assert str(caught.value) == (
+            f"{used}: a part is not an array: its value is stored on ps tasks\n"
+            "hint: await its value first: `await part`"
+        )
 
 
 def test_it_is_itself_and_no_other_and_a_key_of_dicts() -> None:

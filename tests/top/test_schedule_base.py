@@ -42,32 +42,29 @@ def test_a_rate_beyond_the_range_is_infinite() -> None:
     assert Line(10.0)(400) == math.inf
 
 
-@pytest.mark.parametrize(
-    ("slope", "up", "message"),
-    [
+def test_arguments_out_of_range_are_refused() -> None:
+    for slope, up, message in [
         (-0.5, True, "Line: expected slope >= 0, got -0.5"),
         (-2, True, "Line: expected slope >= 0, got -2"),
         ("x", True, "Line: slope: expected a number, got 'x'"),
         (1, 1, "Line: expected up to be True or False, got 1"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(slope: float, up: bool, message: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        Line(slope, up=up)
-    assert caught.value.message == message
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            Line(slope, up=up)
+        assert caught.value.message == message
 
 
-@pytest.mark.parametrize("value", [1, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 2)])
-def test_a_number_becomes_a_plain_one(value: float) -> None:
-    number = as_number("it", value)
-    assert number == value
-    assert type(number) in (int, float)
+def test_a_number_becomes_a_plain_one() -> None:
+    for value in [1, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 2)]:
+        number = as_number("it", value)
+        assert number == value
+        assert type(number) in (int, float)
 
 
-@pytest.mark.parametrize("value", [True, "1", None, math.nan, math.inf, 10**400, Fraction(10**400)])
-def test_what_is_no_finite_number_is_refused(value: object) -> None:
-    with pytest.raises(ConfigurationError, match=r"^it: expected a "):
-        as_number("it", value)
+def test_what_is_no_finite_number_is_refused() -> None:
+    for value in [True, "1", None, math.nan, math.inf, 10**400, Fraction(10**400)]:
+        with pytest.raises(ConfigurationError, match=r"^it: expected a "):
+            as_number("it", value)
 
 
 def test_long_values_are_shortened_in_messages() -> None:
