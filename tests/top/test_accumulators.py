@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from accumulator_tools import accumulator, array, cancel, refusal, take_grad
-from psync.accumulators import Accumulator, Applied, Take, TakeState
+from psync.accumulators import Applied, Take, TakeState
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
-from psync.numerics.sums import Pieces, at_once
+from psync.numerics.sums import at_once
 from psync.specs import Outcome
 from psync.store.dense_accumulators import ConditionalAccumulator
 
@@ -297,56 +297,7 @@ class TestCancellation:
         assert take.state is WAITING
 
 
-Pushes = list[tuple[dict[str, float], float]]
-
-
-class WholePushes(Accumulator[dict[str, float], dict[str, float]]):
-    """Another kind: gradients of several variables, taken or refused together."""
-
-    def __init__(self) -> None:
-        super().__init__(name="w/part_0")
-        self.pushes: Pushes = []
-
-    def apply(self, push: dict[str, float], local_step: int = 0) -> Applied[dict[str, float]]:
-        applied = self.offer(push, local_step, 1.0)
-        at_once(applied.work())
-        return applied
-
-    def _convert(self, given: dict[str, float]) -> dict[str, float]:
-        return given
-
-    def _check(self, gradient: dict[str, float], nonfinite: int | None) -> None:
-        if not gradient:
-            raise self._refused("expected one variable or more")
-
-    def _add(self, gradient: dict[str, float], weight: float) -> Pieces[None]:
-        return self._adding(self.pushes, gradient, weight)
-
-    def _adding(self, pushes: Pushes, gradient: dict[str, float], weight: float) -> Pieces[None]:
-        yield
-        pushes.append((gradient, weight))
-
-    def _reduce(self) -> Pieces[dict[str, float]]:
-        return self._making(self.pushes)
-
-    def _making(self, pushes: Pushes) -> Pieces[dict[str, float]]:
-        yield
-        return {name: sum(push[name] for push, _ in pushes) / len(pushes) for name in pushes[0][0]}
-
-    def _clear(self) -> None:
-        self.pushes = []
-
-
-class TestOtherKinds:
-    def test_anything_can_be_accumulated(self) -> None:
-        held = WholePushes()
-        take = take_grad(held, 2)
-        held.apply({"w": 1.0, "b": 2.0})
-        assert held.apply({"w": 3.0, "b": 6.0}) == Applied(ACCEPTED, 0, 1, take)
-        assert take.result() == {"w": 2.0, "b": 4.0}
-        assert held.apply({}, 0) == Applied(STALE, 0, 1)
-        assert refusal(held.apply, {}, 1) == "expected one variable or more"
-
+class TestMemory:
     def test_a_sum_that_memory_does_not_suffice_for_changes_nothing(self) -> None:
         held = accumulator(None)
         too_large = np.broadcast_to(np.float32(1), (1 << 60,))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from psync.accumulators import Applied, ArrayAccumulator, Take
+from psync.accumulators import Accumulator, Applied, Take
 from psync.errors import (
     ConfigurationError,
     ConnectionLost,
@@ -139,7 +139,7 @@ def definition_of(
     )  # fmt: skip
 
 
-def rule_of(definition: DefineAccumulator) -> ArrayAccumulator[Any, Any]:
+def rule_of(definition: DefineAccumulator) -> Accumulator[Any, Any]:
     """Return a rule of that kind, empty.
 
     Raises:
@@ -162,7 +162,7 @@ def rule_of(definition: DefineAccumulator) -> ArrayAccumulator[Any, Any]:
 
 
 def gradient_of(
-    message: ApplyGradient, body: Sequence[memoryview], rule: ArrayAccumulator[Any, Any]
+    message: ApplyGradient, body: Sequence[memoryview], rule: Accumulator[Any, Any]
 ) -> object:
     """Return what a rule takes for a gradient."""
     sparse = isinstance(rule, SparseConditionalAccumulator)
