@@ -33,15 +33,7 @@ import inspect
 import os
 import threading
 import weakref
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Coroutine,
-    Generator,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from psync.api import seeing

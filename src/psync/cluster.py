@@ -364,11 +364,7 @@ def with_chief(spec: ClusterSpec) -> ClusterSpec:
 
 
 def validate_for_training(
-    spec: ClusterSpec,
-    task_type: str | None,
-    task_id: int | None,
-    *,
-    source: str = "cluster",
+    spec: ClusterSpec, task_type: str | None, task_id: int | None, *, source: str = "cluster"
 ) -> tuple[ClusterSpec, str | None, int | None]:
     """Check that a parameter-server job can run on the cluster, and return what is used of it.
 

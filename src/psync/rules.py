@@ -87,11 +87,7 @@ class UpdateRule(_AnyRule):
 
     @abstractmethod
     def update(
-        self,
-        value: np.ndarray,
-        slots: Mapping[str, np.ndarray],
-        gradient: np.ndarray,
-        step: Step,
+        self, value: np.ndarray, slots: Mapping[str, np.ndarray], gradient: np.ndarray, step: Step
     ) -> Any:
         """Return the new value and the new slots.
 

@@ -248,10 +248,7 @@ def test_the_watchdogs_timeout_is_the_environments() -> None:
         ({"PSYNC_WATCHDOG_TIMEOUT": "0"}, None),
         ({"TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "1.5"}, 1.5),
         ({"TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "-1"}, None),
-        (
-            {"PSYNC_WATCHDOG_TIMEOUT": "0", "TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "9"},
-            None,
-        ),
+        ({"PSYNC_WATCHDOG_TIMEOUT": "0", "TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "9"}, None),
     ]:
         assert watchdog_timeout(environ) == seconds
 

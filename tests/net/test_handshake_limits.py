@@ -114,10 +114,7 @@ def test_so_many_addresses_are_remembered_and_the_oldest_is_forgotten() -> None:
     assert [name for name in "abcd" if not failures.allows(name, 0.005)] == ["a", "c", "d"]
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=60),
-    st.integers(1, 20),
-)
+@given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=60), st.integers(1, 20))
 def test_no_stretch_of_time_sees_more_failures_than_a_bucket_and_what_flows_in(
     steps: list[tuple[float, bool]], per_minute: int
 ) -> None:
@@ -171,10 +168,7 @@ def test_a_quarter_of_the_places_is_kept_from_addresses_that_have_proved_nothing
     assert displaced(members, STRANGER, limit=8) == 0, "and strangers what exceeds their share"
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=200),
-    st.integers(1, 12),
-)
+@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=200), st.integers(1, 12))
 def test_however_many_come_each_finds_a_place_and_the_kept_ones_stay_kept(
     comers: list[tuple[int, bool]], limit: int
 ) -> None:

@@ -33,10 +33,7 @@ async def iterates(event: asyncio.Event) -> None:
 @pytest.mark.parametrize(
     ("waiting", "chain"),
     [
-        (
-            outermost,
-            ["in outermost: await innermost(event)", "in innermost: await event.wait()"],
-        ),
+        (outermost, ["in outermost: await innermost(event)", "in innermost: await event.wait()"]),
         (iterates, ["in iterates"]),  # a generator in between is no end
     ],
 )

@@ -599,10 +599,7 @@ def test_nobody_is_asked_for_a_password(environ: dict[str, str]) -> None:
 def test_what_openssl_says_is_told_in_words() -> None:
     for reason, told in [
         ("TLSV1_ALERT_UNKNOWN_CA", "b:1 refuses the certificate of this task: unknown ca"),
-        (
-            "TLSV13_ALERT_CERTIFICATE_REQUIRED",
-            "b:1 requires a certificate, but this task has none",
-        ),
+        ("TLSV13_ALERT_CERTIFICATE_REQUIRED", "b:1 requires a certificate, but this task has none"),
         ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "b:1 presents no certificate"),
         ("NO_SHARED_CIPHER", "TLS with b:1 failed: no shared cipher"),
     ]:

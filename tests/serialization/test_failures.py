@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 
 from psync.client.context import ClosureContext, DatasetContext, forbid_in_dataset, inside
-from psync.errors import (
-    ClosureInputError,
-    EndOfData,
-    ParameterServerLost,
-    RemoteError,
-    UsageError,
-)
+from psync.errors import ClosureInputError, EndOfData, ParameterServerLost, RemoteError, UsageError
 from psync.serialization.failures import (
     MAX_EXCEPTION_BYTES,
     MAX_MESSAGE_CHARS,

@@ -20,13 +20,7 @@ from psync.status.model import (
     WorkerStatus,
     WorkShares,
 )
-from psync.status.rates import (
-    SPACING_S,
-    WINDOW_S,
-    History,
-    shares_of,
-    status_of,
-)
+from psync.status.rates import SPACING_S, WINDOW_S, History, shares_of, status_of
 
 W0, W1, W2 = (f"/job:worker/task:{index}" for index in range(3))
 

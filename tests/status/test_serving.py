@@ -15,12 +15,7 @@ import pytest
 
 import psync
 from psync.cluster import CHIEF
-from psync.errors import (
-    ConfigurationError,
-    ConnectionLost,
-    DeadlineExceeded,
-    RemoteProtocolError,
-)
+from psync.errors import ConfigurationError, ConnectionLost, DeadlineExceeded, RemoteProtocolError
 from psync.launch.cluster import LaunchedClusterResolver
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform, Secret
@@ -60,10 +55,7 @@ async def test_nothing_but_the_status_can_be_asked_for(
 
 @pytest.mark.parametrize("obstacle", ["a file", "open to all", "too long"])
 async def test_where_the_file_cannot_be_written_the_log_says_so_and_that_is_all(
-    runtime: Path,
-    obstacle: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    runtime: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "psync")
     if obstacle == "a file":

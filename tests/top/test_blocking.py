@@ -74,9 +74,7 @@ def test_an_error_of_a_step_is_raised_with_its_own_type(
         coordinator.join()
 
 
-def test_a_step_cannot_take_the_coordinator_along(
-    coordinator: blocking.ClusterCoordinator,
-) -> None:
+def test_a_step_cannot_take_the_coordinator_along(coordinator: blocking.ClusterCoordinator) -> None:
     with pytest.raises(SerializationError, match="the coordinator lives on the chief"):
         coordinator.schedule(lambda: coordinator.join())
 

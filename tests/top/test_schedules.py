@@ -172,11 +172,7 @@ class TestConfig:
     def test_holds_kind_and_arguments_by_name(self) -> None:
         assert Warmup(PiecewiseConstantDecay([1], [0.1, 0.2]), 5).to_config() == {
             "kind": "Warmup",
-            "schedule": {
-                "kind": "PiecewiseConstantDecay",
-                "boundaries": [1],
-                "values": [0.1, 0.2],
-            },
+            "schedule": {"kind": "PiecewiseConstantDecay", "boundaries": [1], "values": [0.1, 0.2]},
             "warmup_steps": 5,
             "initial_learning_rate": 0.0,
         }

@@ -98,10 +98,7 @@ class ClusterResolver(ABC):
         self._rpc_layer = rpc_layer
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Return the address of a task.
 

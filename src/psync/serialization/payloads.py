@@ -321,10 +321,7 @@ def _capture_error(
     reason = str(cause or error)
     # pickle's own words only repeat what the sentence says.
     reason = "" if reason.startswith("cannot pickle '") else f": {reason}"
-    return SerializationError(
-        f"{sentence} to {receiver}{reason}",
-        hint=_remedy(path, receiver),
-    )
+    return SerializationError(f"{sentence} to {receiver}{reason}", hint=_remedy(path, receiver))
 
 
 def _remedy(path: Sequence[object], receiver: str) -> str:

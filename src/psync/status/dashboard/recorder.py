@@ -32,11 +32,7 @@ class Recorder:
         show: What the dashboard shows.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Awaitable[Status]],
-        log: RunLog | None = None,
-    ) -> None:
+    def __init__(self, read: Callable[[], Awaitable[Status]], log: RunLog | None = None) -> None:
         self.show = LiveShow()
         self._read = read
         self._log = log

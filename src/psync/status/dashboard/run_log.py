@@ -62,13 +62,7 @@ class RunLog:
 
     _owner: Owner | None = None
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        program: str,
-        *,
-        append: bool = False,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], program: str, *, append: bool = False) -> None:
         self.path = Path(path)
         self._every, self._passed = 1, 0
         self._placement: tuple[ShardStatus, ...] = ()  # as it was written

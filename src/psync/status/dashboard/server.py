@@ -131,9 +131,7 @@ class _Pages:
         return application
 
     async def _guard(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Answer whoever may look."""
         web = self._web

@@ -10,15 +10,7 @@ import json
 from typing import Any
 
 from psync.status.dashboard.run_log import FinishedRun
-from psync.status.dashboard.view import (
-    LANE_CELLS,
-    RECENT_S,
-    History,
-    Row,
-    columns,
-    row_of,
-    view_of,
-)
+from psync.status.dashboard.view import LANE_CELLS, RECENT_S, History, Row, columns, row_of, view_of
 from psync.status.model import Status
 
 KEPT_STATUSES = 2 * LANE_CELLS

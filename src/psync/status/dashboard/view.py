@@ -40,11 +40,7 @@ MAX_PARTS = 24
 
 
 def view_of(
-    status: Status,
-    history: History,
-    *,
-    span: str = "recent",
-    mode: str = "live",
+    status: Status, history: History, *, span: str = "recent", mode: str = "live"
 ) -> dict[str, Any]:
     """Return what the page shows.
 
