@@ -109,7 +109,7 @@ def test_one_that_cannot_be_written_leaves_nothing(
     def refuse(*_: object) -> None:
         raise OSError("no")
 
-    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="no"), run_file(directory / "7.json", run_of(directory, "a")):
         pass
     assert list(directory.iterdir()) == []

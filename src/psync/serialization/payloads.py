@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -255,7 +255,7 @@ def pack(
     except MemoryError:
         raise
     except Exception as exc:  # a user's __reduce__ may raise anything
-        raise _capture_error(subject, obj, exc, receiver, main_by_name) from _of_user_code(exc)
+        _refuse(subject, obj, exc, receiver, main_by_name)
 
 
 def pack_arguments(
@@ -276,15 +276,12 @@ def pack_arguments(
         named = [(str(index), value) for index, value in enumerate(args)]
         named += [(f'"{name}"', value) for name, value in kwargs.items()]
         for name, value in named:
-            error = _fails(value, main_by_name)
-            if error is not None:
+            if (error := _fails(value, main_by_name)) is not None:
                 subject = f'argument {name} of step "{step}"'
-                said = _capture_error(subject, value, error, "a worker", main_by_name)
-                raise said from _of_user_code(error)
+                _refuse(subject, value, error, "a worker", main_by_name)
         # Only all of them together fail, as when they are nested too deeply.
         subject = f'the arguments of step "{step}"'
-        said = _capture_error(subject, (args, kwargs), exc, "a worker", main_by_name)
-        raise said from _of_user_code(exc)
+        _refuse(subject, (args, kwargs), exc, "a worker", main_by_name)
 
 
 def check_size(payload: Payload, subject: str, limits: Limits = DEFAULT_LIMITS) -> None:
@@ -314,14 +311,17 @@ def _fails(obj: object, main_by_name: bool) -> Exception | None:
     return None
 
 
-def _capture_error(
+def _refuse(
     subject: str, obj: object, error: Exception, receiver: str, main_by_name: bool
-) -> SerializationError:
+) -> NoReturn:
+    """Raise what names the part of ``obj`` that cannot be sent."""
     sentence, cause, path = blame(subject, obj, lambda part: _fails(part, main_by_name))
     reason = str(cause or error)
     # pickle's own words only repeat what the sentence says.
     reason = "" if reason.startswith("cannot pickle '") else f": {reason}"
-    return SerializationError(f"{sentence} to {receiver}{reason}", hint=_remedy(path, receiver))
+    raise SerializationError(
+        f"{sentence} to {receiver}{reason}", hint=_remedy(path, receiver)
+    ) from _of_user_code(error)
 
 
 def _remedy(path: Sequence[object], receiver: str) -> str:

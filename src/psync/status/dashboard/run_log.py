@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from psync.checkpoints.ownership import Owner, own
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.status.dashboard.view import Thinned
 from psync.status.model import ShardStatus, Status, from_plain
+from psync.status.run_files import replacing
 
 SCHEMA = 1
 
@@ -122,15 +122,8 @@ class RunLog:
     def _thin(self) -> None:
         """Drop every second status; nobody ever sees half a file."""
         self._file.close()
-        # A name that nobody knows, of mode 0600: the log may lie where others write, too.
-        fd, draft = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with open(self.path, "rb") as old, open(fd, "wb") as new:
-                new.writelines(_thinned(old))
-            os.replace(draft, self.path)
-        except BaseException:
-            os.unlink(draft)
-            raise
+        with open(self.path, "rb") as old, replacing(self.path) as new:
+            new.writelines(_thinned(old))
         self._file = self._opened("ab")
         self._every *= 2
 
