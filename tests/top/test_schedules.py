@@ -1,7 +1,6 @@
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import msgpack
@@ -26,6 +25,7 @@ from psync.schedules import (
     as_schedule,
     from_config,
 )
+from psync.specs import as_number, shortened
 
 ONE_OF_EACH = [
     Constant(0.1),
@@ -45,7 +45,9 @@ of_each = pytest.mark.parametrize("schedule", ONE_OF_EACH, ids=lambda s: type(s)
 
 
 class TestFormulas:
-    """Values worked out by hand from the formulas in Keras' documentation."""
+    """V
+    from __future__ import annotations
+    alues worked out by hand from the formulas in Keras' documentation."""
 
     def test_value(self) -> None:
         for schedule, step, rate in [
@@ -301,3 +303,61 @@ def test_a_schedule_of_a_name_that_is_taken_is_refused() -> None:
 def test_without_plugins_nothing_is_registered() -> None:
     assert schedules.registered() == []
     assert schedules.registered_in(schedules.Warmup(0.5, 3)) == []
+
+
+@dataclass(frozen=True)
+class Line(Schedule):
+    """As somebody would write one."""
+
+    slope: float = field(metadata={">=": 0, ">": -1})
+    bends: tuple[float, ...] = ()
+    inner: Schedule | None = None
+    up: bool = True
+
+    def rate(self, step: float) -> float:
+        return self.slope**step
+
+
+def test_the_configuration_is_plain_data() -> None:
+    assert Line(1, (1.0, 2.0), Line(2)).to_config() == {
+        "kind": "Line",
+        "slope": 1,
+        "bends": [1.0, 2.0],
+        "inner": {"kind": "Line", "slope": 2, "bends": [], "inner": None, "up": True},
+        "up": True,
+    }
+
+
+def test_a_rate_beyond_the_range_is_infinite() -> None:
+    assert Line(2.5)(3) == 15.625
+    assert Line(10.0)(400) == math.inf
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    for slope, up, message in [
+        (-0.5, True, "Line: expected slope >= 0, got -0.5"),
+        (-2, True, "Line: expected slope >= 0, got -2"),
+        ("x", True, "Line: slope: expected a number, got 'x'"),
+        (1, 1, "Line: expected up to be True or False, got 1"),
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            Line(slope, up=up)
+        assert caught.value.message == message
+
+
+def test_a_number_becomes_a_plain_one() -> None:
+    for value in [1, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 2)]:
+        number = as_number("it", value)
+        assert number == value
+        assert type(number) in (int, float)
+
+
+def test_what_is_no_finite_number_is_refused() -> None:
+    for value in [True, "1", None, math.nan, math.inf, 10**400, Fraction(10**400)]:
+        with pytest.raises(ConfigurationError, match=r"^it: expected a "):
+            as_number("it", value)
+
+
+def test_long_values_are_shortened_in_messages() -> None:
+    assert shortened("x" * 198) == repr("x" * 198)
+    assert shortened("x" * 300) == "'" + "x" * 199 + "…"
