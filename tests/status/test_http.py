@@ -268,25 +268,13 @@ def test_nothing_from_elsewhere_is_loaded() -> None:
     assert "frame-ancestors 'none'" in HEADERS["Content-Security-Policy"]
 
 
-class Task:
-    """A worker of which one number is known."""
-
-    task = "/job:worker/task:0"
-
-    def statistics(self) -> dict[str, Any]:
-        return {"network": {"connections": 2, "bytes_received": 10, "bytes_sent": 20}, "work": {}}
-
-
-async def test_nothing_is_served_unless_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "psync")
-    async with serving_metrics(Task(), {}):
-        pass
-    assert caplog.text == ""
+def worker_counters() -> dict[str, Any]:
+    return {"network": {"connections": 2, "bytes_received": 10, "bytes_sent": 20}, "work": {}}
 
 
 async def test_it_is_asked_over_http(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "psync")
-    async with serving_metrics(Task(), {"PSYNC_TASK_METRICS": "127.0.0.1:0"}):
+    async with serving_metrics("127.0.0.1:0", "/job:worker/task:0", worker_counters):
         found = re.search(
             r"/job:worker/task:0: metrics at (http://127.0.0.1:\d+/metrics)", caplog.text
         )

@@ -24,7 +24,7 @@ from psync.net.transport import SocketNetwork
 from psync.status import serving
 from psync.status.model import Status
 from psync.status.run_files import Run, chosen_run
-from psync.status.serving import ServedStatus, UrlReader, is_served, reading_status
+from psync.status.serving import ServedStatus, UrlReader, reading_status
 from psync.testing import MemoryNetwork
 from psync.wire.messages import Shutdown
 from status_by_hand import STATUS, Source, http_server, serving_of
@@ -83,11 +83,15 @@ async def test_what_a_killed_run_has_left_is_taken_away(runtime: Path) -> None:
         assert not left.exists()
 
 
-def test_it_can_be_turned_off() -> None:
-    for value, expected in (("", True), ("1", True), ("0", False)):
-        assert is_served(Platform(SocketNetwork()), {"PSYNC_STATUS": value}) is expected
+async def test_it_can_be_turned_off(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, count in (("", 2), ("1", 2), ("0", 0)):
+        monkeypatch.setenv("PSYNC_STATUS", value)
+        async with serving_of():
+            assert len(list(runtime.glob("psync/*"))) == count  # a run file and its socket
+    monkeypatch.setenv("PSYNC_STATUS", "no")
     with pytest.raises(ConfigurationError, match="PSYNC_STATUS: expected 0 or 1, got 'no'"):
-        is_served(Platform(SocketNetwork()), {"PSYNC_STATUS": "no"})
+        async with serving_of():
+            pass
 
 
 async def test_a_cluster_in_memory_is_not_seen_from_outside(

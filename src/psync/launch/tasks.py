@@ -513,10 +513,11 @@ async def serve_as(
 
     try:
         async with contextlib.AsyncExitStack() as stack:
-            if os.environ.get("PSYNC_TASK_METRICS"):
+            if address := os.environ.get("PSYNC_TASK_METRICS"):
                 from psync.status.http import serving_metrics
 
-                await stack.enter_async_context(serving_metrics(task))
+                metrics = serving_metrics(address, task.task, task.statistics)
+                await stack.enter_async_context(metrics)
             stack.enter_context(described_by(task.describe))
             if leave is not None:
                 stack.enter_context(asked_first(leave_first))

@@ -127,8 +127,14 @@ def _certify(contexts: list[ssl.SSLContext], cert: str, key: str) -> bytes:
     """Let a task show its certificate; return the certificate's hash."""
     with _usable(KEY_FILE, key):
         read_private(key, f"{KEY_FILE} ({key})")
+    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     with _usable(CERT_FILE, cert), open(cert, encoding="ascii") as file:
-        own = _first_certificate(file.read())
+        pem = file.read()
+        start = pem.find(begin)
+        stop = pem.find(end, start)
+        if start < 0 or stop < 0:
+            raise ValueError("expected a certificate as PEM")
+        own = ssl.PEM_cert_to_DER_cert(pem[start : stop + len(end)])
     try:
         for context in contexts:
             context.load_cert_chain(cert, key, password=_no_password)
@@ -138,15 +144,6 @@ def _certify(contexts: list[ssl.SSLContext], cert: str, key: str) -> bytes:
             hint="expected a certificate and its private key, both as PEM",
         ) from exc
     return hashlib.sha256(own).digest()
-
-
-def _first_certificate(pem: str) -> bytes:
-    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-    start = pem.find(begin)
-    stop = pem.find(end, start)
-    if start < 0 or stop < 0:
-        raise ValueError("expected a certificate as PEM")
-    return ssl.PEM_cert_to_DER_cert(pem[start : stop + len(end)])
 
 
 def _no_password() -> NoReturn:

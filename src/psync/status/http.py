@@ -19,10 +19,9 @@ import hmac
 import importlib.util
 import ipaddress
 import logging
-import os
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from psync.cluster import is_loopback, split_address
 from psync.errors import ConfigurationError, PsyncError
@@ -117,7 +116,10 @@ def is_allowed_host(header: str | None, names: Collection[str] = ()) -> bool:
         header: "127.0.0.1:8787", "localhost:8787", "[::1]:8787"; None: there is none.
         names: Others that are, in lower case, such as that of a proxy.
     """
-    host = _without_port((header or "").strip().lower())
+    host = (header or "").strip().lower()
+    name, colon, port = host.rpartition(":")
+    if colon and port.isdecimal() and not (":" in name and name[:1] != "["):
+        host = name
     if host == "localhost" or host in names:
         return True
     try:
@@ -125,11 +127,6 @@ def is_allowed_host(header: str | None, names: Collection[str] = ()) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _without_port(host: str) -> str:
-    name, colon, port = host.rpartition(":")
-    return name if colon and port.isdecimal() and not (":" in name and name[:1] != "[") else host
 
 
 def is_token(given: str | None, token: str) -> bool:
@@ -342,41 +339,29 @@ class StatusServer:
 # Metrics of one ps or worker, served by its own process.
 
 
-class Counting(Protocol):
-    """A ps or worker task."""
-
-    task: str
-
-    def statistics(self) -> dict[str, Any]:
-        """Return its counters."""
-
-
 @contextlib.asynccontextmanager
 async def serving_metrics(
-    task: Counting, environ: Mapping[str, str] = os.environ
+    address: str, task: str, statistics: Callable[[], Mapping[str, Any]]
 ) -> AsyncIterator[None]:
-    """Return a context in which Prometheus may ask a task, if ``PSYNC_TASK_METRICS`` says where.
+    """Return a context in which Prometheus may ask a task; the log has the URL.
 
     Args:
-        task: Whose counters they are.
-        environ: With "host:port", port 0 for a free one; the log has the URL.
+        address: "host:port", port 0 for a free one.
+        task: Its name.
+        statistics: Returns its counters.
 
     Raises:
         ConfigurationError: That is no address, or one that is in use.
     """
-    address = environ.get("PSYNC_TASK_METRICS")
-    if not address:
-        yield
-        return
 
     async def metrics() -> str:
         from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
         process = CollectorRegistry()
         ProcessCollector(registry=process)
-        return task_exposition(task.task, task.statistics()) + generate_latest(process).decode()
+        return task_exposition(task, statistics()) + generate_latest(process).decode()
 
-    server = StatusServer(address, metrics, who=task.task)
+    server = StatusServer(address, metrics, who=task)
     await server.start()
     try:
         yield

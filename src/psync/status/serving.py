@@ -69,20 +69,6 @@ ANSWERS_WITHIN_S = 5.0
 MAX_ERROR_BYTES = 1024
 
 
-def is_served(platform: Platform, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether other processes may ask: ``PSYNC_STATUS`` is not 0, the cluster is not in memory.
-
-    Raises:
-        ConfigurationError: The variable is neither 0 nor 1.
-    """
-    return flag(environ, "PSYNC_STATUS") is not False and is_outside(platform)
-
-
-def is_outside(platform: Platform) -> bool:
-    """Whether the cluster is on a network of the machine's, and not in memory."""
-    return isinstance(platform.network, SocketNetwork | TlsNetwork)
-
-
 class ServedStatus:
     """The status of one program, which may be asked for while it starts and while it runs.
 
@@ -99,8 +85,9 @@ class ServedStatus:
         self, source: ClusterSource, platform: Platform, metrics: str | None = None
     ) -> None:
         self.source = source
-        self._is_served = is_served(platform)
-        if metrics is None and is_outside(platform):
+        is_outside = isinstance(platform.network, SocketNetwork | TlsNetwork)  # and not in memory
+        self._is_served = flag(os.environ, "PSYNC_STATUS") is not False and is_outside
+        if metrics is None and is_outside:
             metrics = os.environ.get("PSYNC_METRICS")
         self._http: StatusServer | None = None
         if metrics:
