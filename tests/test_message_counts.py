@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from message_counts import WORKS, Case, Link, Traffic, count_everything, traffic_of
-from psync.net.process_state import fresh_process
+from psync.net.platform import fresh_process
 from psync.testing import run_virtual
 
 PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "performance.md"

@@ -49,9 +49,9 @@ from psync.client.context import get_worker_index as get_worker_index
 from psync.client.context import request_stop as request_stop
 from psync.client.context import wait as wait
 from psync.cluster import ClusterSpec as ClusterSpec
-from psync.cluster_roles import id_in_cluster as id_in_cluster
-from psync.cluster_roles import is_chief as is_chief
-from psync.cluster_roles import worker_count as worker_count
+from psync.cluster import id_in_cluster as id_in_cluster
+from psync.cluster import is_chief as is_chief
+from psync.cluster import worker_count as worker_count
 from psync.compat.training_sessions import MonitoredTrainingSession as MonitoredTrainingSession
 from psync.errors import AttachError as AttachError
 from psync.errors import AuthenticationError as AuthenticationError

@@ -98,29 +98,73 @@ class Applied(Generic[ResultT]):
             yield from self.completed.making()
 
 
-class Accumulator(ABC, Generic[GradientT, ResultT]):
-    """The gradients of one step, and who waits for them. Single owner.
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The gradients that an accumulator holds, as a sum that another one can go on with."""
 
-    A kind of accumulator is a subclass: what it takes for a gradient, how it adds them, what it
-    makes of them.
+    count: int  # gradients in it, at least 1
+    weight: float  # sum of their weights
+    shape: tuple[int, ...]  # of the sum; of a sparse one: of a row
+    rows: int  # of a sparse one; 0 of a dense one
+    arrays: list[np.ndarray]  # its memory: not to be kept beyond the next call
+
+
+class Accumulator(ABC, Generic[GradientT, ResultT]):
+    """The gradients of one step, dense or some rows of a variable, and who waits for them.
+
+    Single owner. A subclass defines how gradients are added, and what is made of them.
+
+    Attributes:
+        nbytes: Size of the sum that it holds.
 
     Args:
+        dtype: float16, bfloat16, float32 or float64: of gradients and results.
+        shape: Of the variable; None where a dimension, or all of it, is not known.
         name: For messages.
+        reduction_type: "MEAN" or "SUM".
+        forbid_nonfinite: Refuse gradients that hold infinities or NaN.
         max_staleness: How many steps a gradient may be behind and still count.
 
     Raises:
-        ConfigurationError: If ``max_staleness`` is not an integer of at least 0.
+        ConfigurationError: If one of these is not what is stated above.
     """
 
-    def __init__(self, *, name: str, max_staleness: int = 0) -> None:
+    def __init__(
+        self,
+        dtype: object,
+        shape: Sequence[int | None] | None = None,
+        *,
+        name: str,
+        reduction_type: str = "MEAN",
+        forbid_nonfinite: bool = False,
+        max_staleness: int = 0,
+    ) -> None:
         self.name = name
         staleness = as_integer(max_staleness)
         if staleness is None or staleness < 0:
             raise self._misused(f"expected max_staleness of 0 or more, got {max_staleness!r}")
+        try:
+            chosen = dtype_name(dtype)
+        except PartitionError:
+            chosen = ""
+        if chosen not in _DTYPES:
+            raise self._misused(f"expected one of {', '.join(_DTYPES)} as dtype, got {dtype!r}")
+        if reduction_type not in ("MEAN", "SUM"):
+            raise self._misused(f"expected reduction_type 'MEAN' or 'SUM', got {reduction_type!r}")
+        self.dtype = dtype_of(chosen)
+        self.shape = None if shape is None else tuple(self._dimension(dim) for dim in shape)
+        self.reduction: Reduction = "mean" if reduction_type == "MEAN" else "sum"
+        self.forbid_nonfinite = forbid_nonfinite
+        # Of this step; None before its first gradient.
+        self._sum: DenseSum | SparseSum | None = None
         self.max_staleness = staleness
         self._step = 0
         self._count = 0
         self._takes: dict[Take[ResultT], None] = {}  # that wait, in the order of their coming
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._sum is None else self._sum.nbytes
 
     @property
     def step(self) -> int:
@@ -265,79 +309,6 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """Return what makes of the gradients held what they amount to."""
 
     @abstractmethod
-    def _clear(self) -> None:
-        """Hold no gradients: those that were held are a take's."""
-
-    def _refused(self, message: str) -> ValueMismatchError:
-        return ValueMismatchError(f"{self}: {message}")
-
-    def _misused(self, message: str) -> ConfigurationError:
-        return ConfigurationError(f"{self}: {message}")
-
-    def __str__(self) -> str:
-        return f'accumulator "{self.name}"'
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The gradients that an accumulator holds, as a sum that another one can go on with."""
-
-    count: int  # gradients in it, at least 1
-    weight: float  # sum of their weights
-    shape: tuple[int, ...]  # of the sum; of a sparse one: of a row
-    rows: int  # of a sparse one; 0 of a dense one
-    arrays: list[np.ndarray]  # its memory: not to be kept beyond the next call
-
-
-class ArrayAccumulator(Accumulator[GradientT, ResultT]):
-    """An accumulator of gradients made of one array of numbers, dense or some rows of it.
-
-    Attributes:
-        nbytes: Size of the sum that it holds.
-
-    Args:
-        dtype: float16, bfloat16, float32 or float64: of gradients and results.
-        shape: Of the variable; None where a dimension, or all of it, is not known.
-        name: For messages.
-        reduction_type: "MEAN" or "SUM".
-        forbid_nonfinite: Refuse gradients that hold infinities or NaN.
-        max_staleness: How many steps a gradient may be behind and still count.
-
-    Raises:
-        ConfigurationError: If one of these is not what is stated above.
-    """
-
-    def __init__(
-        self,
-        dtype: object,
-        shape: Sequence[int | None] | None = None,
-        *,
-        name: str,
-        reduction_type: str = "MEAN",
-        forbid_nonfinite: bool = False,
-        max_staleness: int = 0,
-    ) -> None:
-        super().__init__(name=name, max_staleness=max_staleness)
-        try:
-            chosen = dtype_name(dtype)
-        except PartitionError:
-            chosen = ""
-        if chosen not in _DTYPES:
-            raise self._misused(f"expected one of {', '.join(_DTYPES)} as dtype, got {dtype!r}")
-        if reduction_type not in ("MEAN", "SUM"):
-            raise self._misused(f"expected reduction_type 'MEAN' or 'SUM', got {reduction_type!r}")
-        self.dtype = dtype_of(chosen)
-        self.shape = None if shape is None else tuple(self._dimension(dim) for dim in shape)
-        self.reduction: Reduction = "mean" if reduction_type == "MEAN" else "sum"
-        self.forbid_nonfinite = forbid_nonfinite
-        # Of this step; None before its first gradient.
-        self._sum: DenseSum | SparseSum | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._sum is None else self._sum.nbytes
-
-    @abstractmethod
     def held(self) -> Held | None:
         """Return the contents, when all was added; None: the accumulator is empty."""
 
@@ -382,6 +353,15 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
         bad = count_nonfinite(values) if nonfinite is None else nonfinite
         if bad:
             raise self._refused(f"expected finite values, got {bad} of {values.size} that are not")
+
+    def _refused(self, message: str) -> ValueMismatchError:
+        return ValueMismatchError(f"{self}: {message}")
+
+    def _misused(self, message: str) -> ConfigurationError:
+        return ConfigurationError(f"{self}: {message}")
+
+    def __str__(self) -> str:
+        return f'accumulator "{self.name}"'
 
 
 def count_nonfinite(values: np.ndarray) -> int:

@@ -33,15 +33,7 @@ import inspect
 import os
 import threading
 import weakref
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Coroutine,
-    Generator,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from psync.api import seeing
@@ -57,7 +49,7 @@ from psync.launch import tasks
 from psync.launch.cluster import LaunchedClusterResolver
 from psync.launch.cluster import LocalCluster as AsyncLocalCluster
 from psync.launch.process import loop_factory
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 from psync.net.resolvers import ClusterResolver, opened
 from psync.net.shielding import shielded
 from psync.net.trace import Trace

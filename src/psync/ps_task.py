@@ -28,7 +28,7 @@ from psync.backups.host import BackupHost
 from psync.backups.locate_ps import Primary
 from psync.backups.sender import Served
 from psync.backups.served import ServedService
-from psync.cluster_roles import CHIEF, ENQUIRER
+from psync.cluster import CHIEF, ENQUIRER
 from psync.errors import ConnectionLost, FencedError, UsageError
 from psync.net.chief_presence import ChiefPresence
 from psync.net.connection import Connection, Handler, Request

@@ -36,7 +36,7 @@ from psync.numerics.memory import Scratch
 from psync.numerics.rules import ACCUMULATOR, Arrays, Coefficients, Part, Rate, RuleRaised
 from psync.numerics.rules import UpdateRule as _AnyRule
 from psync.numerics.rules import within as within
-from psync.specs import plain_array
+from psync.specs import plain_array, shortened
 
 __all__ = ["Step", "UpdateRule", "register", "within"]
 
@@ -87,11 +87,7 @@ class UpdateRule(_AnyRule):
 
     @abstractmethod
     def update(
-        self,
-        value: np.ndarray,
-        slots: Mapping[str, np.ndarray],
-        gradient: np.ndarray,
-        step: Step,
+        self, value: np.ndarray, slots: Mapping[str, np.ndarray], gradient: np.ndarray, step: Step
     ) -> Any:
         """Return the new value and the new slots.
 
@@ -286,5 +282,4 @@ def _bits(array: np.ndarray) -> bytes:
 
 
 def _shown(value: object) -> str:
-    text = repr(value) if not isinstance(value, np.ndarray) else f"an array of {value.shape}"
-    return text if len(text) <= 200 else f"{text[:200]}…"
+    return f"an array of {value.shape}" if isinstance(value, np.ndarray) else shortened(value)

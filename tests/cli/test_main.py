@@ -18,7 +18,7 @@ from cryptography import x509
 from psync.cli.main import main
 from psync.cli.run import Launcher
 from psync.launch import tasks
-from psync.net.tls_config import TLS_VARIABLES, load_tls
+from psync.net.tls import TLS_VARIABLES, load_tls
 from tasks_by_hand import SECRET, by_hand
 from tls_files import authority, variables_of
 

@@ -26,7 +26,7 @@ from psync.cli.main import main
 from psync.errors import ConfigurationError, DeadlineExceeded, RemoteProtocolError
 from psync.net.trace import Trace
 from psync.net.trace_file import Reading, Summary
-from psync.status import reading
+from psync.status import serving
 from psync.status.dashboard.run_log import RunLog
 from psync.status.model import Status
 from psync.status.run_files import Run, run_file
@@ -130,7 +130,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, *answers: Status | Exception) -> 
 
 def asked(monkeypatch: pytest.MonkeyPatch, reader: R) -> R:
     """Let whoever asks the run get the answers of a reader."""
-    monkeypatch.setattr(reading, "reading_status", lambda run: contextlib.nullcontext(reader))
+    monkeypatch.setattr(serving, "reading_status", lambda run: contextlib.nullcontext(reader))
     return reader
 
 

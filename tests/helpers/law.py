@@ -19,7 +19,7 @@ TESTS = ROOT / "tests"
 
 # A row imports rows before it, and itself. A name stands for a package, or for a file at the top.
 LAW = (
-    "errors specs cluster cluster_roles",
+    "errors specs cluster",
     "wire",
     "partitioners",
     "schedules",
@@ -62,14 +62,14 @@ LAW = (
 
 # Rules, and what reads bytes: tested without an event loop, every branch of them.
 PURE = (
-    "errors specs cluster cluster_roles wire partitioners schedules "
+    "errors specs cluster wire partitioners schedules "
     "numerics accumulators store closures net.handshake_limits client.numbers client.pulled_steps "
     "worker.element_specs checkpoints.manifest ps.life "
     "backups.pairing backups.fingerprint backups.locate_ps "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
     "chief.recovery_rule compat.session_members status.model status.rates status.exposition "
     "status.diagnosis status.units client.work_meter "
-    "status.guard status.dashboard.history status.dashboard.view"
+    "status.dashboard.view"
     " net.trace_file"
 ).split()
 

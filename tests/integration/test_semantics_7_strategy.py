@@ -1,7 +1,7 @@
 """TensorFlow's strategy, rule by rule: which clusters it takes, where variables go, into how many
 shards they are cut.
 
-What is tested here in numbers stands in full where it belongs: ``test_cluster_roles``,
+What is tested here in numbers stands in full where it belongs: ``test_cluster``,
 ``test_placement``, ``test_colocation``, ``test_variable_creators``, ``test_partitioners``,
 ``test_declarations``, ``test_variables``.
 """

@@ -40,8 +40,8 @@ from psync.launch.process import (
     write_stdout,
     write_whole_lines,
 )
+from psync.net.platform import Workforce
 from psync.net.resolvers import TFConfigClusterResolver
-from psync.net.workforce import Workforce
 from psync.testing import settle
 
 

@@ -52,9 +52,7 @@ from psync.net.environment import (
     run_over,
     training_over,
 )
-from psync.net.platform import Platform
-from psync.net.secret import Secret
-from psync.net.workforce import Workforce
+from psync.net.platform import Platform, Secret, Workforce
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork, settle
 from psync.wire.messages import JoinCluster, Joined, LeaveCluster

@@ -22,8 +22,7 @@ from psync.net.chief_presence import (
     until_told,
 )
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform
-from psync.net.secret import Secret
+from psync.net.platform import Platform, Secret
 from psync.testing import MemoryNetwork
 from psync.wire.limits import Limits
 
@@ -115,9 +114,8 @@ async def test_who_is_told_to_end_waits_no_longer() -> None:
         assert now() - began == 3
 
 
-@pytest.mark.parametrize(
-    ("environ", "given", "expected"),
-    [
+def test_how_long_that_is() -> None:
+    for environ, given, expected in [
         ({}, None, (FIRST_CHIEF_S, NEXT_CHIEF_S)),
         ({"PSYNC_LAUNCHED": "1"}, None, (None, None)),
         ({"PSYNC_CHIEF_TIMEOUT": ""}, None, (FIRST_CHIEF_S, NEXT_CHIEF_S)),
@@ -125,21 +123,17 @@ async def test_who_is_told_to_end_waits_no_longer() -> None:
         ({"PSYNC_CHIEF_TIMEOUT": "60", "PSYNC_LAUNCHED": "1"}, None, (60, 60)),
         ({"PSYNC_CHIEF_TIMEOUT": "None"}, None, (None, None)),
         ({"PSYNC_CHIEF_TIMEOUT": "60"}, "none", (None, None)),
-    ],
-)
-def test_how_long_that_is(
-    environ: dict[str, str], given: str | None, expected: tuple[float | None, float | None]
-) -> None:
-    assert chief_timeouts(environ, given) == expected
+    ]:
+        assert chief_timeouts(environ, given) == expected
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", "1 h"])
-def test_anything_else_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        chief_timeouts({"PSYNC_CHIEF_TIMEOUT": text})
-    assert caught.value.message == (
-        f"chief timeout: expected seconds above 0, or none, got {text!r}"
-    )
+def test_anything_else_is_an_error() -> None:
+    for text in ["0", "-1", "nan", "inf", "soon", "1 h"]:
+        with pytest.raises(ConfigurationError) as caught:
+            chief_timeouts({"PSYNC_CHIEF_TIMEOUT": text})
+        assert caught.value.message == (
+            f"chief timeout: expected seconds above 0, or none, got {text!r}"
+        )
 
 
 # --- an evaluator --------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ from psync.net.environment import (
     shares_memory,
     watchdog_timeout,
 )
-from psync.net.platform import Platform
-from psync.net.process_state import fresh_process
+from psync.net.platform import Platform, fresh_process
 from psync.net.tls import TlsNetwork
 from psync.net.transport import Network
 from psync.testing import MemoryNetwork
@@ -242,27 +241,19 @@ def test_a_number_that_is_no_socket_is_an_error(
         platform_of(resolver(), LOCAL, insecure=True, listens=True)
 
 
-@pytest.mark.parametrize(
-    ("environ", "seconds"),
-    [
+def test_the_watchdogs_timeout_is_the_environments() -> None:
+    for environ, seconds in [
         ({}, None),
         ({"PSYNC_WATCHDOG_TIMEOUT": "90"}, 90.0),
         ({"PSYNC_WATCHDOG_TIMEOUT": "0"}, None),
         ({"TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "1.5"}, 1.5),
         ({"TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "-1"}, None),
-        (
-            {"PSYNC_WATCHDOG_TIMEOUT": "0", "TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "9"},
-            None,
-        ),
-    ],
-)
-def test_the_watchdogs_timeout_is_the_environments(
-    environ: dict[str, str], seconds: float | None
-) -> None:
-    assert watchdog_timeout(environ) == seconds
+        ({"PSYNC_WATCHDOG_TIMEOUT": "0", "TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "9"}, None),
+    ]:
+        assert watchdog_timeout(environ) == seconds
 
 
-@pytest.mark.parametrize("text", ["soon", "nan", "inf", "1,5"])
-def test_a_timeout_that_is_no_number_names_its_variable(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="PSYNC_WATCHDOG_TIMEOUT: expected seconds"):
-        watchdog_timeout({"PSYNC_WATCHDOG_TIMEOUT": text})
+def test_a_timeout_that_is_no_number_names_its_variable() -> None:
+    for text in ["soon", "nan", "inf", "1,5"]:
+        with pytest.raises(ConfigurationError, match="PSYNC_WATCHDOG_TIMEOUT: expected seconds"):
+            watchdog_timeout({"PSYNC_WATCHDOG_TIMEOUT": text})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,9 +28,8 @@ def emptied(per_minute: int = 10, now: float = 0.0) -> FailedHandshakes:
 # --- what is one address ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("peername", "source"),
-    [
+def test_an_address_is_what_one_stranger_cannot_choose() -> None:
+    for peername, source in [
         (("192.0.2.1", 4711), "192.0.2.1"),
         (("::ffff:192.0.2.1", 4711, 0, 0), "192.0.2.1"),
         (("2001:db8:1:2:3:4:5:6", 4711, 0, 0), "2001:db8:1:2::/64"),
@@ -45,10 +43,8 @@ def emptied(per_minute: int = 10, now: float = 0.0) -> FailedHandshakes:
         (b"", None),
         ((), None),
         (None, None),
-    ],
-)
-def test_an_address_is_what_one_stranger_cannot_choose(peername: object, source: str) -> None:
-    assert source_of(peername) == source
+    ]:
+        assert source_of(peername) == source
 
 
 # --- buckets ---------------------------------------------------------------------------------
@@ -118,10 +114,7 @@ def test_so_many_addresses_are_remembered_and_the_oldest_is_forgotten() -> None:
     assert [name for name in "abcd" if not failures.allows(name, 0.005)] == ["a", "c", "d"]
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=60),
-    st.integers(1, 20),
-)
+@given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=60), st.integers(1, 20))
 def test_no_stretch_of_time_sees_more_failures_than_a_bucket_and_what_flows_in(
     steps: list[tuple[float, bool]], per_minute: int
 ) -> None:
@@ -147,21 +140,16 @@ def strangers(*sources: str | None) -> dict[int, Place]:
     return dict(enumerate(Place(source, proved=False) for source in sources))
 
 
-@pytest.mark.parametrize("newcomer", [STRANGER, MEMBER])
-@pytest.mark.parametrize(
-    ("sources", "victim"),
-    [
-        ([A, A, A], 0),
-        ([A, A, B], 0),
-        ([B, A, A], 1),
-        ([A, B, "c"], 0),
-        ([B, A, B], 0),
-    ],
-)
-def test_the_oldest_of_the_address_that_has_most_places_makes_room(
-    sources: list[str], victim: int, newcomer: Place
-) -> None:
-    assert displaced(strangers(*sources), newcomer, limit=3) == victim
+def test_the_oldest_of_the_address_that_has_most_places_makes_room() -> None:
+    for newcomer in [STRANGER, MEMBER]:
+        for sources, victim in [
+            ([A, A, A], 0),
+            ([A, A, B], 0),
+            ([B, A, A], 1),
+            ([A, B, "c"], 0),
+            ([B, A, B], 0),
+        ]:
+            assert displaced(strangers(*sources), newcomer, limit=3) == victim
 
 
 def test_while_there_is_room_nobody_makes_any() -> None:
@@ -180,10 +168,7 @@ def test_a_quarter_of_the_places_is_kept_from_addresses_that_have_proved_nothing
     assert displaced(members, STRANGER, limit=8) == 0, "and strangers what exceeds their share"
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=200),
-    st.integers(1, 12),
-)
+@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=200), st.integers(1, 12))
 def test_however_many_come_each_finds_a_place_and_the_kept_ones_stay_kept(
     comers: list[tuple[int, bool]], limit: int
 ) -> None:

@@ -367,10 +367,7 @@ def test_jobs_that_are_lists_are_put_one_after_the_other() -> None:
 def test_with_indices_on_any_side_a_list_counts_from_0() -> None:
     third = simple({"worker": {4: "w4:1"}, "ps": {1: "p1:1"}})
     merged = UnionClusterResolver(FIRST, third).cluster_spec()
-    assert merged.as_dict() == {
-        "ps": ["p0:1", "p1:1"],
-        "worker": {0: "w0:1", 1: "w1:1", 4: "w4:1"},
-    }
+    assert merged.as_dict() == {"ps": ["p0:1", "p1:1"], "worker": {0: "w0:1", 1: "w1:1", 4: "w4:1"}}
     assert UnionClusterResolver(third, FIRST).cluster_spec() == merged
 
 

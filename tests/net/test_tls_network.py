@@ -26,8 +26,7 @@ from endpoints import (
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, PsyncError
 from psync.net.connection import Handler
 from psync.net.signing import Authority
-from psync.net.tls import TlsNetwork
-from psync.net.tls_config import Tls, load_tls
+from psync.net.tls import Tls, TlsNetwork, load_tls
 from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork, settle
 from psync.wire.messages import AskStatistics, Done

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 
 from psync.serialization.captures import (
     CaptureWatch,
@@ -273,9 +272,8 @@ def with_default(x: Any) -> Callable[..., Any]:
     return step
 
 
-@pytest.mark.parametrize(
-    ("obj", "sentence"),
-    [
+def test_blame_leads_to_the_object_that_cannot_be_sent() -> None:
+    for obj, sentence in [
         (LOCK, "it (_thread.lock) cannot be sent"),
         ([1, LOCK], "it holds [1] (_thread.lock), which cannot be sent"),
         ((1, {"a": LOCK}), "it holds [1], which holds ['a'] (_thread.lock), which cannot be sent"),
@@ -305,13 +303,11 @@ def with_default(x: Any) -> Callable[..., Any]:
             type("Local", (), {"__module__": "__main__", "lock": LOCK}),
             'it has "lock" (_thread.lock), which cannot be sent',
         ),
-    ],
-)
-def test_blame_leads_to_the_object_that_cannot_be_sent(obj: object, sentence: str) -> None:
-    found, error, path = blame("it", obj, fails)
-    assert found == sentence
-    assert (path[0], path[-1]) == (obj, LOCK)
-    assert "cannot pickle '_thread.lock' object" in str(error)
+    ]:
+        found, error, path = blame("it", obj, fails)
+        assert found == sentence
+        assert (path[0], path[-1]) == (obj, LOCK)
+        assert "cannot pickle '_thread.lock' object" in str(error)
 
 
 def only(culprit: object, error: Exception, obj: object) -> Exception | None:

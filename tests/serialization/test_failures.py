@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 
 from psync.client.context import ClosureContext, DatasetContext, forbid_in_dataset, inside
-from psync.errors import (
-    ClosureInputError,
-    EndOfData,
-    ParameterServerLost,
-    RemoteError,
-    UsageError,
-)
+from psync.errors import ClosureInputError, EndOfData, ParameterServerLost, RemoteError, UsageError
 from psync.serialization.failures import (
     MAX_EXCEPTION_BYTES,
     MAX_MESSAGE_CHARS,
@@ -162,9 +156,8 @@ class RefusesCause(Exception):
         raise AttributeError(name)
 
 
-@pytest.mark.parametrize(
-    "exc",
-    [
+def test_what_cannot_be_raised_again_becomes_a_remote_error() -> None:
+    for exc in [
         Unpicklable("x"),
         NeedsTwo(1, 2),
         Exits(),
@@ -176,14 +169,11 @@ class RefusesCause(Exception):
         asyncio.CancelledError(),
         StopIteration(1),
         StopAsyncIteration(),
-    ],
-    ids=lambda exc: type(exc).__name__,
-)
-def test_what_cannot_be_raised_again_becomes_a_remote_error(exc: BaseException) -> None:
-    remote = there(exc)
-    assert type(remote) is RemoteError
-    assert type(exc).__name__ in remote.type_name
-    assert "Traceback" in remote.traceback_text
+    ]:
+        remote = there(exc)
+        assert type(remote) is RemoteError
+        assert type(exc).__name__ in remote.type_name
+        assert "Traceback" in remote.traceback_text
 
 
 def test_a_cause_that_cannot_be_raised_makes_a_remote_error() -> None:
@@ -192,14 +182,20 @@ def test_a_cause_that_cannot_be_raised_makes_a_remote_error() -> None:
     assert type(there(error)) is RemoteError
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [None, Payload(b""), Payload(b"no pickle"), pack(1), pack((1, None)), pack((1, 2, 3))],
-)
-def test_a_payload_that_is_no_exception_makes_a_remote_error(payload: Payload | None) -> None:
-    remote = rebuild_exception(TASK, "ValueError", "bad", "Traceback: …", payload)
-    assert type(remote) is RemoteError
-    assert str(remote) == (f"ValueError on {TASK}: bad\nremote traceback ({TASK}):\nTraceback: …")
+def test_a_payload_that_is_no_exception_makes_a_remote_error() -> None:
+    for payload in [
+        None,
+        Payload(b""),
+        Payload(b"no pickle"),
+        pack(1),
+        pack((1, None)),
+        pack((1, 2, 3)),
+    ]:
+        remote = rebuild_exception(TASK, "ValueError", "bad", "Traceback: …", payload)
+        assert type(remote) is RemoteError
+        assert str(remote) == (
+            f"ValueError on {TASK}: bad\nremote traceback ({TASK}):\nTraceback: …"
+        )
 
 
 # --- the texts --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import threading
 import traceback
 import types
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -94,12 +94,21 @@ def there(obj: Any) -> Any:
 # --- by value ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "value", [0, 1.5, True, "text", b"bytes", 2 + 1j, (), [1, (2,)], {"a": {1}}, np.float32(1.5)]
-)
-def test_values_arrive_as_they_are(value: object) -> None:
-    assert there(value) == value
-    assert type(there(value)) is type(value)
+def test_values_arrive_as_they_are() -> None:
+    for value in [
+        0,
+        1.5,
+        True,
+        "text",
+        b"bytes",
+        2 + 1j,
+        (),
+        [1, (2,)],
+        {"a": {1}},
+        np.float32(1.5),
+    ]:
+        assert there(value) == value
+        assert type(there(value)) is type(value)
 
 
 def test_nothing_takes_no_bytes() -> None:
@@ -150,9 +159,8 @@ def test_functions_and_classes_of_a_test_travel_by_value() -> None:
 LARGE = np.arange(3 * 40 * 50, dtype=np.float32).reshape(3, 40, 50)
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
+def test_arrays_arrive_writable_with_shape_dtype_and_order() -> None:
+    for array in [
         LARGE,
         np.asfortranarray(LARGE),
         LARGE.transpose(1, 0, 2),
@@ -168,19 +176,16 @@ LARGE = np.arange(3 * 40 * 50, dtype=np.float32).reshape(3, 40, 50)
         np.array(["a", None, 3], dtype=object),
         np.zeros(3, "S0"),
         np.zeros(2000, bool),
-    ],
-    ids=lambda array: f"{array.dtype}-{array.shape}",
-)
-@pytest.mark.parametrize("writable", [True, False])
-def test_arrays_arrive_writable_with_shape_dtype_and_order(array: Any, writable: bool) -> None:
-    array = array.view()
-    array.flags.writeable = array.flags.writeable and writable
-    copy = there(array)
-    assert copy.dtype == array.dtype
-    assert copy.shape == array.shape
-    assert copy.flags.fnc == array.flags.fnc
-    assert copy.flags.writeable
-    np.testing.assert_array_equal(copy, array)
+    ]:
+        for writable in [True, False]:
+            array = array.view()
+            array.flags.writeable = array.flags.writeable and writable
+            copy = there(array)
+            assert copy.dtype == array.dtype
+            assert copy.shape == array.shape
+            assert copy.flags.fnc == array.flags.fnc
+            assert copy.flags.writeable
+            np.testing.assert_array_equal(copy, array)
 
 
 def test_an_array_is_built_on_its_receive_buffer() -> None:
@@ -259,9 +264,8 @@ def test_each_unpacking_gets_a_value_of_its_own() -> None:
 HINT = "\nhint: create it inside the step, or pass the data to create it from"
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "message"),
-    [
+def test_an_argument_that_cannot_be_sent_is_named() -> None:
+    for args, kwargs, message in [
         (
             (1, threading.Lock()),
             {},
@@ -285,38 +289,31 @@ HINT = "\nhint: create it inside the step, or pass the data to create it from"
             'argument 0 of step "train" (asyncio.locks.Lock) cannot be sent to a worker: it '
             "belongs to the event loop of this process",
         ),
-    ],
-)
-def test_an_argument_that_cannot_be_sent_is_named(
-    args: tuple[Any, ...], kwargs: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(SerializationError) as caught:
-        pack_arguments("train", args, kwargs)
-    assert str(caught.value) == message + HINT
+    ]:
+        with pytest.raises(SerializationError) as caught:
+            pack_arguments("train", args, kwargs)
+        assert str(caught.value) == message + HINT
 
 
 async def number() -> int:
     return 1
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
+def test_what_was_not_awaited_or_not_listed_has_a_remedy_of_its_own() -> None:
+    for make, text in [
         (number, "(coroutine) cannot be sent to the coordinator\nhint: await it first"),
         (
             lambda: (n for n in ()),
             "(generator) cannot be sent to the coordinator\nhint: convert it to a list: list(…)",
         ),
-    ],
-)
-def test_what_was_not_awaited_or_not_listed_has_a_remedy_of_its_own(make: Any, text: str) -> None:
-    value = make()
-    with pytest.raises(SerializationError) as caught:
-        pack(value, subject="the result", receiver="the coordinator")
-    value.close()
-    assert str(caught.value) == f"the result {text}"
-    assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__
+    ]:
+        value = make()
+        with pytest.raises(SerializationError) as caught:
+            pack(value, subject="the result", receiver="the coordinator")
+        value.close()
+        assert str(caught.value) == f"the result {text}"
+        assert caught.value.__cause__ is None
+        assert caught.value.__suppress_context__
 
 
 def test_sockets_and_loops_are_refused() -> None:
@@ -370,9 +367,8 @@ IMPORT_IT = "import it inside the step: from {} import OF_THIS_MODULE; each work
 MAKE_IT = "create it inside the step, or pass the data to create it from"
 
 
-@pytest.mark.parametrize(
-    ("make", "hint"),
-    [
+def test_of_each_kind_one_thing_is_said_to_do() -> None:
+    for make, hint in [
         (threading.Lock, MAKE_IT),
         (Local, MAKE_IT),
         (lambda: OF_THIS_MODULE, IMPORT_IT.format(__name__)),
@@ -386,19 +382,17 @@ MAKE_IT = "create it inside the step, or pass the data to create it from"
         (elements, "convert it to a list: [each async for each in …]"),
         (lambda: open(os.devnull, "w"), "pass its path, and open it inside the step"),
         (lambda: open(os.devnull, "rb"), "pass its path, and open it inside the step"),
-    ],
-)  # fmt: skip
-def test_of_each_kind_one_thing_is_said_to_do(make: Callable[[], Any], hint: str) -> None:
-    value = make()
-    try:
-        with pytest.raises(SerializationError) as caught:
-            pack_arguments("train", (value,), {})
-        assert caught.value.hint == hint
-        assert "hint" not in caught.value.message
-        assert caught.value.__cause__ is None
-    finally:
-        if hasattr(value, "close"):
-            value.close()
+    ]:  # fmt: skip
+        value = make()
+        try:
+            with pytest.raises(SerializationError) as caught:
+                pack_arguments("train", (value,), {})
+            assert caught.value.hint == hint
+            assert "hint" not in caught.value.message
+            assert caught.value.__cause__ is None
+        finally:
+            if hasattr(value, "close"):
+                value.close()
 
 
 def test_arguments_that_fail_only_together_are_told_as_a_whole() -> None:

@@ -6,8 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-import pytest
-
 from psync.status.diagnosis import diagnose
 from psync.status.model import (
     BackupStatus,
@@ -49,16 +47,13 @@ def test_where_all_is_well_it_says_what_workers_do() -> None:
     assert texts(status(state="ended")) == ["good: The run has ended."]
 
 
-@pytest.mark.parametrize(
-    ("state", "text"),
-    [
+def test_the_state_of_the_coordinator() -> None:
+    for state, text in [
         ("starting", "warn: The cluster is starting and waits for: worker 1."),
         ("recovering", "bad: A ps was lost: closures wait until its variables are restored."),
         ("failed", "bad: A step has failed: no closure starts until join raises its error."),
-    ],
-)
-def test_the_state_of_the_coordinator(state: str, text: str) -> None:
-    assert texts(status(state=state, waits_for="/job:worker/task:1")) == [text]
+    ]:
+        assert texts(status(state=state, waits_for="/job:worker/task:1")) == [text]
 
 
 def test_a_value_that_is_not_finite() -> None:
@@ -180,9 +175,8 @@ def test_a_closure_that_does_not_end() -> None:
     assert texts(status(waiting, queue=QUEUED))[0].startswith("good")
 
 
-@pytest.mark.parametrize(
-    ("work", "text"),
-    [
+def test_what_workers_spend_their_time_on() -> None:
+    for work, text in [
         (
             shares(0.6, pull=0.1, push=0.3),
             "for ps tasks 40% of the time (10% for values, 30% until pushes have arrived), and "
@@ -192,11 +186,9 @@ def test_a_closure_that_does_not_end() -> None:
             shares(0.5, wait=0.4),
             "for other workers 40% of the time, and compute for 50%: use backup",
         ),
-    ],
-)
-def test_what_workers_spend_their_time_on(work: Any, text: str) -> None:
-    (found,) = texts(status(worker(work=work), worker(1, "lost"), worker(2), queue=QUEUED))[1:]
-    assert found.startswith(f"warn: Workers wait {text}")
+    ]:
+        (found,) = texts(status(worker(work=work), worker(1, "lost"), worker(2), queue=QUEUED))[1:]
+        assert found.startswith(f"warn: Workers wait {text}")
 
 
 def test_ps_tasks_that_cannot_keep_up() -> None:

@@ -6,15 +6,29 @@ import asyncio
 import contextlib
 import logging
 import re
+import urllib.request
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 
+import psync
+from memory_cluster import cluster_of
 from psync.errors import ClosedError, ConfigurationError
 from psync.net.handshake_limits import LINES_PER_MINUTE
 from psync.status import http
-from psync.status.http import CONNECTIONS, StatusServer, check_installed
+from psync.status.exposition import task_exposition
+from psync.status.http import (
+    CONNECTIONS,
+    HEADERS,
+    StatusServer,
+    bearer_of,
+    check_installed,
+    is_allowed_host,
+    is_token,
+    serving_metrics,
+)
 from psync.status.model import Status
 from status_by_hand import STATUS, Source, http_server
 
@@ -83,44 +97,31 @@ async def test_a_head_has_no_body(caplog: pytest.LogCaptureFixture) -> None:
         assert await world.get("/metrics", method="HEAD") == (200, "")
 
 
-@pytest.mark.parametrize(
-    "host", ["localhost", "localhost:80", "127.0.0.1:9", "[::1]:9", "10.0.0.1"]
-)
-async def test_a_host_of_this_machine_is_answered(
-    host: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_host_must_be_of_this_machine(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(caplog) as world:
-        assert (await world.get("/metrics", host))[0] == 200
+        for host in ("localhost:80", "127.0.0.1:9", "[::1]:9", "10.0.0.1"):
+            assert (await world.get("/metrics", host))[0] == 200
+        for host in ("", "evil.example", "127.0.0.1.evil.example", "a b", "["):
+            assert (await world.get("/metrics", host))[0] == 403
 
 
-@pytest.mark.parametrize("host", ["", "evil.example", "127.0.0.1.evil.example", "a b", "["])
-async def test_another_host_is_refused(host: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_else_is_asked_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(caplog) as world:
-        assert (await world.get("/metrics", host))[0] == 403
-
-
-@pytest.mark.parametrize(
-    ("request_", "code"),
-    [
-        (b"POST /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
-        (b"GET /secrets HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
-        (b"GET /metrics HTTP/1.1\r\n\r\n", 400),
-        (b"GET /metrics HTTP/1.0\r\n\r\n", 403),
-        (b"nonsense\r\n\r\n", 400),
-        (b"\x00\xff\r\n\r\n", 400),
-        (b"GET / HTTP/2\r\n\r\n", 400),
-        (b"GET //[ HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
-        (b"GET /status?token=%ff&token HTTP/1.1\r\nHost: localhost\r\n\r\n", 403),
-        (b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000, 400),
-    ],
-)
-async def test_what_else_is_asked_is_refused(
-    request_: bytes, code: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with serving(caplog) as world:
-        with contextlib.suppress(ConnectionError):  # it hangs up while we still send
-            assert (await world.say(request_))[0] == code
-        assert (await world.get("/metrics"))[0] == 200  # it goes on
+        for request, code in (
+            (b"POST /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+            (b"GET /secrets HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+            (b"GET /metrics HTTP/1.1\r\n\r\n", 400),
+            (b"GET /metrics HTTP/1.0\r\n\r\n", 403),
+            (b"nonsense\r\n\r\n", 400),
+            (b"\x00\xff\r\n\r\n", 400),
+            (b"GET / HTTP/2\r\n\r\n", 400),
+            (b"GET //[ HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+            (b"GET /status?token=%ff&token HTTP/1.1\r\nHost: localhost\r\n\r\n", 403),
+            (b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000, 400),
+        ):
+            with contextlib.suppress(ConnectionError):  # it hangs up while we still send
+                assert (await world.say(request))[0] == code, request
+            assert (await world.get("/metrics"))[0] == 200  # it goes on
 
 
 async def test_one_who_says_nothing_is_hung_up_on(
@@ -208,10 +209,11 @@ async def test_an_address_that_is_taken_is_an_error(caplog: pytest.LogCaptureFix
         await server.close()
 
 
-@pytest.mark.parametrize("address", ["", "9100", ":9100", "unix:/tmp/a", "a:b", "a:99999"])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ConfigurationError, match=f'metrics: expected "HOST:PORT", got {address!r}'):
-        StatusServer(address, nothing)
+def test_what_is_no_address_is_refused() -> None:
+    for address in ("", "9100", ":9100", "unix:/tmp/a", "a:b", "a:99999"):
+        text = f'metrics: expected "HOST:PORT", got {address!r}'
+        with pytest.raises(ConfigurationError, match=text):
+            StatusServer(address, nothing)
 
 
 async def test_a_task_has_metrics_and_no_status(caplog: pytest.LogCaptureFixture) -> None:
@@ -235,3 +237,80 @@ def test_without_its_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
     assert caught.value.hint == 'pip install "psync[metrics]"'
     with pytest.raises(ConfigurationError, match="dashboard: aiohttp must be installed"):
         check_installed("dashboard", "aiohttp")
+
+
+def test_hosts_that_are_ours_and_hosts_that_are_not() -> None:
+    for host in (
+        "localhost", "localhost:8787", "LOCALHOST:1", "127.0.0.1:8787", "10.1.2.3", "[::1]:8787",
+        "[::1]", "::1", "jupyter.example.com", "jupyter.example.com:443",
+    ):  # fmt: skip
+        assert is_allowed_host(host, ["jupyter.example.com"])
+    for other in (
+        None, "", "evil.example.com", "evil.example.com:8787", "localhost.evil.com",
+        "127.0.0.1.nip.io", "jupyter.example.com", "localhost:x",
+    ):  # fmt: skip
+        assert not is_allowed_host(other)
+
+
+def test_tokens() -> None:
+    assert is_token("abc", "abc")
+    for wrong in (None, "", "ab", "abcd", "äbc", "\udcff", "\ud800"):
+        assert not is_token(wrong, "abc")
+
+
+def test_bearers() -> None:
+    assert bearer_of("Bearer abc") == bearer_of("bearer  abc ") == "abc"
+    assert bearer_of(None) is bearer_of("") is bearer_of("Basic abc") is None
+
+
+def test_nothing_from_elsewhere_is_loaded() -> None:
+    assert "default-src 'self'" in HEADERS["Content-Security-Policy"]
+    assert "frame-ancestors 'none'" in HEADERS["Content-Security-Policy"]
+
+
+def worker_counters() -> dict[str, Any]:
+    return {"network": {"connections": 2, "bytes_received": 10, "bytes_sent": 20}, "work": {}}
+
+
+async def test_it_is_asked_over_http(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "psync")
+    async with serving_metrics("127.0.0.1:0", "/job:worker/task:0", worker_counters):
+        found = re.search(
+            r"/job:worker/task:0: metrics at (http://127.0.0.1:\d+/metrics)", caplog.text
+        )
+        assert found is not None
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(found[1]).read().decode())
+    assert 'psync_task_sent_bytes_total{task="/job:worker/task:0"} 20.0' in text
+    for name in ("cpu_seconds_total", "start_time_seconds", "resident_memory_bytes", "open_fds"):
+        assert f"\nprocess_{name} " in text
+
+
+async def test_ps_and_worker_tell_what_they_have_done() -> None:
+    async with cluster_of(num_ps=1, num_workers=1) as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.zeros(8, np.float32), name="w")
+            sgd = psync.optimizers.SGD(0.5)
+
+            async def step() -> None:
+                value = await psync.pull(w)
+                await asyncio.sleep(1)
+                await sgd.apply_gradients([(value, w)])
+
+            tasks = list(cluster.tasks.values())
+            for task in tasks:  # seconds are counted while somebody reads them
+                task.statistics()
+            for _ in range(3):
+                coordinator.schedule(step)
+            await coordinator.join()
+            lines = "".join(
+                task_exposition(task.task, task.statistics()) for task in tasks
+            ).splitlines()
+    found = dict(line.rsplit(" ", 1) for line in lines if line[0] != "#")
+    ps, worker = 'task="/job:ps/task:0"', 'task="/job:worker/task:0"'
+    assert float(found[f"psync_task_pushes_total{{{ps}}}"]) == 3
+    assert float(found[f"psync_task_pulls_total{{{ps}}}"]) == 3
+    assert float(found[f"psync_task_bytes{{{ps}}}"]) == 32
+    assert float(found[f'psync_task_pushes_by_staleness_total{{staleness="0",{ps}}}']) >= 1
+    assert float(found[f'psync_task_work_seconds_total{{kind="compute",{worker}}}']) >= 3

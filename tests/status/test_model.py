@@ -99,10 +99,10 @@ def test_a_field_that_an_earlier_version_lacks_has_its_default() -> None:
     assert status.events == ()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"schema": 1}', '{"schema": 1, "ps": 3}'])
-def test_what_is_no_status_is_refused(text: str) -> None:
-    with pytest.raises(RemoteProtocolError, match="expected"):
-        Status.from_json(text)
+def test_what_is_no_status_is_refused() -> None:
+    for text in ["", "[]", "{}", "3", '{"schema": 1}', '{"schema": 1, "ps": 3}']:
+        with pytest.raises(RemoteProtocolError, match="expected"):
+            Status.from_json(text)
 
 
 def test_another_schema_is_refused_by_its_number() -> None:

@@ -12,7 +12,7 @@ import psync
 from local_training import training
 from psync.errors import ConfigurationError
 from psync.status import progress
-from psync.status.progress import Bar, Lines, Progress, progress_of, showing, size_of
+from psync.status.progress import Progress, kind_of, showing, size_of
 
 
 def one_epoch(show: Any) -> None:
@@ -23,37 +23,25 @@ def one_epoch(show: Any) -> None:
 
 
 def test_lines_say_what_came_of_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
-    one_epoch(Lines())
+    one_epoch(Progress("lines"))
     assert capsys.readouterr().out == ("epoch 1/3: 20 steps in 1.2 s  loss 0.1235  accuracy 1\n")
 
 
 def test_silence_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    one_epoch(Progress())
+    one_epoch(Progress(None))
     assert capsys.readouterr().out == ""
 
 
 def test_a_bar_leaves_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    one_epoch(Bar())
+    one_epoch(Progress("bar"))
     assert "epoch 1/3: 20 steps in 1.2 s  loss 0.1235  accuracy 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("verbose", "kind"),
-    [(False, Progress), (True, Lines), ("auto", Lines), ("lines", Lines), ("bar", Bar)],
-)
-def test_where_there_is_no_terminal_there_is_no_bar_unless_asked_for(
-    verbose: bool | str, kind: type, capsys: pytest.CaptureFixture[str]
-) -> None:
-    show = progress_of(verbose)
-    show.close()
-    assert type(show) is kind
-
-
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_terminal_gets_a_bar_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {False: None, True: "lines", "auto": "lines", "lines": "lines", "bar": "bar"}
+    assert {verbose: kind_of(verbose) for verbose in kinds} == kinds
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    show = progress_of("auto")
-    show.close()
-    assert isinstance(show, Bar)
+    assert (kind_of("auto"), kind_of("lines")) == ("bar", "lines")
 
 
 # Bytes.
@@ -106,7 +94,7 @@ def test_a_bar_of_bytes_leaves_a_line(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_is_no_kind_of_output_is_refused() -> None:
-    for begin in (lambda: progress_of("loud"), lambda: showing("loud", "", 1).__enter__()):
+    for begin in (lambda: kind_of("loud"), lambda: showing("loud", "", 1).__enter__()):
         with pytest.raises(ConfigurationError, match="verbose: expected"):
             begin()
 

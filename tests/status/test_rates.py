@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,21 +13,14 @@ from psync.status.exposition import exposition
 from psync.status.model import (
     BackupStatus,
     EventStatus,
+    PsStatus,
     RunningClosure,
     SeenError,
     Status,
+    WorkerStatus,
     WorkShares,
 )
-from psync.status.rates import (
-    SPACING_S,
-    WINDOW_S,
-    History,
-    PsReading,
-    Reading,
-    WorkerReading,
-    shares_of,
-    status_of,
-)
+from psync.status.rates import SPACING_S, WINDOW_S, History, shares_of, status_of
 
 W0, W1, W2 = (f"/job:worker/task:{index}" for index in range(3))
 
@@ -53,19 +47,24 @@ def counters(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def ps(index: int = 0, **changes: Any) -> PsReading:
-    return PsReading(f"/job:ps/task:{index}", "a:1", "connected", 0.0, counters(**changes))
+Counted = tuple[PsStatus, dict[str, Any]]
+
+
+def ps(index: int = 0, **changes: Any) -> Counted:
+    return PsStatus(f"/job:ps/task:{index}", "a:1", "connected", 0.0), counters(**changes)
 
 
 def reading(
     at: float,
     *,
     workers: dict[str, tuple[int, int]] | None = None,
-    tasks: list[WorkerReading] | None = None,
-    servers: list[PsReading] | None = None,
+    tasks: list[WorkerStatus] | None = None,
+    servers: list[Counted] | None = None,
+    has_backups: bool = False,
+    attached: bool = False,
     **changes: Any,
-) -> Reading:
-    """A reading; ``workers``: closures held and finished by each that takes part."""
+) -> Callable[[History], Status]:
+    """What was read; ``workers``: closures held and finished by each that takes part."""
     held = workers or {}
     closures = QueueStatistics(
         waiting=0, queued=3, in_flight=sum(held for held, _ in held.values()),
@@ -76,22 +75,25 @@ def reading(
     if tasks is None:
         now = RunningClosure(1, "step", 0.1)
         tasks = [
-            WorkerReading(name, "b:1", "idle", now if has else None)
+            WorkerStatus(name, "b:1", "idle", now if has else None)
             for name, (has, _) in held.items()
         ]
+    pairs = [ps()] if servers is None else servers
     values: dict[str, Any] = {
-        "time": 0.0, "pid": 1, "program": "train.py", "uptime_s": at, "state": "running",
-        "waits_for": "nothing", **changes,
+        "time": 0.0, "pid": 1, "program": "train.py", "uptime_s": at, "window_s": 0.0,
+        "state": "running", "waits_for": "nothing", "workers": tuple(tasks),
+        "ps": tuple(each for each, _ in pairs), **changes,
     }  # fmt: skip
-    return Reading(
-        at=at, closures=closures, workers=tasks, ps=[ps()] if servers is None else servers, **values
-    )
+    return lambda history: status_of(
+        Status(**values), at, closures, [each for _, each in pairs], history,
+        has_backups=has_backups, attached=attached,
+    )  # fmt: skip
 
 
-def seen(*readings: Reading, began: float = 0.0) -> Status:
+def seen(*readings: Callable[[History], Status], began: float = 0.0) -> Status:
     """The last of several statuses."""
     history = History(began)
-    return [status_of(each, history) for each in readings][-1]
+    return [each(history) for each in readings][-1]
 
 
 # Rates.
@@ -173,7 +175,7 @@ def test_a_worker_is_busy_while_it_holds_closures() -> None:
 
 def test_a_worker_that_does_not_take_part_keeps_its_state_and_its_error() -> None:
     error = SeenError("closure 1 (step): ValueError: no", 2.0)
-    gone = WorkerReading(W1, "b:1", "lost", None, losses=2, failed=1, last_error=error)
+    gone = WorkerStatus(W1, "b:1", "lost", None, losses=2, failed=1, last_error=error)
     (worker,) = seen(reading(1.0, tasks=[gone])).workers
     assert (worker.state, worker.losses, worker.failed) == ("lost", 2, 1)
     assert (worker.last_error, worker.mean_s, worker.closures_per_s) == (error, None, 0.0)
@@ -270,16 +272,13 @@ def test_a_bound_at_which_nobody_waits_waits_for_nobody() -> None:
 
 
 def test_a_ps_shows_its_counters_and_their_age() -> None:
-    silent = PsReading("/job:ps/task:0", "a:1", "silent", 3.0, counters(staging={"staged": 5}))
-    later = counters(network={"bytes_received": 3000, "bytes_sent": 6000})
-    now = PsReading(
-        "/job:ps/task:0",
-        "a:1",
-        "silent",
-        3.0,
-        {**silent.counters, **later, "staging": {"staged": 5}},
+    silent = PsStatus("/job:ps/task:0", "a:1", "silent", 3.0)
+    first = counters(staging={"staged": 5})
+    later = {**first, "network": {"bytes_received": 3000, "bytes_sent": 6000}}
+    before, now = (
+        reading(at, servers=[(silent, each)]) for at, each in ((2.0, first), (6.0, later))
     )
-    (task,) = seen(reading(2.0, servers=[silent]), reading(6.0, servers=[now])).ps
+    (task,) = seen(before, now).ps
     assert (task.state, task.age_s, task.shards, task.bytes, task.slot_bytes) == (
         "silent", 3.0, 2, 800, 400,
     )  # fmt: skip
@@ -290,22 +289,22 @@ def test_a_ps_shows_its_counters_and_their_age() -> None:
 
 
 def test_a_ps_that_was_never_heard_has_no_numbers() -> None:
-    unheard = PsReading("/job:ps/task:0", "a:1", "unconnected")
-    status = seen(reading(1.0, servers=[unheard]))
+    unheard = PsStatus("/job:ps/task:0", "a:1", "unconnected")
+    status = seen(reading(1.0, servers=[(unheard, {})]))
     assert (status.ps[0].state, status.ps[0].age_s, status.ps[0].bytes) == ("unconnected", None, 0)
     assert status.steps.global_step == 0
 
 
-@pytest.mark.parametrize(("state", "behind"), [("paired", 4), ("copying", 4), ("alone", 0)])
-def test_a_backup_is_so_many_entries_behind(state: str, behind: int) -> None:
-    servers = [ps(backup={"state": state, "entries": 7, "taken": 3})]
-    status = seen(reading(1.0, servers=servers, has_backups=True))
-    assert status.ps[0].backup == BackupStatus(state, behind)
+def test_a_backup_is_so_many_entries_behind() -> None:
+    for state, behind in [("paired", 4), ("copying", 4), ("alone", 0)]:
+        servers = [ps(backup={"state": state, "entries": 7, "taken": 3})]
+        status = seen(reading(1.0, servers=servers, has_backups=True))
+        assert status.ps[0].backup == BackupStatus(state, behind)
 
 
 def test_a_cluster_that_is_not_there_yet_has_a_status() -> None:
     event = EventStatus("joined", "/job:worker/task:0 takes part", 1.0)
-    status = seen(reading(1.0, servers=[], notes=["a note"], events=[event], state="starting"))
+    status = seen(reading(1.0, servers=[], notes=("a note",), events=(event,), state="starting"))
     assert (status.ps, status.state, status.notes) == ((), "starting", ("a note",))
     assert status.events == (event,)
 

@@ -53,11 +53,11 @@ def test_it_is_in_the_runtime_directory_of_the_user(directory: Path) -> None:
     assert directory_of_runs({"XDG_RUNTIME_DIR": str(directory)}) == directory / "psync"
 
 
-@pytest.mark.parametrize("runtime", ["", "/nonexistent", "relative"])
-def test_without_one_it_is_in_the_directory_for_temporary_files(runtime: str) -> None:
-    expected = Path(tempfile.gettempdir(), f"psync-{os.getuid()}")
-    assert directory_of_runs({"XDG_RUNTIME_DIR": runtime}) == expected
-    assert directory_of_runs({}) == expected
+def test_without_one_it_is_in_the_directory_for_temporary_files() -> None:
+    for runtime in ["", "/nonexistent", "relative"]:
+        expected = Path(tempfile.gettempdir(), f"psync-{os.getuid()}")
+        assert directory_of_runs({"XDG_RUNTIME_DIR": runtime}) == expected
+        assert directory_of_runs({}) == expected
 
 
 def test_the_runtime_directory_of_another_user_is_not_used(
@@ -109,7 +109,7 @@ def test_one_that_cannot_be_written_leaves_nothing(
     def refuse(*_: object) -> None:
         raise OSError("no")
 
-    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="no"), run_file(directory / "7.json", run_of(directory, "a")):
         pass
     assert list(directory.iterdir()) == []

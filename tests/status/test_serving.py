@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import psync
-from psync.cluster_roles import CHIEF
-from psync.errors import (
-    ConfigurationError,
-    ConnectionLost,
-)
+from psync.cluster import CHIEF
+from psync.errors import ConfigurationError, ConnectionLost, DeadlineExceeded, RemoteProtocolError
 from psync.launch.cluster import LaunchedClusterResolver
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform
-from psync.net.secret import Secret
+from psync.net.platform import Platform, Secret
+from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
+from psync.status import serving
 from psync.status.model import Status
-from psync.status.reading import reading_status
-from psync.status.run_files import chosen_run
-from psync.status.serving import ServedStatus, is_served
+from psync.status.run_files import Run, chosen_run
+from psync.status.serving import ServedStatus, UrlReader, reading_status
 from psync.testing import MemoryNetwork
 from psync.wire.messages import Shutdown
-from status_by_hand import STATUS, Source, serving_of
+from status_by_hand import STATUS, Source, http_server, serving_of
 
 
 async def test_whoever_finds_the_run_file_gets_the_status(runtime: Path) -> None:
@@ -56,10 +55,7 @@ async def test_nothing_but_the_status_can_be_asked_for(
 
 @pytest.mark.parametrize("obstacle", ["a file", "open to all", "too long"])
 async def test_where_the_file_cannot_be_written_the_log_says_so_and_that_is_all(
-    runtime: Path,
-    obstacle: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    runtime: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "psync")
     if obstacle == "a file":
@@ -87,14 +83,15 @@ async def test_what_a_killed_run_has_left_is_taken_away(runtime: Path) -> None:
         assert not left.exists()
 
 
-@pytest.mark.parametrize(("value", "expected"), [("", True), ("1", True), ("0", False)])
-def test_it_can_be_turned_off(value: str, expected: bool) -> None:
-    assert is_served(Platform(SocketNetwork()), {"PSYNC_STATUS": value}) is expected
-
-
-def test_another_value_is_refused() -> None:
+async def test_it_can_be_turned_off(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, count in (("", 2), ("1", 2), ("0", 0)):
+        monkeypatch.setenv("PSYNC_STATUS", value)
+        async with serving_of():
+            assert len(list(runtime.glob("psync/*"))) == count  # a run file and its socket
+    monkeypatch.setenv("PSYNC_STATUS", "no")
     with pytest.raises(ConfigurationError, match="PSYNC_STATUS: expected 0 or 1, got 'no'"):
-        is_served(Platform(SocketNetwork()), {"PSYNC_STATUS": "no"})
+        async with serving_of():
+            pass
 
 
 async def test_a_cluster_in_memory_is_not_seen_from_outside(
@@ -153,3 +150,127 @@ async def status_when(holds: Callable[[Status], bool]) -> Status:
                     return seen
         except ConfigurationError:  # it has not begun
             await asyncio.sleep(0)
+
+
+async def test_a_reader_hears_that_the_run_has_ended(runtime: Path) -> None:
+    async with serving_of() as status:
+        run = chosen_run()
+        async with reading_status(run) as reader:
+            await status.close()
+            with pytest.raises(ConfigurationError, match=r"train.py \(process \d+\) has ended"):
+                await reader.read()
+        with pytest.raises(
+            ConfigurationError,
+            match=r"\(process \d+\) has ended, or is "
+            "unreachable",
+        ):
+            async with reading_status(run):
+                pass
+
+
+async def test_who_has_another_token_gets_nothing(runtime: Path) -> None:
+    async with serving_of():
+        run = dataclasses.replace(chosen_run(), token="0" * 64)
+        with pytest.raises(ConfigurationError, match="is unreachable"):
+            async with reading_status(run):
+                pass
+
+
+async def test_a_run_that_does_not_answer_is_named(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "ANSWERS_WITHIN_S", 0.01)
+    source = Source()
+    async with serving_of(source):
+        async with reading_status(chosen_run()) as reader:
+            source.answer = None
+            with pytest.raises(DeadlineExceeded, match=r"\(process \d+\) has not answered"):
+                await reader.read()
+            source.answer = ValueError("a bug")
+            with pytest.raises(RemoteProtocolError, match=r"cannot report its status: .*a bug"):
+                await reader.read()
+
+
+async def test_what_is_no_status_is_refused(runtime: Path) -> None:
+    async with serving_of() as status:
+        run: Run = chosen_run()
+        async with reading_status(run) as reader:
+            status.source.answer = type("Odd", (), {"to_json": lambda self: "[]"})()
+            with pytest.raises(RemoteProtocolError, match="expected the status of a run"):
+                await reader.read()
+
+
+# By URL.
+
+
+@contextlib.asynccontextmanager
+async def over_http(
+    caplog: pytest.LogCaptureFixture, source: Any = None
+) -> AsyncIterator[tuple[str, str]]:
+    """A server; its URL, and the token."""
+    caplog.set_level(logging.INFO, "psync")
+    server = http_server(source or Source())
+    await server.start()
+    try:
+        yield f"{server.url}/status", caplog.text.rpartition("?token=")[2].strip()
+    finally:
+        await server.close()
+
+
+async def test_a_url_gives_the_status_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    async with over_http(caplog) as (url, token):
+        reader = UrlReader(f"{url}?token={token}")
+        assert await reader.read() == STATUS
+        assert await reader.read() == STATUS
+
+
+async def test_a_url_with_another_token_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async with over_http(caplog) as (url, _):
+        with pytest.raises(ConfigurationError, match=f"{url}: 403 Forbidden: the token is missing"):
+            await UrlReader(f"{url}?token=secret").read()
+
+
+async def test_where_nobody_answers_the_url_is_named_without_its_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with over_http(caplog) as (url, _):
+        pass
+    with pytest.raises(ConfigurationError, match=f"{url} does not answer: ") as failed:
+        await UrlReader(f"{url}?token=secret").read()
+    assert "secret" not in str(failed.value)
+    with pytest.raises(ConfigurationError, match="does not answer"):
+        await UrlReader("http://[/").read()
+
+
+# Traces.
+
+
+async def test_a_run_gives_what_its_tasks_have_recorded(
+    runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Source()
+    reading = Reading("/job:chief/task:0", b"body", 1.0, 2.0)
+    async with serving_of(source):
+        async with reading_status(chosen_run()) as reader:
+            assert await reader.read_spans("r") == [reading]
+            assert await reader.read_spans("r", last=True) == [reading]
+    assert source.spans.asked == [("r", False), ("r", True)]
+    async with over_http(caplog, source) as (url, token):
+        by_url = UrlReader(f"{url}?token={token}")
+        assert await by_url.read_spans("s") == [reading]
+        assert await by_url.read_spans("s", last=True) == [reading]
+        with pytest.raises(ConfigurationError, match=f"{url[:-7]}/spans: 403 Forbidden"):
+            await UrlReader(f"{url}?token=secret").read_spans("s")
+        with pytest.raises(ConfigurationError, match="expected the URL of a status"):
+            await UrlReader(f"{url[:-7]}/metrics").read_spans("s")
+    assert source.spans.asked[2:] == [("s", False), ("s", True)]
+
+
+async def test_what_is_no_part_of_a_trace_is_refused(
+    runtime: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with over_http(caplog) as (url, token):
+        by_url = UrlReader(f"{url}?token={token}")
+        monkeypatch.setattr(by_url, "_get", lambda url: b"\x93\1\2\3")
+        with pytest.raises(RemoteProtocolError, match="expected parts of a trace"):
+            await by_url.read_spans("r")

@@ -21,22 +21,21 @@ class FakeTrainer:
     flat_variables = ()
 
 
-@pytest.mark.parametrize(("patience", "stopped"), [(0, 1), (1, 1), (2, 5), (3, 6)])
-def test_patience_counts_epochs_without(patience: int, stopped: int) -> None:
-    stop = callbacks.EarlyStopping("loss", patience=patience)
-    stop.trainer = FakeTrainer()  # type: ignore[assignment]
-    stop.on_train_begin()
-    for epoch, loss in enumerate([1.0, 2.0, 0.5, 0.4, 1.0, 1.0, 1.0]):
-        at_once(stop.on_epoch_end(epoch, {"loss": loss}))
-        assert stop.trainer.stop_training == (epoch >= stopped)
-        if stop.trainer.stop_training:
-            break
-    assert (stop.best_epoch, stop.stopped_epoch) == (0 if stopped == 1 else 3, stopped)
+def test_patience_counts_epochs_without() -> None:
+    for patience, stopped in [(0, 1), (1, 1), (2, 5), (3, 6)]:
+        stop = callbacks.EarlyStopping("loss", patience=patience)
+        stop.trainer = FakeTrainer()  # type: ignore[assignment]
+        stop.on_train_begin()
+        for epoch, loss in enumerate([1.0, 2.0, 0.5, 0.4, 1.0, 1.0, 1.0]):
+            at_once(stop.on_epoch_end(epoch, {"loss": loss}))
+            assert stop.trainer.stop_training == (epoch >= stopped)
+            if stop.trainer.stop_training:
+                break
+        assert (stop.best_epoch, stop.stopped_epoch) == (0 if stopped == 1 else 3, stopped)
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
+def test_arguments_out_of_range_are_refused() -> None:
+    for make, text in [
         (lambda: callbacks.EarlyStopping(patience=-1), "expected patience from 0, got -1"),
         (lambda: callbacks.EarlyStopping(patience="3"), "expected patience from 0, got '3'"),  # type: ignore[arg-type]
         (lambda: callbacks.EarlyStopping(min_delta="1"), "expected a number as min_delta"),  # type: ignore[arg-type]
@@ -47,11 +46,9 @@ def test_patience_counts_epochs_without(patience: int, stopped: int) -> None:
         (lambda: callbacks.CSVLogger("log", "::"), "one character as separator, got '::'"),
         (lambda: callbacks.EarlyStopping(mode="up"), "expected mode auto, min or max, got 'up'"),
         (lambda: callbacks.ModelCheckpoint("d", every_n_epochs=0), "every_n_epochs above 0"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(make: Any, text: str) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        make()
+    ]:
+        with pytest.raises(ConfigurationError, match=text):
+            make()
 
 
 def written(folder: Path) -> list[tuple[str, float, int]]:
@@ -90,10 +87,10 @@ def test_tensorboard_counts_batches_through_all_epochs(
     assert written(tmp_path) == [("batch_loss", 0.5, step) for step in steps]
 
 
-@pytest.mark.parametrize("update_freq", [0, -1, "never", None, [1], True])
-def test_another_frequency_for_tensorboard_is_refused(update_freq: Any) -> None:
-    with pytest.raises(ConfigurationError, match="expected update_freq"):
-        callbacks.TensorBoard("logs", update_freq)
+def test_another_frequency_for_tensorboard_is_refused() -> None:
+    for update_freq in [0, -1, "never", None, [1], True]:
+        with pytest.raises(ConfigurationError, match="expected update_freq"):
+            callbacks.TensorBoard("logs", update_freq)
 
 
 def test_each_fit_of_a_csv_logger_has_a_header(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -27,10 +25,12 @@ def test_files_become_the_batches_that_a_reader_finds_in_them() -> None:
     assert list(dataset) == ["a", "b", "c"] * 2
 
 
-@pytest.mark.parametrize("batch_size", [None, 0, "2"])
-def test_a_batch_has_a_size(batch_size: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"^batch_size: expected an integer of at least 1"):
-        psync.data.from_arrays(np.arange(3), batch_size)
+def test_a_batch_has_a_size() -> None:
+    for batch_size in [None, 0, "2"]:
+        with pytest.raises(
+            ConfigurationError, match=r"^batch_size: expected an integer of at least 1"
+        ):
+            psync.data.from_arrays(np.arange(3), batch_size)
 
 
 def test_its_names_are_documented() -> None:

@@ -63,9 +63,8 @@ class TestEveryError:
             assert repr(caught.value).startswith(f"{name}(")
 
 
-@pytest.mark.parametrize(
-    ("name", "base"),
-    [
+def test_those_that_python_has_a_name_for_are_these_too() -> None:
+    for name, base in [
         ("ConfigurationError", ValueError),
         ("DuplicateTaskError", KeyError),
         ("DuplicateTaskError", ConfigurationError),
@@ -83,10 +82,8 @@ class TestEveryError:
         ("ConnectFailed", OSError),
         ("ConnectionLost", OSError),
         ("DeadlineExceeded", TimeoutError),
-    ],
-)
-def test_those_that_python_has_a_name_for_are_these_too(name: str, base: type) -> None:
-    assert issubclass(TREE[name], base)
+    ]:
+        assert issubclass(TREE[name], base)
 
 
 def test_a_hint_stands_on_a_line_of_its_own() -> None:

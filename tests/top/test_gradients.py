@@ -180,10 +180,7 @@ def test_of_a_nesting_of_values_the_gradients_are_nested_alike(function_of: Any)
 
 @pytest.mark.parametrize(
     ("tree_of", "loss"),
-    [
-        (lambda w, b: (w, b), of_list),
-        (lambda w, b: {"layers": [(w,)], "b": b}, of_nesting),
-    ],
+    [(lambda w, b: (w, b), of_list), (lambda w, b: {"layers": [(w,)], "b": b}, of_nesting)],
     ids=["list", "nesting"],
 )
 async def test_a_trainer_and_minimize_take_the_same_function(

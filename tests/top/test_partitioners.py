@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -28,16 +27,17 @@ F32 = np.float32
 
 
 class TestTables:
-    @pytest.mark.parametrize(
-        ("num_shards", "shape", "expected"),
-        [(2, (10, 3), [2, 1]), (12, (10, 3), [10, 1]), (1, (5,), [1]), (3, (0, 4), [1, 1])],
-    )
-    def test_fixed(self, num_shards: int, shape: tuple[int, ...], expected: list[int]) -> None:
-        assert FixedShardsPartitioner(num_shards)(shape, F32) == expected
+    def test_fixed(self) -> None:
+        for num_shards, shape, expected in [
+            (2, (10, 3), [2, 1]),
+            (12, (10, 3), [10, 1]),
+            (1, (5,), [1]),
+            (3, (0, 4), [1, 1]),
+        ]:
+            assert FixedShardsPartitioner(num_shards)(shape, F32) == expected
 
-    @pytest.mark.parametrize(
-        ("min_shard_bytes", "max_shards", "shape", "expected"),
-        [
+    def test_min_size(self) -> None:
+        for min_shard_bytes, max_shards, shape, expected in [
             (256 * KIB, 2, (75 * KIB,), [2]),  # 300 KiB: rounded up, as in TensorFlow
             (256 * KIB, 1, (10 * KIB * KIB,), [1]),
             (256 * KIB, 9, (64 * KIB,), [1]),  # exactly one minimum
@@ -47,19 +47,14 @@ class TestTables:
             (8, 10, (6, 1), [3, 1]),
             (20, 10, (6, 1), [2, 1]),
             (4, 10, (6, 0), [1, 1]),
-        ],
-    )
-    def test_min_size(
-        self, min_shard_bytes: int, max_shards: int, shape: tuple[int, ...], expected: list[int]
-    ) -> None:
-        assert MinSizePartitioner(min_shard_bytes, max_shards)(shape, F32) == expected
+        ]:
+            assert MinSizePartitioner(min_shard_bytes, max_shards)(shape, F32) == expected
 
     def test_min_size_leaves_variables_whole_by_default(self) -> None:
         assert MinSizePartitioner()((10**9, 64), F32) == [1, 1]
 
-    @pytest.mark.parametrize(
-        ("max_shard_bytes", "max_shards", "shape", "expected"),
-        [
+    def test_max_size(self) -> None:
+        for max_shard_bytes, max_shards, shape, expected in [
             (4, None, (6, 1), [6, 1]),
             (8, None, (6, 1), [3, 1]),
             (20, None, (6, 1), [2, 1]),
@@ -69,31 +64,20 @@ class TestTables:
             (1 << 30, None, (6, 1), [1, 1]),
             (4, None, (6, 0), [1, 1]),
             (4, None, (0, 1), [1, 1]),
-        ],
-    )
-    def test_max_size(
-        self,
-        max_shard_bytes: int,
-        max_shards: int | None,
-        shape: tuple[int, ...],
-        expected: list[int],
-    ) -> None:
-        assert MaxSizePartitioner(max_shard_bytes, max_shards)(shape, F32) == expected
+        ]:
+            assert MaxSizePartitioner(max_shard_bytes, max_shards)(shape, F32) == expected
 
-    @pytest.mark.parametrize(
-        ("dtype", "by_min", "by_max"),
-        [
+    def test_size_of_an_element(self) -> None:
+        for dtype, by_min, by_max in [
             ("float64", [8], [9]),
             (np.dtype(np.int8), [1], [1]),
             ("bfloat16", [2], [2]),
             (ml_dtypes.bfloat16, [2], [2]),
             (str, [16], [17]),
             (np.dtype("U7"), [16], [17]),
-        ],
-    )
-    def test_size_of_an_element(self, dtype: object, by_min: list[int], by_max: list[int]) -> None:
-        assert MinSizePartitioner(100, 99)((100,), dtype) == by_min
-        assert MaxSizePartitioner(100)((100,), dtype) == by_max
+        ]:
+            assert MinSizePartitioner(100, 99)((100,), dtype) == by_min
+            assert MaxSizePartitioner(100)((100,), dtype) == by_max
 
     def test_bytes_per_string(self) -> None:
         assert MinSizePartitioner(100, 99, bytes_per_string=3)((100,), str) == [3]
@@ -101,68 +85,82 @@ class TestTables:
 
 
 class TestErrors:
-    @pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "2"])
-    @pytest.mark.parametrize(
-        ("name", "make"),
-        [
-            ("FixedShardsPartitioner: num_shards", FixedShardsPartitioner),
-            ("MinSizePartitioner: min_shard_bytes", MinSizePartitioner),
-            ("MinSizePartitioner: max_shards", lambda n: MinSizePartitioner(1, n)),
-            ("MinSizePartitioner: bytes_per_string", lambda n: MinSizePartitioner(1, 1, n)),
-            ("MaxSizePartitioner: max_shard_bytes", MaxSizePartitioner),
-            ("MaxSizePartitioner: bytes_per_string", lambda n: MaxSizePartitioner(1, 1, n)),
-        ],
-    )
-    def test_argument(self, name: str, make: Callable[[object], object], value: object) -> None:
-        with pytest.raises(
-            ConfigurationError, match=f"^{name}: expected a whole number above 0, got {value!r}$"
-        ):
-            make(value)
+    def test_argument(self) -> None:
+        for value in [0, -1, 1.5, True, None, "2"]:
+            for name, make in [
+                ("FixedShardsPartitioner: num_shards", FixedShardsPartitioner),
+                ("MinSizePartitioner: min_shard_bytes", MinSizePartitioner),
+                ("MinSizePartitioner: max_shards", lambda n: MinSizePartitioner(1, n)),
+                ("MinSizePartitioner: bytes_per_string", lambda n: MinSizePartitioner(1, 1, n)),
+                ("MaxSizePartitioner: max_shard_bytes", MaxSizePartitioner),
+                ("MaxSizePartitioner: bytes_per_string", lambda n: MaxSizePartitioner(1, 1, n)),
+            ]:
+                with pytest.raises(
+                    ConfigurationError,
+                    match=f"^{name}: expected a whole number above 0, got {value!r}$",
+                ):
+                    make(value)
 
     def test_zero_max_shards_of_max_size_is_no_longer_no_limit(self) -> None:
         with pytest.raises(ConfigurationError, match="MaxSizePartitioner: max_shards: expected"):
             MaxSizePartitioner(1, 0)
 
-    @pytest.mark.parametrize("shape", [(None, 3), (-1,), (2.0,), (True,)])
-    def test_shape_that_is_not_known(self, shape: tuple[int, ...]) -> None:
-        with pytest.raises(PartitionError, match="expected a fully known shape, got"):
-            FixedShardsPartitioner(2)(shape, F32)
+    def test_shape_that_is_not_known(self) -> None:
+        for shape in [(None, 3), (-1,), (2.0,), (True,)]:
+            with pytest.raises(PartitionError, match="expected a fully known shape, got"):
+                FixedShardsPartitioner(2)(shape, F32)
 
     def test_scalar(self) -> None:
         with pytest.raises(PartitionError, match=r"^MinSizePartitioner: a scalar has no axis 0"):
             MinSizePartitioner()((), F32)
 
-    @pytest.mark.parametrize("dtype", [np.complex64, "no such", object(), np.dtype("M8[s]")])
-    def test_dtype(self, dtype: object) -> None:
-        with pytest.raises(PartitionError, match="dtype"):
-            MaxSizePartitioner(1)((3,), dtype)
+    def test_dtype(self) -> None:
+        for dtype in [np.complex64, "no such", object(), np.dtype("M8[s]")]:
+            with pytest.raises(PartitionError, match="dtype"):
+                MaxSizePartitioner(1)((3,), dtype)
 
 
 class TestCheckPartitions:
-    @pytest.mark.parametrize(
-        ("partitions", "expected"),
-        [([2, 1], 2), ((3, 1), 3), ([1, 1], 1), ([99, 1], 10), ([np.int64(2), np.int64(1)], 2)],
-    )
-    def test_accepts(self, partitions: object, expected: int) -> None:
-        got = check_partitions(partitions, (10, 4), "w")
-        assert got == expected
-        assert type(got) is int
+    def test_accepts(self) -> None:
+        for partitions, expected in [
+            ([2, 1], 2),
+            ((3, 1), 3),
+            ([1, 1], 1),
+            ([99, 1], 10),
+            ([np.int64(2), np.int64(1)], 2),
+        ]:
+            got = check_partitions(partitions, (10, 4), "w")
+            assert got == expected
+            assert type(got) is int
 
     def test_empty_variable_has_one_shard(self) -> None:
         assert check_partitions([3, 1], (0, 4), "w") == 1
 
-    @pytest.mark.parametrize(
-        "partitions",
-        [None, [], [0, 1], [0, 1, 1], [2, 2], [2, 2, 1], [2], [2, 1, 1], [-1, 1], 2, "21",
-         [2.0, 1], [True, 1], ["2", 1], [2, None], {2: 1}],
-    )  # fmt: skip
-    def test_refuses(self, partitions: object) -> None:
-        with pytest.raises(PartitionError) as caught:
-            check_partitions(partitions, (10, 4), "w")
-        assert str(caught.value) == (
-            'variable "w" of shape (10, 4): expected variable_partitioner to return a list of '
-            f"2 whole numbers, the first at least 1 and all others 1, got {partitions!r}"
-        )
+    def test_refuses(self) -> None:
+        for partitions in [
+            None,
+            [],
+            [0, 1],
+            [0, 1, 1],
+            [2, 2],
+            [2, 2, 1],
+            [2],
+            [2, 1, 1],
+            [-1, 1],
+            2,
+            "21",
+            [2.0, 1],
+            [True, 1],
+            ["2", 1],
+            [2, None],
+            {2: 1},
+        ]:
+            with pytest.raises(PartitionError) as caught:
+                check_partitions(partitions, (10, 4), "w")
+            assert str(caught.value) == (
+                'variable "w" of shape (10, 4): expected variable_partitioner to return a list of '
+                f"2 whole numbers, the first at least 1 and all others 1, got {partitions!r}"
+            )
 
     def test_any_callable_will_do(self) -> None:
         def thirds(shape: tuple[int, ...], dtype: object) -> list[int]:
@@ -172,26 +170,22 @@ class TestCheckPartitions:
 
 
 class TestDiv:
-    @pytest.mark.parametrize(
-        ("dim0", "num_shards", "expected"),
-        [
+    def test_split(self) -> None:
+        for dim0, num_shards, expected in [
             (13, 5, [(0, 3), (3, 3), (6, 3), (9, 2), (11, 2)]),
             (10, 4, [(0, 3), (3, 3), (6, 2), (8, 2)]),
             (5, 2, [(0, 3), (3, 2)]),
             (3, 3, [(0, 1), (1, 1), (2, 1)]),
             (0, 1, [(0, 0)]),
-        ],
-    )
-    def test_split(self, dim0: int, num_shards: int, expected: list[tuple[int, int]]) -> None:
-        assert div_split(dim0, num_shards) == expected
+        ]:
+            assert div_split(dim0, num_shards) == expected
 
-    @pytest.mark.parametrize(("dim0", "num_shards"), [(3, 4), (3, 0), (0, 2), (3, -1)])
-    def test_empty_shards_are_refused(self, dim0: int, num_shards: int) -> None:
-        text = (
-            f"^{dim0} rows cannot be split into {num_shards} shards: expected 1 to {max(1, dim0)}$"
-        )
-        with pytest.raises(PartitionError, match=text):
-            div_split(dim0, num_shards)
+    def test_empty_shards_are_refused(self) -> None:
+        for dim0, num_shards in [(3, 4), (3, 0), (0, 2), (3, -1)]:
+            text = f"^{dim0} rows cannot be split into {num_shards} shards: expected 1 to "
+            text += f"{max(1, dim0)}$"
+            with pytest.raises(PartitionError, match=text):
+                div_split(dim0, num_shards)
 
     @given(st.integers(1, 300), st.data())
     def test_every_row_is_in_exactly_one_shard(self, dim0: int, data: st.DataObject) -> None:
@@ -300,26 +294,37 @@ def test_an_answer_that_is_no_ps_names_the_variable(answer: object) -> None:
     )
 
 
-@pytest.mark.parametrize("placement", ["least", "", None, 3])
-def test_a_placement_is_a_known_name_or_has_place(placement: Any) -> None:
-    with pytest.raises(
-        ConfigurationError, match="placement: expected 'round_robin', 'least_bytes' or an object"
-    ):
-        Placer(2, placement)
+def test_a_placement_is_a_known_name_or_has_place() -> None:
+    for placement in ["least", "", None, 3]:
+        with pytest.raises(
+            ConfigurationError,
+            match="placement: expected 'round_robin', 'least_bytes' or an object",
+        ):
+            Placer(2, placement)
 
 
-@pytest.mark.parametrize(
-    "where", [1, np.int32(1), "/job:ps/replica:0/task:1/device:CPU:0", "/job:ps/task:1"]
-)
-def test_a_ps_is_named_by_its_index_or_its_device(where: Any) -> None:
-    assert Placer(2).pinned(where).place(5) == 1
+def test_a_ps_is_named_by_its_index_or_its_device() -> None:
+    for where in [1, np.int32(1), "/job:ps/replica:0/task:1/device:CPU:0", "/job:ps/task:1"]:
+        assert Placer(2).pinned(where).place(5) == 1
 
 
-@pytest.mark.parametrize(
-    "where",
-    [2, -1, True, None, 1.0, "1", "", "/job:ps/task:2", "/job:worker/task:0", "/job:ps",
-     "/job:ps/replica:1/task:0", "/job:ps/task:0/device:GPU:0", "/job:ps/task:0 "],
-)  # fmt: skip
-def test_what_names_no_ps_of_the_cluster_is_an_error(where: Any) -> None:
-    with pytest.raises(ConfigurationError, match="pinned: expected a ps, 0 to 1, or its device"):
-        Placer(2).pinned(where)
+def test_what_names_no_ps_of_the_cluster_is_an_error() -> None:
+    for where in [
+        2,
+        -1,
+        True,
+        None,
+        1.0,
+        "1",
+        "",
+        "/job:ps/task:2",
+        "/job:worker/task:0",
+        "/job:ps",
+        "/job:ps/replica:1/task:0",
+        "/job:ps/task:0/device:GPU:0",
+        "/job:ps/task:0 ",
+    ]:
+        with pytest.raises(
+            ConfigurationError, match="pinned: expected a ps, 0 to 1, or its device"
+        ):
+            Placer(2).pinned(where)

@@ -42,23 +42,25 @@ class Plain(rules.UpdateRule):
         return value - step.learning_rate * gradient
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize(
-    "options",
-    [RuleOptions(), RuleOptions(weight_decay=0.3), RuleOptions(clipvalue=0.2, weight_decay=0.1)],
-)
-@pytest.mark.parametrize("in_place", [True, False])
-def test_computes_what_the_same_rule_of_psync_does(
-    dtype: str, options: RuleOptions, in_place: bool
-) -> None:
-    rate = schedules.ExponentialDecay(0.1, 3, 0.9)
-    own: UpdateRule = own_rules.Momentum(rate, momentum=0.8).with_options(options)
-    theirs = SGD(rate, 0.8, nesterov=True).with_options(options)
-    found, expected = (
-        run(rule, np.dtype(dtype), chunk=300, in_place=in_place) for rule in (own, theirs)
-    )
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-3 if dtype == "float16" else 1e-6)
-    np.testing.assert_allclose(found[1][0], expected[1][0], rtol=1e-5)
+def test_computes_what_the_same_rule_of_psync_does() -> None:
+    for dtype in ["float16", "float32", "float64"]:
+        for options in [
+            RuleOptions(),
+            RuleOptions(weight_decay=0.3),
+            RuleOptions(clipvalue=0.2, weight_decay=0.1),
+        ]:
+            for in_place in [True, False]:
+                rate = schedules.ExponentialDecay(0.1, 3, 0.9)
+                own: UpdateRule = own_rules.Momentum(rate, momentum=0.8).with_options(options)
+                theirs = SGD(rate, 0.8, nesterov=True).with_options(options)
+                found, expected = (
+                    run(rule, np.dtype(dtype), chunk=300, in_place=in_place)
+                    for rule in (own, theirs)
+                )
+                np.testing.assert_allclose(
+                    found[0], expected[0], rtol=1e-3 if dtype == "float16" else 1e-6
+                )
+                np.testing.assert_allclose(found[1][0], expected[1][0], rtol=1e-5)
 
 
 def test_one_without_slots_returns_the_value_alone() -> None:
@@ -172,9 +174,8 @@ def raising(*_: Any) -> Any:
     raise KeyError("nothing")
 
 
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
+def test_refuses() -> None:
+    for rule, message in [
         (SGD, "expected a subclass of psync.rules.UpdateRule, got <class 'psync"),
         (of(name=""), "expected a text of 1 to 100 characters as its name, got ''\nhint: name ="),
         (of(name=3), "as its name, got 3"),
@@ -200,13 +201,11 @@ def raising(*_: Any) -> Any:
             returning(lambda v, s, g, _: v - g / np.linalg.norm(g)),
             "depending on the other elements",
         ),
-    ],
-)
-def test_refuses(rule: Any, message: str) -> None:
-    before = registered()
-    with pytest.raises(ConfigurationError, match=message):
-        rules.register(rule)
-    assert registered() == before
+    ]:
+        before = registered()
+        with pytest.raises(ConfigurationError, match=message):
+            rules.register(rule)
+        assert registered() == before
 
 
 def test_the_same_class_again_replaces_itself() -> None:

@@ -1,9 +1,7 @@
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -27,6 +25,7 @@ from psync.schedules import (
     as_schedule,
     from_config,
 )
+from psync.specs import as_number, shortened
 
 ONE_OF_EACH = [
     Constant(0.1),
@@ -46,11 +45,12 @@ of_each = pytest.mark.parametrize("schedule", ONE_OF_EACH, ids=lambda s: type(s)
 
 
 class TestFormulas:
-    """Values worked out by hand from the formulas in Keras' documentation."""
+    """V
+    from __future__ import annotations
+    alues worked out by hand from the formulas in Keras' documentation."""
 
-    @pytest.mark.parametrize(
-        ("schedule", "step", "rate"),
-        [
+    def test_value(self) -> None:
+        for schedule, step, rate in [
             (Constant(0.25), 7, 0.25),
             (ExponentialDecay(1.0, 10, 0.5), 0, 1.0),
             (ExponentialDecay(1.0, 10, 0.5), 5, math.sqrt(0.5)),
@@ -90,10 +90,8 @@ class TestFormulas:
             (Warmup(1.0, 4, 0.2), 2, 0.6),
             (Warmup(PolynomialDecay(1.0, 10, 0.0), 4), 9, 0.5),
             (Warmup(1.0, 0), 0, 1.0),
-        ],
-    )
-    def test_value(self, schedule: Schedule, step: int, rate: float) -> None:
-        assert schedule(step) == pytest.approx(rate, rel=1e-15, abs=1e-17)
+        ]:
+            assert schedule(step) == pytest.approx(rate, rel=1e-15, abs=1e-17)
 
     @given(st.integers(0, 200), st.integers(1, 50), st.integers(0, 50))
     def test_warmup_before_cosine_equals_the_warmup_inside_cosine(
@@ -126,9 +124,8 @@ class TestFormulas:
 class TestNegativeRates:
     """A rate below 0 would climb, and let weights grow that are to decay."""
 
-    @pytest.mark.parametrize(
-        ("make", "said"),
-        [
+    def test_are_refused_where_a_schedule_is_made(self) -> None:
+        for make, said in [
             (lambda: Constant(-0.1), "Constant: expected value >= 0, got -0.1"),
             (lambda: as_schedule(-1), "learning rate: expected a number from 0, got -1"),
             (lambda: ExponentialDecay(-0.1, 10, 0.5), "initial_learning_rate >= 0, got -0.1"),
@@ -143,17 +140,15 @@ class TestNegativeRates:
             (lambda: PiecewiseConstantDecay([1], [0.1, -0.2]), "expected values >= 0, got -0.2"),
             (lambda: Warmup(0.1, 10, -0.1), "initial_learning_rate >= 0, got -0.1"),
             (lambda: Warmup(-0.1, 10), "learning rate: expected a number from 0, got -0.1"),
-        ],
-    )
-    def test_are_refused_where_a_schedule_is_made(self, make: Any, said: str) -> None:
-        with pytest.raises(ConfigurationError) as caught:
-            make()
-        assert said in str(caught.value)
+        ]:
+            with pytest.raises(ConfigurationError) as caught:
+                make()
+            assert said in str(caught.value)
 
-    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan")])
-    def test_so_is_what_is_not_finite(self, value: float) -> None:
-        with pytest.raises(ConfigurationError, match="learning rate: expected a finite number"):
-            as_schedule(value)
+    def test_so_is_what_is_not_finite(self) -> None:
+        for value in [math.nan, math.inf, -math.inf, np.float32("nan")]:
+            with pytest.raises(ConfigurationError, match="learning rate: expected a finite number"):
+                as_schedule(value)
 
     def test_so_are_those_that_come_over_the_wire(self) -> None:
         with pytest.raises(ConfigurationError, match="expected value >= 0"):
@@ -179,18 +174,13 @@ class TestConfig:
     def test_holds_kind_and_arguments_by_name(self) -> None:
         assert Warmup(PiecewiseConstantDecay([1], [0.1, 0.2]), 5).to_config() == {
             "kind": "Warmup",
-            "schedule": {
-                "kind": "PiecewiseConstantDecay",
-                "boundaries": [1],
-                "values": [0.1, 0.2],
-            },
+            "schedule": {"kind": "PiecewiseConstantDecay", "boundaries": [1], "values": [0.1, 0.2]},
             "warmup_steps": 5,
             "initial_learning_rate": 0.0,
         }
 
-    @pytest.mark.parametrize(
-        ("config", "message"),
-        [
+    def test_refuses(self) -> None:
+        for config, message in [
             (None, "expected the config of a schedule, got None"),
             ({}, "expected the config of a schedule, got {}"),
             ({"kind": 3}, "expected the config of a schedule"),
@@ -205,11 +195,9 @@ class TestConfig:
                 {"kind": "Warmup", "schedule": 1, "warmup_steps": 1, "initial_learning_rate": 0},
                 "expected the config of a schedule, got 1",
             ),
-        ],
-    )
-    def test_refuses(self, config: object, message: str) -> None:
-        with pytest.raises(ConfigurationError, match=message):
-            from_config(config)
+        ]:
+            with pytest.raises(ConfigurationError, match=message):
+                from_config(config)
 
     def test_refuses_endless_nesting(self) -> None:
         config: object = Constant(1).to_config()
@@ -242,9 +230,8 @@ class TestConfig:
 
 
 class TestArguments:
-    @pytest.mark.parametrize(
-        ("make", "message"),
-        [
+    def test_refused(self) -> None:
+        for make, message in [
             (
                 lambda: ExponentialDecay(0.1, 0, 0.5),
                 "ExponentialDecay: expected decay_steps > 0, got",
@@ -269,17 +256,15 @@ class TestArguments:
             (lambda: PiecewiseConstantDecay([1], [1]), "got 1 boundaries and 1 values"),
             (lambda: PiecewiseConstantDecay([], [1]), "got 0 boundaries and 1 values"),
             (lambda: PiecewiseConstantDecay([2, 2], [1, 2, 3]), r"increasing order, got \[2, 2\]"),
-        ],
-    )
-    def test_refused(self, make: object, message: str) -> None:
-        with pytest.raises(ConfigurationError, match=message):
-            make()  # type: ignore[operator]
+        ]:
+            with pytest.raises(ConfigurationError, match=message):
+                make()  # type: ignore[operator]
 
-    @pytest.mark.parametrize("number", [1, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 2)])
-    def test_number_is_a_constant_schedule(self, number: float) -> None:
-        schedule = as_schedule(number)
-        assert schedule == Constant(float(number))
-        assert type(schedule.to_config()["value"]) in (int, float)
+    def test_number_is_a_constant_schedule(self) -> None:
+        for number in [1, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 2)]:
+            schedule = as_schedule(number)
+            assert schedule == Constant(float(number))
+            assert type(schedule.to_config()["value"]) in (int, float)
 
     def test_schedule_is_kept(self) -> None:
         schedule = Constant(1)
@@ -318,3 +303,61 @@ def test_a_schedule_of_a_name_that_is_taken_is_refused() -> None:
 def test_without_plugins_nothing_is_registered() -> None:
     assert schedules.registered() == []
     assert schedules.registered_in(schedules.Warmup(0.5, 3)) == []
+
+
+@dataclass(frozen=True)
+class Line(Schedule):
+    """As somebody would write one."""
+
+    slope: float = field(metadata={">=": 0, ">": -1})
+    bends: tuple[float, ...] = ()
+    inner: Schedule | None = None
+    up: bool = True
+
+    def rate(self, step: float) -> float:
+        return self.slope**step
+
+
+def test_the_configuration_is_plain_data() -> None:
+    assert Line(1, (1.0, 2.0), Line(2)).to_config() == {
+        "kind": "Line",
+        "slope": 1,
+        "bends": [1.0, 2.0],
+        "inner": {"kind": "Line", "slope": 2, "bends": [], "inner": None, "up": True},
+        "up": True,
+    }
+
+
+def test_a_rate_beyond_the_range_is_infinite() -> None:
+    assert Line(2.5)(3) == 15.625
+    assert Line(10.0)(400) == math.inf
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    for slope, up, message in [
+        (-0.5, True, "Line: expected slope >= 0, got -0.5"),
+        (-2, True, "Line: expected slope >= 0, got -2"),
+        ("x", True, "Line: slope: expected a number, got 'x'"),
+        (1, 1, "Line: expected up to be True or False, got 1"),
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            Line(slope, up=up)
+        assert caught.value.message == message
+
+
+def test_a_number_becomes_a_plain_one() -> None:
+    for value in [1, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 2)]:
+        number = as_number("it", value)
+        assert number == value
+        assert type(number) in (int, float)
+
+
+def test_what_is_no_finite_number_is_refused() -> None:
+    for value in [True, "1", None, math.nan, math.inf, 10**400, Fraction(10**400)]:
+        with pytest.raises(ConfigurationError, match=r"^it: expected a "):
+            as_number("it", value)
+
+
+def test_long_values_are_shortened_in_messages() -> None:
+    assert shortened("x" * 198) == repr("x" * 198)
+    assert shortened("x" * 300) == "'" + "x" * 199 + "…"

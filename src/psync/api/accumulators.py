@@ -20,7 +20,7 @@ from psync.client.accumulator_client import Place
 from psync.client.runtime import Runtime
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 from psync.numerics.memory import bytes_of
 from psync.ps.takes import definition_of, other_parameters, rule_of
 from psync.specs import Outcome, dtype_of

@@ -39,8 +39,7 @@ from psync.client.prefetch import Wanted
 from psync.client.ps_link import PsLink
 from psync.client.runtime import Runtime, current_runtime
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
-from psync.net.platform import random_hex
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess, random_hex
 from psync.numerics.casting import fits, fitting
 from psync.numerics.compression import Compression, checked_compression
 from psync.numerics.rows import IndexedSlices

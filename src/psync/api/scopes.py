@@ -21,8 +21,7 @@ from psync.client.context import current_closure, forbid_in_dataset, forbid_in_s
 from psync.client.runtime import Runtime
 from psync.cluster import ClusterSpec
 from psync.errors import ClosedError, PartitionError, UsageError, other_loop
-from psync.net.platform import random_hex
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess, random_hex
 from psync.partitioners import Pinned, Placement, Placer, RoundRobin
 from psync.replicas.context import open_scope
 from psync.specs import VariableSpec

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from psync.api.strategy import ParameterServerStrategy
     from psync.coordinator import Coordinator
     from psync.net.platform import Platform
-    from psync.status.dashboard.attached import Attached
-    from psync.status.dashboard.recorder import Recorder
+    from psync.status.dashboard.recorder import Attached, Recorder
     from psync.status.dashboard.report_page import ReportLog
 
 logger = logging.getLogger(__name__)
@@ -153,9 +152,9 @@ class SeenRun:
         self._shown: Attached | None = None  # None: there is no dashboard, and no run log
         asked = (dashboard, "PSYNC_DASHBOARD"), (run_log, "PSYNC_RUN_LOG")
         if any(os.environ.get(name) if given is None else given for given, name in asked):
-            from psync.status.dashboard.attached import Attached, wanted
+            from psync.status.dashboard.recorder import Attached
 
-            self._shown = Attached(wanted(dashboard, run_log), self.source)
+            self._shown = Attached(self.source, dashboard, run_log)
 
     @property
     def url(self) -> str:

@@ -45,7 +45,7 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 from psync.numerics.casting import checked_target, fitting
 from psync.numerics.indexing import Selection, index_array, row_numbers, select
 from psync.numerics.replicas import ReduceOp, reducing_arrays

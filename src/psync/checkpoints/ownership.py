@@ -26,7 +26,7 @@ from typing import Any
 
 from psync.checkpoints.files import regular
 from psync.errors import ConfigurationError
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 
 MAX_BYTES = 4096
 """Of such a file, which has some 150."""

@@ -32,8 +32,7 @@ from psync.closures.membership import (
     backoff,
 )
 from psync.closures.queue import ClosureQueue
-from psync.cluster import ClusterSpec, parse_task_name, task_name
-from psync.cluster_roles import CHIEF, ENQUIRER
+from psync.cluster import CHIEF, ENQUIRER, ClusterSpec, parse_task_name, task_name
 from psync.errors import (
     AttachError,
     ConnectFailed,
@@ -1110,7 +1109,7 @@ def _addresses(cluster: ClusterSpec, job: str) -> dict[str, str]:
 
 
 class FollowedWorkers:
-    """Takes the workers in, and lets them leave in order; a ``net.workforce.Follower``.
+    """Takes the workers in, and lets them leave in order; a ``net.platform.Follower``.
 
     Args:
         links: Of the coordinator, which runs or is starting.

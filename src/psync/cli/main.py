@@ -119,7 +119,7 @@ def tls_environ(
     if tls_mutual is not None:
         environ["PSYNC_TLS_MUTUAL"] = "1" if tls_mutual else "0"
     if environ:
-        from psync.net.tls_config import load_tls
+        from psync.net.tls import load_tls
 
         load_tls(environ)  # here it is one error, and not one on each task
     return environ
@@ -549,7 +549,7 @@ def health(timeout: float) -> int:
         2  wrong configuration, as for psync task; or the task is a chief or evaluator, which
            does not listen
     """
-    from psync.cluster_roles import ENQUIRER
+    from psync.cluster import ENQUIRER
     from psync.errors import AuthenticationError, ConfigurationError, PsyncError, VersionMismatch
     from psync.launch.tasks import own_task
     from psync.net.endpoint import Endpoint

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from psync.net.trace import Trace
     from psync.status.dashboard.shows import Show
-    from psync.status.reading import StatusReader, UrlReader
+    from psync.status.serving import StatusReader, UrlReader
 
     Reader = StatusReader | UrlReader
 
@@ -188,8 +188,8 @@ def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
 
 def reading_of(run: str | None) -> AbstractAsyncContextManager[Reader]:
     """Return a context in which a run can be asked; see ``chosen_run``. It may be a URL, too."""
-    from psync.status.reading import UrlReader, reading_status
     from psync.status.run_files import chosen_run
+    from psync.status.serving import UrlReader, reading_status
 
     if run is not None and run.startswith(("http://", "https://")):
         return nullcontext(UrlReader(run))
@@ -380,7 +380,7 @@ def dashboard(log: str, address: str, report: Path | None) -> int:
 
 
 async def _serve(show: Show, address: str) -> None:
-    from psync.status.dashboard.attached import hosts_of
+    from psync.status.dashboard.recorder import hosts_of
     from psync.status.dashboard.server import serving
 
     ended, loop = asyncio.Event(), asyncio.get_running_loop()

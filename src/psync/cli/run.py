@@ -44,11 +44,9 @@ from psync.launch.processes import (
     describe_exit,
     hint_of_crash,
 )
-from psync.net.platform import random_hex
-from psync.net.process_state import MISPLACED, named_file, new_pipe
-from psync.net.secret import load_secret, mint_secret
+from psync.net.platform import MISPLACED, load_secret, mint_secret, named_file, new_pipe, random_hex
 from psync.status import run_files
-from psync.status.guard import is_token
+from psync.status.http import is_token
 
 if TYPE_CHECKING:
     from psync.integrations.ssh import HostsPlan

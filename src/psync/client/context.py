@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from psync.client.pulled_steps import PulledSteps
 from psync.errors import ClosureCancelled, ContextError, UsageError, other_loop
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 
 T = TypeVar("T")
 

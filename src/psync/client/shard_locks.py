@@ -32,7 +32,7 @@ from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink
 from psync.client.pulled_steps import PulledSteps
 from psync.errors import LockLost, PsyncError
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 from psync.wire.codec import Message
 from psync.wire.messages import LockShards, Pushed, RenewLock, UnlockShards
 

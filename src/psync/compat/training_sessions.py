@@ -28,8 +28,7 @@ from psync.client.optimizer_client import note_plugins
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink, always
 from psync.client.runtime import Runtime
-from psync.cluster import task_name
-from psync.cluster_roles import CHIEF, ENQUIRER
+from psync.cluster import CHIEF, ENQUIRER, task_name
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -53,7 +52,7 @@ from psync.net.platform import Platform
 from psync.net.resolvers import training_cluster
 from psync.numerics.memory import BlockPool
 from psync.serialization.failures import describe_exception
-from psync.status.sampling import SessionFacts, SessionSource
+from psync.status.sampling import SessionSource
 from psync.status.serving import ServedStatus
 from psync.wire import messages
 from psync.wire.codec import Message
@@ -508,9 +507,9 @@ class MonitoredTrainingSession:
     async def _begin(self, links: SessionLinks) -> None:
         if self.is_chief:
             await self._use(await links.attach(trains=self._trains))
-            facts = await self._show(links)
+            source = await self._show(links)
             await links.declare(self._min_workers, trains=self._trains)
-            facts.begun = True
+            source.begun = True
         else:
             text = f"{task_name(self._job, self._index)} waits for {self._leader()} to let it begin"
             with naming_who_is_awaited(lambda: text):
@@ -530,7 +529,7 @@ class MonitoredTrainingSession:
         for hook in self._hooks:
             await hook.after_create_session(self)
 
-    async def _show(self, links: SessionLinks) -> SessionFacts:
+    async def _show(self, links: SessionLinks) -> SessionSource:
         """Let processes of this user ask for the status."""
         cluster = self.strategy.cluster
         own = self._job, self._index
@@ -539,16 +538,16 @@ class MonitoredTrainingSession:
             if ("worker", index) != own:
                 workers[task_name("worker", index)] = cluster.task_address("worker", index)
         last = self._stop_at_step
-        facts = SessionFacts(
-            links.ps.links, workers, "the program" if last is None else f"step {last}"
-        )
-        source = SessionSource(links.endpoint, partial(placed, self.strategy), facts)
+        source = SessionSource(
+            links.endpoint, partial(placed, self.strategy), links.ps.links, workers,
+            "the program" if last is None else f"step {last}",
+        )  # fmt: skip
         source.variables = lambda: {
             variable.spec.variable_id: variable.spec.name for variable in self.strategy.variables
         }
         self._seen = ServedStatus(source, links.endpoint.platform)
         await self._seen.start()
-        return facts
+        return source
 
     async def _watch(self, end: Awaitable[messages.TrainingOver]) -> None:
         try:

@@ -31,7 +31,7 @@ from psync.client.context import current_closure, forbid_in_step
 from psync.client.runtime import Runtime
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.integrations.merging import AnyVariable, StateMerge
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 from psync.numerics.casting import fitting
 from psync.numerics.rows import IndexedSlices
 from psync.replicas.context import current_gang

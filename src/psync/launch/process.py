@@ -27,9 +27,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TextIO, TypeVar
 
 from psync.errors import ConfigurationError
-from psync.net.process_state import inherited_file
+from psync.net.platform import Workforce, inherited_file
 from psync.net.task_reports import report_on_signal
-from psync.net.workforce import Workforce
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from psync.cluster import ClusterSpec, join_address, split_address, task_name
-from psync.cluster_roles import CHIEF
+from psync.cluster import CHIEF, ClusterSpec, join_address, split_address, task_name
 from psync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -59,7 +58,7 @@ from psync.net.chief_presence import (
 )
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform
+from psync.net.platform import Platform, Workforce, load_secret, workforce_of_launcher
 from psync.net.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
@@ -69,10 +68,8 @@ from psync.net.resolvers import (
     resolve_cluster,
     training_cluster,
 )
-from psync.net.secret import load_secret
 from psync.net.task_reports import described_by
 from psync.net.transport import BACKLOG, SocketNetwork
-from psync.net.workforce import Workforce, workforce_of_launcher
 from psync.wire.messages import Done, JoinCluster, Joined, LeaveCluster, Shutdown
 
 if TYPE_CHECKING:
@@ -516,10 +513,11 @@ async def serve_as(
 
     try:
         async with contextlib.AsyncExitStack() as stack:
-            if os.environ.get("PSYNC_TASK_METRICS"):
-                from psync.status.task_metrics import serving_metrics
+            if address := os.environ.get("PSYNC_TASK_METRICS"):
+                from psync.status.http import serving_metrics
 
-                await stack.enter_async_context(serving_metrics(task))
+                metrics = serving_metrics(address, task.task, task.statistics)
+                await stack.enter_async_context(metrics)
             stack.enter_context(described_by(task.describe))
             if leave is not None:
                 stack.enter_context(asked_first(leave_first))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from psync.errors import ConfigurationError
-from psync.net.tls_config import CA_FILE, CERT_FILE, KEY_FILE
+from psync.net.tls import CA_FILE, CERT_FILE, KEY_FILE
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 SKEW = datetime.timedelta(hours=1)

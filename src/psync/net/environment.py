@@ -17,16 +17,22 @@ from contextvars import ContextVar
 
 from psync.errors import ConfigurationError
 from psync.net.chief_presence import TrainingPresence
-from psync.net.platform import Parts, Platform
-from psync.net.process_state import MISPLACED, PerProcess, inherited_file
+from psync.net.platform import (
+    MISPLACED,
+    Parts,
+    PerProcess,
+    Platform,
+    flag,
+    inherited_file,
+    load_secret,
+    require_secret,
+    workforce_of_launcher,
+)
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
-from psync.net.secret import insecure_by_environ, load_secret, require_secret
 from psync.net.shared.door_names import may_share
 from psync.net.shared.doors import can_share
-from psync.net.tls import TlsNetwork
-from psync.net.tls_config import load_tls
+from psync.net.tls import TlsNetwork, load_tls
 from psync.net.transport import Network, SocketNetwork
-from psync.net.workforce import workforce_of_launcher
 from psync.wire.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -99,14 +105,17 @@ def platform_of(
             be understood.
     """
     tell_launcher()
-    _say_what_is_misspelt(os.environ)
+    for misspelt, meant in misspelt_settings(os.environ).items():
+        if misspelt not in _said():
+            _said().add(misspelt)
+            logger.warning("%s is not a psync variable; did you mean %s?", misspelt, meant)
     own = getattr(resolver, "platform", None)
     if isinstance(resolver, TFConfigClusterResolver):
         own = platform_of_tf_config.get()
     if isinstance(own, Platform):
         return own
     environ = os.environ
-    insecure = insecure or insecure_by_environ(environ)
+    insecure = insecure or bool(flag(environ, "PSYNC_INSECURE"))
     secret = require_secret(load_secret(environ), insecure, address, warn)
     # A resolver that had to know its port has bound it.
     bound: Mapping[str, socket.socket] = getattr(resolver, "listening", {})
@@ -157,13 +166,6 @@ def misspelt_settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: meant[0] for name, meant in close if meant}
 
 
-def _say_what_is_misspelt(environ: Mapping[str, str]) -> None:
-    for misspelt, meant in misspelt_settings(environ).items():
-        if misspelt not in _said():
-            _said().add(misspelt)
-            logger.warning("%s is not a psync variable; did you mean %s?", misspelt, meant)
-
-
 def parts_of(environ: Mapping[str, str]) -> Parts:
     """Return which parts a task is built of: others than usual if a variable of tests is set.
 
@@ -201,10 +203,7 @@ def is_supervised(environ: Mapping[str, str]) -> bool:
     Raises:
         ConfigurationError: ``PSYNC_SUPERVISED`` is neither 0 nor 1.
     """
-    text = environ.get("PSYNC_SUPERVISED", "")
-    if text not in ("", "0", "1"):
-        raise ConfigurationError(f"PSYNC_SUPERVISED: expected 0 or 1, got {text!r}")
-    return text == "1"
+    return bool(flag(environ, "PSYNC_SUPERVISED"))
 
 
 def note_training_began() -> None:

@@ -1,29 +1,329 @@
 """The platform of a task: network, randomness, clock and secret, given and never reached for.
 
 A test gives an in-memory network, a seeded generator and a counter; the defaults are the
-machine's. Time inside a loop is the loop's (``loop.time()``), which may be virtual.
+machine's. Time inside a loop is the loop's (``loop.time()``), which may be virtual. What belongs
+to the whole process (``PerProcess``) is made here and nowhere else, so that a simulation can run in
+a process as if nothing had run there before, and leave nothing behind.
+
+The holder of the secret can run code on every task, because steps are functions that the
+coordinator sends. So a task listens without one only if its owner says so in words
+(``--insecure``), and a secret that was asked for and cannot be had is an error: nothing falls back
+to less than what was asked for.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hmac
 import os
 import random
+import secrets
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from io import FileIO
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
-from psync.net.secret import Secret
-from psync.net.workforce import Workforce
+from psync.closures.membership import Load
+from psync.cluster import ClusterSpec, is_loopback
+from psync.errors import ConfigurationError, SerializationError
 from psync.wire.limits import Limits
 
 if TYPE_CHECKING:
     from psync.net.shared.regions import SharedMemory
     from psync.net.transport import Network
 
-
 T = TypeVar("T")
+
+MISPLACED = 78
+"""Exit code of a worker of ``psync run`` that runs the program instead of serving: the launcher
+says so, once for all of them."""
+
+_all: list[PerProcess[Any]] = []
+
+
+class PerProcess(Generic[T]):
+    """A value that each process has one of; call this for the one of here.
+
+    Args:
+        make: Returns the value with which a process begins.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self.make = make
+        self.value = make()
+        _all.append(self)
+
+    def __call__(self) -> T:
+        return self.value
+
+
+@contextlib.contextmanager
+def fresh_process() -> Iterator[None]:
+    """Let everything be as in a process that has just begun; afterwards it is as it was."""
+    before = {id(each): each.value for each in _all}
+    for each in _all:
+        each.value = each.make()
+    try:
+        yield
+    finally:
+        for each in _all:  # a module may have been imported meanwhile
+            each.value = before[id(each)] if id(each) in before else each.make()
+
+
+def inherited_file(variable: str) -> int | None:
+    """Return the descriptor that a launcher has passed on under this name; it has one owner."""
+    known = os.environ.pop(variable, None)
+    if known is None:
+        return None
+    fd, _, inode = known.partition(":")
+    with contextlib.suppress(OSError):
+        # A process that the program has started has the variable, and another file there, or none.
+        if os.fstat(int(fd)).st_ino == int(inode):
+            return int(fd)
+    return None
+
+
+def named_file(file: FileIO) -> str:
+    """Return how a process that inherits a file recognizes it."""
+    return f"{file.fileno()}:{os.fstat(file.fileno()).st_ino}"
+
+
+@contextlib.contextmanager
+def new_pipe() -> Iterator[tuple[FileIO, FileIO]]:
+    """Return a context manager for both ends of a pipe, either of which may be closed before."""
+    read_fd, write_fd = os.pipe()
+    with FileIO(read_fd) as read_end, FileIO(write_fd, "w") as write_end:
+        yield read_end, write_end
+
+
+MIN_SECRET_BYTES = 16
+"""128 bits, if they are random: not to be guessed, not even from a recorded handshake."""
+
+HOW_TO_MAKE_ONE = "make one: python3 -c 'import secrets; print(secrets.token_hex(32))'"
+
+
+class Secret:
+    """The bytes that every task of a cluster proves to know. They show in no text and no pickle.
+
+    Args:
+        value: At least ``MIN_SECRET_BYTES`` bytes.
+        source: What to call it in an error: ``PSYNC_SECRET``.
+
+    Raises:
+        ConfigurationError: If it is too short.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes, *, source: str = "the secret") -> None:
+        if len(value) < MIN_SECRET_BYTES:
+            raise ConfigurationError(
+                f"{source}: expected at least {MIN_SECRET_BYTES} bytes, got {len(value)}",
+                hint=HOW_TO_MAKE_ONE,
+            )
+        self._value = value
+
+    @property
+    def value(self) -> bytes:
+        """The secret itself: for the handshake, and for nothing that is printed or sent."""
+        return self._value
+
+    def __repr__(self) -> str:
+        return "Secret(…)"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Secret):
+            return NotImplemented
+        return hmac.compare_digest(self._value, other._value)
+
+    __hash__ = None  # type: ignore[assignment]  # equality takes constant time, a hash table not
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise SerializationError(
+            "the cluster's secret cannot be pickled or copied",
+            hint="a step must not use it; tasks read PSYNC_SECRET or PSYNC_SECRET_FILE themselves",
+        )
+
+
+def mint_secret() -> str:
+    """Return a new random secret, as the text that ``PSYNC_SECRET`` takes."""
+    return secrets.token_hex(32)
+
+
+def load_secret(environ: Mapping[str, str]) -> Secret | None:
+    """Return the secret that the environment gives: ``PSYNC_SECRET``, else ``PSYNC_SECRET_FILE``.
+
+    White space around it does not count. None if neither variable is set.
+
+    Raises:
+        ConfigurationError: If it is empty or too short, or the file cannot be read, or others than
+            its owner can read or change it.
+    """
+    text = environ.get("PSYNC_SECRET")
+    if text is not None:
+        return Secret(os.fsencode(text).strip(), source="PSYNC_SECRET")
+    path = environ.get("PSYNC_SECRET_FILE")
+    if path is None:
+        return None
+    source = f"PSYNC_SECRET_FILE ({path})"
+    try:
+        return Secret(read_private(path, source).strip(), source=source)
+    except (OSError, ValueError) as exc:
+        if isinstance(exc, ConfigurationError):
+            raise
+        raise ConfigurationError(
+            f"{source}: cannot be read: {getattr(exc, 'strerror', None) or exc}"
+        ) from exc
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for somebody to write into it
+
+
+def read_private(path: str, source: str) -> bytes:
+    """Return what a file holds that nobody but its owner can read or change.
+
+    Args:
+        path: Of the file.
+        source: What to call it in an error.
+
+    Raises:
+        ConfigurationError: If it is no file, or others can read or change it.
+        OSError, ValueError: If it cannot be read.
+    """
+    # The checks are of the file that is open, not of a name that may change hands meanwhile.
+    with open(path, "rb", opener=_open_without_waiting) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigurationError(f"{source}: expected a file")
+        if status.st_mode & 0o066:
+            raise ConfigurationError(
+                f"{source}: users other than its owner can read or change it (mode "
+                f"{stat.S_IMODE(status.st_mode):04o})",
+                hint=f"chmod 600 {path}",
+            )
+        return file.read()
+
+
+def flag(environ: Mapping[str, str], variable: str) -> bool | None:
+    """Return whether a variable is 1; None: it is not set, or empty.
+
+    Raises:
+        ConfigurationError: If it is anything but 0 or 1: nobody should have to guess.
+    """
+    text = environ.get(variable, "")
+    if text not in ("", "0", "1"):
+        raise ConfigurationError(f"{variable}: expected 0 or 1, got {text!r}")
+    return text == "1" if text else None
+
+
+def require_secret(
+    secret: Secret | None, insecure: bool, address: str, warn: Callable[[str], None]
+) -> Secret | None:
+    """Return what a task that listens on ``address`` is protected by; None only if asked for.
+
+    Args:
+        secret: From ``load_secret``.
+        insecure: The owner has said that the task may run without a secret. Where there is one, it
+            is used all the same.
+        address: Where the task listens.
+        warn: Called with one line that says what running without a secret means.
+
+    Raises:
+        ConfigurationError: If there is no secret and ``insecure`` is false. A loopback address is
+            no exception: other users of the machine reach it.
+    """
+    if secret is not None:
+        return secret
+    who = "every user of this machine" if is_loopback(address) else "everybody who can reach it"
+    if not insecure:
+        raise ConfigurationError(
+            f"no secret is set, so {who} could run code on this task ({address})",
+            hint="set PSYNC_SECRET, or PSYNC_SECRET_FILE to the path of a file with it, to the "
+            f"same secret for all tasks ({HOW_TO_MAKE_ONE}); or allow running without one: "
+            "--insecure, or PSYNC_INSECURE=1",
+        )
+    warn(f"running without a secret: {who} can run code on this task ({address})")
+    return None
+
+
+class Follower(Protocol):
+    """A coordinator that runs or is starting."""
+
+    def workers_changed(
+        self, added: Mapping[int, str], removed: Collection[int]
+    ) -> list[asyncio.Task[None]]:
+        """Take workers in (address by index), let others leave; return what does it.
+
+        What comes is known, perhaps, and what leaves not: then nothing happens.
+        """
+
+    def load(self) -> Load:
+        """Return what there is to do."""
+
+
+class Workforce:
+    """Workers that have come and left since the tasks of a cluster were started."""
+
+    def __init__(self) -> None:
+        self._added: dict[int, str] = {}  # address by index
+        self._removed: set[int] = set()
+        self._followers: dict[Follower, None] = {}  # the newest last
+
+    def change(
+        self, added: Mapping[int, str], removed: Collection[int]
+    ) -> list[asyncio.Task[None]]:
+        """Some workers are there now, others are to leave.
+
+        Args:
+            added: Where each of the new ones listens, by index. They may still be starting.
+            removed: Indices of those that leave.
+
+        Returns:
+            What ends when coordinators that run have taken the new ones in, and those that leave
+            have left; it raises nothing.
+        """
+        for index in removed:
+            self._added.pop(index, None)
+            self._removed.add(index)
+        for index, address in added.items():
+            self._removed.discard(index)
+            self._added[index] = address
+        followers = list(self._followers)
+        return [task for each in followers for task in each.workers_changed(added, removed)]
+
+    def follow(self, follower: Follower) -> Callable[[], object]:
+        """Let a coordinator follow, what has changed before it started included.
+
+        Returns:
+            What ends that.
+        """
+        self._followers[follower] = None
+        follower.workers_changed(self._added, self._removed)
+        return lambda: self._followers.pop(follower, None)
+
+    def present(self, cluster: ClusterSpec) -> ClusterSpec:
+        """Return a cluster with the workers that there are now, and not those of its strategy."""
+        jobs = {
+            job: {index: cluster.task_address(job, index) for index in cluster.task_indices(job)}
+            for job in cluster.jobs
+        }
+        known = jobs.get("worker", {})
+        there = {i: at for i, at in known.items() if i not in self._removed} | self._added
+        return ClusterSpec({**jobs, "worker": dict(sorted(there.items()))})
+
+    def load(self) -> Load:
+        """Return what the coordinator that runs has to do; where none does, nothing."""
+        return next((each.load() for each in reversed(self._followers)), Load())
+
+
+workforce_of_launcher: PerProcess[Workforce] = PerProcess(Workforce)
+"""That of the launcher which has started this process, a chief."""
+
 
 entropy: ContextVar[Callable[[int], bytes]] = ContextVar("psync_entropy", default=os.urandom)
 """Random bytes for names that must differ from process to process; a simulation draws them."""

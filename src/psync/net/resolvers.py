@@ -29,8 +29,13 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from psync.cluster import ClusterSpec, join_address
-from psync.cluster_roles import TRAINING_JOBS, validate_for_training, with_chief
+from psync.cluster import (
+    TRAINING_JOBS,
+    ClusterSpec,
+    join_address,
+    validate_for_training,
+    with_chief,
+)
 from psync.errors import ConfigurationError, ConnectFailed, DuplicateTaskError
 
 T = TypeVar("T")
@@ -93,10 +98,7 @@ class ClusterResolver(ABC):
         self._rpc_layer = rpc_layer
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Return the address of a task.
 
@@ -313,7 +315,18 @@ class TFConfigClusterResolver(ClusterResolver):
         if answer in ("rpc_layer", "environment"):
             return _in(config, answer, str, "text")
         task = _in(config, "task", dict, "an object") or {}
-        return _task_type_in(task) if answer == "task_type" else _task_index_in(task)
+        if answer == "task_type":
+            kind = task.get("type")
+            # TensorFlow takes a number; the check of the cluster says what is wrong.
+            return str(kind) if type(kind) is int else _in(task, "task.type", str, "text")
+        index = task.get("index")
+        if isinstance(index, str) and re.fullmatch(r"[0-9]{1,9}", index):
+            return int(index)
+        if index is not None and type(index) is not int:
+            raise ConfigurationError(
+                f"TF_CONFIG: task.index: expected a whole number, got {reprlib.repr(index)}"
+            )
+        return index
 
     def _known_master(self, is_task_given: bool, rpc_layer: str | None) -> str | None:
         session_master = _in(self._config(), "session_master", str, "text")
@@ -348,24 +361,6 @@ def _in(config: dict[str, Any], field: str, kind: type[T], expected: str) -> T |
             f"TF_CONFIG: {field}: expected {expected}, got {reprlib.repr(value)}"
         )
     return value
-
-
-def _task_type_in(task: dict[str, Any]) -> str | None:
-    value = task.get("type")
-    if type(value) is int:  # TensorFlow takes it; the check of the cluster says what is wrong
-        return str(value)
-    return _in(task, "task.type", str, "text")
-
-
-def _task_index_in(task: dict[str, Any]) -> int | None:
-    value = task.get("index")
-    if value is None or type(value) is int:
-        return value
-    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
-        return int(value)
-    raise ConfigurationError(
-        f"TF_CONFIG: task.index: expected a whole number, got {reprlib.repr(value)}"
-    )
 
 
 class UnionClusterResolver(ClusterResolver):
@@ -539,10 +534,6 @@ def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
     )
 
 
-def _tf_config(environ: Environ) -> ClusterResolver | None:
-    return TFConfigClusterResolver(environ=environ) if environ.get("TF_CONFIG") else None
-
-
 def _torchrun(environ: Environ) -> ClusterResolver | None:
     if not environ.get("TORCHELASTIC_RUN_ID"):
         return None
@@ -559,11 +550,12 @@ def _one_torchrun(variables: tuple[tuple[str, str], ...]) -> ClusterResolver:
 
 
 SURROUNDINGS: tuple[tuple[str, Callable[[Environ], ClusterResolver | None] | None], ...] = (
-    ("TF_CONFIG", _tf_config),
+    ("TF_CONFIG",
+     lambda given: TFConfigClusterResolver(environ=given) if given.get("TF_CONFIG") else None),
     ("torchrun", _torchrun),
     ("SLURM", None),
     ("Kubernetes", None),
-)
+)  # fmt: skip
 """What a launcher may have said, in the order in which it is believed. None: the module of that
 name in ``psync.integrations`` finds it (``found_in``), and says what is missing where it nearly is
 (``advice``)."""

@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 
 MAX_FRAMES = 40
 MAX_STACKS = 50

@@ -61,11 +61,7 @@ class Network(Protocol):
 
 class _SocketListener:
     def __init__(
-        self,
-        server: asyncio.Server,
-        address: str,
-        doors: Sequence[Door],
-        path: str | None = None,
+        self, server: asyncio.Server, address: str, doors: Sequence[Door], path: str | None = None
     ) -> None:
         for sock in server.sockets:
             keep_from_children(sock)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from psync.accumulators import Applied, ArrayAccumulator, Take
+from psync.accumulators import Accumulator, Applied, Take
 from psync.errors import (
     ConfigurationError,
     FencedError,
@@ -137,7 +137,7 @@ def definition_of(
     )  # fmt: skip
 
 
-def rule_of(definition: DefineAccumulator) -> ArrayAccumulator[Any, Any]:
+def rule_of(definition: DefineAccumulator) -> Accumulator[Any, Any]:
     """Return a rule of that kind, empty.
 
     Raises:
@@ -160,7 +160,7 @@ def rule_of(definition: DefineAccumulator) -> ArrayAccumulator[Any, Any]:
 
 
 def gradient_of(
-    message: ApplyGradient, body: Sequence[memoryview], rule: ArrayAccumulator[Any, Any]
+    message: ApplyGradient, body: Sequence[memoryview], rule: Accumulator[Any, Any]
 ) -> object:
     """Return what a rule takes for a gradient."""
     sparse = isinstance(rule, SparseConditionalAccumulator)

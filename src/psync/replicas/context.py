@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from psync.client.context import ClosureContext, Running, forbid_in_step, here
-from psync.cluster_roles import CHIEF
+from psync.cluster import CHIEF
 from psync.errors import ContextError, RemoteProtocolError
 from psync.net.shielding import shielded
 from psync.numerics.replicas import (

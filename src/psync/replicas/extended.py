@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from psync.cluster import device_name
-from psync.cluster_roles import is_chief
+from psync.cluster import device_name, is_chief
 from psync.errors import ContextError, EndOfData, ReplicaValueError, UsageError
 from psync.numerics.replicas import (
     DistributedValues,

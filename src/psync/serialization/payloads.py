@@ -29,13 +29,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from psync.errors import SerializationError
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 from psync.serialization.captures import Refusal, blame, importable_from, resolves_by_name
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 
@@ -125,19 +125,8 @@ class _Buffer:
     index: int
 
 
-class _PicklerOf(Protocol):
-    """What the pickler class of `_pickler_class` offers."""
-
-    buffers: list[Segment]
-    remote_values: list[Any]
-    kept: list[Any]
-
-    def __init__(self, file: io.BytesIO, main_by_name: bool, is_handle: bool) -> None: ...
-    def dump(self, obj: object) -> None: ...
-
-
 @functools.cache
-def _pickler_class() -> type[_PicklerOf]:
+def _pickler_class() -> Any:  # made late: cloudpickle is imported when it is needed
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
@@ -266,7 +255,7 @@ def pack(
     except MemoryError:
         raise
     except Exception as exc:  # a user's __reduce__ may raise anything
-        raise _capture_error(subject, obj, exc, receiver, main_by_name) from _of_user_code(exc)
+        _refuse(subject, obj, exc, receiver, main_by_name)
 
 
 def pack_arguments(
@@ -287,15 +276,12 @@ def pack_arguments(
         named = [(str(index), value) for index, value in enumerate(args)]
         named += [(f'"{name}"', value) for name, value in kwargs.items()]
         for name, value in named:
-            error = _fails(value, main_by_name)
-            if error is not None:
+            if (error := _fails(value, main_by_name)) is not None:
                 subject = f'argument {name} of step "{step}"'
-                said = _capture_error(subject, value, error, "a worker", main_by_name)
-                raise said from _of_user_code(error)
+                _refuse(subject, value, error, "a worker", main_by_name)
         # Only all of them together fail, as when they are nested too deeply.
         subject = f'the arguments of step "{step}"'
-        said = _capture_error(subject, (args, kwargs), exc, "a worker", main_by_name)
-        raise said from _of_user_code(exc)
+        _refuse(subject, (args, kwargs), exc, "a worker", main_by_name)
 
 
 def check_size(payload: Payload, subject: str, limits: Limits = DEFAULT_LIMITS) -> None:
@@ -325,17 +311,17 @@ def _fails(obj: object, main_by_name: bool) -> Exception | None:
     return None
 
 
-def _capture_error(
+def _refuse(
     subject: str, obj: object, error: Exception, receiver: str, main_by_name: bool
-) -> SerializationError:
+) -> NoReturn:
+    """Raise what names the part of ``obj`` that cannot be sent."""
     sentence, cause, path = blame(subject, obj, lambda part: _fails(part, main_by_name))
     reason = str(cause or error)
     # pickle's own words only repeat what the sentence says.
     reason = "" if reason.startswith("cannot pickle '") else f": {reason}"
-    return SerializationError(
-        f"{sentence} to {receiver}{reason}",
-        hint=_remedy(path, receiver),
-    )
+    raise SerializationError(
+        f"{sentence} to {receiver}{reason}", hint=_remedy(path, receiver)
+    ) from _of_user_code(error)
 
 
 def _remedy(path: Sequence[object], receiver: str) -> str:

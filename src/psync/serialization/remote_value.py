@@ -134,8 +134,7 @@ class RemoteValue(Generic[T_co]):
             return cast(T_co, self._value)
         if self._payload is None:
             raise UsageError(
-                f"{self._closure} has not ended",
-                hint="await the RemoteValue, or join() first",
+                f"{self._closure} has not ended", hint="await the RemoteValue, or join() first"
             )
         payload = self._payload
         # Read-only memory is copied: the payload itself may go on to other closures.

@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import importlib.util
+import ipaddress
 import logging
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from psync.cluster import is_loopback, split_address
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.handshake_limits import LogQuota
 from psync.net.platform import random_hex
-from psync.net.transport import reason
-from psync.status.exposition import CONTENT_TYPE
-from psync.status.guard import is_allowed_host, is_token
+from psync.status.exposition import CONTENT_TYPE, task_exposition
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -46,7 +46,19 @@ TOKEN_BYTES = 16
 
 _TEXT = "text/plain; charset=utf-8"
 
-Metrics = Callable[[], Awaitable[str]]
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "object-src 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Server": "psync",
+}
+"""Of every answer."""
 
 Page = Callable[[Mapping[str, str]], Awaitable[tuple[str, str | bytes]]]
 """Given the query, returns content type and body."""
@@ -87,6 +99,46 @@ def check_installed(what: str, *packages: str) -> None:
 def check_metrics() -> None:
     """Check that metrics can be served. Raises ConfigurationError."""
     check_installed("metrics", "aiohttp", "prometheus_client")
+
+
+# Who may ask: whoever has the token, which stands in the URL that is printed, and in a cookie once
+# the dashboard's page was opened. A page of somebody else's cannot read ours (same origin). By
+# giving its own name our address (DNS rebinding) it could become the same origin, so names that are
+# not known are refused.
+
+
+def is_allowed_host(header: str | None, names: Collection[str] = ()) -> bool:
+    """Return whether a request's Host is one under which a dashboard is asked for.
+
+    Addresses are, as no DNS is asked for them, and ``localhost``.
+
+    Args:
+        header: "127.0.0.1:8787", "localhost:8787", "[::1]:8787"; None: there is none.
+        names: Others that are, in lower case, such as that of a proxy.
+    """
+    host = (header or "").strip().lower()
+    name, colon, port = host.rpartition(":")
+    if colon and port.isdecimal() and not (":" in name and name[:1] != "["):
+        host = name
+    if host == "localhost" or host in names:
+        return True
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+def is_token(given: str | None, token: str) -> bool:
+    """Return whether somebody has the token; how long it takes says nothing about it."""
+    # Bytes that are no UTF-8 come as surrogates.
+    return hmac.compare_digest((given or "").encode("utf-8", "surrogatepass"), token.encode())
+
+
+def bearer_of(header: str | None) -> str | None:
+    """Return the token of an ``Authorization: Bearer …`` header, or None."""
+    scheme, _, token = (header or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
 
 
 class _Log(logging.LoggerAdapter[logging.Logger]):
@@ -207,7 +259,7 @@ class StatusServer:
     def __init__(
         self,
         address: str,
-        metrics: Metrics,
+        metrics: Callable[[], Awaitable[str]],
         pages: Mapping[str, Page] = types.MappingProxyType({}),
         *,
         who: str = "",
@@ -235,6 +287,8 @@ class StatusServer:
                 listening(application, self._host, self._port)
             )
         except OSError as exc:
+            from psync.net.transport import reason  # with numpy, which a launcher never loads
+
             raise ConfigurationError(
                 f"metrics: cannot listen on {self._host}:{self._port}: {reason(exc)}",
                 hint="port 0 takes a free one",
@@ -251,22 +305,22 @@ class StatusServer:
     async def _respond(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
-        status, kind, text = await self._answer(request)
+        status, kind, body = await self._answer(request)
         headers = {
             "Content-Type": kind, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",
         }  # fmt: skip
-        body = text if isinstance(text, bytes) else text.encode()
-        response = web.Response(status=status, headers=headers, body=body)
+        response = web.Response(
+            status=status, headers=headers, body=body.encode() if isinstance(body, str) else body
+        )
         response.force_close()
         return response
 
     async def _answer(self, request: web.Request) -> tuple[int, str, str | bytes]:
         """Return status, content type and body."""
+        host = request.headers.get("Host")
         if request.method not in ("GET", "HEAD"):
             return 405, _TEXT, "only GET and HEAD\n"
-        if is_loopback(f"{shown(self._host)}:0") and not is_allowed_host(
-            request.headers.get("Host")
-        ):
+        if is_loopback(f"{shown(self._host)}:0") and not is_allowed_host(host):
             return 403, _TEXT, "the Host header names another host\n"
         try:
             if request.path == "/metrics":
@@ -280,3 +334,36 @@ class StatusServer:
             return 200, *await self._pages[request.path](request.query)
         except PsyncError as exc:  # it ends just now
             return 503, _TEXT, f"{exc.message}\n"
+
+
+# Metrics of one ps or worker, served by its own process.
+
+
+@contextlib.asynccontextmanager
+async def serving_metrics(
+    address: str, task: str, statistics: Callable[[], Mapping[str, Any]]
+) -> AsyncIterator[None]:
+    """Return a context in which Prometheus may ask a task; the log has the URL.
+
+    Args:
+        address: "host:port", port 0 for a free one.
+        task: Its name.
+        statistics: Returns its counters.
+
+    Raises:
+        ConfigurationError: That is no address, or one that is in use.
+    """
+
+    async def metrics() -> str:
+        from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+        process = CollectorRegistry()
+        ProcessCollector(registry=process)
+        return task_exposition(task, statistics()) + generate_latest(process).decode()
+
+    server = StatusServer(address, metrics, who=task)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.close()

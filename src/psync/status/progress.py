@@ -21,91 +21,55 @@ from psync.status.units import bytes_text
 
 
 class Progress:
-    """What is told of the epochs; this one shows nothing."""
+    """What is told of the epochs.
+
+    Args:
+        kind: As of ``kind_of``.
+    """
+
+    def __init__(self, kind: str | None) -> None:
+        self._kind = kind
+        self._done: list[str] = []
+        self._cell = _Cell()
+        self._bar: Any = None
+        if kind == "bar":
+            self._bar = _bar("steps")
+            self._bar.start()
 
     def begin(self, epoch: int, epochs: int, steps: int) -> None:
         """An epoch begins; epochs count from 0."""
-
-    def at(self, steps: int) -> None:
-        """So many steps of it are done."""
-
-    def end(self, seconds: float, logs: Mapping[str, float], again: int = 0) -> None:
-        """It is done; so many steps of it were trained again after a rollback."""
-
-    def close(self) -> None:
-        """Nothing follows."""
-
-
-class Lines(Progress):
-    """Prints a line for each epoch."""
-
-    def begin(self, epoch: int, epochs: int, steps: int) -> None:
-        """Keep what stands at the beginning of the line."""
         self._head, self._steps = f"epoch {epoch + 1}/{epochs}", steps
-
-    def end(self, seconds: float, logs: Mapping[str, float], again: int = 0) -> None:
-        """Print the line."""
-        print(f"{self._head}: {text_of(seconds, self._steps, logs, again)}", flush=True)
-
-
-class Bar(Progress):
-    """A bar for the running epoch, and a line for each that is done."""
-
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
-
-        self._rich: Any = RichProgress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TimeRemainingColumn(), transient=True,
-        )  # fmt: skip
-        self._rich.start()
-
-    def begin(self, epoch: int, epochs: int, steps: int) -> None:
-        """Show a new bar."""
-        self._head, self._steps = f"epoch {epoch + 1}/{epochs}", steps
-        self._task = self._rich.add_task(self._head, total=steps)
-
-    def at(self, steps: int) -> None:
-        """Move it."""
-        self._rich.update(self._task, completed=steps)
-
-    def end(self, seconds: float, logs: Mapping[str, float], again: int = 0) -> None:
-        """Replace it by a line."""
-        self._rich.remove_task(self._task)
-        self._rich.console.print(
-            f"{self._head}: {text_of(seconds, self._steps, logs, again)}", highlight=False
-        )
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        self._rich.stop()
-
-
-class CellLines(Progress):
-    """A line for each epoch in one output of a notebook's cell, below them one that changes."""
-
-    def __init__(self) -> None:
-        self._done: list[str] = []
-        self._cell = _Cell()
-
-    def begin(self, epoch: int, epochs: int, steps: int) -> None:
-        """Show a new line."""
-        self._head, self._steps = f"epoch {epoch + 1}/{epochs}", steps
+        if self._bar is not None:
+            self._task = self._bar.add_task(self._head, total=steps)
         self.at(0)
 
     def at(self, steps: int) -> None:
-        """Change it."""
-        self._cell.show(self._done, f"{self._head}: {steps}/{self._steps}", steps / self._steps)
+        """So many steps of it are done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=steps)
+        elif self._kind == "cell":
+            self._cell.show(self._done, f"{self._head}: {steps}/{self._steps}", steps / self._steps)
 
     def end(self, seconds: float, logs: Mapping[str, float], again: int = 0) -> None:
-        """Replace it by what came of the epoch."""
-        self._done.append(f"{self._head}: {text_of(seconds, self._steps, logs, again)}")
-        self._cell.show(self._done)
+        """It is done; so many steps of it were trained again after a rollback."""
+        values = "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
+        undone = f" ({again} undone by a rollback and trained again)" if again else ""
+        line = f"{self._head}: {self._steps} steps{undone} in {seconds:.1f} s  {values}"
+        if self._bar is not None:
+            self._bar.remove_task(self._task)
+            self._bar.console.print(line, highlight=False)
+        elif self._kind == "cell":
+            self._done.append(line)
+            self._cell.show(self._done)
+        elif self._kind is not None:
+            print(line, flush=True)
 
     def close(self) -> None:
-        """Leave the lines of epochs that are done."""
-        self._cell.show(self._done)
+        """Nothing follows: leave the terminal as it was, and the lines of epochs that are done."""
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._kind == "cell":
+            self._cell.show(self._done)
 
 
 class _Cell:
@@ -133,15 +97,8 @@ class _Cell:
             self._shown.update(mark, raw=True)
 
 
-def text_of(seconds: float, steps: int, logs: Mapping[str, float], again: int) -> str:
-    """Return what is said of an epoch that is done."""
-    values = "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
-    undone = f" ({again} undone by a rollback and trained again)" if again else ""
-    return f"{steps} steps{undone} in {seconds:.1f} s  {values}"
-
-
-def progress_of(verbose: bool | str) -> Progress:
-    """Return what shows the epochs.
+def kind_of(verbose: bool | str) -> str | None:
+    """Return "bar", "cell", "lines", or None for no output.
 
     Args:
         verbose: False: nothing; "lines"; "bar"; True or "auto": a bar if stdout is a terminal or a
@@ -150,11 +107,6 @@ def progress_of(verbose: bool | str) -> Progress:
     Raises:
         ConfigurationError: It is none of these.
     """
-    return {None: Progress, "bar": Bar, "cell": CellLines, "lines": Lines}[kind_of(verbose)]()
-
-
-def kind_of(verbose: bool | str) -> str | None:
-    """Return "bar", "cell", "lines", or None for no output; else as ``progress_of``."""
     if verbose not in (False, True, "auto", "lines", "bar"):
         raise ConfigurationError(
             f'verbose: expected "auto", "bar", "lines", True or False, got {verbose!r}'
@@ -179,7 +131,7 @@ def showing(
     """Show how much of some work is done; when it is, say so in a line.
 
     Args:
-        verbose: As for ``progress_of``.
+        verbose: As for ``kind_of``.
         what: "saving run/checkpoints".
         total: How much it is.
         unit: Of that: "shards"; "": bytes.
@@ -199,8 +151,9 @@ def showing(
 
     cell = _Cell()
     if kind == "bar":
-        with _bar(what, total, unit) as at:
-            yield at
+        with _bar(unit) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda done: bar.update(task, completed=done)
     elif kind == "cell":
         yield lambda done: cell.show((), text(done), done / max(total, 1))
     else:
@@ -212,26 +165,19 @@ def showing(
         print(ended, flush=True)
 
 
-@contextlib.contextmanager
-def _bar(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-    from rich.progress import Progress as RichProgress
+def _bar(unit: str) -> Any:
+    """Return rich's bar of something that is counted; "": in bytes."""
+    from rich import progress
 
-    counts = (DownloadColumn(binary_units=True), TransferSpeedColumn())
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(),
-        *((MofNCompleteColumn(),) if unit else counts), TimeRemainingColumn(),
+    counts: tuple[Any, ...] = (
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+    )
+    return progress.Progress(
+        progress.TextColumn("{task.description}", markup=False), progress.BarColumn(),
+        *((progress.MofNCompleteColumn(),) if unit else counts), progress.TimeRemainingColumn(),
+        transient=True,
     )  # fmt: skip
-    with RichProgress(*columns, transient=True) as rich:
-        task = rich.add_task(what, total=total)
-        yield lambda done: rich.update(task, completed=done)
 
 
 def _lines(text: Callable[[int], str]) -> Callable[[int], None]:

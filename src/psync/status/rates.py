@@ -1,27 +1,22 @@
 """The rules that make a status of counters: rates over a window, states of workers, who waits.
 
-A ``Reading`` is what ``sampling`` has read at one moment. ``History`` remembers earlier counters,
-as many as the window needs, however often somebody asks.
+``History`` remembers earlier counters, as many as the window needs, however often somebody asks.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from psync.closures.queue import QueueStatistics
 from psync.status.model import (
     BackupStatus,
     BoundStatus,
-    EventStatus,
     GroupStatus,
     PsStatus,
     QueueStatus,
-    RunningClosure,
-    SeenError,
-    ShardStatus,
     Status,
     StepsStatus,
     WorkerStatus,
@@ -81,114 +76,76 @@ class History:
         return now - earlier[0][0], rate
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerReading:
-    """What the coordinator knows of a worker."""
+def status_of(
+    bare: Status,
+    now: float,
+    closures: QueueStatistics,
+    counted: Sequence[Mapping[str, Any]],
+    history: History,
+    *,
+    has_backups: bool = False,
+    attached: bool = False,
+) -> Status:
+    """Return the status, with rates since an earlier one; note its counters in the history.
 
-    task: str
-    address: str
-    state: str  # as of ``WorkerStatus``; "idle" if it takes part, "busy" in a training session
-    closure: RunningClosure | None = None
-    losses: int = 0
-    failed: int = 0
-    last_error: SeenError | None = None
-    work: WorkShares | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PsReading:
-    """What a ps has said."""
-
-    task: str
-    address: str
-    state: str  # as of ``PsStatus``
-    age_s: float | None = None  # of the counters
-    counters: Mapping[str, Any] = field(default_factory=dict)  # as ``ps_statistics`` has them
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Everything that was read at one moment."""
-
-    at: float  # on the clock of the history
-    time: float  # since 1970
-    pid: int
-    program: str
-    uptime_s: float
-    state: str
-    waits_for: str
-    closures: QueueStatistics
-    workers: Sequence[WorkerReading]
-    ps: Sequence[PsReading]
-    has_backups: bool = False
-    attached: bool = False  # to ps tasks that go on serving what they had
-    reported: Mapping[str, float] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    events: Sequence[EventStatus] = ()
-    placement: tuple[ShardStatus, ...] = ()
-
-
-def status_of(reading: Reading, history: History) -> Status:
-    """Return the status, with rates since an earlier reading; note this one in the history."""
-    counters: dict[str, float] = {"finished": reading.closures.finished}
-    for worker in reading.closures.workers:
-        counters[worker.worker] = worker.finished
-    groups: Mapping[str, Any] = reading.ps[0].counters.get("sync", {}) if reading.ps else {}
+    Args:
+        bare: The status without anything that is counted. A worker that takes part is "idle" in it,
+            "busy" in a training session.
+        now: Time of the counters, on the clock of the history.
+        closures: Counters of the queue.
+        counted: Counters of each ps, as ``ps_statistics`` has them; {}: it was never read.
+        history: Of this cluster.
+        has_backups: Whether its ps tasks may have backups.
+        attached: Whether the ps tasks go on serving what they had.
+    """
+    counters: dict[str, float] = {"finished": closures.finished}
+    for held in closures.workers:
+        counters[held.worker] = held.finished
+    first: Mapping[str, Any] = counted[0] if counted else {}
+    groups: Mapping[str, Any] = first.get("sync", {})
     # Groups are on ps 0 only; iterations count each optimizer's updates, on each ps.
     steps = [group["step"] for group in groups.values()]
-    steps = steps or [ps.counters.get("iterations", 0) for ps in reading.ps if ps.counters]
+    steps = steps or [each.get("iterations", 0) for each in counted if each]
     if steps:
         counters["step"] = max(steps)
     for name, group in groups.items():
         counters[f"group {name}"] = group["step"]
-    for ps in reading.ps:
-        counters.update({f"{ps.task} {name}": value for name, value in _totals(ps).items()})
-    bytes_of = {f"{ps.task} {name}" for ps in reading.ps for name in ("bytes_in", "bytes_out")}
-    older = counters.keys() - {"finished"} if reading.attached else bytes_of
-    window_s, rate = history.rates(reading.at, counters, older)
-    pushes_per_s = max((rate(f"{ps.task} pushes") for ps in reading.ps), default=0.0)
+    for ps, each in zip(bare.ps, counted, strict=True):
+        counters.update({f"{ps.task} {name}": value for name, value in _totals(each).items()})
+    bytes_of = {f"{ps.task} {name}" for ps in bare.ps for name in ("bytes_in", "bytes_out")}
+    older = counters.keys() - {"finished"} if attached else bytes_of
+    window_s, rate = history.rates(now, counters, older)
+    pushes_per_s = max((rate(f"{ps.task} pushes") for ps in bare.ps), default=0.0)
 
     def pace(name: str) -> float:
         """Return steps in a second. Each takes a push; a checkpoint that is restored, none."""
         return min(rate(name), pushes_per_s)
 
-    bounds = reading.ps[0].counters.get("clocks", {}) if reading.ps else {}
-    busy = [
-        worker.task
-        for worker in reading.workers
-        if worker.closure is not None or worker.state == "busy"
-    ]
+    busy = [each.task for each in bare.workers if each.closure or each.state == "busy"]
     shown = _shown_names(groups)
     synchronous = tuple(
-        _group(shown[name], name, group, busy, pace) for name, group in groups.items()
+        _group(shown[name], group, busy, pace(f"group {name}")) for name, group in groups.items()
     )
-    bounded = tuple(_bound(each) for each in bounds.values())
-    waiting = {task for each in synchronous for task in each.waiting}
-    waiting.update(task for each in bounded for task in each.waiting)
-    closures = reading.closures
-    return Status(
-        time=reading.time,
-        pid=reading.pid,
-        program=reading.program,
-        uptime_s=reading.uptime_s,
+    bounds = tuple(map(_bound, first.get("clocks", {}).values()))
+    waiting = {task for group in synchronous for task in group.waiting}
+    waiting.update(task for bound in bounds for task in bound.waiting)
+    return replace(
+        bare,
         window_s=window_s,
-        state=reading.state,
-        waits_for=reading.waits_for,
         queue=QueueStatus(
             closures.waiting, closures.queued, closures.in_flight, closures.finished,
             closures.failed, closures.exhausted, closures.cancelled, closures.put_back,
             rate("finished"),
         ),
         steps=StepsStatus(
-            int(counters.get("step", 0)), pace("step"), _staleness(reading.ps, groups), synchronous,
-            bounded,
+            int(counters.get("step", 0)), pace("step"), _staleness(counted, groups), synchronous,
+            bounds,
         ),
-        workers=_workers(reading, groups, waiting, rate),
-        ps=tuple(_ps(each, rate, has_backups=reading.has_backups) for each in reading.ps),
-        reported=reading.reported,
-        notes=tuple(reading.notes),
-        events=tuple(reading.events),
-        placement=reading.placement,
+        workers=_workers(bare.workers, closures, counted, groups, waiting, rate),
+        ps=tuple(
+            _ps(ps, each, rate, has_backups=has_backups) if each else ps
+            for ps, each in zip(bare.ps, counted, strict=True)
+        ),
     )  # fmt: skip
 
 
@@ -203,26 +160,19 @@ def _shown_names(groups: Iterable[str]) -> dict[str, str]:
 
 
 def _group(
-    shown: str, name: str, group: Mapping[str, Any], busy: Iterable[str], pace: Rate
+    shown: str, group: Mapping[str, Any], busy: Iterable[str], steps_per_s: float
 ) -> GroupStatus:
     waiting = tuple(group["waits"])
     pushes = Counter[str]()
     for counts in group["replicas"].values():
         pushes.update(counts)
     return GroupStatus(
-        name=shown,
-        step=group["step"],
-        target=group["target"],
-        counted=group["counted"],
-        waiting=waiting,
+        shown, group["step"], group["target"], group["counted"], waiting,
         # Whoever has work and does not wait is what the others wait for.
-        waits_for=tuple(task for task in busy if task not in waiting) if waiting else (),
-        steps_per_s=pace(f"group {name}"),
-        partial_steps=group["partial_steps"],
-        accepted=pushes["accepted"],
-        dropped=pushes["stale"],
-        duplicates=pushes["duplicate"],
-    )
+        tuple(task for task in busy if task not in waiting) if waiting else (),
+        steps_per_s, group["partial_steps"],
+        pushes["accepted"], pushes["stale"], pushes["duplicate"],
+    )  # fmt: skip
 
 
 def _bound(clocks: Mapping[str, Any]) -> BoundStatus:
@@ -236,65 +186,66 @@ def _bound(clocks: Mapping[str, Any]) -> BoundStatus:
     )  # fmt: skip
 
 
-def _staleness(ps: Sequence[PsReading], groups: Mapping[str, Any]) -> dict[str, int]:
+def _staleness(counted: Sequence[Mapping[str, Any]], groups: Mapping[str, Any]) -> dict[str, int]:
     """Return how often each staleness occurred: in groups; if there are none, on the busiest ps."""
     if groups:
         counts = Counter[str]()
         for group in groups.values():
             counts.update(group["staleness"])
     else:
-        seen = [each.counters.get("staleness", {}).get("counts", {}) for each in ps]
+        seen = [each.get("staleness", {}).get("counts", {}) for each in counted]
         counts = Counter(max(seen, key=lambda each: sum(each.values()), default={}))
     return {name: counts[name] for name in sorted(counts, key=int)}
 
 
 # Tasks.
 
-_NO_PUSHES = {"accepted": 0, "stale": 0, "duplicate": 0}
-
 
 def _workers(
-    reading: Reading, groups: Mapping[str, Any], waiting: Collection[str], rate: Rate
+    bare: Iterable[WorkerStatus],
+    closures: QueueStatistics,
+    counted: Iterable[Mapping[str, Any]],
+    groups: Mapping[str, Any],
+    waiting: Collection[str],
+    rate: Rate,
 ) -> tuple[WorkerStatus, ...]:
     staleness: dict[str, int] = {}
-    for ps in reading.ps:
-        for task, steps in ps.counters.get("staleness", {}).get("newest", ()):
+    for each in counted:
+        for task, steps in each.get("staleness", {}).get("newest", ()):
             staleness[task] = max(steps, staleness.get(task, 0))
-    held = {worker.worker: worker for worker in reading.closures.workers}
+    held = {each.worker: each for each in closures.workers}
     workers: list[WorkerStatus] = []
-    for worker in reading.workers:
-        statistics = held.get(worker.task)
-        state, in_flight = worker.state, 0 if statistics is None else statistics.in_flight
-        if state == "idle" and in_flight:
+    for worker in bare:
+        state, statistics = worker.state, held.get(worker.task)
+        if state == "idle" and statistics is not None and statistics.in_flight:
             state = "busy"
         if state == "busy" and worker.task in waiting:
             state = "waiting"
         pushes = [group["replicas"].get(worker.task, _NO_PUSHES) for group in groups.values()]
-        workers.append(
-            WorkerStatus(
-                worker.task,
-                worker.address,
-                state,
-                worker.closure,
-                in_flight,
-                0 if statistics is None else statistics.finished,
-                worker.failed,
-                worker.losses,
-                rate(worker.task) if statistics is not None else 0.0,
-                None if statistics is None else statistics.mean_s,
-                staleness.get(worker.task),
-                sum([each["accepted"] for each in pushes]),
-                sum([each["stale"] for each in pushes]),
-                sum([each["duplicate"] for each in pushes]),
-                worker.last_error,
-                worker.work,
-            )
+        worker = replace(
+            worker,
+            state=state,
+            staleness=staleness.get(worker.task),
+            accepted=sum(each["accepted"] for each in pushes),
+            dropped=sum(each["stale"] for each in pushes),
+            duplicates=sum(each["duplicate"] for each in pushes),
         )
+        if statistics is not None:
+            worker = replace(
+                worker,
+                held=statistics.in_flight,
+                finished=statistics.finished,
+                closures_per_s=rate(worker.task),
+                mean_s=statistics.mean_s,
+            )
+        workers.append(worker)
     return tuple(workers)
 
 
-def _totals(ps: PsReading) -> dict[str, int]:
-    counters = ps.counters
+_NO_PUSHES = {"accepted": 0, "stale": 0, "duplicate": 0}
+
+
+def _totals(counters: Mapping[str, Any]) -> dict[str, int]:
     if not counters:
         return {}
     network = counters["network"]
@@ -307,16 +258,13 @@ def _totals(ps: PsReading) -> dict[str, int]:
     }
 
 
-def _ps(ps: PsReading, rate: Rate, *, has_backups: bool) -> PsStatus:
-    counters, totals = ps.counters, _totals(ps)
-    if not counters:
-        return PsStatus(ps.task, ps.address, ps.state)
-    store, ledger, backup = counters["store"], counters["ledger"], counters["backup"]
-    return PsStatus(
-        task=ps.task,
-        address=ps.address,
-        state=ps.state,
-        age_s=ps.age_s,
+def _ps(ps: PsStatus, counters: Mapping[str, Any], rate: Rate, *, has_backups: bool) -> PsStatus:
+    totals, store, ledger = _totals(counters), counters["store"], counters["ledger"]
+    backup, behind = counters["backup"], 0
+    if backup["state"] in ("paired", "copying"):
+        behind = backup["entries"] - backup["taken"]
+    return replace(
+        ps,
         shards=store["shards"],
         bytes=store["bytes"],
         slot_bytes=store["slot_bytes"],
@@ -329,14 +277,8 @@ def _ps(ps: PsReading, rate: Rate, *, has_backups: bool) -> PsStatus:
         queue=counters["queue"],
         duplicates=ledger["duplicate"] + ledger["already_applied"],
         refused=ledger["fenced"] + ledger["refused"],
-        backup=_backup(backup) if has_backups else None,
+        backup=BackupStatus(backup["state"], behind) if has_backups else None,
     )
-
-
-def _backup(counters: Mapping[str, Any]) -> BackupStatus:
-    state = counters["state"]
-    has_one = state in ("paired", "copying")
-    return BackupStatus(state, counters["entries"] - counters["taken"] if has_one else 0)
 
 
 def shares_of(before: Mapping[str, float], now: Mapping[str, float]) -> WorkShares | None:

@@ -22,9 +22,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from psync.errors import ConfigurationError
-from psync.net.secret import read_private
+from psync.net.platform import read_private
+from psync.status.model import from_plain
 from psync.status.units import seconds_text
 
 SCHEMA = 1
@@ -83,6 +85,26 @@ def _check_private(path: Path) -> None:
 
 
 @contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Return a context for a new file, mode 600, that takes a path at the end of the context.
+
+    So nobody ever sees half of it. After an error nothing has changed.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    # A name that nobody knows: the path may lie where others write, too.
+    fd, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(fd, "wb") as file:
+            yield file
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise
+
+
+@contextlib.contextmanager
 def run_file(path: Path, run: Run) -> Iterator[None]:
     """Return a context in which a run can be found; its socket goes with the file.
 
@@ -93,14 +115,8 @@ def run_file(path: Path, run: Run) -> Iterator[None]:
     Raises:
         OSError: It cannot be written.
     """
-    fd, draft = tempfile.mkstemp(dir=path.parent)  # mode 0600
-    try:
-        with open(fd, "w", encoding="utf-8") as file:
-            json.dump({"schema": SCHEMA, **dataclasses.asdict(run)}, file)
-        os.rename(draft, path)  # so nobody reads half of it
-    except BaseException:
-        os.unlink(draft)
-        raise
+    with replacing(path) as file:
+        file.write(json.dumps({"schema": SCHEMA, **dataclasses.asdict(run)}).encode())
     try:
         yield
     finally:
@@ -118,26 +134,20 @@ def read_run(path: Path) -> Run:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigurationError(f"{path}: expected a run file of psync")
         data = json.loads(read_private(str(path), str(path)))
-        known = {each.name for each in dataclasses.fields(Run)}
         if data.pop("schema") != SCHEMA:
             raise ConfigurationError(
                 f"{path}: expected a run file of schema {SCHEMA}",
                 hint="use the version of psync that the run uses",
             )
-        run = Run(**{name: value for name, value in data.items() if name in known})
+        run: Run = from_plain(Run, data)
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: there is no such file: has the run ended?") from None
     except OSError as exc:
         raise ConfigurationError(f"{path}: cannot be read: {exc.strerror}") from exc
-    except (ValueError, TypeError, KeyError, AttributeError) as exc:
-        if isinstance(exc, ConfigurationError):
-            raise
+    except ConfigurationError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as exc:
         raise ConfigurationError(f"{path}: expected a run file of psync") from exc
-    numbers, texts = (run.pid, run.started), (run.program, run.address, run.token, run.metrics)
-    if not all(isinstance(each, int | float) for each in numbers) or not all(
-        isinstance(each, str) for each in texts
-    ):
-        raise ConfigurationError(f"{path}: expected a run file of psync")
     return run
 
 
@@ -162,7 +172,11 @@ def chosen_run(named: str | None = None, directory: Path | None = None) -> Run:
     except OSError as exc:
         raise ConfigurationError(f"{directory}: {exc.strerror}") from exc
     running = [(path.stem, run) for path, run in runs if not has_ended(run)]
-    meant = [run for id_, run in running if named is None or named in _names(id_, run)]
+    meant = [
+        run
+        for id_, run in running
+        if named is None or named in (id_, str(run.pid), run.program, Path(run.program).stem)
+    ]
     if len(meant) == 1:
         return meant[0]
     if running:
@@ -181,10 +195,6 @@ def chosen_run(named: str | None = None, directory: Path | None = None) -> Run:
     raise ConfigurationError(
         f"no program of this user is running (looked in {directory})", hint=hint
     )
-
-
-def _names(id_: str, run: Run) -> tuple[str, ...]:
-    return id_, str(run.pid), run.program, Path(run.program).stem
 
 
 def runs_in(directory: Path) -> list[tuple[Path, Run]]:

@@ -9,38 +9,32 @@ for a dashboard or a run log they are asked what their time went to, and answer 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from psync.closures.membership import TaskState
 from psync.closures.queue import QueueStatistics
-from psync.cluster_roles import CHIEF
+from psync.cluster import CHIEF
 from psync.errors import ClosedError, PsyncError
 from psync.net.connection import Connection
 from psync.net.shielding import shielded
 from psync.net.trace import SpanCollector, SpanRecorder
 from psync.status.model import (
     EventStatus,
+    PsStatus,
     RunningClosure,
     SeenError,
     ShardStatus,
     Status,
+    WorkerStatus,
     WorkShares,
 )
-from psync.status.rates import (
-    History,
-    PsReading,
-    Reading,
-    WorkerReading,
-    shares_of,
-    status_of,
-)
+from psync.status.rates import History, shares_of, status_of
 from psync.wire.messages import AskStatistics, Statistics
 
 if TYPE_CHECKING:
@@ -70,19 +64,6 @@ _GONE = {
 }
 
 
-@dataclass(slots=True)
-class _LastCounters:
-    at: float  # loop time
-    counters: dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Worked:
-    at: float  # loop time here
-    work: Mapping[str, float]  # as ``WorkMeter.read`` gives it
-    shares: WorkShares | None = None  # None after the first answer
-
-
 class ClusterSource(ABC):
     """The status of one cluster, whose ps tasks are asked.
 
@@ -110,7 +91,7 @@ class ClusterSource(ABC):
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._history = History(self._began)
-        self._ps: dict[str, _LastCounters] = {}
+        self._ps: dict[str, tuple[float, dict[str, Any]]] = {}  # loop time, counters
         self._asked: dict[str, asyncio.Task[None]] = {}  # workers that have not answered yet
         self.spans = SpanCollector(self._recorder(), lambda: self._controls().values())
         self.asks_workers = 0
@@ -130,7 +111,7 @@ class ClusterSource(ABC):
         Cancellation: Safe; others who ask get theirs.
         """
         if self._newest is not None and self._loop.time() - self._newest[0] < FRESH_S:
-            return status_of(self._reading(*self._newest[1:]), self._history)
+            return self._status(*self._newest[1:])
         asking = self._asking
         if asking is None or asking.done():  # what it has read may have changed since
             asking = self._asking = self._loop.create_task(self._read())
@@ -166,7 +147,7 @@ class ClusterSource(ABC):
         if self.asks_workers:
             self._ask_workers()
         self._newest = self._loop.time(), began, asked
-        return status_of(self._reading(began, asked), self._history)
+        return self._status(began, asked)
 
     def _controls(self) -> dict[str, Connection]:
         """Return a connection to each task that there is."""
@@ -191,18 +172,26 @@ class ClusterSource(ABC):
         except PsyncError:
             return  # its link sees to it, and the age of its counters shows it
         assert isinstance(received.message, Statistics), "its only answer"
-        self._ps[ps.task] = _LastCounters(self._loop.time(), received.message.counters)
+        self._ps[ps.task] = self._loop.time(), received.message.counters
 
-    def _ps_reading(
-        self, link: PsLink, began: float, asked: Collection[str], now: float
-    ) -> PsReading:
-        known, state = self._ps.get(link.task), link.state
-        answered = link.task not in asked if known is None else known.at >= began
-        if state == "connected" and not answered:
-            state = "silent"
-        if known is None:
-            return PsReading(link.task, link.address, state)
-        return PsReading(link.task, link.address, state, now - known.at, known.counters)
+    def _status(self, began: float, asked: Collection[str]) -> Status:
+        """Return the status, ``asked`` ps tasks having been asked at ``began``."""
+        now = self._loop.time()
+        self._placement = self._placed(self._placement)
+        self._time = max(self._time, time.time())
+        tasks, counted = [], []
+        for link in self._links():
+            at, counters = self._ps.get(link.task, (None, {}))
+            answered = link.task not in asked if at is None else at >= began
+            state = "silent" if link.state == "connected" and not answered else link.state
+            age_s = None if at is None else now - at
+            tasks.append(PsStatus(link.task, link.address, state, age_s))
+            counted.append(counters)
+        bare = Status(
+            self._time, os.getpid(), self.program, now - self._began, 0.0, "", "",
+            ps=tuple(tasks), placement=self._placement,
+        )  # fmt: skip
+        return self._completed(bare, now, counted)
 
     # What there is besides ps tasks.
 
@@ -210,10 +199,10 @@ class ClusterSource(ABC):
     def _links(self) -> Sequence[PsLink]: ...
 
     @abstractmethod
-    def _reading(self, began: float, asked: Collection[str]) -> Reading: ...
+    def _completed(self, bare: Status, now: float, counted: list[dict[str, Any]]) -> Status:
+        """Return a status with what there is besides; arguments as of ``status_of``."""
 
-    @abstractmethod
-    def _ask_workers(self) -> None:
+    def _ask_workers(self) -> None:  # noqa: B027  # a session has no connection to them
         """Ask workers for what their time went to."""
 
     def _oldest(self) -> Mapping[str, Closure]:
@@ -237,7 +226,8 @@ class StatusSource(ClusterSource):
         placed: Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]],
     ) -> None:
         self._coordinator = coordinator
-        self._worked: dict[str, _Worked] = {}
+        self._worked: dict[str, tuple[float, Mapping[str, float], WorkShares | None]] = {}
+        """By worker: loop time here, what ``WorkMeter.read`` gave, shares since the one before."""
         self._asked_at: dict[str, float] = {}  # since when, loop time
         self._turn = 0  # place of the worker that is asked next
         super().__init__(coordinator.links.endpoint, placed)
@@ -277,40 +267,32 @@ class StatusSource(ClusterSource):
         work = received.message.counters.get("work")
         if work:
             known = self._worked.get(name)
-            shares = None if known is None else shares_of(known.work, work)
-            self._worked[name] = _Worked(self._loop.time(), work, shares)
+            shares = None if known is None else shares_of(known[1], work)
+            self._worked[name] = self._loop.time(), work, shares
 
-    def _reading(self, began: float, asked: Collection[str]) -> Reading:
-        coordinator, now = self._coordinator, self._loop.time()
+    def _completed(self, bare: Status, now: float, counted: list[dict[str, Any]]) -> Status:
+        coordinator = self._coordinator
         queue, links = coordinator.recovery.queue, coordinator.links
-        self._placement = self._placed(self._placement)
-        self._time = max(self._time, time.time())
         oldest = queue.dispatcher.oldest()
-        given_up = links.workers.given_up.items()
-        return Reading(
-            at=now,
-            time=self._time,
-            pid=os.getpid(),
-            program=self.program,
-            uptime_s=now - self._began,
+        bare = replace(
+            bare,
             state=self._state(),
             waits_for=coordinator.waits_for(),
-            closures=queue.statistics(),
-            workers=[
+            workers=(
                 *(self._worker(each, oldest.get(each.name), now) for each in self._records()),
-                *(WorkerReading(task, "", "given up", last_error=SeenError(why, 0.0))
-                  for task, why in given_up),
-            ],
-            ps=[self._ps_reading(link, began, asked, now) for link in links.ps.links],
-            has_backups=coordinator.recovery.has_backups,
-            attached=coordinator.left is not None,
+                *(WorkerStatus(task, "", "given up", last_error=SeenError(why, 0.0))
+                  for task, why in links.workers.given_up.items()),
+            ),
             reported=dict(self.reported),
-            notes=[*coordinator.recovery.describe(), *links.workers.describe()],
-            events=[
+            notes=(*coordinator.recovery.describe(), *links.workers.describe()),
+            events=tuple(
                 EventStatus(note.kind, note.text, now - note.at)
                 for note in reversed(links.events.notes)
-            ],
-            placement=self._placement,
+            ),
+        )  # fmt: skip
+        return status_of(
+            bare, now, queue.statistics(), counted, self._history,
+            has_backups=coordinator.recovery.has_backups, attached=coordinator.left is not None,
         )  # fmt: skip
 
     def _records(self) -> list[WorkerRecord]:
@@ -326,7 +308,7 @@ class StatusSource(ClusterSource):
             return "failed"
         return "idle" if coordinator.done() else "running"
 
-    def _worker(self, worker: WorkerRecord, closure: Closure | None, now: float) -> WorkerReading:
+    def _worker(self, worker: WorkerRecord, closure: Closure | None, now: float) -> WorkerStatus:
         workers, membership = self._coordinator.links.workers, self._coordinator.links.membership
         if worker.peers is not None:
             state = "leaving" if worker.leaving else "idle"
@@ -342,79 +324,64 @@ class StatusSource(ClusterSource):
         if worker.last_error is not None:
             at, text = worker.last_error
             error = SeenError(text, now - at)
-        worked, work = self._worked.get(worker.name), None
+        at, _, work = self._worked.get(worker.name, (now, {}, None))
         # What one did before it was stopped is not what it does now.
         answers = now - self._asked_at.get(worker.name, now) < WORKER_ANSWERS_WITHIN_S
-        if answers and worked is not None and worked.shares is not None:
-            work = dataclasses.replace(worked.shares, age_s=now - worked.at)
-        return WorkerReading(
-            worker.name, worker.address, state, running, worker.losses, worker.failed, error, work
-        )
-
-
-@dataclass(slots=True)
-class SessionFacts:
-    """What the chief of a training session knows of it."""
-
-    links: Sequence[PsLink]
-    workers: Mapping[str, str]  # addresses by name: of workers, and of a chief that trains
-    waits_for: str = ""  # what training goes on to, in words
-    begun: bool = False  # whether workers may enter
+        work = replace(work, age_s=now - at) if answers and work is not None else None
+        return WorkerStatus(
+            worker.name, worker.address, state, running, losses=worker.losses,
+            failed=worker.failed, last_error=error, work=work,
+        )  # fmt: skip
 
 
 class SessionSource(ClusterSource):
     """The status of a training session without a coordinator, as its chief and ps 0 know it.
 
     Args:
-        endpoint: As for ``ClusterSource``.
-        placed: Likewise.
-        facts: Of the session; read each time.
+        endpoint, placed: As for ``ClusterSource``.
+        links: To the ps tasks.
+        workers: Addresses by name: of workers, and of a chief that trains.
+        waits_for: What training goes on to, in words.
+
+    Attributes:
+        begun: Whether workers may enter.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
         placed: Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]],
-        facts: SessionFacts,
+        links: Sequence[PsLink],
+        workers: Mapping[str, str],
+        waits_for: str,
     ) -> None:
-        self._facts = facts
+        self._ps_links, self._workers, self._waits_for = links, workers, waits_for
+        self.begun = False
         super().__init__(endpoint, placed)
 
     def _links(self) -> Sequence[PsLink]:
-        return self._facts.links
+        return self._ps_links
 
-    def _ask_workers(self) -> None:
-        """Do nothing: workers of a session have no connection to its chief."""
-
-    def _reading(self, began: float, asked: Collection[str]) -> Reading:
-        now, facts = self._loop.time(), self._facts
-        self._placement = self._placed(self._placement)
-        self._time = max(self._time, time.time())
-        ps = [self._ps_reading(link, began, asked, now) for link in facts.links]
-        session = ps[0].counters.get("session", {})
+    def _completed(self, bare: Status, now: float, counted: list[dict[str, Any]]) -> Status:
+        session = counted[0].get("session", {})
         states = {
             task: state
             for state, name in (("busy", "members"), ("lost", "missing"), ("left", "left"))
             for task in session.get(name, ())
         }
         over = session.get("over", "")
-        return Reading(
-            at=now,
-            time=self._time,
-            pid=os.getpid(),
-            program=self.program,
-            uptime_s=now - self._began,
-            state="ended" if over else "running" if facts.begun else "starting",
-            waits_for=facts.waits_for if facts.begun else "the workers of the training session",
-            closures=QueueStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, ()),
-            workers=[
-                WorkerReading(task, address, states.get(task, "connecting"))
-                for task, address in facts.workers.items()
-            ],
-            ps=ps,
-            notes=[
+        bare = replace(
+            bare,
+            state="ended" if over else "running" if self.begun else "starting",
+            waits_for=self._waits_for if self.begun else "the workers of the training session",
+            workers=tuple(
+                WorkerStatus(task, address, states.get(task, "connecting"))
+                for task, address in self._workers.items()
+            ),
+            notes=(
                 "a training session: there is no coordinator, and no closures",
                 *([f"training ends: {over}"] if over else []),
-            ],
-            placement=self._placement,
+            ),
         )
+        closures = QueueStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, ())
+        return status_of(bare, now, closures, counted, self._history)

@@ -8,25 +8,39 @@ over the socket may ask for the status, as ``AskStatistics``, for what a trace n
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
+from http.client import HTTPException
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgpack
 
-from psync.cluster_roles import CHIEF
-from psync.errors import ConfigurationError
-from psync.net.connection import Handler, Request
+from psync.cluster import CHIEF
+from psync.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ConnectFailed,
+    DeadlineExceeded,
+    PsyncError,
+    RemoteProtocolError,
+    TransportError,
+)
+from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, random_hex
-from psync.net.secret import Secret
+from psync.net.platform import Platform, Secret, flag, random_hex
 from psync.net.tls import TlsNetwork
+from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.exposition import exposition
 from psync.status.http import StatusServer
+from psync.status.model import Status
 from psync.status.run_files import (
     SUFFIX,
     Run,
@@ -36,6 +50,7 @@ from psync.status.run_files import (
     take_away_ended,
 )
 from psync.wire.codec import Message
+from psync.wire.frames import Frame
 from psync.wire.messages import AskSpans, AskStatistics, Statistics
 
 if TYPE_CHECKING:
@@ -45,22 +60,13 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
 
+READER = "/job:status/task:0"
+"""What whoever asks calls itself."""
 
-def is_served(platform: Platform, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether other processes may ask: ``PSYNC_STATUS`` is not 0, the cluster is not in memory.
+ANSWERS_WITHIN_S = 5.0
+"""The program's own code may keep its loop for a while."""
 
-    Raises:
-        ConfigurationError: The variable is neither 0 nor 1.
-    """
-    value = environ.get("PSYNC_STATUS", "")
-    if value not in ("", "0", "1"):
-        raise ConfigurationError(f"PSYNC_STATUS: expected 0 or 1, got {value!r}")
-    return value != "0" and is_outside(platform)
-
-
-def is_outside(platform: Platform) -> bool:
-    """Whether the cluster is on a network of the machine's, and not in memory."""
-    return isinstance(platform.network, SocketNetwork | TlsNetwork)
+MAX_ERROR_BYTES = 1024
 
 
 class ServedStatus:
@@ -79,8 +85,9 @@ class ServedStatus:
         self, source: ClusterSource, platform: Platform, metrics: str | None = None
     ) -> None:
         self.source = source
-        self._is_served = is_served(platform)
-        if metrics is None and is_outside(platform):
+        is_outside = isinstance(platform.network, SocketNetwork | TlsNetwork)  # and not in memory
+        self._is_served = flag(os.environ, "PSYNC_STATUS") is not False and is_outside
+        if metrics is None and is_outside:
             metrics = os.environ.get("PSYNC_METRICS")
         self._http: StatusServer | None = None
         if metrics:
@@ -107,10 +114,36 @@ class ServedStatus:
         if not self._is_served:
             return
         try:
-            await _serve(self.source, url, self._stack)
+            await self._serve(url)
         except (OSError, ConfigurationError) as exc:
             logger.info("the status of this run is not available: %s", exc)
             await self._stack.aclose()
+
+    async def _serve(self, metrics: str) -> None:
+        directory = directory_of_runs()
+        make_directory(directory)
+        take_away_ended(directory)
+        path = directory / f"{os.getpid()}-{random_hex(4)}{SUFFIX}"
+        token, address = random_hex(TOKEN_BYTES), f"unix:{path.with_suffix('.sock')}"
+        handlers: dict[type[Message], Handler] = {
+            AskStatistics: Handler(self._answer), AskSpans: Handler(self._answer_spans),
+        }  # fmt: skip
+        platform = Platform(SocketNetwork(), Secret(token.encode()))
+        endpoint = Endpoint(platform, CHIEF, 0, handlers)
+        self._stack.push_async_callback(endpoint.close)
+        await endpoint.listen(address)
+        run = Run(os.getpid(), time.time(), self.source.program, address, token, metrics)
+        self._stack.enter_context(run_file(path, run))
+
+    async def _answer(self, request: Request[AskStatistics]) -> None:
+        status = await self.source.status()
+        request.answer(Statistics({}), [status.to_json().encode()])
+
+    async def _answer_spans(self, request: Request[AskSpans]) -> None:
+        message = request.message
+        readings = await self.source.spans.read(message.reader, last=message.last)
+        told = [(reading.task, reading.asked, reading.got) for reading in readings]
+        request.answer(Statistics({"readings": told}), [reading.body for reading in readings])
 
     async def _metrics(self) -> str:
         return exposition(await self.source.status())
@@ -134,29 +167,135 @@ class ServedStatus:
             await self.source.close()
 
 
-async def _serve(source: ClusterSource, metrics: str, stack: contextlib.AsyncExitStack) -> None:
-    directory = directory_of_runs()
-    make_directory(directory)
-    take_away_ended(directory)
-    path = directory / f"{os.getpid()}-{random_hex(4)}{SUFFIX}"
-    token, address = random_hex(TOKEN_BYTES), f"unix:{path.with_suffix('.sock')}"
+# For whoever asks, from another process.
 
-    async def answer(request: Request[AskStatistics]) -> None:
-        status = await source.status()
-        request.answer(Statistics({}), [status.to_json().encode()])
 
-    async def spans(request: Request[AskSpans]) -> None:
-        message = request.message
-        readings = await source.spans.read(message.reader, last=message.last)
-        told = [(reading.task, reading.asked, reading.got) for reading in readings]
-        request.answer(Statistics({"readings": told}), [reading.body for reading in readings])
+@contextlib.asynccontextmanager
+async def reading_status(run: Run) -> AsyncIterator[StatusReader]:
+    """Return a context in which a run can be asked for its status.
 
-    platform = Platform(SocketNetwork(), Secret(token.encode()))
-    handlers: dict[type[Message], Handler] = {
-        AskStatistics: Handler(answer), AskSpans: Handler(spans),
-    }  # fmt: skip
-    endpoint = Endpoint(platform, CHIEF, 0, handlers)
-    stack.push_async_callback(endpoint.close)
-    await endpoint.listen(address)
-    run = Run(os.getpid(), time.time(), source.program, address, token, metrics)
-    stack.enter_context(run_file(path, run))
+    Args:
+        run: As its run file says.
+
+    Raises:
+        ConfigurationError: It has ended; or its run file is not of this run.
+        VersionMismatch: It uses another version of psync.
+    """
+    platform = Platform(SocketNetwork(), Secret(run.token.encode()))
+    endpoint = Endpoint(platform, READER, 0, {})
+    try:
+        try:
+            peer = await endpoint.connect(run.address, CHIEF)
+        except (ConnectFailed, AuthenticationError) as exc:
+            raise ConfigurationError(f"{run} has ended, or is unreachable: {exc}") from exc
+        yield StatusReader(run, peer)
+    finally:
+        await endpoint.close()
+
+
+class StatusReader:
+    """A connection to a run that is asked for its status again and again."""
+
+    def __init__(self, run: Run, peer: Connection) -> None:
+        self._run = run
+        self._peer = peer
+
+    async def read(self) -> Status:
+        """Return the status as of now.
+
+        Raises:
+            ConfigurationError: The run has ended.
+            DeadlineExceeded: It does not answer, and may later.
+            RemoteProtocolError: It uses another version of psync.
+
+        Cancellation: Safe.
+        """
+        received = await self._ask(AskStatistics())
+        if len(received.segments) != 1:
+            raise RemoteProtocolError(f"{self._run}: expected a status, got something else")
+        return Status.from_json(bytes(received.segments[0]))
+
+    async def _ask(self, message: Message) -> Frame:
+        try:
+            deadline = asyncio.get_running_loop().time() + ANSWERS_WITHIN_S
+            return await self._peer.call(message, deadline=deadline)
+        except DeadlineExceeded as exc:
+            raise DeadlineExceeded(
+                f"{self._run} has not answered for {ANSWERS_WITHIN_S:g} s",
+                hint="its event loop is busy, or the process is stopped",
+            ) from exc
+        except TransportError as exc:
+            raise ConfigurationError(f"{self._run} has ended") from exc
+        except PsyncError as exc:
+            raise RemoteProtocolError(
+                f"{self._run} cannot report its status: {exc.message}"
+            ) from exc
+
+    async def read_spans(self, name: str, *, last: bool = False) -> list[Reading]:
+        """Return what tasks have recorded; see ``SpanCollector.read``, and ``read`` for errors."""
+        received = await self._ask(AskSpans(name, last))
+        message = received.message
+        told = message.counters.get("readings", ()) if isinstance(message, Statistics) else ()
+        if len(told) != len(received.segments):
+            raise RemoteProtocolError(f"{self._run}: expected parts of a trace, got something else")
+        return [
+            Reading(task, bytes(body), asked, got)
+            for (task, asked, got), body in zip(told, received.segments, strict=True)
+        ]
+
+
+class UrlReader:
+    """Asks a program over HTTP for its status, again and again.
+
+    Args:
+        url: As the log of the program has it, with its token.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        # What a proxy between here and there would answer is no status.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    async def read(self) -> Status:
+        """Return the status as of now.
+
+        Raises:
+            ConfigurationError: Nobody answers there, or something else than a status.
+            RemoteProtocolError: It is that of another version of psync.
+
+        Cancellation: Safe; the answer is waited for, in a thread.
+        """
+        return Status.from_json(await asyncio.to_thread(self._get, self._url))
+
+    async def read_spans(self, name: str, *, last: bool = False) -> list[Reading]:
+        """Return what tasks have recorded; see ``SpanCollector.read``, and ``read`` for errors."""
+        url = urlsplit(self._url)
+        if not url.path.endswith("/status"):
+            raise ConfigurationError(
+                f"{self._url.partition('?')[0]}: expected the URL of a status, as in the program's "
+                "log",
+                hint="http://127.0.0.1:9400/status?token=…; see --metrics-port of psync run",
+            )
+        query = f"{url.query}&reader={name}{'&last=1' if last else ''}"
+        path = url.path.removesuffix("/status") + "/spans"
+        body = await asyncio.to_thread(self._get, url._replace(path=path, query=query).geturl())
+        try:
+            return [Reading(*reading) for reading in msgpack.unpackb(body)]
+        except (ValueError, TypeError, msgpack.UnpackException) as exc:
+            where = self._url.partition("?")[0]
+            raise RemoteProtocolError(f"{where}: expected parts of a trace") from exc
+
+    def _get(self, url: str) -> bytes:
+        where = url.partition("?")[0]  # without the token
+        try:
+            with self._opener.open(url, timeout=ANSWERS_WITHIN_S) as answer:
+                body: bytes = answer.read()
+                return body
+        except urllib.error.HTTPError as exc:
+            with exc:
+                text = exc.read(MAX_ERROR_BYTES).decode("utf-8", "replace").strip()
+            raise ConfigurationError(f"{where}: {exc.code} {exc.reason}: {text}") from exc
+        except (OSError, ValueError, HTTPException) as exc:
+            raise ConfigurationError(
+                f"{where} does not answer: {exc}", hint="has the program ended?"
+            ) from exc

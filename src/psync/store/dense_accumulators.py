@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from psync.accumulators import Applied, ArrayAccumulator, Held
+from psync.accumulators import Accumulator, Applied, Held
 from psync.numerics.sums import DenseSum, Pieces, at_once
 
 
-class ConditionalAccumulator(ArrayAccumulator[np.ndarray, np.ndarray]):
+class ConditionalAccumulator(Accumulator[np.ndarray, np.ndarray]):
     """Collects arrays of one shape, and gives their mean or their sum.
 
-    Arguments as of ``ArrayAccumulator``. Where ``shape`` leaves something open, the first gradient
+    Arguments as of ``Accumulator``. Where ``shape`` leaves something open, the first gradient
     of each step decides it for that step.
     """
 
@@ -63,7 +63,7 @@ class ConditionalAccumulator(ArrayAccumulator[np.ndarray, np.ndarray]):
         return Held(total.count, total.weight, total.shape, 0, total.arrays())
 
     def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
-        """Hold what another one holds; see ``ArrayAccumulator``."""
+        """Hold what another one holds; see ``Accumulator``."""
         self._sum = DenseSum(shape, self.dtype)
         self._sum.restore(count, weight)
         self._count = count

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from psync.accumulators import Applied, ArrayAccumulator, Held
+from psync.accumulators import Accumulator, Applied, Held
 from psync.numerics.sums import Pieces, SparseSum, at_once
 from psync.specs import HiddenValues, as_integer, plain_array
 
@@ -49,10 +49,10 @@ class GivenSlices(NamedTuple):
     dense_shape: tuple[int, ...] | None
 
 
-class SparseConditionalAccumulator(ArrayAccumulator[GivenSlices, SparseGradient]):
+class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
     """Collects rows of an array, and gives their means or their sums.
 
-    Arguments as of ``ArrayAccumulator``; values may have more dimensions than ``shape``.
+    Arguments as of ``Accumulator``; values may have more dimensions than ``shape``.
 
     Args:
         divisor: Of the mean of a row: "per_index", the weights of the gradients that contained the
@@ -138,7 +138,7 @@ class SparseConditionalAccumulator(ArrayAccumulator[GivenSlices, SparseGradient]
         return Held(self._count, total.weight, total.row_shape, rows, total.arrays())
 
     def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
-        """Hold what another one holds; see ``ArrayAccumulator``."""
+        """Hold what another one holds; see ``Accumulator``."""
         self._sum = SparseSum(shape, self.dtype)
         self._sum.restore(rows, weight)
         self._count = count

@@ -33,7 +33,7 @@ from psync.gradients import GradientFunction
 from psync.metrics import Mean, Metric
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_integer, checked_kind, plain_array
-from psync.status.progress import progress_of
+from psync.status.progress import Progress, kind_of
 from psync.training.checkpoint import Checkpoint
 from psync.training.checkpoint_manager import CheckpointManager
 from psync.training.epochs import EpochRuns, FitState, History, awaited, call_back, call_ends
@@ -361,7 +361,7 @@ class Trainer:
             self.history.stop_reason = None
             run_steps = self._steps(tells=bool(told))
             logs: dict[str, float] = {}
-            show = progress_of(verbose)
+            show = Progress(kind_of(verbose))
             with closing(self.fit_state):
                 runs = EpochRuns(
                     self, coordinator, run_steps, batches, steps_per_execution, show, told

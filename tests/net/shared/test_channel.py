@@ -17,7 +17,7 @@ import pytest
 
 from open_files import descriptors
 from psync.errors import RemoteProtocolError
-from psync.net.process_state import fresh_process
+from psync.net.platform import fresh_process
 from psync.net.shared.channel import SocketChannel, ran_out
 from psync.net.shared.regions import Mapping, make_region
 from psync.testing import settle

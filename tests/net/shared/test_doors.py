@@ -18,7 +18,7 @@ import pytest
 
 from open_files import descriptors
 from ports import claimed_ports
-from psync.net.process_state import fresh_process
+from psync.net.platform import fresh_process
 from psync.net.shared import doors
 from psync.net.shared.channel import SocketChannel, ran_out
 from psync.net.shared.door_names import door_beside, name_of_door, shut

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from psync.status.dashboard.recorder import Recorder
+from psync.errors import ConfigurationError
+from psync.status.dashboard import recorder as recorder_module
+from psync.status.dashboard.recorder import Attached, Recorder, hosts_of
 from psync.status.dashboard.run_log import FinishedRun, RunLog
 from psync.status.model import ShardStatus, Status
 from statuses import status, worker
+
+pytestmark = pytest.mark.usefixtures("hurried")
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "INTERVAL_S", 0.001)
+
 
 W, V = (ShardStatus(name, 0, (2,), "float32", 8, 0) for name in "wv")
 
@@ -42,7 +54,7 @@ class Cluster:
 
 async def test_it_takes_one_after_the_other_and_a_last_one(tmp_path: Path) -> None:
     cluster, path = Cluster(), tmp_path / "run.jsonl"
-    recorder = Recorder(cluster.status, RunLog(path, "train.py"), interval_s=0.001)
+    recorder = Recorder(cluster.status, RunLog(path, "train.py"))
     recorder.start()
     await cluster.asked_again(3)
     cluster.placed = (W, V)
@@ -61,7 +73,7 @@ async def test_it_takes_one_after_the_other_and_a_last_one(tmp_path: Path) -> No
 
 async def test_an_error_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     cluster = Cluster()
-    recorder = Recorder(cluster.status, interval_s=0.001)
+    recorder = Recorder(cluster.status)
     cluster.fails = True
     recorder.start()
     await cluster.asked_again(3)
@@ -82,10 +94,97 @@ async def test_a_full_disk_is_one_warning(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(log, "add", full)
-    recorder = Recorder(cluster.status, log, interval_s=0.001)
+    recorder = Recorder(cluster.status, log)
     with caplog.at_level(logging.WARNING):
         recorder.start()
         await cluster.asked_again(4)
         await recorder.close()
     assert caplog.text.count("is no longer written: No space left on device") == 1
     log.close()
+
+
+class Source:
+    """The status of a cluster that does not change."""
+
+    program = "train.py"
+    asks_workers = False
+
+    async def status(self) -> Status:
+        return status(worker())
+
+
+def attached(address: str = "", log: Path | str = "") -> Attached:
+    source: Any = Source()
+    return Attached(source, address, log)
+
+
+async def test_coordinators_of_one_program_share_the_log_of_its_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.jsonl"
+    monkeypatch.setenv("PSYNC_RUN_LOG", str(path))
+    source: Any = Source()
+    for _ in range(2):
+        run = Attached(source)
+        await run.start()
+        await run.close()
+    assert path.read_text().count('"psync_run_log"') == 2
+    run = Attached(source, log=path)
+    await run.start()
+    await run.close()
+    assert path.read_text().count('"psync_run_log"') == 1  # replaced, as its caller says
+
+
+async def test_what_is_given_goes_before_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PSYNC_RUN_LOG", str(tmp_path / "other.jsonl"))
+    monkeypatch.setenv("PSYNC_DASHBOARD", "nowhere")
+    for log in (tmp_path / "run.jsonl", ""):
+        run = attached(log=log)
+        await run.start()
+        await run.close()
+    assert [path.name for path in tmp_path.glob("*.jsonl")] == ["run.jsonl"]
+    assert capsys.readouterr().err == ""
+
+
+def test_names_of_proxies() -> None:
+    assert hosts_of({"PSYNC_DASHBOARD_HOSTS": " a.example.com,b, "}) == ("a.example.com", "b")
+    assert hosts_of({}) == ()
+
+
+async def test_a_log_without_a_dashboard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.jsonl"
+    run = attached(log=str(path))
+    await run.start()
+    await run.close()
+    assert (run.url, capsys.readouterr().err) == ("", "")
+    assert FinishedRun(path).ended
+    monkeypatch.setenv("PSYNC_RESTART_COUNT", "1")
+    again = attached(log=str(path))
+    await again.start()
+    await again.close()
+    assert len(FinishedRun(path)) >= 2
+
+
+async def test_a_dashboard_prints_its_url(capsys: pytest.CaptureFixture[str]) -> None:
+    aiohttp = pytest.importorskip("aiohttp")
+    run = attached(address="127.0.0.1:0")
+    await run.start()
+    try:
+        assert capsys.readouterr().err == f"psync: dashboard at {run.url}\n"
+        url, _, token = run.url.partition("?token=")
+        asked = aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"})
+        async with asked as client, client.get(f"{url}api/view") as answer:
+            assert json.loads(await answer.text())["program"] == "train.py"
+    finally:
+        await run.close()
+
+
+async def test_a_log_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    run = attached(log=str(tmp_path / "no" / "run.jsonl"))
+    with pytest.raises(ConfigurationError, match="No such file or directory"):
+        await run.start()
+    await run.close()

@@ -89,9 +89,12 @@ def test_appending_to_nothing_is_a_new_log(path: Path) -> None:
     assert times(FinishedRun(path)) == [0]
 
 
-def test_a_log_is_bounded_and_tells_of_the_whole_run(path: Path) -> None:
+def test_a_log_is_bounded_and_tells_of_the_whole_run(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit = 12_000
-    log = RunLog(path, "train.py", max_bytes=limit)
+    monkeypatch.setattr(run_log, "MAX_BYTES", limit)
+    log = RunLog(path, "train.py")
     for at in range(300):
         log.add(status(worker(), at=float(at), placement=PLACED))
         assert path.stat().st_size <= limit
@@ -106,8 +109,9 @@ def test_a_log_is_bounded_and_tells_of_the_whole_run(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_thinning_keeps_where_variables_lay(path: Path) -> None:
-    log = RunLog(path, "train.py", max_bytes=12_000)
+def test_thinning_keeps_where_variables_lay(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_log, "MAX_BYTES", 12_000)
+    log = RunLog(path, "train.py")
     for at in range(200):  # a variable more with each status
         log.add(status(worker(), at=float(at), placement=PLACED * (at // 20)))
         assert path.stat().st_size <= 12_000
@@ -117,7 +121,8 @@ def test_thinning_keeps_where_variables_lay(path: Path) -> None:
 
 
 def test_a_disk_that_is_full_leaves_no_draft(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = RunLog(path, "train.py", max_bytes=5_000)
+    monkeypatch.setattr(run_log, "MAX_BYTES", 5_000)
+    log = RunLog(path, "train.py")
     monkeypatch.setattr(os, "replace", lambda *_: os.open("/proc/no/such", os.O_RDONLY))
 
     def fill() -> None:
@@ -137,8 +142,11 @@ def test_a_log_that_others_could_read_is_this_users_alone(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_log_is_read_as_it_was_opened_whatever_takes_its_place(path: Path) -> None:
-    log = RunLog(path, "train.py", max_bytes=5_000)
+def test_a_log_is_read_as_it_was_opened_whatever_takes_its_place(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_log, "MAX_BYTES", 5_000)
+    log = RunLog(path, "train.py")
     for at in range(6):
         log.add(status(worker(), at=float(at)))
     run = FinishedRun(path)

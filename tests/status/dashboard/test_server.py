@@ -16,8 +16,7 @@ import pytest
 from psync.errors import ConfigurationError
 from psync.status.dashboard.server import STATIC, check_can_serve, serving
 from psync.status.dashboard.shows import LiveShow
-from psync.status.guard import HEADERS
-from psync.status.http import CONNECTIONS
+from psync.status.http import CONNECTIONS, HEADERS
 from psync.status.model import Status
 from statuses import ps, status, worker
 from view_schema import check_view
@@ -202,10 +201,10 @@ async def test_a_port_in_use_is_one_error() -> None:
             pass
 
 
-@pytest.mark.parametrize("address", ["", "8787", "localhost", ":8787", "unix:/x", "a:b", "a:99999"])
-def test_an_address_that_is_none(address: str) -> None:
-    with pytest.raises(ConfigurationError, match='dashboard: expected "HOST:PORT"'):
-        check_can_serve(address)
+def test_an_address_that_is_none() -> None:
+    for address in ["", "8787", "localhost", ":8787", "unix:/x", "a:b", "a:99999"]:
+        with pytest.raises(ConfigurationError, match='dashboard: expected "HOST:PORT"'):
+            check_can_serve(address)
 
 
 async def test_ipv6_and_all_interfaces_have_urls_that_open(

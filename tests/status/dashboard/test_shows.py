@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from psync.status.dashboard.history import LANE_CELLS
 from psync.status.dashboard.run_log import FinishedRun, RunLog
 from psync.status.dashboard.shows import LiveShow, LogShow, to_json
+from psync.status.dashboard.view import LANE_CELLS
 from psync.status.model import ShardStatus
 from statuses import shares, status, worker
 from view_schema import check_view

@@ -11,13 +11,19 @@ from typing import Any
 import pytest
 
 from psync.errors import RemoteProtocolError
-from psync.status.dashboard.history import History
 from psync.status.dashboard.view import (
+    LANE_CELLS,
     MAX_PARTS,
+    MAX_PS,
+    MAX_ROWS,
     MAX_WORKERS,
+    History,
+    Thinned,
+    columns,
     noticed,
     placement,
     ps_row,
+    row_of,
     staleness,
     states,
     view_of,
@@ -68,16 +74,16 @@ def shard(ps: int = 0, nbytes: int = 100, variable: str = "w", number: int = 0) 
     return ShardStatus(variable, number, (5, 5), "float32", nbytes, ps)
 
 
-@pytest.mark.parametrize("num_workers", [0, 3, 100])
-@pytest.mark.parametrize("placed", [(), (shard(),)])
-def test_it_has_its_schema(num_workers: int, placed: Any) -> None:
-    history = History()
-    seen = dataclasses.replace(full_status(num_workers), placement=placed)
-    history.add(seen)
-    history.add(seen)
-    for span in ("recent", "run"):
-        view = view_of(seen, history, span=span)
-        check_view(json.loads(json.dumps(view, allow_nan=False)))
+def test_it_has_its_schema() -> None:
+    for num_workers in [0, 3, 100]:
+        for placed in [(), (shard(),)]:
+            history = History()
+            seen = dataclasses.replace(full_status(num_workers), placement=placed)
+            history.add(seen)
+            history.add(seen)
+            for span in ("recent", "run"):
+                view = view_of(seen, history, span=span)
+                check_view(json.loads(json.dumps(view, allow_nan=False)))
 
 
 def test_of_nothing_at_all_it_has_its_schema_too() -> None:
@@ -195,38 +201,140 @@ def places(data: Any, *place: Any) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.promise("input.status-refused-or-shown")
-@pytest.mark.parametrize(
-    "value",
-    [None, True, -1, 1.5, "x", "", [], {}, [1], [None], {"a": 1}, {"": None}, 10**30, 10**18 - 1,
-     1e308, math.nan, math.inf, "\ud800"],
-)  # fmt: skip
-def test_whatever_a_status_says_it_is_refused_or_shown(value: Any) -> None:
-    whole = status(
-        dataclasses.replace(
-            worker(), closure=RunningClosure(4, "step", 0.5), last_error=SeenError("x", 1.0),
-            work=shares(0.5),
-        ),
-        ps(),
-        steps=StepsStatus(
-            9, 1.5, {"0": 3}, (GROUP,), (BoundStatus(2, 1, 3, ("a",), ("b",)),)
-        ),
-        queue=QueueStatus(), reported={"loss": 0.5}, notes=("a note",),
-        events=(EventStatus("lost", "text", 1.0),),
-        placement=(ShardStatus("w", 0, (2, 3), "float32", 24, 1),),
+def test_whatever_a_status_says_it_is_refused_or_shown() -> None:
+    for value in [
+        None,
+        True,
+        -1,
+        1.5,
+        "x",
+        "",
+        [],
+        {},
+        [1],
+        [None],
+        {"a": 1},
+        {"": None},
+        10**30,
+        10**18 - 1,
+        1e308,
+        math.nan,
+        math.inf,
+        "\ud800",
+    ]:
+        whole = status(
+            dataclasses.replace(
+                worker(), closure=RunningClosure(4, "step", 0.5), last_error=SeenError("x", 1.0),
+                work=shares(0.5),
+            ),
+            ps(),
+            steps=StepsStatus(
+                9, 1.5, {"0": 3}, (GROUP,), (BoundStatus(2, 1, 3, ("a",), ("b",)),)
+            ),
+            queue=QueueStatus(), reported={"loss": 0.5}, notes=("a note",),
+            events=(EventStatus("lost", "text", 1.0),),
+            placement=(ShardStatus("w", 0, (2, 3), "float32", 24, 1),),
+        )  # fmt: skip
+        text = whole.to_json()
+        for place in list(places(json.loads(text)))[1:]:
+            data = json.loads(text)
+            parent = data
+            for key in place[:-1]:
+                parent = parent[key]
+            parent[place[-1]] = value
+            try:
+                read = Status.from_json(json.dumps(data))
+            except RemoteProtocolError:
+                continue
+            history = History()
+            history.add(read)
+            view = view_of(read, history)
+            json.dumps(view, allow_nan=False)
+            read.to_json()
+
+
+W0, W1 = "/job:worker/task:0", "/job:worker/task:1"
+
+
+def test_series_tell_rates_and_states() -> None:
+    row = row_of(
+        status(
+            worker(0), worker(1, "lost"), worker(2, "waiting"), worker(3, "idle"),
+            worker(4, "left"),
+            queue=QueueStatus(queued=3, in_flight=2, closures_per_s=123.456),
+            steps=StepsStatus(steps_per_s=2.0),
+        )
     )  # fmt: skip
-    text = whole.to_json()
-    for place in list(places(json.loads(text)))[1:]:
-        data = json.loads(text)
-        parent = data
-        for key in place[:-1]:
-            parent = parent[key]
-        parent[place[-1]] = value
-        try:
-            read = Status.from_json(json.dumps(data))
-        except RemoteProtocolError:
-            continue
-        history = History()
-        history.add(read)
-        view = view_of(read, history)
-        json.dumps(view, allow_nan=False)
-        read.to_json()
+    assert row == {
+        "time": 1000.0, "closures": 123.5, "steps": 2.0, "queued": 3, "in_flight": 2,
+        "busy": 1, "waiting": 1, "idle": 1, "gone": 2,
+    }  # fmt: skip
+
+
+def test_shares_are_means_over_workers_in_percent() -> None:
+    row = row_of(
+        status(worker(work=shares(0.5, 0.1, 0.1, 0.1)), worker(1, work=shares(0.7)), worker(2))
+    )
+    names = ("compute", "pull", "push", "wait", "free")
+    assert [row[name] for name in names] == [60.0, 5.0, 5.0, 5.0, 25.0]
+
+
+def test_traffic_of_few_ps_tasks_and_of_many() -> None:
+    one = row_of(status(ps(0, bytes_in_per_s=10.0, bytes_out_per_s=20.0)))
+    assert (one["in ps 0"], one["out ps 0"]) == (10.0, 20.0)
+    many = [ps(index, bytes_in_per_s=1.0, bytes_out_per_s=index) for index in range(MAX_PS + 1)]
+    row = row_of(status(*many))
+    assert (row["in all ps"], row["out all ps"], row["out busiest ps"]) == (5.0, 10.0, 4.0)
+    assert "out ps 0" not in row
+
+
+def test_reported_values_may_be_missing() -> None:
+    row = row_of(status(reported={"epoch": 7, "loss": 0.123456, "accuracy": math.nan}))
+    assert (row["reported loss"], row["reported accuracy"]) == (0.1235, None)
+    assert "reported epoch" not in row
+
+
+def test_series_have_one_length() -> None:
+    assert columns([{"a": 1.0}, {"a": 2.0, "b": 3.0}]) == {"a": [1.0, 2.0], "b": [None, 3.0]}
+    assert History().series("run") == History().series("recent") == {}
+
+
+def test_a_whole_run_is_thinned_out() -> None:
+    kept: Thinned[int] = Thinned(4)
+    for at in range(12):
+        kept.add(at)
+    assert kept.kept == [0, 4, 8]
+
+
+def test_a_long_run_stays_within_bounds() -> None:
+    history = History()
+    for second in range(3 * MAX_ROWS):
+        history.add(status(worker(), at=float(second)))
+    run, recent = history.series("run")["time"], history.series("recent")["time"]
+    assert (run[0], run[-1]) == (0, 3 * MAX_ROWS - 1)
+    assert MAX_ROWS / 2 <= len(run) <= MAX_ROWS + 1
+    assert (len(recent), recent[-1]) == (301, 3 * MAX_ROWS - 1)
+    times, (lane,) = history.lanes([W0])
+    assert len(times) == len(lane) == LANE_CELLS
+
+
+def test_lanes_of_workers_that_come_and_go() -> None:
+    history = History()
+    history.add(status(worker(0), at=1.0))
+    history.add(status(worker(0, "lost"), worker(1, work=shares(0.5, 0.2, 0.1, 0.004)), at=2.0))
+    history.add(status(worker(1, "idle"), at=3.0))
+    times, (first, second, never) = history.lanes([W0, W1, "/job:worker/task:9"])
+    unknown = (-1, -1, -1, -1)
+    assert times == [1, 2, 3]
+    assert first == [("busy", *unknown), ("lost", *unknown), None]
+    assert second == [None, ("busy", 50, 20, 10, 0), ("idle", *unknown)]
+    assert never == [None, None, None]
+
+
+def test_a_worker_that_is_long_gone_is_forgotten() -> None:
+    history = History()
+    history.add(status(worker(0), at=0.0))
+    for second in range(LANE_CELLS + 1):
+        history.add(status(at=1.0 + second))
+    assert not any(history.lanes([W0])[1][0])
+    assert history._lanes == {}

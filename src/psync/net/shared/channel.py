@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from psync.errors import RemoteProtocolError
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 from psync.net.shared.regions import Make, Region, make_region, map_foreign
 
 _GIVEN = struct.Struct("<QQ")  # number, bytes

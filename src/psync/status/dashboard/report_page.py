@@ -19,6 +19,7 @@ from psync.status.dashboard.run_log import FinishedRun, RunLog
 from psync.status.dashboard.server import STATIC
 from psync.status.dashboard.shows import LogShow, to_json
 from psync.status.model import Status
+from psync.status.run_files import replacing
 
 MAX_MOMENTS = 200
 """Moments among which a reader can choose. Charts of the whole run have more."""
@@ -100,24 +101,16 @@ def write_report(log: str | os.PathLike[str], path: Path) -> Path:
     with contextlib.closing(FinishedRun(log)) as run:
         page = _page(run).encode()
     try:
-        return _written(page, path)
+        with replacing(path) as file:
+            file.write(page)
     except OSError as error:
         try:
-            return _written(page, Path(tempfile.mkdtemp(prefix="psync-")) / path.name)
+            elsewhere = Path(tempfile.mkdtemp(prefix="psync-")) / path.name
+            with replacing(elsewhere) as file:
+                file.write(page)
         except OSError:
             raise ConfigurationError(f"report {path}: {error.strerror}") from error
-
-
-def _written(page: bytes, path: Path) -> Path:
-    """Write a file; nobody ever sees half of it."""
-    fd, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(fd, "wb") as file:
-            file.write(page)
-        os.replace(draft, path)
-    except BaseException:
-        os.unlink(draft)
-        raise
+        return elsewhere
     return path
 
 

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,14 +23,19 @@ from typing import Any, BinaryIO, cast
 from psync.checkpoints.files import regular
 from psync.checkpoints.ownership import Owner, own
 from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.status.dashboard.view import Thinned
 from psync.status.model import ShardStatus, Status, from_plain
+from psync.status.run_files import replacing
 
 SCHEMA = 1
+
+INTERVAL_S = 1.0
+"""Between two statuses."""
 
 MAX_BYTES = 64 << 20
 """About 8 hours of 4 workers, before anything is thinned out; 5 minutes of 1,000."""
 
-MAX_LINE_BYTES = MAX_BYTES
+MAX_LINE_BYTES = 64 << 20
 """A file with longer ones is none of ours."""
 
 MAX_MOMENTS = 50_000
@@ -49,9 +53,7 @@ class RunLog:
     Args:
         path: Of the file, readable by this user only. A run log that is there is replaced.
         program: What runs.
-        interval_s: Between two statuses.
         append: Go on with a log that is there: the same run, whose program was started again.
-        max_bytes: Of the file.
 
     Raises:
         ConfigurationError: The file cannot be written, or is something else than a run log; or
@@ -60,25 +62,21 @@ class RunLog:
 
     _owner: Owner | None = None
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        program: str,
-        *,
-        interval_s: float = 1.0,
-        append: bool = False,
-        max_bytes: int = MAX_BYTES,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], program: str, *, append: bool = False) -> None:
         self.path = Path(path)
-        self._max_bytes = max_bytes
         self._every, self._passed = 1, 0
         self._placement: tuple[ShardStatus, ...] = ()  # as it was written
-        head = {KEY: SCHEMA, "program": program, "interval_s": interval_s}
+        head = {KEY: SCHEMA, "program": program, "interval_s": INTERVAL_S}
         try:
             is_there = self.path.exists() and self.path.stat().st_size > 0
             if is_there:
                 check_head(self.path)
-            self._own()
+            with contextlib.suppress(OSError):  # opening the log says the same
+                self._owner = own(
+                    self.path.with_name(f"{self.path.name}.owner"),
+                    f"writes the run log {self.path}",
+                    "give each program a log of its own",
+                )
             if append and is_there:
                 _end_line(self.path)
             self._file = self._opened("ab" if append else "wb")
@@ -86,14 +84,6 @@ class RunLog:
         except OSError as exc:
             self._owner = None
             raise ConfigurationError(f"run log {self.path}: {exc.strerror}") from exc
-
-    def _own(self) -> None:
-        with contextlib.suppress(OSError):  # opening the log says the same
-            self._owner = own(
-                self.path.with_name(f"{self.path.name}.owner"),
-                f"writes the run log {self.path}",
-                "give each program a log of its own",
-            )
 
     def _opened(self, mode: str) -> BinaryIO:
         file = cast(BinaryIO, open(self.path, mode, opener=regular))
@@ -124,7 +114,7 @@ class RunLog:
         self._append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def _append(self, line: bytes) -> None:
-        if self._file.tell() + len(line) > self._max_bytes:
+        if self._file.tell() + len(line) > MAX_BYTES:
             self._thin()
         self._file.write(line)
         self._file.flush()
@@ -132,15 +122,8 @@ class RunLog:
     def _thin(self) -> None:
         """Drop every second status; nobody ever sees half a file."""
         self._file.close()
-        # A name that nobody knows, of mode 0600: the log may lie where others write, too.
-        fd, draft = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with open(self.path, "rb") as old, open(fd, "wb") as new:
-                new.writelines(_thinned(old))
-            os.replace(draft, self.path)
-        except BaseException:
-            os.unlink(draft)
-            raise
+        with open(self.path, "rb") as old, replacing(self.path) as new:
+            new.writelines(_thinned(old))
         self._file = self._opened("ab")
         self._every *= 2
 
@@ -212,8 +195,8 @@ class FinishedRun:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         check_head(self.path)
-        self._found: list[tuple[int, tuple[ShardStatus, ...]]] = []  # offset and what holds there
-        self._every, self._passed = 1, 0
+        self._found: Thinned[tuple[int, tuple[ShardStatus, ...]]] = Thinned(MAX_MOMENTS)
+        """Where each moment is, and the placement that holds there."""
         self._placement: tuple[ShardStatus, ...] = ()
         self.ended = False
         offset = 0
@@ -226,22 +209,17 @@ class FinishedRun:
             elif len(line) == MAX_LINE_BYTES:
                 raise self._broken(offset)
             offset += len(line)
-        if not self._found:
+        if not self._found.kept:
             self.close()
             raise ConfigurationError(f"{self.path}: the run log has no status: nothing ran")
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._found.kept)
 
     def _note(self, offset: int, line: bytes) -> None:
         if line.startswith(STATUS):
             self.ended = False
-            if self._passed % self._every == 0:
-                self._found.append((offset, self._placement))
-                if len(self._found) > MAX_MOMENTS:
-                    del self._found[1::2]
-                    self._every *= 2
-            self._passed += 1
+            self._found.add((offset, self._placement))
             return
         try:
             data = json.loads(line)
@@ -262,7 +240,7 @@ class FinishedRun:
         Raises:
             ConfigurationError: A line is none.
         """
-        for offset, placement in self._found[first:last]:
+        for offset, placement in self._found.kept[first:last]:
             self._file.seek(offset)
             line = self._file.readline(MAX_LINE_BYTES)
             try:

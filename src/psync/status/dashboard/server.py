@@ -24,8 +24,16 @@ from psync.cluster import is_loopback
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.platform import random_hex
 from psync.status.dashboard.shows import Show
-from psync.status.guard import HEADERS, bearer_of, is_allowed_host, is_token
-from psync.status.http import check_installed, host_and_port, listening, shown
+from psync.status.http import (
+    HEADERS,
+    bearer_of,
+    check_installed,
+    host_and_port,
+    is_allowed_host,
+    is_token,
+    listening,
+    shown,
+)
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -76,7 +84,14 @@ async def serving(show: Show, address: str, names: Sequence[str] = ()) -> AsyncI
         try:
             bound = await stack.enter_async_context(listening(pages.application(), host, port))
         except OSError as exc:
-            raise _cannot_listen(address, exc) from exc
+            if exc.errno == errno.EADDRINUSE:
+                raise ConfigurationError(
+                    f"dashboard: {address} is in use by another program",
+                    hint="use another port, or port 0 for a free one",
+                ) from exc
+            raise ConfigurationError(
+                f"dashboard: cannot listen at {address}: {exc.strerror or exc}"
+            ) from exc
         if not is_loopback(address):
             logger.warning(
                 "the dashboard at %s has no TLS: anyone who can read the network traffic can read "
@@ -86,15 +101,6 @@ async def serving(show: Show, address: str, names: Sequence[str] = ()) -> AsyncI
         pages.cookie = f"psync-{bound}"
         opens = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         yield f"http://{shown(opens)}:{bound}/?token={token}"
-
-
-def _cannot_listen(address: str, exc: OSError) -> ConfigurationError:
-    if exc.errno == errno.EADDRINUSE:
-        return ConfigurationError(
-            f"dashboard: {address} is in use by another program",
-            hint="use another port, or port 0 for a free one",
-        )
-    return ConfigurationError(f"dashboard: cannot listen at {address}: {exc.strerror or exc}")
 
 
 class _Pages:
@@ -125,9 +131,7 @@ class _Pages:
         return application
 
     async def _guard(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Answer whoever may look."""
         web = self._web
@@ -167,36 +171,25 @@ class _Pages:
             return response
         return self._web.FileResponse(STATIC / "index.html")
 
-    async def _view(self, request: web.Request) -> web.Response:
+    async def _view(self, request: web.Request) -> Any:
         span = request.query.get("span", "recent")
         if span not in ("recent", "run"):
-            return self._refusal(400, f"span: expected recent or run, got {span!r}\n")
-        try:
-            time = _time_of(request)
-        except ValueError:
-            return self._refusal(400, "time: expected seconds since 1970\n")
-        return self._json(await self._show.view(span, time))
+            reason = f"span: expected recent or run, got {span!r}"
+            raise self._web.HTTPBadRequest(reason=reason)
+        return self._web.json_response(text=await self._show.view(span, self._time_of(request)))
 
-    async def _status(self, request: web.Request) -> web.Response:
-        try:
-            status = await self._show.status(_time_of(request))
-        except ValueError:
-            return self._refusal(400, "time: expected seconds since 1970\n")
-        return self._json("{}" if status is None else status.to_json())
+    async def _status(self, request: web.Request) -> Any:
+        status = await self._show.status(self._time_of(request))
+        return self._web.json_response(text="{}" if status is None else status.to_json())
 
-    def _json(self, text: str) -> web.Response:
-        response: web.Response = self._web.Response(text=text, content_type="application/json")
-        return response
-
-
-def _time_of(request: web.Request) -> float | None:
-    text = request.query.get("time")
-    if text is None:
-        return None
-    time = float(text)
-    if not math.isfinite(time):
-        raise ValueError("expected a date")
-    return time
+    def _time_of(self, request: web.Request) -> float | None:
+        text = request.query.get("time")
+        if text is None:
+            return None
+        with contextlib.suppress(ValueError):
+            if math.isfinite(time := float(text)):
+                return time
+        raise self._web.HTTPBadRequest(reason="time: expected seconds since 1970")
 
 
 async def _protect(request: web.Request, response: web.StreamResponse) -> None:

@@ -7,24 +7,13 @@ import bisect
 import dataclasses
 import functools
 import json
-from typing import Any, Protocol
+from typing import Any
 
-from psync.status.dashboard.history import LANE_CELLS, RECENT_S, History, Row, columns, row_of
 from psync.status.dashboard.run_log import FinishedRun
-from psync.status.dashboard.view import view_of
+from psync.status.dashboard.view import LANE_CELLS, RECENT_S, History, Row, columns, row_of, view_of
 from psync.status.model import Status
 
 KEPT_STATUSES = 2 * LANE_CELLS
-
-
-class Show(Protocol):
-    """What a server asks for. Times are seconds since 1970; None: the newest moment."""
-
-    async def view(self, span: str, time: float | None) -> str:
-        """Return the page as JSON."""
-
-    async def status(self, time: float | None) -> Status | None:
-        """Return the status; None: there is none yet."""
 
 
 def to_json(value: Any) -> str:
@@ -116,3 +105,7 @@ class LogShow:
         """Return the status of a moment. Cancellation: safe."""
         async with self._reading:
             return await asyncio.to_thread(self._status, self._index(time))
+
+
+Show = LiveShow | LogShow
+"""What a page is about. Times are seconds since 1970; None: the newest moment."""

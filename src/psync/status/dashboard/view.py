@@ -7,10 +7,10 @@ nothing. Everything is plain data for JSON. ``VIEW_SCHEMA`` of the page and of t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
-from psync.status.dashboard.history import History
 from psync.status.diagnosis import diagnose
 from psync.status.model import PsStatus, ShardStatus, Status, StepsStatus, WorkerStatus
 from psync.status.units import (
@@ -21,6 +21,8 @@ from psync.status.units import (
     task_text,
     tasks_text,
 )
+
+T = TypeVar("T")
 
 VIEW_SCHEMA = 1
 
@@ -38,11 +40,7 @@ MAX_PARTS = 24
 
 
 def view_of(
-    status: Status,
-    history: History,
-    *,
-    span: str = "recent",
-    mode: str = "live",
+    status: Status, history: History, *, span: str = "recent", mode: str = "live"
 ) -> dict[str, Any]:
     """Return what the page shows.
 
@@ -67,7 +65,7 @@ def view_of(
         "tiles": tiles(status),
         "series": history.series(span),
         "staleness": staleness(status.steps),
-        "groups": [_group(*each) for each in _groups(status.steps)],
+        "groups": _groups(status.steps),
         "workers": [worker_row(worker) for worker in shown],
         "num_workers": len(status.workers),
         "states": states(status.workers),
@@ -129,7 +127,7 @@ def staleness(steps: StepsStatus) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _groups(steps: StepsStatus) -> list[tuple[str, str, str]]:
+def _groups(steps: StepsStatus) -> list[dict[str, str]]:
     found = []
     for group in steps.groups:
         waits = f", waits for {tasks_text(group.waits_for)}" if group.waits_for else ""
@@ -141,16 +139,14 @@ def _groups(steps: StepsStatus) -> list[tuple[str, str, str]]:
             (group.accepted, "accepted"), (group.dropped, "dropped"),
             (group.duplicates, "duplicate"), (group.partial_steps, "partial steps"),
         )  # fmt: skip
-        found.append((group.name, text, ", ".join(f"{n:,} {what}" for n, what in parts)))
+        more = ", ".join(f"{n:,} {what}" for n, what in parts)
+        found.append({"name": group.name, "text": text, "more": more})
     for bound in steps.bounds:
         waits = f", {tasks_text(bound.waiting)} wait" if bound.waiting else ""
         text = f"rounds {bound.slowest:,} to {bound.fastest:,}{waits}"
-        found.append(("staleness bound", text, f"at most {bound.max_staleness} rounds apart"))
+        more = f"at most {bound.max_staleness} rounds apart"
+        found.append({"name": "staleness bound", "text": text, "more": more})
     return found
-
-
-def _group(name: str, text: str, more: str) -> dict[str, str]:
-    return {"name": name, "text": text, "more": more}
 
 
 # Workers.
@@ -275,3 +271,176 @@ def missing(status: Status) -> Mapping[str, str]:
     if not status.placement:
         found["placement"] = "No variable has been declared yet."
     return found
+
+
+# The past: what charts show, in bounded memory.
+
+Row = Mapping[str, float | None]
+"""Values of one moment, by the name of the series."""
+
+MAX_ROWS = 600
+"""Moments that a chart shows: about as many as it has pixels."""
+
+RECENT_S = 300.0
+
+LANE_CELLS = 90
+"""Moments in the lane of a worker."""
+
+MAX_PS = 4
+"""Charts show so many ps tasks one by one; of more, their sums and the busiest one."""
+
+HERE = ("busy", "waiting", "idle")
+
+Cell = tuple[str, int, int, int, int]
+"""State of a worker, and percent of its time: compute, pull, push, wait; -1: unknown."""
+
+
+class Thinned(Generic[T]):
+    """Moments of a whole run: when they are too many, every second one goes.
+
+    Args:
+        limit: How many there are at most; even.
+
+    Attributes:
+        kept: Those that are left.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.kept: list[T] = []
+        self._every = 1  # of so many moments, one is kept
+        self._passed = 0
+
+    def add(self, moment: T) -> None:
+        """Note a moment, which is later than the others."""
+        if self._passed % self._every == 0:
+            self.kept.append(moment)
+            if len(self.kept) > self._limit:
+                del self.kept[1::2]
+                self._every *= 2
+        self._passed += 1
+
+
+class History:
+    """What the page shows of the past. Moments are added in order.
+
+    Example:
+        history = History()
+        history.add(await coordinator.status())
+        series = history.series("run")  # {"time": [...], "closures": [...], ...}
+    """
+
+    def __init__(self) -> None:
+        self._run: Thinned[Row] = Thinned(MAX_ROWS)
+        self._recent: deque[Row] = deque(maxlen=MAX_ROWS)
+        self._times: deque[float] = deque(maxlen=LANE_CELLS)
+        self._lanes: dict[str, deque[Cell | None]] = {}
+
+    def add(self, status: Status) -> None:
+        """Note a status."""
+        row = row_of(status)
+        self._run.add(row)
+        self._recent.append(row)
+        self.add_lanes(status)
+
+    def add_lanes(self, status: Status) -> None:
+        """Note what workers do, and nothing else."""
+        self._times.append(status.time)
+        cells = {worker.task: cell_of(worker) for worker in status.workers}
+        length = len(self._times)
+        for task in cells.keys() - self._lanes.keys():
+            self._lanes[task] = deque([None] * (length - 1), maxlen=LANE_CELLS)
+        for task, lane in list(self._lanes.items()):
+            lane.append(cells.get(task))
+            if task not in cells and not any(lane):
+                del self._lanes[task]
+
+    def series(self, span: str) -> dict[str, list[float | None]]:
+        """Return all series, None where there is no value.
+
+        Args:
+            span: "recent": the last five minutes; "run": all of it, thinned out.
+        """
+        if not self._recent:
+            return {}
+        newest = self._recent[-1]
+        if span == "run":
+            kept = self._run.kept
+            return columns(kept if kept[-1] is newest else [*kept, newest])
+        since = (newest["time"] or 0.0) - RECENT_S
+        return columns([row for row in self._recent if (row["time"] or 0.0) >= since])
+
+    def lanes(self, tasks: Sequence[str]) -> tuple[list[float], list[list[Cell | None]]]:
+        """Return the newest moments, and what these workers did in each; None: it was not there."""
+        nothing: list[Cell | None] = [None] * len(self._times)
+        return list(self._times), [list(self._lanes.get(task, nothing)) for task in tasks]
+
+
+def columns(rows: Iterable[Row]) -> dict[str, list[float | None]]:
+    """Return series of one length, one for each name that occurs."""
+    rows = list(rows)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def row_of(status: Status) -> Row:
+    """Return the values of a status that charts show. Their names:
+
+    "time" (seconds since 1970), "closures" and "steps" (per second), "queued", "in_flight",
+    "busy", "waiting", "idle", "gone" (workers), "compute", "pull", "push", "wait", "free" (percent
+    of the workers' time, where it is known), "in ps 0" and "out ps 0" (bytes per second of each ps;
+    if they are many: "in all ps", "out all ps", "out busiest ps"), "reported loss" (and whatever
+    is reported).
+    """
+    queue, steps = status.queue, status.steps
+    row: dict[str, float | None] = {
+        "time": round(status.time, 2),
+        "closures": _short(queue.closures_per_s), "steps": _short(steps.steps_per_s),
+        "queued": queue.queued, "in_flight": queue.in_flight,
+        **dict.fromkeys((*HERE, "gone"), 0),
+    }  # fmt: skip
+    for worker in status.workers:
+        name = worker.state if worker.state in HERE else "gone"
+        row[name] = (row[name] or 0) + 1
+    known = [worker.work for worker in status.workers if worker.work is not None]
+    if known:
+        left = 100.0
+        for name in ("compute", "pull", "push", "wait"):
+            share = 100 * sum(getattr(each, name) for each in known) / len(known)
+            row[name] = round(share, 1)
+            left -= share
+        row["free"] = round(max(0.0, left), 1)
+    row.update((name, _short(value)) for name, value in _traffic(status.ps))
+    for name, value in status.reported.items():
+        if name == "epoch":  # a count, beside which nothing else would be seen
+            continue
+        row[f"reported {name}"] = _short(value) if math.isfinite(value) else None
+    return row
+
+
+def _traffic(tasks: Sequence[PsStatus]) -> Iterator[tuple[str, float]]:
+    if len(tasks) <= MAX_PS:
+        for ps in tasks:
+            name = task_text(ps.task)
+            yield f"in {name}", ps.bytes_in_per_s
+            yield f"out {name}", ps.bytes_out_per_s
+        return
+    out = [ps.bytes_out_per_s for ps in tasks]
+    yield "in all ps", sum(ps.bytes_in_per_s for ps in tasks)
+    yield "out all ps", sum(out)
+    yield "out busiest ps", max(out)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def cell_of(worker: WorkerStatus) -> Cell:
+    """Return what a lane shows of a worker at one moment."""
+    work = worker.work
+    if work is None:
+        return worker.state, -1, -1, -1, -1
+    compute, pull, push, wait = (
+        round(100 * share) for share in (work.compute, work.pull, work.push, work.wait)
+    )
+    return worker.state, compute, pull, push, wait

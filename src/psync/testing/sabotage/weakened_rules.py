@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from psync.net.process_state import PerProcess
+from psync.net.platform import PerProcess
 from psync.store.commit_log import CommitLog, LogState
 from psync.store.ledger import Client, Ledger, Verdict
 from psync.store.update_gate import UpdateGate

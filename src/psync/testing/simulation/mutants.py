@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from psync.accumulators import Accumulator, ArrayAccumulator
+from psync.accumulators import Accumulator
 from psync.api.data_shards import Visits
 from psync.backups.host import _Backup
 from psync.checkpoints import files
@@ -253,7 +253,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "takes_are_given_again": Mutant(
         "a gradient in an accumulator is taken once", ("any",),
-        ((ArrayAccumulator, "_clear", wrong.takes_leave_it),),
+        ((Accumulator, "_clear", wrong.takes_leave_it),),
     ),
     "stale_gradient_is_held": Mutant(
         "a gradient of an old step is in no take", ("async",),

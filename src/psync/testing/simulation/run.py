@@ -22,7 +22,7 @@ from typing import Any
 import psync
 from psync.api import scopes
 from psync.checkpoints.ownership import let_go_of_all
-from psync.net.process_state import fresh_process
+from psync.net.platform import fresh_process
 from psync.net.shared import regions
 from psync.ps import comparison, cooperative_work
 from psync.ps.updates import PsUpdates

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from psync.accumulators import Accumulator, ArrayAccumulator
+from psync.accumulators import Accumulator
 from psync.backups.host import _Backup
 from psync.client.plans import Plan
 from psync.client.prefetch import PulledAhead, Wanted
@@ -201,7 +201,7 @@ def is_of_now(original: Callable[..., Any]) -> Any:
 
 
 def takes_leave_it(original: Callable[..., Any]) -> Any:
-    def clear(self: ArrayAccumulator[Any, Any]) -> None:
+    def clear(self: Accumulator[Any, Any]) -> None:
         if self._step % 2:
             original(self)
 
