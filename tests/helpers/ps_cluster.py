@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from inside import handlers_of, store_of, work_of
 from memory_cluster import until as until
 from psync.chief.creation import Creation
 from psync.chief.declarations import Declaration, split
 from psync.client.ps_client import Plan, PsClient
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Handler
 from psync.net.platform import Platform
 from psync.net.secret import Secret
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.update_rule import SGD
 from psync.partitioners import FixedShardsPartitioner
 from psync.ps_task import PsTask
-from psync.specs import VariableSpec, dtype_name, dtype_of
+from psync.specs import VariableSpec, dtype_name
 from psync.testing import MemoryNetwork
 from psync.testing.sabotage import Failpoints, SabotagedParts
-from psync.wire.codec import Message
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.messages import AttachPs, Pushed
 
 CHIEF = "/job:chief/task:0"
 WORKER = "/job:worker/task:0"
-OTHER = "/job:worker/task:1"
 SECRET = Secret(b"a secret of at least thirty-two bytes")
 
 RATE = 0.5
@@ -183,29 +179,3 @@ async def assign(
 ) -> list[Pushed]:
     plan = client.plan((variable,))
     return await client.assign(plan, [np.asarray(value)], op=op, closure=closure, ordinal=ordinal)
-
-
-def hold(task: PsTask, variable: VariableSpec, index: int = 0) -> Callable[[], None]:
-    """Keep a variable's shard busy, the first one; return what ends that."""
-    shard = variable.shards[index]
-    work = store_of(task).assign(shard.key, "add", np.zeros(shard.shape, dtype_of(shard.dtype)))
-
-    def release() -> None:
-        for _ in work:
-            pass
-        work_of(task).wake()
-
-    return release
-
-
-def heard(task: PsTask, kind: type[Message]) -> list[Any]:
-    """All messages of a kind that a ps gets from now on."""
-    handlers, messages = handlers_of(task), list[Message]()
-    handler = handlers[kind]
-
-    def run(peer: Any, message: Any, segments: list[memoryview]) -> Any:
-        messages.append(message)
-        return handler.run(peer, message, segments)
-
-    handlers[kind] = Handler(run, handler.prepare)
-    return messages
