@@ -748,7 +748,7 @@ async def test_a_coordinator_that_starts_or_runs_cannot_be_started_again():
         await coordinator.close()
 
 
-async def test_what_lives_on_the_coordinator_cannot_be_captured() -> None:
+async def test_what_lives_on_the_coordinator_cannot_be_captured(tmp_path: Path) -> None:
     async with coordinating() as (_, coordinator):
         strategy = coordinator.strategy
         dataset = coordinator.create_per_worker_dataset(lambda: [1])
@@ -767,7 +767,7 @@ async def test_what_lives_on_the_coordinator_cannot_be_captured() -> None:
             (dataset, "each worker reads it through an iterator", "iterator = iter(dataset)"),
             (checkpoint, "checkpoints are saved by the program", "call it in the program"),
             (
-                psync.CheckpointManager(checkpoint, "nowhere"),
+                psync.CheckpointManager(checkpoint, tmp_path),
                 "checkpoints are saved by the program", "call it in the program",
             ),
             (trainer, "the trainer lives in the program", "give a name to what the step"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from psync import wait
+from psync import get_worker_index, wait
 from psync.client.context import (
     ClosureContext,
     DatasetContext,
@@ -183,3 +183,12 @@ async def test_a_cancellation_between_the_check_and_the_loop_is_not_lost() -> No
     may_go.set()
     with pytest.raises(ClosureCancelled, match=r"while it waited$"):
         await running
+
+
+def test_worker_index_outside_a_step_is_an_error() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        get_worker_index()
+    assert str(caught.value) == (
+        "get_worker_index outside a step: this code does not run on a worker\n"
+        "hint: call it in a step function, or in a dataset function"
+    )
