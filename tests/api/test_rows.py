@@ -10,6 +10,7 @@ import pytest
 
 import psync
 from local_training import at_once, in_step, strategy_of, training
+from memory_cluster import coordinating
 from psync.errors import (
     IndexTypeError,
     IndexValueError,
@@ -17,6 +18,7 @@ from psync.errors import (
     ValueMismatchError,
     VariableIndexError,
 )
+from psync.wire.limits import Limits
 
 VALUE = np.arange(20, dtype=np.float32).reshape(10, 2)
 
@@ -251,3 +253,13 @@ def test_rows_cannot_be_read_where_there_is_no_connection() -> None:
         at_once(part())
     with pytest.raises(UsageError, match='sparse_read of "v": no connection'):
         at_once(v.sparse_read([1]))
+
+
+async def test_more_rows_than_a_ps_gathers_at_once_are_an_error_that_says_what_to_do() -> None:
+    limits = Limits(gathered_bytes=1 << 10)
+    async with coordinating(1, 1, limits) as (_, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.zeros((1000, 8), np.float32), name="v")
+        assert (await v[0:30]).shape == (30, 8)
+        with pytest.raises(UsageError, match="at most 1024 are gathered"):
+            await v[0:500:2]

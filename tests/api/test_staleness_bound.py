@@ -109,6 +109,21 @@ async def test_the_fast_worker_is_ahead_by_the_bound_at_most(bound, closures, ro
 
 
 @pytest.mark.virtual_time
+async def test_a_report_says_who_waits_and_for_whom():
+    async with race(psync.StalenessBound(0)) as running:
+        running.schedule(2, 3)
+        lines: list[str] = []
+        while not running.coordinator.done():
+            lines += running.cluster.tasks["ps-0"].describe()
+            await asyncio.sleep(0.05)
+        said = {line for line in lines if "staleness bound" in line}
+        assert any(
+            "waiting /job:worker/task:0; slowest /job:worker/task:1, at round" in line
+            for line in said
+        )
+
+
+@pytest.mark.virtual_time
 async def test_closures_scheduled_one_by_one_are_bounded_too():
     async with race(psync.StalenessBound(2)) as running:
         pending = set(map(asyncio.ensure_future, running.schedule(2)))

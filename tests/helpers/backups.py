@@ -8,7 +8,7 @@ import numpy as np
 
 from ps_cluster import PsCluster
 from psync.wire.codec import Message
-from psync.wire.messages import BackUp, Promote, Promoted
+from psync.wire.messages import BackUp
 
 W = np.arange(6, dtype=np.float32)
 
@@ -19,24 +19,6 @@ async def say(cluster: PsCluster, ps: int, message: Message) -> Message:
 
 async def back_up(cluster: PsCluster, epoch: int = 1, *, lost: bool = False) -> None:
     await say(cluster, 0, BackUp(epoch, "/job:ps/task:1", "ps1:1", lost))
-
-
-async def alone(cluster: PsCluster, epoch: int = 2) -> None:
-    await say(cluster, 0, BackUp(epoch, "", "", False))
-
-
-async def promote(cluster: PsCluster, epoch: int = 9) -> str:
-    answer = await say(cluster, 1, Promote(0, epoch, 100, []))
-    assert isinstance(answer, Promoted)
-    return answer.address
-
-
-async def take_over(cluster: PsCluster) -> None:
-    """Ps 0 is lost; its backup serves, and the chief knows where."""
-    address = await promote(cluster)
-    link = cluster.chief.links[0]
-    link.revive()
-    link.address = address
 
 
 async def create(cluster: PsCluster) -> Any:

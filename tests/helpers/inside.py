@@ -10,18 +10,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import psync
 from psync.backups.host import BackupHost
 from psync.client.ps_link import PsLink
-from psync.coordinator import Coordinator
 from psync.net.connection import Connection, Handler
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
-from psync.ps.cooperative_work import LongWork
 from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
-from psync.sync.ps_sync import PsSync
 from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.codec import Message
 
@@ -60,21 +56,6 @@ def pool_of(owner: Any) -> BlockPool:
 
 def store_of(ps: Any) -> ShardStore:
     return ps.services.store
-
-
-def work_of(ps: Any) -> LongWork:
-    """The updates that run, and those that wait for their turn."""
-    return ps._work
-
-
-def depose(ps: Any) -> None:
-    """Let it find that its backup serves in its place."""
-    ps._depose()
-
-
-def sync_of(ps: Any) -> PsSync:
-    """Its part of synchronous steps."""
-    return ps.services.sync
 
 
 def begins(ps: Any, group: int) -> bool:
@@ -126,8 +107,3 @@ def session_of(worker: Any) -> Any:
 def iterators_of(worker: Any) -> list[Any]:
     """The iterators of datasets that it holds."""
     return list(session_of(worker)._iterators._iterators.values())
-
-
-def chief_of(coordinator: psync.ClusterCoordinator) -> Coordinator:
-    """What a running ClusterCoordinator is made of."""
-    return coordinator._running("a test")

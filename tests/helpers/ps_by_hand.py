@@ -30,7 +30,6 @@ from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.messages import AttachPs, Pull, Pulled
 from psync.wire.tensors import to_bytes_view
 
-PS = "/job:ps/task:1"
 COORDINATOR = ("/job:chief/task:0", 100)
 A, B = ("/job:worker/task:0", 1000), ("/job:worker/task:1", 1000)
 READER = ("/job:worker/task:99", 1000)

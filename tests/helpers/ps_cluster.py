@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from inside import handlers_of, store_of, work_of
+from inside import handlers_of
 from memory_cluster import until as until
 from psync.chief.declarations import Creation, Declaration, split
 from psync.client.ps_client import Plan, PsClient
@@ -21,7 +21,7 @@ from psync.numerics.memory import BlockPool
 from psync.numerics.rules import SGD
 from psync.partitioners import FixedShardsPartitioner
 from psync.ps_task import PsTask
-from psync.specs import VariableSpec, dtype_name, dtype_of
+from psync.specs import VariableSpec, dtype_name
 from psync.testing import MemoryNetwork
 from psync.testing.sabotage import Failpoints, SabotagedParts
 from psync.wire.codec import Message
@@ -30,7 +30,6 @@ from psync.wire.messages import AttachPs, Pushed
 
 CHIEF = "/job:chief/task:0"
 WORKER = "/job:worker/task:0"
-OTHER = "/job:worker/task:1"
 SECRET = Secret(b"a secret of at least thirty-two bytes")
 
 RATE = 0.5
@@ -181,19 +180,6 @@ async def assign(
 ) -> list[Pushed]:
     plan = client.plan((variable,))
     return await client.assign(plan, [np.asarray(value)], op=op, closure=closure, ordinal=ordinal)
-
-
-def hold(task: PsTask, variable: VariableSpec, index: int = 0) -> Callable[[], None]:
-    """Keep a variable's shard busy, the first one; return what ends that."""
-    shard = variable.shards[index]
-    work = store_of(task).assign(shard.key, "add", np.zeros(shard.shape, dtype_of(shard.dtype)))
-
-    def release() -> None:
-        for _ in work:
-            pass
-        work_of(task).wake()
-
-    return release
 
 
 def heard(task: PsTask, kind: type[Message]) -> list[Any]:

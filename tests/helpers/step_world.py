@@ -212,10 +212,3 @@ class World:
             task.cancel()
         self.turns.settle()
         assert not self.turns.reports
-
-
-def pair(turns: Turns, **more: Any) -> World:
-    """A group of two, on ps 0 with a backup."""
-    world = World(turns, **more)
-    world.back_up()
-    return world

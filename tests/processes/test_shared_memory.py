@@ -164,6 +164,30 @@ async def test_a_ps_is_killed_and_its_memory_goes_with_it() -> None:
     assert left_of(addresses) == []
 
 
+@pytest.mark.promise("reads.stable", "memory.stable-while-read")
+async def test_values_of_two_ps_tasks_stay_as_they_were_read_while_updates_go_on() -> None:
+    """They lie in one array, of which each half is the memory of another process."""
+    held: list[np.ndarray] = []
+    async with psync.LocalCluster(2, 1) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver, psync.FixedShardsPartitioner(2))
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                variable = psync.Variable(np.zeros((2 * SIZE, 2), np.float32), name="variable")
+
+            async def more() -> None:
+                await variable.assign_add(np.ones((2 * SIZE, 2), np.float32))
+
+            for number in range(8):
+                held.append(await psync.pull(variable))
+                await coordinator.schedule(more)
+                if number == 5:
+                    del held[1:4]
+            assert mapped_kib(os.getpid()), "memory is shared"
+    assert [float(each[0, 0]) for each in held] == [0, 4, 5, 6, 7]
+    for each in held:  # also when the processes have ended
+        assert (each == each[0, 0]).all()
+
+
 @pytest.mark.promise("memory.stable-while-read")
 async def test_a_stopped_worker_holds_up_nobody_and_what_it_has_stays_as_it_is() -> None:
     async with psync.LocalCluster(1, 2) as cluster:

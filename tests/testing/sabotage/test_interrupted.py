@@ -3,44 +3,74 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from inside import handlers_of, points_of
-from memory_cluster import until
-from ps_cluster import PsCluster, heard, pull, push
-from psync.client.sync_client import SyncClient
+import psync
+from memory_cluster import MemoryCluster, running
 from psync.errors import PsyncError
-from psync.net.connection import Handler
-from psync.testing.sabotage import FailpointError, Failpoints, SabotagedParts
 from psync.wire.messages import Contribute, StagePush
-from sync_cluster import SyncCluster, SyncReplica
 
-LARGE = np.ones((2, 20_000), np.float32)  # each half is staged
+pytestmark = pytest.mark.virtual_time
+
+
+class Training(NamedTuple):
+    """A large variable on ps 1 and a small one on ps 0, and a step that pushes to both."""
+
+    cluster: MemoryCluster
+    coordinator: psync.ClusterCoordinator
+    variables: list[Any]
+    step: Any
+
+
+@contextlib.asynccontextmanager
+async def training(*without: str, synchronous: bool = True) -> AsyncIterator[Training]:
+    cluster = MemoryCluster(2, 1, tapped=True, without=frozenset(without))
+    async with running(cluster), psync.ClusterCoordinator(cluster.strategy()) as coordinator:
+        with coordinator.strategy.scope():
+            small = psync.Variable(np.zeros(1, np.float32), name="small")
+            large = psync.Variable(np.zeros(40_000, np.float32), name="large")
+            global_step = psync.get_or_create_global_step()
+        sgd = psync.optimizers.SGD(1.0)
+        sync = psync.SyncReplicasOptimizer(sgd, 1)
+
+        async def step() -> None:
+            pairs = [(np.ones(each.shape, np.float32), each) for each in (small, large)]
+            if synchronous:
+                await sync.apply_gradients(pairs, global_step)
+            else:
+                await sgd.apply_gradients(pairs)
+
+        await psync.pull([small, large])
+        yield Training(cluster, coordinator, [small, large], step)
+
+
+async def fails(training: Training, text: str) -> list[float]:
+    """Run a step, which fails; return the first elements of the variables."""
+    training.coordinator.schedule(training.step)
+    with pytest.raises(PsyncError, match=text):
+        await training.coordinator.join()
+    return [float(value[0]) for value in await psync.pull(training.variables)]
 
 
 async def test_an_update_can_end_when_one_ps_has_its_part() -> None:
-    async with PsCluster(2) as cluster:
-        v = await cluster.create("v", np.zeros((2, 1), np.float32), shards=2)
-        client = cluster.client(failpoints=Failpoints("worker.push.between_ps=error"))
-        with pytest.raises(FailpointError):
-            await push(client, (v,), (2.0,))
-        (values,) = await pull(cluster.chief, v)
-        assert values.ravel().tolist() == [-1, 0]
+    async with training(synchronous=False) as t:
+        t.cluster.points("worker-0").fail("worker.push.between_ps")
+        assert sorted(await fails(t, "failpoint worker.push.between_ps")) == [-1, 0]
 
 
 async def test_a_synchronous_push_can_end_when_all_but_ps_0_have_their_parts() -> None:
-    async with SyncCluster(2) as cluster:
-        large = await cluster.create("large", LARGE[0])
-        small = await cluster.create("small", np.zeros(1, np.float32))
-        assert (large.shards[0].ps, small.shards[0].ps) == (1, 0)
-        told, staged = heard(cluster.ps[0], Contribute), heard(cluster.ps[1], StagePush)
-        points = Failpoints("worker.push.between_ps=error")
-        replica = SyncReplica(cluster.client(failpoints=points), cluster.config)
-        with pytest.raises(FailpointError):
-            await replica.push((large, small), (1.0, 1.0))
+    async with training() as t:
+        t.cluster.points("worker-0").fail("worker.push.between_ps")
+        with (
+            t.cluster.tap("ps-0").hearing(Contribute) as told,
+            t.cluster.tap("ps-1").hearing(StagePush) as staged,
+        ):
+            assert await fails(t, "failpoint worker.push.between_ps") == [0, 0]
         assert (len(told), len(staged)) == (0, 1)
 
 
@@ -48,37 +78,21 @@ async def test_a_synchronous_push_can_end_when_all_but_ps_0_have_their_parts() -
 async def test_without_staged_commit_ps_0_hears_of_a_push_before_its_parts_are_there(
     without: str,
 ) -> None:
-    async with SyncCluster(2) as cluster:
-        w = await cluster.create("w", LARGE, shards=2)
-        replica = cluster.replica()
-        parts = SabotagedParts(without=frozenset({without}))
-        replica.sync = parts.of(SyncClient)(replica.client)
-        told, staging = heard(cluster.ps[0], Contribute), asyncio.Event()
-
-        async def never(*_: Any) -> Any:
-            staging.set()
-            await asyncio.Event().wait()
-
-        handlers = handlers_of(cluster.ps[1])
-        handlers[StagePush] = Handler(never, handlers[StagePush].prepare)
-        pushing = asyncio.create_task(replica.push((w,), (1.0,)))
-        await staging.wait()
-        if without == "staged_commit":
-            await until(lambda: told)
-        else:
-            await cluster.global_step()  # an answer of ps 0: nothing else is on its way there
-            assert not told
-        pushing.cancel()
-        await asyncio.gather(pushing, return_exceptions=True)
+    async with training(without) as t:
+        go_on = asyncio.Event()
+        with (
+            t.cluster.tap("ps-0").hearing(Contribute) as told,
+            t.cluster.tap("ps-1").at(StagePush, go_on.wait) as staging,
+        ):
+            value = t.coordinator.schedule(t.step)
+            await staging.wait()
+            await asyncio.sleep(1)
+            assert bool(told) is (without == "staged_commit")
+            go_on.set()
+            await value
 
 
 async def test_a_step_that_is_decided_can_fail_before_any_other_ps_knows() -> None:
-    async with SyncCluster(2) as cluster:
-        w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-        points_of(cluster.ps[0]).fail("ps0.step.decided")
-        pushes = [cluster.replica(index).push((w,), (1.0,)) for index in range(2)]
-        for answer in await asyncio.gather(*pushes, return_exceptions=True):
-            assert isinstance(answer, PsyncError)
-            assert "failpoint ps0.step.decided" in str(answer)
-        assert cluster.versions(w) == [0, 0]
-        assert await cluster.global_step() == 0
+    async with training() as t:
+        t.cluster.points("ps-0").fail("ps0.step.decided")
+        assert await fails(t, "failpoint ps0.step.decided") == [0, 0]
