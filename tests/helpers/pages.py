@@ -13,8 +13,9 @@ After ``run`` may stand ``, needs torch`` (a module without which the block is p
 ``, draws loss.png`` (a picture that has to be there afterwards, and that the page shows). A comment
 that begins with ``<!-- run`` and goes on with lines of code is run, too, and not shown: the
 context of a fragment. ``<!-- cluster: 2 ps, 3 workers -->`` opens ``cluster``, ``strategy`` and
-``coordinator`` in the page's session; lines of code may follow here, too. In outputs a line ``…`` stands for any lines, and lines of psync's log, which
-depend on what else the machine does, are left out.
+``coordinator`` in the page's session; lines of code may follow here, too. In outputs a line ``…``
+stands for any lines, and lines of psync's log, which depend on what else the machine does, are left
+out.
 
 markdown-it-py, which also reads the pages for the site, finds the blocks. What runs them is ours:
 libraries for this (Sybil, pytest-markdown-docs, mktestdocs, pytest-codeblocks) run Python in the
