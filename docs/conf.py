@@ -32,6 +32,7 @@ suppress_warnings = ["config.cache", "ref.python"]  # names that several modules
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 
+autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

@@ -12,8 +12,10 @@ A comment before a block, which no reader sees, says what becomes of it::
 After ``run`` may stand ``, needs torch`` (a module without which the block is passed over) and
 ``, draws loss.png`` (a picture that has to be there afterwards, and that the page shows). A comment
 that begins with ``<!-- run`` and goes on with lines of code is run, too, and not shown: the
-context of a fragment. In outputs a line ``…`` stands for any lines, and lines of psync's log, which
-depend on what else the machine does, are left out.
+context of a fragment. ``<!-- cluster: 2 ps, 3 workers -->`` opens ``cluster``, ``strategy`` and
+``coordinator`` in the page's session; lines of code may follow here, too. In outputs a line ``…``
+stands for any lines, and lines of psync's log, which depend on what else the machine does, are left
+out.
 
 markdown-it-py, which also reads the pages for the site, finds the blocks. What runs them is ours:
 libraries for this (Sybil, pytest-markdown-docs, mktestdocs, pytest-codeblocks) run Python in the
@@ -40,6 +42,17 @@ ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 MARK = re.compile(r"<!--\s*(.*?)\s*-->\s*\Z", re.DOTALL)
 RUN = re.compile(r"run(?:: (?P<file>\S+?))?(?:, needs (?P<needs>\w+))?(?:, draws (?P<draws>\S+))?")
+CLUSTER = re.compile(r"cluster: (?P<ps>\d+) ps, (?P<workers>\d+) workers?(?P<needs>, needs \w+)?")
+OPENED = """\
+import asyncio, glob
+import numpy as np
+import psync
+cluster = psync.LocalCluster({ps}, {workers}, processes=False)
+await cluster.start()
+strategy = psync.ParameterServerStrategy(cluster.resolver)
+coordinator = psync.ClusterCoordinator(strategy)
+await coordinator.start()
+"""
 LOGGED = re.compile(r"^(\[[\w-]+\] )?\d\d:\d\d:\d\d [A-Z]+ psync.*\n?", re.MULTILINE)
 LIMIT_S = 300.0
 
@@ -77,8 +90,11 @@ def blocks(page: Path) -> Iterator[Block]:
         if token.type == "html_block":
             found = MARK.match(token.content.strip())
             mark = found[1] if found else ""
-            if mark.startswith("run") and "\n" in mark:
-                first, _, code = mark.partition("\n")
+            first, _, code = mark.partition("\n")
+            if opened := CLUSTER.fullmatch(first.strip()):
+                first = f"run{opened['needs'] or ''}"
+                code = OPENED.format(**opened.groupdict()) + code
+            if first.startswith("run") and code:
                 yield Block(page, line, "python", first.strip(), code)
                 mark = ""
         elif token.type in ("fence", "code_block"):
