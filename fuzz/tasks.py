@@ -20,8 +20,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
 
     from psync.errors import PsyncError, RemoteError
     from psync.net.endpoint import Endpoint
-    from psync.net.platform import Platform
-    from psync.net.platform import Secret
+    from psync.net.platform import Platform, Secret
     from psync.numerics.memory import BlockPool
     from psync.numerics.rules import SGD
     from psync.ps_task import PsTask
