@@ -28,7 +28,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from psync.integrations.slurm import SlurmClusterResolver
     from psync.net.chief_presence import chief_timeouts
     from psync.net.environment import limits_of, parts_of, watchdog_timeout
-    from psync.net.platform import insecure_by_environ, load_secret
+    from psync.net.platform import flag, load_secret
     from psync.net.resolvers import TFConfigClusterResolver, training_cluster
 
     def tf_config(text: str) -> None:
@@ -60,7 +60,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
     def own(texts: list[str]) -> None:
         environ = dict(zip(OWN, texts, strict=False))
         for read in (
-            load_secret, insecure_by_environ, parts_of, watchdog_timeout,
+            load_secret, lambda given: flag(given, "PSYNC_INSECURE"), parts_of, watchdog_timeout,
             chief_timeouts, limits_of,
         ):  # fmt: skip
             with contextlib.suppress(ConfigurationError):

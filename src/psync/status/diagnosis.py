@@ -94,22 +94,13 @@ def _values(status: Status) -> Iterator[Finding]:
 
 def _gone(status: Status) -> Iterator[Finding]:
     for state, one, more in (
-        (
-            "lost",
-            "is lost; it rejoins when it is reachable",
-            "are lost; they rejoin when they are reachable",
-        ),
-        (
-            "set aside",
-            "was lost too often and is set aside for a while",
-            "were lost too often and are set aside for a while",
-        ),
-        (
-            "given up",
-            "was removed: its process died too often",
-            "were removed: their processes died too often",
-        ),
-    ):
+        ("lost", "is lost; it rejoins when it is reachable",
+         "are lost; they rejoin when they are reachable"),
+        ("set aside", "was lost too often and is set aside for a while",
+         "were lost too often and are set aside for a while"),
+        ("given up", "was removed: its process died too often",
+         "were removed: their processes died too often"),
+    ):  # fmt: skip
         tasks = [each.task for each in status.workers if each.state == state]
         if tasks:
             text = one if len(tasks) == 1 else more
@@ -285,24 +276,19 @@ def _all_is_well(status: Status) -> Finding:
     known = [each.work for each in here if each.work is not None]
     if status.state == "ended":
         return Finding("good", "The run has ended.")
-    rest = _rest_of_queue(status)
+    queue, rest = status.queue, ""
+    seconds = queue.queued / queue.closures_per_s if queue.closures_per_s else 0.0
+    if seconds >= LONG_WORK_S:
+        rest = f" The {queue.queued:,} queued closures take another {seconds_text(seconds)}"
+        rest += "; more workers would reduce that."
     if known:
         share = sum(each.compute for each in known) / len(known)
         # A step that waits for its data computes, as far as anybody sees.
         text = f"workers compute, or read data, for {share:.0%} of the time"
-        return Finding("good", f"The cluster is not the bottleneck: {text}.{rest}")
-    busy = sum(each.state == "busy" for each in here)
-    text = f"{busy} of {len(here)} workers are busy"
+    else:
+        busy = sum(each.state == "busy" for each in here)
+        text = f"{busy} of {len(here)} workers are busy"
     return Finding("good", f"The cluster is not the bottleneck: {text}.{rest}")
-
-
-def _rest_of_queue(status: Status) -> str:
-    queue = status.queue
-    seconds = queue.queued / queue.closures_per_s if queue.closures_per_s else 0.0
-    if seconds < LONG_WORK_S:
-        return ""
-    text = f" The {queue.queued:,} queued closures take another {seconds_text(seconds)}"
-    return f"{text}; more workers would reduce that."
 
 
 _RULES: tuple[Callable[[Status], Iterable[Finding]], ...] = (
