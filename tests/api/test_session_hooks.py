@@ -46,7 +46,7 @@ async def test_the_step_of_the_strategy_that_runs_is_meant_until_something_is_pu
             step = psync.get_or_create_global_step()
             pushed = psync.Variable(0, name="pushed")
         assert optimizer._known_step() is step
-        optimizer._group.of_step(pushed)
+        optimizer._of_step(pushed)
         assert optimizer._known_step() is pushed
 
 
