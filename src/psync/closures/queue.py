@@ -1,8 +1,7 @@
 """The closure queue: the state of every closure, and the actions that each event leads to.
 
 ``ClosureQueue`` gets events and returns what to do, as a list of actions. It knows no clock, no
-network and no function to call. ``dispatcher`` decides which worker runs a closure; ``open`` what
-it waits for before that, what its end means for others, and which errors a join raises.
+network and no function to call. ``dispatcher`` decides which worker runs a closure.
 
 **An error ends everything**, at once: what is queued is cancelled, what is in flight is asked to
 stop, and what is scheduled from then on is cancelled too. Nothing is dispatched. What cannot be
