@@ -263,7 +263,7 @@ class PsUpdates:
                     self._submit(update)
                     return
                 await self._gate.turn(*message)
-        except PsyncError as exc:
+        except Exception as exc:
             update.request.fail(exc)
         finally:
             if locked is not None:
