@@ -326,7 +326,7 @@ class Executor:
             if failed is None:
                 try:
                     compute.done()
-                except PsyncError as exc:
+                except Exception as exc:
                     failed = exc
             _end(request, ended, failed)
 

@@ -24,7 +24,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, cast
 
 from psync.cluster import parse_task_name
-from psync.errors import PsyncError
 from psync.net.connection import Handler, Request
 from psync.numerics.memory import BlockPool
 from psync.ps.computes import Compute
