@@ -866,6 +866,34 @@ async def test_requests_are_read_only_while_the_handlers_bodies_fit_the_limit(ho
         assert pair.back.statistics()["unfinished_bytes"] == 0
 
 
+@pytest.mark.promise("input.peers-bounded")
+@pytest.mark.parametrize("end", ["answer", "fail"])
+def test_a_body_counts_until_its_handler_is_done_though_its_caller_has_given_up(
+    turns: Turns, end: str
+) -> None:
+    """Who is not told of that still works on it: an update is applied all the same."""
+    kept: list[Request[Any]] = []
+    limits = Limits(unfinished_bytes=250 * KIB)
+    pair = peered(turns, {Push: Handler(kept.append)}, limits=limits)
+    for number in range(20):
+        given_up = pair.peer.ask(push(number), [bytes(100 * KIB)], lambda _: None)
+        turns.settle()
+        pair.peer.give_up(given_up)
+        turns.settle()
+    assert len(kept) == 3
+    assert pair.back.statistics()["unfinished_bytes"] == 300 * KIB
+    while kept:
+        request = kept.pop(0)
+        request.answer(Done()) if end == "answer" else request.fail(ValueMismatchError("no"))
+        turns.settle()
+    assert pair.back.statistics()["unfinished_bytes"] == 0
+    pair.peer.ask(push(), [bytes(100 * KIB)], lambda _: None)
+    turns.settle()
+    pair.peer.abort()
+    turns.settle()
+    assert pair.back.statistics() == {"calls": 0, "serving": 0, "unfinished_bytes": 0}
+
+
 # --- what a peer must not say ----------------------------------------------------------------
 
 

@@ -125,15 +125,13 @@ class Request(Frame, Generic[M]):
 
     def answer(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Answer; nothing if that is over. To a notification nothing is sent."""
-        if self.over:
-            return
-        self.over = True
+        is_over, self.over = self.over, True
         peer = self.peer
         # One that has waited goes out at once: others of this turn are still to be answered.
         has_waited = self.is_held
         if has_waited:
             peer.release(self)
-        if self.request_id:
+        if self.request_id and not is_over:
             at_once = has_waited and not self.in_coroutine
             try:
                 peer.send(_REPLY, self.request_id, message, segments, at_once=at_once)
@@ -142,11 +140,11 @@ class Request(Frame, Generic[M]):
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error; nothing if that is over. A notification ends the connection."""
-        if self.over:
-            return
-        self.over = True
+        is_over, self.over = self.over, True
         if self.is_held:
             self.peer.release(self)
+        if is_over:
+            return
         if self.request_id:
             self.peer.send(_ERROR, self.request_id, failure_of(error))
         elif isinstance(error, Exception):
@@ -193,7 +191,8 @@ class Request(Frame, Generic[M]):
             if self.task is not None:
                 self.task.cancel()
             return
-        if self.is_held:
+        # Who is not told works on it until it is answered all the same: so long its body counts.
+        if self.is_held and (self.on_given_up is not None or self.peer.is_closed):
             self.peer.release(self)
         if self.on_given_up is not None:
             self.on_given_up(self)

@@ -318,7 +318,7 @@ class Executor:
             return
         if failed is not None or ended is not None:
             _end(request, ended, failed)
-        elif not request.over:
+        elif request.is_held or not request.over:
             request.answer(_DONE)
 
     def _compute(self, compute: Compute, request: Request[Any], ended: Ended) -> None:
@@ -326,7 +326,7 @@ class Executor:
             if failed is None:
                 try:
                     compute.done()
-                except PsyncError as exc:
+                except Exception as exc:
                     failed = exc
             _end(request, ended, failed)
 
@@ -417,7 +417,7 @@ def _end(request: Request[Any], ended: Ended, failed: Exception | None) -> None:
         ended()
     if failed is not None:
         request.fail(failed)
-    elif not request.over:
+    else:
         request.answer(_DONE)
 
 

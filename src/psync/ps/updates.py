@@ -24,7 +24,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, cast
 
 from psync.cluster import parse_task_name
-from psync.errors import PsyncError
 from psync.net.connection import Handler, Request
 from psync.numerics.memory import BlockPool
 from psync.ps.computes import Compute
@@ -263,7 +262,7 @@ class PsUpdates:
                     self._submit(update)
                     return
                 await self._gate.turn(*message)
-        except PsyncError as exc:
+        except Exception as exc:
             update.request.fail(exc)
         finally:
             if locked is not None:

@@ -1,0 +1,67 @@
+"""An update that takes longer than a turn is answered, whatever becomes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psync.numerics.rules import SGD
+from psync.ps.updates import PsUpdates
+from psync.testing import settle
+from psync.wire.messages import LockShards, Push, UnlockShards
+from stage import Stage
+
+W = (0, 0)
+HOLDER, WORKER = ("/job:worker/task:1", 1001), ("/job:worker/task:0", 1000)
+
+
+LARGE = 1 << 20  # elements: more than is done within a turn
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.virtual_time
+async def test_one_that_has_waited_for_a_lock_fails_for_want_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = Stage(1)
+    stage.traced = False
+    await stage.begin()
+    stage.create(0, W, "w", np.zeros(2, np.float32))
+    stage.serving[0].services.store.define_optimizer(1, SGD(1.0).to_config())
+    await stage.request(HOLDER, 0, LockShards(1, [W], 10.0))
+    said: list[Any] = []
+    gradient = np.ones(2, np.float32).tobytes()
+    stage.ask(WORKER, 0, Push(1, 0, -1, 0, 1, [W], 1, None, 0), [gradient], said.append)
+    await settle()
+    assert said == []
+
+    monkeypatch.setattr(PsUpdates, "_submit", no_memory)
+    await stage.request(HOLDER, 0, UnlockShards(1))
+    await settle()
+    await stage.close()
+    assert [type(each) for each in said] == [MemoryError]
+
+
+@pytest.mark.virtual_time
+async def test_one_that_is_applied_fails_if_there_is_no_memory_for_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its shards are free again: who locks them does not wait for ever."""
+    stage = Stage(1)
+    stage.traced = False
+    await stage.begin()
+    stage.create(0, W, "w", np.zeros(LARGE, np.float32))
+    stage.serving[0].services.store.define_optimizer(1, SGD(1.0).to_config())
+    monkeypatch.setattr(PsUpdates, "_answer", no_memory)
+    said: list[Any] = []
+    gradient = np.ones(LARGE, np.float32).tobytes()
+    stage.ask(WORKER, 0, Push(1, 0, -1, 0, 1, [W], 1, None, 0), [gradient], said.append)
+    await settle()
+    assert [type(each) for each in said] == [MemoryError]
+    await stage.request(HOLDER, 0, LockShards(1, [W], 10.0))
+    await stage.close()
