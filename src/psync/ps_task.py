@@ -43,6 +43,7 @@ from psync.ps.life import Life, LifeEvent
 from psync.ps.report import describe_ps
 from psync.ps.snapshots import Contents, Snapshots
 from psync.ps.succession import (
+    REPLACED,
     AdoptionService,
     CoordinatorGrants,
     GrantService,
@@ -250,7 +251,7 @@ class PsTask:
         try:
             self.services.ledger.check_incarnation(hello.task, hello.incarnation)
         except FencedError as exc:
-            newer = f"it serves a newer coordinator than {hello.task}"
+            newer = f"it serves {REPLACED.format(hello.task)}"
             return Refused("fenced", newer if hello.task == CHIEF else exc.message)
         return None
 
@@ -277,8 +278,7 @@ class PsTask:
             expected = f"{self.task}: expected AttachPs for incarnation {peer.incarnation}"
             raise UsageError(f"{expected}, the sender's, got {message.coordinator}")
         if message.coordinator < self.newest:
-            newer = f"{self.task} serves a newer coordinator than {peer.task}"
-            raise FencedError(f"{newer}: {self.newest}, not {message.coordinator}")
+            raise FencedError(f"{self.task} serves {REPLACED.format(peer.task)}")
         if message.coordinator > self.floor:
             self._begin(message)
         else:

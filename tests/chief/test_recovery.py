@@ -291,10 +291,14 @@ async def test_a_coordinator_that_was_replaced_says_so_in_every_join_and_does_no
         old.schedule(never)
         await event_of("started").wait()
         async with psync.ClusterCoordinator(cluster.strategy()) as newer:
-            with pytest.raises(FencedError, match="a newer coordinator than"):
+            with pytest.raises(
+                FencedError, match="a newer coordinator, which has replaced this one"
+            ):
                 await old.join()
             value = old.schedule(never)
-            with pytest.raises(FencedError, match="a newer coordinator than"):
+            with pytest.raises(
+                FencedError, match="a newer coordinator, which has replaced this one"
+            ):
                 await old.join()
             assert value.status is psync.RemoteValueStatus.ABORTED
 

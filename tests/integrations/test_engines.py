@@ -23,7 +23,6 @@ from psync.integrations.engines import (
     Order,
     SeatLost,
     TasksOnEngine,
-    join_address,
 )
 from psync.launch.cluster import Host, TaskCluster
 from psync.net.transport import SocketNetwork
@@ -115,11 +114,6 @@ async def test_a_name_leads_to_where_the_task_is_now() -> None:
     transport.close()
     listener.close()
     await listener.wait_closed()
-
-
-def test_addresses_of_both_families() -> None:
-    assert join_address("10.0.0.1", 80) == "10.0.0.1:80"
-    assert join_address("::1", 80) == "[::1]:80"
 
 
 class ThreadSeat:

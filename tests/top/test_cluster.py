@@ -9,17 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psync import id_in_cluster, is_chief, worker_count
 from psync.cluster import (
     MAX_TASKS,
     ClusterSpec,
     device_name,
+    id_in_cluster,
+    is_chief,
     is_loopback,
+    join_address,
     parse_task_name,
     split_address,
     task_name,
     validate_for_training,
     with_chief,
+    worker_count,
 )
 from psync.errors import ConfigurationError
 
@@ -49,6 +52,11 @@ def test_what_is_no_task_name_is_an_error() -> None:
         with pytest.raises(ConfigurationError) as caught:
             parse_task_name(name)
         assert str(caught.value) == f"expected a task name such as /job:ps/task:0, got {name!r}"
+
+
+def test_an_address_is_put_together() -> None:
+    assert join_address("10.0.0.1", 80) == "10.0.0.1:80"
+    assert join_address("::1", 80) == "[::1]:80"
 
 
 def test_address_is_split() -> None:

@@ -82,6 +82,8 @@ def test_specs_are_values_that_travel() -> None:
     spec = VariableSpec("v", 0, (2,), "float32", True, (shard,), "train.py:1")
     assert pickle.loads(pickle.dumps(spec)) == spec
     assert hash(pickle.loads(pickle.dumps(spec))) == hash(spec)
+    assert spec.with_dtype("float32") == spec != spec.with_dtype("float16")
+    assert spec.with_dtype("float16").shards[0].nbytes == 4
     with pytest.raises(dataclasses.FrozenInstanceError):
         shard.ps = 0  # type: ignore[misc]
 

@@ -278,6 +278,14 @@ def test_a_body_is_read_straight_into_its_destination() -> None:
     np.testing.assert_array_equal(destination, body)
 
 
+def test_a_destination_has_the_size_of_the_body() -> None:
+    data = frame_bytes(Kind.REPLY, 1, b"h", [memoryview(bytes(10))])
+    for first in (len(data), len(data) - 5):  # all of it at once, or the body later
+        decoder = FrameDecoder(DEFAULT_LIMITS, Into(memoryview(bytearray(9))))
+        with pytest.raises(LocalProtocolError, match="9 bytes of memory given for a body of 10"):
+            pour(decoder, data[:first])
+
+
 @pytest.mark.parametrize(
     "borders", [[0, 10], [0, 3, 10], [0, 0, 4, 4, 4, 9, 10, 10], list(range(11))]
 )

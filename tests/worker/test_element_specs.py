@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync import TensorSpec
 from psync.errors import UsageError
-from psync.worker.element_specs import leaves_of, map_nest, spec_of
+from psync.worker.element_specs import TensorSpec, leaves_of, map_nest, spec_of
 
 Pair = namedtuple("Pair", ["x", "y"])
 

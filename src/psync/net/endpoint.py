@@ -174,8 +174,11 @@ class Endpoint:
                 await self.platform.network.connect(address, lambda: peer)
                 await over.wait()
             if not peer.task:
-                if isinstance(peer.error, ProtocolError | AuthenticationError | FencedError):
-                    raise peer.error
+                error = peer.error
+                if isinstance(error, ProtocolError) and expect not in error.message:
+                    raise type(error)(f"{expect} at {address}: {error.message}", hint=error.hint)
+                if isinstance(error, ProtocolError | AuthenticationError | FencedError):
+                    raise error
                 why = "the connection was closed" if peer.error is None else one_line(peer.error)
                 raise ConnectFailed(f"{expect} at {address}: {why}")
             if incarnation != self.incarnation:  # who speaks over it would be taken for another

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from psync.cluster import CHIEF
 from psync.errors import FencedError, UsageError
 from psync.net.connection import Connection, Handler, Request
 from psync.ps.cooperative_work import LongWork
@@ -30,6 +31,11 @@ from psync.wire.messages import (
     ShardsDescribed,
 )
 
+REPLACED = (
+    "a newer coordinator, which has replaced this one ({}): either this program was started again, "
+    "or another program uses the same cluster"
+)
+
 
 def check_chief(peer: Connection) -> None:
     """Raise UsageError unless a peer is a coordinator."""
@@ -41,7 +47,7 @@ def check_newest(peer: Connection, task: str, newest: int) -> None:
     """Raise FencedError if a coordinator has been replaced: it may not know."""
     check_chief(peer)
     if peer.incarnation < newest:
-        raise FencedError(f"{task} serves a newer coordinator than {peer.task}")
+        raise FencedError(f"{task} serves {REPLACED.format(peer.task)}")
 
 
 class AdoptionService:
@@ -230,10 +236,7 @@ class CoordinatorGrants:
             FencedError: Another coordinator has asked after this one: it stays with that.
         """
         if previous and self._highest > previous:
-            raise FencedError(
-                f"a newer coordinator (incarnation {self._highest}) has come after this one "
-                f"({previous})"
-            )
+            raise FencedError(f"/job:ps/task:0 serves {REPLACED.format(CHIEF)}")
         highest = max(self._highest, seen)
         self._highest = max(clock, highest + RANGE) if highest else clock
         return self._highest
