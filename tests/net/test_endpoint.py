@@ -257,7 +257,8 @@ async def test_somebody_who_is_not_psync(place: str, tmp_path: Path) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         await worker.connect_retrying(listener.address, PS)
     assert caught.value.message == (
-        f"{PS} at {listener.address}: expected a psync frame, which starts with b'PSYN', got b'220 '"
+        f"{PS} at {listener.address}: "
+        "expected a psync frame, which starts with b'PSYN', got b'220 '"
     )
     listener.close()
     await listener.wait_closed()
