@@ -113,7 +113,7 @@ def is_allowed_host(header: str | None, names: Collection[str] = ()) -> bool:
     Addresses are, as no DNS is asked for them, and ``localhost``.
 
     Args:
-        header: "127.0.0.1:8787", "localhost:8787", "[::1]:8787"; None: there is none.
+        header: "127.0.0.1:9400", "localhost:9400", "[::1]:9400"; None: there is none.
         names: Others that are, in lower case, such as that of a proxy.
     """
     host = (header or "").strip().lower()
