@@ -228,22 +228,26 @@ async def test_so_are_steps_of_earlier_epochs_where_the_checkpoint_is_older(tmp_
         assert sum(here.history.repeated) == here.history.repeated[5]
 
 
+def lose_a_ps_before_write(number: int, here: World, monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
+    """Let a ps die, and training roll back, before a write of a checkpoint; return all writes."""
+    write, writes = Cut.write, list[Cut]()
+
+    async def lose_it_first(self: Cut, *arguments: Any) -> Any:
+        writes.append(self)
+        if len(writes) == number:
+            await lose(here.cluster)
+            await anext(here.coordinator.events())
+        return await write(self, *arguments)
+
+    monkeypatch.setattr(Cut, "write", lose_it_first)
+    return writes
+
+
 async def test_so_are_those_that_it_undoes_during_the_save_of_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, writes = Cut.write, 0
-
     async with world() as here:
-
-        async def lose_a_ps_first(self: Cut, *arguments: Any) -> Any:
-            nonlocal writes
-            writes += 1
-            if writes == 3:
-                await lose(here.cluster)
-                await anext(here.coordinator.events())
-            return await write(self, *arguments)
-
-        monkeypatch.setattr(Cut, "write", lose_a_ps_first)
+        lose_a_ps_before_write(3, here, monkeypatch)
         trainer = await here.fit(here.make(tmp_path))
         assert await here.count.read() == EPOCHS * STEPS
         assert here.history.repeated == [0, 0, STEPS]
@@ -256,24 +260,14 @@ async def test_so_are_those_that_it_undoes_during_the_save_of_an_epoch(
 async def test_a_checkpoint_that_lacks_steps_says_so_to_the_fit_that_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, writes = Cut.write, 0
     async with world() as here:
-
-        async def lose_a_ps_first(self: Cut, *arguments: Any) -> Any:
-            nonlocal writes
-            writes += 1
-            if writes == 2:
-                await lose(here.cluster)
-                await anext(here.coordinator.events())
-            return await write(self, *arguments)
-
-        monkeypatch.setattr(Cut, "write", lose_a_ps_first)
+        writes = lose_a_ps_before_write(2, here, monkeypatch)
         trainer = here.make(tmp_path)
         saved = trainer.save
 
         async def save_and_die(manager: Any) -> None:
             await saved(manager)
-            if writes > 2:
+            if len(writes) > 2:
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(trainer, "save", save_and_die)
