@@ -306,7 +306,8 @@ class BackupSender:
         self.error = error
         self.ended.set()
         self._ships = False
-        logger.warning("%s: its backup is not complete: %s", self._task, error.message)
+        # What it costs is the coordinator's to say: it may know already that the host is lost.
+        logger.info("%s: its backup is not complete: %s", self._task, error.message)
         self._changed.set()
         if isinstance(error, FencedError):
             self._deposed()

@@ -188,7 +188,11 @@ class Backups:
                     link, messages.BackUp(self._epochs[ps], *self._processes[host], True)
                 )
                 self._note(ps, None)
-                logger.warning("%s continues without its backup", link.task)
+                # Where the ps that is served beside the backup is away, its loss is the alarm.
+                homes = zip(self._links, self._rule.homes, strict=True)
+                away = any(home == host and not each.is_open for each, home in homes)
+                level = logging.INFO if away else logging.WARNING
+                logger.log(level, "%s continues without its backup", link.task)
                 await self.let_alone(ps)
                 continue
             except ParameterServerLost as exc:
