@@ -329,9 +329,13 @@ class Life:
         slots = await self._slots()
         self._compare()
         self._journal.check(values, "at the end", known, is_last=True, **slots)
-        await asyncio.sleep(2 * LOOKED_AFTER_S)  # the last look is made
         world = self._world
-        self._journal.find(faults_of_rest(world.tasks, self._journal.moved, world.num_ps))
+        for _ in range(10):  # slow backups delay what ps tasks tell each other
+            await asyncio.sleep(2 * LOOKED_AFTER_S)  # the last look is made
+            faults = [*faults_of_rest(world.tasks, self._journal.moved, world.num_ps)]
+            if not faults:
+                break
+        self._journal.find(faults)
         in_flight = self._coordinator.statistics()["closures"].in_flight
         self._journal.look(not in_flight, f"{in_flight} closures in flight", "left over")
         for job in ("ps", "worker"):
