@@ -83,8 +83,8 @@ class TestTable:
     def test_values_are_copied_into_memory_of_the_given_pool(self) -> None:
         pool = BlockPool()
         table = ShardTable(TASK, pool)
-        values = np.ones(2000, np.float32)
-        table.create(spec_of(2000), values)
+        values = np.ones(20_000, np.float32)
+        table.create(spec_of(20_000), values)
         values[:] = 2
         assert pool.statistics().misses == 1
         assert (np.frombuffer(table.read(KEY)[0], np.float32) == 1).all()

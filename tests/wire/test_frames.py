@@ -297,7 +297,7 @@ def test_targets_may_have_other_borders_than_the_segments(borders: list[int]) ->
         targets = [whole[a:b] for a, b in itertools.pairwise(borders)]
         (frame,) = pour(FrameDecoder(DEFAULT_LIMITS, Into(*targets)), data, sizes)
         assert memory == b"0123456789"
-        assert frame.segments == [], "they are the sink's to fill"
+        assert not frame.segments, "they are the sink's to fill"
 
 
 def test_an_empty_body_still_asks_the_sink() -> None:
@@ -648,7 +648,7 @@ def test_a_lent_body_may_be_kept_where_it_is() -> None:
 def test_a_lent_body_that_nobody_wants_is_given_back() -> None:
     decoder, lender = borrowing(lambda frame: None)
     (frame,) = pour(decoder, lent_bytes([(1, 2, 3)]))
-    assert frame.segments == []
+    assert not frame.segments
     assert lender.lent[0].num_returns == 1
 
 

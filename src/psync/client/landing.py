@@ -33,8 +33,7 @@ class _Buffers(dict[int, memoryview]):
         self._pool = pool
 
     def __missing__(self, number: int) -> memoryview:
-        root = self.roots[number] = self._pool.take(self._plan.buffers[number])
-        self._pool.give(root)  # handed out again once its arrays are gone
+        root = self.roots[number] = self._pool.lend(self._plan.buffers[number])
         view = self[number] = to_bytes_view(root)
         return view
 

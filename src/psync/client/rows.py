@@ -58,9 +58,7 @@ class PsRows:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array with any contents, whose memory is used again once nobody holds it."""
         nbytes = math.prod(shape) * dtype.itemsize
-        root = self._pool.take(roomy(nbytes))
-        array: np.ndarray = np.ndarray(shape, dtype, root)
-        self._pool.give(root)
+        array: np.ndarray = np.ndarray(shape, dtype, self._pool.lend(roomy(nbytes)))
         return array
 
     def in_order(

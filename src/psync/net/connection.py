@@ -63,7 +63,7 @@ from psync.wire.frames import (
     flat,
 )
 from psync.wire.handshake import BULK, ClientHandshake, ServerHandshake
-from psync.wire.lent import LENT_ABOVE_BYTES, Borrowed, Extent
+from psync.wire.lent import LENT_ABOVE_BYTES, Borrowed
 from psync.wire.limits import Limits
 from psync.wire.messages import Failure, Refused
 from psync.wire.remote_errors import exception_of, failure_of
@@ -73,6 +73,8 @@ logger = logging.getLogger(__name__)
 
 WRITE_HIGH_BYTES = 4 << 20
 """Above this much unsent data large messages wait."""
+
+_NONE: Sequence[Any] = ()  # neither segments nor extents
 
 SENT = 256
 """Added to the kind of a message that is shown to a tap, if it goes out."""
@@ -554,7 +556,7 @@ class Connection(asyncio.BufferedProtocol):
                 self.wire.bind(self._transport.get_extra_info("channel_binding", b""))
                 self.wire.received(nbytes)
                 frame = self._go_on_shaking_hands()
-            while frame is not None and not self._closing:
+            while frame is not None:
                 kind = frame.kind
                 if self.tap is not None and kind not in (_RETURN, _FORGET):
                     self.tap(kind, frame.request_id, frame.header, frame.nbytes)
@@ -564,8 +566,9 @@ class Connection(asyncio.BufferedProtocol):
                     self._serve(frame)  # type: ignore[arg-type]  # the decoder makes these
                 else:
                     self._handle_other(kind, frame.request_id)
-                more = decoder.start != decoder.end and not self._closing
-                frame = decoder.next_frame() if more else None
+                if decoder.start == decoder.end or self._closing:
+                    break
+                frame = decoder.next_frame()
             if decoder.copying is not None or self._copying_paused:
                 self._go_on_copying()
         except Exception as exc:
@@ -743,8 +746,7 @@ class Connection(asyncio.BufferedProtocol):
             LocalProtocolError: It is larger than the limits allow.
         """
         loan: Loan | None = None
-        body: list[Buffer] = []
-        nbytes = 0
+        sharing, body, nbytes = self.sharing, _NONE, 0
         try:
             header = b"" if message is None else encode(message)
             is_alone = type(segments) is not Joined and not segments
@@ -752,15 +754,14 @@ class Connection(asyncio.BufferedProtocol):
                 head = PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), 0, 0) + header
             else:
                 lengths, body = flat(segments)
-                nbytes = sum(lengths)
-                extents: Sequence[Extent] = ()
-                if nbytes > LENT_ABOVE_BYTES and self.sharing is not None:
-                    loan = self.sharing.lend(body, nbytes, copied=copied)
+                nbytes, extents = sum(lengths), _NONE
+                if nbytes > LENT_ABOVE_BYTES and sharing is not None:
+                    loan = sharing.lend(body, nbytes, copied=copied)
                     extents = () if loan is None else loan.extents
                 head = encode_head(kind, request_id, header, lengths, extents, self._limits)
         except LocalProtocolError as exc:
-            if loan is not None and self.sharing is not None:
-                self.sharing.withdrawn(loan)
+            if loan is not None and sharing is not None:
+                sharing.withdrawn(loan)
             exc.add_note(f"while sending {type(message).__name__} to {self.wire.peer_task}")
             raise
         if self.tap is not None:
@@ -770,16 +771,18 @@ class Connection(asyncio.BufferedProtocol):
         if self._closing:
             return buffers
         nbytes += len(head)
-        if nbytes > SMALL_BODY_BYTES or loan is not None:
+        if loan is not None or nbytes > SMALL_BODY_BYTES:
             self._send_large(buffers, loan)
-        elif self._in_order and self._waiting:
-            self._waiting.append(_Waiting([b"".join(buffers)]))
-        elif at_once and not self._flush_due and not self._small and self.sharing is None:
+            return buffers
+        frame = b"".join(buffers) if body else head
+        if self._waiting and self._in_order:
+            self._waiting.append(_Waiting([frame]))
+        elif at_once and not self._flush_due and not self._small and sharing is None:
             if not self._transport.is_closing():
                 self.bytes_sent += nbytes
-                self._transport.writelines((head if len(buffers) == 1 else b"".join(buffers),))
+                self._transport.writelines((frame,))
         else:
-            self._small.append(head if len(buffers) == 1 else b"".join(buffers))
+            self._small.append(frame)
             self._small_bytes += nbytes
             if self._small_bytes > SMALL_BODY_BYTES or (at_once and not self._flush_due):
                 self.flush()

@@ -84,7 +84,7 @@ class Scratch:
 POOL_BYTES = 256 << 20
 """Default bound of a pool: what a few 64 MiB tensors in flight need."""
 
-_MIN_POOLED_BYTES = 4096  # below a page malloc is as quick as the pool's own bookkeeping
+_MIN_POOLED_BYTES = 64 << 10  # below this malloc is quicker than the pool's own bookkeeping
 _PROBES = 8  # roots looked at per take(): keeps it O(1) when readers hold many
 
 
@@ -93,7 +93,7 @@ def roomy(nbytes: int) -> int:
 
     For memory whose size is another one each time: a pool hands out sizes that come again.
     """
-    if nbytes <= _MIN_POOLED_BYTES:
+    if nbytes < _MIN_POOLED_BYTES:
         return nbytes
     quarter = 1 << (nbytes - 1).bit_length() - 3
     return -(-nbytes // quarter) * quarter
@@ -162,11 +162,13 @@ class BlockPool:
 
         Its contents are arbitrary. The caller is its only owner.
         """
-        key = self._unseen(nbytes)
+        key = None if nbytes < _MIN_POOLED_BYTES else self._unseen(nbytes)
         return self.source(nbytes) if key is None else self._remove(key)
 
     def lend(self, nbytes: int) -> np.ndarray:
         """As ``take``, and ``give`` at once: handed out again when nobody sees it any more."""
+        if nbytes < _MIN_POOLED_BYTES:
+            return self.source(nbytes)
         key = self._unseen(nbytes)
         if key is None:
             root = self.source(nbytes)

@@ -25,9 +25,7 @@ from psync.specs import ShardSpec, dtype_of
 from psync.store.bundles import runs_of
 from psync.store.rows import RowValues
 from psync.store.store import Key, ShardStore
-from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import Assign, DescribeSet, MeasurePush, Pull, Push, StagePush
-from psync.wire.tensors import to_bytes_view
 
 NO_BYTES = memoryview(b"")
 
@@ -311,11 +309,8 @@ def memory_for(pool: BlockPool, nbytes: int, *, varies: bool = False) -> Sequenc
         nbytes: Size of the body.
         varies: Whether such bodies are of another size each time.
     """
-    if varies and nbytes <= SMALL_BODY_BYTES:
-        return (to_bytes_view(np.empty(nbytes, np.uint8)),)
-    if not varies:
-        return (pool.lend(nbytes).data,)  # handed out again once the update has let go of it
-    return (pool.lend(roomy(nbytes)).data[:nbytes],)
+    # Handed out again once the update has let go of it.
+    return (pool.lend(roomy(nbytes) if varies else nbytes).data[:nbytes],)
 
 
 def body_in_place(

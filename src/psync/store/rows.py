@@ -356,9 +356,8 @@ class RowTable(RowChecks):
     def _gathered(self, array: RowBlocks, rows: np.ndarray) -> np.ndarray:
         """Return rows in memory that is used again once nobody sees it."""
         nbytes = len(rows) * array.row_size * array.dtype.itemsize
-        root = self._pool.take(roomy(nbytes))
+        root = self._pool.lend(roomy(nbytes))
         made: np.ndarray = np.ndarray((len(rows), array.row_size), array.dtype, root)
-        self._pool.give(root)
         array.gather(rows, made, self._pool)
         return made
 

@@ -25,7 +25,7 @@ import enum
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -107,7 +107,7 @@ class Frame:
     header: bytes  # msgpack
     lengths: tuple[int, ...]  # bytes of each segment
     nbytes: int  # of all segments
-    segments: Sequence[memoryview] = field(default_factory=list)
+    segments: Sequence[memoryview] = ()
     message: Message = None  # type: ignore[assignment]  # once the header is decoded
     token: object = None  # see ``FrameDecoder.redirect``
     borrowed: Borrowed | None = None  # the body, if it is lent
@@ -179,23 +179,21 @@ def encode_head(
     Raises:
         LocalProtocolError: If it is more than ``limits`` allow.
     """
-    count, body_len = len(lengths), sum(lengths)
-    if not count and len(header) <= limits.header_bytes:
-        return PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), 0, 0) + header
+    header_len, count, body_len = len(header), len(lengths), sum(lengths)
     if (
-        len(header) > limits.header_bytes
+        header_len > limits.header_bytes
         or count > limits.segments
         or body_len > limits.body_bytes
         or body_len > limits.segment_bytes
     ):
-        _check_sizes(LocalProtocolError, limits, len(header), count, body_len)
+        _check_sizes(LocalProtocolError, limits, header_len, count, body_len)
         _check_segments(LocalProtocolError, limits, lengths)
     head = _with_lengths(PREFIX.format, count).pack(
-        MAGIC, VERSION, kind, len(extents), request_id, len(header), count, body_len, *lengths
+        MAGIC, VERSION, kind, len(extents), request_id, header_len, count, body_len, *lengths
     )
-    if not extents:
-        return head + header
-    return b"".join((head, *[EXTENT.pack(*extent) for extent in extents], header))
+    if extents:
+        head += b"".join([EXTENT.pack(*extent) for extent in extents])
+    return head + header
 
 
 class FrameDecoder:
@@ -253,25 +251,17 @@ class FrameDecoder:
             RemoteProtocolError: If the bytes are not a frame, or declare more than the
                 limits allow.
         """
-        if self._targets:
-            self._advance(nbytes)
-            return None if self._targets else self._body_done()
-        if self._discard:
-            self._discard -= nbytes
-            return None if self._discard else self._body_done()
-        self.end += nbytes
-        if self.copying is not None:
-            return self._copy_more()
-        if self._error is not None:
-            raise self._error
+        if self._frame is not None:
+            return self._received_body(nbytes)
         # A prefix and a header, from scratch.
-        start, there = self.start, self.end - self.start
+        start, scratch, limits = self.start, self._scratch, self.limits
+        end = self.end = self.end + nbytes
+        there = end - start
         if there < PREFIX_BYTES:
             return None
         magic, version, kind, extents, request_id, header_len, count, body_len = PREFIX.unpack_from(
-            self._scratch, start
+            scratch, start
         )
-        limits = self.limits
         try:
             if (
                 magic != MAGIC
@@ -288,16 +278,16 @@ class FrameDecoder:
             ):
                 _check_sizes(FrameTooLarge, limits, header_len, count, body_len)
             at = start + PREFIX_BYTES + 8 * count + EXTENT_BYTES * extents
-            head = at - start + header_len
-            if there < head:
-                if start + head > len(self._scratch):
-                    self._compact(head)
+            body = at + header_len
+            if end < body:
+                if body > len(scratch):
+                    self._compact(body - start)
                 return None
-            header = bytes(self._scratch[at : at + header_len])
-            self.start += head
+            header = bytes(scratch[at:body])
+            self.start = body
             if not (count or body_len):
                 return self._make(kind, request_id, header, (), 0)
-            lengths = _with_lengths("<", count).unpack_from(self._scratch, start + PREFIX_BYTES)
+            lengths = _with_lengths("<", count).unpack_from(scratch, start + PREFIX_BYTES)
             if body_len > limits.segment_bytes:
                 _check_segments(FrameTooLarge, limits, lengths)
             if sum(lengths) != body_len:
@@ -306,26 +296,40 @@ class FrameDecoder:
                 )
             frame = self._make(kind, request_id, header, lengths, body_len)
             if extents:
-                named = self._scratch[at - EXTENT_BYTES * extents : at]
+                named = scratch[at - EXTENT_BYTES * extents : at]
                 return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
             targets = self._sink(frame)
-            start, there = self.start, self.end - self.start
-            if targets is None or there < body_len:
+            if targets is None or end - body < body_len:
                 return self._begin_body(frame, targets)
             # As most small ones are: nothing is still to come.
-            self.start += body_len
-            given = 0
+            stop = self.start = body + body_len
             for target in targets:
-                given += len(target)
-                if given <= body_len:
-                    target[:] = self._scratch[start : start + len(target)]
-                    start += len(target)
-            if given != body_len:
-                raise _misfit(given, body_len)
+                at, body = body, body + len(target)
+                if body > stop:
+                    break
+                target[:] = scratch[at:body]
+            if body != stop:
+                raise _misfit(sum(map(len, targets)), body_len)
             return frame
         except Exception as exc:
-            self._error = exc
+            self._error, self._frame = exc, _BROKEN
             raise
+
+    def _received_body(self, nbytes: int) -> Frame | None:
+        if self._targets:
+            self._advance(nbytes)
+        elif self._discard:
+            self._discard -= nbytes
+        elif self.copying is not None:
+            self.end += nbytes
+            return self._copy_more()
+        else:
+            assert self._error is not None, "else there would be nothing to come"
+            raise self._error
+        if self._targets or self._discard:
+            return None
+        frame, self._frame = self._frame, None
+        return frame
 
     def next_frame(self) -> Frame | None:
         """Return the next frame if all of it has arrived already.
@@ -398,7 +402,8 @@ class FrameDecoder:
         if not self.copying.go_on():
             return None
         self.copying = None
-        return self._body_done()
+        frame, self._frame = self._frame, None
+        return frame
 
     def _compact(self, need: int) -> None:
         """Move what is unread to the front of a scratch buffer of at least ``need`` bytes."""
@@ -420,9 +425,9 @@ class FrameDecoder:
             self._target += 1
         self._targets = ()
 
-    def _body_done(self) -> Frame | None:
-        frame, self._frame = self._frame, None
-        return frame
+
+_BROKEN = Frame(0, 0, b"", (), 0)
+"""Is being received where the stream is broken."""
 
 
 def _misfit(given: int, body_len: int) -> LocalProtocolError:
