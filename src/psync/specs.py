@@ -9,7 +9,7 @@ import enum
 import math
 import operator
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -271,6 +271,14 @@ class VariableSpec:
     trainable: bool
     shards: tuple[ShardSpec, ...]
     declared_at: str  # "file:line" of the declaration, for messages
+    key: tuple[int, int, int, str] = field(init=False, repr=False, compare=False)
+    """Its id, for which of the variable's shards it stands, first and how many, and the dtype."""
+
+    def __post_init__(self) -> None:
+        # A shard that is asked for as a variable of its own bears the whole variable's id.
+        first = self.shards[0].index if self.shards else 0
+        key = self.variable_id, first, len(self.shards), self.dtype
+        object.__setattr__(self, "key", key)
 
     @property
     def nbytes(self) -> int:

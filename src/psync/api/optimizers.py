@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -292,6 +293,8 @@ GradsAndVars = Iterable[tuple[Any, AnyVariable]]
 Gradient = np.ndarray | IndexedSlices
 Pairs = list[tuple[Gradient, AnyVariable]]
 
+_SPEC, _ID = operator.attrgetter("spec"), operator.attrgetter("variable_id")
+
 V = TypeVar("V", bound=Handle)
 K = TypeVar("K")
 
@@ -310,7 +313,7 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
     """
     pairs: Pairs = []
     without: list[str] = []  # names of variables whose gradient is None
-    seen: dict[tuple[str, int], set[int]] = {}  # variables, and the shards of each
+    seen: set[tuple[str, int, int]] = set()  # shards
     if isinstance(grads_and_vars, dict):
         raise _no_pairs(grads_and_vars)
     try:
@@ -336,16 +339,14 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
                 "has a different value, and optimizers do not train it"
             )
         spec = variable.spec
-        shards = [shard.index for shard in spec.shards]
-        key = variable.origin, spec.variable_id
-        others = seen.get(key)
-        if others is None:
-            seen[key] = set(shards)
-        elif others.isdisjoint(shards):
-            others.update(shards)
-        else:
-            raise ValueMismatchError(f'apply_gradients: variable "{spec.name}" appears twice')
-        pairs.append((_checked(gradient, spec, finite), variable))
+        for shard in spec.shards:
+            key = variable.origin, spec.variable_id, shard.index
+            if key in seen:
+                raise ValueMismatchError(f'apply_gradients: variable "{spec.name}" appears twice')
+            seen.add(key)
+        if finite is not None or type(gradient) is not np.ndarray or not fits(gradient, spec):
+            gradient = _checked(gradient, spec, finite)
+        pairs.append((gradient, variable))
     if not pairs:
         raise ValueMismatchError(
             f"apply_gradients: all gradients are None ({', '.join(without)})"
@@ -357,8 +358,6 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
 
 def _checked(gradient: Any, spec: VariableSpec, finite: str | None) -> Gradient:
     checked: Gradient
-    if finite is None and type(gradient) is np.ndarray and fits(gradient, spec):
-        return gradient
     if "float" not in spec.dtype:  # here, before the ps tasks of other variables have theirs
         try:
             slot_dtype(dtype_of(spec.dtype))
@@ -821,16 +820,14 @@ class Optimizer:
         pulled: Sequence[AnyVariable],
     ) -> Answered:
         pairs = self._checked(grads_and_vars)
-        variables = [variable for _, variable in pairs]
+        gradients, variables = zip(*pairs, strict=True)
+        specs = tuple(map(_SPEC, variables))
         if global_step is not None:
             check_step(global_step, "apply_gradients: global_step")
-            variables.append(global_step)
+            variables += (global_step,)
         if (member := current_gang()) is not None:
             return await gang_updates.apply_gradients(member, self, pairs, global_step), None
-        gradients = [gradient for gradient, _ in pairs]
-        specs = tuple([variable.spec for _, variable in pairs])
-        ids = [spec.variable_id for spec in specs]
-        gradients = clipped_by_norm(gradients, ids, self._rule.options)
+        clipped = clipped_by_norm(gradients, list(map(_ID, specs)), self._rule.options)
         runtime = await self._runtime("apply_gradients", *variables, *pulled)
         self._wrapper = None  # then it has a state of its own
         pull = self._asked(runtime, pulled, global_step) if pulled else None
@@ -849,7 +846,7 @@ class Optimizer:
                 runtime.feedback.push, send=push, kind=self._compression, optimizer=self.number
             )
         apart = None if global_step is None or raised is not None else global_step.spec
-        answers = await push_and_count(runtime, functools.partial(push, plan, gradients), apart)
+        answers = await push_and_count(runtime, functools.partial(push, plan, clipped), apart)
         if known is not (newer := runtime.pushes(self.number)):  # it is undone
             known, number, before = newer, 0, {}
         known.learn(plan, before, answers)
@@ -917,7 +914,7 @@ class Optimizer:
             return None
         if not self._may_bring(pulled, step):
             return None
-        return runtime.ps.plan(tuple([variable.spec for variable in pulled]))
+        return runtime.ps.plan(tuple(map(_SPEC, pulled)))
 
     def _may_bring(self, pulled: Sequence[AnyVariable], step: AnyVariable | None) -> bool:
         """Return whether values may be of when the push is applied: nothing changes them later."""

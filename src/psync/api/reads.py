@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,9 @@ from psync.wire.frames import SMALL_BODY_BYTES
 
 if TYPE_CHECKING:
     from psync.api.variables import Handle
+
+
+_ORIGIN = operator.attrgetter("origin")
 
 
 def scope_of(variable: Handle) -> Scope | None:
@@ -46,15 +50,14 @@ async def runtime_of(operation: str, *variables: Handle) -> Runtime:
         runtime = closure.runtime
     else:
         runtime = runtime_here(operation, scope_of(variables[0]), variables)
-    for variable in variables:
-        if variable.origin != runtime.origin:
-            raise UsageError(
-                f'{operation}: variable "{variable.spec.name}" belongs to another program or '
-                "strategy",
-                hint=OTHER_STRATEGY_HINT
-                if current_closure() is not None
-                else "make a separate call for the variables of each strategy",
-            )
+    if {*map(_ORIGIN, variables)} != {runtime.origin}:
+        other = next(each.spec.name for each in variables if each.origin != runtime.origin)
+        raise UsageError(
+            f'{operation}: variable "{other}" belongs to another program or strategy',
+            hint=OTHER_STRATEGY_HINT
+            if current_closure() is not None
+            else "make a separate call for the variables of each strategy",
+        )
     if runtime.ensure_created is not None:
         await runtime.ensure_created()
     return runtime

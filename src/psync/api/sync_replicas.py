@@ -512,7 +512,7 @@ class SyncReplicasOptimizer(Optimizer):
         step = self._global_step  # was checked when it was first given
         if step is None or step is not global_step:
             step = checked_step("apply_gradients", global_step)
-        variables = [variable for _, variable in pairs]
+        gradients, variables = zip(*pairs, strict=True)
         runtime = await self._runtime("apply_gradients", *variables, step, *pulled)
         run = current_closure()
         if run is None and not runtime.in_session:
@@ -524,7 +524,6 @@ class SyncReplicasOptimizer(Optimizer):
         config = self._of_step(step)
         closure, ordinal = runtime.begin_update("push")
         plan = runtime.ps.plan(tuple([variable.spec for variable in variables]))
-        gradients = [gradient for gradient, _ in pairs]
         push = functools.partial(
             runtime.sync.contribute,
             group=self.number,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -26,15 +26,18 @@ from psync.wire.tensors import to_bytes_view
 class _Buffers(dict[int, memoryview]):
     """Receive buffers of a plan, by number; each is there once it is needed."""
 
-    def __init__(self, plan: Plan, pool: BlockPool) -> None:
+    def __init__(self, plan: Plan, pool: BlockPool, writable: bool) -> None:
         super().__init__()
-        self.roots: dict[int, np.ndarray] = {}
+        self.roots: dict[int, np.ndarray] = {}  # arrays on them are as writable as they are
         self._plan = plan
         self._pool = pool
+        self._writable = writable
 
     def __missing__(self, number: int) -> memoryview:
-        root = self.roots[number] = self._pool.lend(self._plan.buffers[number])
+        root = self._pool.lend(self._plan.buffers[number])
         view = self[number] = to_bytes_view(root)
+        self.roots[number] = root = root.view()
+        root.flags.writeable = self._writable
         return view
 
 
@@ -60,8 +63,7 @@ class Landing:
         self._plan = plan
         self._given = {index: array for index, array in enumerate(out) if array is not None}
         self._views = {index: to_bytes_view(array) for index, array in self._given.items()}
-        self._buffers = _Buffers(plan, pool)
-        self._writable = writable
+        self._buffers = _Buffers(plan, pool, writable)
         self._windows = None if writable else windows
         self._kept: dict[int, list[memoryview]] = {}  # bodies where they lie, as ``place`` names it
 
@@ -81,9 +83,16 @@ class Landing:
 
     def make_room(self) -> None:
         """Take memory for all of it: best while nothing else is to be done."""
-        for index, place in enumerate(self._plan.places):
-            if index not in self._given:
-                self._buffers[place.buffer]
+        self._fill(self._given)
+
+    def _fill(self, other: Mapping[int, np.ndarray]) -> None:
+        """See that the buffers are there of all variables that have no other array."""
+        used: Iterable[int] = range(len(self._plan.buffers))
+        if other:
+            places = enumerate(self._plan.places)
+            used = {place.buffer for index, place in places if index not in other}
+        for number in used:
+            self._buffers[number]
 
     async def values(self) -> list[np.ndarray]:
         """Return an array for each variable: all answers are there. To be called once.
@@ -98,17 +107,14 @@ class Landing:
 
     def arrays(self, leased: Mapping[int, np.ndarray] | None = None) -> list[np.ndarray]:
         """Return an array for each variable, with ``leased`` as the bytes of some."""
-        roots, arrays = self._buffers.roots, []
-        for index, (buffer, offset, shape, dtype) in enumerate(self._plan.places):
-            array = self._given.get(index)
-            if leased and index in leased:
-                array = np.ndarray(shape, dtype, leased[index])
-            elif array is None:
-                self._buffers[buffer]
-                array = np.ndarray(shape, dtype, roots[buffer], offset)
-                array.setflags(write=self._writable)
-            arrays.append(array)
-        return arrays
+        roots, places, other = self._buffers.roots, self._plan.places, dict(self._given)
+        for index, content in (leased or {}).items():
+            other[index] = np.ndarray(places[index].shape, places[index].dtype, content)
+        self._fill(other)
+        return [
+            other[index] if index in other else np.ndarray(shape, dtype, roots[buffer], offset)
+            for index, (buffer, offset, shape, dtype) in enumerate(places)
+        ]
 
     # What is lent.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -47,6 +48,8 @@ from psync.wire.messages import (
 
 MAX_PLANS = 1024
 """Sets of variables whose plans are kept, the least recently used go first."""
+
+_KEY = operator.attrgetter("key")
 
 
 class Part(NamedTuple):
@@ -124,10 +127,7 @@ class PsClient(PsRows):
         self, variables: Sequence[VariableSpec], compression: Compression | None = None
     ) -> Plan:
         """Return the plan for these variables, in this order; as they are, or compressed."""
-        # A shard that is asked for as a variable of its own bears the whole variable's id.
-        # One that stands for a slot has the slot's dtype.
-        each = [(v.variable_id, v.shards[0].index, len(v.shards), v.dtype) for v in variables]
-        key = (compression, *each)
+        key = (compression, *map(_KEY, variables))
         plan = self._plans.get(key)
         if plan is not None:
             self._plans.move_to_end(key)
@@ -385,9 +385,12 @@ class PsClient(PsRows):
         landings: Mapping[int, Landed] | None = None,
     ) -> list[Pushed]:
         """Deliver an update of a plan's variables: one for each of ``arrays``, or without any."""
-        for spec, array in zip(plan.variables, arrays, strict=bool(arrays)):
-            if isinstance(array, IndexedSlices):
-                check_exist(spec, array.indices[[0, -1]] if len(array.indices) else array.indices)
+        if IndexedSlices in map(type, arrays):
+            for spec, array in zip(plan.variables, arrays, strict=True):
+                if isinstance(array, IndexedSlices):
+                    check_exist(
+                        spec, array.indices[[0, -1]] if len(array.indices) else array.indices
+                    )
         given = given_of(arrays)
         links = [self.links[request.ps] for request in plan.requests]
 

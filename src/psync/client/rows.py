@@ -65,6 +65,8 @@ class PsRows:
         self, gradients: Sequence[np.ndarray | IndexedSlices]
     ) -> list[np.ndarray | IndexedSlices]:
         """Return the same gradients; those of rows with ascending indices, each once."""
+        if IndexedSlices not in map(type, gradients):
+            return list(gradients)
         ordered: list[np.ndarray | IndexedSlices] = []
         for gradient in gradients:
             if isinstance(gradient, IndexedSlices):
