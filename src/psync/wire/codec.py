@@ -25,6 +25,8 @@ import msgpack
 from psync.errors import LocalProtocolError, RemoteProtocolError
 
 Check = Callable[[Any], bool]
+Known = dict[tuple[type, ...], tuple[tuple[int, Check], ...]]
+"""By the types of a row: the items that must be opened, and what must hold of each."""
 M = TypeVar("M", bound="Message")
 
 MAX_ARRAY_ITEMS = 65_536
@@ -53,14 +55,15 @@ class Message:
 class _Form:
     """What is known of one class of messages."""
 
-    __slots__ = ("check", "cls", "getter", "names", "types")
+    __slots__ = ("check", "cls", "getter", "known", "names", "types")
 
     def __init__(self, cls: type[Message]) -> None:
         hints = typing.get_type_hints(cls)
         self.cls = cls
         self.names = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
         self.types = tuple(hints[name] for name in self.names)
-        self.check = _row_check(self.types)  # of all fields at once
+        self.known: Known = {}
+        self.check = _row_check(self.types, self.known)  # of all fields at once
         # attrgetter of one name returns the value and not a tuple.
         self.getter = operator.attrgetter("code", *self.names)
 
@@ -147,8 +150,14 @@ def decode(header: bytes) -> Message:
     if form is None:
         raise RemoteProtocolError(f"unknown message {reprlib.repr(values)}")
     del values[0]
-    if not form.check(values):
-        raise _misfit(form, values)
+    to_open = form.known.get((*map(type, values),))
+    if to_open is None:
+        if not form.check(values):
+            raise _misfit(form, values)
+    else:
+        for index, content_fits in to_open:
+            if not content_fits(values[index]):
+                raise _misfit(form, values)
     return form.cls(*values)
 
 
@@ -181,13 +190,13 @@ def _types_of(annotation: Any) -> frozenset[type] | None:
     return None
 
 
-def _row_check(annotations: Sequence[Any]) -> Check:
+def _row_check(annotations: Sequence[Any], known: Known) -> Check:
     """Return the predicate for a list whose items have an annotation each.
 
-    Rows of the same types as one that fitted fit too, but for what must be opened.
+    Rows of the same types as one that fitted, which are put into ``known``, fit too, but for what
+    must be opened.
     """
     checks = tuple(map(_check_of, annotations))
-    known: dict[tuple[type, ...], tuple[tuple[int, Check], ...]] = {}  # types → what to open
 
     def fits(row: list[Any]) -> bool:
         kinds = tuple(map(type, row))
@@ -238,7 +247,7 @@ def _container(annotation: Any) -> tuple[type, Check]:
     """Return what a list, tuple or dict is unpacked as, and the predicate for what is in it."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is tuple:
-        return list, _row_check(args)
+        return list, _row_check(args, {})
     if origin is list:
         return list, _all_check(args[0])
     if origin is dict and args[0] is str:
