@@ -60,7 +60,6 @@ from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointNotFound,
-    ConfigurationError,
     PsyncError,
 )
 from psync.numerics.memory import bytes_of
@@ -77,6 +76,8 @@ NONCE = "nonce"
 """A file that is there until the checkpoint is complete: who can read it shares the directory."""
 
 STREAM_VARIABLE = "PSYNC_CHECKPOINT_STREAM"
+"""1: ps tasks read and write no files."""
+
 READ_BYTES = 8 << 20
 """Read and checked at once."""
 
@@ -296,18 +297,6 @@ def _header(planned: Sequence[Planned]) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # so that the data are aligned
     return len(text).to_bytes(8, "little") + text
-
-
-def streamed_by_environ(environ: Mapping[str, str]) -> bool:
-    """Return whether ps tasks are to write nothing: ``PSYNC_CHECKPOINT_STREAM`` is 1.
-
-    Raises:
-        ConfigurationError: It is anything but 0 or 1.
-    """
-    value = environ.get(STREAM_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ConfigurationError(f"{STREAM_VARIABLE}: expected 0 or 1, got {value!r}")
-    return value == "1"
 
 
 @dataclass(slots=True)

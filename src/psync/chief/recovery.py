@@ -18,7 +18,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from psync.checkpoints.files import StoredSnapshot, disk_errors, streamed_by_environ
+from psync.checkpoints.files import STREAM_VARIABLE, StoredSnapshot, disk_errors
 from psync.chief import recovery_rule as rules
 from psync.chief.declarations import Creation, OwnOptimizers
 from psync.chief.events import FailoverEvent, RollbackEvent
@@ -46,6 +46,7 @@ from psync.errors import (
     VersionMismatch,
 )
 from psync.net.connection import Connection
+from psync.net.platform import flag
 from psync.replicas.closure_messages import EndedCall, ScheduledCall
 from psync.replicas.gang_runner import GangRunner
 from psync.specs import checked_kind
@@ -659,7 +660,7 @@ class ClusterRecovery:
     async def _prepare(self, link: PsLink, snapshot: StoredSnapshot, state: SnapshotState) -> None:
         """Let a ps read its snapshot, or send it, where the ps does not find the file."""
         packed = state.to_bytes()
-        if not streamed_by_environ(os.environ):
+        if not flag(os.environ, STREAM_VARIABLE):
             places = to_json(snapshot.places)
             try:
                 await self._send(

@@ -39,13 +39,13 @@ from psync.api.cluster_coordinator import coordinator_of
 from psync.api.reads import runtime_of
 from psync.api.scopes import running_scopes, runtime_here
 from psync.checkpoints.files import (
+    STREAM_VARIABLE,
     DataFile,
     Reader,
     Writer,
     checkpoints_in,
     disk_errors,
     remove,
-    streamed_by_environ,
 )
 from psync.checkpoints.manifest import Layout, Planned, changed_rate, step_of
 from psync.checkpoints.ownership import Owner, own
@@ -60,7 +60,7 @@ from psync.errors import (
     RemoteError,
     TransportError,
 )
-from psync.net.platform import Parts, random_hex
+from psync.net.platform import Parts, flag, random_hex
 from psync.numerics.memory import BLOCK_ELEMENTS
 from psync.specs import checked_integer, dtype_of
 from psync.status.html_tables import table
@@ -249,7 +249,7 @@ class Checkpoint:
                     lambda writer: write_cut(cut, contents, writer), verbose, directory,
                     sum(item.nbytes for state in cut.snapshots for item in state.items),
                 ),
-                nonce="" if streamed_by_environ(os.environ) else random_hex(16),
+                nonce="" if flag(os.environ, STREAM_VARIABLE) else random_hex(16),
             )  # fmt: skip
             try:
                 cut.check_present()  # what was undone, and told so, must not be gone back to
