@@ -79,23 +79,12 @@ class SessionLinks:
     origin: str  # token of the strategy
     connect_timeout_s: float  # how long the cluster may take to come up
     ps_timeout_s: float  # a ps that cannot be reached for this many seconds is lost
+    ps: PsClient = field(init=False)  # the links themselves, once they are made
+    endpoint: Endpoint = field(init=False)  # what they are made by
 
     def __post_init__(self) -> None:
         self._pool = BlockPool()
-        self._endpoint: Endpoint | None = None
-        self._ps: PsClient | None = None
-
-    @property
-    def ps(self) -> PsClient:
-        """The links themselves, once they are made."""
-        assert self._ps is not None, "connected"
-        return self._ps
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """What the links are made by, once they are made."""
-        assert self._endpoint is not None, "connected"
-        return self._endpoint
+        self._stack = contextlib.AsyncExitStack()
 
     # The chief.
 
@@ -196,8 +185,7 @@ class SessionLinks:
 
         Cancellation: Training may have ended.
         """
-        said = describe_exception(error)
-        await self._tell(messages.ReplicaFailed(said.type_name, said.message, said.traceback_text))
+        await self._tell(messages.ReplicaFailed(*describe_exception(error)[:3]))
 
     async def _enquire(self, message: messages.EnterSession) -> int:
         endpoint = Endpoint(self.platform, self.task, ENQUIRER, {})
@@ -237,19 +225,18 @@ class SessionLinks:
 
     async def close(self) -> None:
         """Close all connections. Cancellation: safe."""
-        if self._ps is not None and self._endpoint is not None:
-            await self._ps.close()
-            await self._endpoint.close()
+        await self._stack.aclose()
 
     def _connect_as(self, task: str, incarnation: int) -> PsClient:
-        self._endpoint = Endpoint(self.platform, task, incarnation, {}, self._pool)
+        self.endpoint = Endpoint(self.platform, task, incarnation, {}, self._pool)
+        self._stack.push_async_callback(self.endpoint.close)
+        client = self.platform.parts.of(PsClient)
         # One that was never here is late, not lost.
-        self._ps = self.platform.parts.of(PsClient)(
-            self._endpoint, self.addresses, self._pool, math.inf
-        )
-        for link in self._ps.links:
+        self.ps = client(self.endpoint, self.addresses, self._pool, math.inf)
+        self._stack.push_async_callback(self.ps.close)
+        for link in self.ps.links:
             link.on_lost = lambda error: setattr(error, "hint", PS_LOST_HINT)
-        return self._ps
+        return self.ps
 
     async def _to_each_ps(self, act: Callable[[int], Awaitable[None]]) -> None:
         """Do something at every ps for the first time."""
@@ -442,9 +429,7 @@ class MonitoredTrainingSession:
         self._watchers: list[asyncio.Task[None]] = []
         self._seen: ServedStatus | None = None  # of a chief that has attached the ps tasks
         self._stopping = asyncio.Event()  # set once this task shall make no further step
-        self._over: messages.TrainingOver | None = (
-            None  # None until ps 0 has said that training is over
-        )
+        self._over: messages.TrainingOver | None = None  # what ps 0 has said about the end
         self._failure: Exception | None = None  # why ps 0 will not say it any more
 
     def __repr__(self) -> str:
