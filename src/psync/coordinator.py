@@ -866,7 +866,7 @@ class Coordinator:
                 continue
             self._finished(peer.task, finished, message.mean_seconds)
             finished = []
-            self._ended(peer.task, closure_id, outcome, error, payload if count else None)
+            self._ended(peer.task, closure_id, outcome, error, payload)
         for step, operation, times in message.late or ():
             self.joins.note_late(peer.task, step, operation, times)
         self._finished(peer.task, finished, message.mean_seconds)
@@ -894,7 +894,7 @@ class Coordinator:
         closure_id: int,
         outcome: str,
         error: Sequence[str] | None,
-        payload: Payload | None,
+        payload: Payload,
     ) -> None:
         if outcome == "cancelled":
             self.perform(self._queue.cancelled(worker, closure_id))

@@ -20,7 +20,7 @@ from psync.errors import (
     TransportError,
 )
 from psync.serialization.captures import type_name
-from psync.serialization.payloads import Payload, pack, unpack
+from psync.serialization.payloads import EMPTY, Payload, pack, unpack
 
 MAX_MESSAGE_CHARS = 4096  # these texts travel in message headers, which are limited to 1 MiB
 MAX_TRACEBACK_CHARS = 16_384
@@ -36,7 +36,7 @@ class Described(NamedTuple):
     type_name: str  # qualified name of its type
     message: str  # its text
     traceback_text: str
-    payload: Payload | None  # the exception itself, or None if it cannot be sent
+    payload: Payload  # the exception itself, or EMPTY if it cannot be sent
 
 
 def describe_exception(exc: BaseException, *, main_by_name: bool = True) -> Described:
@@ -55,7 +55,7 @@ def describe_exception(exc: BaseException, *, main_by_name: bool = True) -> Desc
 
 
 def rebuild_exception(
-    task: str, type_name: str, message: str, traceback_text: str, payload: Payload | None
+    task: str, type_name: str, message: str, traceback_text: str, payload: Payload
 ) -> Exception:
     """Return the exception that a task described. Never raises.
 
@@ -72,7 +72,7 @@ def rebuild_exception(
         built, the RemoteError itself.
     """
     remote = RemoteError(task, type_name, message, traceback_text)
-    if payload is None:
+    if not payload.segments:
         return remote
     try:
         exc, cause = unpack(payload.data, payload.buffers)
@@ -95,7 +95,7 @@ def _may_be_raised(exc: object) -> TypeGuard[Exception]:
     return isinstance(exc, Exception) and not isinstance(exc, (StopIteration, StopAsyncIteration))
 
 
-def _pickled(exc: BaseException, main_by_name: bool) -> Payload | None:
+def _pickled(exc: BaseException, main_by_name: bool) -> Payload:
     # An exception pickles without its cause. That of a ClosureInputError is what it is about.
     cause = exc.__cause__ if isinstance(exc, ClosureInputError) else None
     for pair in ((exc, cause), (exc, None)):
@@ -105,7 +105,7 @@ def _pickled(exc: BaseException, main_by_name: bool) -> Payload | None:
             continue
         if payload.nbytes <= MAX_EXCEPTION_BYTES and not payload.remote_values:
             return payload
-    return None
+    return EMPTY
 
 
 def _from_user_code(frames: TracebackType | None, *, psync: bool) -> TracebackType | None:

@@ -97,11 +97,7 @@ def failed(kind: str, exc: BaseException, *, main_by_name: bool) -> ClosureEnd:
         if READ_ONLY_HINT not in getattr(exc, "__notes__", ()):
             exc.add_note(READ_ONLY_HINT)
     described = describe_exception(exc, main_by_name=main_by_name)
-    return ClosureEnd(
-        kind,
-        described.payload or EMPTY,
-        (described.type_name, described.message, described.traceback_text),
-    )
+    return ClosureEnd(kind, described.payload, described[:3])
 
 
 class ResultsToSend:
