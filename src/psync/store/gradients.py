@@ -372,7 +372,7 @@ class GradientTable(BundleTable):
         target = values.writable(pool)
         targets = [slot.writable(pool) for slot in slots]
         yield (
-            values.array, gradient, [slot.array for slot in slots],
+            values.block.array, gradient, [slot.block.array for slot in slots],
             target.array, [slot_target.array for slot_target in targets],
         )  # fmt: skip
         for slot, slot_target in zip(slots, targets, strict=True):
