@@ -14,10 +14,11 @@ from psync.api.variables import Handle, OnReadVariable
 from psync.client.calls import all_of
 from psync.errors import IndexTypeError, PartitionError, UsageError, ValueMismatchError
 from psync.numerics.embedding import (
+    COMBINERS,
+    STRATEGIES,
     SparseIds,
-    check_combiner,
+    check_choice,
     check_sizes,
-    check_strategy,
     shared_out,
     with_max_norm,
 )
@@ -149,7 +150,7 @@ async def safe_embedding_lookup_sparse(
 async def _combined(
     table: _Table, sparse: SparseIds, combiner: str, max_norm: float | None
 ) -> np.ndarray:
-    check_combiner(combiner, table.what)
+    check_choice(f"{table.what}: combiner", combiner, COMBINERS)
     each, which = np.unique(table.checked(sparse.ids), return_inverse=True)
     rows = await table.rows(each, max_norm)
     return sparse.combined(rows, which.reshape(-1), combiner, table.what)
@@ -175,7 +176,7 @@ class _Table:
                 )
         if not variables:
             raise PartitionError(f"{what}: params is an empty list")
-        check_strategy(strategy, what)
+        check_choice(f"{what}: partition_strategy", strategy, STRATEGIES)
         names = ", ".join(f'"{variable.name}"' for variable in variables)
         self.what = f"{what} of {names}"
         self._variables = variables

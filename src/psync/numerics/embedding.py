@@ -17,28 +17,18 @@ from psync.numerics.sums import sum_dtype
 from psync.specs import plain_array
 
 STRATEGIES = ("div", "mod")
+"""How ids are spread over a list of variables."""
+
 COMBINERS = ("mean", "sum", "sqrtn")
+"""How rows become one."""
 
 
-def check_strategy(strategy: str, what: str) -> None:
-    """Check how ids are spread over a list of variables.
-
-    Raises:
-        ConfigurationError: There is no such way.
-    """
-    _check_choice(f"{what}: partition_strategy", strategy, STRATEGIES)
-
-
-def check_combiner(combiner: str, what: str) -> None:
-    """Check how rows become one.
+def check_choice(what: str, given: str, choices: Sequence[str]) -> None:
+    """Check that an argument is one of ``STRATEGIES``, or of ``COMBINERS``.
 
     Raises:
-        ConfigurationError: There is no such way.
+        ConfigurationError: It is none of them.
     """
-    _check_choice(f"{what}: combiner", combiner, COMBINERS)
-
-
-def _check_choice(what: str, given: str, choices: Sequence[str]) -> None:
     if given not in choices:
         *others, last = (f'"{choice}"' for choice in choices)
         raise ConfigurationError(f"{what}: expected {', '.join(others)} or {last}, got {given!r}")
