@@ -17,7 +17,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, cast
 
 import numpy as np
@@ -56,12 +55,7 @@ class InputContext:
         Raises:
             ConfigurationError: The batch cannot be divided evenly; also a ValueError.
         """
-        if isinstance(global_batch_size, bool) or not (
-            isinstance(global_batch_size, Integral) and global_batch_size >= 1
-        ):
-            raise ConfigurationError(
-                f"global_batch_size: expected an integer of at least 1, got {global_batch_size!r}"
-            )
+        integer("global_batch_size", global_batch_size, 1)
         if global_batch_size % self.num_replicas_in_sync != 0:
             raise ConfigurationError(
                 f"global batch size {global_batch_size} is not divisible by "
