@@ -20,7 +20,7 @@ from psync.chief.events import Events
 from psync.client.calls import all_of
 from psync.client.optimizer_client import note_plugins
 from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, ask
+from psync.client.ps_link import PsLink, ask, expect
 from psync.closures.membership import (
     LIMIT,
     Fence,
@@ -40,7 +40,6 @@ from psync.errors import (
     FencedError,
     ParameterServerLost,
     PsyncError,
-    RemoteProtocolError,
     TransportError,
     UsageError,
     WorkerLost,
@@ -98,19 +97,13 @@ async def _ask(endpoint: Endpoint, task: str, address: str, message: Message, an
     while True:
         peer = await endpoint.connect_retrying(address, task)
         try:
-            received = (await peer.call(message)).message
-            break
+            return expect(await peer.call(message), answer, task, type(message).__name__)
         except ConnectionLost as exc:
             logger.info("%s: the request is retried: %s", task, exc.message)
             await asyncio.sleep(backoff(losses, endpoint.platform.uniform()))
             losses += 1
         finally:
             peer.close()
-    if not isinstance(received, answer):
-        raise RemoteProtocolError(
-            f"{task} answered {type(message).__name__} with {type(received).__name__}"
-        )
-    return received
 
 
 async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[str]:
@@ -497,20 +490,15 @@ class WorkerLinks:
 
         Cancellation: Safe.
         """
-        deadline = asyncio.get_running_loop().time() + within_s
-
-        async def ask(control: Connection) -> dict[str, float]:
-            try:
-                message = (await control.call(messages.AskStatistics(), deadline=deadline)).message
-            except PsyncError:
-                return {}
-            assert isinstance(message, messages.Statistics), "its only answer"
-            work: dict[str, float] = message.counters["work"]
-            return work
-
         asked = {name: peer for name, peer in self.controls().items() if name in names}
-        answers = zip(asked, await asyncio.gather(*map(ask, asked.values())), strict=True)
-        return {name: (work["since"], work["wait"]) for name, work in answers if work}
+        deadline = self._loop.time() + within_s
+        answers = await _answers(asked, messages.AskStatistics(), (PsyncError,), deadline)
+        meters: dict[str, dict[str, float]] = {
+            name: answer.counters["work"]
+            for name, answer in answers.items()
+            if isinstance(answer, messages.Statistics)
+        }
+        return {name: (work["since"], work["wait"]) for name, work in meters.items() if work}
 
     async def ask_all(self, message: Message) -> dict[str, Message]:
         """Return what each worker that is there answers, by the worker's name.
@@ -519,17 +507,8 @@ class WorkerLinks:
 
         Cancellation: Safe.
         """
-
-        async def ask(control: Connection) -> Message | None:
-            try:
-                return (await control.call(message)).message
-            except (TransportError, UsageError):  # lost, or no worker of ours any more
-                return None
-
-        asked = self.controls()
-        answers = await asyncio.gather(*map(ask, asked.values()))
-        pairs = zip(asked, answers, strict=True)
-        return {worker: answer for worker, answer in pairs if answer is not None}
+        gone = TransportError, UsageError  # lost, or no worker of ours any more
+        return await _answers(self.controls(), message, gone)
 
     # What workers say.
 
@@ -726,6 +705,23 @@ class WorkerLinks:
         self.on_forgotten(worker.name)
 
 
+async def _answers(
+    peers: Mapping[str, Connection],
+    message: Message,
+    left_out: tuple[type[PsyncError], ...],
+    deadline: float | None = None,
+) -> dict[str, Message]:
+    """Return what each answers, without those whose call raises one of these errors."""
+
+    async def ask(peer: Connection) -> Message | None:
+        with contextlib.suppress(*left_out):
+            return (await peer.call(message, deadline=deadline)).message
+        return None
+
+    answers = zip(peers, await asyncio.gather(*map(ask, peers.values())), strict=True)
+    return {name: answer for name, answer in answers if answer is not None}
+
+
 async def wait_any_closed(*peers: Connection) -> None:
     """Wait until one of the connections is gone. Cancellation: safe."""
     gone = asyncio.Event()
@@ -826,7 +822,10 @@ class ClusterLinks:
         await self._ask_ps_0(timeout_s)
         if self._keep:
             await self._find_served(deadline, timeout_s)
-        self._start_ps()
+        for link in self.ps.links:
+            link.on_lost = self.on_ps_lost
+            link.lost_after_s = math.inf  # one that was never here is late, not lost
+            self.supervise(self._keep_ps(link))
         self.workers.start()
         try:
             async with asyncio.timeout_at(deadline):
@@ -850,7 +849,10 @@ class ClusterLinks:
         return (
             self.membership.ready(self._min_workers)
             and len(self.workers.controls()) >= self._min_workers
-            and self._are_attached()
+            and all(
+                self._attached.get(link.index) == self.endpoint.incarnation
+                for link in self.ps.links
+            )
             # A new incarnation begins with empty ps tasks: what is created now would be gone.
             and not self._enquiring.locked()
         )
@@ -858,8 +860,11 @@ class ClusterLinks:
     async def close(self) -> None:
         """Close everything. Cancellation: connections may still be closing."""
         self._unlisten()
+        self._is_closing = True
+        for task in self._supervisors:
+            task.cancel()
         try:
-            await self._end_supervisors()
+            await asyncio.gather(*self._supervisors, return_exceptions=True)
         finally:
             try:
                 await self.ps.close()
@@ -982,25 +987,7 @@ class ClusterLinks:
         finally:
             self.changed.set()
 
-    async def _end_supervisors(self) -> None:
-        self._is_closing = True
-        for task in self._supervisors:
-            task.cancel()
-        if self._supervisors:
-            await asyncio.wait(list(self._supervisors))
-
     # Ps tasks: attached, attached again, told whom to refuse.
-
-    def _start_ps(self) -> None:
-        for link in self.ps.links:
-            link.on_lost = self.on_ps_lost
-            link.lost_after_s = math.inf  # one that was never here is late, not lost
-            self.supervise(self._keep_ps(link))
-
-    def _are_attached(self) -> bool:
-        """Return whether all serve us under the present incarnation."""
-        served = [self._attached.get(link.index) for link in self.ps.links]
-        return served == [self.endpoint.incarnation] * len(served)
 
     async def _keep_ps(self, link: PsLink) -> None:
         first = True
