@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from psync.compat.session_members import (
@@ -22,7 +22,6 @@ from psync.compat.session_members import (
 from psync.errors import ConfigurationError, UnknownVariableError, UsageError
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
 from psync.wire import messages
 from psync.wire.codec import Message
@@ -146,7 +145,27 @@ class SessionService:
         request.answer(messages.Done())
 
     def _check_shards(self, request: Request[messages.CheckShards]) -> None:
-        check_shards(self._services().store, request.message)
+        """Check whether a ps holds what the sender has declared.
+
+        Raises:
+            ConfigurationError: A shard is not here, or of another variable, shape or dtype.
+        """
+        store = self._services().store
+        for name, variable_id, index, offset, shape, dtype in request.message.shards:
+            declared = f'variable "{name}" ({dtype}, shard {index} of shape {tuple(shape)})'
+            try:
+                spec = store.spec((variable_id, index))
+            except UnknownVariableError as exc:
+                raise ConfigurationError(
+                    f"the chief did not declare {declared} before training began", hint=SAME_ORDER
+                ) from exc
+            held = (spec.variable, spec.offset, list(spec.shape), spec.dtype)
+            if held != (name, offset, shape, dtype):
+                raise ConfigurationError(
+                    f'the chief has declared variable "{spec.variable}" ({spec.dtype}, shard '
+                    f"{index} of shape {spec.shape}), but this task declared {declared}",
+                    hint=SAME_ORDER,
+                )
         request.answer(messages.Done())
 
     def _await_end(self, request: Request[messages.AwaitEnd]) -> None:
@@ -164,43 +183,31 @@ class SessionService:
     # What the rule has decided.
 
     def _perform(self, actions: Sequence[Action]) -> None:
+        services = self._services()
+        closer = services.closer
         for action in actions:
             match action:
                 case Answer(waiter, answer):
-                    self._settle(waiter, answer)
-                case SetMembers(alive, missing):
-                    self._set_members(alive, missing)
+                    request = cast("Request[Any]", waiter)
+                    if isinstance(answer, Exception):
+                        request.fail(answer)
+                    else:
+                        request.answer(answer)
+                    self._members.forget(waiter)
+                case SetMembers(alive, missing):  # no coordinator reports who lives
+                    services.clocks.report(alive, None)
+                    if closer is not None:
+                        closer.set_members(alive, missing)
                 case FenceTask(task, below):
-                    self._fence(task, below)
+                    refuse = functools.partial(services.refuse_below, task, below)
+                    services.executor.in_turn(refuse)
+                    if closer is not None:
+                        closer.outgoing.fence(task, below)
                 case CloseTokens(reason):
-                    self._end_training(reason)
+                    services.clocks.end()
+                    if closer is not None:
+                        closer.end(reason)
         self._set_timer()
-
-    def _settle(self, waiter: object, answer: Message | Exception) -> None:
-        request = cast("Request[Any]", waiter)
-        if isinstance(answer, Exception):
-            request.fail(answer)
-        else:
-            request.answer(answer)
-        self._members.forget(waiter)
-
-    # No coordinator reports who lives, so this does.
-
-    def _set_members(self, alive: Mapping[str, int], missing: Sequence[str]) -> None:
-        self._services().clocks.report(alive, None)
-        if (closer := self._services().closer) is not None:
-            closer.set_members(alive, missing)
-
-    def _fence(self, task: str, below: int) -> None:
-        services = self._services()
-        services.executor.in_turn(functools.partial(services.refuse_below, task, below))
-        if (closer := self._services().closer) is not None:
-            closer.outgoing.fence(task, below)
-
-    def _end_training(self, reason: str) -> None:
-        self._services().clocks.end()
-        if (closer := self._services().closer) is not None:
-            closer.end(reason)
 
     # Time.
 
@@ -214,29 +221,6 @@ class SessionService:
 
     def _tick(self) -> None:
         self._perform(self._members.tick(_now()))
-
-
-def check_shards(store: ShardStore, message: messages.CheckShards) -> None:
-    """Check whether a ps holds what the sender has declared.
-
-    Raises:
-        ConfigurationError: A shard is not here, or of another variable, shape or dtype.
-    """
-    for name, variable_id, index, offset, shape, dtype in message.shards:
-        declared = f'variable "{name}" ({dtype}, shard {index} of shape {tuple(shape)})'
-        try:
-            spec = store.spec((variable_id, index))
-        except UnknownVariableError as exc:
-            raise ConfigurationError(
-                f"the chief did not declare {declared} before training began", hint=SAME_ORDER
-            ) from exc
-        held = (spec.variable, spec.offset, list(spec.shape), spec.dtype)
-        if held != (name, offset, shape, dtype):
-            raise ConfigurationError(
-                f'the chief has declared variable "{spec.variable}" ({spec.dtype}, shard {index} '
-                f"of shape {spec.shape}), but this task declared {declared}",
-                hint=SAME_ORDER,
-            )
 
 
 def _now() -> float:
