@@ -350,8 +350,16 @@ class ClosureInputs:
             segments, counts, own = closure.segments, closure.counts, closure.num_segments
             if own < 0:
                 segments, counts, own = await self._fetch_arguments(closure.id)
+            values, at = [], own
+            for count in counts:
+                values.append(Payload.from_segments(segments[at : at + count]))
+                at += count
             arrived: list[IteratorHandle[Any]] = []
-            args, kwargs = _unpack(segments, counts, own, arrived)
+            token = arriving.set(arrived)
+            try:
+                args, kwargs = unpack_arguments(segments[0], segments[1:own], values)
+            finally:
+                arriving.reset(token)
             if arrived:
                 handles = (*handles, *arrived)
         for handle in handles:
@@ -404,24 +412,6 @@ class ClosureInputs:
             )
             self.iterators.add(handle.uid, iterator)
         await iterator.ready()
-
-
-def _unpack(
-    segments: Sequence[memoryview],
-    counts: Sequence[int],
-    own: int,
-    arrived: list[IteratorHandle[Any]],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return args and kwargs; iterators among them are added to ``arrived``."""
-    values, at = [], own
-    for count in counts:
-        values.append(Payload.from_segments(segments[at : at + count]))
-        at += count
-    token = arriving.set(arrived)
-    try:
-        return unpack_arguments(segments[0], segments[1:own], values)
-    finally:
-        arriving.reset(token)
 
 
 SHORT_S = 200e-6
