@@ -158,35 +158,25 @@ class WorkerIterator:
 
         Cancellation: safe; no batch is lost.
         """
-        if self.thread is None:
-            with self._changed:
-                if not self._is_settled():
+        waiter: asyncio.Future[None] | None = None
+        with self._changed:
+            if not (self._batches or self._end is not None or self._closed):
+                if self.thread is None:
                     self._load()
-        else:
-            waiter = self._waiter()
-            if waiter is not None:
-                try:
-                    await waiter
-                finally:
-                    with self._changed:
-                        if waiter in self._waiters:
-                            self._waiters.remove(waiter)
+                else:
+                    waiter = asyncio.get_running_loop().create_future()
+                    self._waiters.append(waiter)
+        if waiter is not None:
+            try:
+                await waiter
+            finally:
+                with self._changed:
+                    if waiter in self._waiters:
+                        self._waiters.remove(waiter)
         if self._closed:
             raise ClosedError(f"the iterator over dataset {self.name} was released")
         if self._build_error is not None:
             raise self._error(self._build_error)
-
-    def _waiter(self) -> asyncio.Future[None] | None:
-        """Return a future of this loop that ends when something is there; None if it is."""
-        with self._changed:
-            if self._is_settled():
-                return None
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            return waiter
-
-    def _is_settled(self) -> bool:
-        return bool(self._batches) or self._end is not None or self._closed
 
     def _error(self, end: BaseException) -> BaseException:
         """Return what a step is told about the end."""
