@@ -329,10 +329,9 @@ class Writer:
 
     def __post_init__(self) -> None:
         with disk_errors(f"making {self.temporary}"):
-            with contextlib.suppress(
-                FileNotFoundError, NotADirectoryError
-            ):  # not Path.exists, which
-                (self.directory / self.name).stat()  # takes what cannot be read for absent
+            # Not Path.exists, which takes what cannot be read for absent.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                (self.directory / self.name).stat()
                 raise CheckpointError(f"{self.directory / self.name}: already exists")
             self._throw_away()  # what a save has left that was interrupted
             current_disk.get().make_directory(self.temporary)
