@@ -21,7 +21,7 @@ import numpy as np
 
 from psync.client.calls import all_of
 from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, ask
+from psync.client.ps_link import ask
 from psync.client.tensors import array_of, is_tensor
 from psync.errors import PartitionError, UsageError
 from psync.numerics.casting import overflow
@@ -92,13 +92,12 @@ def describe(
     named = None if dtype is None else _dtype_name(dtype, subject)
     if shape is not None:
         shape = _checked_shape(shape, subject)
-    if callable(initial_value):
+    value = initial_value
+    if callable(value):
         if named is not None and shape is not None:
-            _check_callable(initial_value, subject)
-            return initial_value, shape, named
-        value = _call(initial_value, shape, (0,) * len(shape or ()), subject)
-    else:
-        value = initial_value
+            _check_callable(value, subject)
+            return value, shape, named
+        value = _call(value, shape, (0,) * len(shape or ()), subject)
     array = _first_value(value, named, subject)
     if shape is not None and shape != array.shape:
         raise PartitionError(
@@ -290,16 +289,13 @@ def initial_shards(
             )
         value = initial_array(value, spec.shape, (), spec.dtype, subject)
     for shard in spec.shards:
+        part = value
         if by_shard:
             offset = (shard.offset, *(0 for _ in shard.shape[1:])) if shard.shape else ()
-            yield (
-                shard,
-                initial_array(value, shard.shape, offset, spec.dtype, f"{subject}, {shard}"),
-            )
+            part = initial_array(value, shard.shape, offset, spec.dtype, f"{subject}, {shard}")
         elif shard.shape:
-            yield shard, value[shard.offset : shard.offset + shard.shape[0]]
-        else:
-            yield shard, value
+            part = value[shard.offset : shard.offset + shard.shape[0]]
+        yield shard, part
 
 
 def takes_shard(initializer: Callable[..., Any]) -> bool:
@@ -486,7 +482,8 @@ async def reattach(ps: PsClient, lineage: int, optimizers: OwnOptimizers) -> Rea
 
     Cancellation: Safe.
     """
-    holdings = await all_of([_ask(link) for link in ps.links])
+    answers = await all_of([ask(link, DescribeShards(), ShardsDescribed) for link in ps.links])
+    holdings = [Holding.from_bytes(b"".join(segments)) for _, segments in answers]
     adoption = Adoption(holdings)
     if not adoption.is_empty:
         partial = partial_updates(holdings)
@@ -501,11 +498,6 @@ async def reattach(ps: PsClient, lineage: int, optimizers: OwnOptimizers) -> Rea
     logger.info("the ps tasks are empty: all variables start with their initial values")
     await _order(ps, [Orders() for _ in holdings], lineage=lineage, last=True)
     return None
-
-
-async def _ask(link: PsLink) -> Holding:
-    _, segments = await ask(link, DescribeShards(), ShardsDescribed)
-    return Holding.from_bytes(b"".join(segments))
 
 
 async def _order(ps: PsClient, orders: Sequence[Orders], *, lineage: int, last: bool) -> None:
@@ -652,15 +644,16 @@ class Creation:
             await all_of([self._send(ps, each, urgent) for ps, each in messages.items()])
 
     async def _send(self, ps: int, batch: _Batch, urgent: bool) -> None:
-        message = CreateShards(
-            [
-                (spec.variable, spec.variable_id, spec.index, spec.offset, list(spec.shape),
-                 spec.dtype)
-                for spec in batch.shards
-            ],
-            batch.sources,
-        )  # fmt: skip
+        message = CreateShards([as_sent(shard) for shard in batch.shards], batch.sources)
         await self._ps.links[ps].call(lambda peer: message, batch.values, bulk=True, urgent=urgent)
+
+
+def as_sent(shard: ShardSpec) -> tuple[str, int, int, int, list[int], str]:
+    """Return a shard as CreateShards and CheckShards describe it."""
+    return (
+        shard.variable, shard.variable_id, shard.index, shard.offset, list(shard.shape),
+        shard.dtype,
+    )  # fmt: skip
 
 
 @dataclass(slots=True)

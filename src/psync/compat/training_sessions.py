@@ -21,12 +21,12 @@ from psync.api.seeing import placed
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SessionHook, wait_over
 from psync.api.variables import Variable
-from psync.chief.declarations import MESSAGE_SHARDS, Creation, Declaration
+from psync.chief.declarations import MESSAGE_SHARDS, Creation, Declaration, as_sent
 from psync.chief.links import enquire
 from psync.client.context import forbid_in_step
 from psync.client.optimizer_client import note_plugins
 from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, always
+from psync.client.ps_link import PsLink, always, ask
 from psync.client.runtime import Runtime
 from psync.cluster import CHIEF, ENQUIRER, task_name
 from psync.errors import (
@@ -132,9 +132,9 @@ class SessionLinks:
             async with asyncio.timeout(self.connect_timeout_s):
                 await self._tell(message)
         except TimeoutError:
-            received = await self.ps.links[0].call(lambda _: messages.AskStatistics())
-            assert isinstance(received.message, messages.Statistics), "its only answer"
-            came = received.message.counters["session"].get("asking", ())
+            link = self.ps.links[0]
+            said, _ = await ask(link, messages.AskStatistics(), messages.Statistics)
+            came = said.counters["session"].get("asking", ())
             raise ConnectFailed(
                 f"{num_workers} workers were to take part in training, and within "
                 f"{self.connect_timeout_s:g} s there came {', '.join(came) or 'none'}",
@@ -292,11 +292,7 @@ class Comparison:
                 batch = self.declared[:MESSAGE_SHARDS]
                 by_ps: dict[int, list[tuple[str, int, int, int, list[int], str]]] = {}
                 for shard in (shard for each in batch for shard in each.spec.shards):
-                    described = (
-                        shard.variable, shard.variable_id, shard.index, shard.offset,
-                        list(shard.shape), shard.dtype,
-                    )  # fmt: skip
-                    by_ps.setdefault(shard.ps, []).append(described)
+                    by_ps.setdefault(shard.ps, []).append(as_sent(shard))
                 for index, shards in by_ps.items():
                     for start in range(0, len(shards), MESSAGE_SHARDS):
                         message = messages.CheckShards(shards[start : start + MESSAGE_SHARDS])
@@ -504,7 +500,9 @@ class MonitoredTrainingSession:
         if await self._is_at_last_step():
             await self._end_training(f"step {self._stop_at_step} is reached")
         if self._startup_delay_s:
-            await self._wait_stopping(self._startup_delay_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._startup_delay_s):
+                    await self._stopping.wait()
 
     async def _use(self, runtime: Runtime) -> None:
         self.strategy._runtime = runtime
@@ -536,16 +534,13 @@ class MonitoredTrainingSession:
 
     async def _watch(self, end: Awaitable[messages.TrainingOver]) -> None:
         try:
-            self._note_over(await end)
+            self._over = over = await end
+            usual = logging.INFO if self.is_chief else logging.DEBUG
+            level = logging.WARNING if over.failed else usual
+            logger.log(level, "training ends: %s", over.reason)
         except Exception as exc:  # the program gets it when it leaves
             if self._over is None:
                 self._failure = exc
-            self._stopping.set()
-
-    def _note_over(self, over: messages.TrainingOver) -> None:
-        self._over = over
-        level = logging.WARNING if over.failed else logging.INFO if self.is_chief else logging.DEBUG
-        logger.log(level, "training ends: %s", over.reason)
         self._stopping.set()
 
     # The loop.
@@ -619,11 +614,6 @@ class MonitoredTrainingSession:
         self._stopping.set()
         if self._links is not None:
             await self._links.end_training(reason, failed=False)
-
-    async def _wait_stopping(self, timeout_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._stopping.wait()
 
     # The end.
 
