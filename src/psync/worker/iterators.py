@@ -213,7 +213,7 @@ class WorkerIterator:
                 if self._source is None:
                     self._source = open_dataset(self._dataset_fn, self._context)
             except BaseException as exc:  # `next` raises it where somebody asks for a batch
-                self._settle(end=exc, built=False)
+                self._settle(exc, built=False)
                 return
             try:
                 while self._to_skip and not self._closed:
@@ -223,25 +223,23 @@ class WorkerIterator:
             except StopIteration:
                 # Taken out before a step sees the end, and may begin the dataset again.
                 source, self._source = self._source, None
-                self._settle(end=EndOfData(f"dataset {self.name} has no further batch"))
+                self._settle(EndOfData(f"dataset {self.name} has no further batch"))
                 self._close(source)
             except BaseException as exc:  # as above
-                self._settle(end=exc)
+                self._settle(exc)
             else:
-                self._settle([batch])
+                with self._changed:
+                    if not self._closed:
+                        self._batches.append(batch)
+                    self._wake()
 
-    def _settle(
-        self, batches: list[Any] | None = None, end: BaseException | None = None, built: bool = True
-    ) -> None:
-        """Note what was loaded, and wake whoever waits for it."""
+    def _settle(self, end: BaseException, *, built: bool = True) -> None:
+        """Note the end, and wake whoever waits for it."""
         with self._changed:
-            if not self._closed:
-                self._batches.extend(batches or ())
-            self._end = end
-            self._end_traceback = end.__traceback__ if end is not None else None
+            self._end, self._end_traceback = end, end.__traceback__
             self._build_error = None if built else end
             self._wake()
-        if end is not None and self.thread is None:
+        if self.thread is None:
             self._close_source()
 
     def _wake(self) -> None:
