@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from typing import Any
 
 import ml_dtypes
 import msgpack
@@ -20,7 +21,7 @@ import own_rules
 from loops import for_each
 from psync.errors import ConfigurationError, ValueMismatchError
 from psync.numerics import rules
-from psync.numerics.memory import Scratch
+from psync.numerics.memory import CHUNK, Scratch
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.rules import (
     MAX_WORDS,
@@ -375,11 +376,18 @@ def test_an_update_has_the_length_of_the_variable_times_the_learning_rate(
     np.testing.assert_allclose(param, expected, rtol=1e-12)
 
 
+def measured(rule: Lamb, *parts: Any, chunk: int = CHUNK) -> tuple[float, float]:
+    measurement = rule.measurement(STEP, Scratch(chunk))
+    for part in parts:
+        measurement.add(*part)
+    return measurement.sums()
+
+
 @for_each("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_measuring_changes_nothing_and_sums_in_float64(dtype: object) -> None:
     param, grad, slots = arrays(3 * PIECE + 5, dtype)
     before = [array.tobytes() for array in (param, grad, *slots)]
-    of_param, of_update = Lamb(0.01).measure([(param, grad, slots)], STEP, Scratch())
+    of_param, of_update = measured(Lamb(0.01), (param, grad, slots))
     assert [array.tobytes() for array in (param, grad, *slots)] == before
     assert of_param == pytest.approx(float(np.sum(param.astype(np.float64) ** 2)), rel=1e-13)
     wide = [slot.astype(np.float64) for slot in slots]
@@ -389,10 +397,10 @@ def test_measuring_changes_nothing_and_sums_in_float64(dtype: object) -> None:
 
 def test_norms_do_not_depend_on_chunks_or_blocks() -> None:
     param, grad, slots = arrays(5 * PIECE + 17, np.float32)
-    whole = Lamb().measure([(param, grad, slots)], STEP, Scratch())
+    whole = measured(Lamb(), (param, grad, slots))
     cuts = [slice(0, 2 * PIECE), slice(2 * PIECE, 3 * PIECE), slice(3 * PIECE, None)]
     blocks = ((param[cut], grad[cut], [slot[cut] for slot in slots]) for cut in cuts)
-    assert Lamb().measure(blocks, STEP, Scratch(7)) == whole
+    assert measured(Lamb(), *blocks, chunk=7) == whole
 
 
 def test_pieces_applied_with_the_ratio_of_the_whole_make_the_whole() -> None:
@@ -400,10 +408,7 @@ def test_pieces_applied_with_the_ratio_of_the_whole_make_the_whole() -> None:
     rule = Lamb(0.1)
     param, grad, slots = arrays(1000, np.float32)
     parts = [slice(0, 300), slice(300, 1000)]
-    sums = [
-        rule.measure([(param[part], grad[part], [s[part] for s in slots])], STEP, Scratch())
-        for part in parts
-    ]
+    sums = [measured(rule, (param[part], grad[part], [s[part] for s in slots])) for part in parts]
     expected, expected_slots = param.copy(), [slot.copy() for slot in slots]
     rule.apply(expected, grad, expected_slots, expected, expected_slots, STEP, Scratch())
     for part in parts:
@@ -428,9 +433,7 @@ def test_gradients_are_clipped_before_they_are_measured() -> None:
     rule = Lamb().with_options(RuleOptions(clipvalue=0.5))
     param, grad, slots = arrays(100)
     clipped = np.clip(grad, -0.5, 0.5)
-    assert rule.measure([(param, grad, slots)], STEP, Scratch()) == Lamb().measure(
-        [(param, clipped, slots)], STEP, Scratch()
-    )
+    assert measured(rule, (param, grad, slots)) == measured(Lamb(), (param, clipped, slots))
 
 
 def test_nothing_is_asked_for_by_default() -> None:

@@ -893,11 +893,8 @@ PIECE = 1 << 13
 sums are added without rounding (``math.fsum``), so neither chunks nor the blocks of a shard, which
 are multiples of it, show in a norm."""
 
-Measured = tuple[np.ndarray, np.ndarray, Arrays]
-"""Arrays to measure: param, grad, slots."""
-
 Sums = tuple[float, float]
-"""Sums of squares of a parameter and of its update."""
+"""Sums of squares of a decayed parameter and of its update, in float64."""
 
 
 @dataclass(slots=True, eq=False)
@@ -976,26 +973,12 @@ class LayerwiseRule(UpdateRule):
         decay = self.learning_rate(step) * (self.options.weight_decay or 0.0)
         return Measurement(self, decay, self.iteration(step) + 1, scratch)
 
-    def measure(self, parts: Iterable[Measured], step: int, scratch: Scratch) -> Sums:
-        """Return the sums of squares of the decayed parameter and of its update, in float64.
-
-        Args:
-            parts: Parts as for ``apply``, which are not changed. Each one is requested when the
-                previous one is done.
-            step: See ``apply``.
-            scratch: See ``apply``.
-        """
-        measurement = self.measurement(step, scratch)
-        for param, grad, slots in parts:
-            measurement.add(param, grad, slots)
-        return measurement.sums()
-
     @staticmethod
     def trust_ratio(sums: Iterable[Sums]) -> float:
         """Return the norm of a variable divided by that of its update; 1 if one of them is 0.
 
         Args:
-            sums: Results of ``measure`` for all pieces of the variable.
+            sums: Of the measurements of all pieces of the variable.
 
         Source: You et al., 2019, with the identity as phi; ``keras.optimizers.Lamb``.
         """
@@ -1010,10 +993,11 @@ class LayerwiseRule(UpdateRule):
     ) -> None:
         """Call ``apply`` for many parts; without a ratio, each part is a whole variable."""
         for part in parts:
-            param, grad, slots, *_ = part
             of_part = ratio
             if of_part is None:
-                of_part = self.trust_ratio([self.measure([(param, grad, slots)], step, scratch)])
+                measurement = self.measurement(step, scratch)
+                measurement.add(*part[:3])
+                of_part = self.trust_ratio([measurement.sums()])
             super().apply_all((part,), step, scratch, of_part)
 
 

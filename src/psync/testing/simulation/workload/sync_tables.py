@@ -320,7 +320,9 @@ class Synchronous(Table):
             return {}
         sums: dict[int, list[Any]] = {}
         for part, (value, own), mean in zip(of_part, held, gradients, strict=True):
-            sums.setdefault(part, []).append(rule.measure([(value, mean, own)], step, scratch))
+            measurement = rule.measurement(step, scratch)
+            measurement.add(value, mean, own)
+            sums.setdefault(part, []).append(measurement.sums())
         return {part: rule.trust_ratio(pieces) for part, pieces in sums.items()}
 
 
