@@ -319,7 +319,10 @@ class RowBlocks(BlockArray):
             if len(untouched) and self._raw_fill:
                 self._table[untouched + rows.start] = self._raw_fill
             self._written[rows] = True
-            block = self._blocks[i] = Block(self._home(i), self.dtype)
+            offset = self.bounds(i)[0] * self.dtype.itemsize
+            # Its base is no array, so views of it count here.
+            root = np.frombuffer(self._memory, np.uint8, self._nbytes(i), offset)
+            block = self._blocks[i] = Block(root, self.dtype)
             self._seen.add(i)
         return block
 
@@ -504,12 +507,6 @@ class RowBlocks(BlockArray):
         row = np.dtype((np.void, self.row_size * self.dtype.itemsize))
         whole: np.ndarray = array.view(row).reshape(len(array))
         return whole
-
-    def _home(self, i: int) -> np.ndarray:
-        """Return a root for block ``i``: its base is no array, so views of it count here."""
-        start, _ = self.bounds(i)
-        offset = start * self.dtype.itemsize
-        return np.frombuffer(self._memory, np.uint8, self._nbytes(i), offset)
 
     def _come_home(self, i: int, pool: BlockPool) -> None:
         home = self._away.pop(i)
