@@ -16,22 +16,21 @@ from psync.errors import ConfigurationError, PartitionError, ValueMismatchError
 from psync.numerics.sums import sum_dtype
 from psync.specs import plain_array
 
-STRATEGIES = ("div", "mod")
-"""How ids are spread over a list of variables."""
-
-COMBINERS = ("mean", "sum", "sqrtn")
-"""How rows become one."""
+CHOICES = {"partition_strategy": ("div", "mod"), "combiner": ("mean", "sum", "sqrtn")}
+"""How ids are spread over a list of variables, and how rows become one."""
 
 
-def check_choice(what: str, given: str, choices: Sequence[str]) -> None:
-    """Check that an argument is one of ``STRATEGIES``, or of ``COMBINERS``.
+def check_choice(what: str, name: str, given: str) -> None:
+    """Check an argument that is one of ``CHOICES``.
 
     Raises:
         ConfigurationError: It is none of them.
     """
-    if given not in choices:
-        *others, last = (f'"{choice}"' for choice in choices)
-        raise ConfigurationError(f"{what}: expected {', '.join(others)} or {last}, got {given!r}")
+    if given not in CHOICES[name]:
+        *others, last = (f'"{choice}"' for choice in CHOICES[name])
+        raise ConfigurationError(
+            f"{what}: {name}: expected {', '.join(others)} or {last}, got {given!r}"
+        )
 
 
 def check_sizes(sizes: Sequence[int], names: Sequence[str], what: str) -> None:
@@ -164,7 +163,7 @@ class SparseIds:
         Args:
             rows: Of the variable, floating.
             which: Of them belongs to each id.
-            combiner: One of ``COMBINERS``.
+            combiner: One of ``CHOICES``.
             what: For messages.
 
         Raises:
