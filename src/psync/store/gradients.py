@@ -348,7 +348,7 @@ class GradientTable(BundleTable):
             parts = self._bundled_parts(optimizer_id, tuple(keys), gradients)
         else:
             parts = self._parts(optimizer_id, keys, gradients)
-        self._optimizers[optimizer_id].rule.apply_all(parts, step, self._scratch)
+        self._optimizers[optimizer_id].rule.apply(parts, step, self._scratch)
 
     def _bundled_parts(
         self, optimizer_id: int, keys: tuple[Key, ...], gradients: Adjacent | _Means

@@ -333,7 +333,7 @@ class RowTable(RowChecks):
             param, *slots = [array.reshape(-1) for array in gathered]
             grad = np.ascontiguousarray(grads[part]).reshape(-1)
             try:
-                rule.apply(param, grad, slots, param, slots, step, self._scratch)
+                rule.apply([(param, grad, slots, param, slots)], step, self._scratch)
             except RuleRaised as exc:
                 self._note_failure(optimizer_id, step, shard, exc)
                 shard.version -= 1  # the work ends as any other, and counts
