@@ -125,33 +125,27 @@ class ResultsToSend:
         return len(self._results)
 
     def add(
-        self,
-        closure_id: int,
-        end: ClosureEnd,
-        seconds: float = 0.0,
-        calls: int = 0,
-        number: int = -1,
+        self, closure: HeldClosure, end: ClosureEnd, seconds: float = 0.0, calls: int = 0
     ) -> None:
         """Gather a result; it leaves with the next turn of the loop at the latest.
 
         Args:
-            closure_id: Of the closure.
+            closure: The closure.
             end: How it ended.
             seconds: That it took, if it succeeded.
             calls: Updates that it has made then.
-            number: Under which ps tasks know it; -1: its id.
         """
         if self._soon is None:
             self._soon = self._loop.call_soon(self.flush)
         segments = end.payload.segments
-        self._results.append((closure_id, end.kind, len(segments), end.error))
+        self._results.append((closure.id, end.kind, len(segments), end.error))
         if segments:
             self._segments += segments
             self.nbytes += end.payload.nbytes
         if end.kind == "ok":
             self._seconds.append(seconds)
             if calls:
-                self._updates.append((closure_id if number < 0 else number, calls))
+                self._updates.append((closure.id if closure.number < 0 else closure.number, calls))
         if end.error is not None:  # texts add up in the header, whose size is limited
             self.flush()
 
@@ -572,7 +566,7 @@ class Session:
     def cancel_closures(self, message: messages.CancelClosures, _: Sequence[memoryview]) -> None:
         """Stop closures; those that have not started end at once."""
         for closure in self._take_queued(message.closures):
-            self._results.add(closure.id, CANCELLED)
+            self._results.add(closure, CANCELLED)
         running = self.running
         if running is not None and running.id in message.closures:
             assert running.context is not None, "a running closure has a context"
@@ -724,7 +718,7 @@ class Session:
         if context.stop_reason and self._results.stop is None:
             self._results.stop = closure.id, context.stop_reason
         calls = next(context.ordinals) - context.dropped  # its number: those before it
-        self._results.add(closure.id, end, self._now - closure.began, calls, closure.number)
+        self._results.add(closure, end, self._now - closure.began, calls)
         if context.stop_reason:
             self._results.flush()
             self._give_back_all()
