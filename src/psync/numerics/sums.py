@@ -17,7 +17,7 @@ import functools
 import math
 import numbers
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar, cast
 
 import numpy as np
@@ -389,7 +389,6 @@ class MeanGradient:
     reduction: Reduction
     scratch: Scratch
     scale: float = 1.0
-    _weight_sum: float = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.gradients or len(self.gradients) != len(self.weights):
@@ -397,7 +396,6 @@ class MeanGradient:
                 "expected gradients, and a weight for each, got "
                 f"{len(self.gradients)} and {len(self.weights)}"
             )
-        self._weight_sum = sum(self.weights)
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Return these elements, in the dtype of the gradients; not to be changed."""
@@ -432,7 +430,7 @@ class MeanGradient:
             begin(total, first, self.weights[0])
             for gradient, weight in zip(self.gradients[1:], self.weights[1:], strict=True):
                 _accumulate(total, gradient[part], weight)
-            _finish(total, self._weight_sum, self.reduction, rounded)
+            _finish(total, sum(self.weights), self.reduction, rounded)
         return total if rounded is None else rounded
 
 
