@@ -261,10 +261,6 @@ class WorkerRecord:
     def __post_init__(self) -> None:
         self.gone.set()
 
-    def begin(self) -> None:
-        """It is to take part: nothing is known of the end of this session."""
-        self.leaving, self.reason, self.sent_away = False, "", None
-
 
 STRANGER_PAUSE_S = 5.0
 """Pause before an address is tried again at which something else than our task answered."""
@@ -541,7 +537,7 @@ class WorkerLinks:
                 await asyncio.sleep(backoff(failures, self._endpoint.platform.uniform()))
             await self._wait_while_set_aside(worker.name)
             mine = self._endpoint.incarnation
-            worker.begin()
+            worker.leaving, worker.reason, worker.sent_away = False, "", None
             try:
                 lanes = await self._attach(worker)
             except WorkerLost as exc:

@@ -111,8 +111,8 @@ class SessionLinks:
 
         message = messages.AttachPs(incarnation, self.addresses, self.ps_timeout_s)
 
-        async def attach(index: int) -> None:
-            note_plugins(ps.links[index], await ps.links[index].call(lambda _: message))
+        async def attach(link: PsLink) -> None:
+            note_plugins(link, await link.call(always(message)))
 
         await self._to_each_ps(attach)
         creation = Creation(self.declared, ps)
@@ -161,11 +161,7 @@ class SessionLinks:
         boot = self.platform.new_incarnation()
         incarnation = await self._enquire(messages.EnterSession(boot))
         ps = self._connect_as(self.task, incarnation)
-
-        async def connect(index: int) -> None:
-            await ps.links[index].peer("control")
-
-        await self._to_each_ps(connect)
+        await self._to_each_ps(lambda link: link.peer("control"))
         comparison = Comparison(self.declared, ps)
         return Runtime(ps, self.origin, ensure_created=comparison.ensure, in_session=True)
 
@@ -238,21 +234,21 @@ class SessionLinks:
             link.on_lost = lambda error: setattr(error, "hint", PS_LOST_HINT)
         return self.ps
 
-    async def _to_each_ps(self, act: Callable[[int], Awaitable[None]]) -> None:
+    async def _to_each_ps(self, act: Callable[[PsLink], Awaitable[object]]) -> None:
         """Do something at every ps for the first time."""
-        missing = dict(enumerate(self.addresses))
+        missing = dict.fromkeys(self.ps.links)
 
-        async def one(index: int) -> None:
-            await act(index)
-            self.ps.links[index].lost_after_s = self.ps_timeout_s
-            del missing[index]
+        async def one(link: PsLink) -> None:
+            await act(link)
+            link.lost_after_s = self.ps_timeout_s
+            del missing[link]
 
         try:
             async with asyncio.timeout(self.connect_timeout_s), asyncio.TaskGroup() as group:
-                for index in list(missing):
-                    group.create_task(one(index))
+                for link in self.ps.links:
+                    group.create_task(one(link))
         except TimeoutError as exc:
-            names = ", ".join(f"/job:ps/task:{index} at {at}" for index, at in missing.items())
+            names = ", ".join(f"{link.task} at {link.address}" for link in missing)
             raise ConnectFailed(
                 f"no connection within {self.connect_timeout_s:g} s to {names}",
                 hint="are these tasks running, and are these their addresses?",
