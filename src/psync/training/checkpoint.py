@@ -548,13 +548,12 @@ async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: Writer) -> 
     made = None
     if writer.nonce:
         made = await cut.write(ps, str(path), writer.nonce, layout.arrays[ps])
-    if made is None:
-        made = await _write_streamed(cut, ps, layout, path)
+    size, places = made or await _write_streamed(cut, ps, layout, path)
 
     def note() -> None:
-        writer.add_file(path.name, made.size, layout.slices(ps, path.name, made.places))
+        writer.add_file(path.name, size, layout.slices(ps, path.name, places))
         state = cut.snapshots[ps].to_bytes()
-        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, made.places))
+        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, places))
 
     await in_thread(note)
 
@@ -578,7 +577,7 @@ async def _write_streamed(cut: Cut, ps: int, layout: Layout, path: Path) -> Writ
         for data_file in opened:
             data_file.abandon()
     places = [(piece.start, piece.nbytes, piece.crc32) for _, piece in data_file.slices]
-    return WrittenSnapshot(size, places)
+    return size, places
 
 
 async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:
