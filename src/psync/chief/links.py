@@ -117,22 +117,22 @@ async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[str]:
     """
     endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
 
-    async def is_absent(task: str, address: str) -> bool:
+    missing: set[str] = set()
+
+    async def look(task: str, address: str) -> None:
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
                 await endpoint.connect(address, task)
         except (ConnectFailed, TimeoutError):
-            return True
-        except PsyncError:  # somebody answers
-            return False
-        return False
+            missing.add(task)
+        except PsyncError:
+            pass  # somebody answers
 
     try:
-        answers = await asyncio.gather(*(is_absent(*item) for item in tasks.items()))
+        await asyncio.gather(*(look(*item) for item in tasks.items()))
     finally:
         await endpoint.close()
-    missing = zip(tasks.items(), answers, strict=True)
-    return [f"{task} at {address}" for (task, address), gone in missing if gone]
+    return [f"{task} at {address}" for task, address in tasks.items() if task in missing]
 
 
 @dataclass(eq=False)
@@ -328,16 +328,11 @@ class WorkerLinks:
     def describe(self) -> list[str]:
         """Say who is set aside and who is about to leave."""
         aside = "is set aside for %.0f s, for it was lost again and again"
-        now = self._loop.time()
-        return (
-            [f"{name} {aside % seconds}" for name, seconds in self.flapping.set_aside(now)]
-            + [
-                f"{worker.name} leaves when its closure has ended"
-                for worker in self._workers.values()
-                if worker.leaving
-            ]
-            + [f"{name} {reason}" for name, reason in self.given_up.items()]
-        )
+        set_aside = self.flapping.set_aside(self._loop.time())
+        lines = [f"{name} {aside % seconds}" for name, seconds in set_aside]
+        leaving = [each.name for each in self._workers.values() if each.leaving]
+        lines += [f"{name} leaves when its closure has ended" for name in leaving]
+        return lines + [f"{name} {reason}" for name, reason in self.given_up.items()]
 
     # Workers that come and leave.
 
