@@ -461,9 +461,7 @@ class ClusterRecovery:
 
     def describe(self) -> list[str]:
         """Say where each ps and its backup are, and what a lost ps would mean; for reports."""
-        lines = (
-            ["closures are held back: a ps is being recovered"] if self._began is not None else []
-        )
+        lines = ["closures are held back: a ps is being recovered"] if self.is_recovering else []
         if self.has_backups:
             lines += self.backups.describe()
         elif self.source is None and self.creation.repeatable is None:
@@ -509,12 +507,11 @@ class ClusterRecovery:
         """End what is scheduled where nobody is left who could do it."""
         if not self.is_gone or self.queue.has_failed:
             return
-        if self.rule.gone is not None:
-            self.fail(self.rule.gone)
-            return
-        workers_gone = self.links.workers.all_given_up()
-        if workers_gone is not None and (self.gangs or self.queue.low_water() < self.queue.next_id):
-            self.fail(workers_gone)
+        error = self.rule.gone
+        if error is None and (self.gangs or self.queue.low_water() < self.queue.next_id):
+            error = self.links.workers.all_given_up()
+        if error is not None:
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """End all that is scheduled or runs with an error that is no closure's own."""
@@ -621,14 +618,12 @@ class ClusterRecovery:
         """Return how far training was, as far as those know who are left."""
 
         async def one(link: PsLink) -> int:
-            try:
+            question = messages.AskStatistics()
+            with contextlib.suppress(PsyncError, TimeoutError):
                 async with asyncio.timeout(1.0):
-                    answer, _ = await ask(
-                        link, messages.AskStatistics(), messages.Statistics, urgent=True
-                    )
-            except (PsyncError, TimeoutError):
-                return 0
-            return int(answer.counters.get("iterations", 0))
+                    answer, _ = await ask(link, question, messages.Statistics, urgent=True)
+                    return int(answer.counters.get("iterations", 0))
+            return 0
 
         left = [link for link in self.links.ps.links if link.lost is None]
         return max(await all_of([one(link) for link in left])) if left else 0
