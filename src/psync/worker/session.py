@@ -293,12 +293,7 @@ class LoadedStep:
     name: str
     handles: Sequence[IteratorHandle[Any]]  # per-worker iterators that it captured
     is_coroutine: bool
-    seconds: float = math.inf  # that its last run took
-
-    @property
-    def is_new(self) -> bool:
-        """Whether it has never been run to its end."""
-        return self.seconds == math.inf
+    seconds: float = math.inf  # that its last run took; inf: it has never been run to its end
 
 
 @dataclass(slots=True, eq=False)
@@ -739,7 +734,7 @@ class Session:
             ahead.end_closure()
             if step.seconds > SHORT_S:
                 await self._turn()
-                if step.is_new:  # what is done once for a function is no part of the pace
+                if step.seconds == math.inf:  # what is done once is no part of the pace
                     closure.began = self._loop.time()
             value = await self._call(step, args, kwargs, context)
             if context.cancelled:  # it did not let itself be stopped
