@@ -43,9 +43,6 @@ DESERTED_S = 60.0
 Waiter: TypeAlias = Hashable
 """Whoever waits for an answer. Opaque."""
 
-ReplicaError: TypeAlias = tuple[str, str, str, str]
-"""Of a replica that has left by it: its name, and the error's type name, message and traceback."""
-
 # --- actions ---------------------------------------------------------------------------------
 
 
