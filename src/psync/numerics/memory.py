@@ -432,9 +432,8 @@ class BlockArray:
         """Return block ``i``."""
         block = self._blocks[i]
         if block is None:
-            block = self._filled(self._nbytes(i)) or Block(
-                self._pool.zeros(self._nbytes(i)), self.dtype
-            )
+            nbytes = self._nbytes(i)
+            block = self._filled(nbytes) or Block(self._pool.zeros(nbytes), self.dtype)
             self._blocks[i] = block
         return block
 
