@@ -135,6 +135,7 @@ class BlockPool:
 
     Attributes:
         bound: Of what is kept: ``max_bytes``, or more until ``shrink``.
+        nbytes: Size of what is kept alive.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class BlockPool:
         self._roots: OrderedDict[int, np.ndarray] = OrderedDict()
         # nbytes -> ids of the roots of that size, the next to be looked at first.
         self._by_size: dict[int, OrderedDict[int, None]] = {}
-        self._bytes = 0
+        self.nbytes = 0
         self._hits = 0
         self._misses = 0
         self._evicted = 0
@@ -184,20 +185,20 @@ class BlockPool:
         To forget what is in use would free nothing, and who uses more than the bound at one time
         will do so again.
         """
-        while self._bytes + nbytes > self.bound:
+        while self.nbytes + nbytes > self.bound:
             for key in list(itertools.islice(self._roots, _PROBES)):
                 if _references(self._roots, key) == _UNSEEN_IN_POOL:
                     self._evict(key)
                     break
                 self._roots.move_to_end(key)
             else:
-                self.bound = self._bytes + nbytes
+                self.bound = self.nbytes + nbytes
 
     def shrink(self) -> None:
         """Take the bound back to what it was, and forget what nobody sees beyond it."""
         self.bound = self._max_bytes
         for key in list(self._roots):
-            if self._bytes <= self.bound:
+            if self.nbytes <= self.bound:
                 break
             if _references(self._roots, key) == _UNSEEN_IN_POOL:
                 self._evict(key)
@@ -249,21 +250,16 @@ class BlockPool:
         if key in self._roots:
             self._roots.move_to_end(key)
             return
-        while self._bytes + root.nbytes > self.bound:
+        while self.nbytes + root.nbytes > self.bound:
             self._evict(next(iter(self._roots)))
         self._roots[key] = root
         self._by_size.setdefault(root.nbytes, OrderedDict())[key] = None
-        self._bytes += root.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """The size of what is kept alive."""
-        return self._bytes
+        self.nbytes += root.nbytes
 
     def statistics(self) -> PoolStatistics:
         """Return counters and sizes as of now."""
         return PoolStatistics(
-            self._hits, self._misses, self._evicted, len(self._roots), self._bytes, self.bound
+            self._hits, self._misses, self._evicted, len(self._roots), self.nbytes, self.bound
         )
 
     def _evict(self, key: int) -> None:
@@ -276,7 +272,7 @@ class BlockPool:
         del same_size[key]
         if not same_size:  # sizes come from peers: their number must not grow for ever
             del self._by_size[root.nbytes]
-        self._bytes -= root.nbytes
+        self.nbytes -= root.nbytes
         return root
 
 
@@ -367,7 +363,7 @@ class BlockArray:
         pool: Where blocks come from; None: ordinary memory.
     """
 
-    __slots__ = ("_blocks", "_per_block", "_pool", "_unmade", "dtype", "fill", "size")
+    __slots__ = ("_blocks", "_per_block", "_pool", "_unmade", "dtype", "fill", "nbytes", "size")
 
     def __init__(
         self,
@@ -379,6 +375,7 @@ class BlockArray:
         self.size = size
         self._pool = _ORDINARY if pool is None else pool
         self.dtype = dtype
+        self.nbytes = size * dtype.itemsize
         self.fill = fill  # value of all elements of blocks that have not come into being
         self._unmade: Block | None = None  # read in place of all None below; None before that
         # elements in every block but the last
@@ -398,11 +395,6 @@ class BlockArray:
     def num_blocks(self) -> int:
         """Number of blocks."""
         return len(self._blocks)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.size * self.dtype.itemsize
 
     @property
     def spare_bytes(self) -> int:

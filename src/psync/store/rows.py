@@ -347,7 +347,7 @@ class RowTable(RowChecks):
         self._count(shard, rows)
 
     def _free(self, array: RowBlocks, rows: np.ndarray) -> Iterator[None]:
-        if array.any_seen:
+        if array.seen:
             for i in array.held_among(array.blocks_of(rows)):
                 if array.free(i, self._pool):
                     self._row_copies += 1
