@@ -106,8 +106,8 @@ async def _ask(endpoint: Endpoint, task: str, address: str, message: Message, an
             peer.close()
 
 
-async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[str]:
-    """Return "task at address" of those that do not answer at once, for a message.
+async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (name, address) of those that do not answer at once, for a message.
 
     Args:
         platform: Network, secret, randomness.
@@ -132,7 +132,7 @@ async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[str]:
         await asyncio.gather(*(look(*item) for item in tasks.items()))
     finally:
         await endpoint.close()
-    return [f"{task} at {address}" for task, address in tasks.items() if task in missing]
+    return [item for item in tasks.items() if item[0] in missing]
 
 
 @dataclass(eq=False)
@@ -186,13 +186,9 @@ class ServedSearch:
             logger.info("%s is served in the process of %s, at %s", task, where, place.address)
         return found
 
-    def missing(self) -> str:
-        """Say who has not answered."""
-        return ", ".join(
-            f"{task} at {address}"
-            for task, address in self.processes.items()
-            if task in self._asked
-        )
+    def missing(self) -> list[tuple[str, str]]:
+        """Return (name, address) of those that have not answered."""
+        return [item for item in self.processes.items() if item[0] in self._asked]
 
     async def end_former(self) -> None:
         """Let all processes end what earlier coordinators have left: all ps tasks are attached.
@@ -825,8 +821,8 @@ class ClusterLinks:
                     await self._search.end_former()
                     await self._all_there()
         except TimeoutError as exc:
-            missing = ", ".join(f"{task} at {at}" for task, at in self.membership.missing())
-            raise _did_not_come_up(timeout_s, missing or self._search.missing()) from exc
+            missing = self.membership.missing() or self._search.missing()
+            raise _did_not_come_up(timeout_s, missing) from exc
         self.is_up = True
 
     async def _all_there(self) -> None:
@@ -891,8 +887,8 @@ class ClusterLinks:
             if link.lost is not None:
                 raise link.lost from exc
             tasks = dict(self.membership.missing())  # all of them: nobody has been tried
-            missing = await absent(self._platform, tasks) or [f"{link.task} at {link.address}"]
-            raise _did_not_come_up(timeout_s, ", ".join(missing)) from exc
+            missing = await absent(self._platform, tasks) or [(link.task, link.address)]
+            raise _did_not_come_up(timeout_s, missing) from exc
         finally:
             if unlisten is not None:
                 unlisten()
@@ -1072,9 +1068,10 @@ class ClusterLinks:
             logger.warning("a fence was not accepted: %s", exc)
 
 
-def _did_not_come_up(timeout_s: float, missing: str) -> ConnectFailed:
+def _did_not_come_up(timeout_s: float, missing: Sequence[tuple[str, str]]) -> ConnectFailed:
+    who = ", ".join(f"{task} at {address}" for task, address in missing)
     return ConnectFailed(
-        f"the cluster did not come up within {timeout_s:g} s: no connection to {missing}",
+        f"the cluster did not come up within {timeout_s:g} s: no connection to {who}",
         hint="are these tasks running, and are these their addresses?",
     )
 
