@@ -797,10 +797,6 @@ class SavedSnapshots:
         """Note a checkpoint that is complete."""
         self._paths.append(path)
 
-    def handed_since(self, asked: int) -> Path | None:
-        """Return the checkpoint handed out last; None: none since it was asked ``asked`` times."""
-        return self.handed if self.asked != asked else None
-
     def __call__(self) -> list[StoredSnapshot] | None:
         """Return the snapshots of the newest one that can be read; None: there is none."""
         for path in reversed(self._paths):

@@ -60,9 +60,6 @@ class FunctionTable:
         self._known = weakref.WeakKeyDictionary()
         self._by_key: weakref.WeakValueDictionary[bytes, Function] = weakref.WeakValueDictionary()
 
-    def __len__(self) -> int:
-        return len(self._by_key)
-
     def register(self, fn: Step, *, stacklevel: int = 3) -> Function:
         """Return the step ``fn`` as it is sent; pickles it if it was not scheduled before.
 
