@@ -102,31 +102,22 @@ class SessionService:
         peer, message = request.peer, request.message
         if not peer.task.startswith("/job:worker/"):
             raise UsageError(f"{peer.task} is not a worker")
-        self._ask(
-            request,
-            lambda waiter: self._members.ask(waiter, peer.task, message.incarnation, _now()),
-        )
+        self._wait(request, self._members.ask(request, peer.task, message.incarnation, _now()))
 
     def _declared(self, request: Request[messages.Declared]) -> None:
         peer, message = request.peer, request.message
         self._check_coordinator(peer)
-
-        def declare(waiter: Request[Any]) -> list[Action]:
-            now = _now()
-            actions = self._members.declared(
-                waiter, peer.task, message.trains, message.num_workers, now
-            )
-            if (peer.task, peer.incarnation) not in self._open:  # gone before this was read
-                self._members.disconnected(peer.task, peer.incarnation, now)
-            return actions
-
-        self._ask(request, declare)
+        now, trains = _now(), message.trains
+        actions = self._members.declared(request, peer.task, trains, message.num_workers, now)
+        if (peer.task, peer.incarnation) not in self._open:  # gone before this was read
+            self._members.disconnected(peer.task, peer.incarnation, now)
+        self._wait(request, actions)
 
     def _leave(self, request: Request[messages.LeaveSession]) -> None:
         peer = request.peer
         if peer.task.startswith("/job:chief/"):
             self._check_coordinator(peer)
-            self._ask(request, lambda waiter: self._members.leave_as_chief(waiter, _now()))
+            self._wait(request, self._members.leave_as_chief(request, _now()))
         else:
             self._perform(self._members.leave(peer.task, peer.incarnation, _now()))
             request.answer(messages.Done())
@@ -169,12 +160,12 @@ class SessionService:
         request.answer(messages.Done())
 
     def _await_end(self, request: Request[messages.AwaitEnd]) -> None:
-        self._ask(request, self._members.await_end)
+        self._wait(request, self._members.await_end(request))
 
-    def _ask(self, request: Request[Any], ask: Callable[[Request[Any]], list[Action]]) -> None:
-        """Let the rule answer at some time."""
+    def _wait(self, request: Request[Any], actions: Sequence[Action]) -> None:
+        """Let the rule, which has taken a request in, answer it at some time."""
         request.on_given_up = self._forget
-        self._perform(ask(request))
+        self._perform(actions)
 
     def _forget(self, waiter: object) -> None:
         self._members.forget(waiter)

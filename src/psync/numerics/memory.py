@@ -605,15 +605,12 @@ class BlockRuns(BlockArray):
         if i + 1 == self.num_blocks:
             new, self._new = self._new, []
             for at, each in enumerate(new):
-                self._replace(at, each, pool)
+                old = self._blocks[at]
+                if any(run.blocks[at] is old for run in self._runs):
+                    self._blocks[at] = each
+                else:
+                    super().commit(at, each, pool)
         return replaces
-
-    def _replace(self, i: int, block: Block, pool: BlockPool) -> None:
-        old = self._blocks[i]
-        if any(run.blocks[i] is old for run in self._runs):
-            self._blocks[i] = block
-        else:
-            super().commit(i, block, pool)
 
     def export(self, start: int = 0, stop: int | None = None) -> list[memoryview]:
         """Return elements ``start`` to ``stop`` as read-only views of bytes, in order."""
