@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from psync.checkpoints.files import STREAM_VARIABLE, StoredSnapshot, disk_errors
 from psync.chief import recovery_rule as rules
-from psync.chief.declarations import Creation, OwnOptimizers
+from psync.chief.creation import Creation, OwnOptimizers
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
