@@ -81,7 +81,7 @@ def describe(
     value = initial_value
     if callable(value):
         if named is not None and shape is not None:
-            _check_callable(value, subject)
+            takes_shard(value, subject)  # or raises
             return value, shape, named
         value = _call(value, shape, (0,) * len(shape or ()), subject)
     array = _first_value(value, named, subject)
@@ -267,7 +267,7 @@ def initial_shards(
         yield from zip(spec.shards, declaration.original.shards, strict=True)
         return
     subject = _subject(spec.name, spec.declared_at)
-    by_shard = callable(value) and takes_shard(value)
+    by_shard = callable(value) and takes_shard(value, subject)
     if callable(value) and not by_shard:
         if math.prod(spec.shape) > WHOLE_VALUE_WARNING_ELEMENTS:
             logger.warning(
@@ -284,12 +284,23 @@ def initial_shards(
         yield shard, part
 
 
-def takes_shard(initializer: Callable[..., Any]) -> bool:
+def takes_shard(initializer: Callable[..., Any], subject: str) -> bool:
     """Return whether a callable needs the shape and the offset of a shard.
 
     One that can be called without arguments does not, whatever else it would take.
+
+    Raises:
+        PartitionError: It needs other arguments.
     """
-    return not _takes(initializer) and _takes(initializer, (), ())
+    if _takes(initializer):
+        return False
+    if not _takes(initializer, (), ()):
+        raise PartitionError(
+            f"{subject}: expected an initial_value that takes no arguments, or the (shape, offset) "
+            "of a shard",
+            hint="lambda shape, offset: np.zeros(shape, np.float32)",
+        )
+    return True
 
 
 def _takes(initializer: Callable[..., Any], *arguments: object) -> bool:
@@ -300,15 +311,6 @@ def _takes(initializer: Callable[..., Any], *arguments: object) -> bool:
     except ValueError:  # a builtin that does not tell
         return not arguments
     return True
-
-
-def _check_callable(initializer: Callable[..., Any], subject: str) -> None:
-    if not _takes(initializer) and not takes_shard(initializer):
-        raise PartitionError(
-            f"{subject}: expected an initial_value that takes no arguments, or the (shape, offset) "
-            "of a shard",
-            hint="lambda shape, offset: np.zeros(shape, np.float32)",
-        )
 
 
 def initial_array(
@@ -337,8 +339,7 @@ def _call(
     offset: tuple[int, ...],
     subject: str,
 ) -> Any:
-    _check_callable(initializer, subject)
-    by_shard = takes_shard(initializer)
+    by_shard = takes_shard(initializer, subject)
     if by_shard and shape is None:
         raise PartitionError(
             f"{subject}: its initial_value takes (shape, offset), but shape is not given",
