@@ -327,8 +327,7 @@ class Layout:
         }
         self._users: dict[tuple[int, int], list[Wanted]] = {}
         for slice_ in wanted:
-            found = self.find(slice_)
-            if found is not None:
+            if (found := self.find(slice_)) is not None:
                 self._users.setdefault(found, []).append(slice_)
         self.arrays = [self._arrays(ps) for ps in range(len(snapshots))]
 
@@ -360,8 +359,7 @@ class Layout:
         specs = {spec.key: spec for spec in snapshot.shards}
         arrays = []
         for number, item in enumerate(snapshot.items):
-            users = self._users.get((ps, number))
-            if users:
+            if users := self._users.get((ps, number)):
                 arrays.append((number, f"{users[0].tensor}@{users[0].offset}"))
             elif not item.is_constant:
                 spec = specs[item.key]

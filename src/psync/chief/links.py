@@ -392,8 +392,7 @@ class WorkerLinks:
 
         Cancellation: It is not connected to again.
         """
-        worker = self._workers.get(name)
-        if worker is not None:
+        if (worker := self._workers.get(name)) is not None:
             # Its connections end as it did: it is lost, or left.
             await self._forget_gone(worker, reason)
             if name not in self._workers:

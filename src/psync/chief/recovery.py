@@ -319,8 +319,7 @@ class ClusterRecovery:
 
     def act(self, actions: Sequence[Action]) -> None:
         """Do what was decided, a step in the background."""
-        step = self._do(actions)
-        if step is not None:
+        if (step := self._do(actions)) is not None:
             self._task = asyncio.get_running_loop().create_task(self._run(step))
 
     async def _run(self, step: Step | None) -> None:

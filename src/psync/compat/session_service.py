@@ -206,8 +206,7 @@ class SessionService:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadline = self._members.next_deadline()
-        if deadline is not None:
+        if (deadline := self._members.next_deadline()) is not None:
             self._timer = asyncio.get_running_loop().call_at(deadline, self._tick)
 
     def _tick(self) -> None:

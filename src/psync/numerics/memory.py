@@ -205,8 +205,7 @@ class BlockPool:
 
     def _unseen(self, nbytes: int) -> int | None:
         """Return the key of a root of this size that nobody else sees; None: there is none."""
-        waiting = self._by_size.get(nbytes)
-        if waiting is not None:
+        if (waiting := self._by_size.get(nbytes)) is not None:
             for _ in range(min(_PROBES, len(waiting))):
                 key = next(iter(waiting))
                 if _references(self._roots, key) == _UNSEEN_IN_POOL:

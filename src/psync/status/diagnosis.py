@@ -105,8 +105,7 @@ def _gone(status: Status) -> _Found:
         ("given up", "was removed: its process died too often",
          "were removed: their processes died too often"),
     ):  # fmt: skip
-        tasks = [each.task for each in status.workers if each.state == state]
-        if tasks:
+        if tasks := [each.task for each in status.workers if each.state == state]:
             yield "bad", f"{tasks_text(tasks)} {one if len(tasks) == 1 else more}."
     for ps in status.ps:
         if ps.state in ("lost", "broken"):
@@ -208,8 +207,7 @@ def _shares(status: Status) -> _Found:
 
 
 def _servers(status: Status) -> _Found:
-    long = [each for each in status.ps if each.queue > LONG_QUEUE]
-    if long:
+    if long := [each for each in status.ps if each.queue > LONG_QUEUE]:
         most = max(long, key=lambda each: each.queue)
         text = f"has {most.queue} updates waiting: the ps tasks are the bottleneck"
         yield "warn", f"{task_text(most.task)} {text}."

@@ -260,8 +260,7 @@ class StatusSource(ClusterSource):
         finally:
             del self._asked[name], self._asked_at[name]
         assert isinstance(received.message, Statistics), "its only answer"
-        work = received.message.counters.get("work")
-        if work:
+        if work := received.message.counters.get("work"):
             known = self._worked.get(name)
             shares = None if known is None else shares_of(known[1], work)
             self._worked[name] = self._loop.time(), work, shares

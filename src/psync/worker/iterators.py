@@ -313,8 +313,7 @@ class IteratorTable:
 
     def release(self, uid: str) -> None:
         """Close the iterator, if there is one: nobody refers to it any more."""
-        iterator = self._iterators.pop(uid, None)
-        if iterator is not None:
+        if (iterator := self._iterators.pop(uid, None)) is not None:
             iterator.close()
 
     def close(self) -> None:
@@ -411,7 +410,6 @@ def _arrived(
     uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int]
 ) -> IteratorHandle[Any]:
     handle: IteratorHandle[Any] = IteratorHandle(uid, key, num_pipelines, starts)
-    noted = arriving.get()
-    if noted is not None:
+    if (noted := arriving.get()) is not None:
         noted.append(handle)
     return handle
