@@ -163,16 +163,12 @@ class SessionLinks:
             async with asyncio.timeout(self.connect_timeout_s):
                 received = await enquirer.links[0].call(lambda _: message)
         except TimeoutError:
-            where = f"/job:ps/task:0 at {self.addresses[0]}"
-            connected = enquirer.links[0].incarnation is not None
-            raise ConnectFailed(
-                f"the chief has not begun a training session within {self.connect_timeout_s:g} s"
-                if connected
-                else f"no connection to {where} within {self.connect_timeout_s:g} s",
-                hint="is the chief running, and does it wait for others?"
-                if connected
-                else "is this task running, and is this its address?",
-            ) from None
+            what = "the chief has not begun a training session"
+            hint = "is the chief running, and does it wait for others?"
+            if enquirer.links[0].incarnation is None:
+                what = f"no connection to /job:ps/task:0 at {self.addresses[0]}"
+                hint = "is this task running, and is this its address?"
+            raise ConnectFailed(f"{what} within {self.connect_timeout_s:g} s", hint=hint) from None
         finally:
             await enquirer.close()
             await endpoint.close()

@@ -270,11 +270,8 @@ class ArrayDataset(Dataset):
             if self.shuffle_seed is not None:
                 rows = _permutation(self.num_rows, self.shuffle_seed, order, epoch)
             for start in range(0, end, size):
-                if self.batch_size is None:
-                    yield start if rows is None else rows[start]
-                else:
-                    batch = slice(start, start + size)
-                    yield batch if rows is None else rows[batch]
+                batch = start if self.batch_size is None else slice(start, start + size)
+                yield batch if rows is None else rows[batch]
 
     @property
     def element_spec(self) -> Any:
@@ -522,16 +519,11 @@ def _stacked(arrays: Any) -> Any:
 
 def _common_length(arrays: Sequence[NDArray[Any]]) -> int:
     lengths = {len(array) if array.ndim else None for array in arrays}
+    got = f"got shapes {[array.shape for array in arrays]}"
     if not lengths or None in lengths or 0 in lengths:
-        raise UsageError(
-            "arrays: expected arrays of at least one row each, got shapes "
-            f"{[array.shape for array in arrays]}"
-        )
+        raise UsageError(f"arrays: expected arrays of at least one row each, {got}")
     if len(lengths) > 1:
-        raise UsageError(
-            "arrays: expected the same number of rows in all, got shapes "
-            f"{[array.shape for array in arrays]}"
-        )
+        raise UsageError(f"arrays: expected the same number of rows in all, {got}")
     return int(lengths.pop() or 0)
 
 
