@@ -67,7 +67,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
             param, gradient = np.ones(3, np.float32), np.full(3, 0.5, np.float32)
             slots = [np.ones(3, np.float32) for _ in made.own_slots()]
             for step in (0, 1, 10**9):
-                made.apply(param, gradient, slots, param, slots, step, Scratch())
+                made.apply([(param, gradient, slots, param, slots)], step, Scratch())
 
     def _has_nan(made: object) -> bool:
         return "nan" in repr(made) or math.isnan(0.0)

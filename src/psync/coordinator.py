@@ -20,7 +20,8 @@ from typing import Any
 from psync.checkpoints.ownership import Owner
 from psync.chief import watchdog
 from psync.chief.consistent_cut import Cuts
-from psync.chief.declarations import Creation, Declaration, OwnOptimizers, Reattachment, reattach
+from psync.chief.creation import Creation, OwnOptimizers, Reattachment, reattach
+from psync.chief.declarations import Declaration
 from psync.chief.events import RollbackEvent
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery import ClusterRecovery
@@ -273,8 +274,7 @@ class Joins:
 
     def _collect(self) -> BaseException | None:
         self._exhausted_at = None
-        collected = self._queue.collect_error()
-        if collected is None:
+        if (collected := self._queue.collect_error()) is None:
             return None
         first, others = collected
         # When a ps is lost, all steps that run fail with the same error.
@@ -866,7 +866,7 @@ class Coordinator:
                 continue
             self._finished(peer.task, finished, message.mean_seconds)
             finished = []
-            self._ended(peer.task, closure_id, outcome, error, payload if count else None)
+            self._ended(peer.task, closure_id, outcome, error, payload)
         for step, operation, times in message.late or ():
             self.joins.note_late(peer.task, step, operation, times)
         self._finished(peer.task, finished, message.mean_seconds)
@@ -894,7 +894,7 @@ class Coordinator:
         closure_id: int,
         outcome: str,
         error: Sequence[str] | None,
-        payload: Payload | None,
+        payload: Payload,
     ) -> None:
         if outcome == "cancelled":
             self.perform(self._queue.cancelled(worker, closure_id))

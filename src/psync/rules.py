@@ -209,7 +209,7 @@ class UpdateRule(_AnyRule):
             for piece in pieces:
                 value, *slots = (array[piece] for array in arrays)
                 for step, gradient in enumerate(gradients):
-                    self.apply(value, gradient[piece], slots, value, slots, step, Scratch(128))
+                    self.apply([(value, gradient[piece], slots, value, slots)], step, Scratch(128))
         except Exception as exc:
             cause = exc.__cause__ if isinstance(exc, RuleRaised) else exc  # else of a schedule
             raise ConfigurationError(

@@ -32,11 +32,10 @@ from psync.checkpoints.files import (
     regular,
     remove,
     stored_snapshots,
-    streamed_by_environ,
     unmark_last,
 )
 from psync.checkpoints.manifest import Layout, Place, Planned, Snapshot
-from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, ConfigurationError
+from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from psync.ps.snapshot_files import read_items, write_items
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
@@ -419,15 +418,6 @@ def test_until_it_has_its_name_it_does_not_exist(tmp_path: Path, place: str) -> 
         writer.commit()
     assert checkpoints_in(tmp_path, "ckpt") == []
     assert Reader(Writer(tmp_path, "ckpt-1", 1).commit()).manifest.number == 1
-
-
-def test_the_environment_may_say_that_ps_tasks_write_nothing() -> None:
-    assert [streamed_by_environ({"PSYNC_CHECKPOINT_STREAM": v}) for v in ("1", "0", "")] == [
-        True, False, False,
-    ]  # fmt: skip
-    assert not streamed_by_environ({})
-    with pytest.raises(ConfigurationError, match="expected 0 or 1, got 'yes'"):
-        streamed_by_environ({"PSYNC_CHECKPOINT_STREAM": "yes"})
 
 
 class ReadOnly(Disk):

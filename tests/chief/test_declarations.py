@@ -227,10 +227,10 @@ class TestCallables:
         ],
     )
     def test_which_take_a_shard(self, initializer: Callable[..., Any], by_shard: bool) -> None:
-        assert takes_shard(initializer) is by_shard
+        assert takes_shard(initializer, SUBJECT) is by_shard
 
     def test_a_builtin_that_does_not_tell_is_called_without_arguments(self) -> None:
-        assert not takes_shard(iter)
+        assert not takes_shard(iter, SUBJECT)
 
 
 class TestInitialShards:

@@ -11,7 +11,7 @@ import pytest
 from memory_cluster import MemoryCluster, session_cluster
 from ps_cluster import PsCluster
 from psync.chief.declarations import Declaration
-from psync.compat.training_sessions import Comparison, SessionLinks
+from psync.compat.session_links import Comparison, SessionLinks
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
 from psync.net.platform import Secret
 

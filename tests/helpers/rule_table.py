@@ -68,11 +68,11 @@ def run(
     scratch = Scratch(chunk)
     for step, grad in enumerate(gradients(size, dtype, 20)):
         if in_place:
-            rule.apply(param, grad, slots, param, slots, step, scratch)
+            rule.apply([(param, grad, slots, param, slots)], step, scratch)
         else:
             new, new_slots = np.empty_like(param), [np.empty_like(slot) for slot in slots]
             before = (param.tobytes(), grad.tobytes(), [slot.tobytes() for slot in slots])
-            rule.apply(param, grad, slots, new, new_slots, step, scratch)
+            rule.apply([(param, grad, slots, new, new_slots)], step, scratch)
             assert before == (param.tobytes(), grad.tobytes(), [slot.tobytes() for slot in slots])
             param, slots = new, new_slots
     return param, slots

@@ -25,7 +25,7 @@ def values(array: BlockArray) -> list[float]:
 
 def test_arrays_keep_what_they_hold_and_lie_side_by_side() -> None:
     common, (first, second) = in_common(BlockPool(), 3, 2)
-    assert common.array.tolist() == [1, 1, 1, 2, 2]
+    assert common.block.array.tolist() == [1, 1, 1, 2, 2]
     assert (values(first), values(second)) == ([1, 1, 1], [2, 2])
     assert bytes(common.export(2, 4)) == np.array([1, 2], FLOAT).tobytes()
     assert bytes(second.export(1)[0]) == np.array([2], FLOAT).tobytes()
@@ -35,7 +35,7 @@ def test_an_array_that_was_never_written_begins_with_its_fill() -> None:
     pool = BlockPool()
     unmade = BlockArray(2, FLOAT, 7, pool)
     common = CommonBlock([unmade, *arrays(pool, 1)], pool.take(12), pool)
-    assert common.array.tolist() == [7, 7, 1]
+    assert common.block.array.tolist() == [7, 7, 1]
 
 
 def test_all_arrays_have_what_replaces_the_common_block() -> None:
@@ -48,7 +48,7 @@ def test_all_arrays_have_what_replaces_the_common_block() -> None:
     assert common.commit(block, pool)
     assert [values(array) for array in each] == [[9] * 3, [9] * 2]
     assert bytes(held[0]) == np.ones(3, FLOAT).tobytes()
-    assert not common.held()
+    assert not common.block.held()
     assert not common.commit(common.writable(pool), pool), "nobody sees it: in place"
 
 
@@ -57,14 +57,14 @@ def test_a_view_of_one_array_keeps_all_from_being_changed() -> None:
     common, (first, second) = in_common(pool, 3, 2)
     assert first.writable(0, pool) is first.block(0)
     held = second.export()
-    assert common.held()
+    assert common.block.held()
     apart = first.writable(0, pool)
     assert apart is not first.block(0)
     apart.array[:] = 5
     assert not common.is_left
     assert first.commit(0, apart, pool)
     assert common.is_left
-    assert (values(first), values(second), common.array.tolist()) == (
+    assert (values(first), values(second), common.block.array.tolist()) == (
         [5] * 3, [2] * 2, [1, 1, 1, 2, 2],
     )  # fmt: skip
     del held

@@ -12,9 +12,8 @@ from loops import for_each
 from psync.errors import ConfigurationError, PartitionError, ValueMismatchError
 from psync.numerics.embedding import (
     SparseIds,
-    check_combiner,
+    check_choice,
     check_sizes,
-    check_strategy,
     shared_out,
     with_max_norm,
 )
@@ -58,12 +57,11 @@ def test_other_sizes_would_give_wrong_rows_and_are_an_error() -> None:
 
 
 def test_unknown_strategies_and_combiners_are_errors() -> None:
-    check_strategy("mod", "lookup")
-    check_combiner("sqrtn", "lookup")
+    check_choice("lookup", "combiner", "sqrtn")
     with pytest.raises(ConfigurationError, match='lookup: partition_strategy: expected "div" or'):
-        check_strategy("hash", "lookup")
+        check_choice("lookup", "partition_strategy", "hash")
     with pytest.raises(ConfigurationError, match='lookup: combiner: expected "mean", "sum" or'):
-        check_combiner("max", "lookup")
+        check_choice("lookup", "combiner", "max")
 
 
 # --- the largest norm -------------------------------------------------------------------------

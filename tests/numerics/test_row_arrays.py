@@ -348,11 +348,11 @@ def test_what_nobody_sees_is_written_where_it_is() -> None:
     del seen
     gc.collect()
     assert gathered(array, row).tolist() == [[3] * 8]  # and is back home
-    assert array.any_seen
+    assert array.seen
     assert array.held_among(np.array([0, 1])) == [0]
     del seen_first
     assert array.held_among(np.array([0, 1])) == []
-    assert not array.any_seen
+    assert not array.seen
 
 
 def test_a_block_that_is_seen_away_from_home_is_copied_again() -> None:

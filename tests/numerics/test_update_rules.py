@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from typing import Any
 
 import ml_dtypes
 import msgpack
@@ -20,7 +21,7 @@ import own_rules
 from loops import for_each
 from psync.errors import ConfigurationError, ValueMismatchError
 from psync.numerics import rules
-from psync.numerics.memory import Scratch
+from psync.numerics.memory import CHUNK, Scratch
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.rules import (
     MAX_WORDS,
@@ -70,9 +71,11 @@ class TestMaths:
         scratch = Scratch()
         for step, grad in enumerate(gradients(100, kind, 5)):
             single = half.astype(np.float32)
-            made.apply(half, grad, half_slots, half, half_slots, step, scratch)
+            made.apply([(half, grad, half_slots, half, half_slots)], step, scratch)
             made.apply(
-                single, grad.astype(np.float32), single_slots, single, single_slots, step, scratch
+                [(single, grad.astype(np.float32), single_slots, single, single_slots)],
+                step,
+                scratch,
             )
             assert half.tobytes() == single.astype(kind).tobytes()
         assert [s.tobytes() for s in half_slots] == [s.tobytes() for s in single_slots]
@@ -83,7 +86,7 @@ class TestMaths:
         param, slots = start(made, 3, np.dtype(np.float32))
         grad = np.array([3e38, np.nan, np.inf], np.float32)
         for step in range(3):
-            made.apply(param, grad, slots, param, slots, step, Scratch())
+            made.apply([(param, grad, slots, param, slots)], step, Scratch())
         assert np.isnan(param[1])
 
 
@@ -108,9 +111,9 @@ class TestMemory:
         expected, expected_slots = start(made, 50, kind)
         param, slots = start(made, 50, kind)
         (grad,) = gradients(50, kind, 1)
-        made.apply(expected, grad, expected_slots, expected, expected_slots, 0, Scratch())
+        made.apply([(expected, grad, expected_slots, expected, expected_slots)], 0, Scratch())
         out = np.empty_like(param)
-        made.apply(param, grad, slots, out, slots, 0, Scratch())
+        made.apply([(param, grad, slots, out, slots)], 0, Scratch())
         assert out.tobytes() == expected.tobytes()
         assert [s.tobytes() for s in slots] == [s.tobytes() for s in expected_slots]
 
@@ -122,16 +125,16 @@ class TestMemory:
         whole, whole_slots = start(made, 100, kind)
         parts, part_slots = start(made, 100, kind)
         (grad,) = gradients(100, kind, 1)
-        made.apply(whole, grad, whole_slots, whole, whole_slots, 3, Scratch())
+        made.apply([(whole, grad, whole_slots, whole, whole_slots)], 3, Scratch())
         for part in (slice(0, split), slice(split, 100)):
             views = [slot[part] for slot in part_slots]
-            made.apply(parts[part], grad[part], views, parts[part], views, 3, Scratch())
+            made.apply([(parts[part], grad[part], views, parts[part], views)], 3, Scratch())
         assert parts.tobytes() == whole.tobytes()
 
     def test_gradient_may_be_unaligned_and_read_only(self) -> None:
         grad = np.frombuffer(b"x" + np.ones(8, np.float32).tobytes(), np.uint8)[1:].view(np.float32)
         param = np.ones(8, np.float32)
-        SGD(0.5).apply(param, grad, (), param, (), 0, Scratch())
+        SGD(0.5).apply([(param, grad, (), param, ())], 0, Scratch())
         assert param.tolist() == [0.5] * 8
 
     @every_rule
@@ -141,10 +144,10 @@ class TestMemory:
         kind, size, scratch = dtype_of(dtype), 100_000, Scratch(50_000)
         param, slots = start(made, size, kind)
         (grad,) = gradients(size, kind, 1)
-        made.apply(param, grad, slots, param, slots, 0, scratch)
+        made.apply([(param, grad, slots, param, slots)], 0, scratch)
         tracemalloc.start()
         try:
-            made.apply(param, grad, slots, param, slots, 1, scratch)
+            made.apply([(param, grad, slots, param, slots)], 1, scratch)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -188,7 +191,7 @@ class TestOptions:
     def test_weights_decay_by_the_rate_before_the_update(self) -> None:
         rule = SGD(ExponentialDecay(0.5, 1, 0.5)).with_options(RuleOptions(weight_decay=0.25))
         param = np.array([8.0, -8.0])
-        rule.apply(param, np.array([1.0, 0.0]), (), param, (), 1, Scratch())
+        rule.apply([(param, np.array([1.0, 0.0]), (), param, ())], 1, Scratch())
         rate = 0.25
         assert param.tolist() == [8 - rate * 0.25 * 8 - rate, -8 + rate * 0.25 * 8]
 
@@ -197,7 +200,7 @@ class TestOptions:
         grad = np.array([3.0, -3.0, 1.0, np.inf, np.nan], np.float32)
         before = grad.tobytes()
         param = np.zeros(5, np.float32)
-        rule.apply(param, grad, (), param, (), 0, Scratch())
+        rule.apply([(param, grad, (), param, ())], 0, Scratch())
         np.testing.assert_array_equal(param, np.array([-2, 2, -1, -2, np.nan], np.float32))
         assert grad.tobytes() == before
 
@@ -214,9 +217,9 @@ class TestOptions:
         expected, got = np.ones(2), np.ones(2)
         slots = [np.zeros(2), np.zeros(2)]
         Adam(rule.learning_rate(8)).apply(
-            expected, np.full(2, 0.5), slots, expected, [np.zeros(2), np.zeros(2)], 2, Scratch()
+            [(expected, np.full(2, 0.5), slots, expected, [np.zeros(2), np.zeros(2)])], 2, Scratch()
         )
-        third.apply(got, np.full(2, 0.5), slots, got, slots, 8, Scratch())
+        third.apply([(got, np.full(2, 0.5), slots, got, slots)], 8, Scratch())
         assert got.tolist() == expected.tolist()
         assert third.own_slots() == ("m", "v")
         assert third.slot_names() == ("m", "v", "gradient_accumulator")
@@ -226,7 +229,7 @@ class TestOptions:
         """As the mean of accumulated gradients has."""
         half = np.ones(3, np.float16)
         grad = np.full(3, 2**-12, np.float32)
-        SGD(1.0).apply(half, grad, (), half, (), 0, Scratch())
+        SGD(1.0).apply([(half, grad, (), half, ())], 0, Scratch())
         assert half.tolist() == [np.float16(1 - 2**-12)] * 3
 
 
@@ -253,13 +256,13 @@ class TestSlots:
 def test_first_adam_step_has_the_size_of_the_learning_rate() -> None:
     param = np.zeros(2, np.float64)
     slots = [np.zeros(2), np.zeros(2)]
-    Adam(0.5, epsilon=0).apply(param, np.array([1e-3, -1e3]), slots, param, slots, 0, Scratch())
+    Adam(0.5, epsilon=0).apply([(param, np.array([1e-3, -1e3]), slots, param, slots)], 0, Scratch())
     np.testing.assert_allclose(param, [-0.5, 0.5])
 
 
 def test_every_lion_step_has_the_size_of_the_learning_rate_or_none() -> None:
     param, slots = np.zeros(3), [np.zeros(3)]
-    Lion(0.5).apply(param, np.array([1e-9, -1e9, 0.0]), slots, param, slots, 0, Scratch())
+    Lion(0.5).apply([(param, np.array([1e-9, -1e9, 0.0]), slots, param, slots)], 0, Scratch())
     assert param.tolist() == [-0.5, 0.5, 0]
 
 
@@ -272,7 +275,7 @@ def test_the_product_of_momentums_is_that_of_all_of_them(t: int) -> None:
 def test_nadam_is_known_at_any_step() -> None:
     """Without having made those before: a ps may have missed them."""
     param, slots = np.ones(1), [np.zeros(1), np.zeros(1)]
-    Nadam(0.5).apply(param, np.ones(1), slots, param, slots, 10**12, Scratch())
+    Nadam(0.5).apply([(param, np.ones(1), slots, param, slots)], 10**12, Scratch())
     assert np.isfinite(param).all()
 
 
@@ -287,7 +290,7 @@ def test_accumulators_begin_where_they_are_told_to() -> None:
 def test_ftrl_keeps_elements_with_small_gradients_at_exactly_zero() -> None:
     param, slots = np.zeros(3), [np.full(3, 0.1), np.zeros(3)]
     rule = Ftrl(0.5, l1_regularization_strength=1.0)
-    rule.apply(param, np.array([0.9, -0.9, 1.5]), slots, param, slots, 0, Scratch())
+    rule.apply([(param, np.array([0.9, -0.9, 1.5]), slots, param, slots)], 0, Scratch())
     assert param[:2].tolist() == [0, 0]
     assert param[2] < 0
 
@@ -297,7 +300,7 @@ def test_ftrl_at_a_learning_rate_of_zero_moves_nothing() -> None:
     rule = Ftrl(PolynomialDecay(0.5, 3, end_learning_rate=0.0), beta=1.0)
     param, slots = np.ones(3), [np.full(3, 0.1), np.full(3, 2.0)]
     out, out_slots = np.empty(3), [np.empty(3), np.empty(3)]
-    rule.apply(param, np.ones(3), slots, out, out_slots, 3, Scratch())
+    rule.apply([(param, np.ones(3), slots, out, out_slots)], 3, Scratch())
     assert out.tolist() == param.tolist()
     assert [slot.tolist() for slot in out_slots] == [slot.tolist() for slot in slots]
 
@@ -306,7 +309,7 @@ def test_ftrl_makes_zero_of_what_never_had_a_gradient() -> None:
     """Where the accumulator begins at 0, the formula is 0 / 0."""
     param, slots = np.ones(2), [np.zeros(2), np.zeros(2)]
     rule = Ftrl(0.5, initial_accumulator_value=0.0)
-    rule.apply(param, np.array([0.0, 1.0]), slots, param, slots, 0, Scratch())
+    rule.apply([(param, np.array([0.0, 1.0]), slots, param, slots)], 0, Scratch())
     assert param[0] == 0
     assert np.isfinite(param[1])
 
@@ -317,7 +320,7 @@ def test_centered_rmsprop_survives_gradients_that_are_all_alike() -> None:
     slots = [np.zeros(1000, np.float32), np.zeros(1000, np.float32)]
     grad = np.linspace(100, 2000, 1000, dtype=np.float32)
     for step in range(200):
-        rule.apply(param, grad, slots, param, slots, step, Scratch())
+        rule.apply([(param, grad, slots, param, slots)], step, Scratch())
     assert np.isfinite(param).all()
 
 
@@ -371,15 +374,22 @@ def test_an_update_has_the_length_of_the_variable_times_the_learning_rate(
     decayed = param * (1 - 0.01 * (weight_decay or 0))
     direction = update_of(grad, slots)
     expected = decayed - 0.01 * np.linalg.norm(decayed) * direction / np.linalg.norm(direction)
-    rule.apply(param, grad, slots, param, slots, STEP, Scratch())
+    rule.apply([(param, grad, slots, param, slots)], STEP, Scratch())
     np.testing.assert_allclose(param, expected, rtol=1e-12)
+
+
+def measured(rule: Lamb, *parts: Any, chunk: int = CHUNK) -> tuple[float, float]:
+    measurement = rule.measurement(STEP, Scratch(chunk))
+    for part in parts:
+        measurement.add(*part)
+    return measurement.sums()
 
 
 @for_each("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_measuring_changes_nothing_and_sums_in_float64(dtype: object) -> None:
     param, grad, slots = arrays(3 * PIECE + 5, dtype)
     before = [array.tobytes() for array in (param, grad, *slots)]
-    of_param, of_update = Lamb(0.01).measure([(param, grad, slots)], STEP, Scratch())
+    of_param, of_update = measured(Lamb(0.01), (param, grad, slots))
     assert [array.tobytes() for array in (param, grad, *slots)] == before
     assert of_param == pytest.approx(float(np.sum(param.astype(np.float64) ** 2)), rel=1e-13)
     wide = [slot.astype(np.float64) for slot in slots]
@@ -389,10 +399,10 @@ def test_measuring_changes_nothing_and_sums_in_float64(dtype: object) -> None:
 
 def test_norms_do_not_depend_on_chunks_or_blocks() -> None:
     param, grad, slots = arrays(5 * PIECE + 17, np.float32)
-    whole = Lamb().measure([(param, grad, slots)], STEP, Scratch())
+    whole = measured(Lamb(), (param, grad, slots))
     cuts = [slice(0, 2 * PIECE), slice(2 * PIECE, 3 * PIECE), slice(3 * PIECE, None)]
     blocks = ((param[cut], grad[cut], [slot[cut] for slot in slots]) for cut in cuts)
-    assert Lamb().measure(blocks, STEP, Scratch(7)) == whole
+    assert measured(Lamb(), *blocks, chunk=7) == whole
 
 
 def test_pieces_applied_with_the_ratio_of_the_whole_make_the_whole() -> None:
@@ -400,16 +410,13 @@ def test_pieces_applied_with_the_ratio_of_the_whole_make_the_whole() -> None:
     rule = Lamb(0.1)
     param, grad, slots = arrays(1000, np.float32)
     parts = [slice(0, 300), slice(300, 1000)]
-    sums = [
-        rule.measure([(param[part], grad[part], [s[part] for s in slots])], STEP, Scratch())
-        for part in parts
-    ]
+    sums = [measured(rule, (param[part], grad[part], [s[part] for s in slots])) for part in parts]
     expected, expected_slots = param.copy(), [slot.copy() for slot in slots]
-    rule.apply(expected, grad, expected_slots, expected, expected_slots, STEP, Scratch())
+    rule.apply([(expected, grad, expected_slots, expected, expected_slots)], STEP, Scratch())
     for part in parts:
         cut = [slot[part] for slot in slots]
         ratio = rule.trust_ratio(sums)
-        rule.apply(param[part], grad[part], cut, param[part], cut, STEP, Scratch(), ratio)
+        rule.apply([(param[part], grad[part], cut, param[part], cut)], STEP, Scratch(), ratio)
     np.testing.assert_allclose(param, expected, rtol=1e-6)
     assert [s.tobytes() for s in slots] == [s.tobytes() for s in expected_slots]
 
@@ -428,9 +435,7 @@ def test_gradients_are_clipped_before_they_are_measured() -> None:
     rule = Lamb().with_options(RuleOptions(clipvalue=0.5))
     param, grad, slots = arrays(100)
     clipped = np.clip(grad, -0.5, 0.5)
-    assert rule.measure([(param, grad, slots)], STEP, Scratch()) == Lamb().measure(
-        [(param, clipped, slots)], STEP, Scratch()
-    )
+    assert measured(rule, (param, grad, slots)) == measured(Lamb(), (param, clipped, slots))
 
 
 def test_nothing_is_asked_for_by_default() -> None:

@@ -47,7 +47,7 @@ def adam(values: np.ndarray) -> Apply:
 
     def apply(values: np.ndarray, gradient: np.ndarray, step: int) -> None:
         flat = values.reshape(-1)
-        rule.apply(flat, gradient.reshape(-1), slots, flat, slots, step, scratch)
+        rule.apply([(flat, gradient.reshape(-1), slots, flat, slots)], step, scratch)
 
     return apply
 

@@ -32,10 +32,8 @@ def raised(exc: BaseException) -> BaseException:
 def there(exc: BaseException) -> Exception:
     """What the coordinator raises for an exception of a worker."""
     described = describe_exception(raised(exc))
-    payload = described.payload
-    if payload is not None:
-        payload = Payload.from_segments([bytearray(segment) for segment in payload.segments])
-    return rebuild_exception(TASK, *described[:3], payload)
+    segments = [bytearray(segment) for segment in described.payload.segments]
+    return rebuild_exception(TASK, *described[:3], Payload.from_segments(segments))
 
 
 class Divergence(Exception):
@@ -184,7 +182,6 @@ def test_a_cause_that_cannot_be_raised_makes_a_remote_error() -> None:
 
 def test_a_payload_that_is_no_exception_makes_a_remote_error() -> None:
     for payload in [
-        None,
         Payload(b""),
         Payload(b"no pickle"),
         pack(1),

@@ -54,7 +54,7 @@ def test_a_layerwise_rule_measures_all_blocks_before_the_first_one_changes() -> 
     for i in range(3, 6):
         update.piece(i)
     whole, whole_slots = param.copy(), [np.zeros_like(param) for _ in slots]
-    rule.apply(whole, grad, whole_slots, whole, whole_slots, 0, Scratch())
+    rule.apply([(whole, grad, whole_slots, whole, whole_slots)], 0, Scratch())
     assert value_of(values).tobytes() == whole.tobytes()
     assert value_of(slots[1]).tobytes() == whole_slots[1].tobytes()
 
@@ -82,7 +82,7 @@ def test_what_is_not_due_changes_no_block_of_the_values() -> None:
         run(update)
         assert update.copies == (3 if due else 0)
     whole, whole_slots = param.copy(), [np.zeros_like(param) for _ in range(2)]
-    rule.apply(whole, grad, whole_slots, whole, whole_slots, 0, Scratch())
+    rule.apply([(whole, grad, whole_slots, whole, whole_slots)], 0, Scratch())
     assert value_of(values).tobytes() == whole.tobytes()
     assert not value_of(sums).any()
     del seen

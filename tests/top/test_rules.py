@@ -98,7 +98,7 @@ def test_results_that_are_the_arguments_themselves_are_copied_in_time() -> None:
 
     param, slots = start(Before(), 10, FLOAT32)
     was, gradient = param.copy(), np.ones(10, np.float32)
-    Before().apply(param, gradient, slots, param, slots, 0, Scratch())
+    Before().apply([(param, gradient, slots, param, slots)], 0, Scratch())
     assert np.array_equal(param, was - 1)
     assert np.array_equal(slots[0], was)
     assert np.array_equal(slots[1], gradient)
@@ -133,7 +133,7 @@ def test_what_it_raises_is_the_cause_and_nothing_is_written() -> None:
     param, slots = start(rule, 10, FLOAT32)
     was = param.copy()
     with pytest.raises(RuleRaised) as caught:
-        rule.apply(param, np.full(10, 1e9, np.float32), slots, param, slots, 0, Scratch())
+        rule.apply([(param, np.full(10, 1e9, np.float32), slots, param, slots)], 0, Scratch())
     assert str(caught.value.__cause__) == "a gradient above 100"
     assert np.array_equal(param, was)
     assert not slots[0].any()

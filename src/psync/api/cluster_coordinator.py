@@ -23,7 +23,7 @@ from psync.api.optimizers import optimizers_here
 from psync.api.scheduling import Scheduling
 from psync.api.seeing import SeenRun
 from psync.api.strategy import ParameterServerStrategy
-from psync.chief.declarations import OwnOptimizers
+from psync.chief.creation import OwnOptimizers
 from psync.chief.events import Event
 from psync.chief.links import FollowedWorkers
 from psync.chief.recovery_rule import MAX_STARTS

@@ -13,14 +13,7 @@ from psync.api.reads import runtime_of
 from psync.api.variables import Handle, OnReadVariable
 from psync.client.calls import all_of
 from psync.errors import IndexTypeError, PartitionError, UsageError, ValueMismatchError
-from psync.numerics.embedding import (
-    SparseIds,
-    check_combiner,
-    check_sizes,
-    check_strategy,
-    shared_out,
-    with_max_norm,
-)
+from psync.numerics.embedding import SparseIds, check_choice, check_sizes, shared_out, with_max_norm
 from psync.numerics.indexing import row_numbers
 from psync.specs import checked_kind
 
@@ -149,7 +142,7 @@ async def safe_embedding_lookup_sparse(
 async def _combined(
     table: _Table, sparse: SparseIds, combiner: str, max_norm: float | None
 ) -> np.ndarray:
-    check_combiner(combiner, table.what)
+    check_choice(table.what, "combiner", combiner)
     each, which = np.unique(table.checked(sparse.ids), return_inverse=True)
     rows = await table.rows(each, max_norm)
     return sparse.combined(rows, which.reshape(-1), combiner, table.what)
@@ -175,7 +168,7 @@ class _Table:
                 )
         if not variables:
             raise PartitionError(f"{what}: params is an empty list")
-        check_strategy(strategy, what)
+        check_choice(what, "partition_strategy", strategy)
         names = ", ".join(f'"{variable.name}"' for variable in variables)
         self.what = f"{what} of {names}"
         self._variables = variables

@@ -101,7 +101,7 @@ def _updated(rule: rules.UpdateRule, arrays: Sequence[np.ndarray]) -> Iterator[n
     param, work, scratch = param.copy(), rules.slot_dtype(param.dtype), Scratch(SIZE * 2 // 3)
     slots = [np.full(SIZE, rule.initial_slot(name), work) for name in rule.own_slots()]
     for step, gradient in enumerate(gradients):
-        rule.apply(param, gradient, slots, param, slots, step, scratch)
+        rule.apply([(param, gradient, slots, param, slots)], step, scratch)
     yield from (param, *slots)
 
 

@@ -60,7 +60,6 @@ from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointNotFound,
-    ConfigurationError,
     PsyncError,
 )
 from psync.numerics.memory import bytes_of
@@ -77,6 +76,8 @@ NONCE = "nonce"
 """A file that is there until the checkpoint is complete: who can read it shares the directory."""
 
 STREAM_VARIABLE = "PSYNC_CHECKPOINT_STREAM"
+"""1: ps tasks read and write no files."""
+
 READ_BYTES = 8 << 20
 """Read and checked at once."""
 
@@ -298,18 +299,6 @@ def _header(planned: Sequence[Planned]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def streamed_by_environ(environ: Mapping[str, str]) -> bool:
-    """Return whether ps tasks are to write nothing: ``PSYNC_CHECKPOINT_STREAM`` is 1.
-
-    Raises:
-        ConfigurationError: It is anything but 0 or 1.
-    """
-    value = environ.get(STREAM_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ConfigurationError(f"{STREAM_VARIABLE}: expected 0 or 1, got {value!r}")
-    return value == "1"
-
-
 @dataclass(slots=True)
 class Writer:
     """A checkpoint that is being written.
@@ -340,10 +329,9 @@ class Writer:
 
     def __post_init__(self) -> None:
         with disk_errors(f"making {self.temporary}"):
-            with contextlib.suppress(
-                FileNotFoundError, NotADirectoryError
-            ):  # not Path.exists, which
-                (self.directory / self.name).stat()  # takes what cannot be read for absent
+            # Not Path.exists, which takes what cannot be read for absent.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                (self.directory / self.name).stat()
                 raise CheckpointError(f"{self.directory / self.name}: already exists")
             self._throw_away()  # what a save has left that was interrupted
             current_disk.get().make_directory(self.temporary)
@@ -808,10 +796,6 @@ class SavedSnapshots:
     def add(self, path: Path) -> None:
         """Note a checkpoint that is complete."""
         self._paths.append(path)
-
-    def handed_since(self, asked: int) -> Path | None:
-        """Return the checkpoint handed out last; None: none since it was asked ``asked`` times."""
-        return self.handed if self.asked != asked else None
 
     def __call__(self) -> list[StoredSnapshot] | None:
         """Return the snapshots of the newest one that can be read; None: there is none."""

@@ -203,25 +203,23 @@ def _check_slices(tensor: Tensor, files: Mapping[str, int], where: str) -> None:
         dtype_of(tensor.dtype)
     except PartitionError as exc:
         raise CheckpointCorrupt(f"{where}: tensor {tensor.name!r}: {exc.message}") from exc
-    subject = f"{where}: tensor {tensor.name!r} {tensor.shape} {tensor.dtype}"
-    row, row_bytes = 0, tensor.row_bytes
+
+    def corrupt(text: str) -> CheckpointCorrupt:
+        subject = f"{where}: tensor {tensor.name!r} {tensor.shape} {tensor.dtype}"
+        return CheckpointCorrupt(f"{subject}: {text}")
+
+    row = 0
     for piece in tensor.slices:
+        nbytes = piece.rows * tensor.row_bytes
         if piece.offset != row:
-            raise CheckpointCorrupt(
-                f"{subject}: expected a slice from row {row}, got {piece.offset}"
-            )
-        if piece.nbytes != piece.rows * row_bytes:
-            raise CheckpointCorrupt(
-                f"{subject}: expected {piece.rows * row_bytes} bytes for {piece.rows} rows, got "
-                f"{piece.nbytes}"
-            )
+            raise corrupt(f"expected a slice from row {row}, got {piece.offset}")
+        if piece.nbytes != nbytes:
+            raise corrupt(f"expected {nbytes} bytes for {piece.rows} rows, got {piece.nbytes}")
         if piece.start + piece.nbytes > files.get(piece.file, -1):
-            raise CheckpointCorrupt(
-                f"{subject}: {piece.file!r} is not that large, or is not listed"
-            )
+            raise corrupt(f"{piece.file!r} is not that large, or is not listed")
         row += piece.rows
     if row != tensor.rows:
-        raise CheckpointCorrupt(f"{subject}: expected {tensor.rows} rows, got {row}")
+        raise corrupt(f"expected {tensor.rows} rows, got {row}")
 
 
 def check_state(name: str, state: Any) -> None:
@@ -329,8 +327,7 @@ class Layout:
         }
         self._users: dict[tuple[int, int], list[Wanted]] = {}
         for slice_ in wanted:
-            found = self.find(slice_)
-            if found is not None:
+            if (found := self.find(slice_)) is not None:
                 self._users.setdefault(found, []).append(slice_)
         self.arrays = [self._arrays(ps) for ps in range(len(snapshots))]
 
@@ -362,8 +359,7 @@ class Layout:
         specs = {spec.key: spec for spec in snapshot.shards}
         arrays = []
         for number, item in enumerate(snapshot.items):
-            users = self._users.get((ps, number))
-            if users:
+            if users := self._users.get((ps, number)):
                 arrays.append((number, f"{users[0].tensor}@{users[0].offset}"))
             elif not item.is_constant:
                 spec = specs[item.key]

@@ -20,7 +20,7 @@ from psync.chief.events import Events
 from psync.client.calls import all_of
 from psync.client.optimizer_client import note_plugins
 from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, ask
+from psync.client.ps_link import PsLink, ask, expect
 from psync.closures.membership import (
     LIMIT,
     Fence,
@@ -40,7 +40,6 @@ from psync.errors import (
     FencedError,
     ParameterServerLost,
     PsyncError,
-    RemoteProtocolError,
     TransportError,
     UsageError,
     WorkerLost,
@@ -98,23 +97,17 @@ async def _ask(endpoint: Endpoint, task: str, address: str, message: Message, an
     while True:
         peer = await endpoint.connect_retrying(address, task)
         try:
-            received = (await peer.call(message)).message
-            break
+            return expect(await peer.call(message), answer, task, type(message).__name__)
         except ConnectionLost as exc:
             logger.info("%s: the request is retried: %s", task, exc.message)
             await asyncio.sleep(backoff(losses, endpoint.platform.uniform()))
             losses += 1
         finally:
             peer.close()
-    if not isinstance(received, answer):
-        raise RemoteProtocolError(
-            f"{task} answered {type(message).__name__} with {type(received).__name__}"
-        )
-    return received
 
 
-async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[str]:
-    """Return "task at address" of those that do not answer at once, for a message.
+async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (name, address) of those that do not answer at once, for a message.
 
     Args:
         platform: Network, secret, randomness.
@@ -124,22 +117,22 @@ async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[str]:
     """
     endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
 
-    async def is_absent(task: str, address: str) -> bool:
+    missing: set[str] = set()
+
+    async def look(task: str, address: str) -> None:
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
                 await endpoint.connect(address, task)
         except (ConnectFailed, TimeoutError):
-            return True
-        except PsyncError:  # somebody answers
-            return False
-        return False
+            missing.add(task)
+        except PsyncError:
+            pass  # somebody answers
 
     try:
-        answers = await asyncio.gather(*(is_absent(*item) for item in tasks.items()))
+        await asyncio.gather(*(look(*item) for item in tasks.items()))
     finally:
         await endpoint.close()
-    missing = zip(tasks.items(), answers, strict=True)
-    return [f"{task} at {address}" for (task, address), gone in missing if gone]
+    return [item for item in tasks.items() if item[0] in missing]
 
 
 @dataclass(eq=False)
@@ -193,13 +186,9 @@ class ServedSearch:
             logger.info("%s is served in the process of %s, at %s", task, where, place.address)
         return found
 
-    def missing(self) -> str:
-        """Say who has not answered."""
-        return ", ".join(
-            f"{task} at {address}"
-            for task, address in self.processes.items()
-            if task in self._asked
-        )
+    def missing(self) -> list[tuple[str, str]]:
+        """Return (name, address) of those that have not answered."""
+        return [item for item in self.processes.items() if item[0] in self._asked]
 
     async def end_former(self) -> None:
         """Let all processes end what earlier coordinators have left: all ps tasks are attached.
@@ -268,10 +257,6 @@ class WorkerRecord:
     def __post_init__(self) -> None:
         self.gone.set()
 
-    def begin(self) -> None:
-        """It is to take part: nothing is known of the end of this session."""
-        self.leaving, self.reason, self.sent_away = False, "", None
-
 
 STRANGER_PAUSE_S = 5.0
 """Pause before an address is tried again at which something else than our task answered."""
@@ -339,16 +324,11 @@ class WorkerLinks:
     def describe(self) -> list[str]:
         """Say who is set aside and who is about to leave."""
         aside = "is set aside for %.0f s, for it was lost again and again"
-        now = self._loop.time()
-        return (
-            [f"{name} {aside % seconds}" for name, seconds in self.flapping.set_aside(now)]
-            + [
-                f"{worker.name} leaves when its closure has ended"
-                for worker in self._workers.values()
-                if worker.leaving
-            ]
-            + [f"{name} {reason}" for name, reason in self.given_up.items()]
-        )
+        set_aside = self.flapping.set_aside(self._loop.time())
+        lines = [f"{name} {aside % seconds}" for name, seconds in set_aside]
+        leaving = [each.name for each in self._workers.values() if each.leaving]
+        lines += [f"{name} leaves when its closure has ended" for name in leaving]
+        return lines + [f"{name} {reason}" for name, reason in self.given_up.items()]
 
     # Workers that come and leave.
 
@@ -412,8 +392,7 @@ class WorkerLinks:
 
         Cancellation: It is not connected to again.
         """
-        worker = self._workers.get(name)
-        if worker is not None:
+        if (worker := self._workers.get(name)) is not None:
             # Its connections end as it did: it is lost, or left.
             await self._forget_gone(worker, reason)
             if name not in self._workers:
@@ -497,20 +476,15 @@ class WorkerLinks:
 
         Cancellation: Safe.
         """
-        deadline = asyncio.get_running_loop().time() + within_s
-
-        async def ask(control: Connection) -> dict[str, float]:
-            try:
-                message = (await control.call(messages.AskStatistics(), deadline=deadline)).message
-            except PsyncError:
-                return {}
-            assert isinstance(message, messages.Statistics), "its only answer"
-            work: dict[str, float] = message.counters["work"]
-            return work
-
         asked = {name: peer for name, peer in self.controls().items() if name in names}
-        answers = zip(asked, await asyncio.gather(*map(ask, asked.values())), strict=True)
-        return {name: (work["since"], work["wait"]) for name, work in answers if work}
+        deadline = self._loop.time() + within_s
+        answers = await _answers(asked, messages.AskStatistics(), (PsyncError,), deadline)
+        meters: dict[str, dict[str, float]] = {
+            name: answer.counters["work"]
+            for name, answer in answers.items()
+            if isinstance(answer, messages.Statistics)
+        }
+        return {name: (work["since"], work["wait"]) for name, work in meters.items() if work}
 
     async def ask_all(self, message: Message) -> dict[str, Message]:
         """Return what each worker that is there answers, by the worker's name.
@@ -519,17 +493,8 @@ class WorkerLinks:
 
         Cancellation: Safe.
         """
-
-        async def ask(control: Connection) -> Message | None:
-            try:
-                return (await control.call(message)).message
-            except (TransportError, UsageError):  # lost, or no worker of ours any more
-                return None
-
-        asked = self.controls()
-        answers = await asyncio.gather(*map(ask, asked.values()))
-        pairs = zip(asked, answers, strict=True)
-        return {worker: answer for worker, answer in pairs if answer is not None}
+        gone = TransportError, UsageError  # lost, or no worker of ours any more
+        return await _answers(self.controls(), message, gone)
 
     # What workers say.
 
@@ -562,7 +527,7 @@ class WorkerLinks:
                 await asyncio.sleep(backoff(failures, self._endpoint.platform.uniform()))
             await self._wait_while_set_aside(worker.name)
             mine = self._endpoint.incarnation
-            worker.begin()
+            worker.leaving, worker.reason, worker.sent_away = False, "", None
             try:
                 lanes = await self._attach(worker)
             except WorkerLost as exc:
@@ -726,6 +691,23 @@ class WorkerLinks:
         self.on_forgotten(worker.name)
 
 
+async def _answers(
+    peers: Mapping[str, Connection],
+    message: Message,
+    left_out: tuple[type[PsyncError], ...],
+    deadline: float | None = None,
+) -> dict[str, Message]:
+    """Return what each answers, without those whose call raises one of these errors."""
+
+    async def ask(peer: Connection) -> Message | None:
+        with contextlib.suppress(*left_out):
+            return (await peer.call(message, deadline=deadline)).message
+        return None
+
+    answers = zip(peers, await asyncio.gather(*map(ask, peers.values())), strict=True)
+    return {name: answer for name, answer in answers if answer is not None}
+
+
 async def wait_any_closed(*peers: Connection) -> None:
     """Wait until one of the connections is gone. Cancellation: safe."""
     gone = asyncio.Event()
@@ -826,7 +808,10 @@ class ClusterLinks:
         await self._ask_ps_0(timeout_s)
         if self._keep:
             await self._find_served(deadline, timeout_s)
-        self._start_ps()
+        for link in self.ps.links:
+            link.on_lost = self.on_ps_lost
+            link.lost_after_s = math.inf  # one that was never here is late, not lost
+            self.supervise(self._keep_ps(link))
         self.workers.start()
         try:
             async with asyncio.timeout_at(deadline):
@@ -835,8 +820,8 @@ class ClusterLinks:
                     await self._search.end_former()
                     await self._all_there()
         except TimeoutError as exc:
-            missing = ", ".join(f"{task} at {at}" for task, at in self.membership.missing())
-            raise _did_not_come_up(timeout_s, missing or self._search.missing()) from exc
+            missing = self.membership.missing() or self._search.missing()
+            raise _did_not_come_up(timeout_s, missing) from exc
         self.is_up = True
 
     async def _all_there(self) -> None:
@@ -850,7 +835,10 @@ class ClusterLinks:
         return (
             self.membership.ready(self._min_workers)
             and len(self.workers.controls()) >= self._min_workers
-            and self._are_attached()
+            and all(
+                self._attached.get(link.index) == self.endpoint.incarnation
+                for link in self.ps.links
+            )
             # A new incarnation begins with empty ps tasks: what is created now would be gone.
             and not self._enquiring.locked()
         )
@@ -858,8 +846,11 @@ class ClusterLinks:
     async def close(self) -> None:
         """Close everything. Cancellation: connections may still be closing."""
         self._unlisten()
+        self._is_closing = True
+        for task in self._supervisors:
+            task.cancel()
         try:
-            await self._end_supervisors()
+            await asyncio.gather(*self._supervisors, return_exceptions=True)
         finally:
             try:
                 await self.ps.close()
@@ -895,8 +886,8 @@ class ClusterLinks:
             if link.lost is not None:
                 raise link.lost from exc
             tasks = dict(self.membership.missing())  # all of them: nobody has been tried
-            missing = await absent(self._platform, tasks) or [f"{link.task} at {link.address}"]
-            raise _did_not_come_up(timeout_s, ", ".join(missing)) from exc
+            missing = await absent(self._platform, tasks) or [(link.task, link.address)]
+            raise _did_not_come_up(timeout_s, missing) from exc
         finally:
             if unlisten is not None:
                 unlisten()
@@ -982,25 +973,7 @@ class ClusterLinks:
         finally:
             self.changed.set()
 
-    async def _end_supervisors(self) -> None:
-        self._is_closing = True
-        for task in self._supervisors:
-            task.cancel()
-        if self._supervisors:
-            await asyncio.wait(list(self._supervisors))
-
     # Ps tasks: attached, attached again, told whom to refuse.
-
-    def _start_ps(self) -> None:
-        for link in self.ps.links:
-            link.on_lost = self.on_ps_lost
-            link.lost_after_s = math.inf  # one that was never here is late, not lost
-            self.supervise(self._keep_ps(link))
-
-    def _are_attached(self) -> bool:
-        """Return whether all serve us under the present incarnation."""
-        served = [self._attached.get(link.index) for link in self.ps.links]
-        return served == [self.endpoint.incarnation] * len(served)
 
     async def _keep_ps(self, link: PsLink) -> None:
         first = True
@@ -1094,9 +1067,10 @@ class ClusterLinks:
             logger.warning("a fence was not accepted: %s", exc)
 
 
-def _did_not_come_up(timeout_s: float, missing: str) -> ConnectFailed:
+def _did_not_come_up(timeout_s: float, missing: Sequence[tuple[str, str]]) -> ConnectFailed:
+    who = ", ".join(f"{task} at {address}" for task, address in missing)
     return ConnectFailed(
-        f"the cluster did not come up within {timeout_s:g} s: no connection to {missing}",
+        f"the cluster did not come up within {timeout_s:g} s: no connection to {who}",
         hint="are these tasks running, and are these their addresses?",
     )
 

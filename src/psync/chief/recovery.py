@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from psync.checkpoints.files import StoredSnapshot, disk_errors, streamed_by_environ
+from psync.checkpoints.files import STREAM_VARIABLE, StoredSnapshot, disk_errors
 from psync.chief import recovery_rule as rules
-from psync.chief.declarations import Creation, OwnOptimizers
+from psync.chief.backups import Backups
+from psync.chief.creation import Creation, OwnOptimizers
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
 from psync.client.calls import all_of
-from psync.client.lanes import AWAY_FOR_S, REFUSED_FOR_S
 from psync.client.ps_link import PsLink, always, ask
 from psync.closures.closure import State as ClosureState
 from psync.closures.membership import ScheduleReports
@@ -36,16 +35,14 @@ from psync.cluster import parse_task_name
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,
-    ConfigurationError,
     ConnectFailed,
     ConnectionLost,
     FencedError,
     ParameterServerLost,
     PsyncError,
     UsageError,
-    VersionMismatch,
 )
-from psync.net.connection import Connection
+from psync.net.platform import flag
 from psync.replicas.closure_messages import EndedCall, ScheduledCall
 from psync.replicas.gang_runner import GangRunner
 from psync.specs import checked_kind
@@ -69,206 +66,6 @@ def _read(path: Path, start: int, count: int) -> bytes:
     with disk_errors(f"reading {path}"), open(path, "rb") as file:
         file.seek(start)
         return file.read(count)
-
-
-PAUSE_S = 0.2
-"""Between two attempts to make a backup."""
-
-CONNECT_S = 1.0
-"""A process where nobody has listened for so long has ended, and the backups in it."""
-
-
-class Backups:
-    """Keeps the backups of one coordinator's ps tasks.
-
-    no backup --BackUp is answered-->                 complete    only now it may be promoted
-    complete  --the backup does not follow-->         no backup   BackUp to "": the ps goes on alone
-
-    A ps waits for its backup before it answers, and goes on without it only at this coordinator's
-    command: so no backup is promoted that lacks what was answered. When one is promoted, says
-    ``recovery_rule``.
-
-    Source: docs/design.md, "Failover".
-
-    Args:
-        rule: Knows who is served where, and is told who has a backup.
-        links: To all tasks; there are at least two ps tasks.
-    """
-
-    def __init__(self, rule: RecoveryRule, links: ClusterLinks) -> None:
-        self._rule = rule
-        self._cluster = links
-        self._links = links.ps.links
-        self._endpoint = links.endpoint
-        self._processes = list(links.processes.items())
-        self._next_epoch = itertools.count(1)
-        self._epochs: dict[int, int] = {}  # under which complete backups were ordered
-        # By ps, process and its incarnation: why it refuses to be the host, and always will.
-        self._refusals: dict[tuple[int, int, int], PsyncError] = {}
-        self._peers: dict[int, Connection] = {}  # to processes
-        self._keepers: list[asyncio.Task[None]] = []
-        self._changed = asyncio.Event()
-        self._closed = False
-
-    def describe(self) -> list[str]:
-        """Say where each ps and its backup are; for reports."""
-        rule = self._rule
-        return [
-            f"{link.task} is served in the process of {self._processes[home][0]}, its backup "
-            + ("is not complete" if host is None else f"in that of {self._processes[host][0]}")
-            for link, home, host in zip(self._links, rule.homes, rule.hosts, strict=True)
-        ]
-
-    async def complete(self, *, at_first: bool = False) -> None:
-        """Wait until each ps has a backup, and could die.
-
-        Args:
-            at_first: Whether a process that refuses for good is an error.
-
-        Raises:
-            ParameterServerLost: A ps is gone.
-            VersionMismatch: Ps tasks run several versions of psync.
-            ConfigurationError: Bits are promised, and two ps tasks round differently.
-
-        Cancellation: Safe.
-        """
-        while None in self._rule.hosts:
-            if at_first and self._rule.gone is not None:
-                raise self._rule.gone
-            for refusal in self._refusals.values() if at_first else ():
-                raise refusal
-            self._changed.clear()
-            await self._changed.wait()
-
-    def look(self) -> None:
-        """The rule has changed. A ps without a backup is given up as late as one that had none."""
-        for link, host in zip(self._links, self._rule.hosts, strict=True):
-            link.refused_for_s = REFUSED_FOR_S if host is None else AWAY_FOR_S
-            link.away_for_s = math.inf if host is None else AWAY_FOR_S
-        self._changed.set()
-
-    # They are made, and made again.
-
-    def keep(self) -> None:
-        """Make backups; from now on, or again after a recovery."""
-        if not self._closed and not self._keepers:
-            self._begin(self._keep(link.index) for link in self._links)
-
-    def pause(self) -> None:
-        """Make none for a while."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        self._keepers = []
-
-    def give_up(self) -> None:
-        """Make none any more: whoever waits for a ps that waits for its backup is answered."""
-        self.pause()
-        self._begin(self._without_backup(link.index) for link in self._links if not link.lost)
-
-    def _begin(self, work: Iterable[Coroutine[Any, Any, None]]) -> None:
-        self._keepers = [asyncio.get_running_loop().create_task(each) for each in work]
-
-    async def _order(self, link: PsLink, message: messages.BackUp, *, urgent: bool = False) -> None:
-        """Where no update is in front that waits for a backup: of those a ps takes only so many."""
-        await link.call(always(message), urgent=urgent, cut=True)
-
-    async def _keep(self, ps: int) -> None:
-        """See to it that a ps has a backup."""
-        link, chosen = self._links[ps], 0
-        while True:
-            try:
-                host = self._rule.hosts[ps]
-                if host is None:
-                    host = chosen = await self._host_for(ps)
-                    epoch = next(self._next_epoch)
-                    await self._order(link, messages.BackUp(epoch, *self._processes[host], False))
-                    self._epochs[ps] = epoch
-                    self._note(ps, host)
-                await self._order(
-                    link, messages.BackUp(self._epochs[ps], *self._processes[host], True)
-                )
-                self._note(ps, None)
-                # Where the ps that is served beside the backup is away, its loss is the alarm.
-                homes = zip(self._links, self._rule.homes, strict=True)
-                away = any(home == host and not each.is_open for each, home in homes)
-                level = logging.INFO if away else logging.WARNING
-                logger.log(level, "%s continues without its backup", link.task)
-                await self.let_alone(ps)
-                continue
-            except ParameterServerLost as exc:
-                if not link.is_held:  # it says so itself; else it was found out here
-                    link.give_up(exc.message)
-            except (VersionMismatch, ConfigurationError) as exc:
-                logger.warning("%s has no backup: %s", link.task, exc)
-                self._refusals[ps, chosen, self._peers[chosen].incarnation] = exc
-                self._changed.set()
-            except PsyncError as exc:
-                logger.info("%s has no backup: %s", link.task, exc.message)
-            except Exception:
-                logger.exception("the backup of %s cannot be maintained", link.task)
-            await asyncio.sleep(PAUSE_S)
-
-    def _note(self, ps: int, host: int | None) -> None:
-        self._rule.backed_up(ps, host)
-        self.look()
-
-    async def let_alone(self, ps: int, *, urgent: bool = False) -> None:
-        """Order a ps to go on without its backup. Raises as ``PsLink.call``."""
-        order = messages.BackUp(next(self._next_epoch), "", "", False)
-        await self._order(self._links[ps], order, urgent=urgent)
-
-    async def _without_backup(self, ps: int) -> None:
-        with contextlib.suppress(PsyncError):
-            await self.let_alone(ps)
-
-    async def _host_for(self, ps: int) -> int:
-        """Return a process for a backup: the next one that is there, and has not refused."""
-        count = len(self._processes)
-        while True:
-            for step in range(1, count):
-                host = (self._rule.homes[ps] + step) % count
-                with contextlib.suppress(PsyncError):
-                    peer = await self._connect(host)
-                    if (ps, host, peer.incarnation) not in self._refusals:
-                        return host
-            await asyncio.sleep(PAUSE_S)
-
-    async def _connect(self, process: int) -> Connection:
-        """Connect to a process, at the address that it had when all began."""
-        peer = self._peers.get(process)
-        if peer is None or not peer.is_open:
-            task, address = self._processes[process]
-            peer = self._peers[process] = await self._endpoint.connect(address, task)
-        return peer
-
-    # They are promoted.
-
-    async def promote(self, ps: int, host: int) -> None:
-        """Let the backup of a ps serve; asked again as often as the answer is lost.
-
-        Raises:
-            PsyncError: It does not.
-            TimeoutError: It says nothing.
-        """
-        link, fences = self._links[ps], self._cluster.membership.fences()
-        message = messages.Promote(ps, next(self._next_epoch), self._endpoint.incarnation, fences)
-        way = PsLink(self._endpoint, host, self._processes[host][1], link.lost_after_s)
-        way.refused_for_s = CONNECT_S
-        try:
-            async with asyncio.timeout(link.lost_after_s):
-                promoted, _ = await ask(way, message, messages.Promoted)
-        finally:
-            await way.close()
-        self._cluster.move_ps(link, promoted.address)
-
-    async def close(self) -> None:
-        """Keep nothing more. Cancellation: safe."""
-        self._closed = True
-        tasks = self._keepers
-        self.pause()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for peer in self._peers.values():
-            peer.close()
 
 
 T = TypeVar("T")
@@ -460,9 +257,7 @@ class ClusterRecovery:
 
     def describe(self) -> list[str]:
         """Say where each ps and its backup are, and what a lost ps would mean; for reports."""
-        lines = (
-            ["closures are held back: a ps is being recovered"] if self._began is not None else []
-        )
+        lines = ["closures are held back: a ps is being recovered"] if self.is_recovering else []
         if self.has_backups:
             lines += self.backups.describe()
         elif self.source is None and self.creation.repeatable is None:
@@ -508,12 +303,11 @@ class ClusterRecovery:
         """End what is scheduled where nobody is left who could do it."""
         if not self.is_gone or self.queue.has_failed:
             return
-        if self.rule.gone is not None:
-            self.fail(self.rule.gone)
-            return
-        workers_gone = self.links.workers.all_given_up()
-        if workers_gone is not None and (self.gangs or self.queue.low_water() < self.queue.next_id):
-            self.fail(workers_gone)
+        error = self.rule.gone
+        if error is None and (self.gangs or self.queue.low_water() < self.queue.next_id):
+            error = self.links.workers.all_given_up()
+        if error is not None:
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """End all that is scheduled or runs with an error that is no closure's own."""
@@ -525,8 +319,7 @@ class ClusterRecovery:
 
     def act(self, actions: Sequence[Action]) -> None:
         """Do what was decided, a step in the background."""
-        step = self._do(actions)
-        if step is not None:
+        if (step := self._do(actions)) is not None:
             self._task = asyncio.get_running_loop().create_task(self._run(step))
 
     async def _run(self, step: Step | None) -> None:
@@ -620,14 +413,12 @@ class ClusterRecovery:
         """Return how far training was, as far as those know who are left."""
 
         async def one(link: PsLink) -> int:
-            try:
+            question = messages.AskStatistics()
+            with contextlib.suppress(PsyncError, TimeoutError):
                 async with asyncio.timeout(1.0):
-                    answer, _ = await ask(
-                        link, messages.AskStatistics(), messages.Statistics, urgent=True
-                    )
-            except (PsyncError, TimeoutError):
-                return 0
-            return int(answer.counters.get("iterations", 0))
+                    answer, _ = await ask(link, question, messages.Statistics, urgent=True)
+                    return int(answer.counters.get("iterations", 0))
+            return 0
 
         left = [link for link in self.links.ps.links if link.lost is None]
         return max(await all_of([one(link) for link in left])) if left else 0
@@ -659,7 +450,7 @@ class ClusterRecovery:
     async def _prepare(self, link: PsLink, snapshot: StoredSnapshot, state: SnapshotState) -> None:
         """Let a ps read its snapshot, or send it, where the ps does not find the file."""
         packed = state.to_bytes()
-        if not streamed_by_environ(os.environ):
+        if not flag(os.environ, STREAM_VARIABLE):
             places = to_json(snapshot.places)
             try:
                 await self._send(

@@ -43,9 +43,6 @@ DESERTED_S = 60.0
 Waiter: TypeAlias = Hashable
 """Whoever waits for an answer. Opaque."""
 
-ReplicaError: TypeAlias = tuple[str, str, str, str]
-"""Of a replica that has left by it: its name, and the error's type name, message and traceback."""
-
 # --- actions ---------------------------------------------------------------------------------
 
 
@@ -136,8 +133,7 @@ class SessionMembers:
         reason = "a new chief has attached the ps tasks"
         over = TrainingOver(reason, True, None)
         actions: list[Action] = [Answer(waiter, over) for waiter in self._watching]
-        gone = [waiter for waiter in (self._opening, self._ending) if waiter is not None]
-        actions += [Answer(waiter, FencedError(reason)) for waiter in gone]
+        actions += _refused(reason, self._opening, self._ending)
         self._reset()
         return actions
 
@@ -338,9 +334,8 @@ class SessionMembers:
 
     def _lose_chief(self) -> list[Action]:
         text = f"the chief, {self._chief_name}, was lost"
-        gone = [waiter for waiter in (self._opening, self._ending) if waiter is not None]
+        actions = _refused(text, self._opening, self._ending)
         self._chief = self._opening = self._ending = None
-        actions: list[Action] = [Answer(waiter, FencedError(text)) for waiter in gone]
         return [*actions, *(self.end(text, True) if self._open else [])]
 
     def _after_a_loss(self, now: float) -> list[Action]:
@@ -376,8 +371,8 @@ def _may_lead(task: str) -> bool:
 
 def _replaced(before: Waiter | None, task: str) -> list[Action]:
     """Let go of an earlier request that its sender has repeated."""
-    return (
-        []
-        if before is None
-        else [Answer(before, FencedError(f"a newer request of {task} has replaced this one"))]
-    )
+    return _refused(f"a newer request of {task} has replaced this one", before)
+
+
+def _refused(reason: str, *waiters: Waiter | None) -> list[Action]:
+    return [Answer(waiter, FencedError(reason)) for waiter in waiters if waiter is not None]

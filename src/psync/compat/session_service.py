@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from psync.compat.session_members import (
@@ -22,7 +22,6 @@ from psync.compat.session_members import (
 from psync.errors import ConfigurationError, UnknownVariableError, UsageError
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
 from psync.wire import messages
 from psync.wire.codec import Message
@@ -103,31 +102,22 @@ class SessionService:
         peer, message = request.peer, request.message
         if not peer.task.startswith("/job:worker/"):
             raise UsageError(f"{peer.task} is not a worker")
-        self._ask(
-            request,
-            lambda waiter: self._members.ask(waiter, peer.task, message.incarnation, _now()),
-        )
+        self._wait(request, self._members.ask(request, peer.task, message.incarnation, _now()))
 
     def _declared(self, request: Request[messages.Declared]) -> None:
         peer, message = request.peer, request.message
         self._check_coordinator(peer)
-
-        def declare(waiter: Request[Any]) -> list[Action]:
-            now = _now()
-            actions = self._members.declared(
-                waiter, peer.task, message.trains, message.num_workers, now
-            )
-            if (peer.task, peer.incarnation) not in self._open:  # gone before this was read
-                self._members.disconnected(peer.task, peer.incarnation, now)
-            return actions
-
-        self._ask(request, declare)
+        now, trains = _now(), message.trains
+        actions = self._members.declared(request, peer.task, trains, message.num_workers, now)
+        if (peer.task, peer.incarnation) not in self._open:  # gone before this was read
+            self._members.disconnected(peer.task, peer.incarnation, now)
+        self._wait(request, actions)
 
     def _leave(self, request: Request[messages.LeaveSession]) -> None:
         peer = request.peer
         if peer.task.startswith("/job:chief/"):
             self._check_coordinator(peer)
-            self._ask(request, lambda waiter: self._members.leave_as_chief(waiter, _now()))
+            self._wait(request, self._members.leave_as_chief(request, _now()))
         else:
             self._perform(self._members.leave(peer.task, peer.incarnation, _now()))
             request.answer(messages.Done())
@@ -146,16 +136,36 @@ class SessionService:
         request.answer(messages.Done())
 
     def _check_shards(self, request: Request[messages.CheckShards]) -> None:
-        check_shards(self._services().store, request.message)
+        """Check whether a ps holds what the sender has declared.
+
+        Raises:
+            ConfigurationError: A shard is not here, or of another variable, shape or dtype.
+        """
+        store = self._services().store
+        for name, variable_id, index, offset, shape, dtype in request.message.shards:
+            declared = f'variable "{name}" ({dtype}, shard {index} of shape {tuple(shape)})'
+            try:
+                spec = store.spec((variable_id, index))
+            except UnknownVariableError as exc:
+                raise ConfigurationError(
+                    f"the chief did not declare {declared} before training began", hint=SAME_ORDER
+                ) from exc
+            held = (spec.variable, spec.offset, list(spec.shape), spec.dtype)
+            if held != (name, offset, shape, dtype):
+                raise ConfigurationError(
+                    f'the chief has declared variable "{spec.variable}" ({spec.dtype}, shard '
+                    f"{index} of shape {spec.shape}), but this task declared {declared}",
+                    hint=SAME_ORDER,
+                )
         request.answer(messages.Done())
 
     def _await_end(self, request: Request[messages.AwaitEnd]) -> None:
-        self._ask(request, self._members.await_end)
+        self._wait(request, self._members.await_end(request))
 
-    def _ask(self, request: Request[Any], ask: Callable[[Request[Any]], list[Action]]) -> None:
-        """Let the rule answer at some time."""
+    def _wait(self, request: Request[Any], actions: Sequence[Action]) -> None:
+        """Let the rule, which has taken a request in, answer it at some time."""
         request.on_given_up = self._forget
-        self._perform(ask(request))
+        self._perform(actions)
 
     def _forget(self, waiter: object) -> None:
         self._members.forget(waiter)
@@ -164,43 +174,31 @@ class SessionService:
     # What the rule has decided.
 
     def _perform(self, actions: Sequence[Action]) -> None:
+        services = self._services()
+        closer = services.closer
         for action in actions:
             match action:
                 case Answer(waiter, answer):
-                    self._settle(waiter, answer)
-                case SetMembers(alive, missing):
-                    self._set_members(alive, missing)
+                    request = cast("Request[Any]", waiter)
+                    if isinstance(answer, Exception):
+                        request.fail(answer)
+                    else:
+                        request.answer(answer)
+                    self._members.forget(waiter)
+                case SetMembers(alive, missing):  # no coordinator reports who lives
+                    services.clocks.report(alive, None)
+                    if closer is not None:
+                        closer.set_members(alive, missing)
                 case FenceTask(task, below):
-                    self._fence(task, below)
+                    refuse = functools.partial(services.refuse_below, task, below)
+                    services.executor.in_turn(refuse)
+                    if closer is not None:
+                        closer.outgoing.fence(task, below)
                 case CloseTokens(reason):
-                    self._end_training(reason)
+                    services.clocks.end()
+                    if closer is not None:
+                        closer.end(reason)
         self._set_timer()
-
-    def _settle(self, waiter: object, answer: Message | Exception) -> None:
-        request = cast("Request[Any]", waiter)
-        if isinstance(answer, Exception):
-            request.fail(answer)
-        else:
-            request.answer(answer)
-        self._members.forget(waiter)
-
-    # No coordinator reports who lives, so this does.
-
-    def _set_members(self, alive: Mapping[str, int], missing: Sequence[str]) -> None:
-        self._services().clocks.report(alive, None)
-        if (closer := self._services().closer) is not None:
-            closer.set_members(alive, missing)
-
-    def _fence(self, task: str, below: int) -> None:
-        services = self._services()
-        services.executor.in_turn(functools.partial(services.refuse_below, task, below))
-        if (closer := self._services().closer) is not None:
-            closer.outgoing.fence(task, below)
-
-    def _end_training(self, reason: str) -> None:
-        self._services().clocks.end()
-        if (closer := self._services().closer) is not None:
-            closer.end(reason)
 
     # Time.
 
@@ -208,35 +206,11 @@ class SessionService:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadline = self._members.next_deadline()
-        if deadline is not None:
+        if (deadline := self._members.next_deadline()) is not None:
             self._timer = asyncio.get_running_loop().call_at(deadline, self._tick)
 
     def _tick(self) -> None:
         self._perform(self._members.tick(_now()))
-
-
-def check_shards(store: ShardStore, message: messages.CheckShards) -> None:
-    """Check whether a ps holds what the sender has declared.
-
-    Raises:
-        ConfigurationError: A shard is not here, or of another variable, shape or dtype.
-    """
-    for name, variable_id, index, offset, shape, dtype in message.shards:
-        declared = f'variable "{name}" ({dtype}, shard {index} of shape {tuple(shape)})'
-        try:
-            spec = store.spec((variable_id, index))
-        except UnknownVariableError as exc:
-            raise ConfigurationError(
-                f"the chief did not declare {declared} before training began", hint=SAME_ORDER
-            ) from exc
-        held = (spec.variable, spec.offset, list(spec.shape), spec.dtype)
-        if held != (name, offset, shape, dtype):
-            raise ConfigurationError(
-                f'the chief has declared variable "{spec.variable}" ({spec.dtype}, shard {index} '
-                f"of shape {spec.shape}), but this task declared {declared}",
-                hint=SAME_ORDER,
-            )
 
 
 def _now() -> float:

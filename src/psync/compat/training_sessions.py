@@ -9,36 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, ParamSpec, Self, TypeVar
+from typing import ParamSpec, Self, TypeVar
 
 from psync.api.global_step import get_or_create_global_step
 from psync.api.seeing import placed
 from psync.api.strategy import ParameterServerStrategy
-from psync.api.sync_replicas import SessionHook, wait_over
+from psync.api.sync_replicas import SessionHook
 from psync.api.variables import Variable
-from psync.chief.declarations import MESSAGE_SHARDS, Creation, Declaration
-from psync.chief.links import enquire
 from psync.client.context import forbid_in_step
-from psync.client.optimizer_client import note_plugins
-from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, always
 from psync.client.runtime import Runtime
-from psync.cluster import CHIEF, ENQUIRER, task_name
+from psync.cluster import CHIEF, task_name
+from psync.compat.session_links import SessionLinks
 from psync.errors import (
     ClosedError,
     ConfigurationError,
-    ConnectFailed,
     EndOfData,
     FencedError,
     ParameterServerLost,
     PsyncError,
     RemoteError,
-    RemoteProtocolError,
     TaskLost,
     TrainingEnded,
     TransportError,
@@ -46,275 +38,13 @@ from psync.errors import (
     other_loop,
 )
 from psync.net.chief_presence import naming_who_is_awaited
-from psync.net.endpoint import Endpoint
-from psync.net.environment import note_incarnation, note_training_began, platform_of, training_over
-from psync.net.platform import Platform
+from psync.net.environment import note_training_began, platform_of, training_over
 from psync.net.resolvers import training_cluster
-from psync.numerics.memory import BlockPool
-from psync.serialization.failures import describe_exception
 from psync.status.sampling import SessionSource
 from psync.status.serving import ServedStatus
 from psync.wire import messages
-from psync.wire.codec import Message
 
 logger = logging.getLogger(__name__)
-
-
-PS_LOST_HINT = (
-    "its shards are gone, and a training session does not return to a checkpoint automatically: "
-    "start the program again, as `psync run --chief-restarts` does, with a chief that restores the "
-    'newest one: docs/howto/tensorflow.md, "What a session survives"'
-)
-
-
-@dataclass(eq=False)
-class SessionLinks:
-    """The links of one task in a session."""
-
-    platform: Platform
-    task: str  # name of this task
-    addresses: list[str]  # of the ps tasks, in order
-    declared: list[Declaration]  # by the program; new declarations appear at its end
-    _: KW_ONLY
-    origin: str  # token of the strategy
-    connect_timeout_s: float  # how long the cluster may take to come up
-    ps_timeout_s: float  # a ps that cannot be reached for this many seconds is lost
-
-    def __post_init__(self) -> None:
-        self._pool = BlockPool()
-        self._endpoint: Endpoint | None = None
-        self._ps: PsClient | None = None
-
-    @property
-    def ps(self) -> PsClient:
-        """The links themselves, once they are made."""
-        assert self._ps is not None, "connected"
-        return self._ps
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """What the links are made by, once they are made."""
-        assert self._endpoint is not None, "connected"
-        return self._endpoint
-
-    # The chief.
-
-    async def attach(self, *, trains: bool) -> Runtime:
-        """Become the chief of all ps tasks, which drop what they hold for an earlier one.
-
-        Raises:
-            ConnectFailed: They are not there in time; names who is missing.
-            AuthenticationError, ProtocolError, FencedError: Something else answers.
-
-        Cancellation: Safe; ``close`` still has to be called.
-        """
-        where = f"/job:ps/task:0 at {self.addresses[0]}"
-        try:
-            async with asyncio.timeout(self.connect_timeout_s):
-                incarnation = await enquire(self.platform, "/job:ps/task:0", self.addresses[0])
-        except TimeoutError as exc:
-            raise ConnectFailed(
-                f"no connection within {self.connect_timeout_s:g} s to {where}",
-                hint="is this task running, and is this its address?",
-            ) from exc
-        note_incarnation(incarnation)
-        ps = self._connect_as(CHIEF, incarnation)
-
-        message = messages.AttachPs(incarnation, self.addresses, self.ps_timeout_s)
-
-        async def attach(index: int) -> None:
-            note_plugins(ps.links[index], await ps.links[index].call(lambda _: message))
-
-        await self._to_each_ps(attach)
-        creation = Creation(self.declared, ps)
-        return Runtime(ps, self.origin, ensure_created=creation.ensure, in_session=trains)
-
-    async def declare(self, num_workers: int, *, trains: bool) -> None:
-        """Let the workers enter, when so many have come.
-
-        Raises:
-            ConnectFailed: They have not come in time; says who has.
-            ParameterServerLost: A ps is gone.
-
-        Cancellation: Safe.
-        """
-        message = messages.Declared(trains, num_workers)
-        try:
-            async with asyncio.timeout(self.connect_timeout_s):
-                await self._tell(message)
-        except TimeoutError:
-            received = await self.ps.links[0].call(lambda _: messages.AskStatistics())
-            assert isinstance(received.message, messages.Statistics), "its only answer"
-            came = received.message.counters["session"].get("asking", ())
-            raise ConnectFailed(
-                f"{num_workers} workers were to take part in training, and within "
-                f"{self.connect_timeout_s:g} s there came {', '.join(came) or 'none'}",
-                hint="check that each of them runs this program: psync.run(main, on_workers=True)",
-            ) from None
-
-    async def end_training(self, reason: str, *, failed: bool) -> None:
-        """Close the token channels. Cancellation: Training may have ended."""
-        await self._tell(messages.EndTraining(reason, failed))
-
-    # A worker.
-
-    async def enter(self) -> Runtime:
-        """Take part, once the chief has declared its variables.
-
-        Raises:
-            ConnectFailed: ps 0 is not there in time, or no chief.
-            TrainingEnded: The chief has failed.
-            FencedError: Another process of this task has asked after this one.
-            AuthenticationError, ProtocolError: Something else answers.
-
-        Cancellation: Safe; ``close`` still has to be called.
-        """
-        boot = self.platform.new_incarnation()
-        incarnation = await self._enquire(messages.EnterSession(boot))
-        ps = self._connect_as(self.task, incarnation)
-
-        async def connect(index: int) -> None:
-            await ps.links[index].peer("control")
-
-        await self._to_each_ps(connect)
-        comparison = Comparison(self.declared, ps)
-        return Runtime(ps, self.origin, ensure_created=comparison.ensure, in_session=True)
-
-    async def leave(self) -> messages.TrainingOver | None:
-        """Take part no longer; the chief ends training so, and waits until all others have left.
-
-        Returns:
-            Why training has ended, for the chief.
-
-        Cancellation: Safe; training has ended.
-        """
-        answer = await self._tell(messages.LeaveSession())
-        return answer if isinstance(answer, messages.TrainingOver) else None
-
-    async def fail(self, error: BaseException) -> None:
-        """Take part no longer, because of an error that the chief shall raise.
-
-        Cancellation: Training may have ended.
-        """
-        said = describe_exception(error)
-        await self._tell(messages.ReplicaFailed(said.type_name, said.message, said.traceback_text))
-
-    async def _enquire(self, message: messages.EnterSession) -> int:
-        endpoint = Endpoint(self.platform, self.task, ENQUIRER, {})
-        enquirer = self.platform.parts.of(PsClient)(
-            endpoint, self.addresses[:1], self._pool, math.inf
-        )
-        try:
-            async with asyncio.timeout(self.connect_timeout_s):
-                received = await enquirer.links[0].call(lambda _: message)
-        except TimeoutError:
-            where = f"/job:ps/task:0 at {self.addresses[0]}"
-            connected = enquirer.links[0].incarnation is not None
-            raise ConnectFailed(
-                f"the chief has not begun a training session within {self.connect_timeout_s:g} s"
-                if connected
-                else f"no connection to {where} within {self.connect_timeout_s:g} s",
-                hint="is the chief running, and does it wait for others?"
-                if connected
-                else "is this task running, and is this its address?",
-            ) from None
-        finally:
-            await enquirer.close()
-            await endpoint.close()
-        answer = received.message
-        if isinstance(answer, messages.TrainingOver):
-            raise TrainingEnded(answer.reason)
-        if not isinstance(answer, messages.SessionEntered):
-            raise RemoteProtocolError("ps 0 sent a wrong answer to EnterSession")
-        return answer.incarnation
-
-    # Both.
-
-    def ends(self) -> list[Coroutine[Any, Any, messages.TrainingOver]]:
-        """Return, for each ps, what waits until it says that training has ended, or is lost."""
-        losses = [_until_lost(link) for link in self.ps.links[1:]]
-        return [wait_over(self.ps, self.task), *losses]
-
-    async def close(self) -> None:
-        """Close all connections. Cancellation: safe."""
-        if self._ps is not None and self._endpoint is not None:
-            await self._ps.close()
-            await self._endpoint.close()
-
-    def _connect_as(self, task: str, incarnation: int) -> PsClient:
-        self._endpoint = Endpoint(self.platform, task, incarnation, {}, self._pool)
-        # One that was never here is late, not lost.
-        self._ps = self.platform.parts.of(PsClient)(
-            self._endpoint, self.addresses, self._pool, math.inf
-        )
-        for link in self._ps.links:
-            link.on_lost = lambda error: setattr(error, "hint", PS_LOST_HINT)
-        return self._ps
-
-    async def _to_each_ps(self, act: Callable[[int], Awaitable[None]]) -> None:
-        """Do something at every ps for the first time."""
-        missing = dict(enumerate(self.addresses))
-
-        async def one(index: int) -> None:
-            await act(index)
-            self.ps.links[index].lost_after_s = self.ps_timeout_s
-            del missing[index]
-
-        try:
-            async with asyncio.timeout(self.connect_timeout_s), asyncio.TaskGroup() as group:
-                for index in list(missing):
-                    group.create_task(one(index))
-        except TimeoutError as exc:
-            names = ", ".join(f"/job:ps/task:{index} at {at}" for index, at in missing.items())
-            raise ConnectFailed(
-                f"no connection within {self.connect_timeout_s:g} s to {names}",
-                hint="are these tasks running, and are these their addresses?",
-            ) from exc
-        except BaseExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None
-
-    async def _tell(self, message: Message) -> Message:
-        return (await self.ps.links[0].call(lambda _: message)).message
-
-
-async def _until_lost(link: PsLink) -> NoReturn:
-    """Raise what a call would raise, even if there are no calls."""
-    while True:
-        await (await link.peer("control")).wait_closed()
-
-
-@dataclass(eq=False)
-class Comparison:
-    """Compares what a worker has declared with what the ps tasks hold for the chief."""
-
-    declared: list[Declaration]  # new ones appear at the end; they are taken from it
-    ps: PsClient
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def ensure(self) -> None:
-        """Compare what was not compared before.
-
-        Raises:
-            ConfigurationError: The chief has declared something else, or nothing.
-            ParameterServerLost: A ps is gone.
-
-        Cancellation: Safe; goes on with the next call.
-        """
-        while self.declared:
-            async with self._lock:
-                batch = self.declared[:MESSAGE_SHARDS]
-                by_ps: dict[int, list[tuple[str, int, int, int, list[int], str]]] = {}
-                for shard in (shard for each in batch for shard in each.spec.shards):
-                    described = (
-                        shard.variable, shard.variable_id, shard.index, shard.offset,
-                        list(shard.shape), shard.dtype,
-                    )  # fmt: skip
-                    by_ps.setdefault(shard.ps, []).append(described)
-                for index, shards in by_ps.items():
-                    for start in range(0, len(shards), MESSAGE_SHARDS):
-                        message = messages.CheckShards(shards[start : start + MESSAGE_SHARDS])
-                        await self.ps.links[index].call(always(message))
-                del self.declared[: len(batch)]
 
 
 P = ParamSpec("P")
@@ -442,9 +172,7 @@ class MonitoredTrainingSession:
         self._watchers: list[asyncio.Task[None]] = []
         self._seen: ServedStatus | None = None  # of a chief that has attached the ps tasks
         self._stopping = asyncio.Event()  # set once this task shall make no further step
-        self._over: messages.TrainingOver | None = (
-            None  # None until ps 0 has said that training is over
-        )
+        self._over: messages.TrainingOver | None = None  # what ps 0 has said about the end
         self._failure: Exception | None = None  # why ps 0 will not say it any more
 
     def __repr__(self) -> str:
@@ -519,7 +247,9 @@ class MonitoredTrainingSession:
         if await self._is_at_last_step():
             await self._end_training(f"step {self._stop_at_step} is reached")
         if self._startup_delay_s:
-            await self._wait_stopping(self._startup_delay_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._startup_delay_s):
+                    await self._stopping.wait()
 
     async def _use(self, runtime: Runtime) -> None:
         self.strategy._runtime = runtime
@@ -551,16 +281,13 @@ class MonitoredTrainingSession:
 
     async def _watch(self, end: Awaitable[messages.TrainingOver]) -> None:
         try:
-            self._note_over(await end)
+            self._over = over = await end
+            usual = logging.INFO if self.is_chief else logging.DEBUG
+            level = logging.WARNING if over.failed else usual
+            logger.log(level, "training ends: %s", over.reason)
         except Exception as exc:  # the program gets it when it leaves
             if self._over is None:
                 self._failure = exc
-            self._stopping.set()
-
-    def _note_over(self, over: messages.TrainingOver) -> None:
-        self._over = over
-        level = logging.WARNING if over.failed else logging.INFO if self.is_chief else logging.DEBUG
-        logger.log(level, "training ends: %s", over.reason)
         self._stopping.set()
 
     # The loop.
@@ -634,11 +361,6 @@ class MonitoredTrainingSession:
         self._stopping.set()
         if self._links is not None:
             await self._links.end_training(reason, failed=False)
-
-    async def _wait_stopping(self, timeout_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._stopping.wait()
 
     # The end.
 

@@ -19,6 +19,7 @@ import hmac
 import os
 import random
 import secrets
+import socket
 import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -207,6 +208,19 @@ def read_private(path: str, source: str) -> bytes:
                 hint=f"chmod 600 {path}",
             )
         return file.read()
+
+
+def is_deserted(path: str) -> bool:
+    """Return whether nobody listens at the path of a Unix socket, or nothing is there."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a full backlog would keep us waiting
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:
+            return False
+    return False
 
 
 def flag(environ: Mapping[str, str], variable: str) -> bool | None:

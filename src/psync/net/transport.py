@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import os
 import socket
-import stat
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from psync.cluster import split_address
 from psync.errors import PsyncError
+from psync.net.platform import is_deserted
 from psync.net.shared.door_names import door_beside, name_of_door, shut
 from psync.net.shared.doors import Door, doors_of, through_door
 from psync.net.shared.doors import Factory as Factory
@@ -204,7 +205,7 @@ def _bind_unix(path: str) -> socket.socket:
         try:
             sock.bind(path)
         except OSError:
-            if not _is_stale(path):
+            if not (Path(path).is_socket() and is_deserted(path)):
                 raise
             os.unlink(path)
             sock.bind(path)
@@ -213,20 +214,6 @@ def _bind_unix(path: str) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def _is_stale(path: str) -> bool:
-    try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return False
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.setblocking(False)  # a full backlog would keep us waiting
-            probe.connect(path)
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def name_of(peername: Any) -> str:

@@ -26,13 +26,17 @@ class CommonBlock:
             the order given from now on.
         root: Memory for them, of which the caller is the only owner.
         pool: Where their blocks go.
+
+    Attributes:
+        block: In which all arrays lie.
+        is_left: Whether an array has got another block.
     """
 
-    __slots__ = ("_block", "is_left")
+    __slots__ = ("block", "is_left")
 
     def __init__(self, arrays: Sequence[BlockArray], root: np.ndarray, pool: BlockPool) -> None:
-        self._block = Block(root, arrays[0].dtype)
-        self.is_left = False  # whether an array has got another block
+        self.block = Block(root, arrays[0].dtype)
+        self.is_left = False
         start = 0
         for array in arrays:
             window = Window(self, start, start + array.size)
@@ -40,39 +44,26 @@ class CommonBlock:
             array.commit(0, window, pool)
             start += array.size
 
-    @property
-    def array(self) -> np.ndarray:
-        """All of it, for the updating code only: as ``Block.array``."""
-        return self._block.array
-
     def writable(self, pool: BlockPool) -> Block:
         """Return where the new contents of all arrays go: as ``BlockArray.writable``."""
-        block = self._block
+        block = self.block
         if block.held():
             return Block(pool.take(block.array.nbytes), block.array.dtype)
         return block
 
     def commit(self, block: Block, pool: BlockPool) -> bool:
         """Let ``block`` be what all arrays lie in. Returns whether it replaced another one."""
-        old = self._block
+        old = self.block
         if old is block:
             return False
-        self._block = block
+        self.block = block
         old.retire(pool)
         return True
 
     def export(self, start: int, stop: int) -> memoryview:
         """Return elements ``start`` to ``stop`` as bytes: as ``BlockArray.export``."""
-        size = self._block.array.itemsize
-        return self._block.export(start * size, stop * size)
-
-    def held(self) -> bool:
-        """Return whether anybody outside sees any of it."""
-        return self._block.held()
-
-    def retire(self, pool: BlockPool) -> None:
-        """Give the memory to ``pool``: all arrays have other blocks. As ``Block.retire``."""
-        self._block.retire(pool)
+        size = self.block.array.itemsize
+        return self.block.export(start * size, stop * size)
 
 
 class Window(Block):
@@ -94,7 +85,7 @@ class Window(Block):
     @property
     def array(self) -> np.ndarray:  # type: ignore[override]  # made anew: the block may be another
         """As that of a block. Who has it counts as a reader of all windows."""
-        return self._common.array[self._start : self._stop]
+        return self._common.block.array[self._start : self._stop]
 
     def export(self, start: int = 0, stop: int | None = None) -> memoryview:
         """As of a block: bytes ``start`` to ``stop`` of the window."""
@@ -102,7 +93,7 @@ class Window(Block):
 
     def held(self) -> bool:
         """Return whether anybody outside sees any of the common block."""
-        return self._common.held()
+        return self._common.block.held()
 
     def retire(self, pool: BlockPool) -> None:
         """The array has another block now; the others stay."""

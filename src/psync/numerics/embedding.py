@@ -16,32 +16,21 @@ from psync.errors import ConfigurationError, PartitionError, ValueMismatchError
 from psync.numerics.sums import sum_dtype
 from psync.specs import plain_array
 
-STRATEGIES = ("div", "mod")
-COMBINERS = ("mean", "sum", "sqrtn")
+CHOICES = {"partition_strategy": ("div", "mod"), "combiner": ("mean", "sum", "sqrtn")}
+"""How ids are spread over a list of variables, and how rows become one."""
 
 
-def check_strategy(strategy: str, what: str) -> None:
-    """Check how ids are spread over a list of variables.
-
-    Raises:
-        ConfigurationError: There is no such way.
-    """
-    _check_choice(f"{what}: partition_strategy", strategy, STRATEGIES)
-
-
-def check_combiner(combiner: str, what: str) -> None:
-    """Check how rows become one.
+def check_choice(what: str, name: str, given: str) -> None:
+    """Check an argument that is one of ``CHOICES``.
 
     Raises:
-        ConfigurationError: There is no such way.
+        ConfigurationError: It is none of them.
     """
-    _check_choice(f"{what}: combiner", combiner, COMBINERS)
-
-
-def _check_choice(what: str, given: str, choices: Sequence[str]) -> None:
-    if given not in choices:
-        *others, last = (f'"{choice}"' for choice in choices)
-        raise ConfigurationError(f"{what}: expected {', '.join(others)} or {last}, got {given!r}")
+    if given not in CHOICES[name]:
+        *others, last = (f'"{choice}"' for choice in CHOICES[name])
+        raise ConfigurationError(
+            f"{what}: {name}: expected {', '.join(others)} or {last}, got {given!r}"
+        )
 
 
 def check_sizes(sizes: Sequence[int], names: Sequence[str], what: str) -> None:
@@ -174,7 +163,7 @@ class SparseIds:
         Args:
             rows: Of the variable, floating.
             which: Of them belongs to each id.
-            combiner: One of ``COMBINERS``.
+            combiner: One of ``CHOICES``.
             what: For messages.
 
         Raises:
@@ -212,39 +201,35 @@ def _reduced(
 
 def _triple(given: Any, what: str) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
     """Return (indices, values, dense shape) of a sparse matrix."""
+
+    def wrong(text: str) -> ValueMismatchError:
+        return ValueMismatchError(f"{what}: {text}")
+
     if all(hasattr(given, name) for name in ("indices", "values", "dense_shape")):
         given = (given.indices, given.values, given.dense_shape)
     if not isinstance(given, tuple | list) or len(given) != 3:
-        raise ValueMismatchError(
-            f"{what}: expected a triple (indices, values, dense_shape) or an object with these "
-            f"attributes, got {type(given).__name__}"
+        raise wrong(
+            "expected a triple (indices, values, dense_shape) or an object with these attributes, "
+            f"got {type(given).__name__}"
         )
     try:
         indices, values = plain_array(given[0]), plain_array(given[1])
         shape = tuple(map(operator.index, np.asarray(given[2]).reshape(-1).tolist()))
     except (TypeError, ValueError) as exc:
-        raise ValueMismatchError(
-            f"{what}: expected arrays of integers as indices and dense_shape, and an array of "
-            f"values: {exc}"
-        ) from exc
+        expected = "arrays of integers as indices and dense_shape, and an array of values"
+        raise wrong(f"expected {expected}: {exc}") from exc
     if not indices.size and not values.size:  # numpy makes floats of empty lists
         indices = np.empty((0, 2), np.int64)
         values = values.astype(np.int64) if values.dtype.kind == "f" else values
     if len(shape) != 2 or min(shape) < 0:
-        raise ValueMismatchError(
-            f"{what}: expected a dense_shape of two numbers from 0, got {shape}"
-        )
+        raise wrong(f"expected a dense_shape of two numbers from 0, got {shape}")
     if indices.shape != (values.size, 2) or values.ndim != 1 or indices.dtype.kind not in "iu":
-        raise ValueMismatchError(
-            f"{what}: expected indices of shape (n, 2), integers, and n values, got "
-            f"{indices.shape} {indices.dtype} and {values.shape}"
-        )
+        got = f"{indices.shape} {indices.dtype} and {values.shape}"
+        raise wrong(f"expected indices of shape (n, 2), integers, and n values, got {got}")
     outside = ((indices < 0) | (indices >= np.array(shape))).any(axis=1)
     if outside.any():
-        raise ValueMismatchError(
-            f"{what}: index {tuple(indices[outside][0].tolist())} is out of bounds for dense_shape "
-            f"{shape}"
-        )
+        index = tuple(indices[outside][0].tolist())
+        raise wrong(f"index {index} is out of bounds for dense_shape {shape}")
     return indices.astype(np.int64, copy=False), values, (shape[0], shape[1])
 
 

@@ -106,11 +106,8 @@ def row_numbers(indices: Any, num_rows: int, what: str, *, ndim: int | None = No
         )
     if array.size and (array.min() < 0 or array.max() >= num_rows):
         worst = array[(array < 0) | (array >= num_rows)].reshape(-1)[0]
-        raise VariableIndexError(
-            f"{what}: index {worst} is out of bounds, expected 0 to {num_rows - 1}"
-            if num_rows
-            else f"{what}: index {worst} is out of bounds: there are no rows"
-        )
+        why = f", expected 0 to {num_rows - 1}" if num_rows else ": there are no rows"
+        raise VariableIndexError(f"{what}: index {worst} is out of bounds{why}")
     return array.astype(np.int64, copy=False)
 
 

@@ -135,6 +135,7 @@ class BlockPool:
 
     Attributes:
         bound: Of what is kept: ``max_bytes``, or more until ``shrink``.
+        nbytes: Size of what is kept alive.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class BlockPool:
         self._roots: OrderedDict[int, np.ndarray] = OrderedDict()
         # nbytes -> ids of the roots of that size, the next to be looked at first.
         self._by_size: dict[int, OrderedDict[int, None]] = {}
-        self._bytes = 0
+        self.nbytes = 0
         self._hits = 0
         self._misses = 0
         self._evicted = 0
@@ -186,28 +187,27 @@ class BlockPool:
         To forget what is in use would free nothing, and who uses more than the bound at one time
         will do so again.
         """
-        while self._bytes + nbytes > self.bound:
+        while self.nbytes + nbytes > self.bound:
             for key in list(itertools.islice(self._roots, _PROBES)):
                 if _references(self._roots, key) == _UNSEEN_IN_POOL:
                     self._evict(key)
                     break
                 self._roots.move_to_end(key)
             else:
-                self.bound = self._bytes + nbytes
+                self.bound = self.nbytes + nbytes
 
     def shrink(self) -> None:
         """Take the bound back to what it was, and forget what nobody sees beyond it."""
         self.bound = self._max_bytes
         for key in list(self._roots):
-            if self._bytes <= self.bound:
+            if self.nbytes <= self.bound:
                 break
             if _references(self._roots, key) == _UNSEEN_IN_POOL:
                 self._evict(key)
 
     def _unseen(self, nbytes: int) -> int | None:
         """Return the key of a root of this size that nobody else sees; None: there is none."""
-        waiting = self._by_size.get(nbytes)
-        if waiting is not None:
+        if (waiting := self._by_size.get(nbytes)) is not None:
             for _ in range(min(_PROBES, len(waiting))):
                 key = next(iter(waiting))
                 if _references(self._roots, key) == _UNSEEN_IN_POOL:
@@ -251,21 +251,16 @@ class BlockPool:
         if key in self._roots:
             self._roots.move_to_end(key)
             return
-        while self._bytes + root.nbytes > self.bound:
+        while self.nbytes + root.nbytes > self.bound:
             self._evict(next(iter(self._roots)))
         self._roots[key] = root
         self._by_size.setdefault(root.nbytes, OrderedDict())[key] = None
-        self._bytes += root.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """The size of what is kept alive."""
-        return self._bytes
+        self.nbytes += root.nbytes
 
     def statistics(self) -> PoolStatistics:
         """Return counters and sizes as of now."""
         return PoolStatistics(
-            self._hits, self._misses, self._evicted, len(self._roots), self._bytes, self.bound
+            self._hits, self._misses, self._evicted, len(self._roots), self.nbytes, self.bound
         )
 
     def _evict(self, key: int) -> None:
@@ -278,7 +273,7 @@ class BlockPool:
         del same_size[key]
         if not same_size:  # sizes come from peers: their number must not grow for ever
             del self._by_size[root.nbytes]
-        self._bytes -= root.nbytes
+        self.nbytes -= root.nbytes
         return root
 
 
@@ -369,7 +364,7 @@ class BlockArray:
         pool: Where blocks come from; None: ordinary memory.
     """
 
-    __slots__ = ("_blocks", "_per_block", "_pool", "_unmade", "dtype", "fill", "size")
+    __slots__ = ("_blocks", "_per_block", "_pool", "_unmade", "dtype", "fill", "nbytes", "size")
 
     def __init__(
         self,
@@ -381,6 +376,7 @@ class BlockArray:
         self.size = size
         self._pool = _ORDINARY if pool is None else pool
         self.dtype = dtype
+        self.nbytes = size * dtype.itemsize
         self.fill = fill  # value of all elements of blocks that have not come into being
         self._unmade: Block | None = None  # read in place of all None below; None before that
         # elements in every block but the last
@@ -400,11 +396,6 @@ class BlockArray:
     def num_blocks(self) -> int:
         """Number of blocks."""
         return len(self._blocks)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.size * self.dtype.itemsize
 
     @property
     def spare_bytes(self) -> int:
@@ -434,9 +425,8 @@ class BlockArray:
         """Return block ``i``."""
         block = self._blocks[i]
         if block is None:
-            block = self._filled(self._nbytes(i)) or Block(
-                self._pool.zeros(self._nbytes(i)), self.dtype
-            )
+            nbytes = self._nbytes(i)
+            block = self._filled(nbytes) or Block(self._pool.zeros(nbytes), self.dtype)
             self._blocks[i] = block
         return block
 
@@ -616,15 +606,12 @@ class BlockRuns(BlockArray):
         if i + 1 == self.num_blocks:
             new, self._new = self._new, []
             for at, each in enumerate(new):
-                self._replace(at, each, pool)
+                old = self._blocks[at]
+                if any(run.blocks[at] is old for run in self._runs):
+                    self._blocks[at] = each
+                else:
+                    super().commit(at, each, pool)
         return replaces
-
-    def _replace(self, i: int, block: Block, pool: BlockPool) -> None:
-        old = self._blocks[i]
-        if any(run.blocks[i] is old for run in self._runs):
-            self._blocks[i] = block
-        else:
-            super().commit(i, block, pool)
 
     def export(self, start: int = 0, stop: int | None = None) -> list[memoryview]:
         """Return elements ``start`` to ``stop`` as read-only views of bytes, in order."""

@@ -250,10 +250,7 @@ class AUC(MetricRule):
                 f"{y_pred.max()}",
                 hint="AUC(from_logits=True) applies a sigmoid",
             )
-        if weights is None:
-            weights = np.ones(y_pred.shape)
-        else:
-            weights = squeezed(weights, y_pred)
+        weights = np.ones(()) if weights is None else squeezed(weights, y_pred)
         if weights.ndim < y_pred.ndim:
             weights = weights.reshape(weights.shape + (1,) * (y_pred.ndim - weights.ndim))
         weights = broadcast(self.name, weights, y_pred.shape)

@@ -106,9 +106,10 @@ def reducing_arrays(
             if getattr(values[position], "nbytes", 0) > PIECE_BYTES:
                 yield
     _check_shapes([array.shape for array in arrays], "reduce")
-    result = np.empty(arrays[0].shape, _result_dtype(op, dtype, work))
+    divisor = np.asarray(count, np.float64 if work.kind in "iu" else work)
+    counted = divisor.dtype if op is ReduceOp.MEAN else work  # the result of integers and bools
+    result = np.empty(arrays[0].shape, counted if dtype.kind in "biu" else dtype)
     results, terms = result.reshape(-1), [array.reshape(-1) for array in arrays]
-    divisor = np.asarray(count, _mean_dtype(work))
     for part in cuts(results.size, result.itemsize * len(terms)):
         with np.errstate(all="ignore"):
             total = terms[0][part].astype(work)
@@ -212,17 +213,6 @@ def _work_dtype(dtype: np.dtype) -> np.dtype:
     if dtype.kind == "b":
         return np.dtype(np.int64)
     return dtype if dtype.kind in "iuc" else sum_dtype(dtype)
-
-
-def _result_dtype(op: ReduceOp, dtype: np.dtype, work: np.dtype) -> np.dtype:
-    """Return the dtype of a sum or mean of values of ``dtype``."""
-    if dtype.kind in "biu":
-        return work if op is ReduceOp.SUM else _mean_dtype(work)
-    return dtype
-
-
-def _mean_dtype(work: np.dtype) -> np.dtype:
-    return np.dtype(np.float64) if work.kind in "iu" else work
 
 
 def _axes_within(axes: tuple[int, ...], array: np.ndarray) -> tuple[int, ...]:

@@ -274,6 +274,9 @@ class RowBlocks(BlockArray):
         fill: Value of all elements.
         dense: Whether most rows will be written. Memory then comes in large pages where the system
             has them: a third less time to gather rows, and 2 MiB for the first row of each page.
+
+    Attributes:
+        seen: Numbers of the blocks that somebody may see, or that lie away.
     """
 
     def __init__(
@@ -300,7 +303,7 @@ class RowBlocks(BlockArray):
         self._raw_fill = np.full(1, fill, dtype).view(raw)
         # In ``_blocks`` are those that somebody may see, by number here too; the others are at
         # home, and nobody sees them.
-        self._seen: set[int] = set()
+        self.seen: set[int] = set()
         self._away: dict[int, Block] = {}  # the homes of blocks that lie elsewhere
 
     # As any BlockArray.
@@ -319,8 +322,11 @@ class RowBlocks(BlockArray):
             if len(untouched) and self._raw_fill:
                 self._table[untouched + rows.start] = self._raw_fill
             self._written[rows] = True
-            block = self._blocks[i] = Block(self._home(i), self.dtype)
-            self._seen.add(i)
+            offset = self.bounds(i)[0] * self.dtype.itemsize
+            # Its base is no array, so views of it count here.
+            root = np.frombuffer(self._memory, np.uint8, self._nbytes(i), offset)
+            block = self._blocks[i] = Block(root, self.dtype)
+            self.seen.add(i)
         return block
 
     def writable(self, i: int, pool: BlockPool) -> Block:
@@ -404,15 +410,10 @@ class RowBlocks(BlockArray):
         numbers = rows // (self._per_block // self.row_size)
         return 1 + int(np.count_nonzero(numbers[1:] != numbers[:-1]))
 
-    @property
-    def any_seen(self) -> bool:
-        """Whether somebody may see a block, or one lies away."""
-        return bool(self._seen)
-
     def held_among(self, blocks: np.ndarray) -> list[int]:
         """Return which of these blocks cannot be written where they are, or lie away."""
         held = []
-        for i in [i for i in blocks.tolist() if i in self._seen]:
+        for i in [i for i in blocks.tolist() if i in self.seen]:
             block = self._blocks[i]
             if i in self._away or (block is not None and block.held()):
                 held.append(i)
@@ -505,12 +506,6 @@ class RowBlocks(BlockArray):
         whole: np.ndarray = array.view(row).reshape(len(array))
         return whole
 
-    def _home(self, i: int) -> np.ndarray:
-        """Return a root for block ``i``: its base is no array, so views of it count here."""
-        start, _ = self.bounds(i)
-        offset = start * self.dtype.itemsize
-        return np.frombuffer(self._memory, np.uint8, self._nbytes(i), offset)
-
     def _come_home(self, i: int, pool: BlockPool) -> None:
         home = self._away.pop(i)
         block = self._blocks[i]
@@ -521,7 +516,7 @@ class RowBlocks(BlockArray):
 
     def _unsee(self, i: int) -> None:
         self._blocks[i] = None
-        self._seen.discard(i)
+        self.seen.discard(i)
 
     def _away_array(self, i: int) -> np.ndarray:
         block = self._blocks[i]

@@ -197,7 +197,14 @@ Coefficients = tuple[float, ...]
 """Inputs of a rule that are the same for all elements."""
 
 Part = tuple[np.ndarray, np.ndarray, Arrays, np.ndarray, Arrays]
-"""Arrays of one call of a rule: param, grad, slots, out_param, out_slots."""
+"""Arrays of a piece of a parameter:
+
+- the parameter: 1-D, contiguous, floating;
+- its gradient, of the same length, and of the parameter's dtype or that of its slots; not changed;
+- its slots, of dtype ``slot_dtype(param.dtype)``, one per name of ``own_slots()``;
+- for the result: the parameter itself or separate memory;
+- for the new slots: the slots themselves or separate memory.
+"""
 
 
 class Rate:
@@ -331,42 +338,16 @@ class UpdateRule(ABC):
         return step // (self.options.gradient_accumulation_steps or 1)
 
     def apply(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Arrays,
-        out_param: np.ndarray,
-        out_slots: Arrays,
-        step: int,
-        scratch: Scratch,
-        ratio: float | None = None,
+        self, parts: Iterable[Part], step: int, scratch: Scratch, ratio: float | None = None
     ) -> None:
-        """Compute the parameter and slots that follow from one gradient.
+        """Compute the parameters and slots that follow from one gradient of each part.
 
         Args:
-            param: Array, 1-D, contiguous, floating.
-            grad: Gradient of the same length, and of the parameter's dtype or that of its slots;
-                not changed.
-            slots: Arrays of dtype ``slot_dtype(param.dtype)``, one per name of ``own_slots()``.
-            out_param: Array for the result: ``param`` itself or separate memory.
-            out_slots: Arrays for the new slots: the slots themselves or separate memory.
+            parts: Tuples of arrays; see ``Part``. Each one is requested when the previous one is
+                done.
             step: Number of pushes that this optimizer had before this one.
             scratch: Work space; its contents do not matter between calls.
             ratio: Result of ``trust_ratio`` for the whole variable; layerwise rules only.
-        """
-        self.apply_all(((param, grad, slots, out_param, out_slots),), step, scratch, ratio)
-
-    def apply_all(
-        self, parts: Iterable[Part], step: int, scratch: Scratch, ratio: float | None = None
-    ) -> None:
-        """Call ``apply`` for many parts, with the common work done once.
-
-        Args:
-            parts: Tuples (param, grad, slots, out_param, out_slots); see ``apply``. Each one is
-                requested when the previous one is done.
-            step: See ``apply``.
-            scratch: See ``apply``.
-            ratio: See ``apply``.
         """
         rate = self.learning_rate(step)
         decay = rate * (self.options.weight_decay or 0.0)
@@ -893,11 +874,8 @@ PIECE = 1 << 13
 sums are added without rounding (``math.fsum``), so neither chunks nor the blocks of a shard, which
 are multiples of it, show in a norm."""
 
-Measured = tuple[np.ndarray, np.ndarray, Arrays]
-"""Arrays to measure: param, grad, slots."""
-
 Sums = tuple[float, float]
-"""Sums of squares of a parameter and of its update."""
+"""Sums of squares of a decayed parameter and of its update, in float64."""
 
 
 @dataclass(slots=True, eq=False)
@@ -976,26 +954,12 @@ class LayerwiseRule(UpdateRule):
         decay = self.learning_rate(step) * (self.options.weight_decay or 0.0)
         return Measurement(self, decay, self.iteration(step) + 1, scratch)
 
-    def measure(self, parts: Iterable[Measured], step: int, scratch: Scratch) -> Sums:
-        """Return the sums of squares of the decayed parameter and of its update, in float64.
-
-        Args:
-            parts: Parts as for ``apply``, which are not changed. Each one is requested when the
-                previous one is done.
-            step: See ``apply``.
-            scratch: See ``apply``.
-        """
-        measurement = self.measurement(step, scratch)
-        for param, grad, slots in parts:
-            measurement.add(param, grad, slots)
-        return measurement.sums()
-
     @staticmethod
     def trust_ratio(sums: Iterable[Sums]) -> float:
         """Return the norm of a variable divided by that of its update; 1 if one of them is 0.
 
         Args:
-            sums: Results of ``measure`` for all pieces of the variable.
+            sums: Of the measurements of all pieces of the variable.
 
         Source: You et al., 2019, with the identity as phi; ``keras.optimizers.Lamb``.
         """
@@ -1005,16 +969,17 @@ class LayerwiseRule(UpdateRule):
             return 1.0
         return math.sqrt(of_param) / math.sqrt(of_update)
 
-    def apply_all(
+    def apply(
         self, parts: Iterable[Part], step: int, scratch: Scratch, ratio: float | None = None
     ) -> None:
-        """Call ``apply`` for many parts; without a ratio, each part is a whole variable."""
+        """As of other rules; without a ratio, each part is a whole variable."""
         for part in parts:
-            param, grad, slots, *_ = part
             of_part = ratio
             if of_part is None:
-                of_part = self.trust_ratio([self.measure([(param, grad, slots)], step, scratch)])
-            super().apply_all((part,), step, scratch, of_part)
+                measurement = self.measurement(step, scratch)
+                measurement.add(*part[:3])
+                of_part = self.trust_ratio([measurement.sums()])
+            super().apply((part,), step, scratch, of_part)
 
 
 class Lamb(LayerwiseRule, MomentRule):

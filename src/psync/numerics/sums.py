@@ -16,9 +16,8 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from operator import itemgetter
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeVar, cast
 
 import numpy as np
@@ -72,29 +71,6 @@ def sum_dtype(dtype: np.dtype) -> np.dtype:
     if name in ("float32", "float64"):
         return np.dtype(name)
     raise ValueMismatchError(f"only floating-point gradients can be summed, got {name}")
-
-
-def sum_into(
-    total: np.ndarray,
-    gradients: Iterable[np.ndarray],
-    weights: Sequence[float],
-    weight_sum: float,
-    reduction: Reduction,
-    out: np.ndarray | None = None,
-) -> None:
-    """Sum ``weight * gradient`` over several gradients, and ``finish``.
-
-    Each gradient is asked for when the one before it was added.
-    """
-    with np.errstate(all="ignore"):  # once: entering it costs as much as adding small arrays
-        is_first = True
-        for gradient, weight in zip(gradients, weights, strict=True):
-            if is_first:
-                begin(total, gradient, weight)
-                is_first = False
-            else:
-                _accumulate(total, gradient, weight)
-        _finish(total, weight_sum, reduction, out)
 
 
 def begin(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
@@ -413,7 +389,6 @@ class MeanGradient:
     reduction: Reduction
     scratch: Scratch
     scale: float = 1.0
-    _weight_sum: float = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.gradients or len(self.gradients) != len(self.weights):
@@ -421,7 +396,6 @@ class MeanGradient:
                 "expected gradients, and a weight for each, got "
                 f"{len(self.gradients)} and {len(self.weights)}"
             )
-        self._weight_sum = sum(self.weights)
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Return these elements, in the dtype of the gradients; not to be changed."""
@@ -452,8 +426,11 @@ class MeanGradient:
         rounded: np.ndarray | None = None
         if work != first.dtype:
             (rounded,) = scratch.arrays(first.dtype, 1, first.size)
-        parts = map(itemgetter(part), self.gradients)
-        sum_into(total, parts, self.weights, self._weight_sum, self.reduction, rounded)
+        with np.errstate(all="ignore"):  # once: entering it costs as much as adding small arrays
+            begin(total, first, self.weights[0])
+            for gradient, weight in zip(self.gradients[1:], self.weights[1:], strict=True):
+                _accumulate(total, gradient[part], weight)
+            _finish(total, sum(self.weights), self.reduction, rounded)
         return total if rounded is None else rounded
 
 

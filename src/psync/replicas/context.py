@@ -231,9 +231,7 @@ class GangMember:
         if not isinstance(answer, Merged):
             raise RemoteProtocolError(f"{what}: expected Merged, got {type(answer).__name__}")
         if answer.error is not None:
-            raise rebuild_exception(
-                CHIEF, *answer.error, payload=result if received.segments else None
-            )
+            raise rebuild_exception(CHIEF, *answer.error, result)
         return unpack(result.data, result.buffers)
 
     async def _ask(self, message: Message, segments: Sequence[Segment]) -> Frame:

@@ -297,8 +297,9 @@ def _parts_of(obj: object) -> Iterator[tuple[str, object]]:
             for name, value in captures_of(obj).items():
                 if value is not obj:
                     yield f'captures "{name}"', value
-            for name, value in _defaults_of(obj):
-                yield f'has the default "{name}"', value
+            for parameter in inspect.signature(obj, follow_wrapped=False).parameters.values():
+                if parameter.default is not parameter.empty:
+                    yield f'has the default "{parameter.name}"', parameter.default
     elif isinstance(obj, MethodType):
         yield 'captures "self"', obj.__self__
     elif isinstance(obj, functools.partial):
@@ -320,9 +321,3 @@ def _parts_of(obj: object) -> Iterator[tuple[str, object]]:
         for name, value in getattr(obj, "__dict__", {}).items():
             if not (isinstance(obj, type) and name.startswith("__")):
                 yield f'has "{name}"', value
-
-
-def _defaults_of(fn: FunctionType) -> Iterator[tuple[str, object]]:
-    for name, parameter in inspect.signature(fn, follow_wrapped=False).parameters.items():
-        if parameter.default is not parameter.empty:
-            yield name, parameter.default

@@ -9,7 +9,6 @@ An exception that cannot be pickled, or cannot be built again, is represented by
 from __future__ import annotations
 
 from traceback import format_exception
-from types import TracebackType
 from typing import NamedTuple, TypeGuard
 
 from psync.errors import (
@@ -20,7 +19,7 @@ from psync.errors import (
     TransportError,
 )
 from psync.serialization.captures import type_name
-from psync.serialization.payloads import Payload, pack, unpack
+from psync.serialization.payloads import EMPTY, Payload, outside_of, pack, unpack
 
 MAX_MESSAGE_CHARS = 4096  # these texts travel in message headers, which are limited to 1 MiB
 MAX_TRACEBACK_CHARS = 16_384
@@ -36,12 +35,14 @@ class Described(NamedTuple):
     type_name: str  # qualified name of its type
     message: str  # its text
     traceback_text: str
-    payload: Payload | None  # the exception itself, or None if it cannot be sent
+    payload: Payload  # the exception itself, or EMPTY if it cannot be sent
 
 
 def describe_exception(exc: BaseException, *, main_by_name: bool = True) -> Described:
     """Return what is told to another task about an exception of user code. Never raises."""
-    frames = _from_user_code(exc.__traceback__, psync=not isinstance(exc, SerializationError))
+    frames = outside_of(_RUNNERS, exc.__traceback__)
+    if frames is None and not isinstance(exc, SerializationError):
+        frames = exc.__traceback__
     # How psync found that a task is lost or the network failed is no news to the user.
     chain = not isinstance(exc, (TaskLost, TransportError))
     lines = format_exception(type(exc), exc, frames, chain=chain)
@@ -55,7 +56,7 @@ def describe_exception(exc: BaseException, *, main_by_name: bool = True) -> Desc
 
 
 def rebuild_exception(
-    task: str, type_name: str, message: str, traceback_text: str, payload: Payload | None
+    task: str, type_name: str, message: str, traceback_text: str, payload: Payload
 ) -> Exception:
     """Return the exception that a task described. Never raises.
 
@@ -72,7 +73,7 @@ def rebuild_exception(
         built, the RemoteError itself.
     """
     remote = RemoteError(task, type_name, message, traceback_text)
-    if payload is None:
+    if not payload.segments:
         return remote
     try:
         exc, cause = unpack(payload.data, payload.buffers)
@@ -95,7 +96,7 @@ def _may_be_raised(exc: object) -> TypeGuard[Exception]:
     return isinstance(exc, Exception) and not isinstance(exc, (StopIteration, StopAsyncIteration))
 
 
-def _pickled(exc: BaseException, main_by_name: bool) -> Payload | None:
+def _pickled(exc: BaseException, main_by_name: bool) -> Payload:
     # An exception pickles without its cause. That of a ClosureInputError is what it is about.
     cause = exc.__cause__ if isinstance(exc, ClosureInputError) else None
     for pair in ((exc, cause), (exc, None)):
@@ -105,23 +106,7 @@ def _pickled(exc: BaseException, main_by_name: bool) -> Payload | None:
             continue
         if payload.nbytes <= MAX_EXCEPTION_BYTES and not payload.remote_values:
             return payload
-    return None
-
-
-def _from_user_code(frames: TracebackType | None, *, psync: bool) -> TracebackType | None:
-    """Return the traceback without the frames that only lead to user code.
-
-    Args:
-        frames: All of them.
-        psync: Whether frames of psync are told if there are no others.
-    """
-    found = frames
-    while found is not None:
-        module = found.tb_frame.f_globals.get("__name__")
-        if not isinstance(module, str) or module.partition(".")[0] not in _RUNNERS:
-            return found
-        found = found.tb_next
-    return frames if psync else None
+    return EMPTY
 
 
 def text_of(exc: BaseException) -> str:

@@ -60,9 +60,6 @@ class FunctionTable:
         self._known = weakref.WeakKeyDictionary()
         self._by_key: weakref.WeakValueDictionary[bytes, Function] = weakref.WeakValueDictionary()
 
-    def __len__(self) -> int:
-        return len(self._by_key)
-
     def register(self, fn: Step, *, stacklevel: int = 3) -> Function:
         """Return the step ``fn`` as it is sent; pickles it if it was not scheduled before.
 
@@ -86,8 +83,14 @@ class FunctionTable:
             if known is None:
                 _check_step(fn)
                 known = self._known[fn] = (self._pickled(fn, "step"), CaptureWatch(fn))
-            elif rebound := known[1].rebound():
-                _warn_stale(known[0].name, rebound, stacklevel + 1)
+            for name in known[1].rebound():
+                warnings.warn(
+                    f'step "{known[0].name}" captured "{name}" when it was first scheduled; '
+                    f'"{name}" has been rebound since, but workers keep using the captured value; '
+                    "pass it as an argument, or define the step again",
+                    StaleCaptureWarning,
+                    stacklevel=stacklevel,
+                )
             return known[0]
         _check_step(fn)
         return self._pickled(fn, "step")
@@ -165,17 +168,6 @@ def _code_of(fn: Any) -> Any:
 def is_coroutine_step(fn: Step) -> bool:
     """Return whether calling ``fn`` gives a coroutine, which runs on the worker's loop."""
     return inspect.iscoroutinefunction(_code_of(fn))
-
-
-def _warn_stale(step: str, names: Sequence[str], stacklevel: int) -> None:
-    for name in names:
-        warnings.warn(
-            f'step "{step}" captured "{name}" when it was first scheduled; "{name}" has been '
-            "rebound since, but workers keep using the captured value; pass it as an argument, or "
-            "define the step again",
-            StaleCaptureWarning,
-            stacklevel=stacklevel,
-        )
 
 
 # On the worker.

@@ -26,9 +26,9 @@ import pickle
 import sys
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, TracebackType
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -61,7 +61,7 @@ _BOUND_TO_A_LOOP = (
 )  # fmt: skip
 """Some of these would pickle, although they mean nothing on another event loop."""
 
-_PICKLING = frozenset({"psync", "cloudpickle"})
+_PICKLING = sys.stdlib_module_names | {"psync", "cloudpickle"}
 """Packages whose frames tell nothing about what cannot be pickled."""
 
 _BY_NAME_PACKAGES = frozenset({"numpy", "psync"})
@@ -319,9 +319,11 @@ def _refuse(
     reason = str(cause or error)
     # pickle's own words only repeat what the sentence says.
     reason = "" if reason.startswith("cannot pickle '") else f": {reason}"
+    # An error that user code has raised while it was pickled, with the frames of that.
+    frames = outside_of(_PICKLING, error.__traceback__)
     raise SerializationError(
         f"{sentence} to {receiver}{reason}", hint=_remedy(path, receiver)
-    ) from _of_user_code(error)
+    ) from (None if frames is None else error.with_traceback(frames))
 
 
 def _remedy(path: Sequence[object], receiver: str) -> str:
@@ -346,13 +348,11 @@ def _remedy(path: Sequence[object], receiver: str) -> str:
     return "create it inside the step, or pass the data to create it from"
 
 
-def _of_user_code(error: BaseException) -> BaseException | None:
-    """Return an error that user code has raised while it was pickled, with the frames of that."""
-    frames = error.__traceback__
+def outside_of(packages: Set[str], frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from its first frame on that is of none of these packages, or None."""
     while frames is not None:
-        package = str(frames.tb_frame.f_globals.get("__name__")).partition(".")[0]
-        if package not in _PICKLING and package not in sys.stdlib_module_names:
-            return error.with_traceback(frames)
+        if str(frames.tb_frame.f_globals.get("__name__")).partition(".")[0] not in packages:
+            return frames
         frames = frames.tb_next
     return None
 

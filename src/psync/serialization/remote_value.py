@@ -247,8 +247,7 @@ async def fetch_all(structure: Any) -> Any:
         return await RemoteValue.fetch(structure)
     if isinstance(structure, dict):
         return {key: await fetch_all(item) for key, item in structure.items()}
-    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
-        return type(structure)(*[await fetch_all(item) for item in structure])
     if isinstance(structure, list | tuple):
-        return type(structure)([await fetch_all(item) for item in structure])
+        items = [await fetch_all(item) for item in structure]
+        return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
     return structure

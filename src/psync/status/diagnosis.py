@@ -7,9 +7,10 @@ watches a run begins to care, not where something is broken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeAlias
 
 from psync.status.model import PsStatus, RunningClosure, Status, WorkerStatus
 from psync.status.units import bytes_text, seconds_text, short_names, task_text, tasks_text
@@ -68,31 +69,34 @@ def diagnose(status: Status) -> list[Finding]:
         for finding in diagnose(await coordinator.status()):
             print(finding.level, finding.text)
     """
-    findings = [finding for rule in _RULES for finding in rule(status)]
-    findings.sort(key=lambda finding: finding.level != "bad")  # stable
+    found = [(level, text) for rule in _RULES for level, text in rule(status)]
+    found.sort(key=lambda each: each[0] != "bad")  # stable
+    findings = [Finding(level, text[:1].upper() + text[1:]) for level, text in found]
     return findings or [_all_is_well(status)]
 
 
-# Rules. What stands still comes first.
+# Rules yield level and text. What stands still comes first.
+
+_Found: TypeAlias = Iterator[tuple[str, str]]
 
 
-def _states(status: Status) -> Iterator[Finding]:
+def _states(status: Status) -> _Found:
     if status.state == "starting":
         waits_for = short_names(status.waits_for)
-        yield Finding("warn", f"The cluster is starting and waits for: {waits_for}.")
+        yield "warn", f"The cluster is starting and waits for: {waits_for}."
     elif status.state == "recovering":
-        yield Finding("bad", "A ps was lost: closures wait until its variables are restored.")
+        yield "bad", "A ps was lost: closures wait until its variables are restored."
     elif status.state == "failed":
-        yield Finding("bad", "A step has failed: no closure starts until join raises its error.")
+        yield "bad", "A step has failed: no closure starts until join raises its error."
 
 
-def _values(status: Status) -> Iterator[Finding]:
+def _values(status: Status) -> _Found:
     for name, value in status.reported.items():
         if not math.isfinite(value):
-            yield Finding("bad", f"The reported {name} is not a finite number.")
+            yield "bad", f"The reported {name} is not a finite number."
 
 
-def _gone(status: Status) -> Iterator[Finding]:
+def _gone(status: Status) -> _Found:
     for state, one, more in (
         ("lost", "is lost; it rejoins when it is reachable",
          "are lost; they rejoin when they are reachable"),
@@ -101,21 +105,17 @@ def _gone(status: Status) -> Iterator[Finding]:
         ("given up", "was removed: its process died too often",
          "were removed: their processes died too often"),
     ):  # fmt: skip
-        tasks = [each.task for each in status.workers if each.state == state]
-        if tasks:
-            text = one if len(tasks) == 1 else more
-            yield Finding("bad", f"{_capital(tasks_text(tasks))} {text}.")
+        if tasks := [each.task for each in status.workers if each.state == state]:
+            yield "bad", f"{tasks_text(tasks)} {one if len(tasks) == 1 else more}."
     for ps in status.ps:
         if ps.state in ("lost", "broken"):
-            yield Finding(
-                "bad", f"{_capital(task_text(ps.task))} is {ps.state}: steps wait for it."
-            )
+            yield "bad", f"{task_text(ps.task)} is {ps.state}: steps wait for it."
         elif ps.state == "silent":
             text = "has not answered for a second: it is busy, swapping, or stopped"
-            yield Finding("warn", f"{_capital(task_text(ps.task))} {text}.")
+            yield "warn", f"{task_text(ps.task)} {text}."
 
 
-def _barriers(status: Status) -> Iterator[Finding]:
+def _barriers(status: Status) -> _Found:
     closures = {each.task: each.closure for each in status.workers}
 
     def longest(tasks: Sequence[str]) -> RunningClosure | None:
@@ -130,56 +130,49 @@ def _barriers(status: Status) -> Iterator[Finding]:
         head = f"Step {group.step} of {group.name} has {group.counted} of {group.target} gradients"
         held = f"{len(group.waiting)} of {len(status.workers)} workers wait for it"
         if not group.waits_for:
-            yield Finding("bad", f"{head}; {held}, and no other worker has anything to do.")
+            yield "bad", f"{head}; {held}, and no other worker has anything to do."
         elif (closure := longest(group.waits_for)) is not None:
             since = f"in {closure.name} since {seconds_text(closure.seconds)}"
             who = f"{tasks_text(group.waits_for)}, {since}"
-            yield Finding("warn", f"{head}; {held}. It waits for {who}.")
+            yield "warn", f"{head}; {held}. It waits for {who}."
     for bound in status.steps.bounds:
         if bound.waiting and longest(bound.waits_for) is not None:
             wait = "waits" if len(bound.waiting) == 1 else "wait"
-            yield Finding(
-                "warn",
-                f"{_capital(tasks_text(bound.waiting))} may be at most {bound.max_staleness} "
-                f"rounds ahead and {wait} for {tasks_text(bound.waits_for)}.",
-            )
+            text = f"may be at most {bound.max_staleness} rounds ahead and {wait} for"
+            yield "warn", f"{tasks_text(bound.waiting)} {text} {tasks_text(bound.waits_for)}."
 
 
-def _work(status: Status) -> Iterator[Finding]:
+def _work(status: Status) -> _Found:
     queue, here = status.queue, _here(status)
     if status.state == "running" and not here:
-        yield Finding(
-            "bad", f"There are no workers. The program waits for: {short_names(status.waits_for)}."
-        )
+        waits_for = short_names(status.waits_for)
+        yield "bad", f"There are no workers. The program waits for: {waits_for}."
     idle = [each for each in here if each.state == "idle"]
     if status.state not in ("running", "idle") or not idle or queue.queued:
         return
     if len(idle) == len(here):
-        yield Finding("warn", "Nothing is scheduled: all workers wait for the program.")
+        yield "warn", "Nothing is scheduled: all workers wait for the program."
     elif queue.waiting:
         text = "the remaining closures wait for the value of another closure"
-        yield Finding("warn", f"{_of(idle, here)} have nothing to do: {text}.")
+        yield "warn", f"{_of(idle, here)} have nothing to do: {text}."
     else:
         busy = [each.task for each in here if each.state != "idle"]
         text = f"the queue is empty, and the last closures run on {tasks_text(busy)}"
         advice = "Schedule further ahead, or join less often"
-        yield Finding("warn", f"{_of(idle, here)} have nothing to do: {text}. {advice}.")
+        yield "warn", f"{_of(idle, here)} have nothing to do: {text}. {advice}."
 
 
-def _stragglers(status: Status) -> Iterator[Finding]:
+def _stragglers(status: Status) -> _Found:
     paces = {each.task: each.mean_s for each in status.workers if each.mean_s}
     usual = median(paces.values()) if len(paces) > 2 else 0.0
     if usual:
         slow = sorted((task for task in paces if paces[task] > STRAGGLER * usual),
                       key=lambda task: -paces[task])  # fmt: skip
         if slow:
-            times = paces[slow[0]] / usual
+            slowest = paces[slow[0]]
             verb = "takes" if len(slow) == 1 else "take up to"
-            yield Finding(
-                "warn",
-                f"{_capital(tasks_text(slow))} {verb} {seconds_text(paces[slow[0]])} for a closure,"
-                f" {times:.1f} times the median of {seconds_text(usual)}.",
-            )
+            takes = f"{verb} {seconds_text(slowest)} for a closure, {slowest / usual:.1f} times"
+            yield "warn", f"{tasks_text(slow)} {takes} the median of {seconds_text(usual)}."
     for each in status.workers:
         closure, pace = each.closure, each.mean_s or 0.0
         if closure is None or each.state != "busy":
@@ -189,11 +182,11 @@ def _stragglers(status: Status) -> Iterator[Finding]:
             than = f"; its closures take {seconds_text(pace)}" if pace else ""
             if each.work is None and any(other.work for other in status.workers):
                 than += "; it does not answer: it computes on its event loop, or is stopped"
-            yield Finding("warn", f"{_capital(task_text(each.task))} {text}{than}.")
+            yield "warn", f"{task_text(each.task)} {text}{than}."
             return  # of many stuck ones the first will do
 
 
-def _shares(status: Status) -> Iterator[Finding]:
+def _shares(status: Status) -> _Found:
     known = [each.work for each in _here(status) if each.work is not None]
     if not known:
         return
@@ -201,29 +194,23 @@ def _shares(status: Status) -> Iterator[Finding]:
         sum(getattr(each, kind) for each in known) / len(known)
         for kind in ("pull", "push", "wait", "compute")
     )
+    computes = f"and compute for {compute:.0%}"
     if pull + push > LARGE_SHARE:
         parts = f"{pull:.0%} for values, {push:.0%} until pushes have arrived"
+        text = f"{pull + push:.0%} of the time ({parts}), {computes}"
         advice = "send fewer bytes, send them less often, or use more ps tasks"
-        yield Finding(
-            "warn",
-            f"Workers wait for ps tasks {pull + push:.0%} of the time ({parts}), and compute for "
-            f"{compute:.0%}: {advice}.",
-        )
+        yield "warn", f"Workers wait for ps tasks {text}: {advice}."
     if wait > LARGE_SHARE:
+        text = f"{wait:.0%} of the time, {computes}"
         advice = "use backup workers, or a looser bound"
-        yield Finding(
-            "warn",
-            f"Workers wait for other workers {wait:.0%} of the time, and compute for "
-            f"{compute:.0%}: {advice}.",
-        )
+        yield "warn", f"Workers wait for other workers {text}: {advice}."
 
 
-def _servers(status: Status) -> Iterator[Finding]:
-    long = [each for each in status.ps if each.queue > LONG_QUEUE]
-    if long:
+def _servers(status: Status) -> _Found:
+    if long := [each for each in status.ps if each.queue > LONG_QUEUE]:
         most = max(long, key=lambda each: each.queue)
         text = f"has {most.queue} updates waiting: the ps tasks are the bottleneck"
-        yield Finding("warn", f"{_capital(task_text(most.task))} {text}.")
+        yield "warn", f"{task_text(most.task)} {text}."
     shares = [each.work for each in _here(status) if each.work is not None]
     moved = [each.pull + each.push for each in shares]
     if not moved or sum(moved) > SMALL_SHARE * len(moved):  # else nobody waits for it
@@ -231,24 +218,21 @@ def _servers(status: Status) -> Iterator[Finding]:
     behind = [each for each in status.ps if each.backup is not None and each.backup.behind > 1000]
     if behind:
         text = "is far behind; updates wait for it"
-        yield Finding("warn", f"The backup of {tasks_text([each.task for each in behind])} {text}.")
+        yield "warn", f"The backup of {tasks_text([each.task for each in behind])} {text}."
 
 
-def _uneven(tasks: Sequence[PsStatus]) -> Iterator[Finding]:
+def _uneven(tasks: Sequence[PsStatus]) -> _Found:
     loads = {each.task: each.bytes_in_per_s + each.bytes_out_per_s for each in tasks}
     total = sum(loads.values())
     if len(loads) < 2 or total < BUSY_BYTES_PER_S:
         return
     task = max(loads, key=lambda each: loads[each])
     if loads[task] * len(loads) > UNEVEN * total:
-        yield Finding(
-            "warn",
-            f"{_capital(task_text(task))} moves {loads[task] / total:.0%} of all bytes "
-            f"({bytes_text(loads[task])}/s); a partitioner would spread the variables.",
-        )
+        load = f"{loads[task] / total:.0%} of all bytes ({bytes_text(loads[task])}/s)"
+        yield "warn", f"{task_text(task)} moves {load}; a partitioner would spread the variables."
 
 
-def _lost_work(status: Status) -> Iterator[Finding]:
+def _lost_work(status: Status) -> _Found:
     late = [
         each.task
         for each in status.workers
@@ -256,18 +240,18 @@ def _lost_work(status: Status) -> Iterator[Finding]:
     ]
     if late:
         text = "more than half of the gradients are stale and dropped"
-        yield Finding("warn", f"{_capital(tasks_text(late))}: {text}.")
+        yield "warn", f"{tasks_text(late)}: {text}."
     for group in status.steps.groups if not late else ():
         offered = group.accepted + group.dropped
         if offered >= 20 and group.dropped > LATE_SHARE * offered:
             share = group.dropped / offered
             text = f"{share:.0%} of the gradients for {group.name} were stale and dropped"
-            yield Finding("warn", f"{text}: that share of the computation is wasted.")
+            yield "warn", f"{text}: that share of the computation is wasted."
     for event in status.events:
         if event.kind == "lost" and event.seconds < RECENT_S and status.queue.put_back:
             count = status.queue.put_back
             text = f"Closures run again because of lost workers: {count:,}."
-            yield Finding("warn", f"Within a minute: {short_names(event.text)}. {text}")
+            yield "warn", f"Within a minute: {short_names(event.text)}. {text}"
             return
 
 
@@ -291,7 +275,7 @@ def _all_is_well(status: Status) -> Finding:
     return Finding("good", f"The cluster is not the bottleneck: {text}.{rest}")
 
 
-_RULES: tuple[Callable[[Status], Iterable[Finding]], ...] = (
+_RULES: tuple[Callable[[Status], _Found], ...] = (
     _states, _values, _gone, _barriers, _stragglers, _work, _shares, _servers, _lost_work,
 )  # fmt: skip
 
@@ -305,7 +289,3 @@ def _here(status: Status) -> list[WorkerStatus]:
 
 def _of(some: Sequence[object], all_: Sequence[object]) -> str:
     return f"{len(some)} of {len(all_)} workers"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -15,7 +15,6 @@ import dataclasses
 import errno
 import json
 import os
-import socket
 import stat
 import tempfile
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from psync.errors import ConfigurationError
-from psync.net.platform import read_private
+from psync.net.platform import is_deserted, read_private
 from psync.status.model import from_plain
 from psync.status.units import seconds_text
 
@@ -213,19 +212,7 @@ def socket_of(run: Run) -> Path:
 
 def has_ended(run: Run) -> bool:
     """Whether nobody listens any more where the run did."""
-    return _is_deserted(socket_of(run))
-
-
-def _is_deserted(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # a full backlog would keep us waiting
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return True
-        except OSError:
-            return False
-    return False
+    return is_deserted(str(socket_of(run)))
 
 
 def take_away_ended(directory: Path) -> None:
@@ -238,7 +225,7 @@ def take_away_ended(directory: Path) -> None:
     for path in directory.glob("*.sock"):
         with contextlib.suppress(OSError):
             # One that is new may be about to listen, and to get its file.
-            if time.time() - path.stat().st_mtime > NEW_S and _is_deserted(path):
+            if time.time() - path.stat().st_mtime > NEW_S and is_deserted(str(path)):
                 _remove(path)
 
 

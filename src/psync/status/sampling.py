@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from psync.closures.membership import TaskState
 from psync.closures.queue import QueueStatistics
@@ -64,13 +64,17 @@ _GONE = {
 }
 
 
+Placed: TypeAlias = Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]]
+"""Given what it has returned before, returns that if it still holds, else where all shards of the
+declared variables lie now."""
+
+
 class ClusterSource(ABC):
     """The status of one cluster, whose ps tasks are asked.
 
     Args:
         endpoint: With connections to them.
-        placed: Given what it has returned before, returns that if it still holds, else where all
-            shards of the declared variables lie now.
+        placed: Knows where shards lie.
 
     Attributes:
         asks_workers: For how many each status asks workers, too; answers are in a later one.
@@ -79,11 +83,7 @@ class ClusterSource(ABC):
         variables: Returns their names by their ids.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        placed: Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]],
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, placed: Placed) -> None:
         self._endpoint = endpoint
         self._placed = placed
         self._placement: tuple[ShardStatus, ...] = ()
@@ -220,11 +220,7 @@ class StatusSource(ClusterSource):
         placed: As for ``ClusterSource``.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        placed: Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]],
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, placed: Placed) -> None:
         self._coordinator = coordinator
         self._worked: dict[str, tuple[float, Mapping[str, float], WorkShares | None]] = {}
         """By worker: loop time here, what ``WorkMeter.read`` gave, shares since the one before."""
@@ -264,8 +260,7 @@ class StatusSource(ClusterSource):
         finally:
             del self._asked[name], self._asked_at[name]
         assert isinstance(received.message, Statistics), "its only answer"
-        work = received.message.counters.get("work")
-        if work:
+        if work := received.message.counters.get("work"):
             known = self._worked.get(name)
             shares = None if known is None else shares_of(known[1], work)
             self._worked[name] = self._loop.time(), work, shares
@@ -350,7 +345,7 @@ class SessionSource(ClusterSource):
     def __init__(
         self,
         endpoint: Endpoint,
-        placed: Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]],
+        placed: Placed,
         links: Sequence[PsLink],
         workers: Mapping[str, str],
         waits_for: str,

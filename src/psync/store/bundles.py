@@ -133,7 +133,7 @@ class Bundle:
                     own.array[:] = array.block(0).array
                     array.commit(0, own, pool)
         for common in (self.values, *itertools.chain.from_iterable(self._slots.values())):
-            common.retire(pool)
+            common.block.retire(pool)
 
 
 def _common(

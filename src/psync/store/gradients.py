@@ -348,7 +348,7 @@ class GradientTable(BundleTable):
             parts = self._bundled_parts(optimizer_id, tuple(keys), gradients)
         else:
             parts = self._parts(optimizer_id, keys, gradients)
-        self._optimizers[optimizer_id].rule.apply_all(parts, step, self._scratch)
+        self._optimizers[optimizer_id].rule.apply(parts, step, self._scratch)
 
     def _bundled_parts(
         self, optimizer_id: int, keys: tuple[Key, ...], gradients: Adjacent | _Means
@@ -372,7 +372,7 @@ class GradientTable(BundleTable):
         target = values.writable(pool)
         targets = [slot.writable(pool) for slot in slots]
         yield (
-            values.array, gradient, [slot.array for slot in slots],
+            values.block.array, gradient, [slot.block.array for slot in slots],
             target.array, [slot_target.array for slot_target in targets],
         )  # fmt: skip
         for slot, slot_target in zip(slots, targets, strict=True):

@@ -131,7 +131,7 @@ class RowChecks(ShardTable):
         for array in arrays:
             if not isinstance(array, RowBlocks):
                 cost += array.num_made * BLOCK_BYTES
-            elif isinstance(rows, np.ndarray) and array.any_seen:
+            elif isinstance(rows, np.ndarray) and array.seen:
                 in_order = rows if ascending(rows) else np.sort(rows)
                 cost += len(array.held_among(array.blocks_of(in_order))) * BLOCK_BYTES
         return cost

@@ -333,7 +333,7 @@ class RowTable(RowChecks):
             param, *slots = [array.reshape(-1) for array in gathered]
             grad = np.ascontiguousarray(grads[part]).reshape(-1)
             try:
-                rule.apply(param, grad, slots, param, slots, step, self._scratch)
+                rule.apply([(param, grad, slots, param, slots)], step, self._scratch)
             except RuleRaised as exc:
                 self._note_failure(optimizer_id, step, shard, exc)
                 shard.version -= 1  # the work ends as any other, and counts
@@ -347,7 +347,7 @@ class RowTable(RowChecks):
         self._count(shard, rows)
 
     def _free(self, array: RowBlocks, rows: np.ndarray) -> Iterator[None]:
-        if array.any_seen:
+        if array.seen:
             for i in array.held_among(array.blocks_of(rows)):
                 if array.free(i, self._pool):
                     self._row_copies += 1

@@ -203,9 +203,8 @@ class ShardUpdate:
 
         def compute(space: Workspace) -> None:
             outs = [slot_target.array for slot_target in targets]
-            self._rule.apply(
-                param, gradient(space), slots, target.array, outs, step, space.rules, ratio
-            )
+            part = param, gradient(space), slots, target.array, outs
+            self._rule.apply([part], step, space.rules, ratio)
 
         def commit() -> None:
             self.copies += values.commit(i, target, pool)
@@ -223,16 +222,11 @@ class ShardUpdate:
         if accumulator is not None:
             gradient = accumulator.mean(accumulator.sum(i), gradient, self._space)
         target, targets = values.apart(i, pool), [slot.apart(i, pool) for slot in self._slots]
+        slots = [slot.block(i).array for slot in self._slots]
+        outs = [slot_target.array for slot_target in targets]
+        part = values.block(i).array, gradient, slots, target.array, outs
         try:
-            self._rule.apply(
-                values.block(i).array,
-                gradient,
-                [slot.block(i).array for slot in self._slots],
-                target.array,
-                [slot_target.array for slot_target in targets],
-                self._step,
-                self._space.rules,
-            )
+            self._rule.apply([part], self._step, self._space.rules)
         except RuleRaised as exc:
             self.raised = exc
             self._apart.clear()

@@ -110,4 +110,4 @@ def apply_rule(
 ) -> None:
     """Change a value and its slots in place, as a ps does in one update."""
     alone = rule.with_options(RuleOptions(weight_decay=weight_decay))
-    alone.apply(value, gradient, slots, value, slots, step, Scratch())
+    alone.apply([(value, gradient, slots, value, slots)], step, Scratch())

@@ -39,13 +39,13 @@ from psync.api.cluster_coordinator import coordinator_of
 from psync.api.reads import runtime_of
 from psync.api.scopes import running_scopes, runtime_here
 from psync.checkpoints.files import (
+    STREAM_VARIABLE,
     DataFile,
     Reader,
     Writer,
     checkpoints_in,
     disk_errors,
     remove,
-    streamed_by_environ,
 )
 from psync.checkpoints.manifest import Layout, Planned, changed_rate, step_of
 from psync.checkpoints.ownership import Owner, own
@@ -60,7 +60,7 @@ from psync.errors import (
     RemoteError,
     TransportError,
 )
-from psync.net.platform import Parts, random_hex
+from psync.net.platform import Parts, flag, random_hex
 from psync.numerics.memory import BLOCK_ELEMENTS
 from psync.specs import checked_integer, dtype_of
 from psync.status.html_tables import table
@@ -249,7 +249,7 @@ class Checkpoint:
                     lambda writer: write_cut(cut, contents, writer), verbose, directory,
                     sum(item.nbytes for state in cut.snapshots for item in state.items),
                 ),
-                nonce="" if streamed_by_environ(os.environ) else random_hex(16),
+                nonce="" if flag(os.environ, STREAM_VARIABLE) else random_hex(16),
             )  # fmt: skip
             try:
                 cut.check_present()  # what was undone, and told so, must not be gone back to
@@ -548,13 +548,12 @@ async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: Writer) -> 
     made = None
     if writer.nonce:
         made = await cut.write(ps, str(path), writer.nonce, layout.arrays[ps])
-    if made is None:
-        made = await _write_streamed(cut, ps, layout, path)
+    size, places = made or await _write_streamed(cut, ps, layout, path)
 
     def note() -> None:
-        writer.add_file(path.name, made.size, layout.slices(ps, path.name, made.places))
+        writer.add_file(path.name, size, layout.slices(ps, path.name, places))
         state = cut.snapshots[ps].to_bytes()
-        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, made.places))
+        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, places))
 
     await in_thread(note)
 
@@ -578,7 +577,7 @@ async def _write_streamed(cut: Cut, ps: int, layout: Layout, path: Path) -> Writ
         for data_file in opened:
             data_file.abandon()
     places = [(piece.start, piece.nbytes, piece.crc32) for _, piece in data_file.slices]
-    return WrittenSnapshot(size, places)
+    return size, places
 
 
 async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:

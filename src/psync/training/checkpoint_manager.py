@@ -146,7 +146,7 @@ class CheckpointManager:
             self._offer(path, coordinator)
             coordinator.recovery.saved(snapshots)
         # Not after an await: a recovery that asks from now on is given ``path``, which stays.
-        in_use = self._snapshots.handed_since(asked)
+        in_use = self._snapshots.handed if self._snapshots.asked != asked else None
         if self._max_to_keep is not None:
             found = await asyncio.to_thread(checkpoints_in, self.directory, PREFIX)
             for old in superseded(found, self._max_to_keep, self._keep_every, (path, in_use)):

@@ -17,7 +17,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, cast
 
 import numpy as np
@@ -56,12 +55,7 @@ class InputContext:
         Raises:
             ConfigurationError: The batch cannot be divided evenly; also a ValueError.
         """
-        if isinstance(global_batch_size, bool) or not (
-            isinstance(global_batch_size, Integral) and global_batch_size >= 1
-        ):
-            raise ConfigurationError(
-                f"global_batch_size: expected an integer of at least 1, got {global_batch_size!r}"
-            )
+        integer("global_batch_size", global_batch_size, 1)
         if global_batch_size % self.num_replicas_in_sync != 0:
             raise ConfigurationError(
                 f"global batch size {global_batch_size} is not divisible by "
@@ -276,11 +270,8 @@ class ArrayDataset(Dataset):
             if self.shuffle_seed is not None:
                 rows = _permutation(self.num_rows, self.shuffle_seed, order, epoch)
             for start in range(0, end, size):
-                if self.batch_size is None:
-                    yield start if rows is None else rows[start]
-                else:
-                    batch = slice(start, start + size)
-                    yield batch if rows is None else rows[batch]
+                batch = start if self.batch_size is None else slice(start, start + size)
+                yield batch if rows is None else rows[batch]
 
     @property
     def element_spec(self) -> Any:
@@ -528,16 +519,11 @@ def _stacked(arrays: Any) -> Any:
 
 def _common_length(arrays: Sequence[NDArray[Any]]) -> int:
     lengths = {len(array) if array.ndim else None for array in arrays}
+    got = f"got shapes {[array.shape for array in arrays]}"
     if not lengths or None in lengths or 0 in lengths:
-        raise UsageError(
-            "arrays: expected arrays of at least one row each, got shapes "
-            f"{[array.shape for array in arrays]}"
-        )
+        raise UsageError(f"arrays: expected arrays of at least one row each, {got}")
     if len(lengths) > 1:
-        raise UsageError(
-            "arrays: expected the same number of rows in all, got shapes "
-            f"{[array.shape for array in arrays]}"
-        )
+        raise UsageError(f"arrays: expected the same number of rows in all, {got}")
     return int(lengths.pop() or 0)
 
 

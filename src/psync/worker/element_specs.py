@@ -97,24 +97,18 @@ def _common(one: TensorSpec, other: TensorSpec) -> TensorSpec:
 
 
 def _check_alike(one: Any, other: Any) -> None:
-    for what, of in (("of type", _kind), ("with", _keys)):
-        a, b = of(one), of(other)
+    for a, b in zip(_described(one), _described(other), strict=True):
         if a != b:
             raise UsageError(
-                f"elements of one dataset differ in structure: {what} {a} and {what} {b}",
+                f"elements of one dataset differ in structure: {a} and {b}",
                 hint="give every batch the same nesting of dicts, lists and tuples",
             )
 
 
-def _kind(nest: Any) -> str:
+def _described(nest: Any) -> tuple[str, str]:
+    """Say of which type a nest is, and with what in it."""
     if isinstance(nest, Mapping):
-        return "dict"
-    if nest is None or isinstance(nest, tuple | list):
-        return type(nest).__name__
-    return "array"
-
-
-def _keys(nest: Any) -> str:
-    if isinstance(nest, Mapping):
-        return f"keys {sorted(map(str, nest))}"
-    return f"{len(nest)} parts" if isinstance(nest, tuple | list) else ""
+        return "of type dict", f"with keys {sorted(map(str, nest))}"
+    if isinstance(nest, tuple | list):
+        return f"of type {type(nest).__name__}", f"with {len(nest)} parts"
+    return f"of type {'NoneType' if nest is None else 'array'}", ""

@@ -158,35 +158,25 @@ class WorkerIterator:
 
         Cancellation: safe; no batch is lost.
         """
-        if self.thread is None:
-            with self._changed:
-                if not self._is_settled():
+        waiter: asyncio.Future[None] | None = None
+        with self._changed:
+            if not (self._batches or self._end is not None or self._closed):
+                if self.thread is None:
                     self._load()
-        else:
-            waiter = self._waiter()
-            if waiter is not None:
-                try:
-                    await waiter
-                finally:
-                    with self._changed:
-                        if waiter in self._waiters:
-                            self._waiters.remove(waiter)
+                else:
+                    waiter = asyncio.get_running_loop().create_future()
+                    self._waiters.append(waiter)
+        if waiter is not None:
+            try:
+                await waiter
+            finally:
+                with self._changed:
+                    if waiter in self._waiters:
+                        self._waiters.remove(waiter)
         if self._closed:
             raise ClosedError(f"the iterator over dataset {self.name} was released")
         if self._build_error is not None:
             raise self._error(self._build_error)
-
-    def _waiter(self) -> asyncio.Future[None] | None:
-        """Return a future of this loop that ends when something is there; None if it is."""
-        with self._changed:
-            if self._is_settled():
-                return None
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            return waiter
-
-    def _is_settled(self) -> bool:
-        return bool(self._batches) or self._end is not None or self._closed
 
     def _error(self, end: BaseException) -> BaseException:
         """Return what a step is told about the end."""
@@ -223,7 +213,7 @@ class WorkerIterator:
                 if self._source is None:
                     self._source = open_dataset(self._dataset_fn, self._context)
             except BaseException as exc:  # `next` raises it where somebody asks for a batch
-                self._settle(end=exc, built=False)
+                self._settle(exc, built=False)
                 return
             try:
                 while self._to_skip and not self._closed:
@@ -233,25 +223,23 @@ class WorkerIterator:
             except StopIteration:
                 # Taken out before a step sees the end, and may begin the dataset again.
                 source, self._source = self._source, None
-                self._settle(end=EndOfData(f"dataset {self.name} has no further batch"))
+                self._settle(EndOfData(f"dataset {self.name} has no further batch"))
                 self._close(source)
             except BaseException as exc:  # as above
-                self._settle(end=exc)
+                self._settle(exc)
             else:
-                self._settle([batch])
+                with self._changed:
+                    if not self._closed:
+                        self._batches.append(batch)
+                    self._wake()
 
-    def _settle(
-        self, batches: list[Any] | None = None, end: BaseException | None = None, built: bool = True
-    ) -> None:
-        """Note what was loaded, and wake whoever waits for it."""
+    def _settle(self, end: BaseException, *, built: bool = True) -> None:
+        """Note the end, and wake whoever waits for it."""
         with self._changed:
-            if not self._closed:
-                self._batches.extend(batches or ())
-            self._end = end
-            self._end_traceback = end.__traceback__ if end is not None else None
+            self._end, self._end_traceback = end, end.__traceback__
             self._build_error = None if built else end
             self._wake()
-        if end is not None and self.thread is None:
+        if self.thread is None:
             self._close_source()
 
     def _wake(self) -> None:
@@ -325,8 +313,7 @@ class IteratorTable:
 
     def release(self, uid: str) -> None:
         """Close the iterator, if there is one: nobody refers to it any more."""
-        iterator = self._iterators.pop(uid, None)
-        if iterator is not None:
+        if (iterator := self._iterators.pop(uid, None)) is not None:
             iterator.close()
 
     def close(self) -> None:
@@ -423,7 +410,6 @@ def _arrived(
     uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int]
 ) -> IteratorHandle[Any]:
     handle: IteratorHandle[Any] = IteratorHandle(uid, key, num_pipelines, starts)
-    noted = arriving.get()
-    if noted is not None:
+    if (noted := arriving.get()) is not None:
         noted.append(handle)
     return handle

@@ -97,11 +97,7 @@ def failed(kind: str, exc: BaseException, *, main_by_name: bool) -> ClosureEnd:
         if READ_ONLY_HINT not in getattr(exc, "__notes__", ()):
             exc.add_note(READ_ONLY_HINT)
     described = describe_exception(exc, main_by_name=main_by_name)
-    return ClosureEnd(
-        kind,
-        described.payload or EMPTY,
-        (described.type_name, described.message, described.traceback_text),
-    )
+    return ClosureEnd(kind, described.payload, described[:3])
 
 
 class ResultsToSend:
@@ -129,33 +125,27 @@ class ResultsToSend:
         return len(self._results)
 
     def add(
-        self,
-        closure_id: int,
-        end: ClosureEnd,
-        seconds: float = 0.0,
-        calls: int = 0,
-        number: int = -1,
+        self, closure: HeldClosure, end: ClosureEnd, seconds: float = 0.0, calls: int = 0
     ) -> None:
         """Gather a result; it leaves with the next turn of the loop at the latest.
 
         Args:
-            closure_id: Of the closure.
+            closure: The closure.
             end: How it ended.
             seconds: That it took, if it succeeded.
             calls: Updates that it has made then.
-            number: Under which ps tasks know it; -1: its id.
         """
         if self._soon is None:
             self._soon = self._loop.call_soon(self.flush)
         segments = end.payload.segments
-        self._results.append((closure_id, end.kind, len(segments), end.error))
+        self._results.append((closure.id, end.kind, len(segments), end.error))
         if segments:
             self._segments += segments
             self.nbytes += end.payload.nbytes
         if end.kind == "ok":
             self._seconds.append(seconds)
             if calls:
-                self._updates.append((closure_id if number < 0 else number, calls))
+                self._updates.append((closure.id if closure.number < 0 else closure.number, calls))
         if end.error is not None:  # texts add up in the header, whose size is limited
             self.flush()
 
@@ -303,12 +293,7 @@ class LoadedStep:
     name: str
     handles: Sequence[IteratorHandle[Any]]  # per-worker iterators that it captured
     is_coroutine: bool
-    seconds: float = math.inf  # that its last run took
-
-    @property
-    def is_new(self) -> bool:
-        """Whether it has never been run to its end."""
-        return self.seconds == math.inf
+    seconds: float = math.inf  # that its last run took; inf: it has never been run to its end
 
 
 @dataclass(slots=True, eq=False)
@@ -354,8 +339,16 @@ class ClosureInputs:
             segments, counts, own = closure.segments, closure.counts, closure.num_segments
             if own < 0:
                 segments, counts, own = await self._fetch_arguments(closure.id)
+            values, at = [], own
+            for count in counts:
+                values.append(Payload.from_segments(segments[at : at + count]))
+                at += count
             arrived: list[IteratorHandle[Any]] = []
-            args, kwargs = _unpack(segments, counts, own, arrived)
+            token = arriving.set(arrived)
+            try:
+                args, kwargs = unpack_arguments(segments[0], segments[1:own], values)
+            finally:
+                arriving.reset(token)
             if arrived:
                 handles = (*handles, *arrived)
         for handle in handles:
@@ -408,24 +401,6 @@ class ClosureInputs:
             )
             self.iterators.add(handle.uid, iterator)
         await iterator.ready()
-
-
-def _unpack(
-    segments: Sequence[memoryview],
-    counts: Sequence[int],
-    own: int,
-    arrived: list[IteratorHandle[Any]],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return args and kwargs; iterators among them are added to ``arrived``."""
-    values, at = [], own
-    for count in counts:
-        values.append(Payload.from_segments(segments[at : at + count]))
-        at += count
-    token = arriving.set(arrived)
-    try:
-        return unpack_arguments(segments[0], segments[1:own], values)
-    finally:
-        arriving.reset(token)
 
 
 SHORT_S = 200e-6
@@ -586,7 +561,7 @@ class Session:
     def cancel_closures(self, message: messages.CancelClosures, _: Sequence[memoryview]) -> None:
         """Stop closures; those that have not started end at once."""
         for closure in self._take_queued(message.closures):
-            self._results.add(closure.id, CANCELLED)
+            self._results.add(closure, CANCELLED)
         running = self.running
         if running is not None and running.id in message.closures:
             assert running.context is not None, "a running closure has a context"
@@ -738,7 +713,7 @@ class Session:
         if context.stop_reason and self._results.stop is None:
             self._results.stop = closure.id, context.stop_reason
         calls = next(context.ordinals) - context.dropped  # its number: those before it
-        self._results.add(closure.id, end, self._now - closure.began, calls, closure.number)
+        self._results.add(closure, end, self._now - closure.began, calls)
         if context.stop_reason:
             self._results.flush()
             self._give_back_all()
@@ -759,7 +734,7 @@ class Session:
             ahead.end_closure()
             if step.seconds > SHORT_S:
                 await self._turn()
-                if step.is_new:  # what is done once for a function is no part of the pace
+                if step.seconds == math.inf:  # what is done once is no part of the pace
                     closure.began = self._loop.time()
             value = await self._call(step, args, kwargs, context)
             if context.cancelled:  # it did not let itself be stopped

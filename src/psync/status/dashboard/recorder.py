@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -60,7 +61,10 @@ class Recorder:
         while True:
             is_last = self._closing.is_set()
             try:
-                await self._take()
+                status = await self._read()
+                self.show.add(status)
+                if self._log is not None:
+                    await self._write(self._log, functools.partial(self._log.add, status))
                 fails = False
             except Exception:  # the page stands still; training does not
                 if not fails:  # a run of days must not fill its log with one error
@@ -71,13 +75,6 @@ class Recorder:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(INTERVAL_S):
                     await self._closing.wait()
-
-    async def _take(self) -> None:
-        status = await self._read()
-        self.show.add(status)
-        log = self._log
-        if log is not None:
-            await self._write(log, lambda: log.add(status))
 
     async def _write(self, log: RunLog, write: Callable[[], None]) -> None:
         try:

@@ -143,7 +143,8 @@ def _filled(data: str) -> str:
     for name in ("vendor/uPlot.css", "style.css"):
         link = f'<link rel="stylesheet" href="static/{name}">'
         page = page.replace(link, f"<style>\n{_text(name)}</style>")
-    code = "\n".join(map(_without_modules, map(_text, MODULES)))
+    code = "\n".join(map(_text, MODULES))
+    code = re.sub(r"^(import .*\n|export )", "", code, flags=re.MULTILINE)
     licence = _text("vendor/uPlot.LICENSE").replace("*/", "")
     page = page.replace(
         '<script src="static/vendor/uPlot.js" defer></script>',
@@ -160,9 +161,3 @@ def _filled(data: str) -> str:
 
 def _text(name: str) -> str:
     return (STATIC / name).read_text(encoding="utf-8")
-
-
-def _without_modules(code: str) -> str:
-    """Return a module as a part of one that has them all."""
-    code = re.sub(r"^import .*\n", "", code, flags=re.MULTILINE)
-    return re.sub(r"^export ", "", code, flags=re.MULTILINE)

@@ -57,9 +57,8 @@ class LogShow:
         self._rows: list[Row] = []
         self._times: list[float] = []
         for status in run.statuses():
-            row = row_of(status)
             self._whole.add(status)
-            self._rows.append(row)
+            self._rows.append(row_of(status))
             self._times.append(status.time)
         self._status = functools.lru_cache(KEPT_STATUSES)(self._read)
         self._reading = asyncio.Lock()

@@ -231,8 +231,7 @@ def placement(placed: Sequence[ShardStatus], num_ps: int) -> list[dict[str, Any]
     for ps, shards in list(by_ps.items())[:MAX_PS_ROWS]:
         shards.sort(key=lambda shard: -shard.nbytes)
         parts = [_part(shard, most, colours[shard.variable]) for shard in shards[:MAX_PARTS]]
-        rest = shards[MAX_PARTS:]
-        if rest:
+        if rest := shards[MAX_PARTS:]:
             size = sum(shard.nbytes for shard in rest)
             text = f"{len(rest)} more shards, {bytes_text(size)}"
             parts.append({"name": text, "text": text, "width": _percent(size, most), "colour": -1})

@@ -112,7 +112,7 @@ class Moved(Dense):
             gradient = np.zeros(pushes, np.float32)
             gradient[step] = -1
             at = step + (jump if step >= had else 0)
-            rule.apply(value, gradient, slots, value, slots, at, scratch)
+            rule.apply([(value, gradient, slots, value, slots)], at, scratch)
         return np.stack([value, *slots])
 
 

@@ -275,11 +275,11 @@ class Synchronous(Table):
         scratch = Scratch(shards * width)
         of_part = [part for part in range(2) for _ in range(shards)]
         for step, columns in enumerate(order, self.first_step):
-            total = np.float32(sum(weights[column] for column in columns))
             row = np.zeros(width, np.float32)
             row[list(columns)] = -1
-            divisor = total if self.means else np.float32(1)
-            of_row = np.float32(1) if self._divides_by_index() else divisor
+            divisor = np.float32(sum(weights[each] for each in columns) if self.means else 1)
+            by_index = self.group.rows and self.group.options.get("sparse_divisor") != "total"
+            of_row = np.float32(1) if by_index else divisor
             rows: Any = np.array(sorted(columns)) if self.group.rows else slice(None)
             pushed = [row[rows] / of_row] * shards
             pushed += [np.full(1, -len(columns), np.float32) / divisor] * shards
@@ -292,7 +292,7 @@ class Synchronous(Table):
             ]
             ratios = self._ratios(of_part, held, clipped, step, scratch)
             for (part, shard, at), (value, own), mean in zip(places, held, clipped, strict=True):
-                rule.apply(value, mean, own, value, own, step, scratch, ratios.get(part))
+                rule.apply([(value, mean, own, value, own)], step, scratch, ratios.get(part))
                 values[part][shard, at] = value
                 for slot, data in zip(slots[part], own, strict=True):
                     slot[shard, at] = data
@@ -309,9 +309,6 @@ class Synchronous(Table):
         decay: float = self.group.averages["decay"]
         return growing_decay(decay, step) if self.group.averages["num_updates"] else decay
 
-    def _divides_by_index(self) -> bool:
-        return self.group.rows and self.group.options.get("sparse_divisor") != "total"
-
     def _ratios(
         self, of_part: Sequence[int], held: Any, gradients: Any, step: int, scratch: Scratch
     ) -> dict[int, float]:
@@ -320,7 +317,9 @@ class Synchronous(Table):
             return {}
         sums: dict[int, list[Any]] = {}
         for part, (value, own), mean in zip(of_part, held, gradients, strict=True):
-            sums.setdefault(part, []).append(rule.measure([(value, mean, own)], step, scratch))
+            measurement = rule.measurement(step, scratch)
+            measurement.add(value, mean, own)
+            sums.setdefault(part, []).append(measurement.sums())
         return {part: rule.trust_ratio(pieces) for part, pieces in sums.items()}
 
 
