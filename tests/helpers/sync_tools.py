@@ -117,7 +117,7 @@ class Steps(SyncSteps):
 
     def counted(self) -> int:
         """How many pushes count in the present step."""
-        return self._group(GROUP).num_counted
+        return len(self._group(GROUP)._counted)
 
     def remembered(self, of: Replica) -> list[int]:
         """Which pushes of a replica may still be asked for."""

@@ -130,7 +130,9 @@ def updates() -> Iterator[Callable[[ShardStore], Work]]:
 
     def mean(store: ShardStore) -> Work:
         pair = [gradient(2), gradient(3)]
-        return store.apply_mean(0, LARGE, pair, [1, 2], store.begin_push(0, 0), scale=0.5)
+        return store.apply_checked(
+            0, LARGE, store.mean_of(pair, [1, 2], scale=0.5), store.begin_push(0, 0)
+        )
 
     for number in range(len(each)):
         for seed in range(2):

@@ -320,7 +320,7 @@ class SyncReplicasOptimizer(Optimizer):
             strict=strict,
             deterministic=deterministic,
             tensorflow_compat=tensorflow_compat,
-            reduction=reduction,
+            reduction=reduction,  # type: ignore[arg-type]
             sparse_divisor=sparse_divisor,
             global_step=NOWHERE,
         )

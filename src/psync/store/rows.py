@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -46,15 +45,6 @@ class RowValues(NamedTuple):
     values: np.ndarray  # shape (number of rows, elements of a row), of the shard's dtype
 
 
-@dataclass(slots=True)
-class RowCounters:
-    """What was done with rows."""
-
-    rows: int = 0  # read or changed
-    blocks: int = 0  # in which they lie, counted anew by each update or reading; see num_blocks_of
-    bytes: int = 0  # of their values
-
-
 class RowTable(RowChecks):
     """A table of shards of which rows are read and changed. Single owner; never blocks.
 
@@ -66,7 +56,8 @@ class RowTable(RowChecks):
     def __init__(self, task: str, pool: BlockPool | None = None) -> None:
         super().__init__(task, pool)
         self._scratch = Scratch()
-        self._row_counters = RowCounters()
+        # Read or changed on their own; the blocks in which they lie; bytes of their values.
+        self._num_rows = self._row_blocks = self._row_bytes = 0
         self._row_updates = 0  # finished, one per shard
         self._row_copies = 0  # blocks that were copied before rows in them could be changed
 
@@ -372,13 +363,13 @@ class RowTable(RowChecks):
     def _count(self, shard: Shard, rows: np.ndarray | range) -> None:
         if not len(rows):
             return
-        counters, values, size = self._row_counters, shard.values, self._row_size(shard)
-        counters.rows += len(rows)
-        counters.bytes += len(rows) * size * values.dtype.itemsize
+        values, size = shard.values, self._row_size(shard)
+        self._num_rows += len(rows)
+        self._row_bytes += len(rows) * size * values.dtype.itemsize
         if isinstance(rows, range):
-            counters.blocks += values.blocks_between(rows.start * size, rows.stop * size)
+            self._row_blocks += values.blocks_between(rows.start * size, rows.stop * size)
         else:
-            counters.blocks += self._rows(values).num_blocks_of(rows)
+            self._row_blocks += self._rows(values).num_blocks_of(rows)
 
 
 def _scatter(arrays: Sequence[RowBlocks], apart: list[tuple[np.ndarray, list[np.ndarray]]]) -> None:

@@ -248,11 +248,6 @@ class Group:
     # Steps.
 
     @property
-    def num_counted(self) -> int:
-        """Pushes in the present step."""
-        return len(self._counted)
-
-    @property
     def is_complete(self) -> bool:
         """Whether the present step has what it needs."""
         return len(self._counted) >= self._target
@@ -362,19 +357,15 @@ class Group:
 
     def statistics(self) -> dict[str, Any]:
         """Return counters as plain data."""
-        tokens = self.tokens.statistics()
         return {
             "step": self.step,
             "target": self._target,
-            "counted": self.num_counted,
+            "counted": len(self._counted),
             "steps": self._steps,
             "partial_steps": self._partial_steps,
-            "waiting": tokens.waiting,
+            "waiting": len(self.tokens.waiting),
             "waits": sorted({task for (task, _), _ in self.tokens.waiting}),
-            "tokens": {
-                "published": tokens.published, "taken": tokens.taken, "void": tokens.void,
-                "left": tokens.left,
-            },
+            "tokens": self.tokens.statistics(),
             "staleness": {str(key): count for key, count in sorted(self._staleness.items())},
             "replicas": {
                 task: {

@@ -49,7 +49,6 @@ from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
 from psync.ps.locks import PsLocks
 from psync.ps.pulls import PsPulls, RowPulls
-from psync.ps.report import plain_counters
 from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
 from psync.ps.updates import PsUpdates
 from psync.specs import STEP_BITS
@@ -274,10 +273,10 @@ class PsServices:
             "assigns": self.updates.assigns,
             "staleness": self.updates.staleness.statistics(),
             "queue": self.executor.waiting + self.executor.computes.waiting,
-            "store": plain_counters(self.store.statistics()),
-            "ledger": plain_counters(self.ledger.statistics()),
+            "store": self.store.statistics(),
+            "ledger": self.ledger.statistics(),
             "locks": self.locks.statistics(),
-            "staging": self.sync.statistics(),
+            "staging": self.sync.staging.statistics(),
             "sync": {} if self.closer is None else self.closer.steps.statistics(),
             "clocks": self.clocks.statistics(),
             "accumulators": self.accumulators.statistics(),

@@ -15,7 +15,6 @@ StagePush and CloseStep are entries of the log, and a backup does with them what
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
@@ -123,10 +122,6 @@ class PsSync(GroupTable):
     def steps(self) -> list[tuple[int, int]]:
         """Return (group, step) of each group that has closed a step here; not to be changed."""
         return self.staging.steps()
-
-    def statistics(self) -> dict[str, int]:
-        """Return sizes and counters of what is staged."""
-        return dataclasses.asdict(self.staging.statistics())
 
     # Staging.
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.numerics.rules import Sums, slot_dtype
-from psync.numerics.sums import Reduction
 from psync.ps.shard_sets import Body, ShardSet
 from psync.specs import dtype_of
 from psync.store.rows import RowValues
@@ -182,16 +181,14 @@ class StepUpdate:
         """
         key, weights = self.keys[position], self._weights[position]
         gradients, rows = self._wholes_or_rows(position)
-        if what == UPDATES:
-            return self.store.measure_mean(
-                self.group, key, gradients, weights, self.optimizer_step, into,
-                reduction=self._reduction, scale=self._scale(key),
-            )  # fmt: skip
-        if rows:
+        if rows and what != UPDATES:
             return self.store.square_row_mean(
-                key, rows, weights, into, reduction=self._reduction, per_index=self._per_index
+                key, rows, weights, into, reduction=self.config.reduction, per_index=self._per_index
             )
-        return self.store.square_mean(key, gradients, weights, into, reduction=self._reduction)
+        mean = self.store.mean_of(gradients, weights, self.config.reduction, self._scale(key))
+        if what == UPDATES:
+            return self.store.measure(self.group, key, mean, self.optimizer_step, into)
+        return self.store.square_mean(key, mean, into)
 
     def measure_at_once(self, what: str) -> list[ShardSums]:
         """Do a whole pass; for small shards, none of which is busy."""
@@ -214,7 +211,7 @@ class StepUpdate:
             first = len(self.keys)
             self.store.apply_mean_at_once(
                 self.group, self.keys, self._pushes, self._weights[0], self.optimizer_step,
-                self._reduction,
+                self.config.reduction,
             )  # fmt: skip
         for position in range(first, len(self.costs)):
             for _ in self.work(position):
@@ -226,28 +223,24 @@ class StepUpdate:
             return self._mean(self.keys[position], position)
         position -= len(self.keys)
         if position == len(self.averages):
-            return self._raise_global_step()
+            assert self.global_step is not None, "it is among what is touched"
+            assert self._one is not None, "it was checked"
+            return self.store.assign_checked(self.global_step, "add", self._one)
         average = self.averages[position]
         return self.store.average(average.shadow, average.value, self._decay)
 
-    def _raise_global_step(self) -> Work:
-        assert self.global_step is not None, "it is among what is touched"
-        assert self._one is not None, "it was checked"
-        return self.store.assign_checked(self.global_step, "add", self._one)
-
     def _mean(self, key: Key, position: int) -> Work:
-        common = self._weights[position], self.optimizer_step
+        weights, scale = self._weights[position], self._scale(key)
         gradients, rows = self._wholes_or_rows(position)
         if rows:
             return self.store.apply_row_mean(
-                self.group, key, rows, *common, reduction=self._reduction,
-                per_index=self._per_index, scale=self._scale(key),
+                self.group, key, rows, weights, self.optimizer_step,
+                reduction=self.config.reduction, per_index=self._per_index, scale=scale,
             )  # fmt: skip
+        mean = self.store.mean_of(gradients, weights, self.config.reduction, scale)
         ratios = self.norms.ratios
-        return self.store.apply_mean(
-            self.group, key, gradients, *common, reduction=self._reduction,
-            scale=self._scale(key), ratio=None if ratios is None else ratios[key[0]],
-        )  # fmt: skip
+        ratio = None if ratios is None else ratios[key[0]]
+        return self.store.apply_checked(self.group, key, mean, self.optimizer_step, ratio)
 
     def _wholes_or_rows(self, position: int) -> tuple[Sequence[np.ndarray], Sequence[RowValues]]:
         """Return the gradients of a shard: rows, or if not all are rows, whole ones."""
@@ -272,10 +265,6 @@ class StepUpdate:
     @property
     def _per_index(self) -> bool:
         return self.config.sparse_divisor == "per_index"
-
-    @property
-    def _reduction(self) -> Reduction:
-        return self.config.reduction  # type: ignore[return-value]
 
 
 def averages_of(store: ShardStore, config: SyncConfig, task: str) -> list[Average]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Replica: TypeAlias = tuple[str, int]
@@ -29,17 +28,6 @@ Replica: TypeAlias = tuple[str, int]
 
 Taker: TypeAlias = tuple[Replica, int]
 """Who asks: a replica, and the number of its push."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenStatistics:
-    """A snapshot: ``published == taken + void + left``."""
-
-    published: int
-    taken: int
-    void: int
-    left: int
-    waiting: int
 
 
 class TokenChannel:
@@ -142,11 +130,12 @@ class TokenChannel:
         self._waiting = {((task, born), number): None for task, born, number in waiting}
         self._published, self._taken, self._void = counts
 
-    def statistics(self) -> TokenStatistics:
-        """Return counters as of now."""
-        return TokenStatistics(
-            self._published, self._taken, self._void, len(self._free), len(self._waiting)
-        )
+    def statistics(self) -> dict[str, int]:
+        """Return counters as of now: ``published == taken + void + left``."""
+        return {
+            "published": self._published, "taken": self._taken, "void": self._void,
+            "left": len(self._free),
+        }  # fmt: skip
 
     def _serve(self) -> list[tuple[Taker, int]]:
         grants: list[tuple[Taker, int]] = []

@@ -33,6 +33,8 @@ import msgpack
 import numpy as np
 
 from psync.errors import ConfigurationError
+from psync.numerics.memory import BLOCK_ELEMENTS, Scratch
+from psync.numerics.sums import MeanGradient
 from psync.ps.update import Update
 from psync.ps.updates import PsUpdates
 from psync.specs import ShardSpec, dtype_name
@@ -49,7 +51,7 @@ VARIABLE = "PSYNC_TESTING_APPLY_LOG"
 
 LOGGED = (
     "create", "copy", "define_optimizer", "set_learning_rate", "restore_count", "set_count",
-    "hear_count", "begin_push", "begin_step", "apply_checked", "apply_at_once", "apply_mean",
+    "hear_count", "begin_push", "begin_step", "apply_checked", "apply_at_once",
     "apply_mean_at_once", "assign_checked", "average", "scatter", "apply_rows", "apply_row_mean",
     "load_slot",
 )  # fmt: skip
@@ -271,6 +273,8 @@ def _plain(value: Any) -> Any:
         return bytes(value)
     if isinstance(value, RowValues):
         return {"rows": [_plain(value.rows), _plain(value.values)]}
+    if isinstance(value, MeanGradient):
+        return {"mean": _plain((value.gradients, value.weights, value.reduction, value.scale))}
     if isinstance(value, ShardSpec):
         fields = (value.variable, value.variable_id, value.index, value.offset, value.shape,
                   value.dtype, value.ps)  # fmt: skip
@@ -292,6 +296,9 @@ def _made(value: Any) -> Any:
         return array_from_bytes(data, tuple(shape), dtype)
     if kind == "rows":
         return RowValues(*map(_made, of))
+    if kind == "mean":
+        gradients, weights, reduction, scale = _made(of)
+        return MeanGradient(gradients, weights, reduction, Scratch(BLOCK_ELEMENTS), scale)
     if kind == "spec":
         return ShardSpec(*_made(of))
     return {_made(key): _made(each) for key, each in of}
