@@ -539,7 +539,7 @@ class SyncReplicasOptimizer(Optimizer):
         if self._compression is None:
             answer = await push(plan, gradients)
         else:
-            answer = await runtime.feedback.contribute(
+            answer = await runtime.feedback.push(
                 plan, gradients, push, kind=self._compression, optimizer=self.number
             )
         result = PushResult(

@@ -2,6 +2,10 @@
 
 Every push and assign carries (sequence) and (closure, ordinal), so it may be sent again; see
 ``client.outgoing``.
+
+A layer-wise rule (Lamb) needs norms of whole variables before a push: ``MeasurePush`` carries the
+gradients to the ps tasks, which answer with sums of squares and change nothing, and the ``Push``
+that follows carries one ratio for each variable. Nothing is remembered between the two.
 """
 
 from __future__ import annotations
@@ -23,11 +27,13 @@ from psync.client.ps_link import Body, Call, PsLink, Where, always, together
 from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import PsRows, check_exist
 from psync.client.work_meter import WorkMeter
+from psync.errors import RemoteProtocolError
 from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
 from psync.numerics.compression import Compression
 from psync.numerics.memory import BlockPool
 from psync.numerics.rows import IndexedSlices, check_scatter, merged
+from psync.numerics.rules import LayerwiseRule, Sums
 from psync.specs import ShardSpec, VariableSpec
 from psync.wire.closure_numbers import PART_BITS
 from psync.wire.codec import Message
@@ -38,12 +44,15 @@ from psync.wire.messages import (
     AverageShards,
     DefineOptimizer,
     Done,
+    Measured,
+    MeasurePush,
     Pull,
     Pulled,
     PullLocked,
     Push,
     Pushed,
 )
+from psync.wire.tensors import to_bytes_view
 
 MAX_PLANS = 1024
 """Sets of variables whose plans are kept, the least recently used go first."""
@@ -203,7 +212,7 @@ class PsClient(PsRows):
         elsewhere: Mapping[int, int],
         closure: int,
         ordinal: int,
-        ratios: Sequence[float] | None = None,
+        layerwise: bool = False,
         wanted: Wanted | None = None,
         raised: ShardSpec | None = None,
     ) -> list[Pushed]:
@@ -220,8 +229,8 @@ class PsClient(PsRows):
                 marked.
             closure: Id of the closure, or -1.
             ordinal: Of the call within the closure.
-            ratios: Of layerwise optimizers: for each variable what its learning rate is multiplied
-                by. None: each ps takes each of its shards for a whole variable.
+            layerwise: Whether the rule takes norms of whole variables: then the shards are measured
+                first, so that all of a variable get the same trust ratio.
             wanted: Gets its values with the answers if all of them lie on ps tasks that are pushed
                 to, each read once the push is applied there, and none is busy then.
             raised: A shard of one number, on a ps that is pushed to, that becomes one more.
@@ -234,6 +243,9 @@ class PsClient(PsRows):
 
         Cancellation: A push once begun is shielded: it ends in the background.
         """
+        ratios: list[float] | None = None
+        if layerwise:
+            ratios = await self._trust_ratios(plan, gradients, optimizer, config, elsewhere)
 
         def build(part: Part, timeline: int = self.outgoing.timeline) -> Push:
             request = part.request
@@ -258,6 +270,47 @@ class PsClient(PsRows):
         if wanted is not None:
             await wanted.came([answer.steps for answer in answers if answer.steps is not None])
         return answers
+
+    async def _trust_ratios(
+        self,
+        plan: Plan,
+        gradients: Sequence[np.ndarray | IndexedSlices],
+        optimizer: int,
+        config: dict[str, Any],
+        elsewhere: Mapping[int, int],
+    ) -> list[float] | None:
+        """Return what the learning rate is multiplied by for each of a plan's variables.
+
+        None if there is nothing to ask for: each variable lies on one ps, which finds the ratio
+        itself; or there are gradients of rows, which such a rule refuses.
+        """
+        given = [to_bytes_view(each) for each in gradients if isinstance(each, np.ndarray)]
+        if all(len(v.shards) == 1 for v in plan.variables) or len(given) < len(gradients):
+            return None
+
+        def call(request: Request) -> Call[Measured]:
+            def build(peer: Connection) -> MeasurePush:
+                members = members_for(peer, request)
+                known = elsewhere.get(request.ps, 0)
+                return MeasurePush(request.set_id, members, optimizer, config, known)
+
+            segments, _, nbytes = body_of(request, given)
+            return Call(
+                self.links[request.ps], build, Measured, "a measurement", segments,
+                bulk=nbytes > SMALL_BODY_BYTES, set_ids=(request.set_id,),
+            )  # fmt: skip
+
+        sums: list[list[Sums]] = [[] for _ in plan.variables]  # what its shards add to its norms
+        calls = [call(request) for request in plan.requests]
+        for request, answer in zip(plan.requests, await together(calls), strict=True):
+            if len(answer.sums) != len(request.cuts):
+                raise RemoteProtocolError(
+                    f"/job:ps/task:{request.ps} measured {len(answer.sums)} shards, expected "
+                    f"{len(request.cuts)}"
+                )
+            for (variable, *_), of_shard in zip(request.cuts, answer.sums, strict=True):
+                sums[variable].append((of_shard[0], of_shard[1]))
+        return [LayerwiseRule.trust_ratio(of_variable) for of_variable in sums]
 
     async def assign(
         self,
