@@ -279,7 +279,6 @@ class BackupHost:
         self._fenced = 0  # earlier coordinators have nothing to say here
         self.diverged = 0  # backups that were not what they should have been
         self._ending: set[asyncio.Task[None]] = set()
-        self._closed = False
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""

@@ -19,9 +19,6 @@ class Numbers:
         self._next = 1
         self.under_way: dict[int, None] = {}  # in order
 
-    def __bool__(self) -> bool:
-        return bool(self.under_way)
-
     def draw(self) -> int:
         """Return the number of a new one; give it back with ``answered``."""
         number, self._next = self._next, self._next + 1

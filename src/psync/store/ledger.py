@@ -221,15 +221,6 @@ class Ledger:
         self._fresh += 1
         return answer
 
-    def acknowledge(self, client: Client, acked_below: int) -> None:
-        """Forget the answers that a client has received; ``judge`` does it too.
-
-        Raises:
-            FencedError: If the client has been replaced by a newer incarnation.
-        """
-        self.check_incarnation(*client)
-        self._acknowledge(client, acked_below)
-
     def _acknowledge(self, client: Client, acked_below: int) -> _Sender:
         task, incarnation = client
         sender = self._senders.get(task)

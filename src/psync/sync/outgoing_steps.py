@@ -41,9 +41,9 @@ from psync.sync.groups import CLOSER, KnownGroup, Listed, OutgoingStep
 from psync.sync.log_entries import FROM_CLOSER
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
-from psync.sync.pushes import Close
+from psync.sync.pushes import Action, Close
 from psync.sync.step_rounds import StepRounds
-from psync.sync.steps import Action, SyncSteps
+from psync.sync.steps import SyncSteps
 from psync.sync.token_waits import TokenWaits
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Frame

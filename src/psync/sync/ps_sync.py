@@ -93,7 +93,6 @@ class PsSync(GroupTable):
         super().__init__(store, task)
         self.shares = shares or ShareNumbers(num_ps, CLOSER)
         self.ledger = ledger
-        self.work = work
         self.executor = executor
         self.staging = Staging(platform.limits.staging_bytes, task)
         make = platform.parts.of(StepApplier)

@@ -28,13 +28,12 @@ import msgpack
 
 from psync.cluster import task_name
 from psync.errors import ClosedError, FencedError, PsyncError, ValueMismatchError
-from psync.net.connection import Connection, Handler, OwnRequest, Request
+from psync.net.connection import Handler, OwnRequest, Request
 from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Build, Listed
-from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import FOR_VALUES, WholeSet, whole_set_of
 from psync.sync.groups import CLOSER
 from psync.sync.log_clock import LogClock
@@ -42,9 +41,9 @@ from psync.sync.log_entries import FROM_CLOSER, body_of, counted_entry, push_of
 from psync.sync.outgoing_steps import HOSTED, OutgoingSteps
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
-from psync.sync.pushes import Close, Refuse
+from psync.sync.pushes import Action, Close, Refuse
 from psync.sync.step_update import Part
-from psync.sync.steps import Action, SyncSteps
+from psync.sync.steps import SyncSteps
 from psync.sync.token_waits import PushKey, TokenWaits
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message
@@ -437,7 +436,3 @@ class StepCloser:
             if deadline != self._clock.deadline:
                 self._clock.set_deadline(deadline)
         self._waits_changed()
-
-
-def _client(peer: Connection) -> Client:
-    return peer.task, peer.incarnation

@@ -20,6 +20,7 @@ Without the variable a ps has a plain store.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import struct
@@ -33,7 +34,6 @@ import msgpack
 import numpy as np
 
 from psync.errors import ConfigurationError
-from psync.numerics.memory import BLOCK_ELEMENTS, Scratch
 from psync.numerics.sums import MeanGradient
 from psync.ps.update import Update
 from psync.ps.updates import PsUpdates
@@ -272,16 +272,23 @@ def _plain(value: Any) -> Any:
     if isinstance(value, memoryview):
         return bytes(value)
     if isinstance(value, RowValues):
-        return {"rows": [_plain(value.rows), _plain(value.values)]}
+        return {"rows": _plain(tuple(value))}
     if isinstance(value, MeanGradient):
         return {"mean": _plain((value.gradients, value.weights, value.reduction, value.scale))}
     if isinstance(value, ShardSpec):
-        fields = (value.variable, value.variable_id, value.index, value.offset, value.shape,
-                  value.dtype, value.ps)  # fmt: skip
-        return {"spec": _plain(fields)}
+        return {"spec": _plain(dataclasses.astuple(value))}
     if isinstance(value, Mapping):
         return {"map": [[_plain(key), _plain(of)] for key, of in value.items()]}
     return [_plain(each) for each in value]
+
+
+_KINDS: dict[str, Any] = {
+    "array": lambda dtype, shape, data: array_from_bytes(data, shape, dtype),
+    "rows": RowValues,
+    "mean": lambda *given: ShardStore("").mean_of(*given),
+    "spec": ShardSpec,
+    "map": lambda *pairs: dict(pairs),
+}
 
 
 def _made(value: Any) -> Any:
@@ -291,14 +298,4 @@ def _made(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, of),) = value.items()
-    if kind == "array":
-        dtype, shape, data = of
-        return array_from_bytes(data, tuple(shape), dtype)
-    if kind == "rows":
-        return RowValues(*map(_made, of))
-    if kind == "mean":
-        gradients, weights, reduction, scale = _made(of)
-        return MeanGradient(gradients, weights, reduction, Scratch(BLOCK_ELEMENTS), scale)
-    if kind == "spec":
-        return ShardSpec(*_made(of))
-    return {_made(key): _made(each) for key, each in of}
+    return _KINDS[kind](*_made(of))

@@ -184,7 +184,7 @@ def _is_unwritten(name: str, held: dict[str, Any], copied: dict[str, Any]) -> bo
 
 def _contents(task: PsTask) -> dict[str, Any]:
     """Return all that a backup has to have, by what it is."""
-    if not task.services.executor.computes.is_idle:
+    if task.services.executor.computes.waiting:
         raise BusyError("something is being computed")
     frozen, _ = task.services.freeze()
     state = frozen.state
