@@ -4,14 +4,14 @@ A program that restores a checkpoint, or changes the learning rate, does so by t
 idempotent, so a lost connection repeats them. The ledger does not judge them: of a value that is
 set while others push to the same variables, the last one counts.
 
-``MeasureService`` is the first round of layer-wise optimizers: the norms of an update before it is
+``MeasurePush`` is the first round of layer-wise optimizers: the norms of an update before it is
 applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+import asyncio
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from psync.wire.codec import Message
 from psync.wire.messages import (
     AskOptimizer,
     DefineOptimizer,
-    Done,
     Measured,
     MeasurePush,
     OptimizerState,
@@ -36,8 +35,10 @@ from psync.wire.messages import (
 )
 
 
-class SlotService:
-    """What a ps keeps beside its shards, under one coordinator.
+class OptimizerService:
+    """Optimizers on one ps, under one coordinator.
+
+    Those that change something are served as entries of the log: ``Executor`` answers Done.
 
     Args:
         task: Name of the ps.
@@ -65,17 +66,17 @@ class SlotService:
         """Return who serves which message."""
         return {
             DefineOptimizer: Handler(self._define),
-            SetSlots: Handler(self._set_slots, self._prepare),
+            SetSlots: Handler(self._set_slots, self._prepare_slots),
             SetOptimizer: Handler(self._set_optimizer),
             AskOptimizer: Handler(self._ask_optimizer),
+            MeasurePush: Handler(self._measure, self._prepare_measure),
         }
 
     def _define(self, request: Request[DefineOptimizer]) -> None:
         message = request.message
         self._store.define_optimizer(message.optimizer, message.config)
-        request.answer(Done())
 
-    def _prepare(self, request: Request[SetSlots]) -> Sequence[memoryview]:
+    def _prepare_slots(self, request: Request[SetSlots]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
         message = request.message
         lengths = request.lengths
@@ -88,17 +89,13 @@ class SlotService:
         specs = [self._store.spec((variable, index)) for variable, index, _ in message.members]
         return tuple(spec.size * slot_dtype(dtype_of(spec.dtype)).itemsize for spec in specs)
 
-    def _set_slots(self, request: Request[SetSlots]) -> Coroutine[Any, Any, None]:
+    def _set_slots(self, request: Request[SetSlots]) -> asyncio.Future[None]:
         message, body = request.message, request.segments
         lengths = self._lengths(message)
         whole = body[0] if body else memoryview(b"")
         if len(whole) != sum(lengths):
             raise ValueMismatchError(f"{self._task}: values of slots do not have the slots' sizes")
-        return self._loaded(request, self._load(message, lengths, whole))
-
-    async def _loaded(self, request: Request[SetSlots], loading: Coroutine[Any, Any, None]) -> None:
-        await self._work.to_the_end(loading)
-        request.answer(Done())
+        return self._work.to_the_end(self._load(message, lengths, whole))
 
     async def _load(self, message: SetSlots, lengths: Sequence[int], body: memoryview) -> None:
         at = 0
@@ -119,35 +116,15 @@ class SlotService:
         if message.step >= 0:
             store.set_count(optimizer, message.step)
             self._counted()
-        request.answer(Done())
 
     def _ask_optimizer(self, request: Request[AskOptimizer]) -> None:
         message = request.message
         self._store.define_optimizer(message.optimizer, message.config)
         request.answer(OptimizerState(*self._store.push_count(message.optimizer).counts))
 
+    # Norms.
 
-class MeasureService:
-    """Who measures updates on one ps, under one coordinator.
-
-    Args:
-        task: Name of the ps.
-        store: Its shards.
-        work: What takes long.
-        pool: Memory for what comes in.
-    """
-
-    def __init__(self, task: str, store: ShardStore, work: LongWork, pool: BlockPool) -> None:
-        self._task = task
-        self._store = store
-        self._work = work
-        self._pool = pool
-
-    def handlers(self) -> dict[type[Message], Handler]:
-        """Return who serves which message."""
-        return {MeasurePush: Handler(self._measure, self._prepare)}
-
-    def _prepare(self, request: Request[MeasurePush]) -> Sequence[memoryview]:
+    def _prepare_measure(self, request: Request[MeasurePush]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
         peer, message = request.peer, request.message
         lengths = request.lengths

@@ -11,7 +11,6 @@ from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.numerics.memory import bytes_of
 from psync.ps.cooperative_work import LongWork
 from psync.specs import ShardSpec, VariableSpec, dtype_of
-from psync.store.step_norms import StepNorms
 from psync.store.store import Key, ShardStore
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along
@@ -142,10 +141,6 @@ class GroupTable:
             )
         (block,) = await work.when_idle(self.store.read, spec.key)
         return int(bytes_of(block).view(dtype_of(spec.dtype))[0])
-
-    def norms(self, group: int) -> StepNorms:
-        """Return the norms of a step of a group that is defined; none is known yet."""
-        return StepNorms(self.store.rule(group))
 
 
 def step_variable(config: SyncConfig) -> VariableSpec:
