@@ -21,7 +21,7 @@ import numpy as np
 
 from psync.client.landing import Landing
 from psync.client.outgoing import Outgoing
-from psync.client.plans import Given, Plan, Request, body_of, given_of, make_plan
+from psync.client.plans import Plan, Request, body_of, given_of, make_plan
 from psync.client.prefetch import Landed, Wanted
 from psync.client.ps_link import Body, Call, PsLink, Where, always, together
 from psync.client.pulled_steps import PulledSteps
@@ -444,63 +444,41 @@ class PsClient(PsRows):
         given = given_of(arrays)
         links = [self.links[request.ps] for request in plan.requests]
 
+        def update(at: int, request: Request, drawn: Sequence[tuple[int, int]]) -> Call[Pushed]:
+            """Return the call of one request; ``drawn``: (ps, sequence) of all messages."""
+            link = links[at]
+            landing = landings.get(request.ps) if landings and not request.part else None
+            segments, rows, nbytes = body_of(request, given) if given else ([], None, 0)
+            set_ids = [request.set_id] if given else []
+            body: Body | None = None
+            if landing is not None:
+                pulled, where = landing
+                body = Body(pulled.lengths, where, "the shards", may_lack=True)
+                nbytes = max(nbytes, pulled.nbytes)
+                set_ids.append(pulled.set_id)
+            spread = [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None
+            call = ordinal << PART_BITS | request.part
+
+            def message(peer: Connection) -> Message:
+                identity = drawn[at][1], link.updates.acked_below, closure, call
+                own = request, identity, members_for(peer, request), rows, spread
+                if landing is None:
+                    return build(Part(*own))
+                # What the push itself defines is defined when the rest is read.
+                known = None if pulled.set_id == request.set_id else members_for(peer, pulled)
+                return build(Part(*own, pulled.set_id, known))
+
+            return Call(
+                link, message, Pushed, "an update", segments, bulk=nbytes > SMALL_BODY_BYTES,
+                body=body, set_ids=set_ids, locked=locked,
+            )  # fmt: skip
+
         def calls_of(sequences: Sequence[int]) -> list[Call[Pushed]]:
             drawn = [(link.index, own) for link, own in zip(links, sequences, strict=True)]
-            return [
-                self._update(
-                    request,
-                    given,
-                    build,
-                    drawn,
-                    at,
-                    closure,
-                    ordinal,
-                    locked,
-                    landings.get(request.ps) if landings and not request.part else None,
-                )
-                for at, request in enumerate(plan.requests)
-            ]
+            return [update(at, request, drawn) for at, request in enumerate(plan.requests)]
 
         with self.work.push:
             return await self.outgoing.deliver([link.updates for link in links], calls_of)
-
-    def _update(
-        self,
-        request: Request,
-        given: Sequence[Given],
-        build: Callable[[Part], Message],
-        drawn: Sequence[tuple[int, int]],  # (ps, sequence) of all messages
-        at: int,
-        closure: int,
-        ordinal: int,
-        locked: bool,
-        landing: Landed | None,
-    ) -> Call[Pushed]:
-        link = self.links[request.ps]
-        segments, rows, nbytes = body_of(request, given) if given else ([], None, 0)
-        set_ids = [request.set_id] if given else []
-        body: Body | None = None
-        if landing is not None:
-            pulled, where = landing
-            body = Body(pulled.lengths, where, "the shards", may_lack=True)
-            nbytes = max(nbytes, pulled.nbytes)
-            set_ids.append(pulled.set_id)
-        spread = [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None
-        call = ordinal << PART_BITS | request.part
-
-        def message(peer: Connection) -> Message:
-            identity = drawn[at][1], link.updates.acked_below, closure, call
-            own = request, identity, members_for(peer, request), rows, spread
-            if landing is None:
-                return build(Part(*own))
-            # What the push itself defines is defined when the rest is read.
-            known = pulled.set_id == request.set_id
-            return build(Part(*own, pulled.set_id, None if known else members_for(peer, pulled)))
-
-        return Call(
-            link, message, Pushed, "an update", segments, bulk=nbytes > SMALL_BODY_BYTES, body=body,
-            set_ids=set_ids, locked=locked,
-        )  # fmt: skip
 
 
 def members_for(peer: Connection, request: Request) -> list[tuple[int, int]] | None:
