@@ -13,7 +13,7 @@ from psync.numerics.rows import SCATTER_OPS, combine
 from psync.numerics.rules import SGD, Adam, UpdateRule
 from psync.numerics.sums import sum_of_squares
 from psync.specs import ShardSpec
-from psync.store.rows import PIECE_BYTES, RowValues
+from psync.store.rows import PIECE_BYTES, RowMean, RowValues
 from psync.store.shard import Work
 from psync.store.store import ShardStore
 
@@ -137,7 +137,7 @@ class TestMeans:
             RowValues(rows_of(1, 3), np.array([[2, 2], [4, 4]], typed)),
             RowValues(rows_of(3, 5), np.array([[2, 2], [4, 4]], typed)),
         ]
-        work = store.apply_row_mean(OPTIMIZER, KEY, gradients, [1.0, 3.0], 0, **how)
+        work = store.apply_row_mean(OPTIMIZER, KEY, RowMean(gradients, [1.0, 3.0], **how), 0)
         assert store.busy(KEY)
         run(work)
         assert store.version(KEY) == 1
@@ -164,9 +164,7 @@ class TestMeans:
         values = rng.standard_normal((num_rows, 2)).astype(np.float32)
         gradients = [RowValues(rows, values), RowValues(rows, 3 * values)]
         sums: list[tuple[float, float]] = []
-        work = store.square_row_mean(
-            KEY, gradients, [1.0, 1.0], sums, reduction="mean", per_index=True
-        )
+        work = store.square_row_mean(KEY, RowMean(gradients, [1.0, 1.0], "mean", True), sums)
         pieces = sum(1 for _ in work)
         assert sums == [(sum_of_squares((values + 3 * values) / np.float32(2)), 0.0)]
         assert pieces > num_rows * 8 >> 20

@@ -179,6 +179,8 @@ M = TypeVar("M", OwnMember, Member)
 class LogNames:
     """What the reader of one log knows. Single owner."""
 
+    _in_full = False  # whether what is known is named in full all the same
+
     def __init__(self) -> None:
         self._own: dict[tuple[OwnMember, ...], int] = {}
         self._whole: dict[tuple[Member, ...], int] = {}
@@ -192,28 +194,28 @@ class LogNames:
 
     def of_set(self, keys: tuple[OwnMember, ...]) -> tuple[int, list[OwnMember] | None]:
         """Return the number of a set of shards of this ps, and its members if it is new."""
-        return _number(self._own, keys)
+        return self._number(self._own, keys)
 
     def of_whole(self, members: tuple[Member, ...]) -> tuple[int, list[Member] | None]:
         """Return the number of a set of shards of several ps tasks, likewise."""
-        return _number(self._whole, members)
+        return self._number(self._whole, members)
 
     def is_new(self, group: int) -> bool:
         """Return whether a group is named for the first time; from now on it is known."""
-        if group in self._groups:
-            return False
+        is_new = group not in self._groups
         self._groups.add(group)
-        return True
+        return is_new or self._in_full
 
-
-def _number(sets: dict[tuple[M, ...], int], members: tuple[M, ...]) -> tuple[int, list[M] | None]:
-    number = sets.get(members)
-    if number is not None:
-        return number, None
-    if len(sets) >= MAX_SETS:
-        sets.clear()
-    number = sets[members] = len(sets)
-    return number, list(members)
+    def _number(
+        self, sets: dict[tuple[M, ...], int], members: tuple[M, ...]
+    ) -> tuple[int, list[M] | None]:
+        number = sets.get(members)
+        if number is not None:
+            return number, list(members) if self._in_full else None
+        if len(sets) >= MAX_SETS:
+            sets.clear()
+        number = sets[members] = len(sets)
+        return number, list(members)
 
 
 class NamesInFull(LogNames):
@@ -223,19 +225,7 @@ class NamesInFull(LogNames):
         names: Of the others: what was named is known to them.
     """
 
+    _in_full = True
+
     def __init__(self, names: LogNames) -> None:
-        super().__init__()
-        self._names = names
-
-    def of_set(self, keys: tuple[OwnMember, ...]) -> tuple[int, list[OwnMember] | None]:
-        """Return the number of a set of shards of this ps, and its members."""
-        return self._names.of_set(keys)[0], list(keys)
-
-    def of_whole(self, members: tuple[Member, ...]) -> tuple[int, list[Member] | None]:
-        """Return the number of a set of shards of several ps tasks, likewise."""
-        return self._names.of_whole(members)[0], list(members)
-
-    def is_new(self, group: int) -> bool:
-        """Return True; from now on the group is known."""
-        self._names.is_new(group)
-        return True
+        self._own, self._whole, self._groups = names._own, names._whole, names._groups

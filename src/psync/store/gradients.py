@@ -204,7 +204,7 @@ class GradientTable(BundleTable):
         shard, rule = self._idle(key), self._optimizer(optimizer_id).rule
         if not isinstance(rule, LayerwiseRule):
             raise UsageError(
-                f"optimizer {optimizer_id} ({rule.name}) on {self._task} has nothing to measure"
+                f"optimizer {optimizer_id} ({rule.name}) on {self.task} has nothing to measure"
             )
         update, _ = self._update_of(shard, optimizer_id, gradient, step, None)
         measurement = rule.for_variable(shard.spec.variable).measurement(step, self._scratch)

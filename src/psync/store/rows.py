@@ -45,6 +45,16 @@ class RowValues(NamedTuple):
     values: np.ndarray  # shape (number of rows, elements of a row), of the shard's dtype
 
 
+class RowMean(NamedTuple):
+    """The weighted mean, or sum, of several pushes' rows of a shard."""
+
+    gradients: Sequence[RowValues]  # of each push, in order: what ``check_rows`` returned, and rows
+    weights: Sequence[float]  # of each push, checked; ``sums.SparseSum`` says what is computed
+    reduction: Reduction
+    per_index: bool  # divide a row by the weights of the pushes that have it, not of all
+    scale: float = 1.0  # what limits the norm of the mean of the whole variable
+
+
 class RowTable(ShardTable):
     """A table of shards of which rows are read and changed. Single owner; never blocks.
 
@@ -62,11 +72,6 @@ class RowTable(ShardTable):
         self._row_copies = 0  # blocks that were copied before rows in them could be changed
 
     # Checks, before memory is taken or anything changes.
-
-    @property
-    def task(self) -> str:
-        """Name of the ps."""
-        return self._task
 
     def row_bytes(self, key: Key, optimizer_id: int = -1) -> int:
         """Return the bytes of one row of a shard, or of a slot that an optimizer has for it.
@@ -102,7 +107,7 @@ class RowTable(ShardTable):
         if each_once and not ascending(rows):
             at = int(np.flatnonzero(rows[1:] <= rows[:-1])[0])
             raise ValueMismatchError(
-                f"{shard.spec} on {self._task}: expected each row once and in ascending order, "
+                f"{shard.spec} on {self.task}: expected each row once and in ascending order, "
                 f"got row {rows[at + 1]} after row {rows[at]}"
             )
         if each_once:
@@ -112,7 +117,7 @@ class RowTable(ShardTable):
         if not exist:
             lowest, highest = rows.min(), rows.max()
             raise ValueMismatchError(
-                f"{shard.spec} on {self._task}: row {lowest if lowest < 0 else highest} of the "
+                f"{shard.spec} on {self.task}: row {lowest if lowest < 0 else highest} of the "
                 f"shard does not exist, it has {count}"
             )
 
@@ -135,12 +140,12 @@ class RowTable(ShardTable):
         data, row_bytes = bytes_of(values), self.row_bytes(key)
         if data.size != len(rows) * row_bytes:
             raise ValueMismatchError(
-                f"{shard.spec} on {self._task}: expected {len(rows)} rows of {row_bytes} bytes, "
+                f"{shard.spec} on {self.task}: expected {len(rows)} rows of {row_bytes} bytes, "
                 f"got {data.size} bytes"
             )
         if shard.spec.dtype == "bool" and data.size and data.max() > 1:
             raise ValueMismatchError(
-                f"{shard.spec} on {self._task}: expected bool values, got bytes other than 0 and 1"
+                f"{shard.spec} on {self.task}: expected bool values, got bytes other than 0 and 1"
             )
         return data.view(shard.values.dtype).reshape(len(rows), self._row_size(shard))
 
@@ -155,7 +160,7 @@ class RowTable(ShardTable):
         rule = self._optimizer(optimizer_id).rule
         shard = self._shard(key)
         self._check_optimizable(shard)
-        rule.check_rows(f"{shard.spec} on {self._task}")
+        rule.check_rows(f"{shard.spec} on {self.task}")
 
     def check_scatter(self, key: Key, op: str) -> None:
         """Check that rows of a shard can be changed by an operation.
@@ -166,7 +171,7 @@ class RowTable(ShardTable):
             ValueMismatchError: If there is none for the shard's dtype.
         """
         spec = self._shard(key).spec
-        check_scatter(op, spec.dtype, f"{spec} on {self._task}")
+        check_scatter(op, spec.dtype, f"{spec} on {self.task}")
 
     def rows_cost(self, key: Key, rows: np.ndarray | range) -> int:
         """Return what reading or changing these rows costs, expressed in bytes."""
@@ -186,7 +191,7 @@ class RowTable(ShardTable):
     def _row_size(self, shard: Shard) -> int:
         shape = shard.spec.shape
         if not shape:
-            raise ValueMismatchError(f"{shard.spec} on {self._task}: a scalar has no rows")
+            raise ValueMismatchError(f"{shard.spec} on {self.task}: a scalar has no rows")
         return shard.spec.size // shape[0] if shape[0] else 0
 
     # What is done.
@@ -304,30 +309,14 @@ class RowTable(ShardTable):
         shard = self._idle(key)
         return self._updating(shard, self._applied(shard, optimizer_id, rows, grads, step))
 
-    def apply_row_mean(
-        self,
-        optimizer_id: int,
-        key: Key,
-        gradients: Sequence[RowValues],
-        weights: Sequence[float],
-        step: int,
-        *,
-        reduction: Reduction,
-        per_index: bool,
-        scale: float = 1.0,
-    ) -> Work:
-        """Start to apply the weighted mean, or sum, of several pushes' rows, like ``apply_rows``.
+    def apply_row_mean(self, optimizer_id: int, key: Key, given: RowMean, step: int) -> Work:
+        """Start to apply a mean of several pushes' rows, like ``apply_rows``.
 
         Args:
             optimizer_id: Of the optimizer, checked.
             key: Of the shard.
-            gradients: Of each push, in the order in which they are summed: what ``check_rows``
-                returned, with the rows. They must not change until the work is done.
-            weights: Of each push, checked. ``sums.SparseSum`` says what is computed.
+            given: The mean; its gradients must not change until the work is done.
             step: As for ``apply_rows``.
-            reduction: "mean" or "sum".
-            per_index: Divide a row by the weights of the pushes that have it, not of all.
-            scale: What limits the norm of the mean of the whole variable.
 
         Returns:
             The work, to be run to its end; the shard is busy until then.
@@ -339,36 +328,23 @@ class RowTable(ShardTable):
         shard = self._idle(key)
 
         def steps() -> Iterator[None]:
-            rows, mean = yield from self._row_mean(
-                shard, gradients, weights, reduction, per_index=per_index
-            )
-            if scale != 1.0:
+            rows, mean = yield from self._row_mean(shard, given)
+            if given.scale != 1.0:
                 for part in cuts(len(mean), mean.itemsize * self._row_size(shard)):
-                    mean[part] = scaled(mean[part], scale)
+                    mean[part] = scaled(mean[part], given.scale)
                     yield
             yield from self._applied(shard, optimizer_id, rows, mean, step)
 
         return self._updating(shard, steps())
 
     def square_row_mean(
-        self,
-        key: Key,
-        gradients: Sequence[RowValues],
-        weights: Sequence[float],
-        into: list[tuple[float, float]],
-        *,
-        reduction: Reduction,
-        per_index: bool,
+        self, key: Key, given: RowMean, into: list[tuple[float, float]]
     ) -> Pieces[None]:
-        """Start to add up the squares of what ``apply_row_mean`` would apply; changes nothing.
+        """Start to add up the squares of a mean of rows, before it is scaled; changes nothing.
 
-        Nothing of the shard is read, so it may be busy. Arguments as there, and ``into`` gets the
-        sum at the end, and 0.
+        Nothing of the shard is read, so it may be busy. ``into`` gets the sum at the end, and 0.
         """
-        shard = self._shard(key)
-        _, mean = yield from self._row_mean(
-            shard, gradients, weights, reduction, per_index=per_index
-        )
+        _, mean = yield from self._row_mean(self._shard(key), given)
         flat, total = mean.reshape(-1), 0.0
         for part in cuts(-(-flat.size // SQUARES_PIECE), SQUARES_PIECE * flat.itemsize):
             total = sum_of_squares(
@@ -379,19 +355,11 @@ class RowTable(ShardTable):
 
     # How.
 
-    def _row_mean(
-        self,
-        shard: Shard,
-        gradients: Sequence[RowValues],
-        weights: Sequence[float],
-        reduction: Reduction,
-        *,
-        per_index: bool,
-    ) -> Pieces[tuple[np.ndarray, np.ndarray]]:
+    def _row_mean(self, shard: Shard, given: RowMean) -> Pieces[tuple[np.ndarray, np.ndarray]]:
         total = SparseSum((self._row_size(shard),), shard.values.dtype)
-        for (rows, values), weight in zip(gradients, weights, strict=True):
+        for (rows, values), weight in zip(given.gradients, given.weights, strict=True):
             yield from total.adding(rows, values, weight)
-        mean = yield from total.making(reduction, per_index=per_index)
+        mean = yield from total.making(given.reduction, per_index=given.per_index)
         return total.indices, mean
 
     def _array(self, shard: Shard, optimizer_id: int, slot: str) -> BlockArray:
@@ -400,7 +368,7 @@ class RowTable(ShardTable):
         names = self._optimizer(optimizer_id).rule.slot_names()
         if slot not in names:
             raise UsageError(
-                f"optimizer {optimizer_id} on {self._task} has no slot {slot!r}",
+                f"optimizer {optimizer_id} on {self.task} has no slot {slot!r}",
                 hint=f"its slots are {', '.join(names) or 'none'}",
             )
         self._check_optimizable(shard)

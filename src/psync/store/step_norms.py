@@ -10,7 +10,8 @@ variable.
 
 A ps that has all of what is added up computes the factors itself. Otherwise ps 0 asks all ps tasks
 for their sums (``sync.outgoing_steps``), and sends the factors with ``CloseStep``. Squares are
-added up shard by shard in the order of their keys, so the norm is the same, bit for bit, on every task.
+added up shard by shard in the order of their keys, so the norm is the same, bit for bit, on every
+task.
 """
 
 from __future__ import annotations

@@ -64,10 +64,10 @@ class ShardStore(GradientTable):
         shard = self._shard(key)
         spec = shard.spec
         if op not in _ASSIGN_OPS:
-            raise UsageError(f"{spec} on {self._task}: unknown operation {op!r}")
+            raise UsageError(f"{spec} on {self.task}: unknown operation {op!r}")
         if spec.dtype == "bool" and op in ("add", "sub"):
             raise ValueMismatchError(
-                f"{spec} on {self._task}: bool values cannot be added: not {op!r}"
+                f"{spec} on {self.task}: bool values cannot be added: not {op!r}"
             )
         return self._typed(shard, data)
 
@@ -131,14 +131,14 @@ class ShardStore(GradientTable):
         shard, other = self._shard(average_key), self._shard(key)
         if (shard.spec.shape, shard.spec.dtype) != (other.spec.shape, other.spec.dtype):
             raise PartitionError(
-                f"{shard.spec} on {self._task}: expected {described(other.spec)}, as {other.spec} "
+                f"{shard.spec} on {self.task}: expected {described(other.spec)}, as {other.spec} "
                 f"has, whose moving average it is, got {described(shard.spec)}"
             )
         try:
             sum_dtype(shard.values.dtype)
         except ValueMismatchError:
             raise ValueMismatchError(
-                f"{shard.spec} on {self._task}: only floating-point variables have moving "
+                f"{shard.spec} on {self.task}: only floating-point variables have moving "
                 f"averages, got {shard.spec.dtype}"
             ) from None
 

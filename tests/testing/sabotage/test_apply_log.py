@@ -60,11 +60,10 @@ def test_every_method_that_changes_a_store_is_written_down() -> None:
     """A new one has to be added to the list, or to those that read."""
     reading = {
         "check_apply", "check_apply_rows", "check_assign", "check_average", "check_optimizable",
-        "check_rate", "check_rows", "check_scatter", "has_bundles", "is_layerwise", "is_idle",
-        "iterations",
-        "keys", "mean_of", "measure", "optimizers", "push_count", "read", "read_range",
-        "read_rows", "read_slot", "row_bytes", "rows_cost", "rule", "shards", "spec", "square_mean",
-        "square_row_mean", "statistics", "task", "pool", "busy", "version",
+        "check_rate", "check_row_numbers", "check_rows", "check_scatter", "has_bundles",
+        "is_layerwise", "iterations", "keys", "mean_of", "measure", "optimizers", "push_count",
+        "read", "read_range", "read_rows", "read_slot", "row_bytes", "rows_cost", "rule", "shards",
+        "spec", "square_mean", "square_row_mean", "statistics", "pool", "busy", "version",
     }  # fmt: skip
     through_others = {"apply", "assign"}  # they call one that is written down
     # Who served it is gone, of the third; errors of rules are made again when it is replayed.

@@ -38,7 +38,7 @@ from psync.numerics.sums import MeanGradient
 from psync.ps.update import Update
 from psync.ps.updates import PsUpdates
 from psync.specs import ShardSpec, dtype_name
-from psync.store.rows import RowValues
+from psync.store.rows import RowMean, RowValues
 from psync.store.shard import Shard
 from psync.store.shards import Optimizer
 from psync.store.snapshot import Frozen
@@ -271,8 +271,8 @@ def _plain(value: Any) -> Any:
         return {"array": [dtype_name(array.dtype), list(np.shape(value)), to_bytes_view(array)]}
     if isinstance(value, memoryview):
         return bytes(value)
-    if isinstance(value, RowValues):
-        return {"rows": _plain(tuple(value))}
+    if isinstance(value, RowValues | RowMean):
+        return {type(value).__name__: _plain(tuple(value))}
     if isinstance(value, MeanGradient):
         return {"mean": _plain((value.gradients, value.weights, value.reduction, value.scale))}
     if isinstance(value, ShardSpec):
@@ -284,7 +284,8 @@ def _plain(value: Any) -> Any:
 
 _KINDS: dict[str, Any] = {
     "array": lambda dtype, shape, data: array_from_bytes(data, shape, dtype),
-    "rows": RowValues,
+    "RowValues": RowValues,
+    "RowMean": RowMean,
     "mean": lambda *given: ShardStore("").mean_of(*given),
     "spec": ShardSpec,
     "map": lambda *pairs: dict(pairs),
