@@ -76,7 +76,12 @@ class Diverged(PsyncError):
 
 
 class Comparison:
-    """That with one backup; a new one begins with each copy, on both sides.
+    """Comparison with one backup: of the entries that went over, and of what they made.
+
+    Every ``CHECK_EVERY`` entries the primary logs a ``CheckState``. Executing it, both take a
+    digest of the state that judging has made; the next one brings the primary's, and the checksum
+    over all entries up to itself. A backup that differs is discarded, and made again
+    (``backups.host``). A new comparison begins with each copy, on both sides.
 
     Args:
         task: Name of the ps.
@@ -218,11 +223,9 @@ class Executor:
         else:
             self._enqueue(number, act, request, None if claim is None else claim())
 
-    def note(
-        self, client: Client, message: Message | Build, body: Sequence[memoryview], act: Act
-    ) -> None:
+    def note(self, client: Client, message: Message, act: Act) -> None:
         """Submit an entry for whose answer nobody waits: nobody hears of an error, either."""
-        self.submit(_NOBODYS, message, body, act, None, client)
+        self.submit(_NOBODYS, message, (), act, None, client)
 
     def in_turn(self, act: Act, request: Request[Any] | None = None) -> None:
         """Do something between two entries: all up to now are executed, and none after them.
@@ -391,7 +394,8 @@ class Executor:
             if head.number and not self._may_execute(head.number):
                 return
             if done == AT_ONCE:
-                self._look_soon()
+                self._again = True
+                asyncio.get_running_loop().call_soon(self._look_again)
                 return
             done += 1
             self._queue.popleft()
@@ -404,20 +408,12 @@ class Executor:
             self.end(exc)
             return False
 
-    def _look_soon(self) -> None:
-        self._again = True
-        asyncio.get_running_loop().call_soon(self._look_again)
-
     def _look_again(self) -> None:
         self._again = False
         self.advance()
 
     async def _wait(
-        self,
-        number: int,
-        request: Request[Any],
-        ended: Ended,
-        under_way: Awaitable[None],
+        self, number: int, request: Request[Any], ended: Ended, under_way: Awaitable[None]
     ) -> None:
         failed: Exception | None = None
         try:

@@ -13,14 +13,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from psync.errors import ValueMismatchError
 from psync.net.connection import Handler, Request
 from psync.numerics.memory import BlockPool
 from psync.numerics.rules import Sums, slot_dtype
 from psync.ps.cooperative_work import LongWork
-from psync.ps.shard_sets import ShardSet, memory_for, set_of
+from psync.ps.shard_sets import memory_for, set_of
 from psync.specs import dtype_of
 from psync.store.store import ShardStore, Work
 from psync.wire.codec import Message
@@ -140,35 +138,23 @@ class OptimizerService:
         whole = known.body_of(request.segments, self._task)
         gradients = known.gradients(self._store, message.optimizer, whole)
         self._store.check_rate(message.optimizer, self._step_of(message))
-        if not self._work.fits_now(self._store, known.keys, sum(known.costs)):
-            request.start(self._measure_slowly(request, known, gradients))
-            return
         sums: list[Sums] = []
-        for position in range(len(known.keys)):
-            for _ in self._begin(message, known, gradients, position, sums):
+
+        def begin(i: int) -> Work:
+            optimizer, step = message.optimizer, self._step_of(message)
+            return self._store.measure(optimizer, known.keys[i], gradients[i], step, sums)
+
+        async def measure_slowly() -> None:
+            await self._work.to_the_end(self._work.shard_by_shard(known.costs, begin))
+            request.answer(Measured(sums))
+
+        if not self._work.fits_now(self._store, known.keys, sum(known.costs)):
+            request.start(measure_slowly())
+            return
+        for i in range(len(known.keys)):
+            for _ in begin(i):
                 pass
         request.answer(Measured(sums))
-
-    async def _measure_slowly(
-        self, request: Request[MeasurePush], known: ShardSet, gradients: Sequence[np.ndarray]
-    ) -> None:
-        sums: list[Sums] = []
-        work = self._work.shard_by_shard(
-            known.costs, lambda i: self._begin(request.message, known, gradients, i, sums)
-        )
-        await self._work.to_the_end(work)
-        request.answer(Measured(sums))
-
-    def _begin(
-        self,
-        message: MeasurePush,
-        known: ShardSet,
-        gradients: Sequence[np.ndarray],
-        position: int,
-        sums: list[Sums],
-    ) -> Work:
-        store, optimizer, step = self._store, message.optimizer, self._step_of(message)
-        return store.measure(optimizer, known.keys[position], gradients[position], step, sums)
 
     def _step_of(self, message: MeasurePush) -> int:
         return self._store.push_count(message.optimizer).next_step(message.elsewhere)

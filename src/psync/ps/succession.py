@@ -103,8 +103,14 @@ class AdoptionService:
             self.former.drop()
             self.former.lineage = coordinator
         else:
-            settle = self._settle(before, store, ledger, previous)
-            self._settling = asyncio.get_running_loop().create_task(settle)
+
+            async def settle() -> None:
+                if before is not None:
+                    await asyncio.wait((before,))
+                await self._work.drain()
+                self.former.take(store, ledger, previous)
+
+            self._settling = asyncio.get_running_loop().create_task(settle())
 
     async def settled(self) -> None:
         """Wait until what has begun before is at its end.
@@ -135,18 +141,6 @@ class AdoptionService:
         if self._settling is not None:
             self._settling.cancel()
             await asyncio.wait((self._settling,))
-
-    async def _settle(
-        self,
-        before: asyncio.Task[None] | None,
-        store: ShardStore,
-        ledger: Ledger,
-        previous: int,
-    ) -> None:
-        if before is not None:
-            await asyncio.wait((before,))
-        await self._work.drain()
-        self.former.take(store, ledger, previous)
 
     def _describe(self, request: Request[DescribeShards]) -> None:
         peer = request.peer

@@ -51,7 +51,7 @@ from psync.ps.cooperative_work import Changing
 from psync.store.ledger import Client
 from psync.store.step_norms import Factors, ShardSums, StepNorms
 from psync.sync.cross_ps_sets import Share, Values
-from psync.sync.groups import CLOSER, KnownGroup, Listed, OutgoingStep
+from psync.sync.groups import CLOSER, Listed, OutgoingStep
 from psync.sync.log_entries import FROM_CLOSER
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
@@ -132,14 +132,14 @@ class StepRounds:
 
     def _measure(self, step: _Step) -> None:
         """Make the next pass."""
-        close = step.outgoing.close
+        outgoing, close = step.outgoing, step.outgoing.close
         message = MeasureStep(
-            close.group, self._sync.raw_config(close.group), close.step, list(close.pushes),
+            close.group, outgoing.raw, close.step, list(close.pushes),
             scales=_listed(step.norms.scales), ratios=_listed(step.norms.ratios),
             what=step.passes[0],
         )  # fmt: skip
         measured = functools.partial(self._measured, step)
-        self._all_ps.measure_step(message, step.outgoing.along, measured)
+        self._all_ps.measure_step(message, outgoing.along, measured)
 
     def _measured(self, step: _Step, sums: Sequence[ShardSums], failed: Exception | None) -> None:
         if failed is None:
@@ -161,7 +161,7 @@ class StepRounds:
     def _close(self, step: _Step) -> None:
         outgoing, close = step.outgoing, step.outgoing.close
         message = CloseStep(
-            close.group, self._sync.raw_config(close.group), close.step, list(close.pushes),
+            close.group, outgoing.raw, close.step, list(close.pushes),
             scales=outgoing.scales, ratios=outgoing.ratios,
         )  # fmt: skip
         self._all_ps.close_step(message, outgoing.along, step.wanted(), step.ended)
@@ -220,20 +220,17 @@ class OutgoingSteps(Changing):
     def decide(self, close: Close) -> None:
         """A step is decided: it is outgoing from now on."""
         known = self._sync.known(close.group, None)
-        known.outgoing = OutgoingStep(close, self._sync.along(close))
+        known.outgoing = outgoing = OutgoingStep(close, known.raw, self._sync.along(close))
         if not self.pauses:
-            self._carry(known)
+            self._carry(outgoing)
 
     def restore(self) -> None:
         """Be where the rule is, which was restored: what it has decided is outgoing."""
         for close in self._steps.closing():
             self.decide(close)
 
-    def _carry(self, known: KnownGroup) -> None:
-        outgoing = known.outgoing
-        assert outgoing is not None, "the caller has looked"
-        group = outgoing.close.group
-        self._carried.add(group)
+    def _carry(self, outgoing: OutgoingStep) -> None:
+        self._carried.add(outgoing.close.group)
         ended = functools.partial(self._ended, outgoing.close)
         self._rounds.carry(outgoing, self._waits.wanted_shares, ended)
 
@@ -364,9 +361,9 @@ class OutgoingSteps(Changing):
         self.pauses.discard(why)
         self._wanted.discard(why)
         if not self.pauses and not self._is_over:
-            for known in self._sync.outgoing():
-                if known.outgoing is not None and known.outgoing.close.group not in self._carried:
-                    self._carry(known)
+            for outgoing in self._sync.outgoing():
+                if outgoing.close.group not in self._carried:
+                    self._carry(outgoing)
         self.wake()
 
     async def drain(self) -> None:

@@ -153,7 +153,7 @@ class PsServices:
         num_ps = 1 if attach is None else len(attach.ps_addresses)
         self.sync = parts.of(PsSync)(platform, *served, num_ps, shares, serves=serves)
         for number, raw in contents.groups.items():
-            self.sync.define(number, raw)
+            self.sync.known(number, raw)
         self.accumulators = AccumulatorService(task, work, ledger, executor, contents.accumulators)
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
         self.closer: StepCloser | None = None
@@ -167,8 +167,8 @@ class PsServices:
             task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
             functools.partial(self.resume, "cut"), parts,
         )  # fmt: skip
-        self.pulls = PsPulls(task, store, work, self.sync.steps, self.locks, pool)
-        self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.steps)
+        self.pulls = PsPulls(task, store, work, self.sync.staging.steps, self.locks, pool)
+        self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.staging.steps)
         self.updates = parts.of(PsUpdates)(*served, self.gate, self.pulls)
         self.teller: CountTeller | None = None  # None: there is one ps
         if attach is not None and num_ps > 1:
@@ -199,7 +199,7 @@ class PsServices:
         """Tell the other ps tasks from now on how many pushes are counted here."""
         if self.teller is not None:
             self.updates.counted = self.teller.changed
-            self.updates.num_others = self.teller.num_others
+            self.updates.num_others = len(self.teller.others)
             if self.store.iterations:
                 self.teller.changed()
 

@@ -221,7 +221,7 @@ class StepCloser:
 
     def _note(self, message: Message, act: Callable[[Any], None]) -> None:
         """Put into the log what nobody waits for; nothing once that has ended."""
-        self._sync.executor.note(FROM_CLOSER, message, (), lambda: act(message))
+        self._sync.executor.note(FROM_CLOSER, message, lambda: act(message))
 
     # Its end, and the end of its life as a backup.
 
@@ -255,7 +255,7 @@ class StepCloser:
         """Be where the rule is of the one whose backup this is."""
         message = request.message
         self._sync.set_groups(message)
-        configs = {group: self._sync.define(group, None) for group, *_ in message.groups}
+        configs = {group: self._sync.known(group, None).config for group, *_ in message.groups}
         self.steps.restore(state := msgpack.unpackb(request.segments[0]), configs)
         self._clock.note(state["now"])
         self.outgoing.restore()
@@ -306,9 +306,9 @@ class StepCloser:
         """The group is new: its first step is that of the global step; or a set is."""
         group, config = request.message.group, request.message.config
         if not self._is_ready(group, config):
-            await self._begin(group, config)
+            await self._begin(group)
         if brought is not None and group not in brought.checked_for:
-            await self.all_ps.describe(brought, group, self._sync.raw_config(group))
+            await self.all_ps.describe(brought, group, self._sync.known(group, None).raw)
         if wanted is not None and FOR_VALUES not in wanted.checked_for:
             await self.all_ps.describe(wanted, FOR_VALUES, None)
         self._check()
@@ -361,7 +361,7 @@ class StepCloser:
         """Nobody waits for a push any more."""
         group, replica, push = key
         message = ForgetPush(group, push)
-        self._sync.executor.note(replica, message, (), lambda: self._forget(replica, message))
+        self._sync.executor.note(replica, message, lambda: self._forget(replica, message))
 
     def _forget(self, replica: Replica, message: ForgetPush) -> None:
         self.steps.forget(message.group, replica, message.push)
@@ -375,7 +375,7 @@ class StepCloser:
         message = request.message
         self._check()
         if not self._is_ready(message.group, message.config):
-            await self._begin(message.group, message.config)
+            await self._begin(message.group)
             self._check()
         await self._sync.executor.run(request.peer.client, message, self._put_initial)
         request.answer(SyncStep(*self.steps.present_and_first(message.group)))
@@ -398,12 +398,11 @@ class StepCloser:
 
     def _is_ready(self, group: int, raw: dict[str, Any] | None) -> bool:
         """Return whether a group is known; raise if it is known as something else."""
-        self._sync.define(group, raw)
+        self._sync.known(group, raw)
         return self.steps.knows(group)
 
-    async def _begin(self, group: int, raw: dict[str, Any] | None) -> None:
+    async def _begin(self, group: int) -> None:
         """Begin a group at the present global step, read once for all who ask meanwhile."""
-        self._sync.define(group, raw)
         beginning = self._beginning.get(group)
         if beginning is None:
             beginning = self._loop.create_task(self._read_first(group))
@@ -417,8 +416,9 @@ class StepCloser:
             raise
 
     async def _read_first(self, group: int) -> None:
-        step = await self.all_ps.read_global_step(self._sync.define(group, None))
-        message = BeginGroup(group, self._sync.raw_config(group), step)
+        known = self._sync.known(group, None)
+        step = await self.all_ps.read_global_step(known.config)
+        message = BeginGroup(group, known.raw, step)
         await self._sync.executor.run(FROM_CLOSER, message, self._define)
 
     def _begun(self, group: int, task: asyncio.Task[None]) -> None:
@@ -428,7 +428,7 @@ class StepCloser:
             logger.error("synchronous group %d cannot begin", group, exc_info=error)
 
     def _define(self, message: BeginGroup) -> None:
-        config = self._sync.define(message.group, message.config)
+        config = self._sync.known(message.group, message.config).config
         self.steps.define(message.group, config, message.step)
 
     # Membership, and time.

@@ -350,7 +350,7 @@ class SyncSteps:
         for known in groups:
             if known.closing is not None:
                 return False
-            num_waiting += known.tokens.num_waiting
+            num_waiting += len(known.tokens.waiting)
         if self._alive and num_waiting >= len(self._alive):
             replicas = {replica for known in groups for replica, _ in known.tokens.waiting}
             if replicas.issuperset(self._alive.items()):
