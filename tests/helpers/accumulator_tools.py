@@ -33,11 +33,10 @@ def apply_grad(
 
 
 def apply_slices(
-    held: Accumulator[Any, Any], indices: Any, values: Any, dense_shape: Any = None, *options: Any,
-    **named: Any,
-) -> Applied[Any]:  # fmt: skip
+    held: Accumulator[Any, Any], indices: Any, values: Any, dense_shape: Any = None, *more, **named
+) -> Applied[Any]:
     """Offer a gradient of some rows, and add it at once."""
-    return apply_grad(held, (indices, values, dense_shape), *options, **named)
+    return apply_grad(held, (indices, values, dense_shape), *more, **named)
 
 
 def complete(held: Accumulator[Any, Any]) -> Take[Any] | None:

@@ -624,9 +624,7 @@ class TestApplyMean:
     def test_sums_where_that_is_asked_for(self) -> None:
         store = store_of(np.zeros(3, np.float32), SGD(1.0))
         ones = np.ones(3, np.float32)
-        run(
-            store.apply_checked(0, KEY, store.mean_of([ones, ones], [1.0, 1.0], reduction="sum"), 0)
-        )
+        run(store.apply_checked(0, KEY, store.mean_of([ones, ones], [1.0, 1.0], "sum"), 0))
         assert value(store).tolist() == [-2, -2, -2]
 
     def test_does_one_block_per_next_and_the_shard_is_busy_meanwhile(self) -> None:
@@ -649,14 +647,10 @@ class TestApplyMean:
     def test_works_on_two_shards_may_take_turns(self) -> None:
         store = store_of(np.zeros(LARGE, np.float32), SGD(1.0))
         store.create(spec_of(LARGE, variable_id=1))
+        pairs = [[np.full(LARGE, x, np.float32) for x in pair] for pair in ((1, 3), (10, 30))]
         works = [
-            store.apply_checked(
-                0,
-                (variable_id, 0),
-                store.mean_of([np.full(LARGE, x, np.float32) for x in pair], [1.0, 1.0]),
-                0,
-            )
-            for variable_id, pair in enumerate(((1, 3), (10, 30)))
+            store.apply_checked(0, (number, 0), store.mean_of(pair, [1.0, 1.0]), 0)
+            for number, pair in enumerate(pairs)
         ]
         while works:
             works = [work for work in works if next(work, "ended") is None]

@@ -80,7 +80,7 @@ class ErrorFeedback:
         Raises:
             Exception: What ``send`` raises.
 
-        Cancellation: As ``send``; shielded by the caller, it goes on though nothing was sent yet.
+        Cancellation: As ``send``. A push that is to go on has to be shielded.
         """
         ps = self._ps
         sent = list(gradients)

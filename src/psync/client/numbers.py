@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class Numbers:
-    """What one task sends to one place, numbered from 1. True while something is under way.
+    """What one task sends to one place, numbered from 1.
 
     Invariant: ``acked_below`` never falls, and no number below it is under way.
     """

@@ -284,8 +284,10 @@ class PsClient(PsRows):
         None if there is nothing to ask for: each variable lies on one ps, which finds the ratio
         itself; or there are gradients of rows, which such a rule refuses.
         """
+        if all(len(v.shards) == 1 for v in plan.variables):
+            return None
         given = [to_bytes_view(each) for each in gradients if isinstance(each, np.ndarray)]
-        if all(len(v.shards) == 1 for v in plan.variables) or len(given) < len(gradients):
+        if len(given) < len(gradients):
             return None
 
         def call(request: Request) -> Call[Measured]:

