@@ -1,9 +1,9 @@
 """Succession of coordinators in a ps process: grants, and the state that the last one left.
 
 ``GrantService`` grants incarnations to coordinators, on ps 0 alone: each grant is above every
-earlier one and above ps 0's clock. ``AdoptionService`` keeps what a ps held
-for an earlier program, describes it to the next one, and moves what that adopts into its store.
-``backups.host`` says what is served in the process.
+earlier one and above ps 0's clock. ``AdoptionService`` keeps what a ps held for an earlier program,
+describes it to the next one, and moves what that adopts into its store. ``backups.host`` says what
+is served in the process.
 
 Source: docs/design.md, "Attach".
 """
