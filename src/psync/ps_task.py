@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from psync.backups.host import BackupHost
 from psync.backups.locate_ps import Primary
 from psync.backups.sender import Served
-from psync.backups.served import ServedService
 from psync.cluster import CHIEF, ENQUIRER
 from psync.errors import ConnectionLost, FencedError, UsageError
 from psync.net.chief_presence import ChiefPresence
@@ -45,7 +44,6 @@ from psync.ps.snapshots import Contents, Snapshots
 from psync.ps.succession import (
     REPLACED,
     AdoptionService,
-    CoordinatorGrants,
     GrantService,
     check_chief,
     check_newest,
@@ -115,7 +113,7 @@ class PsTask:
         nothing = self._nothing(0)
         self.services = parts.of(PsServices)(self._process, self.life, None, 0, nothing)
         floor, services = (lambda: self.floor), (lambda: self.services)
-        self._host = BackupHost(task, pool, self._make_backup, floor, parts)
+        self._host = BackupHost(task, self, pool, self._make_backup, parts)
         self._sessions: SessionService | None = None  # until a training session asks
         self._adoption = AdoptionService(
             task, work, check, lambda: self.services.store, lambda: self.services.updates.counted()
@@ -123,9 +121,8 @@ class PsTask:
         self._snapshots = Snapshots(task, work, pool, check, services, floor, self.take, parts)
         # Every chief knows the process's own address: it is asked there what it serves, and that
         # of ps 0 grants incarnations, wherever ps 0 is served.
-        served = ServedService(task, self._host, lambda: self.newest, self.primary, self.end_below)
-        grants = CoordinatorGrants() if index == 0 and not is_hosted else None
-        granting = GrantService(lambda: self.newest, platform.new_incarnation, grants)
+        grants = index == 0 and not is_hosted
+        granting = GrantService(lambda: self.newest, platform.new_incarnation, grants=grants)
         handlers: dict[type[Message], Handler] = {
             AttachPs: Handler(self._attach),
             AskStatistics: Handler(lambda request: request.answer(Statistics(self.statistics()))),
@@ -134,7 +131,7 @@ class PsTask:
             **self._snapshots.handlers(),
             **self._host.handlers(),
             **dict.fromkeys(ON_EACH_PS + (() if index else ON_PS_0), Handler(self._of_session)),
-            **({} if is_hosted else served.handlers()),
+            **({} if is_hosted else self._host.handlers_of_process()),
             **granting.handlers(),
             **self.services.handlers(),
         }
@@ -343,7 +340,7 @@ class PsTask:
         attach = self.services.attach
         if self.life is not Life.SERVING or attach is None:
             return None
-        return Served(self._index, attach, self.services.timeline, self._adoption.lineage)
+        return Served(self._index, attach, self.services.timeline, self._adoption.former.lineage)
 
     def _depose(self) -> None:
         """Its backup serves in its place: the coordinator says that to everybody, this hangs up."""
@@ -364,14 +361,14 @@ class PsTask:
             self._replace(attach, self.services.timeline, self._nothing(self.floor), None)
 
     def primary(self, address: str, epoch: int) -> Primary | None:
-        """Return what a newer coordinator has to know; see ``backups.served``."""
+        """Return what a newer coordinator has to know; see ``backups.host``."""
         if self.life is not Life.SERVING:
             return None
         timeline, waits_for = self.services.timeline, self.services.backup.waits_for()
         return Primary(self._index, address, self.floor, timeline, epoch, *waits_for)
 
     def end_below(self, coordinator: int) -> None:
-        """Hold nothing, if it has been replaced; see ``backups.served``."""
+        """Hold nothing, if it has been replaced; see ``backups.host``."""
         if self.life is Life.SERVING and self.floor < coordinator:
             self._depose()
 
@@ -390,7 +387,7 @@ class PsTask:
         """Hold what a snapshot of another one holds."""
         contents = self.services.restored(loaded)
         self.life = self.life.after(LifeEvent.COPY, self.task)
-        self._adoption.copied(lineage)
+        self._adoption.former.lineage = lineage
         self._replace(attach, timeline, contents, None)
 
     def handler(self, kind: type[Message]) -> Handler:

@@ -17,7 +17,6 @@ from psync.client.context import (
     inside,
 )
 from psync.errors import ClosureCancelled, UsageError
-from turns import Turns
 
 
 def closure(**changes: Any) -> ClosureContext:
@@ -77,8 +76,8 @@ async def test_wait_takes_any_awaitable_and_ends_as_it_did(
         assert await run_plain_step(closure(loop=loop), lambda: wait(future)) == 4
 
 
-def test_wait_on_the_loop_says_to_await(turns: Turns) -> None:
-    with inside(closure(loop=turns)):
+async def test_wait_on_the_loop_says_to_await() -> None:
+    with inside(closure(loop=asyncio.get_running_loop())):
         with pytest.raises(UsageError) as caught:
             wait(asyncio.sleep(0))
     assert str(caught.value) == (

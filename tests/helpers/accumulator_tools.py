@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.accumulators import Accumulator, Take
+from psync.accumulators import Accumulator, Applied, Take
 from psync.errors import ValueMismatchError
 from psync.numerics.sums import at_once
 from psync.store.dense_accumulators import ConditionalAccumulator
@@ -21,6 +21,22 @@ def accumulator(
 
 def array(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
+
+
+def apply_grad(
+    held: Accumulator[Any, Any], given: Any, local_step: Any = 0, weight: Any = 1.0
+) -> Applied[Any]:
+    """Offer a gradient, and add it at once."""
+    applied = held.offer(given, local_step, weight)
+    at_once(applied.work())
+    return applied
+
+
+def apply_slices(
+    held: Accumulator[Any, Any], indices: Any, values: Any, dense_shape: Any = None, *more, **named
+) -> Applied[Any]:
+    """Offer a gradient of some rows, and add it at once."""
+    return apply_grad(held, (indices, values, dense_shape), *more, **named)
 
 
 def complete(held: Accumulator[Any, Any]) -> Take[Any] | None:

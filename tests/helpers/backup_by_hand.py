@@ -114,7 +114,7 @@ def state_of(ps: PsByHand) -> dict[str, Any]:
     return {
         "rule": None if closer is None else closer.steps.snapshot(),
         "staged": staged_on(services),
-        "steps": sorted(services.sync.steps()),
+        "steps": sorted(services.sync.staging.steps()),
         "groups": services.sync.raw_configs(),
         "values": {
             key: joined(ps.store.read(key)) for key in ps.store.keys() if not ps.store.busy(key)

@@ -9,7 +9,8 @@ import msgpack
 
 from psync.errors import PsyncError
 from psync.store.sync_config import SyncConfig
-from psync.sync.steps import Action, Answer, Close, Contribution, Refuse, Replica, SyncSteps
+from psync.sync.pushes import Action, Answer, Close, Contribution, Refuse, Replica
+from psync.sync.steps import SyncSteps
 from psync.wire.closure_numbers import Finality
 
 GROUP = 7
@@ -117,7 +118,7 @@ class Steps(SyncSteps):
 
     def counted(self) -> int:
         """How many pushes count in the present step."""
-        return self._group(GROUP).num_counted
+        return len(self._group(GROUP)._counted)
 
     def remembered(self, of: Replica) -> list[int]:
         """Which pushes of a replica may still be asked for."""

@@ -595,46 +595,46 @@ class TestApplyMean:
         store, expected = store_of(initial, rule), store_of(initial, rule)
         for step, weights in enumerate([(1.0, 1.0), (1.0, 2.5, 0.3), (1.0,)]):
             gradients = [numbers(size, dtype, 10 * step + i) for i in range(len(weights))]
-            run(store.apply_mean(0, KEY, gradients, weights, step))
+            run(store.apply_checked(0, KEY, store.mean_of(gradients, weights), step))
             run(expected.apply(0, KEY, mean_of(gradients, weights), step))
         assert same_bits(value(store), value(expected))
         for name in rule.slot_names():
             assert b"".join(store.read_slot(KEY, 0, name)) == b"".join(
                 expected.read_slot(KEY, 0, name)
             )
-        assert store.statistics().applies == store.version(KEY) == 3
+        assert store.statistics()["applies"] == store.version(KEY) == 3
 
     @each_size
     def test_equals_numpy_alone(self, size: int) -> None:
         w = numbers(size, "float32", 9)
         g0, g1, g2 = (numbers(size, "float32", seed) for seed in range(3))
         store = store_of(w, SGD(0.1))
-        run(store.apply_mean(0, KEY, [g0, g1, g2], [1.0, 2.0, 1.0], 0))
+        run(store.apply_checked(0, KEY, store.mean_of([g0, g1, g2], [1.0, 2.0, 1.0]), 0))
         mean = ((g0 + g1 * np.float32(2)) + g2) / np.float32(4)
         assert same_bits(value(store), w - mean * np.float32(0.1))
 
     def test_of_one_push_equals_that_push(self) -> None:
         gradient = numbers(LARGE, "float32", 0)
         store, expected = (store_of(np.zeros(LARGE, np.float32), Adam()) for _ in range(2))
-        run(store.apply_mean(0, KEY, [gradient], [1.0], 0))
+        run(store.apply_checked(0, KEY, store.mean_of([gradient], [1.0]), 0))
         run(expected.apply(0, KEY, gradient, 0))
         assert same_bits(value(store), value(expected))
 
     def test_sums_where_that_is_asked_for(self) -> None:
         store = store_of(np.zeros(3, np.float32), SGD(1.0))
         ones = np.ones(3, np.float32)
-        run(store.apply_mean(0, KEY, [ones, ones], [1.0, 1.0], 0, reduction="sum"))
+        run(store.apply_checked(0, KEY, store.mean_of([ones, ones], [1.0, 1.0], "sum"), 0))
         assert value(store).tolist() == [-2, -2, -2]
 
     def test_does_one_block_per_next_and_the_shard_is_busy_meanwhile(self) -> None:
         store = store_of(np.zeros(LARGE, np.float32))
         ones = np.ones(LARGE, np.float32)
-        work = store.apply_mean(0, KEY, [ones, ones], [1.0, 1.0], 0)
+        work = store.apply_checked(0, KEY, store.mean_of([ones, ones], [1.0, 1.0]), 0)
         steps = 0
         while store.busy(KEY):
             for call in (
                 lambda: store.read(KEY),
-                lambda: store.apply_mean(0, KEY, [ones], [1.0], 0),
+                lambda: store.apply_checked(0, KEY, store.mean_of([ones], [1.0]), 0),
             ):
                 with pytest.raises(BusyError):
                     call()
@@ -646,11 +646,10 @@ class TestApplyMean:
     def test_works_on_two_shards_may_take_turns(self) -> None:
         store = store_of(np.zeros(LARGE, np.float32), SGD(1.0))
         store.create(spec_of(LARGE, variable_id=1))
+        pairs = [[np.full(LARGE, x, np.float32) for x in pair] for pair in ((1, 3), (10, 30))]
         works = [
-            store.apply_mean(
-                0, (variable_id, 0), [np.full(LARGE, x, np.float32) for x in pair], [1.0, 1.0], 0
-            )
-            for variable_id, pair in enumerate(((1, 3), (10, 30)))
+            store.apply_checked(0, (number, 0), store.mean_of(pair, [1.0, 1.0]), 0)
+            for number, pair in enumerate(pairs)
         ]
         while works:
             works = [work for work in works if next(work, "ended") is None]
@@ -662,23 +661,23 @@ class TestApplyMean:
         store = store_of(initial, SGD(0.1, momentum=0.9))
         values, slot = store.read(KEY), store.read_slot(KEY, 0, "momentum")
         gradients = [numbers(LARGE, "float32", seed) for seed in range(2)]
-        run(store.apply_mean(0, KEY, gradients, [1.0, 1.0], 0))
+        run(store.apply_checked(0, KEY, store.mean_of(gradients, [1.0, 1.0]), 0))
         assert b"".join(values) == initial.tobytes()
         assert not any(b"".join(slot))
-        assert store.statistics().copies == 6
+        assert store.statistics()["copies"] == 6
 
     def test_without_readers_nothing_is_copied(self) -> None:
         store = store_of(np.zeros(LARGE, np.float32))
         gradients = [numbers(LARGE, "float32", seed) for seed in range(2)]
-        run(store.apply_mean(0, KEY, gradients, [1.0, 1.0], 0))
-        assert store.statistics().copies == 0
+        run(store.apply_checked(0, KEY, store.mean_of(gradients, [1.0, 1.0]), 0))
+        assert store.statistics()["copies"] == 0
 
     def test_refuses_before_the_shard_is_busy(self) -> None:
         store = store_of(np.zeros(3, np.float32))
         with pytest.raises(UsageError, match="expected gradients"):
-            store.apply_mean(0, KEY, [], [], 0)
+            store.apply_checked(0, KEY, store.mean_of([], []), 0)
         with pytest.raises(UnknownVariableError):
-            store.apply_mean(0, (7, 0), [np.zeros(3, np.float32)], [1.0], 0)
+            store.apply_checked(0, (7, 0), store.mean_of([np.zeros(3, np.float32)], [1.0]), 0)
         assert not store.busy(KEY)
 
 
@@ -701,12 +700,12 @@ class TestApplyMeanAtOnce:
         pushes = [[numbers(size, dtype, 7 + i) for size in self.SIZES] for i in range(2)]
         at_once.apply_mean_at_once(0, keys, pushes, weights, 5)
         for key, *gradients in zip(keys, *pushes, strict=True):
-            run(one_by_one.apply_mean(0, key, gradients, weights, 5))
+            run(one_by_one.apply_checked(0, key, one_by_one.mean_of(gradients, weights), 5))
         for key in keys:
             assert same_bits(value(at_once, key), value(one_by_one, key))
             assert at_once.version(key) == 1
             assert not at_once.busy(key)
-        assert at_once.statistics().applies == len(keys)
+        assert at_once.statistics()["applies"] == len(keys)
         assert [b"".join(snapshot) for snapshot in snapshots] == before
 
     def test_sums_where_that_is_asked_for(self) -> None:
@@ -759,8 +758,8 @@ class TestAverage:
             shadow = (wide - (wide - target) * number(1 - decay)).astype(shadow.dtype)
             assert same_bits(value(store), shadow)
         assert same_bits(value(store, self.OTHER), values)
-        assert (store.statistics().assigns, store.version(KEY)) == (3, 3)
-        assert (store.version(self.OTHER), store.statistics().copies) == (0, 0)
+        assert (store.statistics()["assigns"], store.version(KEY)) == (3, 3)
+        assert (store.version(self.OTHER), store.statistics()["copies"]) == (0, 0)
 
     def test_of_itself_changes_nothing(self) -> None:
         values = numbers(LARGE, "float32", 0)
@@ -773,7 +772,7 @@ class TestAverage:
         work = store.average(KEY, self.OTHER, 0.5)
         next(work)
         run(store.assign(self.OTHER, "assign", np.full(LARGE, 9, np.float32)))
-        assert store.statistics().copies == 2  # the block that was read already is not held
+        assert store.statistics()["copies"] == 2  # the block that was read already is not held
         run(work)
         assert (value(store) == 0.5).all()
         assert (value(store, self.OTHER) == 9).all()
@@ -783,7 +782,7 @@ class TestAverage:
         snapshot = store.read(KEY)
         run(store.average(KEY, self.OTHER, 0.5))
         assert not any(b"".join(snapshot))
-        assert store.statistics().copies == 3
+        assert store.statistics()["copies"] == 3
 
     def test_only_the_average_is_busy(self) -> None:
         store = self.stores(np.zeros(LARGE, np.float32), np.ones(LARGE, np.float32))
@@ -857,7 +856,7 @@ def test_every_snapshot_stays_what_it_was(size: int, steps: list[tuple[str, int]
             model = gradients[-1]
         elif op in ("mean", "at once"):
             if op == "mean":
-                run(store.apply_mean(0, KEY, gradients, weights, 0))
+                run(store.apply_checked(0, KEY, store.mean_of(gradients, weights), 0))
             else:
                 store.apply_mean_at_once(0, [KEY], [[grad] for grad in gradients], weights, 0)
             model = model - half * mean_of(gradients, weights)
@@ -896,7 +895,7 @@ def test_the_squares_of_a_mean_are_those_of_what_is_applied_whatever_the_blocks(
     whole = MeanGradient(gradients, [1.0, 3.0], "mean", Scratch(size))[0:size]
     applying = store.assign(KEY, "add", np.zeros(size, dtype_of(dtype)))  # it may be busy
     sums: list[tuple[float, float]] = []
-    for _ in store.square_mean(KEY, gradients, [1.0, 3.0], sums, reduction="mean"):
+    for _ in store.square_mean(KEY, store.mean_of(gradients, [1.0, 3.0]), sums):
         pass
     assert sums == [(sum_of_squares(whole), 0.0)]
     for _ in applying:
@@ -909,14 +908,12 @@ def test_the_norms_of_a_mean_are_measured_like_those_of_a_gradient() -> None:
     gradients = [np.full(4, value, np.float32) for value in (1.0, 3.0)]
     sums: list[tuple[float, float]] = []
     for scale in (1.0, 0.5):
-        work = store.measure_mean(
-            0, KEY, gradients, [1.0, 1.0], 0, sums, reduction="mean", scale=scale
-        )
+        work = store.measure(0, KEY, store.mean_of(gradients, [1.0, 1.0], scale=scale), 0, sums)
         for _ in work:
             pass
         for _ in store.measure(0, KEY, np.full(4, 2 * scale, np.float32), 0, sums):
             pass
     assert sums[::2] == sums[1::2]
-    for _ in store.apply_mean(0, KEY, gradients, [1.0, 1.0], 0, scale=0.5, ratio=2.0):
+    for _ in store.apply_checked(0, KEY, store.mean_of(gradients, [1.0, 1.0], scale=0.5), 0, 2.0):
         pass
     np.testing.assert_allclose(np.frombuffer(store.read(KEY)[0], np.float32), 0, atol=1e-6)

@@ -129,8 +129,8 @@ def updates() -> Iterator[Callable[[ShardStore], Work]]:
         return store.apply(number, LARGE, gradient(seed), store.begin_push(number, 0))
 
     def mean(store: ShardStore) -> Work:
-        pair = [gradient(2), gradient(3)]
-        return store.apply_mean(0, LARGE, pair, [1, 2], store.begin_push(0, 0), scale=0.5)
+        given = store.mean_of([gradient(2), gradient(3)], [1, 2], scale=0.5)
+        return store.apply_checked(0, LARGE, given, store.begin_push(0, 0))
 
     for number in range(len(each)):
         for seed in range(2):

@@ -139,7 +139,7 @@ class Run:
         self.stage.create(0, STEP, "step", np.array(0))
         services = self.stage.serving[0].services
         services.store.define_optimizer(1, SGD(1.0).to_config())
-        services.sync.define(GROUP, CONFIG)
+        services.sync.known(GROUP, CONFIG)
         define = DefineAccumulator("a", "dense", "float32", [1], "MEAN", "", False, 0)
         await self.stage.request(CHIEF, 0, define)
         if backed_up:

@@ -25,7 +25,7 @@ def test_alone_everything_may_be_applied_and_nothing_is_kept() -> None:
     log: CommitLog[str] = CommitLog(PS, 100)
     assert log.append("a", 10) == 1
     assert log.may_judge(1)
-    assert log.kept_bytes == 0
+    assert log._kept_bytes == 0
     assert log.to_ship(9, 99) == []
 
 
@@ -38,7 +38,7 @@ def test_paired_nothing_is_applied_before_the_backup_has_it() -> None:
     log.note_taken(1)
     assert log.may_judge(1)
     assert not log.may_judge(2)
-    assert log.kept_bytes == 1
+    assert log._kept_bytes == 1
 
 
 def test_what_was_on_its_way_over_a_lost_connection_is_shipped_again() -> None:
@@ -80,7 +80,7 @@ def test_a_copy_that_takes_too_long_is_given_up() -> None:
     log.append("a", 60)
     log.append("b", 60)
     assert log.state is LogState.ALONE
-    assert log.kept_bytes == 0
+    assert log._kept_bytes == 0
 
 
 def test_batches_are_bounded_but_never_empty() -> None:

@@ -56,7 +56,7 @@ def test_the_mean_of_a_synchronous_step_is_accumulated_too() -> None:
     store = with_options(SGD(1.0), RuleOptions(gradient_accumulation_steps=2))
     for scale in (1, 2):
         gradients = [np.full(4, scale * n, np.float32) for n in (1, 3)]
-        run(store.apply_mean(0, (0, 0), gradients, [1.0, 1.0], 0))
+        run(store.apply_checked(0, (0, 0), store.mean_of(gradients, [1.0, 1.0]), 0))
     assert value(store).tolist() == [1 - 3] * 4
 
 
@@ -125,7 +125,7 @@ def test_a_synchronous_step_has_the_number_that_its_group_says() -> None:
 def test_the_square_of_a_mean_is_that_of_the_gradient_that_is_applied() -> None:
     store = with_options(SGD(1.0), RuleOptions())
     gradients, sums = [np.full(4, n, np.float32) for n in (1, 3)], list[Sums]()
-    run(store.square_mean((0, 0), gradients, [1.0, 1.0], sums, reduction="mean"))
+    run(store.square_mean((0, 0), store.mean_of(gradients, [1.0, 1.0]), sums))
     assert sums == [(16.0, 0.0)]
     assert value(store).tolist() == [1] * 4, "nothing has changed"
 
@@ -133,11 +133,7 @@ def test_the_square_of_a_mean_is_that_of_the_gradient_that_is_applied() -> None:
 def test_what_is_measured_of_a_mean_is_what_is_measured_of_the_gradient_that_it_is() -> None:
     store = with_options(Lamb(0.1), RuleOptions())
     gradients, sums = [np.full(4, n, np.float32) for n in (1, 3)], [list[Sums](), list[Sums]()]
-    run(
-        store.measure_mean(
-            0, (0, 0), gradients, [1.0, 1.0], 0, sums[0], reduction="mean", scale=0.5
-        )
-    )
+    run(store.measure(0, (0, 0), store.mean_of(gradients, [1.0, 1.0], scale=0.5), 0, sums[0]))
     run(store.measure(0, (0, 0), np.full(4, 1, np.float32), 0, sums[1]))
     assert sums[0] == sums[1] != []
 

@@ -54,20 +54,20 @@ class TestMessages:
         verdict = push(ledger)
         ledger.record(fresh(verdict), "accepted")
         assert push(ledger) == Duplicate("accepted")
-        assert ledger.statistics().fresh == 1
+        assert ledger.statistics()["fresh"] == 1
 
     def test_retry_of_a_refused_update_is_judged_anew(self, ledger: Ledger) -> None:
         fresh(push(ledger))
         ledger.refuse(W0, 0)
-        assert ledger.statistics().answers == 0
-        assert ledger.statistics().calls == 0
+        assert ledger.statistics()["answers"] == 0
+        assert ledger.statistics()["calls"] == 0
         fresh(push(ledger))
 
     def test_updates_outside_of_closures_are_known_by_sequence_alone(self, ledger: Ledger) -> None:
         for sequence in (3, 1, 2):  # in any order
             ledger.record(fresh(push(ledger, sequence=sequence, closure=None)), sequence)
         assert push(ledger, sequence=1, closure=None) == Duplicate(1)
-        assert ledger.statistics().calls == 0
+        assert ledger.statistics()["calls"] == 0
 
     def test_refused_update_outside_of_a_closure(self, ledger: Ledger) -> None:
         fresh(push(ledger, closure=None))
@@ -83,7 +83,7 @@ class TestMessages:
         for sequence in range(3):
             ledger.record(fresh(push(ledger, sequence=sequence, closure=sequence)), "accepted")
         ledger.record(fresh(push(ledger, sequence=3, acked=2, closure=3)), "accepted")
-        assert ledger.statistics().answers == 2
+        assert ledger.statistics()["answers"] == 2
         assert push(ledger, sequence=2, acked=1, closure=2) == Duplicate("accepted")
 
     def test_late_copy_of_an_acknowledged_update_is_refused(self, ledger: Ledger) -> None:
@@ -153,7 +153,7 @@ class TestCalls:
             UsageError, match="updates other variables than in its first run \\(w, b"
         ):
             ledger.judge(W1, 0, 0, 5, 1, 78)
-        assert ledger.statistics().answers == 1
+        assert ledger.statistics()["answers"] == 1
 
     def test_a_shard_that_comes_again_with_other_variables_is_told_what_to_do(
         self, ledger: Ledger
@@ -169,7 +169,7 @@ class TestCalls:
         for sequence, closure in enumerate((3, 4)):
             ledger.record(fresh(push(ledger, W0, sequence, closure=closure)), "accepted")
         ledger.final_below(9, [(3, 1)])
-        assert ledger.statistics().calls == 1
+        assert ledger.statistics()["calls"] == 1
         late = push(ledger, W1, 0, closure=3, ordinal=7)
         assert isinstance(late, AlreadyApplied)
         ledger.record(late.ticket, "duplicate")
@@ -177,7 +177,7 @@ class TestCalls:
         assert isinstance(push(ledger, W1, 1, closure=again), AlreadyApplied)
         ledger.record(fresh(push(ledger, W1, 2, closure=again, ordinal=7)), "accepted")
         ledger.final_below(9, [])
-        assert ledger.statistics().calls == 0
+        assert ledger.statistics()["calls"] == 0
         assert isinstance(push(ledger, W1, 3, closure=again, ordinal=8), AlreadyApplied)
 
     @pytest.mark.promise("updates.remembered")
@@ -186,7 +186,7 @@ class TestCalls:
             ledger.record(fresh(push(ledger, W0, sequence, closure=closure)), "accepted")
         ledger.final_below(5)
         ledger.final_below(4)  # an old notice
-        assert ledger.statistics().calls == 1
+        assert ledger.statistics()["calls"] == 1
         assert isinstance(push(ledger, W1, 0, closure=4), AlreadyApplied)
         assert isinstance(push(ledger, W1, 1, closure=2), AlreadyApplied)
         assert isinstance(push(ledger, W1, 2, closure=5), AlreadyApplied)
@@ -237,11 +237,9 @@ class TestFences:
             push(ledger)
         with pytest.raises(FencedError):
             ledger.check_incarnation(*W0)
-        with pytest.raises(FencedError):
-            ledger.acknowledge(W0, 1)
         ledger.check_incarnation(*W1)
         ledger.check_incarnation(W0[0], 3)
-        assert ledger.statistics().fenced == 3
+        assert ledger.statistics()["fenced"] == 2
 
     def test_fences_only_rise(self, ledger: Ledger) -> None:
         ledger.fence(W0[0], 3)
@@ -264,7 +262,7 @@ class TestFences:
         """Its closure's next run must not be applied, though its answer is forgotten."""
         ledger.record(fresh(push(ledger)), "accepted")
         ledger.fence(W0[0], 2)
-        assert ledger.statistics().answers == 0
+        assert ledger.statistics()["answers"] == 0
         assert isinstance(push(ledger, W1), AlreadyApplied)
 
     def test_a_refused_update_of_a_fenced_client_does_not_count(self, ledger: Ledger) -> None:
@@ -287,9 +285,10 @@ def test_statistics_count_verdicts_and_sizes(ledger: Ledger) -> None:
         push(ledger, W1)
     ledger.refuse(W1, 2)  # of who was replaced: it was counted as such
     statistics = ledger.statistics()
-    assert (statistics.fresh, statistics.duplicate, statistics.already_applied) == (1, 1, 1)
-    assert (statistics.fenced, statistics.refused) == (1, 1)
-    assert (statistics.clients, statistics.answers, statistics.calls) == (2, 1, 1)
+    assert statistics == {
+        "fresh": 1, "duplicate": 1, "already_applied": 1, "fenced": 1, "refused": 1,
+        "clients": 2, "answers": 1, "calls": 1,
+    }  # fmt: skip
 
 
 class Sent(NamedTuple):
@@ -393,10 +392,10 @@ class Updates(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for task, incarnation in self.incarnations.items():
-            self.ledger.acknowledge((task, incarnation), self.sequences[task, incarnation])
+            self.ledger._acknowledge((task, incarnation), self.sequences[task, incarnation])
         self.ledger.final_below(10)
         statistics = self.ledger.statistics()
-        assert (statistics.answers, statistics.calls) == (0, 0)
+        assert (statistics["answers"], statistics["calls"]) == (0, 0)
 
 
 TestUpdates = Updates.TestCase
@@ -412,7 +411,7 @@ def test_a_message_is_settled_once_it_can_change_nothing_any_more() -> None:
     assert ledger.knows(client, 1)
     assert ledger.is_settled(client, 1)
     assert not ledger.is_settled((client[0], 6), 1)  # a newer incarnation that is yet to come
-    ledger.acknowledge(client, 2)
+    ledger._acknowledge(client, 2)
     assert ledger.is_settled(client, 1)  # forgotten, since its client has the answer
     assert not ledger.knows(client, 1)
     assert ledger.is_settled((client[0], 4), 9)  # of an incarnation that was replaced
@@ -428,9 +427,9 @@ def test_a_refused_message_is_settled_until_it_is_acknowledged() -> None:
     fresh(ledger.judge(client, 1, 0, None, 0, 1))
     ledger.refuse(client, 1)  # in vain
     assert ledger.is_settled(client, 1)
-    ledger.acknowledge(client, 1)
+    ledger._acknowledge(client, 1)
     assert ledger.is_settled(client, 1)
-    ledger.acknowledge(client, 2)
+    ledger._acknowledge(client, 2)
     assert ledger.is_settled(client, 1)  # as all that its client has heard of
     assert not ledger.is_settled(client, 2)
 
@@ -453,7 +452,7 @@ def test_what_belongs_to_updates_elsewhere_is_listed_until_it_is_acknowledged() 
     assert ledger.others() == []
     ledger.record(fresh(verdict), "accepted")
     assert ledger.others() == [(1, *client, 7), (2, *client, 4)]
-    ledger.acknowledge(client, 2)
+    ledger._acknowledge(client, 2)
     assert ledger.others() == []
 
 
@@ -463,7 +462,7 @@ def test_what_is_recorded_is_not_noted_as_refused(ledger: Ledger) -> None:
     ledger.record(verdict.ticket, "answer")
     ledger.refuse(W0, 0)
     assert ledger.is_settled(W0, 0)
-    assert ledger.statistics().refused == 1
+    assert ledger.statistics()["refused"] == 1
 
 
 class TestFailures:
@@ -486,7 +485,7 @@ class TestFailures:
         client = ("/job:worker/task:0", 1)
         ledger.record(fresh(push(ledger, sequence=1, closure=5)), "answer")
         ledger.note_failure(client, 1, (5, 0), b"failed")
-        ledger.acknowledge(client, 2)
+        ledger._acknowledge(client, 2)
         assert ledger.failure_of(client, 1, None) is None
         assert ledger.failure_of(client, 1, (5, 0)) == b"failed"
         ledger.final_below(6)

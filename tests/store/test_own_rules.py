@@ -135,7 +135,7 @@ def test_rows_are_as_they_were_when_the_rule_raises(count: int) -> None:
     before = state(store)
     assert push_rows(store, rows, broken()[-count:]) is not None
     assert state(store) == before
-    assert store.version(KEY) == store.statistics().row_updates == 0
+    assert store.version(KEY) == store.statistics()["row_updates"] == 0
     assert push_rows(store, rows, drawn(3)[:count]) is None
     if count == ROWS:
         push(dense, drawn(3))

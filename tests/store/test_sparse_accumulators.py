@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accumulator_tools import cancel, take_grad
+from accumulator_tools import apply_slices, cancel, take_grad
 from psync.accumulators import Applied, TakeState
 from psync.errors import ConfigurationError, ValueMismatchError
 from psync.specs import Outcome
-from psync.store.sparse_accumulators import SparseConditionalAccumulator, SparseGradient
+from psync.store.sparse_accumulators import SparseConditionalAccumulator
 
 ACCEPTED, STALE = Outcome.ACCEPTED, Outcome.STALE
 
@@ -46,9 +45,9 @@ def taken(held: SparseConditionalAccumulator) -> tuple[list[int], list, tuple[in
 
 def three_applied(**options) -> SparseConditionalAccumulator:
     held = accumulator((3, 2), **options)
-    held.apply_grad([0, 2], [[3, 3], [6, 0]])
-    held.apply_grad([2], [[2, 4]])
-    held.apply_grad([1, 2], [[5, 5], [1, 2]])
+    apply_slices(held, [0, 2], [[3, 3], [6, 0]])
+    apply_slices(held, [2], [[2, 4]])
+    apply_slices(held, [1, 2], [[5, 5], [1, 2]])
     return held
 
 
@@ -65,7 +64,7 @@ class TestReduction:
         held = accumulator((3, 2), "float64", divisor="total")
         for gradient in dense:
             rows = np.flatnonzero(gradient.any(axis=1))
-            held.apply_grad(rows, gradient[rows].astype(float))
+            apply_slices(held, rows, gradient[rows].astype(float))
         result = take_grad(held, 2).result()
         full = np.zeros(result.dense_shape)
         full[result.indices] = result.values
@@ -78,26 +77,26 @@ class TestReduction:
 
     def test_rows_that_nobody_touched_do_not_appear(self) -> None:
         held = accumulator((5,))
-        held.apply_grad([4, 1], [1, 2])
+        apply_slices(held, [4, 1], [1, 2])
         assert taken(held) == ([1, 4], [2, 1], (5,))
 
     def test_indices_come_in_any_order_and_more_than_once(self) -> None:
         held = accumulator()
-        held.apply_grad([7, 3, 7], [[1], [2], [3]])
-        held.apply_grad([3], [[4]])
+        apply_slices(held, [7, 3, 7], [[1], [2], [3]])
+        apply_slices(held, [3], [[4]])
         assert taken(held) == ([3, 7], [[3], [4]], (-1, 1))  # row 7: in one gradient, (1 + 3) / 1
 
     @pytest.mark.parametrize(("divisor", "row"), [("per_index", 8), ("total", 2)])
     def test_the_divisor_is_the_sum_of_weights(self, divisor: str, row: float) -> None:
         held = accumulator(divisor=divisor)
-        held.apply_grad([1], [1.0], weight=3)
-        held.apply_grad([2], [8.0], weight=1)
+        apply_slices(held, [1], [1.0], weight=3)
+        apply_slices(held, [2], [8.0], weight=1)
         assert taken(held)[1] == [1.0 if divisor == "per_index" else 0.75, row]
 
     def test_2049_ones_of_float16_are_1_on_average(self) -> None:
         held = accumulator(dtype="float16")
         for _ in range(2049):
-            held.apply_grad([5], np.ones(1, np.float16))
+            apply_slices(held, [5], np.ones(1, np.float16))
         result = take_grad(held, 2049).result()
         assert result.values.tolist() == [1]
         assert result.values.dtype == np.float16
@@ -105,14 +104,14 @@ class TestReduction:
     def test_an_empty_gradient_counts(self) -> None:
         held = accumulator((4, 2))
         take = take_grad(held, 2)
-        assert held.apply_grad([], zeros(0, 2)) == Applied(ACCEPTED, 1, 0)
-        assert held.apply_grad([3], [[2, 4]]) == Applied(ACCEPTED, 0, 1, take)
+        assert apply_slices(held, [], zeros(0, 2)) == Applied(ACCEPTED, 1, 0)
+        assert apply_slices(held, [3], [[2, 4]]) == Applied(ACCEPTED, 0, 1, take)
         assert take.result().values.tolist() == [[2, 4]]
         assert take.count == 2
 
     def test_of_empty_gradients_alone_comes_an_empty_one(self) -> None:
         held = accumulator((4, 2))
-        held.apply_grad(np.empty(0, np.int32), zeros(0, 2))
+        apply_slices(held, np.empty(0, np.int32), zeros(0, 2))
         result = take_grad(held, 1).result()
         assert result.indices.dtype == np.int64
         assert (result.indices.shape, result.values.shape) == ((0,), (0, 2))
@@ -120,12 +119,12 @@ class TestReduction:
 
     def test_nothing_is_shared_with_those_who_gave_or_took(self) -> None:
         held, indices, values = accumulator(), np.array([1]), np.ones(1, np.float32)
-        held.apply_grad(indices, values)
+        apply_slices(held, indices, values)
         indices[:], values[:] = 8, 8
         first = take_grad(held, 1).result()
         assert (first.indices.tolist(), first.values.tolist()) == ([1], [1])
         first.indices[:], first.values[:] = 8, 8
-        held.apply_grad([2], [3], local_step=1)
+        apply_slices(held, [2], [3], local_step=1)
         assert taken(held) == ([2], [3], (-1,))
 
     @given(
@@ -141,7 +140,7 @@ class TestReduction:
         sums: dict[int, int] = {}
         counts: dict[int, int] = {}
         for rows in gradients:
-            held.apply_grad([i for i, _ in rows], [float(value) for _, value in rows])
+            apply_slices(held, [i for i, _ in rows], [float(value) for _, value in rows])
             for i, value in rows:
                 sums[i] = sums.get(i, 0) + value
             for i in {i for i, _ in rows}:
@@ -169,7 +168,7 @@ class TestShapes:
         self, shape: tuple[int, ...] | None, values: tuple[int, ...], dense_shape: tuple[int, ...]
     ) -> None:
         held = accumulator(shape)
-        held.apply_grad([1], zeros(*values))
+        apply_slices(held, [1], zeros(*values))
         result = take_grad(held, 1).result()
         assert result.dense_shape == dense_shape
         assert result.values.shape == values
@@ -177,40 +176,16 @@ class TestShapes:
     def test_after_a_take_only_the_accumulators_own_shape_counts(self) -> None:
         held = accumulator((None, 2))
         for step, shape in enumerate([(1, 2), (1, 2, 3), (2, 2)]):
-            held.apply_grad(range(shape[0]), zeros(*shape), None, step)
+            apply_slices(held, range(shape[0]), zeros(*shape), None, step)
             assert take_grad(held, 1).result().values.shape == shape
 
     @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.uint64, np.int64, ">i4"])
     def test_indices_of_all_integer_types_become_int64(self, dtype: object) -> None:
         held = accumulator()
-        held.apply_grad(np.array([3, 1], dtype), zeros(2))
+        apply_slices(held, np.array([3, 1], dtype), zeros(2))
         result = take_grad(held, 1).result()
         assert result.indices.dtype == np.int64
         assert result.indices.tolist() == [1, 3]
-
-
-class TestSlices:
-    def test_anything_with_indices_values_and_a_shape_is_a_gradient(self) -> None:
-        held = accumulator((4, 1))
-        slices = SimpleNamespace(
-            indices=np.array([2], np.int32), values=np.ones((1, 1), np.float32), dense_shape=None
-        )
-        assert held.apply_indexed_slices_grad(slices) == Applied(ACCEPTED, 1, 0)
-        slices.dense_shape = np.array([4, 1], np.int32)
-        assert held.apply_indexed_slices_grad(slices, 0, 2.0) == Applied(ACCEPTED, 2, 0)
-        assert taken(held) == ([2], [[1]], (4, 1))
-        assert held.apply_indexed_slices_grad(slices, local_step=0).outcome is STALE
-
-    def test_a_result_is_a_gradient_for_another_accumulator(self) -> None:
-        first, second = accumulator((None, 1)), accumulator((4, 1))
-        first.apply_grad([2], [[5]])
-        second.apply_indexed_slices_grad(take_grad(first, 1).result())
-        assert taken(second) == ([2], [[5]], (4, 1))
-
-    def test_the_shape_of_slices_is_checked(self) -> None:
-        slices = SparseGradient(np.array([2]), zeros(1, 1), (5, 1))
-        message = refusal(accumulator((4, 1)).apply_indexed_slices_grad, slices)
-        assert message == "expected dimension 0 of dense_shape to be 4, got 5"
 
 
 class TestOrderOfChecks:
@@ -218,7 +193,7 @@ class TestOrderOfChecks:
 
     @pytest.mark.parametrize("step", [1.0, None, True, [0]])
     def test_first_the_local_step(self, step: object) -> None:
-        message = refusal(accumulator().apply_grad, ["a"], ["b"], "c", step)
+        message = refusal(apply_slices, accumulator(), ["a"], ["b"], "c", step)
         assert message == f"expected an integer scalar as local_step, got {step!r}"
 
     @pytest.mark.parametrize(
@@ -235,37 +210,37 @@ class TestOrderOfChecks:
     def test_then_the_dtype_of_indices(self, indices: object, what: str) -> None:
         held = accumulator()
         held.set_global_step(1)
-        message = refusal(held.apply_grad, indices, np.ones(1), 7, 0)
+        message = refusal(apply_slices, held, indices, np.ones(1), 7, 0)
         assert message == f"expected integers as indices, got {what}"
 
     def test_then_the_dtype_of_values(self) -> None:
-        message = refusal(accumulator().apply_grad, [0], np.ones(1), 7)
+        message = refusal(apply_slices, accumulator(), [0], np.ones(1), 7)
         assert message == "expected a gradient of float32, got float64"
 
     @pytest.mark.parametrize("shape", [7, "text", [1.0, 2], [[4, 1]], [4, None]], ids=repr)
     def test_then_the_dtype_of_the_shape(self, shape: object) -> None:
         held = accumulator()
         held.set_global_step(1)
-        message = refusal(held.apply_grad, [[0]], zeros(), shape, 0)
+        message = refusal(apply_slices, held, [[0]], zeros(), shape, 0)
         assert message == f"expected integers as dense_shape, got {shape!r}"
 
     def test_then_staleness_so_a_stale_malformed_gradient_is_no_error(self) -> None:
         held = accumulator((4, 1))
         held.set_global_step(1)
-        assert held.apply_grad([[-1]], zeros(), [9], 0) == Applied(STALE, 0, 1)
+        assert apply_slices(held, [[-1]], zeros(), [9], 0) == Applied(STALE, 0, 1)
 
     def test_then_the_rank_of_indices(self) -> None:
-        message = refusal(accumulator().apply_grad, [[0]], zeros())
+        message = refusal(apply_slices, accumulator(), [[0]], zeros())
         assert message == "expected a vector of indices, got shape (1, 1)"
-        refusal(accumulator().apply_grad, 0, zeros())
+        refusal(apply_slices, accumulator(), 0, zeros())
 
     def test_then_that_values_have_rows(self) -> None:
-        message = refusal(accumulator((4,)).apply_grad, [-1], zeros(), [9])
+        message = refusal(apply_slices, accumulator((4,)), [-1], zeros(), [9])
         assert message == "expected one row of values for each index, got a scalar"
 
     @pytest.mark.parametrize("rows", [0, 1, 3])
     def test_then_the_number_of_rows(self, rows: int) -> None:
-        message = refusal(accumulator((4,)).apply_grad, [-1, 0], zeros(rows), [9])
+        message = refusal(apply_slices, accumulator((4,)), [-1, 0], zeros(rows), [9])
         assert message == f"expected 2 rows of values, one for each index, got {rows}"
 
     @pytest.mark.parametrize(
@@ -279,14 +254,14 @@ class TestOrderOfChecks:
     )
     def test_then_the_dense_shape(self, dense_shape: tuple[int, ...], message: str) -> None:
         held = accumulator((3, 2, None))
-        assert refusal(held.apply_grad, [9], zeros(1, 5), dense_shape) == message
+        assert refusal(apply_slices, held, [9], zeros(1, 5), dense_shape) == message
 
     @pytest.mark.parametrize("dense_shape", [(3, 2, 9), (-1, 2, 4, 4), (3, -1, -1)], ids=str)
     def test_a_dense_shape_may_leave_dimensions_open_and_is_not_compared_with_values(
         self, dense_shape: tuple[int, ...]
     ) -> None:
         held = accumulator((3, 2, None))
-        held.apply_grad([1], zeros(1, 2, 4), dense_shape)
+        apply_slices(held, [1], zeros(1, 2, 4), dense_shape)
         assert take_grad(held, 1).result().dense_shape == (3, 2, 4)
 
     @pytest.mark.parametrize(
@@ -299,13 +274,15 @@ class TestOrderOfChecks:
         ids=str,
     )
     def test_then_the_range_of_indices(self, indices: list[int], message: str) -> None:
-        assert refusal(accumulator((2, 3)).apply_grad, indices, zeros(len(indices), 9)) == message
+        assert (
+            refusal(apply_slices, accumulator((2, 3)), indices, zeros(len(indices), 9)) == message
+        )
 
     @pytest.mark.parametrize("shape", [None, (), (None, 3)], ids=str)
     def test_negative_indices_are_refused_also_where_the_number_of_rows_is_not_known(
         self, shape: tuple[int | None, ...] | None
     ) -> None:
-        message = refusal(accumulator(shape).apply_grad, [1 << 40, -2], zeros(2, 9))
+        message = refusal(apply_slices, accumulator(shape), [1 << 40, -2], zeros(2, 9))
         assert message == "expected indices of 0 or more, got -2 at position 1"
 
     @pytest.mark.parametrize(
@@ -320,7 +297,7 @@ class TestOrderOfChecks:
         self, values: tuple[int, ...], message: str
     ) -> None:
         held = accumulator((None, 2, None), forbid_nonfinite=True)
-        assert refusal(held.apply_grad, [0], zeros(*values) + np.float32(math.nan)) == message
+        assert refusal(apply_slices, held, [0], zeros(*values) + np.float32(math.nan)) == message
 
     @pytest.mark.parametrize(
         ("values", "message"),
@@ -336,22 +313,22 @@ class TestOrderOfChecks:
         self, values: tuple[int, ...], message: str
     ) -> None:
         held = accumulator((2, None), forbid_nonfinite=True)
-        held.apply_grad([0], zeros(1, 2, 2, 2))
-        assert refusal(held.apply_grad, [0], zeros(*values) + np.float32(math.nan)) == message
+        apply_slices(held, [0], zeros(1, 2, 2, 2))
+        assert refusal(apply_slices, held, [0], zeros(*values) + np.float32(math.nan)) == message
 
     def test_then_infinities_and_nan_where_they_are_forbidden(self) -> None:
         held = accumulator(forbid_nonfinite=True)
-        message = refusal(held.apply_grad, [0, 1], [1.0, math.inf])
+        message = refusal(apply_slices, held, [0, 1], [1.0, math.inf])
         assert message == "expected finite values, got 1 of 2 that are not"
 
     def test_a_refused_gradient_changes_nothing(self) -> None:
         held = accumulator((3, 2))
         take = take_grad(held, 2)
-        held.apply_grad([0], [[1, 1]])
+        apply_slices(held, [0], [[1, 1]])
         for indices, values in [([3], [[1, 1]]), ([0], [[1, 1, 1]]), ([0, 1], [[1, 1]])]:
-            refusal(held.apply_grad, indices, values)
+            refusal(apply_slices, held, indices, values)
         assert (held.num_accumulated(), held.step, take.state) == (1, 0, TakeState.WAITING)
-        held.apply_grad([0], [[3, 3]])
+        apply_slices(held, [0], [[3, 3]])
         assert take.result().values.tolist() == [[2, 2]]
 
 
@@ -367,14 +344,14 @@ class TestOptions:
         refusal(accumulator, dtype="int32", error=ConfigurationError)
         held = accumulator(max_staleness=1)
         held.set_global_step(2)
-        assert [held.apply_grad([0], [1], None, step).outcome for step in (0, 1)] == [
+        assert [apply_slices(held, [0], [1], None, step).outcome for step in (0, 1)] == [
             STALE, ACCEPTED,
         ]  # fmt: skip
 
     def test_takes_wait_and_are_cancelled_as_those_of_all_accumulators(self) -> None:
         held = accumulator()
         large, small = take_grad(held, 2), take_grad(held, 1)
-        held.apply_grad([0], [1])
+        apply_slices(held, [0], [1])
         assert cancel(held, large) is small
         assert small.result().indices.tolist() == [0]
 
@@ -390,7 +367,7 @@ def test_a_gradient_is_checked_ahead_of_those_that_are_held() -> None:
 def test_its_size_is_that_of_the_rows_it_holds() -> None:
     accumulator = SparseConditionalAccumulator(np.float32, (4, 2), name="a")
     assert accumulator.nbytes == 0
-    accumulator.apply_grad([3, 0], np.ones((2, 2), np.float32))
+    apply_slices(accumulator, [3, 0], np.ones((2, 2), np.float32))
     assert accumulator.nbytes == 2 * 2 * 4 + 2 * 8 + 2 * 8  # rows, weights, indices
 
 
@@ -398,8 +375,8 @@ def test_its_size_is_that_of_the_rows_it_holds() -> None:
 def test_an_accumulator_goes_on_from_what_another_one_holds(divisor: str) -> None:
     first, second = accumulator(divisor=divisor), accumulator(divisor=divisor)
     assert first.held() is None
-    first.apply_grad([4, 1], [[1.1], [2.3]], weight=0.3)
-    first.apply_grad([], zeros(0, 1))
+    apply_slices(first, [4, 1], [[1.1], [2.3]], weight=0.3)
+    apply_slices(first, [], zeros(0, 1))
     held = first.held()
     assert held is not None
     arrays = second.hold(held.count, held.weight, held.shape, held.rows)
@@ -407,7 +384,7 @@ def test_an_accumulator_goes_on_from_what_another_one_holds(divisor: str) -> Non
         mine[...] = its
     assert second.num_accumulated() == 2
     for each in (first, second):
-        each.apply_grad([7, 4], [[0.7], [1e-3]], weight=2.0)
+        apply_slices(each, [7, 4], [[0.7], [1e-3]], weight=2.0)
     one, other = (take_grad(each, 3).result() for each in (first, second))
     assert one.indices.tolist() == other.indices.tolist() == [1, 4, 7]
     assert one.values.tobytes() == other.values.tobytes()

@@ -114,7 +114,7 @@ class TestCreate:
         run(store.apply(0, (0, 1), b"", 0))
         assert value(store) == 4
         assert store.read((0, 1)) == []
-        assert store.statistics().applies == 1
+        assert store.statistics()["applies"] == 1
 
     @pytest.mark.parametrize("name", DTYPE_NAMES)
     def test_every_dtype(self, name: str) -> None:
@@ -163,7 +163,7 @@ class TestCopy:
     def test_it_lets_go_of_the_original(self, store: ShardStore) -> None:
         run(store.copy(spec_of(variable_id=1), (0, 0)))
         run(store.assign((0, 0), "add", np.ones((64, 10), np.float32)))
-        assert store.statistics().copies == 0
+        assert store.statistics()["copies"] == 0
 
     def test_an_original_that_is_being_updated_is_not_copied(self, store: ShardStore) -> None:
         updating = store.assign((0, 0), "add", np.ones((64, 10), np.float32))
@@ -240,7 +240,7 @@ class TestAssign:
         run(store.assign((0, 0), "assign", data.tobytes()))
         assert (value(store) == 3).all()
         assert store.version((0, 0)) == 3
-        assert store.statistics().assigns == 3
+        assert store.statistics()["assigns"] == 3
 
     def test_assign_max(self) -> None:
         store = ShardStore(TASK)
@@ -289,19 +289,19 @@ class TestApply:
     def test_sgd(self, store: ShardStore) -> None:
         run(store.apply(0, (0, 0), np.full((64, 10), 2, np.float32), store.begin_push(0, 0)))
         assert not value(store).any()
-        assert store.statistics().versions == {"w/part_0": 1}
+        assert store.version((0, 0)) == 1
 
     def test_slots_appear_with_their_initial_value_and_follow(self) -> None:
         store = ShardStore(TASK)
         store.create(spec_of((3,)))
         store.define_optimizer(0, SGD(1.0, momentum=0.5).to_config())
-        assert store.statistics().slot_bytes == 0
+        assert store.statistics()["slot_bytes"] == 0
         assert slot(store, "momentum").tolist() == [0, 0, 0]
         for _ in range(2):
             run(store.apply(0, (0, 0), np.ones(3, np.float32), 0))
         assert slot(store, "momentum").tolist() == [-1.5, -1.5, -1.5]
         assert value(store).tolist() == [-2.5, -2.5, -2.5]
-        assert store.statistics().slot_bytes == 12
+        assert store.statistics()["slot_bytes"] == 12
 
     def test_each_optimizer_has_its_own_slots(self) -> None:
         store = ShardStore(TASK)
@@ -400,7 +400,7 @@ class TestApplyAtOnce:
             assert b"".join(at_once.read(key)) == b"".join(one_by_one.read(key))
             assert at_once.version(key) == one_by_one.version(key) == 3
             assert not at_once.busy(key)
-        assert at_once.statistics().applies == one_by_one.statistics().applies
+        assert at_once.statistics()["applies"] == one_by_one.statistics()["applies"]
         assert [b"".join(snapshot) for snapshot in snapshots] == before
 
     def test_a_busy_shard_is_an_error(self) -> None:
@@ -512,7 +512,7 @@ class TestSnapshots:
     def test_updates_without_readers_copy_nothing(self, store: ShardStore) -> None:
         for _ in range(10):
             run(store.apply(0, (0, 0), bytes(2560), 0))
-        assert store.statistics().copies == 0
+        assert store.statistics()["copies"] == 0
 
     def test_a_held_snapshot_costs_each_block_one_copy_however_many_updates(self) -> None:
         pool = BlockPool()
@@ -524,8 +524,8 @@ class TestSnapshots:
         for _ in range(1000):
             run(store.assign((0, 0), "add", ones))
         statistics = store.statistics()
-        assert statistics.copies == 2
-        assert statistics.pool.misses == 2
+        assert statistics["copies"] == 2
+        assert statistics["pool"]["misses"] == 2
         assert not any(np.frombuffer(view, np.uint8).any() for view in snapshot)
         assert (value(store) == np.int8(1000 % 256 - 256)).all()
 
@@ -538,9 +538,9 @@ class TestSnapshots:
             _snapshot = store.read((0, 0))
             run(store.apply(0, (0, 0), bytes(spec.nbytes), 0))
         statistics = store.statistics()
-        assert statistics.copies == 38  # what was read first was no block of its own
-        assert statistics.pool.misses <= 4
-        assert statistics.pool.bytes <= 2 * spec.nbytes
+        assert statistics["copies"] == 38  # what was read first was no block of its own
+        assert statistics["pool"]["misses"] <= 4
+        assert statistics["pool"]["bytes"] <= 2 * spec.nbytes
 
     def test_slots_that_nobody_reads_stay_in_place(self) -> None:
         store = ShardStore(TASK)
@@ -549,7 +549,7 @@ class TestSnapshots:
         for _ in range(5):
             _snapshot = store.read((0, 0))
             run(store.apply(0, (0, 0), np.ones(8, np.float32), 0))
-        assert store.statistics().copies == 5
+        assert store.statistics()["copies"] == 5
 
     @settings(max_examples=60, deadline=None)
     @given(
@@ -598,9 +598,9 @@ class TestStatistics:
         run(store.assign((0, 1), "add", np.ones((2, 2))))
         run(store.apply(0, (0, 0), bytes(2560), 0))
         statistics = store.statistics()
-        assert (statistics.shards, statistics.bytes) == (2, 2592)
-        assert (statistics.applies, statistics.assigns, statistics.copies) == (1, 1, 0)
-        assert statistics.versions == {"w/part_0": 1, "w/part_1": 1}
+        assert (statistics["shards"], statistics["bytes"]) == (2, 2592)
+        assert (statistics["applies"], statistics["assigns"], statistics["copies"]) == (1, 1, 0)
+        assert [store.version(key) for key in store.keys()] == [1, 1]
 
 
 def test_ones_are_made_once_and_nobody_changes_them() -> None:

@@ -76,7 +76,7 @@ class Story:
         self.stage.create(1, X, "x", np.zeros(1, np.float32))
         for index, task in self.stage.serving.items():
             task.services.store.define_optimizer(1, SGD(1.0).to_config())
-            task.services.sync.define(GROUP, self._raw)
+            task.services.sync.known(GROUP, self._raw)
             await self.stage.back_up(index)
 
     def _send(self, worker: int, place: int) -> None:
@@ -142,7 +142,7 @@ class Story:
     def left(self) -> tuple[object, ...]:
         first, second = self.stage.serving[0], self.stage.serving[1]
         values = [float(self.stage.value(first, W)[0]), float(self.stage.value(second, X)[0])]
-        steps = [each.services.sync.steps() for each in (first, second)]
+        steps = [each.services.sync.staging.steps() for each in (first, second)]
         return values, int(self.stage.value(first, STEP)), steps
 
 

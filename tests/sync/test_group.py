@@ -6,7 +6,7 @@ import pytest
 
 from psync.errors import ConfigurationError, LocalProtocolError
 from psync.sync.group import Group
-from psync.sync.steps import Answer, Close, Contribution, Refuse
+from psync.sync.pushes import Answer, Close, Contribution, Refuse
 from psync.wire.closure_numbers import numbered
 from sync_tools import GROUP, Steps, answers, closes, config, refusals, replica
 

@@ -87,11 +87,13 @@ class TestAStep:
         put(staging, B, 1)
         assert staging.close(7, 0, named((A, 1))) == 20
         statistics = staging.statistics()
-        assert (statistics.parts, statistics.bytes) == (0, 20)
+        assert (statistics["parts"], statistics["bytes"]) == (0, 20)
         staging.applied(7, 0, 20)
         statistics = staging.statistics()
-        assert (statistics.parts, statistics.bytes, statistics.peak_bytes) == (0, 0, 20)
-        assert (statistics.staged, statistics.stale, statistics.budget_bytes) == (2, 0, BUDGET)
+        assert statistics == {
+            "parts": 0, "bytes": 0, "peak_bytes": 20, "budget_bytes": BUDGET, "staged": 2,
+            "stale": 0,
+        }  # fmt: skip
 
     def test_a_part_may_be_looked_at_before(self, staging: Staging) -> None:
         put(staging, A, 1)
@@ -116,7 +118,7 @@ class TestAStep:
     ) -> None:
         put(staging, A, 1, local_step=5)
         end(staging, 4, (A, 1))
-        assert staging.statistics().parts == staging.statistics().bytes == 0
+        assert staging.statistics()["parts"] == staging.statistics()["bytes"] == 0
 
     def test_groups_are_apart(self, staging: Staging) -> None:
         put(staging, A, 1)
@@ -185,7 +187,7 @@ class TestStale:
         reserve(staging, A, 1, local_step)
         assert not arrive(staging, A, 1, local_step)
         statistics = staging.statistics()
-        assert (statistics.parts, statistics.bytes, statistics.stale) == (0, 0, 1)
+        assert (statistics["parts"], statistics["bytes"], statistics["stale"]) == (0, 0, 1)
 
     def test_any_local_step_will_do_before_the_first_closing(self, staging: Staging) -> None:
         for push, local_step in enumerate((-1, 0, 17), 1):
@@ -197,7 +199,7 @@ class TestStale:
         reserve(staging, A, 1, 0)
         end(staging, 0)
         assert not arrive(staging, A, 1, 0)
-        assert staging.statistics().bytes == 0
+        assert staging.statistics()["bytes"] == 0
 
     def test_nor_one_whose_step_is_closed_before_its_entry_is_judged(
         self, staging: Staging
@@ -207,7 +209,7 @@ class TestStale:
         end(staging, 0)
         assert not staging.stage(7, A, 1, 0, 10, "late")
         statistics = staging.statistics()
-        assert (statistics.parts, statistics.bytes, statistics.stale) == (0, 0, 1)
+        assert (statistics["parts"], statistics["bytes"], statistics["stale"]) == (0, 0, 1)
 
     def test_nor_one_that_comes_in_while_the_ps_is_emptied(self) -> None:
         assert not Staging(BUDGET).is_expected(7, A, 1)
@@ -217,13 +219,13 @@ class TestRepetition:
     def test_counts_once(self, staging: Staging) -> None:
         for _ in range(20):
             assert put(staging, A, 1)
-        assert staging.statistics().bytes == 10
+        assert staging.statistics()["bytes"] == 10
         assert of_step(staging, (A, 1)) == [(A, 1)]
 
     def test_of_another_size_replaces_a_part_that_has_not_come(self, staging: Staging) -> None:
         for nbytes in (10, 30, 20):
             reserve(staging, A, 1, nbytes=nbytes)
-            assert staging.statistics().bytes == nbytes
+            assert staging.statistics()["bytes"] == nbytes
 
     def test_of_another_size_is_refused_once_the_part_is_here(self, staging: Staging) -> None:
         put(staging, A, 1, nbytes=10)  # it may be counted by now
@@ -241,7 +243,7 @@ class TestRepetition:
         put(staging, A, 1)
         nbytes = staging.close(7, 0, named((A, 1)))
         assert not put(staging, A, 1)
-        assert staging.statistics().bytes == nbytes
+        assert staging.statistics()["bytes"] == nbytes
 
 
 class TestFence:
@@ -250,14 +252,14 @@ class TestFence:
         staging.fence(A[0], 2)
         assert of_step(staging, (A, 1)) == [(A, 1)]
         end(staging, 0)
-        assert staging.statistics().bytes == 0
+        assert staging.statistics()["bytes"] == 0
 
     def test_what_was_still_coming_in_goes(self, staging: Staging) -> None:
         reserve(staging, A, 1)
         reserve(staging, B, 1)
         reserve(staging, (A[0], 2), 1)
         staging.fence(A[0], 2)
-        assert staging.statistics().parts == 2
+        assert staging.statistics()["parts"] == 2
         assert not arrive(staging, A, 1)
         assert arrive(staging, (A[0], 2), 1)
         assert arrive(staging, B, 1)
@@ -279,7 +281,7 @@ class TestBudget:
             "hint: set PSYNC_LIMIT_STAGING_BYTES=102 or more on the ps tasks, or spread the "
             "variables over more of them"
         )
-        assert staging.statistics().bytes == 33
+        assert staging.statistics()["bytes"] == 33
 
     @pytest.mark.parametrize(("needed", "total"), [(4, 2), (2, 4), (1, 4)])
     def test_a_step_needs_a_part_for_each_token_and_one_more(
@@ -348,7 +350,7 @@ class Steps(RuleBasedStateMachine):
         self.pushes += 1
         part = Held(group, replica, self.pushes, max(self.steps[group] - age, -1), nbytes)
         expected = part.local_step >= self.steps[group]
-        total = self.staging.statistics().bytes
+        total = self.staging.statistics()["bytes"]
         try:
             self.reserve(part)
         except ConfigurationError:
@@ -415,9 +417,10 @@ class Steps(RuleBasedStateMachine):
     @invariant()
     def every_byte_is_accounted_for(self) -> None:
         statistics = self.staging.statistics()
-        assert statistics.parts == len(self.parts)
+        assert statistics["parts"] == len(self.parts)
         held = sum(part.nbytes for part in self.parts)
-        assert statistics.bytes == held + sum(nbytes for *_, nbytes in self.being_applied) <= BUDGET
+        applied = sum(nbytes for *_, nbytes in self.being_applied)
+        assert statistics["bytes"] == held + applied <= BUDGET
         for group, step in self.steps.items():
             assert self.staging.step(group) == (step if step >= 0 else None)
         applied = {group: step for group, step in self.applied.items() if step >= 0}
@@ -441,12 +444,12 @@ class TestABackup:
         staging.fence(A[0], A[1] + 1)
         assert staging.stage(7, A, 1, 3, BUDGET + 1, "part")
         assert staging.held() == [(7, A, 1, 3, "part")]
-        assert staging.statistics().bytes == BUDGET + 1
+        assert staging.statistics()["bytes"] == BUDGET + 1
         assert staging.stage(7, A, 1, 3, 10, "again")
-        assert staging.statistics().bytes == 10
+        assert staging.statistics()["bytes"] == 10
         assert of_step(staging, (A, 1)) == ["again"]
         end(staging, 3)
-        assert (staging.held(), staging.statistics().bytes) == ([], 0)
+        assert (staging.held(), staging.statistics()["bytes"]) == ([], 0)
 
     def test_what_is_still_coming_in_is_not_held(self, staging: Staging) -> None:
         reserve(staging, A, 1)

@@ -12,7 +12,8 @@ from psync.errors import (
     NotEnoughReplicas,
     ParameterServerLost,
 )
-from psync.sync.steps import Answer, Close, Contribution, Refuse, SyncSteps
+from psync.sync.pushes import Answer, Close, Contribution, Refuse
+from psync.sync.steps import SyncSteps
 from sync_tools import GROUP, Pair, Steps, answers, closes, config, refusals, replica
 
 
@@ -36,7 +37,8 @@ def test_tokens_come_only_when_the_step_has_been_applied() -> None:
     steps = Steps(1)
     (close,) = steps.push(0, 0)
     assert isinstance(close, Close)
-    assert steps.step(GROUP) == 1  # what is pulled while it is being applied is stale already
+    # What is pulled while it is being applied is stale already.
+    assert steps.present_and_first(GROUP)[0] == 1
     assert answers(steps.closed(GROUP, 0)) == [accepted(0, 1)]
 
 
@@ -397,7 +399,7 @@ def test_no_step_is_closed_after_the_end_of_training() -> None:
     assert steps.live(1) == []  # the target has shrunk to what was counted
     assert steps.finish() == []
     assert steps.is_settled
-    assert steps.step(GROUP) == 0
+    assert steps.present_and_first(GROUP)[0] == 0
 
 
 def test_a_step_that_could_not_be_applied_is_told_to_all() -> None:
@@ -417,7 +419,7 @@ def test_defining_again_changes_nothing_and_must_be_the_same() -> None:
     steps = Steps(2)
     steps.push(0, 0)
     steps.define(GROUP, config(2), 9)
-    assert steps.step(GROUP) == 0
+    assert steps.present_and_first(GROUP)[0] == 0
     with pytest.raises(ConfigurationError, match="a different configuration"):
         steps.define(GROUP, config(3), 0)
 
@@ -425,7 +427,6 @@ def test_defining_again_changes_nothing_and_must_be_the_same() -> None:
 def test_what_does_not_exist_is_a_bug() -> None:
     steps = SyncSteps()
     assert not steps.knows(GROUP)
-    assert steps.step(GROUP) == -1
     assert steps.present_and_first(GROUP) == (-1, -1)
     with pytest.raises(LocalProtocolError):
         steps.closed(GROUP, 0)
@@ -532,7 +533,7 @@ def test_a_backup_is_at_the_step_that_is_being_applied_and_goes_on_with_it() -> 
     pair.tell("contribute", GROUP, pushed(2, 1))
     pair.promote()
     assert isinstance(close, Close)
-    assert pair.rule.step(GROUP) == 1
+    assert pair.rule.present_and_first(GROUP)[0] == 1
     assert answers(pair.tell("closed", GROUP, close.step)) == [
         accepted(0, 1), accepted(1, 1), (2, "stale", 1),
     ]  # fmt: skip

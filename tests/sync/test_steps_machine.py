@@ -23,7 +23,8 @@ from hypothesis.stateful import (
 
 from psync.errors import PsyncError, TransportError
 from psync.store.sync_config import SyncConfig
-from psync.sync.steps import Action, Answer, Close, Contribution, Refuse, SyncSteps
+from psync.sync.pushes import Action, Answer, Close, Contribution, Refuse
+from psync.sync.steps import SyncSteps
 from psync.wire.closure_numbers import Finality
 from sync_tools import GROUP, Pair, config
 
@@ -147,7 +148,7 @@ class SyncMachine(RuleBasedStateMachine):
             b"w", worker.pulled, 1.0,
         )  # fmt: skip
         self.report()  # which may close a step, before the push comes
-        if worker.pulled >= self.steps.step(GROUP) and closure not in self.calls:
+        if worker.pulled >= self.steps.present_and_first(GROUP)[0] and closure not in self.calls:
             self.calls.add(closure)
             self.counted.add((self.task(index), worker.incarnation, worker.number))
         self.perform(self.pair.tell("contribute", GROUP, contribution))
@@ -258,7 +259,8 @@ class SyncMachine(RuleBasedStateMachine):
         if not hasattr(self, "pair"):
             return
         assert self.global_step == len(self.applied)
-        assert self.steps.step(GROUP) == self.global_step + (self.closing is not None)
+        present, _ = self.steps.present_and_first(GROUP)
+        assert present == self.global_step + (self.closing is not None)
 
     @invariant()
     def never_do_all_wait(self) -> None:
@@ -342,7 +344,8 @@ class AnythingMachine(RuleBasedStateMachine):
         self, group: int, task: str, born: int, number: int, unheard: int, closure: int | None,
         ordinal: int, variables: bytes, age: int,
     ) -> None:  # fmt: skip
-        local_step = max(-1, self.pair.rule.step(group) - age)
+        present, _ = self.pair.rule.present_and_first(group)
+        local_step = max(-1, present - age)
         push = Contribution(
             (task, born), number, number - unheard, closure, ordinal, variables, local_step, 1.0
         )

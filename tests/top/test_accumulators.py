@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from accumulator_tools import accumulator, array, cancel, refusal, take_grad
+from accumulator_tools import accumulator, apply_grad, array, cancel, refusal, take_grad
 from psync.accumulators import Applied, Take, TakeState
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.numerics.sums import at_once
@@ -38,36 +38,36 @@ class TestSteps:
         held = accumulator((1,))
         for step in range(3):
             assert held.step == step
-            assert held.apply_grad(array(1), step) == Applied(ACCEPTED, 1, step)
+            assert apply_grad(held, array(1), step) == Applied(ACCEPTED, 1, step)
             assert take_grad(held, 1).step == step + 1
 
     def test_what_was_computed_against_the_step_before_is_stale(self) -> None:
         held = accumulator((1,))
-        held.apply_grad(array(1))
+        apply_grad(held, array(1))
         take_grad(held, 1)
-        assert held.apply_grad(array(1), 0) == Applied(STALE, 0, 1)
+        assert apply_grad(held, array(1), 0) == Applied(STALE, 0, 1)
         assert held.num_accumulated() == 0
-        held.apply_grad(array(1), 1)
-        assert held.apply_grad(array(1), 0) == Applied(STALE, 1, 1)
+        apply_grad(held, array(1), 1)
+        assert apply_grad(held, array(1), 0) == Applied(STALE, 1, 1)
 
     def test_a_gradient_from_the_future_counts(self) -> None:
         held = accumulator((1,))
-        assert held.apply_grad(array(1), local_step=5) == Applied(ACCEPTED, 1, 0)
+        assert apply_grad(held, array(1), local_step=5) == Applied(ACCEPTED, 1, 0)
 
     def test_some_staleness_may_be_allowed(self) -> None:
         held = accumulator((1,), max_staleness=2)
         held.set_global_step(5)
-        outcomes = [held.apply_grad(array(1), step).outcome for step in (2, 3, 4, 5)]
+        outcomes = [apply_grad(held, array(1), step).outcome for step in (2, 3, 4, 5)]
         assert outcomes == [STALE, ACCEPTED, ACCEPTED, ACCEPTED]
 
     def test_the_step_can_be_set_and_keeps_what_is_held(self) -> None:
         held = accumulator((1,))
-        held.apply_grad(array(1))
+        apply_grad(held, array(1))
         take = take_grad(held, 2)
         assert held.set_global_step(7) is None
         assert (held.step, held.num_accumulated(), take.state) == (7, 1, WAITING)
-        assert held.apply_grad(array(1), 6).outcome is STALE
-        assert held.apply_grad(array(3), 7) == Applied(ACCEPTED, 0, 8, take)
+        assert apply_grad(held, array(1), 6).outcome is STALE
+        assert apply_grad(held, array(3), 7) == Applied(ACCEPTED, 0, 8, take)
         assert take.result().tolist() == [2]
 
     def test_the_step_can_go_back_with_a_warning(self) -> None:
@@ -76,7 +76,7 @@ class TestSteps:
         assert held.set_global_step(7) is None
         warning = held.set_global_step(np.int64(3))
         assert warning == 'accumulator "w/part_0": the step went back from 7 to 3'
-        assert held.apply_grad(array(1), 3).outcome is ACCEPTED
+        assert apply_grad(held, array(1), 3).outcome is ACCEPTED
 
     def test_a_step_is_an_integer(self) -> None:
         for step in [1.0, "1", None, True, [1]]:
@@ -91,24 +91,24 @@ class TestOrderOfChecks:
     def held(self) -> ConditionalAccumulator:
         held = accumulator(forbid_nonfinite=True)
         held.set_global_step(3)
-        held.apply_grad(array(1, 1), 3)
+        apply_grad(held, array(1, 1), 3)
         return held
 
     @pytest.mark.parametrize("step", [1.0, "1", None, False, [3], np.array([3])], ids=repr)
     def test_a_local_step_that_is_no_integer_is_refused_first(
         self, held: ConditionalAccumulator, step: object
     ) -> None:
-        message = refusal(held.apply_grad, np.ones(5, np.int8), step, -1.0)
+        message = refusal(apply_grad, held, np.ones(5, np.int8), step, -1.0)
         assert message == f"expected an integer scalar as local_step, got {step!r}"
 
     @pytest.mark.parametrize("step", [3, np.int32(3), np.array(3)], ids=repr)
     def test_an_integer_of_any_kind_is_a_local_step(
         self, held: ConditionalAccumulator, step: object
     ) -> None:
-        assert held.apply_grad(array(1, 1), step).outcome is ACCEPTED
+        assert apply_grad(held, array(1, 1), step).outcome is ACCEPTED
 
     def test_then_a_weight_that_is_none(self, held: ConditionalAccumulator) -> None:
-        message = refusal(held.apply_grad, np.ones(5, np.int8), 0, 0.0)
+        message = refusal(apply_grad, held, np.ones(5, np.int8), 0, 0.0)
         assert message == "expected a weight from 1e-30 to 1e+30, got 0.0"
 
     @pytest.mark.parametrize(
@@ -126,34 +126,34 @@ class TestOrderOfChecks:
     def test_then_another_dtype_though_it_were_stale(
         self, held: ConditionalAccumulator, gradient: object, dtype: str
     ) -> None:
-        message = refusal(held.apply_grad, gradient, 0)
+        message = refusal(apply_grad, held, gradient, 0)
         assert message == f"expected a gradient of float32, got {dtype}"
 
     def test_what_is_no_array_has_no_dtype(self, held: ConditionalAccumulator) -> None:
-        message = refusal(held.apply_grad, [[1.0], [1.0, 2.0]], 0)
+        message = refusal(apply_grad, held, [[1.0], [1.0, 2.0]], 0)
         assert message == "expected an array as gradient, got [[1.0], [1.0, 2.0]]"
-        message = refusal(held.apply_grad, Unconvertible(), 0)
+        message = refusal(apply_grad, held, Unconvertible(), 0)
         assert message == "expected an array as gradient, got Unconvertible()"
 
     def test_then_staleness_so_a_stale_malformed_gradient_is_no_error(
         self, held: ConditionalAccumulator
     ) -> None:
-        assert held.apply_grad(array(1, 2, math.nan), 2) == Applied(STALE, 1, 3)
+        assert apply_grad(held, array(1, 2, math.nan), 2) == Applied(STALE, 1, 3)
 
     def test_then_the_shape(self, held: ConditionalAccumulator) -> None:
-        message = refusal(held.apply_grad, array(1, 2, math.nan), 3)
+        message = refusal(apply_grad, held, array(1, 2, math.nan), 3)
         assert message == "shape mismatch: expected (2,), got (3,)"
 
     def test_then_infinities_and_nan_where_they_are_forbidden(
         self, held: ConditionalAccumulator
     ) -> None:
-        message = refusal(held.apply_grad, array(math.nan, 1), 3)
+        message = refusal(apply_grad, held, array(math.nan, 1), 3)
         assert message == "expected finite values, got 1 of 2 that are not"
-        refusal(held.apply_grad, array(-math.inf, math.nan), 3)
+        refusal(apply_grad, held, array(-math.inf, math.nan), 3)
 
     def test_infinities_and_nan_are_taken_where_nobody_forbids_them(self) -> None:
         held = accumulator()
-        held.apply_grad(array(math.inf, math.nan))
+        apply_grad(held, array(math.inf, math.nan))
         assert take_grad(held, 1).result()[0] == math.inf
 
     def test_a_refused_gradient_changes_nothing(self, held: ConditionalAccumulator) -> None:
@@ -161,9 +161,9 @@ class TestOrderOfChecks:
         for gradient, step in [
             (array(9, 9), "3"), (np.ones(2), 3), (array(9, 9, 9), 3), (array(9, math.nan), 3),
         ]:  # fmt: skip
-            refusal(held.apply_grad, gradient, step)
+            refusal(apply_grad, held, gradient, step)
         assert (held.step, held.num_accumulated(), take.state) == (3, 1, WAITING)
-        held.apply_grad(array(3, 3), 3)
+        apply_grad(held, array(3, 3), 3)
         assert take.result().tolist() == [2, 2]
 
 
@@ -199,9 +199,9 @@ class TestTakes:
         held = accumulator((1,))
         take = take_grad(held, 2)
         assert take.state is WAITING
-        assert held.apply_grad(array(1)) == Applied(ACCEPTED, 1, 0)
+        assert apply_grad(held, array(1)) == Applied(ACCEPTED, 1, 0)
         assert take.state is WAITING
-        assert held.apply_grad(array(3)) == Applied(ACCEPTED, 0, 1, take)
+        assert apply_grad(held, array(3)) == Applied(ACCEPTED, 0, 1, take)
         assert (take.state, take.count, take.step) == (READY, 2, 1)
         assert take.result().tolist() == [2]
 
@@ -209,43 +209,43 @@ class TestTakes:
         held = accumulator((1,))
         held.set_global_step(1)
         take = take_grad(held, 1)
-        assert held.apply_grad(array(1), 0).completed is None
+        assert apply_grad(held, array(1), 0).completed is None
         assert take.state is WAITING
 
     def test_takes_are_served_in_order_one_gradient_each(self) -> None:
         held = accumulator((1,))
         first, second = take_grad(held, 1), take_grad(held, 1)
-        assert held.apply_grad(array(1), 0) == Applied(ACCEPTED, 0, 1, first)
-        assert held.apply_grad(array(9), 0) == Applied(STALE, 0, 1)
-        assert held.apply_grad(array(2), 1) == Applied(ACCEPTED, 0, 2, second)
+        assert apply_grad(held, array(1), 0) == Applied(ACCEPTED, 0, 1, first)
+        assert apply_grad(held, array(9), 0) == Applied(STALE, 0, 1)
+        assert apply_grad(held, array(2), 1) == Applied(ACCEPTED, 0, 2, second)
         assert (first.result(), second.result()) == (1, 2)
 
     def test_a_small_take_waits_behind_a_large_one(self) -> None:
         held = accumulator((1,))
         large, small = take_grad(held, 3), take_grad(held, 1)
         for _ in range(2):
-            assert held.apply_grad(array(1)).completed is None
-        assert held.apply_grad(array(1)).completed == large
+            assert apply_grad(held, array(1)).completed is None
+        assert apply_grad(held, array(1)).completed == large
         assert small.state is WAITING  # the large one took all
-        assert held.apply_grad(array(1), 1).completed == small
+        assert apply_grad(held, array(1), 1).completed == small
 
     def test_a_take_that_could_be_served_does_not_overtake(self) -> None:
         held = accumulator((1,))
-        held.apply_grad(array(1))
+        apply_grad(held, array(1))
         take_grad(held, 2)
         assert take_grad(held, 1).state is WAITING
 
     def test_a_take_is_of_a_positive_number(self) -> None:
         for number in [0, -1, 1.0, None, True, "2", [1], np.array([1])]:
             held = accumulator()
-            held.apply_grad(array(1, 1))
+            apply_grad(held, array(1, 1))
             message = refusal(take_grad, held, number, error=ConfigurationError)
             assert message == f"expected a number of gradients above 0, got {number!r}"
             assert (held.num_accumulated(), held.step) == (1, 0)
 
     def test_a_result_can_be_read_again(self) -> None:
         held = accumulator()
-        held.apply_grad(array(1, 2))
+        apply_grad(held, array(1, 2))
         take = take_grad(held, 1)
         assert take.result() is take.result()
 
@@ -257,11 +257,11 @@ class TestTakes:
 class TestCancellation:
     def test_a_cancelled_take_consumes_nothing(self) -> None:
         held = accumulator((1,))
-        held.apply_grad(array(1))
+        apply_grad(held, array(1))
         take = take_grad(held, 2)
         assert cancel(held, take) is None
         assert (take.state, held.num_accumulated(), held.step) == (CANCELLED, 1, 0)
-        assert held.apply_grad(array(3)) == Applied(ACCEPTED, 2, 0)
+        assert apply_grad(held, array(3)) == Applied(ACCEPTED, 2, 0)
         assert take_grad(held, 1).result().tolist() == [2]
         with pytest.raises(UsageError, match="the take is cancelled: it has no result"):
             take.result()
@@ -269,7 +269,7 @@ class TestCancellation:
     def test_when_the_head_is_cancelled_those_behind_it_go_on(self) -> None:
         held = accumulator((1,))
         large, small, last = take_grad(held, 3), take_grad(held, 1), take_grad(held, 1)
-        held.apply_grad(array(4))
+        apply_grad(held, array(4))
         assert cancel(held, large) is small
         assert small.result().tolist() == [4]
         assert last.state is WAITING
@@ -278,12 +278,12 @@ class TestCancellation:
         held = accumulator((1,))
         first, middle, last = take_grad(held, 1), take_grad(held, 5), take_grad(held, 1)
         assert cancel(held, middle) is None
-        assert held.apply_grad(array(1), 0).completed == first
-        assert held.apply_grad(array(1), 1).completed == last
+        assert apply_grad(held, array(1), 0).completed == first
+        assert apply_grad(held, array(1), 1).completed == last
 
     def test_one_that_has_ended_stays_as_it_is(self) -> None:
         held = accumulator((1,))
-        held.apply_grad(array(1))
+        apply_grad(held, array(1))
         take, waiting = take_grad(held, 1), take_grad(held, 1)
         assert cancel(held, take) is None
         assert take.result().tolist() == [1]
@@ -302,9 +302,9 @@ class TestMemory:
         held = accumulator(None)
         too_large = np.broadcast_to(np.float32(1), (1 << 60,))
         with pytest.raises(MemoryError):
-            held.apply_grad(too_large)
+            apply_grad(held, too_large)
         assert held.num_accumulated() == 0
-        assert held.apply_grad(array(1)).outcome is ACCEPTED
+        assert apply_grad(held, array(1)).outcome is ACCEPTED
 
 
 class TestPieces:
@@ -346,7 +346,7 @@ class TestPieces:
 
     def test_a_take_that_has_ended_cannot_be_withdrawn(self) -> None:
         held = accumulator()
-        held.apply_grad(array(1, 2))
+        apply_grad(held, array(1, 2))
         assert not held.withdraw(take_grad(held, 1))
 
     def test_who_knows_how_many_values_are_not_finite_may_say_so(self) -> None:
@@ -360,7 +360,7 @@ class TestPieces:
     def test_it_knows_how_much_it_holds(self) -> None:
         held = accumulator((2,), "float16")
         assert held.nbytes == 0
-        held.apply_grad(np.ones(2, np.float16))
+        apply_grad(held, np.ones(2, np.float16))
         assert held.nbytes == 8  # summed in float32
 
 
@@ -389,7 +389,7 @@ class AgainstAModel(RuleBasedStateMachine):
 
     @rule(value=st.integers(-9, 9), ahead=st.integers(-3, 2), weight=st.sampled_from([1, 2, 0.5]))
     def apply(self, value: int, ahead: int, weight: float) -> None:
-        applied = self.held.apply_grad(np.array([value], float), self.step + ahead, weight)
+        applied = apply_grad(self.held, np.array([value], float), self.step + ahead, weight)
         if ahead < -1:
             assert applied == Applied(STALE, len(self.gradients), self.step)
             return
@@ -400,7 +400,7 @@ class AgainstAModel(RuleBasedStateMachine):
     @rule(value=st.sampled_from([np.ones(2), np.ones(1, np.float32), "text"]))
     def apply_nonsense(self, value: object) -> None:
         with pytest.raises(ValueMismatchError):
-            self.held.apply_grad(value, self.step)
+            apply_grad(self.held, value, self.step)
 
     @rule(number=st.integers(1, 4))
     def take(self, number: int) -> None:

@@ -30,7 +30,6 @@ from psync.client.optimizer_client import (
     check_plugins,
     num_pushes,
     push_and_count,
-    push_gradients,
     raised_with,
     set_optimizer,
     set_slot,
@@ -836,25 +835,27 @@ class Optimizer:
         number, before = known.number, known.before(plan, len(runtime.ps.links))
         wanted = None if pull is None else Wanted(pull)
         raised = None if global_step is None else raised_with(plan, self._rule, global_step.spec)
-        push = functools.partial(
-            push_gradients, runtime.ps, self._rule, optimizer=self.number, config=self._config,
-            elsewhere=known.elsewhere, closure=closure, ordinal=ordinal, wanted=wanted,
+        send = functools.partial(
+            runtime.ps.push, optimizer=self.number, config=self._config, elsewhere=known.elsewhere,
+            closure=closure, ordinal=ordinal, layerwise=self._rule.takes_norms, wanted=wanted,
             raised=raised,
         )  # fmt: skip
+        push = functools.partial(send, plan, clipped)
         if self._compression is not None:
-            push = functools.partial(
-                runtime.feedback.push, send=push, kind=self._compression, optimizer=self.number
-            )
+            compressed = functools.partial(
+                runtime.feedback.push, plan, clipped, send, kind=self._compression,
+                optimizer=self.number,
+            )  # fmt: skip
+            push = functools.partial(runtime.ps.outgoing.shielded, compressed)
         apart = None if global_step is None or raised is not None else global_step.spec
-        answers = await push_and_count(runtime, functools.partial(push, plan, clipped), apart)
+        answers = await push_and_count(runtime, push, apart)
         if known is not (newer := runtime.pushes(self.number)):  # it is undone
             known, number, before = newer, 0, {}
         known.learn(plan, before, answers)
         result = result_of(answers, number)
-        bound = self._staleness_bound
-        if bound is not None and result.outcome is Outcome.ACCEPTED:
+        if self._staleness_bound is not None and result.outcome is Outcome.ACCEPTED:
             if closure >= 0 or runtime.in_session:  # else the program itself, which has no clock
-                await bound.end_round(runtime, self.number)
+                await self._staleness_bound.end_round(runtime, self.number)
         return result, None if wanted is None else runtime.note_values(wanted)
 
     async def push_pull(

@@ -320,7 +320,7 @@ class SyncReplicasOptimizer(Optimizer):
             strict=strict,
             deterministic=deterministic,
             tensorflow_compat=tensorflow_compat,
-            reduction=reduction,
+            reduction=reduction,  # type: ignore[arg-type]
             sparse_divisor=sparse_divisor,
             global_step=NOWHERE,
         )
@@ -538,7 +538,7 @@ class SyncReplicasOptimizer(Optimizer):
         if self._compression is None:
             answer = await push(plan, gradients)
         else:
-            answer = await runtime.feedback.contribute(
+            answer = await runtime.feedback.push(
                 plan, gradients, push, kind=self._compression, optimizer=self.number
             )
         result = PushResult(

@@ -18,15 +18,24 @@ the backups of earlier ones.
 
 An entry that the primary refuses is refused here, too. An error in judging or computing ends the
 process, as it does on a ps (``LongWork.give_up``). One in taking an entry, or a checksum or digest
-that differs (``ps.comparison``), damages the backup alone: it takes no more entries, is never
+that differs (``ps.executor``), damages the backup alone: it takes no more entries, is never
 promoted, and is replaced.
 
-Source: docs/design.md, "Failover".
+What a process says of itself to the next coordinator, which asks the task at the process's own
+address (a backup that serves speaks for itself alone):
+
+    AskServed   no backup of earlier coordinators is made or promoted from then on; one that is
+                being promoted finishes first; then the answer: the ps tasks that are served here,
+                the backups that are here
+    EndFormer   the rest of what earlier coordinators have left here ends
+
+Source: docs/design.md, "Failover" and "Attach".
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 from collections import deque
@@ -34,7 +43,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from psync.backups.locate_ps import Copy, Primary
+from psync.backups.locate_ps import Primary
 from psync.backups.pairing import Computation, check_release
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Request
@@ -42,9 +51,10 @@ from psync.net.platform import Parts
 from psync.net.shielding import shielded
 from psync.net.transport import Listener
 from psync.numerics.memory import BlockPool
-from psync.ps.comparison import Diverged
+from psync.ps.executor import Diverged
 from psync.ps.shard_sets import NO_BYTES
 from psync.ps.snapshots import unpack_answer
+from psync.ps.succession import check_newest
 from psync.store.commit_log import chained
 from psync.store.ledger import Ledger
 from psync.store.snapshot import Loaded, load_snapshot
@@ -52,18 +62,21 @@ from psync.store.snapshot_state import SnapshotState
 from psync.store.store import ShardStore
 from psync.wire.codec import Message, decode
 from psync.wire.messages import (
+    AskServed,
     Assign,
     AttachPs,
     BackupBegun,
     BeginBackup,
     CheckState,
     Done,
+    EndFormer,
     FillBackup,
     LogEntries,
     LogTaken,
     Promote,
     Promoted,
     Push,
+    ServedHere,
 )
 
 logger = logging.getLogger(__name__)
@@ -88,6 +101,9 @@ class BackupTask(Protocol):
 
     def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, lineage: int) -> None:
         """Hold what a snapshot holds."""
+
+    def end_below(self, coordinator: int) -> None:
+        """Hold nothing, if the coordinator that is served is an earlier one."""
 
     def handler(self, kind: type[Message]) -> Handler:
         """Return who serves a message."""
@@ -256,30 +272,29 @@ class BackupHost:
 
     Args:
         task: Name of the ps whose process it is.
+        own: That ps.
         pool: Memory of snapshots.
         make: Makes a ps task that does not listen, given its index.
-        floor: Returns the incarnation of the coordinator that this process serves, or 0.
         parts: Of the task.
     """
 
     def __init__(
         self,
         task: str,
+        own: BackupTask,
         pool: BlockPool,
         make: Callable[[int], BackupTask],
-        floor: Callable[[], int],
         parts: Parts,
     ) -> None:
         self._task = task
+        self._own = own
         self._pool = pool
         self._make = make
-        self._floor = floor
         self._parts = parts
         self._backups: dict[int, _Backup] = {}  # by the index of the ps
         self._fenced = 0  # earlier coordinators have nothing to say here
         self.diverged = 0  # backups that were not what they should have been
         self._ending: set[asyncio.Task[None]] = set()
-        self._closed = False
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -316,18 +331,28 @@ class BackupHost:
         known = (each.coordinator for each in self._backups.values())
         return max(self._fenced, *known, 0)
 
-    def fence(self, coordinator: int) -> None:
-        """Make, and let serve, no backup of earlier coordinators."""
-        self._fenced = max(self._fenced, coordinator)
+    def handlers_of_process(self) -> dict[type[Message], Handler]:
+        """Return who serves what only the task at the process's own address is asked."""
+        return {AskServed: Handler(self._ask_served), EndFormer: Handler(self._end_former)}
 
-    async def found(self) -> tuple[list[Primary], list[Copy]]:
-        """Return what serves here, and backups that do not. Cancellation: safe."""
-        backups = list(self._backups.items())
-        serving = [primary for _, each in backups if (primary := await each.primary()) is not None]
+    async def _ask_served(self, request: Request[AskServed]) -> None:
+        peer, backups = request.peer, list(self._backups.items())
+        check_newest(peer, self._task, max(self._own.floor, self.newest))
+        self._fenced = max(self._fenced, peer.incarnation)
+        primaries = [await each.primary() for _, each in backups]
         copies = [
             (ps, each.order.coordinator, each.epoch) for ps, each in backups if each.address is None
         ]
-        return serving, copies
+        primaries.append(self._own.primary("", 0))
+        found = [dataclasses.astuple(each) for each in primaries if each is not None]
+        request.answer(ServedHere(found, copies))
+
+    def _end_former(self, request: Request[EndFormer]) -> None:
+        peer = request.peer
+        check_newest(peer, self._task, max(self._own.floor, self.newest))
+        self.end_below(peer.incarnation)
+        self._own.end_below(peer.incarnation)
+        request.answer(Done())
 
     # They are fed.
 
@@ -339,7 +364,7 @@ class BackupHost:
         own = self._parts.of(Computation)()
         check_release(self._task, own.release, sender, message.release)
         begun = BackupBegun(own.numerics)
-        if message.coordinator < max(self._floor(), self.newest):
+        if message.coordinator < max(self._own.floor, self.newest):
             # No FencedError: it has not been replaced, and may be attached by the newer one yet.
             raise UsageError(f"{self._task} serves a newer coordinator")
         if len(body) != 1:

@@ -232,18 +232,12 @@ class BackupService:
             self._depose,
         )  # fmt: skip
         executor.on_entry = sender.ship
-        self._copying = asyncio.get_running_loop().create_task(self._copy(executor, sender))
+        self._copying = asyncio.get_running_loop().create_task(self._copy(sender))
         self._copying.add_done_callback(_seen)
 
-    async def _hold(
-        self,
-        executor: Executor,
-        sender: BackupSender,
-        first: int,
-        held: list[tuple[Frozen, int, list[Entry]]],
-    ) -> None:
-        """Hold what the ps holds between two entries, the later of which is ``first``."""
-        await executor.computes.settled()
+    async def _hold(self, sender: BackupSender, held: list[tuple[Frozen, list[Entry]]]) -> None:
+        """Hold what the ps holds between two entries."""
+        await self.executor.computes.settled()
         entries = [each for section in self._sections for each in await section.entries()]
         while True:
             if self._sender is not sender:  # what it names would be taken for known to the next
@@ -253,13 +247,12 @@ class BackupService:
             except BusyError:  # a shard is read or filled by what is no entry
                 await self._work.next_turn()
             else:
-                held.append((frozen, first, [executor.in_full(*each) for each in entries]))
+                held.append((frozen, [self.executor.in_full(*each) for each in entries]))
                 return
 
-    async def _copy(self, executor: Executor, sender: BackupSender) -> None:
-        began = asyncio.get_running_loop().time()
+    async def _copy(self, sender: BackupSender) -> None:
+        executor, began = self.executor, asyncio.get_running_loop().time()
         why = f"backup {sender.order.epoch}"
-
         try:
             try:
                 # A step that is being closed is wholly in the snapshot, or in the log.
@@ -267,11 +260,12 @@ class BackupService:
                 # Entries from now on are kept for the backup, though the snapshot may have to wait
                 # for its turn; all before them are in it.
                 first = executor.begin_copy(self._steps.groups()) + 1
-                held: list[tuple[Frozen, int, list[Entry]]] = []
-                await executor.turn(lambda: self._hold(executor, sender, first, held))
+                held: list[tuple[Frozen, list[Entry]]] = []
+                await executor.turn(lambda: self._hold(sender, held))
             finally:
                 self._steps.resume(why)
-            await sender.copy(*held[0])
+            ((frozen, before),) = held
+            await sender.copy(frozen, first, before)
         except BaseException:
             if self._sender is sender and not self._over:
                 executor.log.give_up()

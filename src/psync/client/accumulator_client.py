@@ -132,7 +132,7 @@ class AccumulatorClient:
         takes = self._known.setdefault(name, _Known()).takes
 
         async def call() -> Frame:
-            with self._ps.work.wait, self._ps.outgoing.numbered([takes]) as (number,):
+            with self._ps.work.wait, takes.drawn() as number:
                 return await link.call(
                     lambda peer: TakeGradient(name, number, takes.acked_below, num_required),
                     bulk=True,  # the answer may be large

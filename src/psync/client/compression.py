@@ -68,7 +68,7 @@ class ErrorFeedback:
         kind: Compression,
         optimizer: int,
     ) -> A:
-        """Push gradients compressed, in the background if the caller is cancelled.
+        """Push gradients compressed.
 
         Args:
             plan: Of the variables, as they are.
@@ -78,27 +78,9 @@ class ErrorFeedback:
             optimizer: Number of the optimizer.
 
         Raises:
-            ClosedError: The client was closed.
             Exception: What ``send`` raises.
 
-        Cancellation: It goes on, also if nothing has been sent yet.
-        """
-        return await self._ps.outgoing.shielded(
-            lambda: self.contribute(plan, gradients, send, kind=kind, optimizer=optimizer)
-        )
-
-    async def contribute(
-        self,
-        plan: Plan,
-        gradients: Sequence[Gradient],
-        send: Send[A],
-        *,
-        kind: Compression,
-        optimizer: int,
-    ) -> A:
-        """Do ``push`` in the foreground: of a synchronous push nobody waits for the answer then.
-
-        Cancellation: As ``send``.
+        Cancellation: As ``send``. A push that is to go on has to be shielded.
         """
         ps = self._ps
         sent = list(gradients)

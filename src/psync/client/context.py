@@ -337,7 +337,7 @@ def wait(awaitable: Awaitable[T]) -> T:
 def _waiting_closure(awaitable: object) -> tuple[ClosureContext, asyncio.AbstractEventLoop]:
     """Return the closure that may wait here, and its loop; say why not otherwise."""
     forbid_in_dataset("wait")
-    if _on_a_loop():
+    if asyncio._get_running_loop() is not None:
         raise UsageError(
             "wait on an event loop would block the loop forever",
             hint="in a coroutine use `await …` instead of `psync.wait(…)`",
@@ -361,14 +361,6 @@ def _waiting_closure(awaitable: object) -> tuple[ClosureContext, asyncio.Abstrac
     if not inspect.isawaitable(awaitable):
         raise UsageError(f"wait expected an awaitable, got {type(awaitable).__name__}")
     return closure, closure.loop
-
-
-def _on_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 async def _result_of(awaitable: Awaitable[T]) -> T:

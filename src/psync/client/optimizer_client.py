@@ -1,37 +1,26 @@
-"""Client of optimizer state on ps tasks: slots, steps, learning rates, norms for layer-wise rules.
-
-A layer-wise rule (Lamb) needs norms of whole variables before a push: ``MeasurePush`` carries the
-gradients to the ps tasks, which answer with sums of squares and change nothing, and the ``Push``
-that follows carries one ratio for each variable. Nothing is remembered between the two.
-"""
+"""Client of optimizer state on ps tasks: slots, steps, learning rates."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from psync.client.plans import Plan, Request, body_of
-from psync.client.prefetch import Wanted
-from psync.client.ps_client import PsClient, members_for
+from psync.client.plans import Plan
+from psync.client.ps_client import PsClient
 from psync.client.ps_link import Call, PsLink, always, expect, together
 from psync.client.runtime import Runtime
-from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.net.connection import Connection
-from psync.numerics.rows import IndexedSlices
-from psync.numerics.rules import LayerwiseRule, Sums, UpdateRule, registered_in
+from psync.errors import ConfigurationError
+from psync.numerics.rules import UpdateRule, registered_in
 from psync.specs import ShardSpec, VariableSpec, count_of, dtype_of, marked_after
 from psync.store.push_counts import total_of
 from psync.wire.frames import SMALL_BODY_BYTES, Frame
 from psync.wire.messages import (
     AskOptimizer,
     Done,
-    Measured,
-    MeasurePush,
     OptimizerState,
     PsAttached,
-    Pushed,
     SetOptimizer,
     SetSlots,
 )
@@ -84,51 +73,6 @@ def check_plugins(links: Sequence[PsLink], name: str, rule: UpdateRule) -> None:
                 )
 
 
-async def push_gradients(
-    ps: PsClient,
-    rule: UpdateRule,
-    plan: Plan,
-    gradients: Sequence[np.ndarray | IndexedSlices],
-    *,
-    optimizer: int,
-    config: dict[str, Any],
-    elsewhere: Mapping[int, int],
-    closure: int,
-    ordinal: int,
-    wanted: Wanted | None = None,
-    raised: ShardSpec | None = None,
-) -> list[Pushed]:
-    """Do ``PsClient.push`` with the ratios that the rule needs.
-
-    Args:
-        ps: All ps tasks.
-        rule: Of the optimizer.
-        plan: As for ``PsClient.push``, like all that follow.
-        gradients: For each variable.
-        optimizer: Its number.
-        config: Defines it.
-        elsewhere: As for ``PsClient.push``.
-        closure: Id of the closure, or -1.
-        ordinal: Of the call within the closure.
-        wanted: Values that may come with the answers.
-        raised: As for ``PsClient.push``.
-
-    Raises:
-        ParameterServerLost: A ps is gone.
-
-    Cancellation: As ``PsClient.push``.
-    """
-    ratios: list[float] | None = None
-    if rule.takes_norms:
-        ratios = await trust_ratios(
-            ps, rule, plan, gradients, optimizer=optimizer, config=config, elsewhere=elsewhere
-        )
-    return await ps.push(
-        plan, gradients, optimizer=optimizer, config=config, elsewhere=elsewhere, closure=closure,
-        ordinal=ordinal, ratios=ratios, wanted=wanted, raised=raised,
-    )  # fmt: skip
-
-
 def raised_with(plan: Plan, rule: UpdateRule, step: VariableSpec) -> ShardSpec | None:
     """Return what a push can raise by one in the same update; None: that needs one of its own.
 
@@ -171,67 +115,6 @@ async def push_and_count(
         return answers
 
     return await runtime.ps.outgoing.shielded(both)
-
-
-async def trust_ratios(
-    ps: PsClient,
-    rule: UpdateRule,
-    plan: Plan,
-    gradients: Sequence[np.ndarray | IndexedSlices],
-    *,
-    optimizer: int,
-    config: dict[str, Any],
-    elsewhere: Mapping[int, int],
-) -> list[float] | None:
-    """Return a layerwise rule's ratio for each of a plan's variables.
-
-    None if there is nothing to ask for: the rule is another one, or each variable lies on one ps,
-    which finds the ratio itself; or there are gradients of rows, which such a rule refuses.
-
-    Args:
-        ps: All ps tasks.
-        rule: Of the optimizer.
-        plan: Of the push that follows.
-        gradients: That it will have: whole ones, or rows. Not copied.
-        optimizer: Its number.
-        config: Defines it.
-        elsewhere: As for ``PsClient.push``.
-
-    Raises:
-        ParameterServerLost: A ps is gone.
-
-    Cancellation: Safe: nothing is changed.
-    """
-    if not rule.takes_norms or all(len(v.shards) == 1 for v in plan.variables):
-        return None
-    assert isinstance(rule, LayerwiseRule), "no others do"
-    given = [to_bytes_view(each) for each in gradients if isinstance(each, np.ndarray)]
-    if len(given) < len(gradients):
-        return None
-
-    def call(request: Request) -> Call[Measured]:
-        def build(peer: Connection) -> MeasurePush:
-            members = members_for(peer, request)
-            known = elsewhere.get(request.ps, 0)
-            return MeasurePush(request.set_id, members, optimizer, config, known)
-
-        segments, _, nbytes = body_of(request, given)
-        return Call(
-            ps.links[request.ps], build, Measured, "a measurement", segments,
-            bulk=nbytes > SMALL_BODY_BYTES, set_ids=(request.set_id,),
-        )  # fmt: skip
-
-    sums: list[list[Sums]] = [[] for _ in plan.variables]  # what its shards add to its norms
-    calls = [call(request) for request in plan.requests]
-    for request, answer in zip(plan.requests, await together(calls), strict=True):
-        if len(answer.sums) != len(request.cuts):
-            raise RemoteProtocolError(
-                f"/job:ps/task:{request.ps} measured {len(answer.sums)} shards, expected "
-                f"{len(request.cuts)}"
-            )
-        for (variable, *_), of_shard in zip(request.cuts, answer.sums, strict=True):
-            sums[variable].append((of_shard[0], of_shard[1]))
-    return [rule.trust_ratio(of_variable) for of_variable in sums]
 
 
 async def set_slot(

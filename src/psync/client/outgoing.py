@@ -81,13 +81,6 @@ class Outgoing:
                 self._go_on(delivery)
             raise
 
-    def numbered(self, places: Sequence[Numbers]) -> Numbered:
-        """Return a context manager in which a delivery is under way; it gives its numbers.
-
-        They count as answered when all are: what one ps has been told to forget is settled on all.
-        """
-        return Numbered(self, places)
-
     def answered(self, places: Sequence[Numbers], numbers: Sequence[int]) -> None:
         """Acknowledge these numbers, with the next messages to their places."""
         for place, number in zip(places, numbers, strict=True):
@@ -146,23 +139,6 @@ class Outgoing:
         for work in self.begun:
             work.cancel()
         await asyncio.gather(*self.begun, return_exceptions=True)
-
-
-class Numbered:
-    """See ``Outgoing.numbered``."""
-
-    __slots__ = ("_numbers", "_outgoing", "_places")
-
-    def __init__(self, outgoing: Outgoing, places: Sequence[Numbers]) -> None:
-        self._outgoing = outgoing
-        self._places = places
-
-    def __enter__(self) -> Sequence[int]:
-        self._numbers = [place.draw() for place in self._places]
-        return self._numbers
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self._outgoing.answered(self._places, self._numbers)
 
 
 class _Delivery(Generic[M]):

@@ -2,6 +2,10 @@
 
 Every push and assign carries (sequence) and (closure, ordinal), so it may be sent again; see
 ``client.outgoing``.
+
+A layer-wise rule (Lamb) needs norms of whole variables before a push: ``MeasurePush`` carries the
+gradients to the ps tasks, which answer with sums of squares and change nothing, and the ``Push``
+that follows carries one ratio for each variable. Nothing is remembered between the two.
 """
 
 from __future__ import annotations
@@ -18,17 +22,19 @@ import numpy as np
 
 from psync.client.landing import Landing
 from psync.client.outgoing import Outgoing
-from psync.client.plans import Given, Plan, Request, body_of, given_of, make_plan
+from psync.client.plans import Plan, Request, body_of, given_of, make_plan
 from psync.client.prefetch import Landed, Wanted
 from psync.client.ps_link import Body, Call, PsLink, Where, always, together
 from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import PsRows, check_exist
 from psync.client.work_meter import WorkMeter
+from psync.errors import RemoteProtocolError
 from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
 from psync.numerics.compression import Compression
 from psync.numerics.memory import BlockPool
 from psync.numerics.rows import IndexedSlices, check_scatter, merged
+from psync.numerics.rules import LayerwiseRule, Sums
 from psync.specs import ShardSpec, VariableSpec
 from psync.wire.closure_numbers import PART_BITS
 from psync.wire.codec import Message
@@ -39,12 +45,15 @@ from psync.wire.messages import (
     AverageShards,
     DefineOptimizer,
     Done,
+    Measured,
+    MeasurePush,
     Pull,
     Pulled,
     PullLocked,
     Push,
     Pushed,
 )
+from psync.wire.tensors import to_bytes_view
 
 MAX_PLANS = 1024
 """Sets of variables whose plans are kept, the least recently used go first."""
@@ -203,7 +212,7 @@ class PsClient(PsRows):
         elsewhere: Mapping[int, int],
         closure: int,
         ordinal: int,
-        ratios: Sequence[float] | None = None,
+        layerwise: bool = False,
         wanted: Wanted | None = None,
         raised: ShardSpec | None = None,
     ) -> list[Pushed]:
@@ -220,8 +229,8 @@ class PsClient(PsRows):
                 marked.
             closure: Id of the closure, or -1.
             ordinal: Of the call within the closure.
-            ratios: Of layerwise optimizers: for each variable what its learning rate is multiplied
-                by. None: each ps takes each of its shards for a whole variable.
+            layerwise: Whether the rule takes norms of whole variables: then the shards are measured
+                first, so that all of a variable get the same trust ratio.
             wanted: Gets its values with the answers if all of them lie on ps tasks that are pushed
                 to, each read once the push is applied there, and none is busy then.
             raised: A shard of one number, on a ps that is pushed to, that becomes one more.
@@ -234,6 +243,9 @@ class PsClient(PsRows):
 
         Cancellation: A push once begun is shielded: it ends in the background.
         """
+        ratios: list[float] | None = None
+        if layerwise:
+            ratios = await self._trust_ratios(plan, gradients, optimizer, config, elsewhere)
 
         def build(part: Part, timeline: int = self.outgoing.timeline) -> Push:
             request = part.request
@@ -258,6 +270,49 @@ class PsClient(PsRows):
         if wanted is not None:
             await wanted.came([answer.steps for answer in answers if answer.steps is not None])
         return answers
+
+    async def _trust_ratios(
+        self,
+        plan: Plan,
+        gradients: Sequence[np.ndarray | IndexedSlices],
+        optimizer: int,
+        config: dict[str, Any],
+        elsewhere: Mapping[int, int],
+    ) -> list[float] | None:
+        """Return what the learning rate is multiplied by for each of a plan's variables.
+
+        None if there is nothing to ask for: each variable lies on one ps, which finds the ratio
+        itself; or there are gradients of rows, which such a rule refuses.
+        """
+        if all(len(v.shards) == 1 for v in plan.variables):
+            return None
+        given = [to_bytes_view(each) for each in gradients if isinstance(each, np.ndarray)]
+        if len(given) < len(gradients):
+            return None
+
+        def call(request: Request) -> Call[Measured]:
+            def build(peer: Connection) -> MeasurePush:
+                members = members_for(peer, request)
+                known = elsewhere.get(request.ps, 0)
+                return MeasurePush(request.set_id, members, optimizer, config, known)
+
+            segments, _, nbytes = body_of(request, given)
+            return Call(
+                self.links[request.ps], build, Measured, "a measurement", segments,
+                bulk=nbytes > SMALL_BODY_BYTES, set_ids=(request.set_id,),
+            )  # fmt: skip
+
+        sums: list[list[Sums]] = [[] for _ in plan.variables]  # what its shards add to its norms
+        calls = [call(request) for request in plan.requests]
+        for request, answer in zip(plan.requests, await together(calls), strict=True):
+            if len(answer.sums) != len(request.cuts):
+                raise RemoteProtocolError(
+                    f"/job:ps/task:{request.ps} measured {len(answer.sums)} shards, expected "
+                    f"{len(request.cuts)}"
+                )
+            for (variable, *_), of_shard in zip(request.cuts, answer.sums, strict=True):
+                sums[variable].append((of_shard[0], of_shard[1]))
+        return [LayerwiseRule.trust_ratio(of_variable) for of_variable in sums]
 
     async def assign(
         self,
@@ -394,63 +449,41 @@ class PsClient(PsRows):
         given = given_of(arrays)
         links = [self.links[request.ps] for request in plan.requests]
 
+        def update(at: int, request: Request, drawn: Sequence[tuple[int, int]]) -> Call[Pushed]:
+            """Return the call of one request; ``drawn``: (ps, sequence) of all messages."""
+            link = links[at]
+            landing = landings.get(request.ps) if landings and not request.part else None
+            segments, rows, nbytes = body_of(request, given) if given else ([], None, 0)
+            set_ids = [request.set_id] if given else []
+            body: Body | None = None
+            if landing is not None:
+                pulled, where = landing
+                body = Body(pulled.lengths, where, "the shards", may_lack=True)
+                nbytes = max(nbytes, pulled.nbytes)
+                set_ids.append(pulled.set_id)
+            spread = [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None
+            call = ordinal << PART_BITS | request.part
+
+            def message(peer: Connection) -> Message:
+                identity = drawn[at][1], link.updates.acked_below, closure, call
+                own = request, identity, members_for(peer, request), rows, spread
+                if landing is None:
+                    return build(Part(*own))
+                # What the push itself defines is defined when the rest is read.
+                known = None if pulled.set_id == request.set_id else members_for(peer, pulled)
+                return build(Part(*own, pulled.set_id, known))
+
+            return Call(
+                link, message, Pushed, "an update", segments, bulk=nbytes > SMALL_BODY_BYTES,
+                body=body, set_ids=set_ids, locked=locked,
+            )  # fmt: skip
+
         def calls_of(sequences: Sequence[int]) -> list[Call[Pushed]]:
             drawn = [(link.index, own) for link, own in zip(links, sequences, strict=True)]
-            return [
-                self._update(
-                    request,
-                    given,
-                    build,
-                    drawn,
-                    at,
-                    closure,
-                    ordinal,
-                    locked,
-                    landings.get(request.ps) if landings and not request.part else None,
-                )
-                for at, request in enumerate(plan.requests)
-            ]
+            return [update(at, request, drawn) for at, request in enumerate(plan.requests)]
 
         with self.work.push:
             return await self.outgoing.deliver([link.updates for link in links], calls_of)
-
-    def _update(
-        self,
-        request: Request,
-        given: Sequence[Given],
-        build: Callable[[Part], Message],
-        drawn: Sequence[tuple[int, int]],  # (ps, sequence) of all messages
-        at: int,
-        closure: int,
-        ordinal: int,
-        locked: bool,
-        landing: Landed | None,
-    ) -> Call[Pushed]:
-        link = self.links[request.ps]
-        segments, rows, nbytes = body_of(request, given) if given else ([], None, 0)
-        set_ids = [request.set_id] if given else []
-        body: Body | None = None
-        if landing is not None:
-            pulled, where = landing
-            body = Body(pulled.lengths, where, "the shards", may_lack=True)
-            nbytes = max(nbytes, pulled.nbytes)
-            set_ids.append(pulled.set_id)
-        spread = [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None
-        call = ordinal << PART_BITS | request.part
-
-        def message(peer: Connection) -> Message:
-            identity = drawn[at][1], link.updates.acked_below, closure, call
-            own = request, identity, members_for(peer, request), rows, spread
-            if landing is None:
-                return build(Part(*own))
-            # What the push itself defines is defined when the rest is read.
-            known = pulled.set_id == request.set_id
-            return build(Part(*own, pulled.set_id, None if known else members_for(peer, pulled)))
-
-        return Call(
-            link, message, Pushed, "an update", segments, bulk=nbytes > SMALL_BODY_BYTES, body=body,
-            set_ids=set_ids, locked=locked,
-        )  # fmt: skip
 
 
 def members_for(peer: Connection, request: Request) -> list[tuple[int, int]] | None:

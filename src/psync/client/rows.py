@@ -20,7 +20,6 @@ from psync.client.work_meter import WorkMeter
 from psync.errors import ValueMismatchError
 from psync.numerics.memory import BlockPool, roomy
 from psync.numerics.rows import IndexedSlices, distinct, merged
-from psync.numerics.rules import slot_dtype
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import PullRows, RowsPulled
@@ -81,9 +80,6 @@ class PsRows:
         spec: VariableSpec,
         rows: np.ndarray,
         *,
-        optimizer: int = -1,
-        slot: str = "",
-        out: np.ndarray | None = None,
         seen: PulledSteps | None = None,
     ) -> np.ndarray:
         """Return some rows of a variable. Each row is one version of itself, never a torn one.
@@ -93,9 +89,6 @@ class PsRows:
         Args:
             spec: Of the variable.
             rows: int64, 1-D, each in [0, number of rows), in any order; duplicates travel once.
-            optimizer: With ``slot``: that optimizer's slot instead of the values.
-            slot: Its name.
-            out: A C-contiguous array of the result's shape and dtype, to be filled and returned.
             seen: Notes which steps of synchronous groups the values are of.
 
         Returns:
@@ -105,16 +98,15 @@ class PsRows:
             ValueMismatchError: There is no such row.
             ParameterServerLost: A ps is gone.
 
-        Cancellation: Safe; ``out`` then holds anything.
+        Cancellation: Safe.
         """
         check_exist(spec, rows)
         dtype = dtype_of(spec.dtype)
-        dtype = dtype if optimizer < 0 else slot_dtype(dtype)
         # A ps gathers in any order; rows of several are cut at the shards, so they must ascend.
         each, inverse = distinct(rows, sort=len(spec.shards) > 1)
-        made = self.empty((len(rows), *spec.shape[1:]), dtype) if out is None else out
+        made = self.empty((len(rows), *spec.shape[1:]), dtype)
         landed = made if inverse is None else self.empty((len(each), *spec.shape[1:]), dtype)
-        await self._read(_parts_of(spec, each, landed), optimizer, slot, seen)
+        await self._read(_parts_of(spec, each, landed), seen)
         if inverse is not None:
             landed.take(inverse, 0, made, "clip")
         return made
@@ -146,12 +138,10 @@ class PsRows:
         rows = range(start, stop, step)
         check_exist(spec, np.array([rows[0], rows[-1]] if rows else [], np.int64))
         made = self.empty((len(rows), *spec.shape[1:]), dtype_of(spec.dtype))
-        await self._read(_runs_of(spec, rows, made), -1, "", seen)
+        await self._read(_runs_of(spec, rows, made), seen)
         return made
 
-    async def _read(
-        self, wanted: Sequence[Wanted], optimizer: int, slot: str, seen: PulledSteps | None
-    ) -> None:
+    async def _read(self, wanted: Sequence[Wanted], seen: PulledSteps | None) -> None:
         messages = _messages_of(wanted)
         if not messages:
             return
@@ -161,7 +151,7 @@ class PsRows:
             targets = [one.target for one in parts if one.target]
             body = Body(lengths, copied_to(targets), "the rows")
             numbers = [to_bytes_view(one.rows) for one in parts if isinstance(one.rows, np.ndarray)]
-            message = PullRows([one.part for one in parts], optimizer, slot)
+            message = PullRows([one.part for one in parts], -1, "")
             bulk = max(sum(lengths), sum(map(len, numbers))) > SMALL_BODY_BYTES
             link = self.links[parts[0].shard.ps]
             calls.append(

@@ -177,7 +177,7 @@ class SyncClient:
         pushes = known.pushes
         wanted: Wanted | None = None
 
-        with self._ps.outgoing.numbered([pushes]) as (number,):
+        with pushes.drawn() as number:
             several = config["replicas_to_aggregate"] > config["total_num_replicas"]
             push = _Push(group, config, number, local_step, several, [])
             with self._ps.work.push:
@@ -260,7 +260,8 @@ class SyncClient:
         parts = self._parts(plan, gradients)
         if await self._is_over(parts, push):
             return None, (), None
-        own = _small_part_of_ps_0(parts)
+        small = [each for each in parts if each.nbytes <= SMALL_BODY_BYTES]
+        own = next((each for each in small if each.request.ps == 0), None)
         await self._stage([part for part in parts if part is not own], push, push.copied)
         if own is None:
             return None, (), None
@@ -323,14 +324,6 @@ class SyncClient:
  part.nbytes > SMALL_BODY_BYTES,
             set_ids=(request.set_id,), copied=copied,
         )  # fmt: skip
-
-
-def _small_part_of_ps_0(parts: Sequence[_Part]) -> _Part | None:
-    """Return what goes to ps 0 together with the word that decides: one message instead of two."""
-    for part in parts:
-        if part.request.ps == 0 and part.nbytes <= SMALL_BODY_BYTES:
-            return part
-    return None
 
 
 def _named(peer: Connection, known: Whole | None) -> tuple[int, list[tuple[int, int, int]] | None]:

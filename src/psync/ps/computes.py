@@ -31,10 +31,6 @@ Touches = Callable[[Any], Sequence[Key]]
 """Returns the shards, given a message, whose computes have to be done before."""
 
 
-def _nothing() -> None:
-    """Do nothing: for who waits for the computes before it, and has none of its own."""
-
-
 @dataclass(slots=True, eq=False)
 class Compute:
     """What an entry does to arrays."""
@@ -42,7 +38,7 @@ class Compute:
     keys: Sequence[Place]  # of what it reads or changes
     done: Callable[[], None]  # answers, when it is done; raises a RuleError instead
     nbytes: int = 0  # that it touches
-    at_once: Callable[[], None] = _nothing  # does it, if that is little
+    at_once: Callable[[], None] = lambda: None  # does it, if that is little
     in_pieces: Callable[[], Awaitable[None]] | None = None  # or else; None: there is nothing to do
 
 
@@ -65,11 +61,6 @@ class Computes:
         self._store = store
         self._work = work
         self._queues: dict[Place, deque[_Job]] = {}  # the first of each is being done, or waits
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether all are done."""
-        return not self._queues
 
     @property
     def waiting(self) -> int:

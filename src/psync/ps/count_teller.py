@@ -77,7 +77,7 @@ class CountTeller:
             for ps in ([0] if index else range(1, len(addresses)))
         }
         self._store = store
-        self._others = [ps for ps in range(len(addresses)) if ps != index]
+        self.others = [ps for ps in range(len(addresses)) if ps != index]
         self._told: dict[tuple[int, int], News] = {}  # acknowledged, by ps and optimizer
         # By ps, what has to end before it is told more: a message, or the wait after a refusal.
         self._busy: dict[int, Question | asyncio.TimerHandle] = {}
@@ -85,11 +85,6 @@ class CountTeller:
         self._earliest = 0.0  # when the next messages may be sent
         self._interval_s = INTERVAL_S
         self._closed = False
-
-    @property
-    def num_others(self) -> int:
-        """Number of the other ps tasks."""
-        return len(self._others)
 
     def changed(self) -> None:
         """Tell the others soon: a count may have changed."""
@@ -104,7 +99,7 @@ class CountTeller:
         for ps in self._links.keys() - self._busy.keys():
             news = []
             for number, each in optimizers.items():
-                count, about = each.count, [ps] if ps else self._others
+                count, about = each.count, [ps] if ps else self.others
                 row = [(other, told) for other in about if (told := count.count_for(other))]
                 if (count.base, row) != self._told.get((ps, number), (0, [])):
                     news.append((number, dict(each.config), count.base, row))

@@ -6,8 +6,8 @@ so a lost connection repeats it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+import asyncio
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from psync.ps.shard_sets import NO_BYTES, memory_for
 from psync.specs import ShardSpec, dtype_of
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message
-from psync.wire.messages import CreateShards, Done
+from psync.wire.messages import CreateShards
 from psync.wire.tensors import array_from_bytes
 
 Source = Key | np.ndarray | None
@@ -27,7 +27,7 @@ Source = Key | np.ndarray | None
 
 
 class ShardCreation:
-    """Creates the shards of one ps.
+    """Creates the shards of one ps, as entries of the log: ``Executor`` answers Done.
 
     Args:
         task: Name of the ps.
@@ -67,19 +67,13 @@ class ShardCreation:
             raise ValueMismatchError(f"{self._task}: initial values do not have the shards' sizes")
         return memory_for(self._pool, sum(lengths))
 
-    def _create(self, request: Request[CreateShards]) -> Coroutine[Any, Any, None]:
+    def _create(self, request: Request[CreateShards]) -> asyncio.Future[None]:
         message, body = request.message, request.segments
         self._check_coordinator(request.peer)
         shards = self._to_create(message)
         if not body and None in message.sources:
             raise ValueMismatchError(f"{self._task}: no initial values for {len(shards)} shards")
-        return self._created(request, self._fill(shards, *body))
-
-    async def _created(
-        self, request: Request[CreateShards], filling: Coroutine[Any, Any, None]
-    ) -> None:
-        await self._work.to_the_end(filling)
-        request.answer(Done())
+        return self._work.to_the_end(self._fill(shards, *body))
 
     async def _fill(
         self, shards: Sequence[tuple[ShardSpec, Source]], body: memoryview = NO_BYTES

@@ -25,16 +25,15 @@ import asyncio
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from psync.errors import ClosedError, FencedError, PsyncError
 from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request, fail
-from psync.ps.comparison import Comparison
 from psync.ps.computes import Compute, Computes, Touches
 from psync.ps.cooperative_work import LongWork
-from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
+from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull, chained
 from psync.store.ledger import Client
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode
@@ -48,6 +47,9 @@ MAX_KEPT_BYTES = 256 << 20
 HEADER_WEIGHT = 8
 """What a byte of an entry's message counts, beside one of its body: a frame has room for few."""
 
+CHECK_EVERY = 1024
+"""Entries between two comparisons."""
+
 AT_ONCE = 64
 """Entries that are executed in one turn of the loop."""
 
@@ -58,7 +60,7 @@ Build = Callable[[LogNames], Message]
 Listed = tuple[Client, Message | Build, Sequence[memoryview]]
 """(client, message, segments) of an entry."""
 
-Outcome = Compute | Coroutine[Any, Any, None] | None
+Outcome = Compute | Awaitable[None] | None
 """Of an act: what comes before the answer, or what to wait for, with all later entries."""
 
 Act = Callable[[], Outcome]
@@ -67,6 +69,58 @@ Act = Callable[[], Outcome]
 Ended = Callable[[], None] | None
 Claim = Callable[[], Callable[[], None]]
 """Called when an entry takes longer than this turn; returns what to call at its end."""
+
+
+class Diverged(PsyncError):
+    """A backup is not what its primary is, though it has executed the same entries."""
+
+
+class Comparison:
+    """Comparison with one backup: of the entries that went over, and of what they made.
+
+    Every ``CHECK_EVERY`` entries the primary logs a ``CheckState``. Executing it, both take a
+    digest of the state that judging has made; the next one brings the primary's, and the checksum
+    over all entries up to itself. A backup that differs is discarded, and made again
+    (``backups.host``). A new comparison begins with each copy, on both sides.
+
+    Args:
+        task: Name of the ps.
+        digest: Returns one of the state that judging has made, equal on both.
+    """
+
+    def __init__(self, task: str, digest: Callable[[], bytes]) -> None:
+        self._task = task
+        self._digest = digest
+        self._number = 0  # of the last check in the log
+        self._left = CHECK_EVERY  # entries until the next one
+        self._digests: dict[int, bytes] = {}  # of the last two that were executed
+        self._chain = 0  # over the entries that went over
+
+    def shipped(self, client: Client, header: bytes, nbytes: int) -> None:
+        """Note an entry that has its number."""
+        self._chain = chained(self._chain, client, header, nbytes)
+
+    def due(self) -> CheckState | None:
+        """Return the check that comes before the next entry; None: it is not time yet."""
+        self._left -= 1
+        if self._left > 0 or self._number not in (0, *self._digests):
+            return None
+        self._left = CHECK_EVERY
+        self._number += 1
+        return CheckState(self._number, self._digests.get(self._number - 1, b""), self._chain)
+
+    def execute(self, check: CheckState) -> None:
+        """Take the digest of a check, and compare the one before.
+
+        Raises:
+            Diverged: They differ.
+        """
+        mine = self._digests.get(check.number - 1)
+        self._digests = {check.number - 1: mine or b"", check.number: self._digest()}
+        if mine is not None and check.last and mine != check.last:
+            raise Diverged(
+                f"{self._task}: its backup has diverged before check {check.number} of the log"
+            )
 
 
 @dataclass(slots=True)
@@ -169,11 +223,9 @@ class Executor:
         else:
             self._enqueue(number, act, request, None if claim is None else claim())
 
-    def note(
-        self, client: Client, message: Message | Build, body: Sequence[memoryview], act: Act
-    ) -> None:
+    def note(self, client: Client, message: Message, act: Act) -> None:
         """Submit an entry for whose answer nobody waits: nobody hears of an error, either."""
-        self.submit(_NOBODYS, message, body, act, None, client)
+        self.submit(_NOBODYS, message, (), act, None, client)
 
     def in_turn(self, act: Act, request: Request[Any] | None = None) -> None:
         """Do something between two entries: all up to now are executed, and none after them.
@@ -236,7 +288,7 @@ class Executor:
         await self.computes.settled(keys)
         outcome = act()
         if outcome is not None:
-            await cast(Coroutine[Any, Any, None], outcome)
+            await cast(Awaitable[None], outcome)
 
     def begin_copy(self, groups: Iterable[int] = ()) -> int:
         """Keep all entries from now on for a new backup; return the number of the last before.
@@ -342,7 +394,8 @@ class Executor:
             if head.number and not self._may_execute(head.number):
                 return
             if done == AT_ONCE:
-                self._look_soon()
+                self._again = True
+                asyncio.get_running_loop().call_soon(self._look_again)
                 return
             done += 1
             self._queue.popleft()
@@ -355,20 +408,12 @@ class Executor:
             self.end(exc)
             return False
 
-    def _look_soon(self) -> None:
-        self._again = True
-        asyncio.get_running_loop().call_soon(self._look_again)
-
     def _look_again(self) -> None:
         self._again = False
         self.advance()
 
     async def _wait(
-        self,
-        number: int,
-        request: Request[Any],
-        ended: Ended,
-        under_way: Coroutine[Any, Any, None],
+        self, number: int, request: Request[Any], ended: Ended, under_way: Awaitable[None]
     ) -> None:
         failed: Exception | None = None
         try:
@@ -435,15 +480,11 @@ def awaited(client: Client, done: asyncio.Future[None]) -> Request[Any]:
 
 def nobodys(client: Client, message: Any = None) -> Request[Any]:
     """Return a request of a client's for whose answer nobody waits."""
-    return OwnRequest(AsIfFrom(client, {}, _spawn), message, [], _drop)
+    return OwnRequest(AsIfFrom(client, {}, _spawn), message, [], lambda _: None)
 
 
 def _spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return asyncio.get_running_loop().create_task(work)
-
-
-def _drop(_: object) -> None:
-    """Nobody waits."""
 
 
 _DONE = Done()

@@ -154,7 +154,7 @@ class PsLocks:
         keys = [(variable, index) for variable, index in message.members]
         for key in keys:
             self._store.spec(key)  # raises for one that is not here
-        holder = _holder(peer, message.lock)
+        holder = (*peer.client, message.lock)
         self._drop(holder)  # asked for again: the connection of the first time has gone
         if peer not in self._peers:
             self._peers.add(peer)
@@ -181,7 +181,7 @@ class PsLocks:
 
     def _renew(self, request: Request[RenewLock]) -> None:
         peer, message = request.peer, request.message
-        holder = _holder(peer, message.lock)
+        holder = (*peer.client, message.lock)
         lock = self._locks.get(holder)
         if lock is None or lock.timer is None:
             raise self._lost(message.lock)
@@ -191,7 +191,7 @@ class PsLocks:
 
     def _unlock(self, request: Request[UnlockShards]) -> None:
         peer, message = request.peer, request.message
-        self._drop(_holder(peer, message.lock))
+        self._drop((*peer.client, message.lock))
         request.answer(Done())
 
     # Ends.
@@ -228,7 +228,3 @@ class PsLocks:
             f"{self._task}: lock {number} has ended: its connection was lost, or its holder was "
             "silent for longer than its lease"
         )
-
-
-def _holder(peer: Connection, number: int) -> Holder:
-    return (peer.task, peer.incarnation, number)

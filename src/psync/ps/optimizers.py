@@ -4,30 +4,27 @@ A program that restores a checkpoint, or changes the learning rate, does so by t
 idempotent, so a lost connection repeats them. The ledger does not judge them: of a value that is
 set while others push to the same variables, the last one counts.
 
-``MeasureService`` is the first round of layer-wise optimizers: the norms of an update before it is
+``MeasurePush`` is the first round of layer-wise optimizers: the norms of an update before it is
 applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
-
-import numpy as np
+import asyncio
+from collections.abc import Callable, Sequence
 
 from psync.errors import ValueMismatchError
 from psync.net.connection import Handler, Request
 from psync.numerics.memory import BlockPool
 from psync.numerics.rules import Sums, slot_dtype
 from psync.ps.cooperative_work import LongWork
-from psync.ps.shard_sets import ShardSet, memory_for, set_of
+from psync.ps.shard_sets import memory_for, set_of
 from psync.specs import dtype_of
 from psync.store.store import ShardStore, Work
 from psync.wire.codec import Message
 from psync.wire.messages import (
     AskOptimizer,
     DefineOptimizer,
-    Done,
     Measured,
     MeasurePush,
     OptimizerState,
@@ -36,8 +33,10 @@ from psync.wire.messages import (
 )
 
 
-class SlotService:
-    """What a ps keeps beside its shards, under one coordinator.
+class OptimizerService:
+    """Optimizers on one ps, under one coordinator.
+
+    Those that change something are served as entries of the log: ``Executor`` answers Done.
 
     Args:
         task: Name of the ps.
@@ -65,17 +64,17 @@ class SlotService:
         """Return who serves which message."""
         return {
             DefineOptimizer: Handler(self._define),
-            SetSlots: Handler(self._set_slots, self._prepare),
+            SetSlots: Handler(self._set_slots, self._prepare_slots),
             SetOptimizer: Handler(self._set_optimizer),
             AskOptimizer: Handler(self._ask_optimizer),
+            MeasurePush: Handler(self._measure, self._prepare_measure),
         }
 
     def _define(self, request: Request[DefineOptimizer]) -> None:
         message = request.message
         self._store.define_optimizer(message.optimizer, message.config)
-        request.answer(Done())
 
-    def _prepare(self, request: Request[SetSlots]) -> Sequence[memoryview]:
+    def _prepare_slots(self, request: Request[SetSlots]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
         message = request.message
         lengths = request.lengths
@@ -88,17 +87,13 @@ class SlotService:
         specs = [self._store.spec((variable, index)) for variable, index, _ in message.members]
         return tuple(spec.size * slot_dtype(dtype_of(spec.dtype)).itemsize for spec in specs)
 
-    def _set_slots(self, request: Request[SetSlots]) -> Coroutine[Any, Any, None]:
+    def _set_slots(self, request: Request[SetSlots]) -> asyncio.Future[None]:
         message, body = request.message, request.segments
         lengths = self._lengths(message)
         whole = body[0] if body else memoryview(b"")
         if len(whole) != sum(lengths):
             raise ValueMismatchError(f"{self._task}: values of slots do not have the slots' sizes")
-        return self._loaded(request, self._load(message, lengths, whole))
-
-    async def _loaded(self, request: Request[SetSlots], loading: Coroutine[Any, Any, None]) -> None:
-        await self._work.to_the_end(loading)
-        request.answer(Done())
+        return self._work.to_the_end(self._load(message, lengths, whole))
 
     async def _load(self, message: SetSlots, lengths: Sequence[int], body: memoryview) -> None:
         at = 0
@@ -119,35 +114,15 @@ class SlotService:
         if message.step >= 0:
             store.set_count(optimizer, message.step)
             self._counted()
-        request.answer(Done())
 
     def _ask_optimizer(self, request: Request[AskOptimizer]) -> None:
         message = request.message
         self._store.define_optimizer(message.optimizer, message.config)
         request.answer(OptimizerState(*self._store.push_count(message.optimizer).counts))
 
+    # Norms.
 
-class MeasureService:
-    """Who measures updates on one ps, under one coordinator.
-
-    Args:
-        task: Name of the ps.
-        store: Its shards.
-        work: What takes long.
-        pool: Memory for what comes in.
-    """
-
-    def __init__(self, task: str, store: ShardStore, work: LongWork, pool: BlockPool) -> None:
-        self._task = task
-        self._store = store
-        self._work = work
-        self._pool = pool
-
-    def handlers(self) -> dict[type[Message], Handler]:
-        """Return who serves which message."""
-        return {MeasurePush: Handler(self._measure, self._prepare)}
-
-    def _prepare(self, request: Request[MeasurePush]) -> Sequence[memoryview]:
+    def _prepare_measure(self, request: Request[MeasurePush]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
         peer, message = request.peer, request.message
         lengths = request.lengths
@@ -163,35 +138,23 @@ class MeasureService:
         whole = known.body_of(request.segments, self._task)
         gradients = known.gradients(self._store, message.optimizer, whole)
         self._store.check_rate(message.optimizer, self._step_of(message))
-        if not self._work.fits_now(self._store, known.keys, sum(known.costs)):
-            request.start(self._measure_slowly(request, known, gradients))
-            return
         sums: list[Sums] = []
-        for position in range(len(known.keys)):
-            for _ in self._begin(message, known, gradients, position, sums):
+
+        def begin(i: int) -> Work:
+            optimizer, step = message.optimizer, self._step_of(message)
+            return self._store.measure(optimizer, known.keys[i], gradients[i], step, sums)
+
+        async def measure_slowly() -> None:
+            await self._work.to_the_end(self._work.shard_by_shard(known.costs, begin))
+            request.answer(Measured(sums))
+
+        if not self._work.fits_now(self._store, known.keys, sum(known.costs)):
+            request.start(measure_slowly())
+            return
+        for i in range(len(known.keys)):
+            for _ in begin(i):
                 pass
         request.answer(Measured(sums))
-
-    async def _measure_slowly(
-        self, request: Request[MeasurePush], known: ShardSet, gradients: Sequence[np.ndarray]
-    ) -> None:
-        sums: list[Sums] = []
-        work = self._work.shard_by_shard(
-            known.costs, lambda i: self._begin(request.message, known, gradients, i, sums)
-        )
-        await self._work.to_the_end(work)
-        request.answer(Measured(sums))
-
-    def _begin(
-        self,
-        message: MeasurePush,
-        known: ShardSet,
-        gradients: Sequence[np.ndarray],
-        position: int,
-        sums: list[Sums],
-    ) -> Work:
-        store, optimizer, step = self._store, message.optimizer, self._step_of(message)
-        return store.measure(optimizer, known.keys[position], gradients[position], step, sums)
 
     def _step_of(self, message: MeasurePush) -> int:
         return self._store.push_count(message.optimizer).next_step(message.elsewhere)

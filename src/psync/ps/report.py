@@ -6,7 +6,6 @@ report.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -55,13 +54,6 @@ def describe_ps(
     rest = {key: value for key, value in statistics.items() if key not in ("store", "sync")}
     lines.append(f"  counters: {json.dumps(rest, default=str)}")
     return lines
-
-
-def plain_counters(statistics: Any) -> dict[str, Any]:
-    """Return a dataclass of counters as plain data that msgpack takes."""
-    counters = dataclasses.asdict(statistics)
-    counters.pop("versions", None)  # by shard: keys that are no text
-    return counters
 
 
 def _some(lines: list[str]) -> list[str]:

@@ -127,29 +127,16 @@ class ShardSet:
         Raises:
             ValueMismatchError: They are not those of the shards, or rows.
         """
-        if rows is not None:
-            self._check_row_lengths(lengths, task, rows)
-            return
-        if lengths == self.lengths:
-            return
-        for spec, expected, length in zip(self.specs, self.lengths, lengths, strict=False):
-            if expected != length:
-                how = f" as {self.compression}" if self.is_narrow(spec) else ""
-                raise ValueMismatchError(
-                    f"{spec} on {task}: expected shape {spec.shape} {spec.dtype}{how} "
-                    f"({expected} bytes), got {length} bytes"
-                )
-        raise ValueMismatchError(f"{task}: {len(lengths)} arrays for {len(self.specs)} shards")
-
-    def _check_row_lengths(self, lengths: Sequence[int], task: str, rows: Sequence[int]) -> None:
-        expected = self.lengths_with(rows)
+        expected = self.lengths if rows is None else self.lengths_with(rows)
         if lengths == expected:
             return
-        for spec, count, right, length in zip(self.specs, rows, expected, lengths, strict=False):
-            if right != length:
-                what = f"{count} rows" if count >= 0 else f"shape {spec.shape} {spec.dtype}"
+        counts = [-1] * len(self.specs) if rows is None else rows
+        for spec, count, right, got in zip(self.specs, counts, expected, lengths, strict=False):
+            if right != got:
+                how = f" as {self.compression}" if rows is None and self.is_narrow(spec) else ""
+                what = f"{count} rows" if count >= 0 else f"shape {spec.shape} {spec.dtype}{how}"
                 raise ValueMismatchError(
-                    f"{spec} on {task}: expected {what} ({right} bytes), got {length} bytes"
+                    f"{spec} on {task}: expected {what} ({right} bytes), got {got} bytes"
                 )
         raise ValueMismatchError(f"{task}: {len(lengths)} arrays for {len(self.specs)} shards")
 

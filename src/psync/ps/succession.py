@@ -1,9 +1,9 @@
 """Succession of coordinators in a ps process: grants, and the state that the last one left.
 
-``CoordinatorGrants`` is the rule of ps 0, which alone grants incarnations to coordinators: each
-grant is above every earlier one and above ps 0's clock. ``AdoptionService`` keeps what a ps held
-for an earlier program, describes it to the next one, and moves what that adopts into its store.
-``backups.served`` says what is served in the process.
+``GrantService`` grants incarnations to coordinators, on ps 0 alone: each grant is above every
+earlier one and above ps 0's clock. ``AdoptionService`` keeps what a ps held for an earlier program,
+describes it to the next one, and moves what that adopts into its store. ``backups.host`` says what
+is served in the process.
 
 Source: docs/design.md, "Attach".
 """
@@ -71,7 +71,7 @@ class AdoptionService:
     ) -> None:
         self._task = task
         self._adopted = adopted
-        self._former = FormerStore(task)
+        self.former = FormerStore(task)  # its lineage is that of what is held here
         self._work = work
         self._check_coordinator = check_coordinator
         self._store = store
@@ -100,11 +100,17 @@ class AdoptionService:
         if not keep:
             if before is not None:
                 before.cancel()
-            self._former.drop()
-            self._former.lineage = coordinator
+            self.former.drop()
+            self.former.lineage = coordinator
         else:
-            settle = self._settle(before, store, ledger, previous)
-            self._settling = asyncio.get_running_loop().create_task(settle)
+
+            async def settle() -> None:
+                if before is not None:
+                    await asyncio.wait((before,))
+                await self._work.drain()
+                self.former.take(store, ledger, previous)
+
+            self._settling = asyncio.get_running_loop().create_task(settle())
 
     async def settled(self) -> None:
         """Wait until what has begun before is at its end.
@@ -121,23 +127,14 @@ class AdoptionService:
                 raise FencedError(f"{self._task} serves a newer coordinator")
             settling.result()
 
-    @property
-    def lineage(self) -> int:
-        """Of what is held here, see ``previous_store``; 0: it has none."""
-        return self._former.lineage
-
-    def copied(self, lineage: int) -> None:
-        """What is held here from now on is a copy of something of this lineage."""
-        self._former.lineage = lineage
-
     def lost(self) -> None:
         """Nobody may go on with what is held here, unless the present program says that it may.
 
         Another process serves it, or this is a snapshot that others may not have taken yet, or a
         synchronous step is applied here and not everywhere.
         """
-        self._former.drop()
-        self._former.lineage = 0
+        self.former.drop()
+        self.former.lineage = 0
 
     async def close(self) -> None:
         """Wait for nothing more. Cancellation: safe."""
@@ -145,66 +142,21 @@ class AdoptionService:
             self._settling.cancel()
             await asyncio.wait((self._settling,))
 
-    async def _settle(
-        self,
-        before: asyncio.Task[None] | None,
-        store: ShardStore,
-        ledger: Ledger,
-        previous: int,
-    ) -> None:
-        if before is not None:
-            await asyncio.wait((before,))
-        await self._work.drain()
-        self._former.take(store, ledger, previous)
-
     def _describe(self, request: Request[DescribeShards]) -> None:
         peer = request.peer
         self._check_coordinator(peer)
-        request.answer(ShardsDescribed(), [self._former.describe().to_bytes()])
+        request.answer(ShardsDescribed(), [self.former.describe().to_bytes()])
 
     def _adopt(self, request: Request[AdoptShards]) -> None:
         peer, message, body = request.peer, request.message, request.segments
         self._check_coordinator(peer)
-        self._former.adopt(Orders.from_bytes(b"".join(body)), self._store())
+        self.former.adopt(Orders.from_bytes(b"".join(body)), self._store())
         self._adopted()
         if message.last:
-            self._former.drop()
+            self.former.drop()
         if message.lineage:
-            self._former.lineage = message.lineage
+            self.former.lineage = message.lineage
         request.answer(Done())
-
-
-class GrantService:
-    """Answers with the incarnation under which a coordinator may serve.
-
-    Args:
-        newest: Returns that of the newest coordinator that was heard of in this process; 0: none.
-        clock: Returns what would be granted if nothing were known.
-        grants: The rule; None: not in ps 0's own process, which answers with ``newest``.
-    """
-
-    def __init__(
-        self,
-        newest: Callable[[], int],
-        clock: Callable[[], int],
-        grants: CoordinatorGrants | None,
-    ) -> None:
-        self._newest = newest
-        self._clock = clock
-        self._grants = grants
-
-    def handlers(self) -> dict[type[Message], Handler]:
-        """Return who serves which message."""
-        return {GrantCoordinator: Handler(self._grant)}
-
-    def _grant(self, request: Request[GrantCoordinator]) -> None:
-        peer, message = request.peer, request.message
-        check_chief(peer)
-        granted = self._newest()
-        if self._grants is not None:
-            self._grants.note(granted)
-            granted = self._grants.grant(self._clock(), message.previous, message.seen)
-        request.answer(CoordinatorGranted(granted))
 
 
 RANGE = 1 << 20
@@ -214,29 +166,41 @@ No more, since each grant may be so far ahead of the clock, and a ps 0 that is s
 only the clock. No less, since one is drawn for each attachment of a worker."""
 
 
-class CoordinatorGrants:
-    """What ps 0 has granted, and seen. Single owner, no clock; never blocks."""
+class GrantService:
+    """Answers with the incarnation under which a coordinator may serve.
 
-    def __init__(self) -> None:
-        self._highest = 0
+    Args:
+        newest: Returns that of the newest coordinator that was heard of in this process; 0: none.
+        clock: Returns what would be granted if nothing were known.
+        grants: Whether this is ps 0's own process; every other one answers with ``newest``.
+    """
 
-    def note(self, coordinator: int) -> None:
-        """A coordinator is served here, whoever has granted its incarnation."""
-        self._highest = max(self._highest, coordinator)
+    def __init__(
+        self, newest: Callable[[], int], clock: Callable[[], int], *, grants: bool
+    ) -> None:
+        self._newest = newest
+        self._clock = clock
+        self._grants = grants
+        self._highest = 0  # that was granted, or seen
 
-    def grant(self, clock: int, previous: int, seen: int) -> int:
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {GrantCoordinator: Handler(self._answer)}
+
+    def _answer(self, request: Request[GrantCoordinator]) -> None:
+        check_chief(request.peer)
+        granted = self._grant(request.message) if self._grants else self._newest()
+        request.answer(CoordinatorGranted(granted))
+
+    def _grant(self, message: GrantCoordinator) -> int:
         """Return an incarnation above all that was granted, and above all that anybody has seen.
-
-        Args:
-            clock: What ps 0 would take if nothing were known.
-            previous: What the one that asks was granted before; 0: nothing.
-            seen: The highest that another task has served; 0: none is known.
 
         Raises:
             FencedError: Another coordinator has asked after this one: it stays with that.
         """
-        if previous and self._highest > previous:
+        self._highest = max(self._highest, self._newest())  # whoever has granted that
+        if message.previous and self._highest > message.previous:
             raise FencedError(f"/job:ps/task:0 serves {REPLACED.format(CHIEF)}")
-        highest = max(self._highest, seen)
-        self._highest = max(clock, highest + RANGE) if highest else clock
+        highest = max(self._highest, message.seen)
+        self._highest = max(self._clock(), highest + RANGE) if highest else self._clock()
         return self._highest

@@ -31,7 +31,7 @@ from psync.ps.cooperative_work import LongWork
 from psync.ps.cut_gate import GateService
 from psync.ps.executor import Executor, Listed
 from psync.ps.locks import PsLocks
-from psync.ps.optimizers import MeasureService, SlotService
+from psync.ps.optimizers import OptimizerService
 from psync.ps.pulls import PsPulls
 from psync.ps.shard_sets import ShardSet, body_in_place, memory_for, numbered_set, owned, set_of
 from psync.ps.update import Update
@@ -126,8 +126,7 @@ class PsUpdates:
         self._locks = locks
         self._gate = gate
         self._pulls = pulls
-        self._slots = SlotService(task, store, work, pool, lambda: self.counted())
-        self._measures = MeasureService(task, store, work, pool)
+        self._optimizers = OptimizerService(task, store, work, pool, lambda: self.counted())
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -136,8 +135,7 @@ class PsUpdates:
             Assign: Handler(self._arrived, self._prepare_update),
             AssignLocked: Handler(self._arrived, self._prepare_update),
             AverageShards: Handler(self._average_arrived),
-            **self._slots.handlers(),
-            **self._measures.handlers(),
+            **self._optimizers.handlers(),
         }
 
     # A section of the state: shards and ledger, all of which is in snapshots.

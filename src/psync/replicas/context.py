@@ -23,7 +23,6 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from psync.client.context import ClosureContext, Running, forbid_in_step, here
@@ -145,12 +144,7 @@ class Enter:
         self._token = _entered.set(self._entry)
         return self._value
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
         if _entered.get() is not self._entry and exc is None:
             raise ContextError(
                 "a replica context was exited before one that was entered inside it",

@@ -44,7 +44,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.net.connection import Answer as Reached
-from psync.net.connection import Connection, Request
+from psync.net.connection import Connection, Request, fail
 from psync.net.shielding import shielded
 from psync.numerics.replicas import local_results, regroup
 from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures
@@ -130,13 +130,6 @@ class GangRun:
                 hint="workers have joined or left since the values were created; create them again",
             )
         return self.arguments
-
-
-def fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    """End a future with an error, if it has not ended; nobody may be there to see it."""
-    if not future.done():
-        future.set_exception(error)
-        future.exception()
 
 
 async def merge(

@@ -55,20 +55,10 @@ class CommitLog(Generic[E]):
         self.taken = 0  # the backup has all entries up to this number
         self._task = task
         self._max_kept = max_kept_bytes
-        self._last = 0
+        self.last = 0  # number of the last entry
         self._kept: deque[Numbered[E]] = deque()  # that the backup does not have
         self._kept_bytes = 0
         self._shipped = 0  # up to this number they are on their way
-
-    @property
-    def last(self) -> int:
-        """Number of the newest entry; 0: there is none."""
-        return self._last
-
-    @property
-    def kept_bytes(self) -> int:
-        """Size of what the backup does not have yet."""
-        return self._kept_bytes
 
     def append(self, entry: E, nbytes: int) -> int:
         """Give an entry its place, and return its number.
@@ -78,13 +68,13 @@ class CommitLog(Generic[E]):
         """
         if self.state is LogState.DEPOSED:
             raise FencedError(f"{self._task} has been replaced by its backup")
-        self._last += 1
+        self.last += 1
         if self.state is not LogState.ALONE:
-            self._kept.append(Numbered(self._last, entry, nbytes))
+            self._kept.append(Numbered(self.last, entry, nbytes))
             self._kept_bytes += nbytes
             if self.state is LogState.COPYING and self._kept_bytes > self._max_kept:
                 self.give_up()
-        return self._last
+        return self.last
 
     def may_judge(self, number: int) -> bool:
         """Return whether an entry is where it has to be before it is applied.
@@ -104,8 +94,8 @@ class CommitLog(Generic[E]):
         """
         self._check(LogState.ALONE)
         self.state = LogState.COPYING
-        self.taken = self._shipped = self._last
-        return self._last
+        self.taken = self._shipped = self.last
+        return self.last
 
     def pair(self) -> None:
         """The copy is there: from now on nothing is applied that the backup does not have.
@@ -137,9 +127,9 @@ class CommitLog(Generic[E]):
         Raises:
             LocalProtocolError: It cannot have them.
         """
-        if number > self._last:
+        if number > self.last:
             raise LocalProtocolError(
-                f"{self._task}: its backup has entry {number}, but there are only {self._last}"
+                f"{self._task}: its backup has entry {number}, but there are only {self.last}"
             )
         self._shipped = max(self._shipped, number)  # it came over a connection that was lost
         self.taken = max(self.taken, number)
@@ -189,6 +179,8 @@ M = TypeVar("M", OwnMember, Member)
 class LogNames:
     """What the reader of one log knows. Single owner."""
 
+    _in_full = False  # whether what is known is named in full all the same
+
     def __init__(self) -> None:
         self._own: dict[tuple[OwnMember, ...], int] = {}
         self._whole: dict[tuple[Member, ...], int] = {}
@@ -202,28 +194,28 @@ class LogNames:
 
     def of_set(self, keys: tuple[OwnMember, ...]) -> tuple[int, list[OwnMember] | None]:
         """Return the number of a set of shards of this ps, and its members if it is new."""
-        return _number(self._own, keys)
+        return self._number(self._own, keys)
 
     def of_whole(self, members: tuple[Member, ...]) -> tuple[int, list[Member] | None]:
         """Return the number of a set of shards of several ps tasks, likewise."""
-        return _number(self._whole, members)
+        return self._number(self._whole, members)
 
     def is_new(self, group: int) -> bool:
         """Return whether a group is named for the first time; from now on it is known."""
-        if group in self._groups:
-            return False
+        is_new = group not in self._groups
         self._groups.add(group)
-        return True
+        return is_new or self._in_full
 
-
-def _number(sets: dict[tuple[M, ...], int], members: tuple[M, ...]) -> tuple[int, list[M] | None]:
-    number = sets.get(members)
-    if number is not None:
-        return number, None
-    if len(sets) >= MAX_SETS:
-        sets.clear()
-    number = sets[members] = len(sets)
-    return number, list(members)
+    def _number(
+        self, sets: dict[tuple[M, ...], int], members: tuple[M, ...]
+    ) -> tuple[int, list[M] | None]:
+        number = sets.get(members)
+        if number is not None:
+            return number, list(members) if self._in_full else None
+        if len(sets) >= MAX_SETS:
+            sets.clear()
+        number = sets[members] = len(sets)
+        return number, list(members)
 
 
 class NamesInFull(LogNames):
@@ -233,19 +225,7 @@ class NamesInFull(LogNames):
         names: Of the others: what was named is known to them.
     """
 
+    _in_full = True
+
     def __init__(self, names: LogNames) -> None:
-        super().__init__()
-        self._names = names
-
-    def of_set(self, keys: tuple[OwnMember, ...]) -> tuple[int, list[OwnMember] | None]:
-        """Return the number of a set of shards of this ps, and its members."""
-        return self._names.of_set(keys)[0], list(keys)
-
-    def of_whole(self, members: tuple[Member, ...]) -> tuple[int, list[Member] | None]:
-        """Return the number of a set of shards of several ps tasks, likewise."""
-        return self._names.of_whole(members)[0], list(members)
-
-    def is_new(self, group: int) -> bool:
-        """Return True; from now on the group is known."""
-        self._names.is_new(group)
-        return True
+        self._own, self._whole, self._groups = names._own, names._whole, names._groups

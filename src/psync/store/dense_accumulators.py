@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from psync.accumulators import Accumulator, Applied, Held
-from psync.numerics.sums import DenseSum, Pieces, at_once
+from psync.accumulators import Accumulator, Held
+from psync.numerics.sums import DenseSum, Pieces
 
 
 class ConditionalAccumulator(Accumulator[np.ndarray, np.ndarray]):
@@ -22,28 +22,6 @@ class ConditionalAccumulator(Accumulator[np.ndarray, np.ndarray]):
     """
 
     _sum: DenseSum | None = None  # of this step; None before its first gradient
-
-    def apply_grad(
-        self, gradient: Any, local_step: int = 0, weight: float = 1.0
-    ) -> Applied[np.ndarray]:
-        """Add a gradient, unless it is stale.
-
-        Args:
-            gradient: Any shape that fits; of the accumulator's dtype, or numbers of Python. Not
-                kept.
-            local_step: The step that it was computed against. One ahead of the accumulator's
-                counts.
-            weight: What it counts in the mean, and what it is multiplied with. The number of
-                gradients that a take waits for does not know weights.
-
-        Raises:
-            ValueMismatchError: If the step is no integer, the weight not within ``sums.WEIGHTS``,
-                the dtype another; or if it is not stale and its shape does not fit, or it holds
-                infinities or NaN and these are forbidden. Nothing has changed.
-        """
-        applied = self.offer(gradient, local_step, weight)
-        at_once(applied.work())
-        return applied
 
     def as_gradient(self, given: object) -> np.ndarray:
         """Return a gradient as an array, checked as far as it can be without those held.

@@ -204,7 +204,7 @@ class GradientTable(BundleTable):
         shard, rule = self._idle(key), self._optimizer(optimizer_id).rule
         if not isinstance(rule, LayerwiseRule):
             raise UsageError(
-                f"optimizer {optimizer_id} ({rule.name}) on {self._task} has nothing to measure"
+                f"optimizer {optimizer_id} ({rule.name}) on {self.task} has nothing to measure"
             )
         update, _ = self._update_of(shard, optimizer_id, gradient, step, None)
         measurement = rule.for_variable(shard.spec.variable).measurement(step, self._scratch)
@@ -216,86 +216,32 @@ class GradientTable(BundleTable):
             changes=False,
         )
 
-    def apply_at_once(
-        self, optimizer_id: int, keys: Sequence[Key], gradients: Sequence[np.ndarray], step: int
-    ) -> None:
-        """Do ``apply_checked`` on idle shards that are small, to the end.
-
-        A third of the time that the same takes shard by shard; and where the gradients lie side by
-        side (``Adjacent``) those of a bundle take as long as that of one shard.
-
-        Raises:
-            BusyError: If an update of one of them is under way; those before it are applied.
-        """
-        self._apply_parts(optimizer_id, keys, gradients, step)
-
-    def apply_mean(
+    def mean_of(
         self,
-        optimizer_id: int,
-        key: Key,
         gradients: Sequence[np.ndarray],
         weights: Sequence[float],
-        step: int,
-        *,
         reduction: Reduction = "mean",
         scale: float = 1.0,
-        ratio: float | None = None,
-    ) -> Work:
-        """Start to apply the weighted mean, or sum, of several pushes' gradients to the shard.
+    ) -> MeanGradient:
+        """Return the weighted mean, or sum, of several pushes' gradients of a shard.
 
         Args:
-            optimizer_id: Of the optimizer.
-            key: Of the shard.
             gradients: Of each push, in the order in which they are summed: what ``check_apply``
-                returned. They must not change until the work is done.
-            weights: Of each push, above 0. ``means.MeanGradient`` says what is computed.
-            step: As for ``apply``.
+                returned. They must not change until the work that uses the mean is done.
+            weights: Of each push, above 0. ``MeanGradient`` says what is computed.
             reduction: "mean" or "sum".
             scale: What limits the norm of the mean of the whole variable.
-            ratio: As for ``UpdateRule.apply``.
-
-        Returns:
-            The work, to be run to its end; the shard is busy until then.
 
         Raises:
             UsageError: If there are no gradients, or not as many weights.
-            UnknownVariableError: If the shard is not here.
-            BusyError: If another update of the shard is under way.
         """
-        mean = MeanGradient(gradients, weights, reduction, self._space.sums, scale)
-        return self.apply_checked(optimizer_id, key, mean, step, ratio)
+        return MeanGradient(gradients, weights, reduction, self._space.sums, scale)
 
-    def measure_mean(
-        self,
-        optimizer_id: int,
-        key: Key,
-        gradients: Sequence[np.ndarray],
-        weights: Sequence[float],
-        step: int,
-        into: list[Sums],
-        *,
-        reduction: Reduction,
-        scale: float,
-    ) -> Work:
-        """Do ``measure`` of the mean that ``apply_mean`` applies; arguments as for these two."""
-        mean = MeanGradient(gradients, weights, reduction, self._space.sums, scale)
-        return self.measure(optimizer_id, key, mean, step, into)
+    def square_mean(self, key: Key, mean: MeanGradient, into: list[Sums]) -> Pieces[None]:
+        """Start to add up the squares of a mean for a shard; changes nothing.
 
-    def square_mean(
-        self,
-        key: Key,
-        gradients: Sequence[np.ndarray],
-        weights: Sequence[float],
-        into: list[Sums],
-        *,
-        reduction: Reduction,
-    ) -> Pieces[None]:
-        """Start to add up the squares of the mean that ``apply_mean`` applies; changes nothing.
-
-        Nothing of the shard is read, so it may be busy. Arguments as there, and ``into`` gets the
-        sum at the end, and 0.
+        Nothing of the shard is read, so it may be busy. ``into`` gets the sum at the end, and 0.
         """
-        mean = MeanGradient(gradients, weights, reduction, self._space.sums)
         values, total = self._shard(key).values, 0.0
         for i in range(values.num_blocks):
             start, stop = values.bounds(i)
@@ -312,7 +258,7 @@ class GradientTable(BundleTable):
         step: int,
         reduction: Reduction = "mean",
     ) -> None:
-        """Do ``apply_mean`` on idle shards that are small, to the end.
+        """Do ``apply_checked`` of means on idle shards that are small, to the end.
 
         Args:
             optimizer_id: Of the optimizer.
@@ -329,15 +275,23 @@ class GradientTable(BundleTable):
         if not {len(keys)}.issuperset(map(len, gradients_by_push)):
             raise UsageError(f"expected {len(keys)} gradients of each push")
         means = _Means(gradients_by_push, weights, reduction, self._space.sums)
-        self._apply_parts(optimizer_id, keys, means, step)
+        self.apply_at_once(optimizer_id, keys, means, step)
 
-    def _apply_parts(
+    def apply_at_once(
         self,
         optimizer_id: int,
         keys: Sequence[Key],
         gradients: Sequence[np.ndarray] | _Means,
         step: int,
     ) -> None:
+        """Do ``apply_checked`` on idle shards that are small, to the end.
+
+        A third of the time that the same takes shard by shard; and where the gradients lie side by
+        side (``Adjacent``) those of a bundle take as long as that of one shard.
+
+        Raises:
+            BusyError: If an update of one of them is under way; those before it are applied.
+        """
         if not self.has_bundles(optimizer_id):
             each: Iterable[np.ndarray | MeanGradient] = gradients
             for key, gradient in zip(keys, each, strict=True):

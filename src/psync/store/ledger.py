@@ -101,20 +101,6 @@ class Duplicate:
 Verdict = Fresh | AlreadyApplied | Duplicate
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerStatistics:
-    """A snapshot of a ledger. The first five count verdicts."""
-
-    fresh: int  # that were recorded
-    duplicate: int
-    already_applied: int  # likewise
-    fenced: int
-    refused: int  # messages that were refused for another reason
-    clients: int  # tasks known
-    answers: int  # messages remembered
-    calls: int  # (closure, ordinal) remembered
-
-
 @dataclass(slots=True)
 class _Message:
     call: Call | None
@@ -234,15 +220,6 @@ class Ledger:
             calls[call[1]] = _Applied(ticket.variable_set, ticket.variables, parts)
         self._fresh += 1
         return answer
-
-    def acknowledge(self, client: Client, acked_below: int) -> None:
-        """Forget the answers that a client has received; ``judge`` does it too.
-
-        Raises:
-            FencedError: If the client has been replaced by a newer incarnation.
-        """
-        self.check_incarnation(*client)
-        self._acknowledge(client, acked_below)
 
     def _acknowledge(self, client: Client, acked_below: int) -> _Sender:
         task, incarnation = client
@@ -377,18 +354,23 @@ class Ledger:
         sender = self._senders.get(task)
         return self._floor if sender is None else max(sender.incarnation, self._floor)
 
-    def statistics(self) -> LedgerStatistics:
-        """Return counters and sizes as of now."""
-        return LedgerStatistics(
-            fresh=self._fresh,
-            duplicate=self._duplicate,
-            already_applied=self._already_applied,
-            fenced=self._fenced,
-            refused=self._num_refused,
-            clients=len(self._senders),
-            answers=sum(len(sender.messages) for sender in self._senders.values()),
-            calls=sum(map(len, self._closures.values())),
-        )
+    def statistics(self) -> dict[str, int]:
+        """Return counters and sizes as of now.
+
+        The first five count verdicts: ``fresh`` and ``already_applied`` those that were recorded,
+        ``refused`` the messages that were refused for another reason than ``fenced``. Then come the
+        tasks that are known, the answers and the calls that are remembered.
+        """
+        return {
+            "fresh": self._fresh,
+            "duplicate": self._duplicate,
+            "already_applied": self._already_applied,
+            "fenced": self._fenced,
+            "refused": self._num_refused,
+            "clients": len(self._senders),
+            "answers": sum(len(sender.messages) for sender in self._senders.values()),
+            "calls": sum(map(len, self._closures.values())),
+        }
 
     def _seen(
         self, client: Client, sequence: int, message: _Message, call: Call | None

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from psync.errors import UsageError
-from psync.numerics.memory import BlockArray, BlockPool, Scratch, roomy
-from psync.numerics.rows import RowBlocks, combine
-from psync.numerics.rules import RuleRaised
+from psync.errors import UsageError, ValueMismatchError
+from psync.numerics.memory import BLOCK_BYTES, BlockArray, BlockPool, Scratch, bytes_of, roomy
+from psync.numerics.rows import RowBlocks, ascending, check_scatter, combine
+from psync.numerics.rules import RuleRaised, slot_dtype
 from psync.numerics.sums import (
+    INDEX_COST,
     SQUARES_PIECE,
     Pieces,
     Reduction,
@@ -31,9 +31,8 @@ from psync.numerics.sums import (
     scaled,
     sum_of_squares,
 )
-from psync.store.row_checks import RowChecks
 from psync.store.shard import Shard, Work
-from psync.store.shards import Key
+from psync.store.shards import Key, ShardTable
 
 PIECE_BYTES = 1 << 19
 """Of parameter rows, about, between two pauses: gathering, computing and scattering take 1 ms."""
@@ -46,16 +45,17 @@ class RowValues(NamedTuple):
     values: np.ndarray  # shape (number of rows, elements of a row), of the shard's dtype
 
 
-@dataclass(slots=True)
-class RowCounters:
-    """What was done with rows."""
+class RowMean(NamedTuple):
+    """The weighted mean, or sum, of several pushes' rows of a shard."""
 
-    rows: int = 0  # read or changed
-    blocks: int = 0  # in which they lie, counted anew by each update or reading; see num_blocks_of
-    bytes: int = 0  # of their values
+    gradients: Sequence[RowValues]  # of each push, in order: what ``check_rows`` returned, and rows
+    weights: Sequence[float]  # of each push, checked; ``sums.SparseSum`` says what is computed
+    reduction: Reduction
+    per_index: bool  # divide a row by the weights of the pushes that have it, not of all
+    scale: float = 1.0  # what limits the norm of the mean of the whole variable
 
 
-class RowTable(RowChecks):
+class RowTable(ShardTable):
     """A table of shards of which rows are read and changed. Single owner; never blocks.
 
     Args:
@@ -66,9 +66,133 @@ class RowTable(RowChecks):
     def __init__(self, task: str, pool: BlockPool | None = None) -> None:
         super().__init__(task, pool)
         self._scratch = Scratch()
-        self._row_counters = RowCounters()
+        # Read or changed on their own; the blocks in which they lie; bytes of their values.
+        self._num_rows = self._row_blocks = self._row_bytes = 0
         self._row_updates = 0  # finished, one per shard
         self._row_copies = 0  # blocks that were copied before rows in them could be changed
+
+    # Checks, before memory is taken or anything changes.
+
+    def row_bytes(self, key: Key, optimizer_id: int = -1) -> int:
+        """Return the bytes of one row of a shard, or of a slot that an optimizer has for it.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            ValueMismatchError: If it is a scalar, which has no rows; or has no slots.
+        """
+        shard = self._shard(key)
+        dtype = shard.values.dtype
+        if optimizer_id >= 0:
+            self._check_optimizable(shard)
+            dtype = slot_dtype(dtype)
+        return self._row_size(shard) * dtype.itemsize
+
+    def check_row_numbers(self, key: Key, rows: np.ndarray, *, each_once: bool = False) -> None:
+        """Check that rows exist.
+
+        Args:
+            key: Of the shard.
+            rows: int64.
+            each_once: Whether they must ascend, too.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            ValueMismatchError: If one of them is not a row of the shard, or they do not ascend.
+        """
+        shard = self._shard(key)
+        self._row_size(shard)
+        if not len(rows):
+            return
+        count = shard.spec.shape[0]
+        if each_once and not ascending(rows):
+            at = int(np.flatnonzero(rows[1:] <= rows[:-1])[0])
+            raise ValueMismatchError(
+                f"{shard.spec} on {self.task}: expected each row once and in ascending order, "
+                f"got row {rows[at + 1]} after row {rows[at]}"
+            )
+        if each_once:
+            exist = 0 <= rows[0] and rows[-1] < count
+        else:  # without a sign, numbers below 0 are the largest ones
+            exist = rows.view(np.uint64).max() < count
+        if not exist:
+            lowest, highest = rows.min(), rows.max()
+            raise ValueMismatchError(
+                f"{shard.spec} on {self.task}: row {lowest if lowest < 0 else highest} of the "
+                f"shard does not exist, it has {count}"
+            )
+
+    def check_rows(self, key: Key, rows: np.ndarray, values: object) -> np.ndarray:
+        """Return the values of rows as they are used: one row each, of the shard's dtype.
+
+        For callers that take several updates whole or not at all.
+
+        Args:
+            key: Of the shard.
+            rows: int64.
+            values: A buffer.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            ValueMismatchError: If rows or values do not fit the shard.
+        """
+        self.check_row_numbers(key, rows, each_once=True)
+        shard = self._shard(key)
+        data, row_bytes = bytes_of(values), self.row_bytes(key)
+        if data.size != len(rows) * row_bytes:
+            raise ValueMismatchError(
+                f"{shard.spec} on {self.task}: expected {len(rows)} rows of {row_bytes} bytes, "
+                f"got {data.size} bytes"
+            )
+        if shard.spec.dtype == "bool" and data.size and data.max() > 1:
+            raise ValueMismatchError(
+                f"{shard.spec} on {self.task}: expected bool values, got bytes other than 0 and 1"
+            )
+        return data.view(shard.values.dtype).reshape(len(rows), self._row_size(shard))
+
+    def check_apply_rows(self, optimizer_id: int, key: Key) -> None:
+        """Check that an optimizer can be applied to rows of a shard.
+
+        Raises:
+            UsageError: If the optimizer is not defined.
+            UnknownVariableError: If the shard is not here.
+            ValueMismatchError: If it needs the gradient of all rows, or the shard has no gradient.
+        """
+        rule = self._optimizer(optimizer_id).rule
+        shard = self._shard(key)
+        self._check_optimizable(shard)
+        rule.check_rows(f"{shard.spec} on {self.task}")
+
+    def check_scatter(self, key: Key, op: str) -> None:
+        """Check that rows of a shard can be changed by an operation.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            UsageError: If there is no such operation.
+            ValueMismatchError: If there is none for the shard's dtype.
+        """
+        spec = self._shard(key).spec
+        check_scatter(op, spec.dtype, f"{spec} on {self.task}")
+
+    def rows_cost(self, key: Key, rows: np.ndarray | range) -> int:
+        """Return what reading or changing these rows costs, expressed in bytes."""
+        shard = self._shard(key)
+        if not len(rows):
+            return 0
+        arrays = [shard.values, *shard.slots.values()]
+        cost = len(rows) * (self.row_bytes(key) + INDEX_COST)
+        for array in arrays:
+            if not isinstance(array, RowBlocks):
+                cost += array.num_made * BLOCK_BYTES
+            elif isinstance(rows, np.ndarray) and array.seen:
+                in_order = rows if ascending(rows) else np.sort(rows)
+                cost += len(array.held_among(array.blocks_of(in_order))) * BLOCK_BYTES
+        return cost
+
+    def _row_size(self, shard: Shard) -> int:
+        shape = shard.spec.shape
+        if not shape:
+            raise ValueMismatchError(f"{shard.spec} on {self.task}: a scalar has no rows")
+        return shard.spec.size // shape[0] if shape[0] else 0
 
     # What is done.
 
@@ -185,30 +309,14 @@ class RowTable(RowChecks):
         shard = self._idle(key)
         return self._updating(shard, self._applied(shard, optimizer_id, rows, grads, step))
 
-    def apply_row_mean(
-        self,
-        optimizer_id: int,
-        key: Key,
-        gradients: Sequence[RowValues],
-        weights: Sequence[float],
-        step: int,
-        *,
-        reduction: Reduction,
-        per_index: bool,
-        scale: float = 1.0,
-    ) -> Work:
-        """Start to apply the weighted mean, or sum, of several pushes' rows, like ``apply_rows``.
+    def apply_row_mean(self, optimizer_id: int, key: Key, given: RowMean, step: int) -> Work:
+        """Start to apply a mean of several pushes' rows, like ``apply_rows``.
 
         Args:
             optimizer_id: Of the optimizer, checked.
             key: Of the shard.
-            gradients: Of each push, in the order in which they are summed: what ``check_rows``
-                returned, with the rows. They must not change until the work is done.
-            weights: Of each push, checked. ``sums.SparseSum`` says what is computed.
+            given: The mean; its gradients must not change until the work is done.
             step: As for ``apply_rows``.
-            reduction: "mean" or "sum".
-            per_index: Divide a row by the weights of the pushes that have it, not of all.
-            scale: What limits the norm of the mean of the whole variable.
 
         Returns:
             The work, to be run to its end; the shard is busy until then.
@@ -220,36 +328,23 @@ class RowTable(RowChecks):
         shard = self._idle(key)
 
         def steps() -> Iterator[None]:
-            rows, mean = yield from self._row_mean(
-                shard, gradients, weights, reduction, per_index=per_index
-            )
-            if scale != 1.0:
+            rows, mean = yield from self._row_mean(shard, given)
+            if given.scale != 1.0:
                 for part in cuts(len(mean), mean.itemsize * self._row_size(shard)):
-                    mean[part] = scaled(mean[part], scale)
+                    mean[part] = scaled(mean[part], given.scale)
                     yield
             yield from self._applied(shard, optimizer_id, rows, mean, step)
 
         return self._updating(shard, steps())
 
     def square_row_mean(
-        self,
-        key: Key,
-        gradients: Sequence[RowValues],
-        weights: Sequence[float],
-        into: list[tuple[float, float]],
-        *,
-        reduction: Reduction,
-        per_index: bool,
+        self, key: Key, given: RowMean, into: list[tuple[float, float]]
     ) -> Pieces[None]:
-        """Start to add up the squares of what ``apply_row_mean`` would apply; changes nothing.
+        """Start to add up the squares of a mean of rows, before it is scaled; changes nothing.
 
-        Nothing of the shard is read, so it may be busy. Arguments as there, and ``into`` gets the
-        sum at the end, and 0.
+        Nothing of the shard is read, so it may be busy. ``into`` gets the sum at the end, and 0.
         """
-        shard = self._shard(key)
-        _, mean = yield from self._row_mean(
-            shard, gradients, weights, reduction, per_index=per_index
-        )
+        _, mean = yield from self._row_mean(self._shard(key), given)
         flat, total = mean.reshape(-1), 0.0
         for part in cuts(-(-flat.size // SQUARES_PIECE), SQUARES_PIECE * flat.itemsize):
             total = sum_of_squares(
@@ -260,19 +355,11 @@ class RowTable(RowChecks):
 
     # How.
 
-    def _row_mean(
-        self,
-        shard: Shard,
-        gradients: Sequence[RowValues],
-        weights: Sequence[float],
-        reduction: Reduction,
-        *,
-        per_index: bool,
-    ) -> Pieces[tuple[np.ndarray, np.ndarray]]:
+    def _row_mean(self, shard: Shard, given: RowMean) -> Pieces[tuple[np.ndarray, np.ndarray]]:
         total = SparseSum((self._row_size(shard),), shard.values.dtype)
-        for (rows, values), weight in zip(gradients, weights, strict=True):
+        for (rows, values), weight in zip(given.gradients, given.weights, strict=True):
             yield from total.adding(rows, values, weight)
-        mean = yield from total.making(reduction, per_index=per_index)
+        mean = yield from total.making(given.reduction, per_index=given.per_index)
         return total.indices, mean
 
     def _array(self, shard: Shard, optimizer_id: int, slot: str) -> BlockArray:
@@ -281,7 +368,7 @@ class RowTable(RowChecks):
         names = self._optimizer(optimizer_id).rule.slot_names()
         if slot not in names:
             raise UsageError(
-                f"optimizer {optimizer_id} on {self._task} has no slot {slot!r}",
+                f"optimizer {optimizer_id} on {self.task} has no slot {slot!r}",
                 hint=f"its slots are {', '.join(names) or 'none'}",
             )
         self._check_optimizable(shard)
@@ -371,13 +458,13 @@ class RowTable(RowChecks):
     def _count(self, shard: Shard, rows: np.ndarray | range) -> None:
         if not len(rows):
             return
-        counters, values, size = self._row_counters, shard.values, self._row_size(shard)
-        counters.rows += len(rows)
-        counters.bytes += len(rows) * size * values.dtype.itemsize
+        values, size = shard.values, self._row_size(shard)
+        self._num_rows += len(rows)
+        self._row_bytes += len(rows) * size * values.dtype.itemsize
         if isinstance(rows, range):
-            counters.blocks += values.blocks_between(rows.start * size, rows.stop * size)
+            self._row_blocks += values.blocks_between(rows.start * size, rows.stop * size)
         else:
-            counters.blocks += self._rows(values).num_blocks_of(rows)
+            self._row_blocks += self._rows(values).num_blocks_of(rows)
 
 
 def _scatter(arrays: Sequence[RowBlocks], apart: list[tuple[np.ndarray, list[np.ndarray]]]) -> None:

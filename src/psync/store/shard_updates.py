@@ -135,6 +135,7 @@ class ShardUpdate:
         self._space = space
         self._accumulator = accumulator
         self._ratio = ratio
+        self._writes_apart = rule.may_raise and (accumulator is None or accumulator.due)
         self.raised: RuleRaised | None = None  # by the rule; the shard is as it was
         self._apart: list[tuple[Block, list[Block]]] = []  # new contents, not swapped in yet
         # Blocks to be measured before the first one changes.
@@ -158,10 +159,6 @@ class ShardUpdate:
         if i < self._to_measure or self._rule.may_raise:  # no code of users in other threads
             return None
         return self._prepare(i)
-
-    @property
-    def _writes_apart(self) -> bool:
-        return self._rule.may_raise and (self._accumulator is None or self._accumulator.due)
 
     def measure(self, i: int, measurement: Measurement) -> None:
         """Measure block ``i``, which changes nothing."""

@@ -76,7 +76,7 @@ class ShardTable:
     """
 
     def __init__(self, task: str, pool: BlockPool | None = None) -> None:
-        self._task = task
+        self.task = task
         self._pool = BlockPool() if pool is None else pool
         self._shards: dict[Key, Shard] = {}
         self._optimizers: dict[int, Optimizer] = {}
@@ -107,7 +107,7 @@ class ShardTable:
         if known is not None:
             if known.spec != spec:
                 raise PartitionError(
-                    f"{spec} on {self._task}: already exists as {_whole(known.spec)}, got "
+                    f"{spec} on {self.task}: already exists as {_whole(known.spec)}, got "
                     f"{_whole(spec)}"
                 )
             return False
@@ -138,7 +138,7 @@ class ShardTable:
         """
         if source not in self._shards:
             raise UnknownVariableError(
-                f"{spec} on {self._task}: cannot begin as a copy of shard {source[1]} of variable "
+                f"{spec} on {self.task}: cannot begin as a copy of shard {source[1]} of variable "
                 f"{source[0]}, which is not here"
             )
         if spec.key in self._shards:
@@ -147,7 +147,7 @@ class ShardTable:
         original = self._idle(source)
         if (original.spec.shape, original.spec.dtype) != (spec.shape, spec.dtype):
             raise PartitionError(
-                f"{spec} on {self._task}: expected {described(original.spec)}, as "
+                f"{spec} on {self.task}: expected {described(original.spec)}, as "
                 f"{original.spec} has, got {described(spec)}"
             )
         self.create(spec)
@@ -256,12 +256,12 @@ class ShardTable:
         try:
             rule = rule_from_config(config)
         except ConfigurationError as exc:
-            raise ConfigurationError(f"{self._task}: {exc.message}", hint=exc.hint) from exc
+            raise ConfigurationError(f"{self.task}: {exc.message}", hint=exc.hint) from exc
         if known is None:
             self._optimizers[optimizer_id] = Optimizer(rule, rule.to_config())
         elif known.config != rule.to_config():
             raise ConfigurationError(
-                f"optimizer {optimizer_id} on {self._task} is already defined as {known.config}, "
+                f"optimizer {optimizer_id} on {self.task} is already defined as {known.config}, "
                 f"got {rule.to_config()}"
             )
 
@@ -321,7 +321,7 @@ class ShardTable:
             try:
                 optimizer.rule.learning_rate(step)
             except Exception as exc:
-                raise rule_error(self._task, f'schedule "{cls.__name__}"', exc) from None
+                raise rule_error(self.task, f'schedule "{cls.__name__}"', exc) from None
 
     def take_failure(self, optimizer_id: int, step: int) -> RuleError | None:
         """Return what a rule of a user's raised in the updates of a step; None: nothing.
@@ -333,7 +333,7 @@ class ShardTable:
     def _note_failure(self, optimizer_id: int, step: int, shard: Shard, raised: RuleRaised) -> None:
         """A rule has raised, and the shard is as it was."""
         what = f'update rule "{self._optimizers[optimizer_id].rule.name}" for {shard.spec}'
-        error = rule_error(self._task, what, raised.__cause__ or raised)
+        error = rule_error(self.task, what, raised.__cause__ or raised)
         self._failures.setdefault((optimizer_id, step), error)
 
     def load_slot(self, key: Key, optimizer_id: int, slot: str, data: object) -> Work:
@@ -361,7 +361,7 @@ class ShardTable:
         raw = bytes_of(data)
         if raw.nbytes != target.nbytes:
             raise ValueMismatchError(
-                f"{self.spec(key)} on {self._task}: expected {target.nbytes} bytes for slot "
+                f"{self.spec(key)} on {self.task}: expected {target.nbytes} bytes for slot "
                 f"{slot!r}, got {raw.nbytes}"
             )
         values, pool = raw.view(target.dtype), self._pool
@@ -388,20 +388,20 @@ class ShardTable:
             }
             named = "".join(f' ("{name}")' for name in names)
             raise UnknownVariableError(
-                f"{self._task} holds no shard {index} of variable {variable_id}{named}"
+                f"{self.task} holds no shard {index} of variable {variable_id}{named}"
             )
         return shard
 
     def _idle(self, key: Key) -> Shard:
         shard = self._shards.get(key) or self._shard(key)
         if shard.busy:
-            raise BusyError(f"{shard.spec} on {self._task}: an update is in progress")
+            raise BusyError(f"{shard.spec} on {self.task}: an update is in progress")
         return shard
 
     def _optimizer(self, optimizer_id: int) -> Optimizer:
         optimizer = self._optimizers.get(optimizer_id)
         if optimizer is None:
-            raise UsageError(f"optimizer {optimizer_id} is not defined on {self._task}")
+            raise UsageError(f"optimizer {optimizer_id} is not defined on {self.task}")
         return optimizer
 
     def _slot(self, key: Key, optimizer_id: int, slot: str) -> BlockArray:
@@ -409,7 +409,7 @@ class ShardTable:
         rule = self._optimizer(optimizer_id).rule
         if slot not in rule.slot_names():
             raise UsageError(
-                f"optimizer {optimizer_id} ({rule.name}) on {self._task} has no slot {slot!r}",
+                f"optimizer {optimizer_id} ({rule.name}) on {self.task} has no slot {slot!r}",
                 hint=f"its slots are {', '.join(rule.slot_names()) or 'none'}",
             )
         shard = self._idle(key)
@@ -434,7 +434,7 @@ class ShardTable:
             slot_dtype(shard.values.dtype)
         except ValueMismatchError as exc:
             raise ValueMismatchError(
-                f"{shard.spec} on {self._task}: {exc.message}", hint=exc.hint
+                f"{shard.spec} on {self.task}: {exc.message}", hint=exc.hint
             ) from None
 
     def _typed(self, shard: Shard, data: object) -> np.ndarray:
@@ -451,7 +451,7 @@ class ShardTable:
 
     def _misfit(self, spec: ShardSpec, got: str) -> PsyncError:
         return ValueMismatchError(
-            f"{spec} on {self._task}: expected {described(spec)} ({spec.nbytes} bytes), got {got}"
+            f"{spec} on {self.task}: expected {described(spec)} ({spec.nbytes} bytes), got {got}"
         )
 
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -116,11 +115,6 @@ class SnapshotState:
              for each in self.optimizers.values()),
             default=0,
         )  # fmt: skip
-
-    @property
-    def calls(self) -> Mapping[int, int]:
-        """How many calls of each closure, by its number, have been applied."""
-        return Counter(closure for closure, *_ in self.ledger.calls)
 
     def for_coordinator(self, coordinator: int) -> SnapshotState:
         """Return it without what it knows of another coordinator's closures and clients.

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from psync.accumulators import Accumulator, Applied, Held
-from psync.numerics.sums import Pieces, SparseSum, at_once
+from psync.accumulators import Accumulator, Held
+from psync.numerics.sums import Pieces, SparseSum
 from psync.specs import HiddenValues, as_integer, plain_array
 
 
@@ -83,40 +83,6 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
         if divisor not in ("per_index", "total"):
             raise self._misused(f"expected divisor 'per_index' or 'total', got {divisor!r}")
         self.divisor = divisor
-
-    def apply_grad(
-        self,
-        indices: Any,
-        values: Any,
-        dense_shape: Any = None,
-        local_step: int = 0,
-        weight: float = 1.0,
-    ) -> Applied[SparseGradient]:
-        """Add a gradient, unless it is stale. One without any rows counts too.
-
-        Args:
-            indices: Integers, shape (n,), of the rows; in any order, those that come more than
-                once are summed.
-            values: Shape (n, …), of the accumulator's dtype, or numbers of Python.
-            dense_shape: Of the dense array, -1 where it is not known; compared with the
-                accumulator's shape, and not used otherwise. None: not known.
-            local_step: As of ``ConditionalAccumulator.apply_grad``.
-            weight: Likewise.
-
-        Raises:
-            ValueMismatchError: As there. Nothing has changed.
-        """
-        applied = self.offer((indices, values, dense_shape), local_step, weight)
-        at_once(applied.work())
-        return applied
-
-    def apply_indexed_slices_grad(
-        self, slices: Slices, local_step: int = 0, weight: float = 1.0
-    ) -> Applied[SparseGradient]:
-        """Do ``apply_grad`` with what has ``indices``, ``values`` and ``dense_shape``."""
-        return self.apply_grad(
-            slices.indices, slices.values, slices.dense_shape, local_step, weight
-        )
 
     def as_gradient(self, indices: Any, values: Any, dense_shape: Any = None) -> GivenSlices:
         """Return a gradient as arrays, checked as far as it can be without those held.

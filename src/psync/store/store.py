@@ -12,47 +12,28 @@ stay what they are for ever, because a block that is referenced is replaced, not
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from psync.errors import PartitionError, UsageError, ValueMismatchError
-from psync.numerics.memory import Block, BlockArray, BlockPool, PoolStatistics, bytes_of
+from psync.numerics.memory import Block, BlockArray, BlockPool, bytes_of
 from psync.numerics.sums import move_average, sum_dtype
 from psync.specs import dtype_of
 from psync.store.gradients import GradientTable
 from psync.store.shard import BlockWork, Prepared, Shard, Work, Workspace
 from psync.store.shards import Key, described
 
-__all__ = ["AssignOp", "Key", "ShardStore", "StoreStatistics", "Work", "ones"]
+__all__ = ["AssignOp", "Key", "ShardStore", "Work", "ones"]
 
 AssignOp = Literal["assign", "add", "sub", "max"]
 
 _ASSIGN_OPS = frozenset(get_args(AssignOp))
 
 _UFUNCS = {"add": np.add, "sub": np.subtract, "max": np.maximum}
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStatistics:
-    """A snapshot of a store."""
-
-    shards: int  # shards held
-    bytes: int  # size of their values
-    slot_bytes: int  # size of their slots
-    spare_bytes: int  # size of runs beside those in use, see ``numerics.memory``
-    applies: int  # finished applies, one per shard
-    assigns: int  # finished assigns and moving averages, one per shard
-    copies: int  # blocks replaced instead of changed, because a reader held them
-    row_updates: int  # finished applies and assigns of some rows, one per shard
-    rows: int  # read or changed on their own
-    row_blocks: int  # in which these lie; counted anew by each update or reading
-    row_bytes: int  # of these rows' values
-    versions: dict[str, int]  # finished updates per shard, by name: "w/part_0"
-    pool: PoolStatistics
 
 
 @functools.lru_cache(maxsize=64)
@@ -83,10 +64,10 @@ class ShardStore(GradientTable):
         shard = self._shard(key)
         spec = shard.spec
         if op not in _ASSIGN_OPS:
-            raise UsageError(f"{spec} on {self._task}: unknown operation {op!r}")
+            raise UsageError(f"{spec} on {self.task}: unknown operation {op!r}")
         if spec.dtype == "bool" and op in ("add", "sub"):
             raise ValueMismatchError(
-                f"{spec} on {self._task}: bool values cannot be added: not {op!r}"
+                f"{spec} on {self.task}: bool values cannot be added: not {op!r}"
             )
         return self._typed(shard, data)
 
@@ -150,14 +131,14 @@ class ShardStore(GradientTable):
         shard, other = self._shard(average_key), self._shard(key)
         if (shard.spec.shape, shard.spec.dtype) != (other.spec.shape, other.spec.dtype):
             raise PartitionError(
-                f"{shard.spec} on {self._task}: expected {described(other.spec)}, as {other.spec} "
+                f"{shard.spec} on {self.task}: expected {described(other.spec)}, as {other.spec} "
                 f"has, whose moving average it is, got {described(shard.spec)}"
             )
         try:
             sum_dtype(shard.values.dtype)
         except ValueMismatchError:
             raise ValueMismatchError(
-                f"{shard.spec} on {self._task}: only floating-point variables have moving "
+                f"{shard.spec} on {self.task}: only floating-point variables have moving "
                 f"averages, got {shard.spec.dtype}"
             ) from None
 
@@ -197,21 +178,27 @@ class ShardStore(GradientTable):
 
         return self._assigning(shard, prepared)
 
-    def statistics(self) -> StoreStatistics:
-        """Return sizes and counters as of now."""
+    def statistics(self) -> dict[str, Any]:
+        """Return counters and sizes as of now.
+
+        Counters are of finished work, one per shard: ``assigns`` includes moving averages, ``rows``
+        were read or changed on their own, and ``row_blocks`` counts the blocks in which they lie
+        anew for each update or reading. ``copies`` are blocks that were replaced instead of
+        changed, because a reader held them. ``spare_bytes`` lie beside those in use, see
+        ``numerics.memory``.
+        """
         shards = self._shards.values()
-        return StoreStatistics(
-            shards=len(shards),
-            bytes=sum(shard.values.nbytes for shard in shards),
-            slot_bytes=sum(slot.nbytes for shard in shards for slot in shard.slots.values()),
-            spare_bytes=sum(shard.values.spare_bytes for shard in shards),
-            applies=self._applies,
-            assigns=self._assigns,
-            copies=self._copies + self._row_copies,
-            row_updates=self._row_updates,
-            rows=self._row_counters.rows,
-            row_blocks=self._row_counters.blocks,
-            row_bytes=self._row_counters.bytes,
-            versions={str(shard.spec).strip('"'): shard.version for shard in shards},
-            pool=self._pool.statistics(),
-        )
+        return {
+            "shards": len(shards),
+            "bytes": sum(shard.values.nbytes for shard in shards),
+            "slot_bytes": sum(slot.nbytes for shard in shards for slot in shard.slots.values()),
+            "spare_bytes": sum(shard.values.spare_bytes for shard in shards),
+            "applies": self._applies,
+            "assigns": self._assigns,
+            "copies": self._copies + self._row_copies,
+            "row_updates": self._row_updates,
+            "rows": self._num_rows,
+            "row_blocks": self._row_blocks,
+            "row_bytes": self._row_bytes,
+            "pool": dataclasses.asdict(self._pool.statistics()),
+        }

@@ -9,7 +9,7 @@ from typing import Any
 
 from psync.errors import ConfigurationError
 from psync.numerics.rules import flag
-from psync.numerics.sums import growing_decay
+from psync.numerics.sums import Reduction, growing_decay
 from psync.specs import as_number, checked_integer
 
 REDUCTIONS = ("mean", "sum")
@@ -36,7 +36,7 @@ class SyncConfig:
     strict: bool = False  # tokens are bound to replicas
     deterministic: bool = False  # sums in the order of the replicas; implies ``strict``
     tensorflow_compat: bool = False  # R initial tokens; old ones stay; the token is the local step
-    reduction: str = "mean"  # or "sum"
+    reduction: Reduction = "mean"
     sparse_divisor: str = "per_index"  # or "total": of the mean of rows
     global_step: tuple[int, int, int]  # (ps, variable id, shard index)
     decay: float = 0.0  # of moving averages

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from typing import Any, cast
 
 from psync.cluster import parse_task_name
@@ -25,14 +24,7 @@ from psync.wire.codec import decode, encode
 from psync.wire.messages import Failure
 from psync.wire.remote_errors import exception_of, failure_of
 
-
-@dataclass(slots=True)
-class _Counts:
-    """Pushes of one task, for statistics."""
-
-    accepted: int = 0
-    stale: int = 0
-    duplicate: int = 0
+_OUTCOMES = ("accepted", "stale", "duplicate")
 
 
 class Group:
@@ -72,7 +64,7 @@ class Group:
         self._tokens_held: dict[Replica, int] = {}  # that were not used yet
         self._calls: dict[int, dict[int, bytes]] = {}  # counted: closure → ordinal → digest
         self._has_initial = False  # initial tokens were put
-        self._counts: dict[str, _Counts] = {}
+        self._counts: dict[str, dict[str, int]] = {}  # pushes by task and outcome
         self._staleness: Counter[int] = Counter()
         self._steps = self._partial_steps = 0
 
@@ -110,17 +102,15 @@ class Group:
         replica = contribution.replica
         local_step = contribution.local_step
         staleness = max(0, self.step - (self.first_step if local_step < 0 else local_step))
-        counts = self._counts.setdefault(replica[0], _Counts())
+        counts = self._counts.setdefault(replica[0], {"accepted": 0, "stale": 0, "duplicate": 0})
         if self._was_counted(contribution, final):
             push = Push(contribution, "duplicate", staleness)
-            counts.duplicate += 1
         elif staleness or self._has_had_its_share(contribution):
             push = Push(contribution, "stale", staleness)
-            counts.stale += 1
         else:
             push = Push(contribution, "accepted", 0)
             self._count(push)
-            counts.accepted += 1
+        counts[push.outcome] += 1
         self._staleness[staleness] += 1
         self._pushes.setdefault(replica, {})[contribution.number] = push
         token = self._tokens_held.pop(replica, None)
@@ -213,7 +203,7 @@ class Group:
                 for ordinal, digest in by_ordinal.items()
             ],
             "has_initial": self._has_initial,
-            "counts": [[task, *astuple(counts)] for task, counts in self._counts.items()],
+            "counts": [[task, *counts.values()] for task, counts in self._counts.items()],
             "staleness": [list(each) for each in self._staleness.items()],
             "steps": [self._steps, self._partial_steps],
         }  # fmt: skip
@@ -241,16 +231,13 @@ class Group:
         self._calls = {}
         self.note_calls(state["calls"])
         self._has_initial = state["has_initial"]
-        self._counts = {task: _Counts(*counts) for task, *counts in state["counts"]}
+        self._counts = {
+            task: dict(zip(_OUTCOMES, counts, strict=True)) for task, *counts in state["counts"]
+        }
         self._staleness = Counter(dict(state["staleness"]))
         self._steps, self._partial_steps = state["steps"]
 
     # Steps.
-
-    @property
-    def num_counted(self) -> int:
-        """Pushes in the present step."""
-        return len(self._counted)
 
     @property
     def is_complete(self) -> bool:
@@ -290,17 +277,9 @@ class Group:
                                           push.contribution.number))  # fmt: skip
         for push in pushes:
             push.partial, push.count = partial, len(pushes)
-        self.closing = Close(
-            self.number,
-            self.step,
-            tuple(
-                [
-                    (*push.contribution.replica, push.contribution.number, push.contribution.weight)
-                    for push in pushes
-                ]
-            ),
-            partial,
-        )
+        made = [push.contribution for push in pushes]
+        named = tuple([(*each.replica, each.number, each.weight) for each in made])
+        self.closing = Close(self.number, self.step, named, partial)
         self.step += 1
         if not self.config.tensorflow_compat:
             self.tokens.void_below(self.step)
@@ -362,28 +341,18 @@ class Group:
 
     def statistics(self) -> dict[str, Any]:
         """Return counters as plain data."""
-        tokens = self.tokens.statistics()
         return {
             "step": self.step,
             "target": self._target,
-            "counted": self.num_counted,
+            "counted": len(self._counted),
             "steps": self._steps,
             "partial_steps": self._partial_steps,
-            "waiting": tokens.waiting,
+            "waiting": len(self.tokens.waiting),
             "waits": sorted({task for (task, _), _ in self.tokens.waiting}),
-            "tokens": {
-                "published": tokens.published, "taken": tokens.taken, "void": tokens.void,
-                "left": tokens.left,
-            },
+            "tokens": self.tokens.statistics(),
             "staleness": {str(key): count for key, count in sorted(self._staleness.items())},
-            "replicas": {
-                task: {
-                    "accepted": counts.accepted, "stale": counts.stale,
-                    "duplicate": counts.duplicate,
-                }
-                for task, counts in self._counts.items()
-            },
-        }  # fmt: skip
+            "replicas": {task: dict(counts) for task, counts in self._counts.items()},
+        }
 
     def _was_counted(self, contribution: Contribution, final: Finality) -> bool:
         closure = contribution.closure

@@ -11,7 +11,6 @@ from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.numerics.memory import bytes_of
 from psync.ps.cooperative_work import LongWork
 from psync.specs import ShardSpec, VariableSpec, dtype_of
-from psync.store.step_norms import StepNorms
 from psync.store.store import Key, ShardStore
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along
@@ -31,6 +30,7 @@ class OutgoingStep:
     """On ps 0, a step that is decided: what the ps tasks are told until all have applied it."""
 
     close: Close
+    raw: dict[str, Any]  # the configuration of its group
     along: Sequence[Sequence[Along]]  # what belongs to others of each push
     is_measured: bool = False  # the factors are known, where there are any
     scales: Listed = None
@@ -67,8 +67,8 @@ class GroupTable:
         self._index = parse_task_name(task)[1]
         self._groups: dict[int, KnownGroup] = {}
 
-    def define(self, group: int, raw: dict[str, Any] | None) -> SyncConfig:
-        """Make a group and its optimizer known; the same again changes nothing.
+    def known(self, group: int, raw: dict[str, Any] | None) -> KnownGroup:
+        """Return what is known of a group; make it and its optimizer known if they are not yet.
 
         Args:
             group: Its number.
@@ -80,41 +80,29 @@ class GroupTable:
         """
         known = self._groups.get(group)
         if known is not None and (raw is None or raw == known.raw):
-            return known.config
+            return known
         if raw is None:
             raise RemoteProtocolError(f"{self._task}: synchronous group {group} is not defined")
         config = SyncConfig.from_config(raw)
         if known is None:
             self.check(config)
             self.store.define_optimizer(group, config.optimizer)
-            self._groups[group] = KnownGroup(raw, config)
+            known = self._groups[group] = KnownGroup(raw, config)
         elif known.config != config:
             raise ConfigurationError(
                 f"{known.config.name} on {self._task}: a different configuration than at first: "
                 f"expected {known.config.to_config()}, got {config.to_config()}"
             )
-        return config
-
-    def known(self, group: int, raw: dict[str, Any] | None) -> KnownGroup:
-        """Return what is known of a group, which ``define`` makes known."""
-        known = self._groups.get(group)
-        if known is None or (raw is not None and raw != known.raw):
-            self.define(group, raw)
-            known = self._groups[group]
         return known
 
-    def outgoing(self) -> list[KnownGroup]:
-        """Return the groups of which a step is outgoing."""
-        return [known for known in self._groups.values() if known.outgoing is not None]
+    def outgoing(self) -> list[OutgoingStep]:
+        """Return the steps that are outgoing."""
+        return [known.outgoing for known in self._groups.values() if known.outgoing is not None]
 
     @property
     def has_one_group(self) -> bool:
         """Whether no other group is known."""
         return len(self._groups) == 1
-
-    def raw_config(self, group: int) -> dict[str, Any]:
-        """Return the configuration of a group that is defined, as it came."""
-        return self._groups[group].raw
 
     def raw_configs(self) -> dict[int, dict[str, Any]]:
         """Return the configurations of all groups, by their number, as they came."""
@@ -142,10 +130,6 @@ class GroupTable:
             )
         (block,) = await work.when_idle(self.store.read, spec.key)
         return int(bytes_of(block).view(dtype_of(spec.dtype))[0])
-
-    def norms(self, group: int) -> StepNorms:
-        """Return the norms of a step of a group that is defined; none is known yet."""
-        return StepNorms(self.store.rule(group))
 
 
 def step_variable(config: SyncConfig) -> VariableSpec:

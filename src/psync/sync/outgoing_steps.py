@@ -19,6 +19,18 @@ Who dies:
 Whenever a ps dies, sessions of workers end, and their closures run again: what was counted is
 answered "duplicate".
 
+The rounds of a step over all ps tasks (``StepRounds``):
+
+    round                                     when
+    MeasureStep to every ps, for "gradients"  norms are clipped, of what lies on several ps tasks
+    MeasureStep to every ps, for "updates"    a layer-wise rule needs norms of such a variable
+    the factors become an entry of the log    if there were such rounds
+    CloseStep to every ps, with the factors   always
+
+A round begins when all have answered the one before, and the first error ends it all. Measuring
+changes nothing. Once a ps may have closed the step the factors are in the log: a backup that is
+promoted sends the same ``CloseStep`` again, and each ps that has closed it ignores that.
+
 Nothing is carried while that is *paused*: for a cut, for a copy to a backup, at the end, and on a
 backup until the coordinator has said where all ps tasks are served.
 """
@@ -28,7 +40,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from psync.errors import PsyncError
@@ -36,24 +49,126 @@ from psync.net.connection import AsIfFrom, OwnRequest
 from psync.net.platform import Parts
 from psync.ps.cooperative_work import Changing
 from psync.store.ledger import Client
-from psync.sync.cross_ps_sets import Values
-from psync.sync.groups import CLOSER, KnownGroup, Listed, OutgoingStep
+from psync.store.step_norms import Factors, ShardSums, StepNorms
+from psync.sync.cross_ps_sets import Share, Values
+from psync.sync.groups import CLOSER, Listed, OutgoingStep
 from psync.sync.log_entries import FROM_CLOSER
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
-from psync.sync.pushes import Close
-from psync.sync.step_rounds import StepRounds
-from psync.sync.steps import Action, SyncSteps
+from psync.sync.pushes import Action, Close
+from psync.sync.steps import SyncSteps
 from psync.sync.token_waits import TokenWaits
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Frame
-from psync.wire.messages import Failure, Fence, FinishSteps, NormsMeasured, StepApplied
+from psync.wire.messages import (
+    CloseStep,
+    Failure,
+    Fence,
+    FinishSteps,
+    MeasureStep,
+    NormsMeasured,
+    StepApplied,
+)
 from psync.wire.remote_errors import exception_of, failure_of
 
 logger = logging.getLogger(__name__)
 
 HOSTED = "it is a backup"
 """Why nothing is carried until the coordinator has said where all ps tasks are served."""
+
+
+Ended = Callable[[Values, Exception | None], None]
+"""What is called at the end: with the values that were wanted, or with the first error."""
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    outgoing: OutgoingStep
+    norms: StepNorms
+    passes: list[str]  # that are still to be made
+    wanted: Callable[[], Collection[Share]]
+    ended: Ended
+
+
+class StepRounds:
+    """Carries the steps of one coordinator's cluster to every ps.
+
+    Args:
+        all_ps: The ps tasks.
+        sync: The part of ps 0 itself.
+        measured: Puts the factors of a step into the log, (step, scales, ratios, then).
+    """
+
+    def __init__(
+        self,
+        all_ps: AllPs,
+        sync: PsSync,
+        measured: Callable[[OutgoingStep, Listed, Listed, Callable[[], None]], None],
+    ) -> None:
+        self._all_ps = all_ps
+        self._sync = sync
+        self._log_factors = measured
+
+    def carry(
+        self, outgoing: OutgoingStep, wanted: Callable[[], Collection[Share]], ended: Ended
+    ) -> None:
+        """Let every ps that has not done so apply a step.
+
+        Args:
+            outgoing: What was decided.
+            wanted: Says whose values are wanted afterwards; asked when the step is closed.
+            ended: Called once. Must not raise.
+        """
+        group = outgoing.close.group
+        norms = StepNorms(self._sync.store.rule(group))
+        passes: list[str] = []
+        if self._all_ps.has_others and not outgoing.is_measured:
+            passes = norms.passes_together(spread=self._sync.known(group, None).spread)
+        step = _Step(outgoing, norms, passes, wanted, ended)
+        if passes:
+            self._measure(step)
+        else:
+            self._close(step)
+
+    def _measure(self, step: _Step) -> None:
+        """Make the next pass."""
+        outgoing, close = step.outgoing, step.outgoing.close
+        message = MeasureStep(
+            close.group, outgoing.raw, close.step, list(close.pushes),
+            scales=_listed(step.norms.scales), ratios=_listed(step.norms.ratios),
+            what=step.passes[0],
+        )  # fmt: skip
+        measured = functools.partial(self._measured, step)
+        self._all_ps.measure_step(message, outgoing.along, measured)
+
+    def _measured(self, step: _Step, sums: Sequence[ShardSums], failed: Exception | None) -> None:
+        if failed is None:
+            try:
+                self._conclude(step, sums)
+            except Exception as exc:
+                failed = exc
+        if failed is not None:
+            step.ended({}, failed)
+        elif step.passes:
+            self._measure(step)
+        else:
+            scales, ratios = _listed(step.norms.scales), _listed(step.norms.ratios)
+            self._log_factors(step.outgoing, scales, ratios, functools.partial(self._close, step))
+
+    def _conclude(self, step: _Step, sums: Sequence[ShardSums]) -> None:
+        step.norms.conclude(step.passes.pop(0), sums)
+
+    def _close(self, step: _Step) -> None:
+        outgoing, close = step.outgoing, step.outgoing.close
+        message = CloseStep(
+            close.group, outgoing.raw, close.step, list(close.pushes),
+            scales=outgoing.scales, ratios=outgoing.ratios,
+        )  # fmt: skip
+        self._all_ps.close_step(message, outgoing.along, step.wanted(), step.ended)
+
+
+def _listed(factors: Factors | None) -> Listed:
+    return None if factors is None else list(factors.items())
 
 
 class OutgoingSteps(Changing):
@@ -105,20 +220,17 @@ class OutgoingSteps(Changing):
     def decide(self, close: Close) -> None:
         """A step is decided: it is outgoing from now on."""
         known = self._sync.known(close.group, None)
-        known.outgoing = OutgoingStep(close, self._sync.along(close))
+        known.outgoing = outgoing = OutgoingStep(close, known.raw, self._sync.along(close))
         if not self.pauses:
-            self._carry(known)
+            self._carry(outgoing)
 
     def restore(self) -> None:
         """Be where the rule is, which was restored: what it has decided is outgoing."""
         for close in self._steps.closing():
             self.decide(close)
 
-    def _carry(self, known: KnownGroup) -> None:
-        outgoing = known.outgoing
-        assert outgoing is not None, "the caller has looked"
-        group = outgoing.close.group
-        self._carried.add(group)
+    def _carry(self, outgoing: OutgoingStep) -> None:
+        self._carried.add(outgoing.close.group)
         ended = functools.partial(self._ended, outgoing.close)
         self._rounds.carry(outgoing, self._waits.wanted_shares, ended)
 
@@ -249,9 +361,9 @@ class OutgoingSteps(Changing):
         self.pauses.discard(why)
         self._wanted.discard(why)
         if not self.pauses and not self._is_over:
-            for known in self._sync.outgoing():
-                if known.outgoing is not None and known.outgoing.close.group not in self._carried:
-                    self._carry(known)
+            for outgoing in self._sync.outgoing():
+                if outgoing.close.group not in self._carried:
+                    self._carry(outgoing)
         self.wake()
 
     async def drain(self) -> None:

@@ -1,6 +1,6 @@
 """Requests from ps 0 to all ps tasks, itself among them.
 
-``step_rounds`` says what all are told of a step; this tells them, and hears their answers.
+``outgoing_steps`` says what all are told of a step; this tells them, and hears their answers.
 """
 
 from __future__ import annotations
@@ -116,8 +116,7 @@ class AllPs:
         sizes = 0
         for share in known.shares:
             message = DescribeSet(share.number, share.members, group, config)
-            received = await self._ask_one(share.ps, message, set_ids=(share.number,))
-            answer = received.message
+            answer = (await self._ask_one(share.ps, message, (share.number,))).message
             if not isinstance(answer, SetSizes):
                 raise RemoteProtocolError(
                     f"/job:ps/task:{share.ps} described a set with {type(answer).__name__}"
@@ -371,10 +370,10 @@ class AllPs:
             link.lost_after_s = math.inf
             link.on_lost = lambda _, link=link: link.hold()
 
-    async def _ask_one(self, ps: int, message: Message, **options: Any) -> Frame:
+    async def _ask_one(self, ps: int, message: Message, set_ids: Sequence[int]) -> Frame:
         """Ask a ps; where it is served by its backup, that."""
         link = self._links().links[ps]
-        return await self._asking(link, lambda: link.call(always(message), **options))
+        return await self._asking(link, lambda: link.call(always(message), set_ids=set_ids))
 
     async def _asking(self, link: PsLink, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask a ps until it, or its backup, answers."""

@@ -49,7 +49,6 @@ from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
 from psync.ps.locks import PsLocks
 from psync.ps.pulls import PsPulls, RowPulls
-from psync.ps.report import plain_counters
 from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
 from psync.ps.updates import PsUpdates
 from psync.specs import STEP_BITS
@@ -154,7 +153,7 @@ class PsServices:
         num_ps = 1 if attach is None else len(attach.ps_addresses)
         self.sync = parts.of(PsSync)(platform, *served, num_ps, shares, serves=serves)
         for number, raw in contents.groups.items():
-            self.sync.define(number, raw)
+            self.sync.known(number, raw)
         self.accumulators = AccumulatorService(task, work, ledger, executor, contents.accumulators)
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
         self.closer: StepCloser | None = None
@@ -168,8 +167,8 @@ class PsServices:
             task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
             functools.partial(self.resume, "cut"), parts,
         )  # fmt: skip
-        self.pulls = PsPulls(task, store, work, self.sync.steps, self.locks, pool)
-        self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.steps)
+        self.pulls = PsPulls(task, store, work, self.sync.staging.steps, self.locks, pool)
+        self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.staging.steps)
         self.updates = parts.of(PsUpdates)(*served, self.gate, self.pulls)
         self.teller: CountTeller | None = None  # None: there is one ps
         if attach is not None and num_ps > 1:
@@ -200,7 +199,7 @@ class PsServices:
         """Tell the other ps tasks from now on how many pushes are counted here."""
         if self.teller is not None:
             self.updates.counted = self.teller.changed
-            self.updates.num_others = self.teller.num_others
+            self.updates.num_others = len(self.teller.others)
             if self.store.iterations:
                 self.teller.changed()
 
@@ -274,10 +273,10 @@ class PsServices:
             "assigns": self.updates.assigns,
             "staleness": self.updates.staleness.statistics(),
             "queue": self.executor.waiting + self.executor.computes.waiting,
-            "store": plain_counters(self.store.statistics()),
-            "ledger": plain_counters(self.ledger.statistics()),
+            "store": self.store.statistics(),
+            "ledger": self.ledger.statistics(),
             "locks": self.locks.statistics(),
-            "staging": self.sync.statistics(),
+            "staging": self.sync.staging.statistics(),
             "sync": {} if self.closer is None else self.closer.steps.statistics(),
             "clocks": self.clocks.statistics(),
             "accumulators": self.accumulators.statistics(),

@@ -15,7 +15,6 @@ StagePush and CloseStep are entries of the log, and a backup does with them what
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +93,6 @@ class PsSync(GroupTable):
         super().__init__(store, task)
         self.shares = shares or ShareNumbers(num_ps, CLOSER)
         self.ledger = ledger
-        self.work = work
         self.executor = executor
         self.staging = Staging(platform.limits.staging_bytes, task)
         make = platform.parts.of(StepApplier)
@@ -120,14 +118,6 @@ class PsSync(GroupTable):
             CloseStep: Handler(self._replay_close),
         }
 
-    def steps(self) -> list[tuple[int, int]]:
-        """Return (group, step) of each group that has closed a step here; not to be changed."""
-        return self.staging.steps()
-
-    def statistics(self) -> dict[str, int]:
-        """Return sizes and counters of what is staged."""
-        return dataclasses.asdict(self.staging.statistics())
-
     # Staging.
 
     def _prepare_part(self, request: Request[StagePush]) -> Sequence[memoryview]:
@@ -152,7 +142,7 @@ class PsSync(GroupTable):
             known: Of which shards it is, if it may stay where it is lent.
         """
         message, replica = request.message, request.peer.client
-        config = self.define(message.group, message.config)
+        config = self.known(message.group, message.config).config
         # What is stale is dropped once it is here.
         self.staging.reserve(
             message.group, replica, message.push, message.local_step, nbytes, config
@@ -173,13 +163,13 @@ class PsSync(GroupTable):
 
     def _replay_stage(self, request: Request[StagePush]) -> None:
         message = request.message
-        self.define(message.group, message.config)
+        self.known(message.group, message.config)
         known = set_of(request.peer, message, self._task).look_up(self.store)
         self._submit(request, self._part_with(message, known, request.segments))
 
     def _submit(self, request: Request[StagePush], part: Part) -> None:
         message = request.message
-        entry = staged_entry(part, message, self.raw_config(message.group))
+        entry = staged_entry(part, message, self.known(message.group, None).raw)
 
         def keep() -> None:
             kept = self.keep(request.peer.client, message, part)
@@ -222,11 +212,6 @@ class PsSync(GroupTable):
         mine, along = known.cut(body)
         return Part(own, own.gradients(self.store, group, mine), body, None, known, along)
 
-    def staged(self, group: int, replica: Replica, push: int) -> Part | None:
-        """Return what is kept of a push, if anything."""
-        part: Part | None = self.staging.staged(group, replica, push)
-        return part
-
     def replayed_part(self, request: Request[CountPush]) -> Part | None:
         """Return what has come along with a push, as the log says it; None: nothing."""
         if request.message.set_id < 0:
@@ -261,7 +246,7 @@ class PsSync(GroupTable):
     def set_groups(self, message: SetGroups) -> None:
         """Know the groups that the one knows whose backup this is."""
         for group, config, step in message.groups:
-            self.define(group, config)
+            self.known(group, config)
             if step >= 0:
                 self.staging.close(group, step - 1)
                 self.staging.applied(group, step - 1)
@@ -285,20 +270,18 @@ class PsSync(GroupTable):
     async def entries(self, rule: Mapping[str, Any] | None = None) -> list[Listed]:
         """Return entries that give a backup what no snapshot has; see ``entries_of_snapshot``."""
         spread = [group for group, known in self._groups.items() if known.spread]
-        decided = (known.outgoing for known in self.outgoing() if known.outgoing is not None)
         measured = [
             NormsMeasured(each.close.group, each.close.step, each.scales, each.ratios)
-            for each in decided
+            for each in self.outgoing()
             if each.is_measured
         ]
-        return entries_of_snapshot(
-            self.raw_configs(), dict(self.steps()), spread, self.staging.held(), rule, measured
-        )
+        steps, held = dict(self.staging.steps()), self.staging.held()
+        return entries_of_snapshot(self.raw_configs(), steps, spread, held, rule, measured)
 
     def along(self, close: Close) -> list[Sequence[Along]]:
         """Return what belongs to others of each push of a step; on ps 0."""
         parts = [
-            self.staged(close.group, (task, incarnation), push)
+            self.staging.staged(close.group, (task, incarnation), push)
             for task, incarnation, push, _ in close.pushes
         ]
         return [() if part is None else part.along for part in parts]
@@ -308,7 +291,7 @@ class PsSync(GroupTable):
         self._check_closer(peer)
         known = set_of(peer, message, self._task).look_up(self.store)
         if message.group >= 0:
-            self.define(message.group, message.config)
+            self.known(message.group, message.config)
             known.gradients(self.store, message.group, memory_for(self._pool, known.nbytes))
         request.answer(SetSizes(list(known.lengths)))
 
@@ -317,17 +300,14 @@ class PsSync(GroupTable):
     def _measure_for(self, request: Request[MeasureStep]) -> None:
         sums = self.applier.measure(request.message, self._came_along(request))
         if isinstance(sums, list):
-            self._measured(request, sums)
+            request.answer(StepMeasured(sums))
         else:
-            request.start(self._measured_after(request, sums))
+            request.start(self._measured(request, sums))
 
-    async def _measured_after(
+    async def _measured(
         self, request: Request[MeasureStep], under_way: Awaitable[list[ShardSums]]
     ) -> None:
-        self._measured(request, await under_way)
-
-    def _measured(self, request: Request[MeasureStep], sums: list[ShardSums]) -> None:
-        request.answer(StepMeasured(sums))
+        request.answer(StepMeasured(await under_way))
 
     # Closing.
 
@@ -364,7 +344,7 @@ class PsSync(GroupTable):
     ) -> Sequence[Part | None]:
         """Return the part of each push that has come with a closing; () is all None."""
         peer, message, segments = request.peer, request.message, request.segments
-        self.define(message.group, message.config)
+        self.known(message.group, message.config)
         for number, members in message.sets:
             numbered_set(peer, number, members, self._task)
         if not segments:

@@ -38,18 +38,6 @@ BUDGET_VARIABLE = "PSYNC_LIMIT_STAGING_BYTES"
 """What sets the budget (``wire.limits``)."""
 
 
-@dataclass(frozen=True, slots=True)
-class StagingStatistics:
-    """A snapshot of what is staged."""
-
-    parts: int  # held, those included that are still coming in
-    bytes: int  # their size
-    peak_bytes: int  # the largest that it has been
-    budget_bytes: int
-    staged: int  # parts that came in whole
-    stale: int  # parts that came too late for their step
-
-
 @dataclass(slots=True)
 class _Part:
     local_step: int
@@ -291,16 +279,20 @@ class Staging:
         known = self._groups.get(group)
         return None if known is None else known.step
 
-    def statistics(self) -> StagingStatistics:
-        """Return sizes and counters as of now."""
-        return StagingStatistics(
-            parts=sum(len(group.parts) + len(group.coming) for group in self._groups.values()),
-            bytes=self._bytes,
-            peak_bytes=self._peak,
-            budget_bytes=self._budget,
-            staged=self._staged,
-            stale=self._stale,
-        )
+    def statistics(self) -> dict[str, int]:
+        """Return sizes and counters as of now.
+
+        ``parts`` are held, including those that are still coming in; ``staged`` came in whole,
+        ``stale`` came too late for their step.
+        """
+        return {
+            "parts": sum(len(group.parts) + len(group.coming) for group in self._groups.values()),
+            "bytes": self._bytes,
+            "peak_bytes": self._peak,
+            "budget_bytes": self._budget,
+            "staged": self._staged,
+            "stale": self._stale,
+        }
 
     def _count(self, nbytes: int) -> None:
         self._bytes += nbytes

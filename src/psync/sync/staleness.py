@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Replica = tuple[str, int]
 """A worker under one incarnation: (task, incarnation)."""
@@ -49,17 +49,6 @@ class Release:
 
     tick: Tick
     ahead: int  # rounds that it is ahead of the slowest worker that has work
-
-
-@dataclass(frozen=True, slots=True)
-class ClockStatistics:
-    """Clocks at one moment, and totals."""
-
-    max_staleness: int
-    clocks: dict[str, int]  # of each task that has work
-    ticks: int
-    waits: int  # ticks that could not be answered at once
-    waiting: int  # of them, now
 
 
 class _Clock:
@@ -184,11 +173,20 @@ class RoundClocks:
         self._ended = True
         return self._release()
 
-    def statistics(self) -> ClockStatistics:
-        """Return a snapshot."""
-        clocks = {task: clock.value for (task, _), clock in self._clocks.items() if clock.has_work}
-        waiting = sum(map(len, self._waiting.values()))
-        return ClockStatistics(self.max_staleness, clocks, self._ticks, self._waits, waiting)
+    @property
+    def clocks(self) -> dict[str, int]:
+        """The clock of each task that has work."""
+        return {task: clock.value for (task, _), clock in self._clocks.items() if clock.has_work}
+
+    def statistics(self) -> dict[str, Any]:
+        """Return clocks and counters; ``waits`` are ticks that could not be answered at once."""
+        return {
+            "max_staleness": self.max_staleness,
+            "clocks": self.clocks,
+            "ticks": self._ticks,
+            "waits": self._waits,
+            "waiting": sum(map(len, self._waiting.values())),
+        }
 
     def _advance(self, clock: _Clock, number: int) -> None:
         before = clock.value

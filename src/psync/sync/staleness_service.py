@@ -12,7 +12,6 @@ comes before the first report waits for it: it cannot be told how far ahead it i
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -109,17 +108,14 @@ class ClockService:
         for number, (clocks, waiting) in self._bounds.items():
             if waiting:
                 who = ", ".join(sorted(tick.task for tick in waiting))
-                of = sorted((clock, task) for task, clock in clocks.statistics().clocks.items())
+                of = sorted((clock, task) for task, clock in clocks.clocks.items())
                 slowest = f"{of[0][1]}, at round {of[0][0]}" if of else "nobody"
                 lines.append(f"staleness bound {number}: waiting {who}; slowest {slowest}")
         return lines
 
     def statistics(self) -> dict[str, Any]:
         """Return, for each bound by its number, clocks and waits."""
-        return {
-            str(number): dataclasses.asdict(clocks.statistics())
-            for number, (clocks, _) in self._bounds.items()
-        }
+        return {str(number): clocks.statistics() for number, (clocks, _) in self._bounds.items()}
 
     def _tick(self, request: Request[TickClock]) -> None:
         peer, message = request.peer, request.message

@@ -117,48 +117,34 @@ class StepApplier:
             return
         self._staging.check_here(message.group, message.step, message.pushes)
         keys = self._keys_of(message, known, along)
+
+        def submit(request: Request[Any]) -> None:
+            self._executor.submit(
+                request, *closing_entry(message, known.raw, along),
+                lambda: self._judge(message, known, along, answer), lambda: self._claim(keys),
+                FROM_CLOSER,
+            )  # fmt: skip
+
         if self._locks.table.blocks(keys):
-            request.start(self._when_unlocked(request, known, along, answer, keys))
+            request.start(self._when_unlocked(keys, submit))
         else:
-            self._submit(request, message, known, along, answer, keys)
+            submit(request)
 
     async def _when_unlocked(
-        self,
-        request: Request[CloseStep],
-        known: KnownGroup,
-        along: Sequence[Part | None],
-        answer: Callable[[], None],
-        keys: Sequence[Key],
+        self, keys: Sequence[Key], submit: Callable[[Request[Any]], None]
     ) -> None:
         claim = self._locks.claim(keys)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             await self._locks.turn(claim)
-            closing = awaited(FROM_CLOSER, done)
-            self._submit(closing, request.message, known, along, answer, keys)
+            submit(awaited(FROM_CLOSER, done))
             await done
         finally:
             self._locks.end(claim)
 
-    def _submit(
-        self,
-        request: Request[Any],
-        message: CloseStep,
-        known: KnownGroup,
-        along: Sequence[Part | None],
-        answer: Callable[[], None],
-        keys: Sequence[Key],
-    ) -> None:
-        def claim() -> Callable[[], None]:
-            claimed = self._locks.table.begin(keys)
-            return lambda: self._locks.end(claimed)
-
-        def act() -> Compute:
-            return self._judge(message, known, along, answer)
-
-        self._executor.submit(
-            request, *closing_entry(message, known.raw, along), act, claim, FROM_CLOSER
-        )
+    def _claim(self, keys: Sequence[Key]) -> Callable[[], None]:
+        claim = self._locks.table.begin(keys)
+        return lambda: self._locks.end(claim)
 
     def _judge(
         self,
@@ -184,7 +170,8 @@ class StepApplier:
             await self._work.shard_by_shard(update.costs, update.work)
             self._applied(update, nbytes)
 
-        return Compute(update.touched, answer, update.cost, at_once, in_pieces)
+        cost = sum(update.costs) * (1 + len(update.alone))
+        return Compute(update.touched, answer, cost, at_once, in_pieces)
 
     def _applied(self, update: StepUpdate, nbytes: int) -> None:
         """A step is applied here, and ps 0 does not know yet."""

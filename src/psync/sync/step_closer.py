@@ -28,23 +28,21 @@ import msgpack
 
 from psync.cluster import task_name
 from psync.errors import ClosedError, FencedError, PsyncError, ValueMismatchError
-from psync.net.connection import Connection, Handler, OwnRequest, Request
+from psync.net.connection import Handler, OwnRequest, Request
 from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Build, Listed
-from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import FOR_VALUES, WholeSet, whole_set_of
 from psync.sync.groups import CLOSER
-from psync.sync.log_clock import LogClock
 from psync.sync.log_entries import FROM_CLOSER, body_of, counted_entry, push_of
 from psync.sync.outgoing_steps import HOSTED, OutgoingSteps
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
-from psync.sync.pushes import Close, Refuse
+from psync.sync.pushes import Action, Close, Refuse
 from psync.sync.step_update import Part
-from psync.sync.steps import Action, SyncSteps
+from psync.sync.steps import SyncSteps
 from psync.sync.token_waits import PushKey, TokenWaits
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message
@@ -69,6 +67,61 @@ from psync.wire.messages import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+class LogClock:
+    """The clock of a log, and the one timer that is set by it.
+
+    Times in a log are written into its entries by the ps that serves, and judging reads no other.
+    They do not run backwards when a backup serves, whose own clock begins at another zero: it goes
+    on from the last time that the log has.
+
+    Args:
+        expired: Called at the deadline.
+    """
+
+    def __init__(self, expired: Callable[[], None]) -> None:
+        self._expired = expired
+        self._latest = 0.0  # no entry has an earlier one
+        self._ahead = 0.0  # this process's clock is by so much
+        self.deadline: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def now(self) -> float:
+        """Return the time for an entry, in seconds."""
+        return max(self._latest, asyncio.get_running_loop().time() - self._ahead)
+
+    def note(self, now: float) -> None:
+        """An entry is executed that came at this time."""
+        self._latest = max(self._latest, now)
+
+    def go_on(self) -> None:
+        """This was a backup, and serves: from now on the time is its own, from the latest on."""
+        self._ahead = asyncio.get_running_loop().time() - self._latest
+
+    def set_deadline(self, deadline: float | None) -> None:
+        """Call at this time, and no other; None: at none."""
+        if deadline == self.deadline:
+            return
+        self.cancel()
+        self.deadline = deadline
+        if deadline is not None:
+            self._timer = asyncio.get_running_loop().call_at(deadline + self._ahead, self._ring)
+
+    def _ring(self) -> None:
+        # A timer may ring early, by its clock's resolution and by what sums of floats lose. An
+        # entry of that time would change nothing, and the timer ring at once, again and again.
+        assert self.deadline is not None, "it is cancelled with its timer"
+        self._latest = max(self._latest, self.deadline)
+        self.deadline = self._timer = None
+        self._expired()
+
+    def cancel(self) -> None:
+        """Call at no time."""
+        self.deadline = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class StepCloser:
@@ -168,7 +221,7 @@ class StepCloser:
 
     def _note(self, message: Message, act: Callable[[Any], None]) -> None:
         """Put into the log what nobody waits for; nothing once that has ended."""
-        self._sync.executor.note(FROM_CLOSER, message, (), lambda: act(message))
+        self._sync.executor.note(FROM_CLOSER, message, lambda: act(message))
 
     # Its end, and the end of its life as a backup.
 
@@ -202,7 +255,7 @@ class StepCloser:
         """Be where the rule is of the one whose backup this is."""
         message = request.message
         self._sync.set_groups(message)
-        configs = {group: self._sync.define(group, None) for group, *_ in message.groups}
+        configs = {group: self._sync.known(group, None).config for group, *_ in message.groups}
         self.steps.restore(state := msgpack.unpackb(request.segments[0]), configs)
         self._clock.note(state["now"])
         self.outgoing.restore()
@@ -253,9 +306,9 @@ class StepCloser:
         """The group is new: its first step is that of the global step; or a set is."""
         group, config = request.message.group, request.message.config
         if not self._is_ready(group, config):
-            await self._begin(group, config)
+            await self._begin(group)
         if brought is not None and group not in brought.checked_for:
-            await self.all_ps.describe(brought, group, self._sync.raw_config(group))
+            await self.all_ps.describe(brought, group, self._sync.known(group, None).raw)
         if wanted is not None and FOR_VALUES not in wanted.checked_for:
             await self.all_ps.describe(wanted, FOR_VALUES, None)
         self._check()
@@ -308,7 +361,7 @@ class StepCloser:
         """Nobody waits for a push any more."""
         group, replica, push = key
         message = ForgetPush(group, push)
-        self._sync.executor.note(replica, message, (), lambda: self._forget(replica, message))
+        self._sync.executor.note(replica, message, lambda: self._forget(replica, message))
 
     def _forget(self, replica: Replica, message: ForgetPush) -> None:
         self.steps.forget(message.group, replica, message.push)
@@ -322,7 +375,7 @@ class StepCloser:
         message = request.message
         self._check()
         if not self._is_ready(message.group, message.config):
-            await self._begin(message.group, message.config)
+            await self._begin(message.group)
             self._check()
         await self._sync.executor.run(request.peer.client, message, self._put_initial)
         request.answer(SyncStep(*self.steps.present_and_first(message.group)))
@@ -345,12 +398,11 @@ class StepCloser:
 
     def _is_ready(self, group: int, raw: dict[str, Any] | None) -> bool:
         """Return whether a group is known; raise if it is known as something else."""
-        self._sync.define(group, raw)
+        self._sync.known(group, raw)
         return self.steps.knows(group)
 
-    async def _begin(self, group: int, raw: dict[str, Any] | None) -> None:
+    async def _begin(self, group: int) -> None:
         """Begin a group at the present global step, read once for all who ask meanwhile."""
-        self._sync.define(group, raw)
         beginning = self._beginning.get(group)
         if beginning is None:
             beginning = self._loop.create_task(self._read_first(group))
@@ -364,8 +416,9 @@ class StepCloser:
             raise
 
     async def _read_first(self, group: int) -> None:
-        step = await self.all_ps.read_global_step(self._sync.define(group, None))
-        message = BeginGroup(group, self._sync.raw_config(group), step)
+        known = self._sync.known(group, None)
+        step = await self.all_ps.read_global_step(known.config)
+        message = BeginGroup(group, known.raw, step)
         await self._sync.executor.run(FROM_CLOSER, message, self._define)
 
     def _begun(self, group: int, task: asyncio.Task[None]) -> None:
@@ -375,7 +428,7 @@ class StepCloser:
             logger.error("synchronous group %d cannot begin", group, exc_info=error)
 
     def _define(self, message: BeginGroup) -> None:
-        config = self._sync.define(message.group, message.config)
+        config = self._sync.known(message.group, message.config).config
         self.steps.define(message.group, config, message.step)
 
     # Membership, and time.
@@ -437,7 +490,3 @@ class StepCloser:
             if deadline != self._clock.deadline:
                 self._clock.set_deadline(deadline)
         self._waits_changed()
-
-
-def _client(peer: Connection) -> Client:
-    return peer.task, peer.incarnation

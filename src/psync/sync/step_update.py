@@ -14,10 +14,9 @@ import numpy as np
 
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.numerics.rules import Sums, slot_dtype
-from psync.numerics.sums import Reduction
 from psync.ps.shard_sets import Body, ShardSet
 from psync.specs import dtype_of
-from psync.store.rows import RowValues
+from psync.store.rows import RowMean, RowValues
 from psync.store.step_norms import UPDATES, ShardSums, StepNorms
 from psync.store.store import Key, ShardStore, Work, ones
 from psync.store.sync_config import SyncConfig
@@ -167,11 +166,6 @@ class StepUpdate:
         if self.keys:
             self.optimizer_step = self.store.begin_step(self.group, self.step)
 
-    @property
-    def cost(self) -> int:
-        """Bytes that all of it touches, with what is measured by this ps alone."""
-        return sum(self.costs) * (1 + len(self.alone))
-
     def measure(self, what: str, position: int, into: list[Sums]) -> Work:
         """Begin to measure one shard, which changes nothing.
 
@@ -182,16 +176,12 @@ class StepUpdate:
         """
         key, weights = self.keys[position], self._weights[position]
         gradients, rows = self._wholes_or_rows(position)
+        if rows and what != UPDATES:
+            return self.store.square_row_mean(key, self._row_mean(rows, position), into)
+        mean = self.store.mean_of(gradients, weights, self.config.reduction, self._scale(key))
         if what == UPDATES:
-            return self.store.measure_mean(
-                self.group, key, gradients, weights, self.optimizer_step, into,
-                reduction=self._reduction, scale=self._scale(key),
-            )  # fmt: skip
-        if rows:
-            return self.store.square_row_mean(
-                key, rows, weights, into, reduction=self._reduction, per_index=self._per_index
-            )
-        return self.store.square_mean(key, gradients, weights, into, reduction=self._reduction)
+            return self.store.measure(self.group, key, mean, self.optimizer_step, into)
+        return self.store.square_mean(key, mean, into)
 
     def measure_at_once(self, what: str) -> list[ShardSums]:
         """Do a whole pass; for small shards, none of which is busy."""
@@ -214,7 +204,7 @@ class StepUpdate:
             first = len(self.keys)
             self.store.apply_mean_at_once(
                 self.group, self.keys, self._pushes, self._weights[0], self.optimizer_step,
-                self._reduction,
+                self.config.reduction,
             )  # fmt: skip
         for position in range(first, len(self.costs)):
             for _ in self.work(position):
@@ -223,31 +213,25 @@ class StepUpdate:
     def work(self, position: int) -> Work:
         """Begin on one shard; then on one average; at last on the global step."""
         if position < len(self.keys):
-            return self._mean(self.keys[position], position)
+            return self._mean(position)
         position -= len(self.keys)
         if position == len(self.averages):
-            return self._raise_global_step()
+            assert self.global_step is not None, "it is among what is touched"
+            assert self._one is not None, "it was checked"
+            return self.store.assign_checked(self.global_step, "add", self._one)
         average = self.averages[position]
         return self.store.average(average.shadow, average.value, self._decay)
 
-    def _raise_global_step(self) -> Work:
-        assert self.global_step is not None, "it is among what is touched"
-        assert self._one is not None, "it was checked"
-        return self.store.assign_checked(self.global_step, "add", self._one)
-
-    def _mean(self, key: Key, position: int) -> Work:
-        common = self._weights[position], self.optimizer_step
+    def _mean(self, position: int) -> Work:
+        key, weights = self.keys[position], self._weights[position]
         gradients, rows = self._wholes_or_rows(position)
         if rows:
-            return self.store.apply_row_mean(
-                self.group, key, rows, *common, reduction=self._reduction,
-                per_index=self._per_index, scale=self._scale(key),
-            )  # fmt: skip
+            given = self._row_mean(rows, position)
+            return self.store.apply_row_mean(self.group, key, given, self.optimizer_step)
+        mean = self.store.mean_of(gradients, weights, self.config.reduction, self._scale(key))
         ratios = self.norms.ratios
-        return self.store.apply_mean(
-            self.group, key, gradients, *common, reduction=self._reduction,
-            scale=self._scale(key), ratio=None if ratios is None else ratios[key[0]],
-        )  # fmt: skip
+        ratio = None if ratios is None else ratios[key[0]]
+        return self.store.apply_checked(self.group, key, mean, self.optimizer_step, ratio)
 
     def _wholes_or_rows(self, position: int) -> tuple[Sequence[np.ndarray], Sequence[RowValues]]:
         """Return the gradients of a shard: rows, or if not all are rows, whole ones."""
@@ -269,13 +253,10 @@ class StepUpdate:
         scales = self.norms.scales
         return 1.0 if scales is None else scales[key[0]]
 
-    @property
-    def _per_index(self) -> bool:
-        return self.config.sparse_divisor == "per_index"
-
-    @property
-    def _reduction(self) -> Reduction:
-        return self.config.reduction  # type: ignore[return-value]
+    def _row_mean(self, rows: Sequence[RowValues], position: int) -> RowMean:
+        per_index = self.config.sparse_divisor == "per_index"
+        scale = self._scale(self.keys[position])
+        return RowMean(rows, self._weights[position], self.config.reduction, per_index, scale)
 
 
 def averages_of(store: ShardStore, config: SyncConfig, task: str) -> list[Average]:

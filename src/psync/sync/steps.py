@@ -39,11 +39,9 @@ from psync.errors import (
 )
 from psync.store.sync_config import SyncConfig
 from psync.sync.group import Group
-from psync.sync.pushes import Action, Answer, Close, Contribution, Refuse
+from psync.sync.pushes import Action, Close, Contribution, Refuse
 from psync.sync.tokens import Replica
 from psync.wire.closure_numbers import Finality, first_of
-
-__all__ = ["Action", "Answer", "Close", "Contribution", "Refuse", "Replica", "SyncSteps"]
 
 
 class SyncSteps:
@@ -88,11 +86,6 @@ class SyncSteps:
     def knows(self, group: int) -> bool:
         """Return whether the group is defined."""
         return group in self._groups
-
-    def step(self, group: int) -> int:
-        """Return the group's present step, -1 if it is not defined."""
-        known = self._groups.get(group)
-        return -1 if known is None else known.step
 
     def present_and_first(self, group: int) -> tuple[int, int]:
         """Return the group's present step, and that at which it began; -1: it is not defined."""
@@ -357,7 +350,7 @@ class SyncSteps:
         for known in groups:
             if known.closing is not None:
                 return False
-            num_waiting += known.tokens.num_waiting
+            num_waiting += len(known.tokens.waiting)
         if self._alive and num_waiting >= len(self._alive):
             replicas = {replica for known in groups for replica, _ in known.tokens.waiting}
             if replicas.issuperset(self._alive.items()):

@@ -37,10 +37,6 @@ class TokenWaits:
         self._wanted: dict[PushKey, WholeSet] = {}  # with the token
         self._brought: Values | None = None  # by other ps tasks, while tokens are given
 
-    def __len__(self) -> int:
-        """Return for how many pushes somebody waits."""
-        return len(self._waiting)
-
     def add(self, request: Request[Contribute], key: PushKey, wanted: WholeSet | None) -> None:
         """Let a request wait.
 

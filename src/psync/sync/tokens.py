@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Replica: TypeAlias = tuple[str, int]
@@ -29,17 +28,6 @@ Replica: TypeAlias = tuple[str, int]
 
 Taker: TypeAlias = tuple[Replica, int]
 """Who asks: a replica, and the number of its push."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenStatistics:
-    """A snapshot: ``published == taken + void + left``."""
-
-    published: int
-    taken: int
-    void: int
-    left: int
-    waiting: int
 
 
 class TokenChannel:
@@ -57,18 +45,8 @@ class TokenChannel:
         self._free: deque[int] = deque()
         self._valid_from = 0  # the lowest step of which there may be tokens
         self._used: Counter[tuple[int, Replica]] = Counter()  # bound tokens of each step
-        self._waiting: dict[Taker, None] = {}  # in order of arrival
+        self.waiting: dict[Taker, None] = {}  # in order of arrival
         self._published = self._taken = self._void = 0
-
-    @property
-    def num_waiting(self) -> int:
-        """How many wait."""
-        return len(self._waiting)
-
-    @property
-    def waiting(self) -> list[Taker]:
-        """Those who wait, in order."""
-        return list(self._waiting)
 
     def put(self, step: int, count: int) -> list[tuple[Taker, int]]:
         """Publish ``count`` tokens of ``step``; return who gets which.
@@ -94,9 +72,9 @@ class TokenChannel:
 
     def take(self, taker: Taker) -> int | None:
         """Return a token, or None: ``taker`` waits. Whoever waits already keeps its place."""
-        token = None if taker in self._waiting else self._token_for(taker[0])
+        token = None if taker in self.waiting else self._token_for(taker[0])
         if token is None:
-            self._waiting[taker] = None
+            self.waiting[taker] = None
         return token
 
     def charge(self, replica: Replica, step: int) -> None:
@@ -109,20 +87,20 @@ class TokenChannel:
 
     def cancel(self, taker: Taker) -> None:
         """``taker`` waits no more; nothing if it did not."""
-        self._waiting.pop(taker, None)
+        self.waiting.pop(taker, None)
 
     def release(self, step: int) -> list[tuple[Taker, int]]:
         """Give everyone who waits a token of ``step`` beyond what was published."""
-        grants = [(taker, step) for taker in self._waiting]
-        self._waiting.clear()
+        grants = [(taker, step) for taker in self.waiting]
+        self.waiting.clear()
         self._published += len(grants)
         self._taken += len(grants)
         return grants
 
     def close(self, but: Sequence[Taker] = ()) -> list[Taker]:
         """Nobody will get a token any more, but some of those who wait; return who waited."""
-        takers = [taker for taker in self._waiting if taker not in but]
-        self._waiting = {taker: None for taker in self._waiting if taker in but}
+        takers = [taker for taker in self.waiting if taker not in but]
+        self.waiting = {taker: None for taker in self.waiting if taker in but}
         return takers
 
     def snapshot(self) -> list[Any]:
@@ -130,7 +108,7 @@ class TokenChannel:
         return [
             self._step, list(self._free), self._valid_from,
             [[step, *replica, count] for (step, replica), count in self._used.items()],
-            [[*replica, number] for replica, number in self._waiting],
+            [[*replica, number] for replica, number in self.waiting],
             self._published, self._taken, self._void,
         ]  # fmt: skip
 
@@ -139,21 +117,22 @@ class TokenChannel:
         self._step, free, self._valid_from, used, waiting, *counts = state
         self._free = deque(free)
         self._used = Counter({(step, (task, born)): count for step, task, born, count in used})
-        self._waiting = {((task, born), number): None for task, born, number in waiting}
+        self.waiting = {((task, born), number): None for task, born, number in waiting}
         self._published, self._taken, self._void = counts
 
-    def statistics(self) -> TokenStatistics:
-        """Return counters as of now."""
-        return TokenStatistics(
-            self._published, self._taken, self._void, len(self._free), len(self._waiting)
-        )
+    def statistics(self) -> dict[str, int]:
+        """Return counters as of now: ``published == taken + void + left``."""
+        return {
+            "published": self._published, "taken": self._taken, "void": self._void,
+            "left": len(self._free),
+        }  # fmt: skip
 
     def _serve(self) -> list[tuple[Taker, int]]:
         grants: list[tuple[Taker, int]] = []
-        for taker in list(self._waiting):
+        for taker in list(self.waiting):
             token = self._token_for(taker[0])
             if token is not None:
-                del self._waiting[taker]
+                del self.waiting[taker]
                 grants.append((taker, token))
             elif self._allowance is None:
                 break

@@ -45,7 +45,6 @@ def test_without_fencing_whoever_was_replaced_is_served_on() -> None:
     with pytest.raises(FencedError):
         begin(whole, 2, 2)
     weak.check_incarnation(WORKER, 1)
-    weak.acknowledge((WORKER, 2), 2)
     assert isinstance(begin(weak, 2, 2, acked=2), Fresh)
     assert isinstance(begin(weak, 2, 2, acked=2), Duplicate), "messages are still known"
 
@@ -64,7 +63,6 @@ def test_without_the_timeline_only_a_roll_back_fences_nobody() -> None:
     assert isinstance(begin(weak, 3, 1, closure=5), Fresh), "of after the snapshot"
     assert isinstance(begin(weak, 3, 1, closure=5), Duplicate), "messages are still known"
     assert isinstance(begin(weak, 2, 7, closure=4), AlreadyApplied), "and so are calls"
-    weak.acknowledge((WORKER, 3), 2)
     weak.fence(WORKER, 6)
     with pytest.raises(FencedError):
         begin(weak, 4, 2, closure=8)

@@ -20,6 +20,7 @@ Without the variable a ps has a plain store.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import struct
@@ -33,10 +34,11 @@ import msgpack
 import numpy as np
 
 from psync.errors import ConfigurationError
+from psync.numerics.sums import MeanGradient
 from psync.ps.update import Update
 from psync.ps.updates import PsUpdates
 from psync.specs import ShardSpec, dtype_name
-from psync.store.rows import RowValues
+from psync.store.rows import RowMean, RowValues
 from psync.store.shard import Shard
 from psync.store.shards import Optimizer
 from psync.store.snapshot import Frozen
@@ -49,7 +51,7 @@ VARIABLE = "PSYNC_TESTING_APPLY_LOG"
 
 LOGGED = (
     "create", "copy", "define_optimizer", "set_learning_rate", "restore_count", "set_count",
-    "hear_count", "begin_push", "begin_step", "apply_checked", "apply_at_once", "apply_mean",
+    "hear_count", "begin_push", "begin_step", "apply_checked", "apply_at_once",
     "apply_mean_at_once", "assign_checked", "average", "scatter", "apply_rows", "apply_row_mean",
     "load_slot",
 )  # fmt: skip
@@ -269,15 +271,25 @@ def _plain(value: Any) -> Any:
         return {"array": [dtype_name(array.dtype), list(np.shape(value)), to_bytes_view(array)]}
     if isinstance(value, memoryview):
         return bytes(value)
-    if isinstance(value, RowValues):
-        return {"rows": [_plain(value.rows), _plain(value.values)]}
+    if isinstance(value, RowValues | RowMean):
+        return {type(value).__name__: _plain(tuple(value))}
+    if isinstance(value, MeanGradient):
+        return {"mean": _plain((value.gradients, value.weights, value.reduction, value.scale))}
     if isinstance(value, ShardSpec):
-        fields = (value.variable, value.variable_id, value.index, value.offset, value.shape,
-                  value.dtype, value.ps)  # fmt: skip
-        return {"spec": _plain(fields)}
+        return {"spec": _plain(dataclasses.astuple(value))}
     if isinstance(value, Mapping):
         return {"map": [[_plain(key), _plain(of)] for key, of in value.items()]}
     return [_plain(each) for each in value]
+
+
+_KINDS: dict[str, Any] = {
+    "array": lambda dtype, shape, data: array_from_bytes(data, shape, dtype),
+    "RowValues": RowValues,
+    "RowMean": RowMean,
+    "mean": lambda *given: ShardStore("").mean_of(*given),
+    "spec": ShardSpec,
+    "map": lambda *pairs: dict(pairs),
+}
 
 
 def _made(value: Any) -> Any:
@@ -287,11 +299,4 @@ def _made(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, of),) = value.items()
-    if kind == "array":
-        dtype, shape, data = of
-        return array_from_bytes(data, tuple(shape), dtype)
-    if kind == "rows":
-        return RowValues(*map(_made, of))
-    if kind == "spec":
-        return ShardSpec(*_made(of))
-    return {_made(key): _made(each) for key, each in of}
+    return _KINDS[kind](*_made(of))

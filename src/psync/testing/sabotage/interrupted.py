@@ -16,7 +16,7 @@ from psync.client.ps_link import Answers, Call
 from psync.client.sync_client import SyncClient
 from psync.errors import PsyncError
 from psync.sync.groups import OutgoingStep
-from psync.sync.step_rounds import Ended, StepRounds
+from psync.sync.outgoing_steps import Ended, StepRounds
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
 from psync.wire.codec import Message

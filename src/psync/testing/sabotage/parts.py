@@ -16,8 +16,8 @@ from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
 from psync.store.update_gate import UpdateGate
+from psync.sync.outgoing_steps import StepRounds
 from psync.sync.ps_services import PsServices
-from psync.sync.step_rounds import StepRounds
 from psync.sync.steps import SyncSteps
 from psync.testing.sabotage import apply_log as apply_logs
 from psync.testing.sabotage.apply_log import LoggedServices, LoggedStore, LoggedUpdates

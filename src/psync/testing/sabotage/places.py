@@ -21,10 +21,9 @@ from psync.ps.creation import ShardCreation
 from psync.ps.frozen_snapshots import FrozenSnapshots
 from psync.ps.update import Update
 from psync.ps.updates import PsUpdates
-from psync.sync.outgoing_steps import OutgoingSteps
+from psync.sync.outgoing_steps import OutgoingSteps, StepRounds
 from psync.sync.ps_sync import PsSync
 from psync.sync.step_applier import StepApplier
-from psync.sync.step_rounds import StepRounds
 from psync.wire.messages import Push
 from psync.worker.session import Session
 

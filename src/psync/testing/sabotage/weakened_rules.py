@@ -71,10 +71,6 @@ class WeakLedger(Ledger):
         if "fencing" not in self.without or "#" in task:
             super().fence(task, incarnation)
 
-    def acknowledge(self, client: Client, acked_below: int) -> None:
-        """Forget the answers that a client has received."""
-        super().acknowledge(self._judged_as(client), acked_below)
-
     def is_settled(self, client: Client, sequence: int) -> bool:
         """Return whether a message will change nothing here any more; a cut asks."""
         return bool(self.without & {"dedup", "fencing"}) or super().is_settled(client, sequence)
@@ -113,7 +109,7 @@ class WeakSteps(SyncSteps):
 
     def contribute(self, group: int, contribution: Contribution) -> list[Action]:
         """Judge a push as if its values were those of the present step."""
-        present = contribution._replace(local_step=self.step(group))
+        present = contribution._replace(local_step=self.present_and_first(group)[0])
         return super().contribute(group, present)
 
 

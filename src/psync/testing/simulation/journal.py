@@ -50,18 +50,16 @@ class Note:
     """One call of a run, as its worker saw it."""
 
     call: str  # numbers of its closure, and of it in the closure
-    began: float
     local: int | None = None  # step of the values, as far as it is known; -1: the first
     outcome: str | None = None  # None: nobody was told
     staleness: int = 0
-    token: int = -1
     partial: bool = False
     count: int = 0  # pushes in its step
 
     def told(self, result: Any) -> Note:
         """Note the result of a push."""
         self.outcome, self.staleness = str(result.outcome.value), result.staleness
-        self.token, self.partial, self.count = result.step, result.partial, result.count
+        self.partial, self.count = result.partial, result.count
         return self.heard()
 
     def heard(self, outcome: str = "") -> Note:
@@ -113,7 +111,7 @@ class Run:
         """Note that a call is made."""
         Journal.current().rounds.begin(self.worker)
         name = f"{self.closure} {self.ordinal}"
-        note = self.notes[self.ordinal] = Note(name, asyncio.get_running_loop().time())
+        note = self.notes[self.ordinal] = Note(name)
         Journal.current().say("call", name)
         return note
 

@@ -74,11 +74,11 @@ def faults_of_rest(
     """
     for task, host in _served_in(tasks.values()):
         # One that was taken for dead, and lives, keeps what it held until another chief comes
-        # and ends it: see ``backups.served``, EndFormer.
+        # and ends it: see ``backups.host``, EndFormer.
         if moved.get(task.task, task.task) != host.task or task._index >= num_ps:
             continue
         name, statistics = f"{task.task} in the process of {host.task}", task.statistics()
-        staging, steps = statistics["staging"], dict(task.services.sync.steps())
+        staging, steps = statistics["staging"], dict(task.services.sync.staging.steps())
         # Of pushes that were told duplicate, or cancelled, and of runs that were lost, they wait
         # for the end of the step that is open. That of values that nobody has pulled is -1.
         waiting = sum(
@@ -184,7 +184,7 @@ def _is_unwritten(name: str, held: dict[str, Any], copied: dict[str, Any]) -> bo
 
 def _contents(task: PsTask) -> dict[str, Any]:
     """Return all that a backup has to have, by what it is."""
-    if not task.services.executor.computes.is_idle:
+    if task.services.executor.computes.waiting:
         raise BusyError("something is being computed")
     frozen, _ = task.services.freeze()
     state = frozen.state
@@ -195,7 +195,7 @@ def _contents(task: PsTask) -> dict[str, Any]:
     for name in ("shards", "versions", "pushes", "accumulators"):
         found[name] = getattr(state, name)
     # A definition that came in passing is told to the backup with the first entry that needs it.
-    steps = dict(task.services.sync.steps())
+    steps = dict(task.services.sync.staging.steps())
     for number, optimizer in state.optimizers.items():
         if any(optimizer.count):
             found[f"optimizer {number}"] = optimizer

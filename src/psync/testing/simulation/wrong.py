@@ -55,7 +55,7 @@ def is_nearly_complete(original: Any) -> Any:
 
 def fresh_by_one(original: Callable[..., Any]) -> Any:
     def contribute(self: SyncSteps, group: int, push: Any) -> Any:
-        if 0 <= push.local_step == self.step(group) - 1:
+        if 0 <= push.local_step == self.present_and_first(group)[0] - 1:
             push = dataclasses.replace(push, local_step=push.local_step + 1)
         return original(self, group, push)
 
