@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,7 +37,7 @@ from psync.errors import (
     VersionMismatch,
 )
 from psync.wire.codec import Message
-from psync.wire.lent import EXTENT, EXTENT_BYTES, Borrow, Borrowed, Copying, Extent
+from psync.wire.lent import EXTENT, EXTENT_BYTES, Borrow, Borrowed, Extent, copies
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.tensors import Joined
 
@@ -180,16 +180,13 @@ def encode_head(
         LocalProtocolError: If it is more than ``limits`` allow.
     """
     count, body_len = len(lengths), sum(lengths)
-    if not count and len(header) <= limits.header_bytes:
-        return PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), 0, 0) + header
     if (
         len(header) > limits.header_bytes
         or count > limits.segments
         or body_len > limits.body_bytes
         or body_len > limits.segment_bytes
     ):
-        _check_sizes(LocalProtocolError, limits, len(header), count, body_len)
-        _check_segments(LocalProtocolError, limits, lengths)
+        _check_sizes(LocalProtocolError, limits, len(header), count, body_len, lengths)
     head = _with_lengths(PREFIX.format, count).pack(
         MAGIC, VERSION, kind, len(extents), request_id, len(header), count, body_len, *lengths
     )
@@ -213,14 +210,14 @@ class FrameDecoder:
     Attributes:
         start: First unread byte of the scratch buffer.
         end: Behind its last received byte.
-        copying: A body that is lent; None: nothing is being copied.
+        copying: Copies a body that is lent, piece by piece; None: nothing is being copied.
         borrow: Finds such bodies; None: the peer has nothing that could be lent.
     """
 
     def __init__(self, limits: Limits, sink: Sink, make: type[Frame] = Frame) -> None:
         self.limits = limits
         self.start = self.end = 0
-        self.copying: Copying | None = None
+        self.copying: Iterator[int] | None = None
         self.borrow: Borrow | None = None
         self._sink = sink
         self._make = make
@@ -299,7 +296,7 @@ class FrameDecoder:
                 return self._make(kind, request_id, header, (), 0)
             lengths = _with_lengths("<", count).unpack_from(self._scratch, start + PREFIX_BYTES)
             if body_len > limits.segment_bytes:
-                _check_segments(FrameTooLarge, limits, lengths)
+                _check_sizes(FrameTooLarge, limits, header_len, count, body_len, lengths)
             if sum(lengths) != body_len:
                 raise RemoteProtocolError(
                     f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
@@ -345,7 +342,7 @@ class FrameDecoder:
         if self._frame is None or self._frame.token != token:
             return
         if self.copying is not None:
-            self.copying.stop()
+            self.copying = iter(())  # the next piece is the last
         if self._targets:
             self._discard = sum(map(len, self._targets[self._target :])) - self._filled
             self._targets = ()
@@ -388,17 +385,22 @@ class FrameDecoder:
         targets = self._sink(frame)
         if borrowed.is_kept:
             return frame
+        if targets is not None and sum(map(len, targets)) != frame.nbytes:
+            raise _misfit(sum(map(len, targets)), frame.nbytes)
         self._frame = frame
-        self.copying = Copying(borrowed, frame.nbytes, targets)
+        self.copying = iter(()) if targets is None else copies(targets, borrowed.views)
         return self._copy_more()
 
     def _copy_more(self) -> Frame | None:
         """Copy a part of a body that is lent; return its frame with the last one."""
         assert self.copying is not None, "one has begun"
-        if not self.copying.go_on():
+        if next(self.copying, None) is not None:
             return None
         self.copying = None
-        return self._body_done()
+        frame = self._body_done()
+        if frame is not None and frame.borrowed is not None:
+            frame.borrowed.give_back()
+        return frame
 
     def _compact(self, need: int) -> None:
         """Move what is unread to the front of a scratch buffer of at least ``need`` bytes."""
@@ -446,7 +448,12 @@ def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemotePro
 
 
 def _check_sizes(
-    error: type[ProtocolError], limits: Limits, header_len: int, count: int, body_len: int
+    error: type[ProtocolError],
+    limits: Limits,
+    header_len: int,
+    count: int,
+    body_len: int,
+    lengths: Sequence[int] = (),
 ) -> None:
     if header_len > limits.header_bytes:
         raise error(f"header of {header_len} bytes, at most {limits.header_bytes} are allowed")
@@ -455,8 +462,6 @@ def _check_sizes(
     if body_len > limits.body_bytes:
         raise error(f"body of {body_len} bytes, at most {limits.body_bytes} are allowed")
 
-
-def _check_segments(error: type[ProtocolError], limits: Limits, lengths: Sequence[int]) -> None:
     largest = max(lengths, default=0)
     if largest > limits.segment_bytes:
         raise error(
