@@ -66,6 +66,7 @@ def kinds_of(module: ModuleType) -> set[type[Message]]:
         for kind in vars(module).values()
         if isinstance(kind, type)
         and issubclass(kind, Message)
+        and hasattr(kind, "code")  # the others are bases
         and kind.__module__ == module.__name__
     }
 

@@ -72,8 +72,8 @@ _BY_HEADER: dict[bytes, Message] = {}  # the same, the other way round
 
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def message(code: int) -> Callable[[type[M]], type[M]]:
-    """Class decorator: make a dataclass, a message under ``code``, from 1.
+def message(code: int | None = None) -> Callable[[type[M]], type[M]]:
+    """Class decorator: make a dataclass, a message under ``code``, from 1; None: a base of some.
 
     For a type checker it is frozen. It is not when it runs: to make a frozen one takes five times
     as long, and all that travels is made twice.
@@ -83,6 +83,8 @@ def message(code: int) -> Callable[[type[M]], type[M]]:
         if code in _BY_CODE:
             raise TypeError(f"message code {code} is taken by {_BY_CODE[code].cls.__name__}")
         cls = dataclass(unsafe_hash=True, slots=True)(made)
+        if code is None:
+            return cls
         cls.code = code
         form = _BY_CODE[code] = _BY_CLASS[cls] = _Form(cls)
         if not form.names:

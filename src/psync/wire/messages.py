@@ -221,14 +221,20 @@ class RowsPulled(Message):
     steps: list[tuple[int, int]]  # as in Pulled
 
 
-@message(36)
-class Push(Message):
-    """Gradients for a set of shards. Segments: one per member. Answered by Pushed."""
+@message()
+class Update(Message):
+    """Base of the updates of one client, which share their numbers."""
 
     sequence: int  # of this client, from 1
     acked_below: int  # the client has the answers to all smaller sequences
     closure: int  # id, or -1 outside a closure
     ordinal: int  # of the call within the closure
+
+
+@message(36)
+class Push(Update):
+    """Gradients for a set of shards. Segments: one per member. Answered by Pushed."""
+
     set_id: int
     members: list[tuple[int, int]] | None
     optimizer: int
@@ -271,13 +277,9 @@ class Measured(Message):
 
 
 @message(37)
-class Assign(Message):
+class Assign(Update):
     """Values for a set of shards. Segments: one per member. Answered by Pushed."""
 
-    sequence: int
-    acked_below: int
-    closure: int
-    ordinal: int
     set_id: int
     members: list[tuple[int, int]] | None
     op: str  # "assign", "add", "sub" or "max"; for rows also "mul", "div" or "min"
@@ -297,13 +299,9 @@ class Pushed(Message):
 
 
 @message(61)
-class AverageShards(Message):
+class AverageShards(Update):
     """Move averages towards the present values of shards on the same ps. Answered by Pushed."""
 
-    sequence: int
-    acked_below: int
-    closure: int
-    ordinal: int
     # (variable id of the average, id of the variable that it follows, index of both shards)
     shards: list[tuple[int, int, int]]
     decay: float  # average -= (1 - decay) * (average - value)
@@ -313,20 +311,22 @@ class AverageShards(Message):
 # Optimizers, and what they keep: set from outside by a program that restores it.
 
 
-@message(41)
-class DefineOptimizer(Message):
-    """Make an optimizer known before its first push; answered by Done."""
+@message()
+class OfOptimizer(Message):
+    """Base of messages that define an optimizer."""
 
     optimizer: int
     config: dict[str, Any]
 
 
-@message(127)
-class AskOptimizer(Message):
-    """How many pushes has an optimizer applied? Answered by OptimizerState."""
+@message(41)
+class DefineOptimizer(OfOptimizer):
+    """Make an optimizer known before its first push; answered by Done."""
 
-    optimizer: int
-    config: dict[str, Any]  # defines it
+
+@message(127)
+class AskOptimizer(OfOptimizer):
+    """How many pushes has an optimizer applied? Answered by OptimizerState."""
 
 
 @message(124)
@@ -339,20 +339,16 @@ class OptimizerState(Message):
 
 
 @message(125)
-class SetSlots(Message):
+class SetSlots(OfOptimizer):
     """Values for slots of shards; idempotent. Segments: one per member. Answered by Done."""
 
-    optimizer: int
-    config: dict[str, Any]  # defines it
     members: list[tuple[int, int, str]]  # variable id, shard index, slot
 
 
 @message(126)
-class SetOptimizer(Message):
+class SetOptimizer(OfOptimizer):
     """Let an optimizer go on otherwise; idempotent. Answered by Done."""
 
-    optimizer: int
-    config: dict[str, Any]  # defines it
     step: int  # pushes that it has applied, marked with a new epoch; -1: as it is
     learning_rate: dict[str, Any] | None  # config of a schedule; None: as it is
 
@@ -443,16 +439,12 @@ class DefineAccumulator(Message):
 
 
 @message(63)
-class ApplyGradient(Message):
+class ApplyGradient(Update):
     """Add a gradient to an accumulator. Answered by GradientApplied.
 
     Segments: the values; of a sparse gradient the indices (int64) before them.
     """
 
-    sequence: int  # shared with pushes and assigns, as are the next three
-    acked_below: int
-    closure: int
-    ordinal: int
     accumulator: str
     shape: list[int]  # of the values
     dense_shape: list[int] | None  # of the array that the rows are of, if it is known
@@ -461,13 +453,9 @@ class ApplyGradient(Message):
 
 
 @message(64)
-class SetAccumulatorStep(Message):
+class SetAccumulatorStep(Update):
     """Set the step of an accumulator. Answered by GradientApplied."""
 
-    sequence: int
-    acked_below: int
-    closure: int
-    ordinal: int
     accumulator: str
     step: int
 
@@ -901,24 +889,6 @@ class KeepAnswers(Message):
     takes: list[tuple[str, int, str, int, bytes, int]]
 
 
-ONLY_IN_LOGS = (
-    CheckState,
-    BeginGroup,
-    CountPush,
-    ForgetPush,
-    SetMembers,
-    Tick,
-    NormsMeasured,
-    StepApplied,
-    EndSteps,
-    SetGroups,
-    HoldPush,
-    EndTakes,
-    HoldGradients,
-    KeepAnswers,
-)
-
-
 # Consistent cuts, snapshots, backups, recovery, workers that leave. A *cut* is one position on
 # every ps: every update is wholly in it or wholly out. A *snapshot* is that of a ps at a cut: a
 # state, as JSON, and arrays, its *items*, by their place in the state. See docs/design.md.
@@ -1065,15 +1035,21 @@ class BackUp(Message):
     lost: bool
 
 
+@message()
+class OfBackup(Message):
+    """Base of messages to the process of a backup."""
+
+    ps: int
+    epoch: int
+
+
 @message(98)
-class BeginBackup(Message):
+class BeginBackup(OfBackup):
     """Ps → the process of its backup: a snapshot of me comes; answered by BackupBegun.
 
     Segment: its state. Its items follow, by FillBackup, then LogEntries, from ``first`` on.
     """
 
-    ps: int
-    epoch: int
     coordinator: int  # as in AttachPs, also the next two
     ps_addresses: list[str]
     ps_timeout_s: float
@@ -1091,24 +1067,20 @@ class BackupBegun(Message):
 
 
 @message(99)
-class FillBackup(Message):
+class FillBackup(OfBackup):
     """Bytes of an item of such a snapshot; answered by Done. Segment: they."""
 
-    ps: int
-    epoch: int
     item: int
     start: int  # first byte
 
 
 @message(102)
-class LogEntries(Message):
+class LogEntries(OfBackup):
     """What a ps is about to do, in order; answered by LogTaken. Segments: those of all entries.
 
     An entry: (who asked for it, its incarnation, the message that asked, number of segments).
     """
 
-    ps: int
-    epoch: int
     first: int  # number of the first entry
     entries: list[tuple[str, int, bytes, int]]
 
@@ -1121,11 +1093,9 @@ class LogTaken(Message):
 
 
 @message(104)
-class Promote(Message):
+class Promote(OfBackup):
     """Coordinator → the process of a backup: let it serve. Answered by Promoted."""
 
-    ps: int
-    epoch: int
     coordinator: int
     fences: list[tuple[str, int]]  # (task, lowest incarnation of it that may still be served)
 
