@@ -46,14 +46,14 @@ async def test_it_records_from_the_first_question_to_the_last() -> None:
     recorder = new_recorder()
     told: list[bool] = []
     recorder.watch(lambda which: told.append(which is recorder))
-    assert not recorder.is_recording
+    assert not recorder._readers
     assert read(recorder)["entries"] == []
-    assert (recorder.is_recording, told) == (True, [True])
+    assert (bool(recorder._readers), told) == (True, [True])
     recorder.note("a", 1)
     assert notes(read(recorder)) == [1]
     recorder.note("a", 2)
     assert notes(read(recorder, last=True)) == [2]
-    assert (recorder.is_recording, told) == (False, [True, False])
+    assert (bool(recorder._readers), told) == (False, [True, False])
     assert notes(read(recorder)) == []
     recorder.close()
 
@@ -113,11 +113,11 @@ async def test_who_does_not_come_back_is_forgotten_after_a_while() -> None:
     await asyncio.sleep(LEASE_S - 1)
     read(recorder, "one")
     await asyncio.sleep(LEASE_S + GRACE_S / 2)
-    assert recorder.is_recording  # the question may be unread, if the loop was kept busy
+    assert recorder._readers  # the question may be unread, if the loop was kept busy
     recorder.note("a", 1)
     assert notes(read(recorder, "one")) == [1]
     await asyncio.sleep(LEASE_S + GRACE_S + 0.1)
-    assert not recorder.is_recording
+    assert not recorder._readers
 
 
 @pytest.mark.virtual_time
@@ -165,9 +165,9 @@ async def test_it_answers_over_a_connection() -> None:
     async with connected(server={AskSpans: Handler(recorder.answer)}) as pair:
         received = await pair.peer.call(AskSpans("r", False))
         assert msgpack.unpackb(bytes(received.segments[0]))["lost"] == 0
-        assert recorder.is_recording
+        assert recorder._readers
         await pair.peer.call(AskSpans("r", True))
-        assert not recorder.is_recording
+        assert not recorder._readers
 
 
 @pytest.mark.virtual_time
@@ -384,7 +384,7 @@ async def test_what_a_trace_holds_is_bounded_and_said(
     monkeypatch.setattr(module, "MAX_BYTES", 1)
     async with coordinating() as (_, coordinator):
         async with coordinator.trace(tmp_path / "t.json") as traced:
-            await traced.wait(asyncio.Event())
+            await traced.ended.wait()
     assert traced.cut_short == "more than 0 MiB were recorded"
     assert TraceFile(tmp_path / "t.json").about["ended"] == traced.cut_short
 
@@ -431,7 +431,7 @@ class Ending:
 async def test_a_run_that_ends_leaves_what_there_was(tmp_path: Path) -> None:
     trace = Trace(Ending(2).read, "train.py")
     await trace.record()
-    await trace.wait(asyncio.Event())
+    assert trace.ended.is_set()
     assert trace.cut_short == "train.py has ended"
     trace.write(tmp_path / "t.json")
     assert "train.py has ended" in (tmp_path / "t.json").read_text()

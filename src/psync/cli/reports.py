@@ -304,16 +304,15 @@ def trace(out: Path, run: str | None, seconds: float) -> int:
 async def _trace(out: Path, path: str | None, seconds: float) -> Trace:
     from psync.net.trace import tracing
 
-    ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with reading_of(path) as reader:
         status = await reader.read()
         async with tracing(reader.read_spans, status.program, out) as traced:
-            loop.add_signal_handler(signal.SIGINT, ended.set)
+            loop.add_signal_handler(signal.SIGINT, traced.ended.set)
             click.echo(f"recording {status.program} for {seconds:g} s ...", err=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await traced.wait(ended)
+                    await traced.ended.wait()
             loop.remove_signal_handler(signal.SIGINT)
     return traced
 

@@ -389,14 +389,6 @@ class Connection(asyncio.BufferedProtocol):
         state = "open" if self.is_open else "closed" if self.is_closed else "opening"
         return f"<Connection {self.task or '?'} {self.lane} {state}, {len(self._calls)} calls>"
 
-    def statistics(self) -> dict[str, int]:
-        """Return how many requests are open, ours and theirs, and the bytes of their bodies."""
-        return {
-            "calls": len(self._calls),
-            "serving": len(self._serving),
-            "unfinished_bytes": self._unfinished_bytes,
-        }
-
     @property
     def is_connected(self) -> bool:
         """Whether there was a transport: only then is the end reported."""

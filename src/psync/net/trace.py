@@ -126,11 +126,6 @@ class SpanRecorder:
         self._connections: dict[int, tuple[str, int, str, int, str]] = {}  # in this order
         self._ticking: asyncio.TimerHandle | None = None
 
-    @property
-    def is_recording(self) -> bool:
-        """Whether anybody reads."""
-        return bool(self._readers)
-
     def watch(self, watched: Watched) -> Callable[[], None]:
         """Tell ``watched`` when recording starts and ends. Return a function that ends that."""
 
@@ -348,37 +343,24 @@ class Trace:
 
     Attributes:
         began: Set when all tasks record.
+        ended: Ends recording when it is set; set when that has ended.
         cut_short: Why it ended early; "" if it did not.
         summary: Contents of the file; None before it is written.
     """
 
     def __init__(self, read: ReadSpans, program: str) -> None:
         self.began = asyncio.Event()
+        self.ended = asyncio.Event()
         self.cut_short = ""
         self.summary: Summary | None = None
         self._read = read
         self._program = program
         self._name = random_hex(8)
-        self._ended = asyncio.Event()
-        self._over = asyncio.Event()  # set when ``record`` is over
         self._readings: list[Reading] = []
         self._nbytes = 0
 
-    def end(self) -> None:
-        """Stop recording."""
-        self._ended.set()
-
-    async def wait(self, ended: asyncio.Event) -> None:
-        """Wait for an event, or for the end of recording. Cancellation: safe."""
-        waiting = [asyncio.ensure_future(each.wait()) for each in (ended, self._over)]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waiting:
-                each.cancel()
-
     async def record(self) -> None:
-        """Read until ``end``, or until the run ends.
+        """Read until ``ended`` is set, or until the run ends.
 
         Raises:
             PsyncError: Nothing could be read.
@@ -386,12 +368,12 @@ class Trace:
         Cancellation: Safe; tasks stop recording automatically.
         """
         try:
-            while not self._ended.is_set() and not self.cut_short:
+            while not self.ended.is_set() and not self.cut_short:
                 self._take(await self._read(self._name))
                 self.began.set()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(READ_EVERY_S):
-                        await self._ended.wait()
+                        await self.ended.wait()
             self._take(await self._read(self._name, last=True))
         except PsyncError as exc:
             if not self._readings:
@@ -399,7 +381,7 @@ class Trace:
             self.cut_short = exc.message
         finally:
             self.began.set()
-            self._over.set()
+            self.ended.set()
 
     def write(self, path: Path) -> None:
         """Write the file. Raises OSError."""
@@ -442,7 +424,7 @@ async def tracing(
                 recording.result()  # nothing could be read
             yield trace
         finally:
-            trace.end()
+            trace.ended.set()
             await recording
             await asyncio.to_thread(trace.write, draft)
             os.replace(draft, path)

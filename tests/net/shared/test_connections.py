@@ -462,12 +462,12 @@ async def test_reading_goes_on_when_both_the_copy_and_the_handlers_allow_it() ->
         await until(lambda: begun == 4)  # the fourth is more than is allowed
         await until_quiet()
         assert begun == 4
-        assert pair.back.statistics()["unfinished_bytes"] == 4 * 300_000
+        assert pair.back._unfinished_bytes == 4 * 300_000
         gate.set()
         for number, call in enumerate(calls):
             body = np.frombuffer((await call).segments[0], np.uint8)
             assert np.array_equal(body, pattern(300_000, number))
-        assert pair.back.statistics()["unfinished_bytes"] == 0
+        assert pair.back._unfinished_bytes == 0
         await all_is_back(pair)
 
 
