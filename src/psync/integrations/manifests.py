@@ -244,8 +244,7 @@ def _secrets(hosts: list[str]) -> dict[str, str]:
         from psync.net.certificates import mint
 
         made = mint(hosts, CERTIFICATE_DAYS)
-        files = {"ca.pem": made.ca, "cert.pem": made.cert, "key.pem": made.key}
-        secrets |= {name: pem.decode("ascii") for name, pem in files.items()}
+        secrets |= {name: pem.decode("ascii") for name, pem in made.items()}
     return secrets
 
 

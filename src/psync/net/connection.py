@@ -41,9 +41,8 @@ from psync.errors import (
     PsyncError,
     RemoteProtocolError,
 )
-from psync.net.shared.bodies import Sharing, Waker
+from psync.net.shared.bodies import Loan, Sharing, Waker
 from psync.net.shared.channel import SideChannel
-from psync.net.shared.loans import Loan
 from psync.net.shared.regions import SharedMemory
 from psync.net.transport import name_of, set_options
 from psync.numerics.memory import BlockPool

@@ -255,23 +255,18 @@ class SharedMemory:
         if nbytes <= LENT_ABOVE_BYTES or self.make is None:
             return None
         with self._lock:
-            return self._cut_from_slab(nbytes, phase, alignment, sharing)
-
-    def _cut_from_slab(
-        self, nbytes: int, phase: int, alignment: int, sharing: int
-    ) -> memoryview | None:
-        start = (phase - self._slab_at) % alignment
-        if nbytes <= sharing and start + nbytes <= len(self._slab):
-            memory, at = self._slab, self._slab_at
-        else:
-            size = phase + nbytes
-            new = self._new_region(max(size, SLAB_BYTES) if nbytes <= sharing else size)
-            if new is None:
-                return None
-            memory, at, start = new, 0, phase
-        if len(memory) - start - nbytes > len(self._slab) or memory is self._slab:
-            end = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
-            self._slab, self._slab_at = memory[end:], at + end
+            start = (phase - self._slab_at) % alignment
+            if nbytes <= sharing and start + nbytes <= len(self._slab):
+                memory, at = self._slab, self._slab_at
+            else:
+                size = phase + nbytes
+                new = self._new_region(max(size, SLAB_BYTES) if nbytes <= sharing else size)
+                if new is None:
+                    return None
+                memory, at, start = new, 0, phase
+            if len(memory) - start - nbytes > len(self._slab) or memory is self._slab:
+                end = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
+                self._slab, self._slab_at = memory[end:], at + end
         return memory[start : start + nbytes]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
