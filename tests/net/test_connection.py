@@ -43,7 +43,7 @@ from psync.net import connection as connection_module
 from psync.net.connection import WRITE_HIGH_BYTES, Connection, Handler, Into, Request
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, encode
-from psync.wire.frames import FrameDecoder, Kind, Segment, encode_frame
+from psync.wire.frames import FrameDecoder, Kind, Segment
 from psync.wire.handshake import BULK
 from psync.wire.limits import Limits
 from psync.wire.messages import (
@@ -61,6 +61,7 @@ from psync.wire.messages import (
 )
 from psync.wire.tensors import to_bytes_view
 from turns import Turns, peered
+from wire_tools import encode_frame
 
 KIB, MIB = 1 << 10, 1 << 20
 WHOLE = (65_536, 65_536)

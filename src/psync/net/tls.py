@@ -39,7 +39,7 @@ from psync.errors import AuthenticationError, ConfigurationError, ConnectionLost
 from psync.net.platform import flag, read_private
 from psync.net.transport import Factory, Listener, Network
 from psync.wire.codec import encode
-from psync.wire.frames import SAME_TLS, Kind, encode_frame
+from psync.wire.frames import SAME_TLS, Kind, encode_head
 from psync.wire.messages import Refused
 
 CA_FILE, CERT_FILE, KEY_FILE = "PSYNC_TLS_CA_FILE", "PSYNC_TLS_CERT_FILE", "PSYNC_TLS_KEY_FILE"
@@ -423,7 +423,7 @@ class TlsChannel(asyncio.Transport, asyncio.BufferedProtocol):
         words = b""
         if self._accepts:  # to be understood, not encrypted
             refused = Refused("tls", "it uses TLS, but this task does not")
-            words = b"".join(encode_frame(Kind.REFUSED, 0, encode(refused)))
+            words = encode_head(Kind.REFUSED, 0, encode(refused), (), ())
         self._fail(error, words)
 
     def _fail(self, error: PsyncError, words: bytes = b"") -> None:

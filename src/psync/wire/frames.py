@@ -140,24 +140,6 @@ def flat(segments: Sequence[Segment]) -> tuple[Sequence[int], list[Buffer]]:
     return lengths, buffers
 
 
-def encode_frame(
-    kind: int,
-    request_id: int,
-    header: bytes,
-    segments: Sequence[Segment] = (),
-    limits: Limits = DEFAULT_LIMITS,
-) -> list[Buffer]:
-    """Return the buffers of one frame, to be written with a single ``writelines``.
-
-    Segments are not copied: they must not change until the transport has let go of them.
-
-    Raises:
-        LocalProtocolError: If it is more than ``limits`` allow: the peer would refuse it.
-    """
-    lengths, buffers = flat(segments)
-    return [encode_head(kind, request_id, header, lengths, (), limits), *buffers]
-
-
 def encode_head(
     kind: int,
     request_id: int,
