@@ -33,7 +33,7 @@ from psync.net.platform import (
     mint_secret,
     require_secret,
 )
-from psync.net.task_reports import described_by, report_text
+from psync.net.task_reports import add_description, report_text
 from psync.net.transport import SocketNetwork
 from psync.testing.simulation.drawing import drawn
 from psync.testing.simulation.run import simulate
@@ -299,9 +299,10 @@ def test_a_simulation_leaves_strategies_and_what_tasks_tell_of_themselves() -> N
         lines = report_text("because").splitlines()
         return [line for line in lines if line.startswith(("me", "/job:", "coordinator"))]
 
-    with described_by(lambda: ["me"]):
-        check_twice(lambda: (told(), running_scopes()))
-        assert told() == ["me"]
+    remove = add_description(lambda: ["me"])
+    check_twice(lambda: (told(), running_scopes()))
+    assert told() == ["me"]
+    remove()
 
 
 @pytest.mark.slow

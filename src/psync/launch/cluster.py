@@ -496,8 +496,7 @@ class TasksInProcesses(Host):
         await self._resources.enter_async_context(door)
 
     async def check(self, num_workers: int) -> None:
-        if self._gpus.are_shared:
-            await asyncio.to_thread(self._gpus.check, num_workers)
+        await asyncio.to_thread(self._gpus.check, num_workers)
 
     async def start(self, job: str, index: int) -> str:
         if (job, index) in self._unused:

@@ -291,27 +291,21 @@ GRACE_S = 5.0
 """Between SIGTERM and SIGKILL."""
 
 
-def watch_launcher() -> None:
-    """Do ``watch_lifeline`` where a launcher has started this process."""
-    lifeline = os.environ.pop("PSYNC_LIFELINE_FD", None)
-    if lifeline:
-        watch_lifeline(int(lifeline))
-
-
-def watch_lifeline(fd: int, *, grace_s: float = GRACE_S) -> None:
-    """End this process when its launcher has gone, in whatever way that happened.
+def watch_launcher(*, grace_s: float = GRACE_S) -> None:
+    """End this process when the launcher that started it has gone, in whatever way that happened.
 
     A daemon thread reads the lifeline. At its end this process and all it has started get SIGTERM;
     if it is there ``grace_s`` seconds later, they are killed.
 
     Args:
-        fd: Read end of the pipe, ``PSYNC_LIFELINE_FD``. Nobody else may use it from now on.
         grace_s: Seconds between SIGTERM and the end.
     """
-    os.set_inheritable(fd, False)
-    threading.Thread(
-        target=_end_with_launcher, args=(fd, grace_s), name="psync-lifeline", daemon=True
-    ).start()
+    if lifeline := os.environ.pop("PSYNC_LIFELINE_FD", None):
+        fd = int(lifeline)
+        os.set_inheritable(fd, False)
+        threading.Thread(
+            target=_end_with_launcher, args=(fd, grace_s), name="psync-lifeline", daemon=True
+        ).start()
 
 
 def _end_with_launcher(fd: int, grace_s: float) -> None:

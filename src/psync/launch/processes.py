@@ -38,9 +38,7 @@ from typing import IO, Any, Literal, Self
 from psync.cluster import join_address
 from psync.errors import BusyError, ClosedError, ConfigurationError
 from psync.launch.process import GRACE_S, LineForwarder, Sink, write_stderr, write_stdout
-from psync.net.shared.door_names import door_beside, may_share
-
-BACKLOG = 1024  # all peers connect at once, and to tasks that are not up yet
+from psync.net.shared.door_names import BACKLOG, door_beside, may_share
 
 SERVE_COMMAND = (sys.executable, "-m", "psync", "task")
 
@@ -519,11 +517,6 @@ class GpuShares:
         self._per_worker = per_worker
         self._environ = environ
         self._found: tuple[list[str], str] | None = None  # None until they are looked for
-
-    @property
-    def are_shared(self) -> bool:
-        """Whether workers get some."""
-        return bool(self._per_worker)
 
     def check(self, num_workers: int) -> None:
         """Are there enough for so many workers? The first call may start ``nvidia-smi``.

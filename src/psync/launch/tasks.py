@@ -68,8 +68,9 @@ from psync.net.resolvers import (
     resolve_cluster,
     training_cluster,
 )
-from psync.net.task_reports import described_by
-from psync.net.transport import BACKLOG, SocketNetwork
+from psync.net.shared.door_names import BACKLOG
+from psync.net.task_reports import add_description
+from psync.net.transport import SocketNetwork
 from psync.wire.messages import Done, JoinCluster, Joined, LeaveCluster, Shutdown
 
 if TYPE_CHECKING:
@@ -518,7 +519,7 @@ async def serve_as(
 
                 metrics = serving_metrics(address, task.task, task.statistics)
                 await stack.enter_async_context(metrics)
-            stack.enter_context(described_by(task.describe))
+            stack.callback(add_description(task.describe))
             if leave is not None:
                 stack.enter_context(asked_first(leave_first))
             stack.enter_context(naming)

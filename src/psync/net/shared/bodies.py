@@ -23,7 +23,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from psync.errors import RemoteProtocolError
@@ -433,15 +433,6 @@ class BorrowedBody:
     def _one_gone(self, of: int) -> None:
         if next(self._gone) == of:
             self._sharing.give_back(self._number, self._nbytes)
-
-
-def bytes_now(sharings: Iterable[Sharing]) -> dict[str, int]:
-    """Return what is lent over all connections of a task, also those that are gone, and kept."""
-    each = list(sharings)
-    return {
-        "bytes_lent_now": sum(sharing.bytes_lent_now for sharing in each),
-        "bytes_kept_now": sum(sharing.bytes_kept_now for sharing in each),
-    }
 
 
 def _bound(nbytes: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from psync.net.platform import flag
 
-BACKLOG = 1024
+BACKLOG = 1024  # all tasks of a cluster connect at once, and to tasks that are not up yet
 _ANYWHERE = ("0.0.0.0", "::")  # compared with, not bound to
 
 

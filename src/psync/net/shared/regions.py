@@ -348,21 +348,16 @@ class SharedMemory:
             self._shrinking = None
 
     def _new_arena(self) -> BlockPool:
-        me = weakref.ref(self)  # or it would be reached from itself, and stay for a while
-
-        def memory() -> SharedMemory:
-            memory = me()
-            assert memory is not None, "who takes has it"
-            return memory
+        me = weakref.proxy(self)  # or it would be reached from itself, and stay for a while
 
         def take(nbytes: int) -> np.ndarray:
-            root = memory().take(nbytes)
+            root: np.ndarray = me.take(nbytes)
             if region_of(root.data) is None:  # ordinary memory, which the arena must not keep
                 raise MemoryError
             return root
 
         def may_grow() -> bool:
-            return len(memory()._regions) <= ARENA_REGIONS
+            return len(me._regions) <= ARENA_REGIONS
 
         return BlockPool(ARENA_BYTES, take, may_grow=may_grow)
 
