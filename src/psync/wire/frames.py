@@ -24,6 +24,7 @@ from __future__ import annotations
 import enum
 import functools
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -206,16 +207,14 @@ class FrameDecoder:
         # Not zeroed: memory that small frames never reach is never taken from the system.
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8).data
         self._frame: Frame | None = None  # whose body is being received, else None
-        self._targets: Sequence[memoryview] = ()  # where the rest of the body goes
-        self._target = 0  # index of the one being filled
-        self._filled = 0  # bytes of it that are there
+        self._targets: deque[memoryview] = deque()  # where the rest of the body goes
         self._discard = 0  # bytes of a body still to be thrown away
         self._error: Exception | None = None  # set once broken
 
     def get_buffer(self, sizehint: int = -1) -> memoryview:
         """Return memory for the next bytes of the stream, however many; never empty."""
         if self._targets:
-            return self._targets[self._target][self._filled :]
+            return self._targets[0]
         if self._discard:
             return self._scratch[: self._discard]
         if self.start == self.end:
@@ -326,8 +325,8 @@ class FrameDecoder:
         if self.copying is not None:
             self.copying = iter(())  # the next piece is the last
         if self._targets:
-            self._discard = sum(map(len, self._targets[self._target :])) - self._filled
-            self._targets = ()
+            self._discard = sum(map(len, self._targets))
+            self._targets.clear()
 
     @property
     def receiving(self) -> bool:
@@ -347,13 +346,11 @@ class FrameDecoder:
             raise _misfit(sum(map(len, targets)), body_len)
         self._frame = frame
         body = self._scratch[start : start + there]
-        self._targets, self._target, self._filled = targets, 0, 0
-        while there:
-            target = targets[self._target]
-            count = min(len(target) - self._filled, there)
-            target[self._filled : self._filled + count] = body[:count]
+        self._targets.extend(targets)
+        while body:
+            count = min(len(self._targets[0]), len(body))
+            self._targets[0][:count] = body[:count]
             body = body[count:]
-            there -= count
             self._advance(count)
         self._advance(0)  # past empty targets at the front
         return None
@@ -395,14 +392,12 @@ class FrameDecoder:
     # Body: straight into its targets.
 
     def _advance(self, nbytes: int) -> None:
-        """Count ``nbytes`` more in the current target; go on to one that has room, or to none."""
-        self._filled += nbytes
-        while self._target < len(self._targets):
-            if self._filled < len(self._targets[self._target]):
-                return
-            self._filled = 0
-            self._target += 1
-        self._targets = ()
+        """Count ``nbytes`` more in the first target; go on to one that has room, or to none."""
+        targets = self._targets
+        while targets and nbytes >= len(targets[0]):
+            nbytes -= len(targets.popleft())
+        if nbytes:
+            targets[0] = targets[0][nbytes:]
 
     def _body_done(self) -> Frame | None:
         frame, self._frame = self._frame, None

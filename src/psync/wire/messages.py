@@ -518,18 +518,25 @@ class AccumulatorState(Message):
 # Synchronous steps and staleness clocks. A *group* is one SyncReplicasOptimizer, by its number.
 # A *push* is one call of its ``apply_gradients``, numbered from 1 by the client, for each group.
 
+
+@message()
+class OfGroup(Message):
+    """Base of messages about a group."""
+
+    group: int
+
+
 # Worker → ps.
 
 
 @message(42)
-class StagePush(Message):
+class StagePush(OfGroup):
     """Worker → ps: keep this part of a push until ps 0 has decided. Answered by Staged.
 
     Segments: one per member. The same push again replaces it; else it stays until its step is
     closed.
     """
 
-    group: int
     config: dict[str, Any] | None  # of the group; defines it for this connection
     push: int
     local_step: int  # of the values that the gradients were computed from; -1: the first
@@ -546,7 +553,7 @@ class Staged(Message):
 
 
 @message(44)
-class Contribute(Message):
+class Contribute(OfGroup):
     """Worker → ps 0: all parts of a push are staged; decide, and answer when there is a token.
 
     Answered by Contributed, after the step is closed or while other tokens are left. A small push
@@ -554,7 +561,6 @@ class Contribute(Message):
     to others with CloseStep. Segments: one per member.
     """
 
-    group: int
     config: dict[str, Any] | None
     push: int
     acked_below: int  # the client has the answers to all smaller numbers
@@ -586,10 +592,8 @@ class Contributed(Message):
 
 
 @message(46)
-class AskStep(Message):
+class AskStep(OfGroup):
     """Worker → ps 0, before many bytes travel: is this step still open? Answered by SyncStep."""
-
-    group: int
 
 
 @message(47)
@@ -601,10 +605,9 @@ class SyncStep(Message):
 
 
 @message(50)
-class InitTokens(Message):
+class InitTokens(OfGroup):
     """Put the initial tokens of a group, once; answered by SyncStep. ``count`` -1: the default."""
 
-    group: int
     config: dict[str, Any]
     count: int
 
@@ -633,7 +636,7 @@ class SetSizes(Message):
 
 
 @message(48)
-class CloseStep(Message):
+class CloseStep(OfGroup):
     """ps 0 → every ps: apply the mean of these pushes; idempotent by ``step``. Answered by Done.
 
     Afterwards the group is at ``step + 1`` and what is staged for ``step`` or before is dropped.
@@ -641,7 +644,6 @@ class CloseStep(Message):
     ``ahead`` afterwards, one per shard; none if shards are busy.
     """
 
-    group: int
     config: dict[str, Any] | None  # None: the ps knows it
     step: int
     # (task, incarnation, push, weight), in the order in which they are summed
@@ -741,22 +743,20 @@ class CheckState(Message):
 
 
 @message(30)
-class BeginGroup(Message):
+class BeginGroup(OfGroup):
     """A group begins at this step, the value of its global step; again changes nothing."""
 
-    group: int
     config: dict[str, Any]
     step: int
 
 
 @message(31)
-class CountPush(Message):
+class CountPush(OfGroup):
     """A Contribute, with a set of the log's own. Segments: what came along with it, if anything.
 
-    The fields from ``group`` on as in Contribute.
+    The fields that both have are as in Contribute.
     """
 
-    group: int
     push: int
     acked_below: int
     closure: int
@@ -772,10 +772,9 @@ class CountPush(Message):
 
 
 @message(128)
-class ForgetPush(Message):
+class ForgetPush(OfGroup):
     """No request of this client waits for the answer to a push any more."""
 
-    group: int
     push: int
 
 
@@ -798,20 +797,18 @@ class Tick(Message):
 
 
 @message(131)
-class NormsMeasured(Message):
+class NormsMeasured(OfGroup):
     """The factors with which a step that is decided is closed; see CloseStep."""
 
-    group: int
     step: int
     scales: list[tuple[int, float]] | None
     ratios: list[tuple[int, float]] | None
 
 
 @message(132)
-class StepApplied(Message):
+class StepApplied(OfGroup):
     """Every ps has applied a step, or one could not."""
 
-    group: int
     step: int
     failure: bytes  # a Failure, encoded; b"": there is none
 
@@ -835,10 +832,9 @@ class SetGroups(Message):
 
 
 @message(134)
-class HoldPush(Message):
+class HoldPush(OfGroup):
     """A part that is staged, of a snapshot that comes with a log. Segments: that."""
 
-    group: int
     push: int
     local_step: int
     set_id: int
@@ -896,11 +892,16 @@ class KeepAnswers(Message):
 # Coordinator → ps: a cut.
 
 
-@message(74)
-class Gate(Message):
-    """Begin no update that has not been begun, and close no step; answered by Gated."""
+@message()
+class OfCut(Message):
+    """Base of messages about a cut."""
 
-    cut: int  # number of the cut, from 1, of this coordinator
+    cut: int  # its number, from 1, of this coordinator
+
+
+@message(74)
+class Gate(OfCut):
+    """Begin no update that has not been begun, and close no step; answered by Gated."""
 
 
 @message(75)
@@ -912,18 +913,15 @@ class Gated(Message):
 
 
 @message(76)
-class Admit(Message):
+class Admit(OfCut):
     """Let these messages through the gate; answered by Done once all of them are settled."""
 
-    cut: int
     updates: list[tuple[str, int, int]]  # (client's task, its incarnation, sequence)
 
 
 @message(77)
-class Freeze(Message):
+class Freeze(OfCut):
     """Hold the present contents until DropFrozen; answered by Frozen."""
-
-    cut: int
 
 
 @message(78)
@@ -935,27 +933,22 @@ class Frozen(Message):
 
 
 @message(79)
-class OpenGate(Message):
+class OpenGate(OfCut):
     """Go on with updates; answered by Done, also if there is no such gate."""
-
-    cut: int
 
 
 @message(84)
-class DropFrozen(Message):
+class DropFrozen(OfCut):
     """Hold the contents no longer; answered by Done, also if they are not held."""
-
-    cut: int
 
 
 @message(87)
-class WriteFrozen(Message):
+class WriteFrozen(OfCut):
     """Write items of a snapshot to a new file, if you see its directory. Answered by Written.
 
     Segment: a JSON list of [item, name in the file], in the order in which they are to lie there.
     """
 
-    cut: int
     path: str  # of a safetensors file, which must not exist
     nonce: str  # the text of the file "nonce" beside it: who reads another, or none, writes nothing
 
@@ -968,10 +961,9 @@ class Written(Message):
 
 
 @message(89)
-class ReadFrozen(Message):
+class ReadFrozen(OfCut):
     """Bytes of an item of a snapshot; answered by FrozenBytes."""
 
-    cut: int
     item: int
     start: int  # first byte
     stop: int  # the one after the last; at most 16 MiB on
