@@ -18,14 +18,13 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import msgpack
 
 from psync.errors import LocalProtocolError, RemoteProtocolError
 
 Check = Callable[[Any], bool]
-M = TypeVar("M", bound="Message")
 
 MAX_ARRAY_ITEMS = 65_536
 
@@ -43,13 +42,6 @@ _unpack_long = functools.partial(
 _packer = msgpack.Packer()  # one for all: it runs no Python code between its start and its end
 
 
-class Message:
-    """Base of all messages."""
-
-    __slots__: tuple[str, ...] = ()
-    code: ClassVar[int]
-
-
 class _Form:
     """What is known of one class of messages."""
 
@@ -58,7 +50,7 @@ class _Form:
     def __init__(self, cls: type[Message]) -> None:
         hints = typing.get_type_hints(cls)
         self.cls = cls
-        self.names = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
+        self.names = tuple(field.name for field in fields(cls))
         self.types = tuple(hints[name] for name in self.names)
         self.check = _row_check(self.types)  # of all fields at once
         # attrgetter of one name returns the value and not a tuple.
@@ -72,27 +64,39 @@ _BY_HEADER: dict[bytes, Message] = {}  # the same, the other way round
 
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def message(code: int | None = None) -> Callable[[type[M]], type[M]]:
-    """Class decorator: make a dataclass, a message under ``code``, from 1; None: a base of some.
+class _MessageType(type):
+    """Makes a dataclass of every subclass of ``Message``.
 
     For a type checker it is frozen. It is not when it runs: to make a frozen one takes five times
     as long, and all that travels is made twice.
     """
 
-    def register(made: type[M]) -> type[M]:
+    def __new__(
+        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], code: int | None = None
+    ) -> Any:
+        made: Any = super().__new__(mcs, name, bases, namespace)
+        if "__slots__" in namespace:  # ``Message``, or what ``dataclass`` makes of a subclass
+            return made
         if code in _BY_CODE:
             raise TypeError(f"message code {code} is taken by {_BY_CODE[code].cls.__name__}")
         cls = dataclass(unsafe_hash=True, slots=True)(made)
-        if code is None:
-            return cls
-        cls.code = code
-        form = _BY_CODE[code] = _BY_CLASS[cls] = _Form(cls)
-        if not form.names:
-            header = _HEADER_OF[cls] = msgpack.packb([code])
-            _BY_HEADER[header] = cls()
+        if code is not None:
+            cls.code = code
+            form = _BY_CODE[code] = _BY_CLASS[cls] = _Form(cls)
+            if not form.names:
+                header = _HEADER_OF[cls] = msgpack.packb([code])
+                _BY_HEADER[header] = cls()
         return cls
 
-    return register
+
+class Message(metaclass=_MessageType):
+    """Base of all messages: ``class Proof(Message, code=3)``, with a number from 1 of its own.
+
+    Without a number a subclass is a base of messages.
+    """
+
+    __slots__: ClassVar[tuple[str, ...]] = ()
+    code: ClassVar[int]
 
 
 def encode(message: Message) -> bytes:
