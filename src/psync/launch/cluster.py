@@ -25,9 +25,9 @@ from typing import Self
 from psync.closures.membership import AdaptiveRule, changes
 from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConfigurationError, PsyncError, UsageError, other_loop
+from psync.launch.gpus import GpuShares
 from psync.launch.plugins import load_plugins, plugins_environ
 from psync.launch.processes import (
-    GpuShares,
     Process,
     ProcessGroup,
     RestartPolicy,
