@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ from psync.errors import (
 )
 from psync.integrations.manifests import launch
 from psync.launch.plugins import plugins_environ
-from psync.launch.process import configure_logging, fill_standard_streams
+from psync.launch.process import configure_logging, fill_standard_streams, run_loop
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -448,11 +449,12 @@ def join(
         if chief_timeout:
             os.environ["PSYNC_CHIEF_TIMEOUT"] = chief_timeout
         os.execv(sys.executable, command)
-    from psync.launch.tasks import SETUP_ERRORS, join_forever
+    from psync.launch import tasks
 
     try:
-        return join_forever(chief, listen, chief_timeout=chief_timeout)
-    except SETUP_ERRORS as error:
+        joining = partial(tasks.join, chief, listen, chief_timeout=chief_timeout)
+        return run_loop(joining, terminated_code=0)
+    except tasks.SETUP_ERRORS as error:
         raise ConfigurationError(error.message, hint=error.hint) from error
 
 
