@@ -31,7 +31,8 @@ from psync.net.platform import (
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
 from psync.net.shared.door_names import may_share
 from psync.net.shared.doors import can_share
-from psync.net.tls import TlsNetwork, load_tls
+from psync.net.tls import load_tls
+from psync.net.tls_channel import TlsNetwork
 from psync.net.transport import Network, SocketNetwork
 from psync.wire.limits import Limits
 
