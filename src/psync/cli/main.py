@@ -32,8 +32,9 @@ from psync.errors import (
     VersionMismatch,
 )
 from psync.integrations.manifests import launch
+from psync.launch.output import configure_logging, fill_standard_streams
 from psync.launch.plugins import plugins_environ
-from psync.launch.process import configure_logging, fill_standard_streams, run_loop
+from psync.launch.process import run_loop
 
 F = TypeVar("F", bound=Callable[..., object])
 

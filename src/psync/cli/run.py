@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 from psync.closures.membership import changes
 from psync.errors import ConfigurationError, PsyncError
 from psync.launch.gpus import GpuShares
+from psync.launch.output import also_release_blocked_output, say
 from psync.launch.plugins import check_found, plugins_environ
-from psync.launch.process import also_release_blocked_output, say
 from psync.launch.processes import (
     SERVE_COMMAND,
     Output,

@@ -35,7 +35,8 @@ from typing import IO, Any, Literal, Self
 
 from psync.cluster import join_address
 from psync.errors import BusyError, ClosedError, ConfigurationError
-from psync.launch.process import GRACE_S, LineForwarder, Sink, write_stderr, write_stdout
+from psync.launch.output import LineForwarder, Sink, write_stderr, write_stdout
+from psync.launch.process import GRACE_S
 from psync.net.shared.door_names import BACKLOG, door_beside, may_share
 
 SERVE_COMMAND = (sys.executable, "-m", "psync", "task")

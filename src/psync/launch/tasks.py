@@ -27,16 +27,14 @@ from psync.errors import (
     UsageError,
 )
 from psync.launch.joining import JOINING, Door, Membership, listen_towards
+from psync.launch.output import configure_logging, fill_standard_streams, write_whole_lines
 from psync.launch.plugins import load_plugins, users_frame
 from psync.launch.process import (
     asked_first,
-    configure_logging,
     end_of_run,
-    fill_standard_streams,
     following_launcher,
     run_loop,
     watch_launcher,
-    write_whole_lines,
 )
 from psync.net import environment
 from psync.net.chief_presence import (
