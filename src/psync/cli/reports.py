@@ -24,7 +24,7 @@ from psync.launch.process import run_loop
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from psync.net.trace import Trace
+    from psync.net.tracing import Trace
     from psync.status.dashboard.shows import Show
     from psync.status.serving import StatusReader, UrlReader
 
@@ -285,7 +285,7 @@ def trace(out: Path, run: str | None, seconds: float) -> int:
 
 
 async def _trace(out: Path, path: str | None, seconds: float) -> Trace:
-    from psync.net.trace import tracing
+    from psync.net.tracing import tracing
 
     loop = asyncio.get_running_loop()
     async with reading_of(path) as reader:
