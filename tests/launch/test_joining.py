@@ -15,7 +15,8 @@ from psync.launch.process import PYTHON
 from psync.launch.tasks import join
 from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, Secret, Workforce
+from psync.net.platform import Platform, Workforce
+from psync.net.secret import Secret
 from psync.testing import MemoryNetwork
 from psync.wire.messages import JoinCluster, Joined, LeaveCluster
 

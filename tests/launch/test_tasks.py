@@ -35,7 +35,8 @@ from psync.net.environment import (
     run_over,
     training_over,
 )
-from psync.net.platform import Platform, Secret
+from psync.net.platform import Platform
+from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork, settle
 from psync.worker_task import WorkerTask

@@ -44,7 +44,8 @@ from psync.launch.processes import (
     describe_exit,
     hint_of_crash,
 )
-from psync.net.platform import MISPLACED, load_secret, mint_secret, named_file, new_pipe, random_hex
+from psync.net.platform import MISPLACED, named_file, new_pipe, random_hex
+from psync.net.secret import load_secret, mint_secret
 from psync.status import run_files
 from psync.status.http import is_token
 

@@ -237,7 +237,7 @@ def _amounts(texts: tuple[str, ...]) -> dict[str, dict[str, str]]:
 
 def _secrets(hosts: list[str]) -> dict[str, str]:
     """Return a new secret, and certificates if there are hosts to make them for."""
-    from psync.net.platform import mint_secret
+    from psync.net.secret import mint_secret
 
     secrets = {"secret": mint_secret()}
     if hosts:

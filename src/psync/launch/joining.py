@@ -30,8 +30,9 @@ from psync.errors import (
 from psync.launch.process import PYTHON
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, Workforce, load_secret
+from psync.net.platform import Platform, Workforce
 from psync.net.resolvers import interface_towards
+from psync.net.secret import load_secret
 from psync.net.shared.door_names import BACKLOG
 from psync.wire.messages import Done, JoinCluster, Joined, LeaveCluster
 

@@ -44,7 +44,7 @@ from psync.net.chief_presence import (
     until_told,
 )
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, Workforce, load_secret, workforce_of_launcher
+from psync.net.platform import Platform, Workforce, workforce_of_launcher
 from psync.net.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
@@ -53,6 +53,7 @@ from psync.net.resolvers import (
     resolve_cluster,
     training_cluster,
 )
+from psync.net.secret import load_secret
 from psync.net.task_reports import add_description
 from psync.net.transport import SocketNetwork
 from psync.wire.messages import Shutdown

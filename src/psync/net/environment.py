@@ -24,11 +24,10 @@ from psync.net.platform import (
     Platform,
     flag,
     inherited_file,
-    load_secret,
-    require_secret,
     workforce_of_launcher,
 )
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
+from psync.net.secret import load_secret, require_secret
 from psync.net.shared.door_names import may_share
 from psync.net.shared.doors import can_share
 from psync.net.tls import load_tls

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from psync.errors import ConfigurationError
-from psync.net.platform import flag, read_private
+from psync.net.platform import flag
+from psync.net.secret import read_private
 
 CA_FILE, CERT_FILE, KEY_FILE = "PSYNC_TLS_CA_FILE", "PSYNC_TLS_CERT_FILE", "PSYNC_TLS_KEY_FILE"
 MUTUAL = "PSYNC_TLS_MUTUAL"

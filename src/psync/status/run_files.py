@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from psync.errors import ConfigurationError
-from psync.net.platform import read_private
+from psync.net.secret import read_private
 from psync.status.model import from_plain
 from psync.status.units import seconds_text
 

@@ -34,7 +34,8 @@ from psync.errors import (
 )
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, Secret, flag, random_hex
+from psync.net.platform import Platform, flag, random_hex
+from psync.net.secret import Secret
 from psync.net.tls_channel import TlsNetwork
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
