@@ -44,7 +44,7 @@ from psync.net.chief_presence import (
     until_told,
 )
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, Workforce, workforce_of_launcher
+from psync.net.platform import Platform, Workforce, flag, workforce_of_launcher
 from psync.net.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
@@ -85,7 +85,10 @@ class OwnTask:
     job: str
     index: int
     is_found: bool = False  # in the surroundings, where nobody has described the cluster
-    is_supervised: bool = False  # see ``environment.is_supervised``
+    # A scheduler starts tasks again that end with another code than 0 (Kubernetes' Jobs). So a
+    # worker that leaves because of SIGTERM does not end with 0, which would say that all is done,
+    # and only a chief that does tells the others to exit.
+    is_supervised: bool = False
 
     @property
     def name(self) -> str:
@@ -135,7 +138,7 @@ def own_task(resolver: ClusterResolver | None) -> OwnTask:
             "the cluster's description does not say which task this process is",
             hint='TF_CONFIG needs a task, such as "task": {"type": "worker", "index": 0}',
         )
-    return OwnTask(known, cluster, job, index, is_found, environment.is_supervised(os.environ))
+    return OwnTask(known, cluster, job, index, is_found, bool(flag(os.environ, "PSYNC_SUPERVISED")))
 
 
 # Scripts.

@@ -80,10 +80,6 @@ class Loan:
         else:
             self.extents.append(extent)
 
-    def is_of(self, owners: Collection[int]) -> bool:
-        """Return whether it holds memory of one of these arrays, given by their ids."""
-        return any(id(held.obj) in owners for held in self.holds)
-
     def over(self) -> None:
         """Nobody reads it any more."""
         for waiter in self.waiters:
@@ -235,7 +231,7 @@ class Sharing:
         """
         waiters = []
         for loan in self._lent.values():
-            if loan.is_of(owners):
+            if any(id(held.obj) in owners for held in loan.holds):
                 waiters.append(asyncio.get_running_loop().create_future())
                 loan.waiters.append(waiters[-1])
         return waiters
