@@ -33,8 +33,8 @@ from psync.errors import (
 )
 from psync.integrations.manifests import launch
 from psync.launch.output import configure_logging, fill_standard_streams
-from psync.launch.plugins import plugins_environ
-from psync.launch.process import run_loop
+from psync.launch.plugins import load_plugins, plugins_environ
+from psync.launch.process import run_loop, watch_launcher
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -504,7 +504,13 @@ def task(
     _set_up(plugins, log_level, tls)
     if metrics:
         os.environ["PSYNC_TASK_METRICS"] = metrics
-    return tasks.serve_forever(insecure=insecure, chief_timeout=chief_timeout)
+    own = tasks.own_task(None)
+    watch_launcher()
+    load_plugins(own.name)
+    serving = partial(
+        tasks.serve_as, own, insecure=insecure, shared=False, chief_timeout=chief_timeout
+    )
+    return run_loop(serving, terminated_code=own.terminated_code)
 
 
 def _set_up(plugins: Sequence[str], log_level: str, tls: Mapping[str, Any]) -> None:

@@ -326,7 +326,7 @@ class TaskCluster(ABC):
                 for index in leave:
                     del there[index]
                 self._addresses["worker"] = dict(sorted(there.items()))
-                self._name_tasks()
+                self.resolver.name_tasks({"chief": {0: self._host.chief}, **self._addresses})
                 moving = workforce.change(added, leave)
                 for index in leave:
                     leaving = asyncio.get_running_loop().create_task(self._leave(index))
@@ -356,7 +356,7 @@ class TaskCluster(ABC):
         for job, index in tasks:
             self._addresses[job][index] = started[job, index]
         self._resolver = LaunchedClusterResolver(self._host.platform)
-        self._name_tasks()
+        self.resolver.name_tasks({"chief": {0: self._host.chief}, **self._addresses})
         await self._host.open()
 
     async def _start_tasks(
@@ -371,9 +371,6 @@ class TaskCluster(ABC):
         for result in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
-
-    def _name_tasks(self) -> None:
-        self.resolver.name_tasks({"chief": {0: self._host.chief}, **self._addresses})
 
 
 NO_STRANGERS = Limits(handshakes=DEFAULT_LIMITS.connections)

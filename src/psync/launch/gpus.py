@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -93,12 +94,8 @@ def visible_gpus(environ: Mapping[str, str], driver: Path = DRIVER) -> tuple[lis
 
 def _listed(given: str) -> list[str]:
     """Return the devices of a value of the variable; as CUDA reads it, -1 ends the list."""
-    devices: list[str] = []
-    for device in (part.strip() for part in given.split(",")):
-        if not device or device.startswith("-"):
-            break
-        devices.append(device)
-    return devices
+    parts = (part.strip() for part in given.split(","))
+    return list(itertools.takewhile(lambda part: part and not part.startswith("-"), parts))
 
 
 def _uuids(lines: Sequence[str]) -> list[str]:

@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 from psync.cluster import CHIEF, join_address, split_address, task_name
@@ -173,11 +172,7 @@ class Door:
     """
 
     def __init__(
-        self,
-        platform: Platform,
-        address: str,
-        workforce: Workforce,
-        added: MutableMapping[str, str],
+        self, platform: Platform, address: str, workforce: Workforce, added: dict[str, str]
     ) -> None:
         self._address = address
         self._workforce = workforce

@@ -13,7 +13,6 @@ import io
 import logging
 import os
 import select
-import signal
 import sys
 from collections.abc import Callable
 from typing import TextIO
@@ -79,7 +78,9 @@ def release_blocked_output(signum: int, frame: object) -> None:
     """Send stdout and stderr to nowhere where a write would wait now, because nobody reads.
 
     A handler of ``signal.signal`` for signals that end the process: a loop that is blocked in such
-    a write would not hear of them. The write is interrupted, and goes on to /dev/null.
+    a write would not hear of them. The write is interrupted, and goes on to /dev/null. It is set
+    after the loop's ``add_signal_handler``, which is served as before: ``signal.signal`` makes the
+    signal interrupt system calls, which the loop had turned off.
     """
     for fd in (1, 2):
         with contextlib.suppress(OSError, ValueError):  # it is closed
@@ -87,14 +88,6 @@ def release_blocked_output(signum: int, frame: object) -> None:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, fd)
                 os.close(nowhere)
-
-
-def also_release_blocked_output(signum: int) -> None:
-    """To be called after the loop's ``add_signal_handler``, which is served as before.
-
-    ``signal.signal`` makes the signal interrupt system calls, which the loop had turned off.
-    """
-    signal.signal(signum, release_blocked_output)
 
 
 def write_whole_lines() -> None:

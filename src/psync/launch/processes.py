@@ -43,11 +43,7 @@ SERVE_COMMAND = (sys.executable, "-m", "psync", "task")
 
 # The processes share the cores, so each computes in one thread. Must be set before numpy is
 # imported. A user's own setting wins.
-TUNING = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
+TUNING = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 Output = Literal["prefixed", "inherited", "discarded"]
 

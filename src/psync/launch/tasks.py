@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -44,7 +44,7 @@ from psync.net.chief_presence import (
     until_told,
 )
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, Workforce, flag, workforce_of_launcher
+from psync.net.platform import Platform, flag, workforce_of_launcher
 from psync.net.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
@@ -263,10 +263,9 @@ async def _run_main(
     tasks_end, since = own.leads, time.time_ns()
     try:
         async with contextlib.AsyncExitStack() as stack:
-            workforce = workforce_of_launcher()
             if joinable:
-                await _open_to_joiners(stack, own, workforce, added)
-            stack.enter_context(following_launcher(workforce))
+                await _open_to_joiners(stack, own, added)
+            stack.enter_context(following_launcher(workforce_of_launcher()))
             stack.enter_context(opened(own.resolver))
             return await main()
     except SETUP_ERRORS:
@@ -401,20 +400,6 @@ async def run_task(resolver: ClusterResolver | None = None, *, insecure: bool = 
     own = own_task(resolver)
     load_plugins(own.name)
     await serve_as(own, insecure=insecure, shared=False)
-
-
-def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> int:
-    """Do ``run_task`` in this process until a message or SIGTERM says stop; return the exit code.
-
-    ``chief_timeout`` replaces ``PSYNC_CHIEF_TIMEOUT``. Raises what ``run_task`` does.
-    """
-    own = own_task(None)
-    watch_launcher()
-    load_plugins(own.name)
-    return run_loop(
-        lambda: serve_as(own, insecure=insecure, shared=False, chief_timeout=chief_timeout),
-        terminated_code=own.terminated_code,
-    )
 
 
 async def serve_as(
@@ -556,10 +541,7 @@ async def join(
 
 
 async def _open_to_joiners(
-    stack: contextlib.AsyncExitStack,
-    own: OwnTask,
-    workforce: Workforce,
-    added: MutableMapping[str, str],
+    stack: contextlib.AsyncExitStack, own: OwnTask, added: dict[str, str]
 ) -> None:
     """Let workers join the chief's program until the stack is closed.
 
@@ -572,6 +554,7 @@ async def _open_to_joiners(
             return
         platform = environment.platform_of(own.resolver, own.address, listens=True)
         try:
-            await stack.enter_async_context(Door(platform, own.address, workforce, added))
+            door = Door(platform, own.address, workforce_of_launcher(), added)
+            await stack.enter_async_context(door)
         except ConfigurationError as exc:
             logger.info("workers cannot join this program: %s", exc.message)

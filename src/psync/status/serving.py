@@ -154,8 +154,7 @@ class ServedStatus:
 
     async def _spans(self, query: Mapping[str, str]) -> tuple[str, bytes]:
         """Return what tasks have recorded: msgpack of a list of readings."""
-        reader, last = query.get("reader", ""), "last" in query
-        readings = await self.source.spans.read(reader, last=last)
+        readings = await self.source.spans.read(query.get("reader", ""), last="last" in query)
         return "application/msgpack", msgpack.packb(readings)
 
     async def close(self) -> None:
