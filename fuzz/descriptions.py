@@ -28,8 +28,9 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from psync.integrations.slurm import SlurmClusterResolver
     from psync.net.chief_presence import chief_timeouts
     from psync.net.environment import limits_of, parts_of, watchdog_timeout
-    from psync.net.platform import flag, load_secret
+    from psync.net.platform import flag
     from psync.net.resolvers import TFConfigClusterResolver, training_cluster
+    from psync.net.secret import load_secret
 
     def tf_config(text: str) -> None:
         before = os.environ.get("TF_CONFIG")

@@ -20,7 +20,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
         VersionMismatch,
     )
     from psync.wire.codec import encode
-    from psync.wire.frames import Frame, Kind, encode_frame
+    from psync.wire.frames import Frame, Kind, encode_head
     from psync.wire.handshake import ClientHandshake, ServerHandshake
     from psync.wire.limits import DEFAULT_LIMITS
     from psync.wire.messages import Challenge, Hello, Proof, Refused, Welcome
@@ -80,7 +80,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
                 Kind.HELLO: Hello, Kind.CHALLENGE: Challenge, Kind.PROOF: Proof,
                 Kind.WELCOME: Welcome, Kind.REFUSED: Refused,
             }[kind]  # fmt: skip
-            said = b"".join(encode_frame(kind, 0, encode(drawn_of(word, draw))))
+            said = encode_head(kind, 0, encode(drawn_of(word, draw)), (), ())
         waited_for_welcome = protocol.state is State.AWAIT_WELCOME
         try:
             pour(protocol, said, step)
@@ -94,15 +94,15 @@ def setup() -> tuple[OneInput, list[bytes]]:
 
     del CLASSES
     words = [
-        encode_frame(Kind.HELLO, 0, encode(Hello(1, 1, worker, 7, "control", bytes(32), True))),
-        encode_frame(Kind.CHALLENGE, 0, encode(Challenge(1, ps, 5, bytes(32), True, b"\1" * 32))),
-        encode_frame(Kind.PROOF, 0, encode(Proof(b"\1" * 32))),
-        encode_frame(Kind.WELCOME, 0, encode(Welcome())),
-        encode_frame(Kind.REFUSED, 0, encode(Refused("full", "no room"))),
+        (Kind.HELLO, Hello(1, 1, worker, 7, "control", bytes(32), True)),
+        (Kind.CHALLENGE, Challenge(1, ps, 5, bytes(32), True, b"\1" * 32)),
+        (Kind.PROOF, Proof(b"\1" * 32)),
+        (Kind.WELCOME, Welcome()),
+        (Kind.REFUSED, Refused("full", "no room")),
     ]
     seeds = [
-        bytes((state, step)) + b"".join(word)
-        for word in words
+        bytes((state, step)) + encode_head(kind, 0, encode(word), (), ())
+        for kind, word in words
         for state in range(4)
         for step in (0, 3)
     ]

@@ -13,7 +13,7 @@ CLASSES: list[type[Message]] = sorted(
     {
         kind
         for kind in vars(messages).values()
-        if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
+        if isinstance(kind, type) and issubclass(kind, Message) and hasattr(kind, "code")
     },
     key=lambda kind: kind.code,
 )

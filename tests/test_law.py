@@ -19,7 +19,7 @@ BYTES_ALLOWED = {
     "wire.frames": "cuts what was received without copying it",
     "wire.protocol": "the same, before a frame is complete",
     "net.transport": "hands the buffers of segments to the loop",
-    "net.tls": "hands bytes to TLS, and takes them from it",
+    "net.tls_channel": "hands bytes to TLS, and takes them from it",
     "net.connection": "gathers the small segments of a reply in one buffer",
     "net.shared.regions": "makes the memory that tasks of one host share",
     "net.shared.views": "says what views of that memory refer to",

@@ -10,14 +10,12 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography import x509
 
 from psync.cli.main import main
 from psync.cli.run import Launcher
-from psync.launch import tasks
 from psync.net.tls import TLS_VARIABLES, load_tls
 from tasks_by_hand import SECRET, by_hand
 from tls_files import authority, variables_of
@@ -285,11 +283,12 @@ def test_serve_takes_the_same_options(tmp_path: Path, monkeypatch: pytest.Monkey
     environ = variables_of(tmp_path / "certs", authority())
     found: dict[str, str] = {}
 
-    def serve_forever(**options: Any) -> int:
+    def run_loop(serving: object, *, terminated_code: int) -> int:
         found.update({name: os.environ[name] for name in TLS_VARIABLES if name in os.environ})
-        return 0
+        return terminated_code
 
-    monkeypatch.setattr(tasks, "serve_forever", serve_forever)
+    monkeypatch.setattr("psync.cli.main.run_loop", run_loop)
+    monkeypatch.setenv("TF_CONFIG", config("ps"))
     assert main(["task", *options_of(environ)]) == 0
     assert found == environ
 

@@ -24,8 +24,9 @@ from psync.checkpoints.manifest import Planned
 from psync.cli import reports
 from psync.cli.main import main
 from psync.errors import ConfigurationError, DeadlineExceeded, RemoteProtocolError
-from psync.net.trace import Trace
+from psync.launch.process import run_loop
 from psync.net.trace_file import Reading, Summary
+from psync.net.tracing import Trace
 from psync.status import serving
 from psync.status.dashboard.run_log import RunLog
 from psync.status.model import Status
@@ -223,16 +224,19 @@ def test_sigterm_leaves_the_terminal_as_it_was() -> None:
 
     reader: Any = Stopped(STATUS, STATUS)
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
-    assert asyncio.run(reports._follow_until_told(reader, console, 0.0)) == 143
+    with pytest.raises(SystemExit, match="143"):
+        run_loop(lambda: reports._follow(reader, console, 0.0))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.rfind("\x1b[?1049l") > text.rfind("\x1b[?1049h") >= 0
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
 
 
-def test_live_it_ends_with_code_0_when_the_run_has_ended() -> None:
-    reader: Any = Reader(STATUS, ConfigurationError("has ended"))
-    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
-    assert asyncio.run(reports._follow_until_told(reader, console, 0.0)) == 0
+def test_live_it_ends_with_code_0_when_the_run_has_ended(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering(monkeypatch, STATUS, STATUS, ConfigurationError("has ended"))
+    assert asyncio.run(reports._show(str(run), False, False, 0.0)) == 0
+    assert capsys.readouterr().out.endswith("has ended\n")
 
 
 def test_a_url_at_which_nobody_answers_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from ps_cluster import PsCluster
 from psync.chief.declarations import Declaration
 from psync.compat.session_links import Comparison, SessionLinks
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
-from psync.net.platform import Secret
+from psync.net.secret import Secret
 
 WORKER = "/job:worker/task:0"
 CHIEF_TASK = "/job:chief/task:0"

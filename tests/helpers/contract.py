@@ -26,7 +26,7 @@ from law import MODULES, TESTS
 PUBLIC = (
     "psync psync.errors psync.specs psync.cluster psync.schedules psync.partitioners "
     "psync.accumulators psync.optimizers psync.gradients psync.metrics psync.data psync.rules "
-    "psync.callbacks psync.blocking psync.net.platform"
+    "psync.callbacks psync.blocking psync.net.platform psync.net.secret"
 ).split()
 
 PUBLIC_PACKAGES = ("psync.wire.", "psync.testing.", "psync.integrations.")

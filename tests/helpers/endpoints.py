@@ -14,7 +14,8 @@ import numpy as np
 
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, Secret
+from psync.net.platform import Platform
+from psync.net.secret import Secret
 from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork
 from psync.wire.codec import Message

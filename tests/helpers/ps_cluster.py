@@ -17,7 +17,8 @@ from psync.chief.declarations import Declaration, split
 from psync.client.ps_client import Plan, PsClient
 from psync.net.connection import Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, Secret
+from psync.net.platform import Platform
+from psync.net.secret import Secret
 from psync.numerics.memory import BlockPool
 from psync.numerics.rules import SGD
 from psync.partitioners import FixedShardsPartitioner

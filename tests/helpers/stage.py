@@ -23,7 +23,8 @@ from psync.backups.sender import BackupSender
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError
 from psync.net.connection import AsIfFrom, Connection
-from psync.net.platform import Parts, Platform, Secret
+from psync.net.platform import Parts, Platform
+from psync.net.secret import Secret
 from psync.ps.computes import Place
 from psync.ps.life import Life
 from psync.ps_task import PsTask

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from psync.net import certificates
-from psync.net.certificates import Certificates
 from psync.net.signing import Authority
 from psync.net.tls import Tls, load_tls
 
@@ -28,7 +27,8 @@ def variables_of(
     trusts: Authority | None = None,
 ) -> dict[str, str]:
     """Write files into a new directory: a certificate of ``signer``, and trust in ``trusts``."""
-    made = Certificates((trusts or signer).certificate, *signer.issue(hosts))
+    pems = (trusts or signer).certificate, *signer.issue(hosts)
+    made = dict(zip(certificates.FILES, pems, strict=True))
     return certificates.write(made, directory)
 
 

@@ -8,8 +8,9 @@ from types import ModuleType
 
 from psync.errors import RemoteProtocolError
 from psync.wire.codec import Message, decode, encode
-from psync.wire.frames import Buffer, Frame, FrameDecoder
+from psync.wire.frames import Buffer, Frame, FrameDecoder, Segment, encode_head, flat
 from psync.wire.lent import Extent
+from psync.wire.limits import DEFAULT_LIMITS, Limits
 
 
 def pour(decoder: FrameDecoder, data: Buffer, sizes: Iterable[int] = ()) -> list[Frame]:
@@ -66,6 +67,7 @@ def kinds_of(module: ModuleType) -> set[type[Message]]:
         for kind in vars(module).values()
         if isinstance(kind, type)
         and issubclass(kind, Message)
+        and hasattr(kind, "code")  # the others are bases
         and kind.__module__ == module.__name__
     }
 
@@ -76,6 +78,18 @@ def check_bytes(message: Message, header: str) -> None:
     come = decode(bytes.fromhex(header))
     assert type(come) is type(message)
     assert encode(come).hex() == header  # tuples come as lists
+
+
+def encode_frame(
+    kind: int,
+    request_id: int,
+    header: bytes,
+    segments: Sequence[Segment] = (),
+    limits: Limits = DEFAULT_LIMITS,
+) -> list[Buffer]:
+    """Return the buffers of a frame whose body is not lent, as a connection sends it."""
+    lengths, buffers = flat(segments)
+    return [encode_head(kind, request_id, header, lengths, (), limits), *buffers]
 
 
 def cut(memory: bytes | bytearray, points: Iterable[int]) -> list[memoryview]:

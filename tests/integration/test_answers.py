@@ -17,10 +17,11 @@ from local_training import in_step, training
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, note, running
 from psync.errors import ClosureError, FencedError, PsyncError
 from psync.testing import MemoryNetwork, settle
-from psync.wire.frames import Kind, encode_frame
+from psync.wire.frames import Kind
 from psync.wire.limits import Limits
 from psync.wire.messages import Contribute, Push
 from recorder import Recorder
+from wire_tools import encode_frame
 
 virtual = pytest.mark.virtual_time
 

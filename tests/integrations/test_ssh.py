@@ -331,7 +331,7 @@ def agent() -> Iterator[Agent]:
 @pytest.mark.processes
 def test_tasks_have_the_secret_in_a_file_without_a_name(agent: Agent) -> None:
     code = (
-        "import os; from psync.net.platform import load_secret; "
+        "import os; from psync.net.secret import load_secret; "
         "print(load_secret(os.environ).value.decode(), os.environ['FROM_HERE'])"
     )
     pid = agent.begin("-c", f"{code}; input()")

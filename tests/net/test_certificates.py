@@ -17,22 +17,18 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from psync.errors import ConfigurationError
 from psync.net import certificates
-from psync.net.certificates import Certificates, mint, own_hosts, temporary, write
+from psync.net.certificates import FILES, mint, own_hosts, temporary, write
 from psync.net.signing import Authority
 from psync.net.tls import load_tls
 
-CONTENTS = Certificates(b"the authority", b"the certificate", b"the key")
+CONTENTS = dict(zip(FILES, (b"the authority", b"the certificate", b"the key"), strict=True))
 
 
 def test_only_the_owner_reads_the_key(tmp_path: Path) -> None:
     variables = write(CONTENTS, tmp_path / "new" / "certs")
     ca, cert, key = map(Path, variables.values())
     assert [path.name for path in (ca, cert, key)] == ["ca.pem", "cert.pem", "key.pem"]
-    assert [path.read_bytes() for path in (ca, cert, key)] == [
-        CONTENTS.ca,
-        CONTENTS.cert,
-        CONTENTS.key,
-    ]
+    assert [path.read_bytes() for path in (ca, cert, key)] == list(CONTENTS.values())
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert stat.S_IMODE(key.parent.stat().st_mode) == 0o700
 
@@ -56,7 +52,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_certificates_are_valid_from_a_little_before_now_for_so_many_days() -> None:
     now = datetime.datetime(2030, 1, 1, 12, tzinfo=datetime.UTC)
     made = mint(["ps0"], 7, now)
-    for pem in (made.ca, made.cert):
+    for pem in (made["ca.pem"], made["cert.pem"]):
         certificate = x509.load_pem_x509_certificate(pem)
         assert certificate.not_valid_before_utc == now - datetime.timedelta(hours=1)
         assert certificate.not_valid_after_utc == now + datetime.timedelta(days=7)
@@ -64,8 +60,8 @@ def test_certificates_are_valid_from_a_little_before_now_for_so_many_days() -> N
 
 def test_the_key_of_the_authority_is_nowhere() -> None:
     made = mint(["ps0"], 1)
-    assert made.key.count(b"BEGIN PRIVATE KEY") == 1
-    assert b"PRIVATE" not in made.ca + made.cert
+    assert made["key.pem"].count(b"BEGIN PRIVATE KEY") == 1
+    assert b"PRIVATE" not in made["ca.pem"] + made["cert.pem"]
 
 
 def test_this_machine_is_known_by_its_name_and_its_loopback_addresses() -> None:

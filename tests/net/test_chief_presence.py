@@ -22,7 +22,8 @@ from psync.net.chief_presence import (
     until_told,
 )
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, Secret
+from psync.net.platform import Platform
+from psync.net.secret import Secret
 from psync.testing import MemoryNetwork
 from psync.wire.limits import Limits
 

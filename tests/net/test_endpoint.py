@@ -37,7 +37,7 @@ from psync.errors import (
     RemoteProtocolError,
 )
 from psync.net.connection import Connection, Handler, Request
-from psync.net.platform import Secret
+from psync.net.secret import Secret
 from psync.net.transport import SocketNetwork
 from psync.testing import MemoryNetwork, settle
 from psync.wire.limits import Limits

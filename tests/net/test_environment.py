@@ -21,7 +21,7 @@ from psync.net.environment import (
     watchdog_timeout,
 )
 from psync.net.platform import Platform, fresh_process
-from psync.net.tls import TlsNetwork
+from psync.net.tls_channel import TlsNetwork
 from psync.net.transport import Network
 from psync.testing import MemoryNetwork
 from psync.testing.sabotage import failpoints_of

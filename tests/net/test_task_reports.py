@@ -17,7 +17,6 @@ from psync.net.task_reports import (
     add_description,
     describe_tasks,
     describe_threads,
-    described_by,
     report_on_signal,
     report_text,
     stack_of_task,
@@ -34,8 +33,9 @@ def signal_as_before() -> Iterator[None]:
 
 
 def test_a_report_has_what_was_described_then_stacks_then_an_end(turns):
-    with described_by(lambda: ["/job:ps/task:0: all is well"]):
-        lines = report_text("for a test").splitlines()
+    remove = add_description(lambda: ["/job:ps/task:0: all is well"])
+    lines = report_text("for a test").splitlines()
+    remove()
     assert lines[0] == f"psync: report of process {os.getpid()}, for a test"
     assert lines[1] == "/job:ps/task:0: all is well"
     assert any(line.startswith("asyncio tasks: ") for line in lines)
@@ -159,7 +159,7 @@ async def test_tasks_that_wait_at_the_same_place_are_told_together():
     event = asyncio.Event()
     tasks = [asyncio.create_task(outermost(event), name=f"waiter {i}") for i in range(7)]
     await asyncio.sleep(0)
-    lines = describe_tasks(asyncio.get_running_loop())
+    lines = describe_tasks()
     assert lines[0] == "asyncio tasks: 8"
     assert "  waiter 0, waiter 1, waiter 2, waiter 3, waiter 4 and 2 more:" in lines
     assert sum("await innermost(event)" in line for line in lines) == 1
@@ -172,7 +172,7 @@ async def test_more_stacks_than_anybody_reads_are_counted(monkeypatch):
     monkeypatch.setattr("psync.net.task_reports.MAX_STACKS", 1)
     task = asyncio.create_task(asyncio.sleep(3600))
     await asyncio.sleep(0)
-    assert describe_tasks(asyncio.get_running_loop())[-1] == "  and 1 other stacks"
+    assert describe_tasks()[-1] == "  and 1 other stacks"
     task.cancel()
     await asyncio.wait([task])
 

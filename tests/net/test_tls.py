@@ -17,14 +17,13 @@ from cryptography.hazmat.primitives import serialization
 from endpoints import Handlers, connected, pattern
 from psync.errors import AuthenticationError, ConfigurationError, ConnectionLost, PsyncError
 from psync.net.connection import Handler, Request
-from psync.net.tls import (
+from psync.net.tls import Tls, load_tls
+from psync.net.tls_channel import (
     BELOW_HIGH_BYTES,
     LINGER_S,
     PIECE_BYTES,
-    Tls,
     TlsChannel,
     TlsNetwork,
-    load_tls,
     refusal_of,
 )
 from psync.net.transport import Network, SocketNetwork

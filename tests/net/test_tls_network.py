@@ -26,7 +26,8 @@ from endpoints import (
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, PsyncError
 from psync.net.connection import Handler
 from psync.net.signing import Authority
-from psync.net.tls import Tls, TlsNetwork, load_tls
+from psync.net.tls import Tls, load_tls
+from psync.net.tls_channel import TlsNetwork
 from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork, settle
 from psync.wire.messages import AskStatistics, Done

@@ -16,10 +16,12 @@ from endpoints import PS, SECRET, connected, done
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, note, running
 from psync.errors import ClosedError, ConfigurationError
 from psync.net import trace as module
+from psync.net import tracing as stretch
 from psync.net.connection import Handler
 from psync.net.platform import Platform
-from psync.net.trace import GRACE_S, LEASE_S, TICK_S, SpanCollector, SpanRecorder, Trace, tracing
+from psync.net.trace import GRACE_S, LEASE_S, TICK_S, SpanCollector, SpanRecorder
 from psync.net.trace_file import Reading
+from psync.net.tracing import Trace, tracing
 from psync.testing import MemoryNetwork
 from psync.wire.messages import AskSpans, AskStatistics, Shutdown
 from trace_events import TraceFile
@@ -46,14 +48,14 @@ async def test_it_records_from_the_first_question_to_the_last() -> None:
     recorder = new_recorder()
     told: list[bool] = []
     recorder.watch(lambda which: told.append(which is recorder))
-    assert not recorder.is_recording
+    assert not recorder._readers
     assert read(recorder)["entries"] == []
-    assert (recorder.is_recording, told) == (True, [True])
+    assert (bool(recorder._readers), told) == (True, [True])
     recorder.note("a", 1)
     assert notes(read(recorder)) == [1]
     recorder.note("a", 2)
     assert notes(read(recorder, last=True)) == [2]
-    assert (recorder.is_recording, told) == (False, [True, False])
+    assert (bool(recorder._readers), told) == (False, [True, False])
     assert notes(read(recorder)) == []
     recorder.close()
 
@@ -113,11 +115,11 @@ async def test_who_does_not_come_back_is_forgotten_after_a_while() -> None:
     await asyncio.sleep(LEASE_S - 1)
     read(recorder, "one")
     await asyncio.sleep(LEASE_S + GRACE_S / 2)
-    assert recorder.is_recording  # the question may be unread, if the loop was kept busy
+    assert recorder._readers  # the question may be unread, if the loop was kept busy
     recorder.note("a", 1)
     assert notes(read(recorder, "one")) == [1]
     await asyncio.sleep(LEASE_S + GRACE_S + 0.1)
-    assert not recorder.is_recording
+    assert not recorder._readers
 
 
 @pytest.mark.virtual_time
@@ -165,9 +167,9 @@ async def test_it_answers_over_a_connection() -> None:
     async with connected(server={AskSpans: Handler(recorder.answer)}) as pair:
         received = await pair.peer.call(AskSpans("r", False))
         assert msgpack.unpackb(bytes(received.segments[0]))["lost"] == 0
-        assert recorder.is_recording
+        assert recorder._readers
         await pair.peer.call(AskSpans("r", True))
-        assert not recorder.is_recording
+        assert not recorder._readers
 
 
 @pytest.mark.virtual_time
@@ -367,7 +369,7 @@ async def test_a_worker_that_dies_ends_and_others_go_on(tmp_path: Path) -> None:
 
         async with coordinator.trace(tmp_path / "t.json"):
             await steps(20)
-            await asyncio.sleep(2 * module.READ_EVERY_S)
+            await asyncio.sleep(2 * stretch.READ_EVERY_S)
             await cluster.kill_worker("worker-1")
             await steps(20)
     trace = TraceFile(tmp_path / "t.json")
@@ -381,10 +383,10 @@ async def test_a_worker_that_dies_ends_and_others_go_on(tmp_path: Path) -> None:
 async def test_what_a_trace_holds_is_bounded_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_BYTES", 1)
+    monkeypatch.setattr(stretch, "MAX_BYTES", 1)
     async with coordinating() as (_, coordinator):
         async with coordinator.trace(tmp_path / "t.json") as traced:
-            await traced.wait(asyncio.Event())
+            await traced.ended.wait()
     assert traced.cut_short == "more than 0 MiB were recorded"
     assert TraceFile(tmp_path / "t.json").about["ended"] == traced.cut_short
 
@@ -431,7 +433,7 @@ class Ending:
 async def test_a_run_that_ends_leaves_what_there_was(tmp_path: Path) -> None:
     trace = Trace(Ending(2).read, "train.py")
     await trace.record()
-    await trace.wait(asyncio.Event())
+    assert trace.ended.is_set()
     assert trace.cut_short == "train.py has ended"
     trace.write(tmp_path / "t.json")
     assert "train.py has ended" in (tmp_path / "t.json").read_text()

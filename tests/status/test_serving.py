@@ -18,7 +18,8 @@ from psync.cluster import CHIEF
 from psync.errors import ConfigurationError, ConnectionLost, DeadlineExceeded, RemoteProtocolError
 from psync.launch.cluster import LaunchedClusterResolver
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, Secret
+from psync.net.platform import Platform
+from psync.net.secret import Secret
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status import serving

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psync.errors import LocalProtocolError, RemoteProtocolError
-from psync.wire.codec import Message, check, decode, encode, message
+from psync.wire.codec import Message, check, decode, encode
 
 
-@message(10)
-class Everything(Message):
+class Everything(Message, code=10):
     """One field of every type that messages use."""
 
     whole: int
@@ -33,20 +32,17 @@ class Everything(Message):
     anything: Any
 
 
-@message(11)
-class Nothing(Message):
+class Nothing(Message, code=11):
     """No field."""
 
 
-@message(12)
-class One(Message):
+class One(Message, code=12):
     """A single field."""
 
     value: int
 
 
-@message(300)
-class Late(Message):
+class Late(Message, code=300):
     """One whose number takes more than a byte."""
 
     value: int
@@ -130,8 +126,7 @@ def test_a_value_of_the_wrong_type_is_refused(field: str, value: object, told: s
     assert caught.value.message == f"Everything.{field}: {told}"
 
 
-@message(13)
-class Rows(Message):
+class Rows(Message, code=13):
     """Results of closures look like this."""
 
     rows: list[tuple[int, tuple[str, str] | None, list[int]]]
@@ -300,23 +295,23 @@ def test_a_value_that_contains_itself_is_our_own_error() -> None:
 
 def test_a_code_is_given_once() -> None:
     with pytest.raises(TypeError, match="message code 11 is taken by Nothing"):
-        message(11)(One)
+
+        class Another(Message, code=11):
+            """Has the number of another one."""
 
 
 def test_a_type_that_is_not_checked_cannot_be_declared() -> None:
-    class Odd(Message):
-        field: complex
-
     with pytest.raises(TypeError, match="messages have no fields of type <class 'complex'>"):
-        message(0)(Odd)
+
+        class Odd(Message, code=0):
+            field: complex
 
 
 def test_keys_of_tables_are_text() -> None:
-    class OddTable(Message):
-        field: dict[int, int]
-
     with pytest.raises(TypeError, match="messages have no fields of type"):
-        message(0)(OddTable)
+
+        class OddTable(Message, code=0):
+            field: dict[int, int]
 
 
 def test_a_message_that_its_receiver_would_refuse_can_be_told_before_it_is_sent() -> None:
@@ -332,8 +327,7 @@ def test_there_are_as_many_numbers_as_one_likes() -> None:
     assert decode(encode(Late(7))) == Late(7)
 
 
-@message(301)
-class Either(Message):
+class Either(Message, code=301):
     """What no message of psync has: lists of two kinds in one field."""
 
     value: list[int] | list[str]

@@ -29,13 +29,12 @@ from psync.wire.frames import (
     FrameDecoder,
     Kind,
     Segment,
-    encode_frame,
     encode_head,
 )
 from psync.wire.lent import EXTENT, MAX_EXTENTS, Extent
 from psync.wire.limits import DEFAULT_LIMITS, HANDSHAKE_LIMITS, Limits
 from psync.wire.tensors import Joined, to_bytes_view
-from wire_tools import Anywhere, Lender, joined, pour, splits
+from wire_tools import Anywhere, Lender, encode_frame, joined, pour, splits
 
 SMALL = Limits(header_bytes=50, segments=4, segment_bytes=100, body_bytes=150)
 

@@ -22,12 +22,12 @@ from psync.errors import (
     VersionMismatch,
 )
 from psync.wire.codec import Message, decode, encode
-from psync.wire.frames import PREFIX, Frame, FrameDecoder, Kind, encode_frame
+from psync.wire.frames import PREFIX, Frame, FrameDecoder, Kind
 from psync.wire.handshake import ClientHandshake, ServerHandshake
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.messages import Challenge, Done, Hello, Proof, Refused, Welcome
 from psync.wire.protocol import TRANSITIONS, Protocol, State
-from wire_tools import Anywhere, joined, pour, splits
+from wire_tools import Anywhere, encode_frame, joined, pour, splits
 
 SECRET = b"a secret of the whole cluster"
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:1"

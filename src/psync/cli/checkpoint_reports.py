@@ -18,6 +18,7 @@ import numpy as np
 from psync.checkpoints.files import DataFile, Reader, check_places, disk_errors, stored_snapshots
 from psync.checkpoints.manifest import Planned, Tensor
 from psync.errors import CheckpointError, CheckpointNotFound
+from psync.status.units import bytes_text
 
 CHUNK_BYTES = 32 << 20
 """Of a tensor that is compared or exported, in memory at once."""
@@ -49,7 +50,7 @@ def summary(path: Path) -> str:
         saved = np.datetime64(int(path.stat().st_mtime), "s")
     return (
         f"{path.name}  {len(manifest.tensors)} tensors  {len(manifest.states)} states  "
-        f"{_size(nbytes)}  {saved}"
+        f"{bytes_text(nbytes)}  {saved}"
     )
 
 
@@ -66,14 +67,16 @@ def inspection(path: Path) -> list[str]:
             pass
         shards = f"  {len(tensor.slices)} slices" if len(tensor.slices) > 1 else ""
         nbytes = tensor.rows * tensor.row_bytes
-        lines.append(f"{tensor.name}  {tensor.dtype}{list(tensor.shape)}  {_size(nbytes)}{shards}")
+        lines.append(
+            f"{tensor.name}  {tensor.dtype}{list(tensor.shape)}  {bytes_text(nbytes)}{shards}"
+        )
     for name, state in reader.manifest.states.items():
         text = json.dumps(state)
         lines.append(f"{name}  {text if len(text) <= 100 else text[:97] + '...'}")
     for stored in stored_snapshots(path) if reader.manifest.snapshots else ():
         check_places(stored)
         nbytes = sum(place.nbytes for place in stored.places)
-        lines.append(f"{stored.file.name}  all that a ps held, to recover it  {_size(nbytes)}")
+        lines.append(f"{stored.file.name}  all that a ps held, to recover it  {bytes_text(nbytes)}")
     return lines
 
 
@@ -250,11 +253,3 @@ def _chunks(reader: Reader, tensor: Tensor) -> Iterator[np.ndarray]:
     step = max(1, CHUNK_BYTES // max(1, tensor.row_bytes))
     for start in range(0, tensor.rows, step):
         yield reader.read(tensor, start, min(start + step, tensor.rows))
-
-
-def _size(nbytes: int) -> str:
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size >= 1024:
-            size, unit = size / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -14,7 +14,8 @@ import errno
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,10 +24,17 @@ import click
 from psync.bench.commands import bench
 from psync.cli.reports import checkpoint, choosing_run, top, trace
 from psync.cli.reports import dashboard as dashboard_command
-from psync.errors import ConfigurationError, PsyncError, TrainingEnded
+from psync.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    PsyncError,
+    TrainingEnded,
+    VersionMismatch,
+)
 from psync.integrations.manifests import launch
-from psync.launch.plugins import plugins_environ
-from psync.launch.process import configure_logging, fill_standard_streams
+from psync.launch.output import configure_logging, fill_standard_streams
+from psync.launch.plugins import load_plugins, plugins_environ
+from psync.launch.process import run_loop, watch_launcher
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -40,11 +48,9 @@ PROBE = "/job:probe/task:0"
 
 # Options that several commands have.
 
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-
 log_level_option = click.option(
     "--log-level",
-    type=click.Choice(LOG_LEVELS, case_sensitive=False),
+    type=click.Choice(("debug", "info", "warning", "error", "critical"), case_sensitive=False),
     # One name for all commands, for it is also how `run` hands the level to the tasks.
     envvar="PSYNC_LOG_LEVEL",
     default="info",
@@ -68,54 +74,49 @@ plugin_option = click.option(
 )
 
 
+def chief_timeout_option(*variables: str, more: str = "") -> Callable[[F], F]:
+    """Return the option that says how long a task waits for a chief."""
+    return click.option(
+        "--chief-timeout",
+        metavar="SECONDS",
+        envvar=[*variables, "PSYNC_CHIEF_TIMEOUT"],
+        help="How long to wait for a chief: before the first one connects, and after the last one "
+        f"is gone. none: forever.  [default: 3600 before, 600 after{more}]",
+    )
+
+
+TLS_FILES = {
+    "ca": "Certificate of the authority that signed all tasks' certificates (PEM). Every "
+    "connection then uses TLS, and every task presents a certificate.",
+    "cert": "Certificate that this task presents.",
+    "key": "Private key of that certificate; must be readable only by its owner.",
+}
+
+
 def tls_options(command: F) -> F:
     """Add the options that name the files; the command gets them as ``tls_…``."""
+    command = click.option(
+        "--tls-mutual/--no-tls-mutual",
+        default=None,
+        envvar="PSYNC_TLS_MUTUAL",
+        help="Whether connecting tasks must present a certificate too.  [default: they must]",
+    )(command)
     file = click.Path(dir_okay=False)
-    options = (
-        click.option(
-            "--tls-ca-file",
-            type=file,
-            envvar="PSYNC_TLS_CA_FILE",
-            help="Certificate of the authority that signed all tasks' certificates (PEM). Every "
-            "connection then uses TLS, and every task presents a certificate.",
-        ),
-        click.option(
-            "--tls-cert-file",
-            type=file,
-            envvar="PSYNC_TLS_CERT_FILE",
-            help="Certificate that this task presents.",
-        ),
-        click.option(
-            "--tls-key-file",
-            type=file,
-            envvar="PSYNC_TLS_KEY_FILE",
-            help="Private key of that certificate; must be readable only by its owner.",
-        ),
-        click.option(
-            "--tls-mutual/--no-tls-mutual",
-            default=None,
-            envvar="PSYNC_TLS_MUTUAL",
-            help="Whether connecting tasks must present a certificate too.  [default: they must]",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
+    for name, text in reversed(TLS_FILES.items()):
+        option = f"--tls-{name}-file"
+        command = click.option(
+            option, type=file, envvar=f"PSYNC_TLS_{name.upper()}_FILE", help=text
+        )(command)
     return command
 
 
-def tls_environ(
-    tls_ca_file: str | None,
-    tls_cert_file: str | None,
-    tls_key_file: str | None,
-    tls_mutual: bool | None,
-) -> dict[str, str]:
+def tls_environ(tls_mutual: bool | None, **files: str | None) -> dict[str, str]:
     """Return the variables that say what the options say, once it is clear that they can be used.
 
     Raises:
-        ConfigurationError: See ``tls_config.load_tls``.
+        ConfigurationError: See ``tls.load_tls``.
     """
-    files = {"CA": tls_ca_file, "CERT": tls_cert_file, "KEY": tls_key_file}
-    environ = {f"PSYNC_TLS_{name}_FILE": os.path.abspath(at) for name, at in files.items() if at}
+    environ = {f"PSYNC_{name.upper()}": os.path.abspath(at) for name, at in files.items() if at}
     if tls_mutual is not None:
         environ["PSYNC_TLS_MUTUAL"] = "1" if tls_mutual else "0"
     if environ:
@@ -413,13 +414,7 @@ def scale(workers: int, run: str | None) -> int:
     help="Address where this worker listens.  [default: a free port on the interface towards the "
     "chief]",
 )
-@click.option(
-    "--chief-timeout",
-    metavar="SECONDS",
-    envvar=["PSYNC_JOIN_CHIEF_TIMEOUT", "PSYNC_CHIEF_TIMEOUT"],
-    help="How long to wait for a chief: before the first one connects, and after the last one is "
-    "gone. none: forever.  [default: 3600 before, 600 after]",
-)
+@chief_timeout_option("PSYNC_JOIN_CHIEF_TIMEOUT")
 @plugin_option
 @tls_options
 @log_level_option
@@ -446,8 +441,7 @@ def join(
     One more worker for the program whose chief is at a:2222:
         PSYNC_SECRET_FILE=~/cluster.secret psync join a:2222
     """
-    os.environ.update({**tls_environ(**tls), **plugins_environ(plugins, {})})
-    configure_logging(log_level)
+    _set_up(plugins, log_level, tls)
     if script is not None:
         from psync.cli.run import script_command
 
@@ -456,16 +450,13 @@ def join(
         if chief_timeout:
             os.environ["PSYNC_CHIEF_TIMEOUT"] = chief_timeout
         os.execv(sys.executable, command)
-    from psync.launch.tasks import SETUP_ERRORS, join_forever
+    from psync.launch import tasks
 
-    if plugins:  # what lies here, as for `psync task`
-        sys.path.insert(0, "")
     try:
-        return join_forever(chief, listen, chief_timeout=chief_timeout)
-    except SETUP_ERRORS as error:
+        joining = partial(tasks.join, chief, listen, chief_timeout=chief_timeout)
+        return run_loop(joining, terminated_code=0)
+    except tasks.SETUP_ERRORS as error:
         raise ConfigurationError(error.message, hint=error.hint) from error
-    except TrainingEnded as error:
-        return _fail(str(error), FAILED)
 
 
 @psync.command()
@@ -475,12 +466,8 @@ def join(
     envvar=["PSYNC_TASK_INSECURE", "PSYNC_SERVE_INSECURE"],  # the latter until 0.2
     help="Serve without a secret: anyone who can reach the address can connect.",
 )
-@click.option(
-    "--chief-timeout",
-    metavar="SECONDS",
-    envvar=["PSYNC_TASK_CHIEF_TIMEOUT", "PSYNC_SERVE_CHIEF_TIMEOUT", "PSYNC_CHIEF_TIMEOUT"],
-    help="How long to wait for a chief: before the first one connects, and after the last one is "
-    "gone. none: forever.  [default: 3600 before, 600 after; none under a launcher]",
+@chief_timeout_option(
+    "PSYNC_TASK_CHIEF_TIMEOUT", "PSYNC_SERVE_CHIEF_TIMEOUT", more="; none under a launcher"
 )
 @click.option(
     "--metrics",
@@ -514,16 +501,24 @@ def task(
     """
     from psync.launch import tasks
 
-    os.environ.update({**tls_environ(**tls), **plugins_environ(plugins, {})})
+    _set_up(plugins, log_level, tls)
     if metrics:
         os.environ["PSYNC_TASK_METRICS"] = metrics
-    if plugins:  # what lies here, as for `python -m psync task`
+    own = tasks.own_task(None)
+    watch_launcher()
+    load_plugins(own.name)
+    serving = partial(
+        tasks.serve_as, own, insecure=insecure, shared=False, chief_timeout=chief_timeout
+    )
+    return run_loop(serving, terminated_code=own.terminated_code)
+
+
+def _set_up(plugins: Sequence[str], log_level: str, tls: Mapping[str, Any]) -> None:
+    """Set this process up as a task; its plugins may lie here, as for `python -m psync task`."""
+    os.environ.update({**tls_environ(**tls), **plugins_environ(plugins, {})})
+    if plugins:
         sys.path.insert(0, "")
     configure_logging(log_level)
-    try:
-        return tasks.serve_forever(insecure=insecure, chief_timeout=chief_timeout)
-    except TrainingEnded as error:
-        return _fail(str(error), FAILED)
 
 
 @psync.command()
@@ -550,7 +545,6 @@ def health(timeout: float) -> int:
            does not listen
     """
     from psync.cluster import ENQUIRER
-    from psync.errors import AuthenticationError, ConfigurationError, PsyncError, VersionMismatch
     from psync.launch.tasks import own_task
     from psync.net.endpoint import Endpoint
     from psync.net.environment import platform_of
@@ -635,12 +629,8 @@ def new(out: Path, hosts: tuple[str, ...], days: int) -> int:
 serve = copy.copy(task)  # its name until 0.2
 serve.hidden = True
 psync.add_command(serve, "serve")
-psync.add_command(top)
-psync.add_command(trace)
-psync.add_command(launch)
-psync.add_command(bench)
-psync.add_command(dashboard_command)
-psync.add_command(checkpoint)
+for command in (top, trace, launch, bench, dashboard_command, checkpoint):
+    psync.add_command(command)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -656,6 +646,8 @@ def main(args: Sequence[str] | None = None) -> int:
         code = _fail(error.format_message() + _hint(error))
     except ConfigurationError as error:
         code = _fail(str(error))
+    except TrainingEnded as error:
+        code = _fail(str(error), FAILED)
     except OSError as error:
         if error.errno not in OUTPUT_ERRORS or error.filename is not None:
             raise

@@ -11,8 +11,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +19,12 @@ import click
 from click.core import ParameterSource
 
 from psync.errors import CheckpointError, ConfigurationError, DeadlineExceeded, ProtocolError
+from psync.launch.process import run_loop
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from psync.net.trace import Trace
+    from psync.net.tracing import Trace
     from psync.status.dashboard.shows import Show
     from psync.status.serving import StatusReader, UrlReader
 
@@ -180,59 +180,46 @@ def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
     """
     if as_json and not once:
         raise click.UsageError("--json prints one status: it needs --once")
+    # SIGTERM leaves the terminal as it was.
+    return run_loop(lambda: _show(run, once or not sys.stdout.isatty(), as_json, interval))
+
+
+@contextlib.asynccontextmanager
+async def reading_of(run: str | None) -> AsyncIterator[Reader]:
+    """Return a context in which a run can be asked; see ``chosen_run``. It may be a URL, too.
+
+    Raises:
+        ConfigurationError: It cannot be asked, or does not answer.
+    """
+    from psync.status.run_files import chosen_run
+    from psync.status.serving import UrlReader, reading_status
+
     try:
-        return asyncio.run(_show(run, once or not sys.stdout.isatty(), as_json, interval))
+        if run is not None and run.startswith(("http://", "https://")):
+            yield UrlReader(run)
+        else:
+            async with reading_status(chosen_run(run)) as reader:
+                yield reader
     except (ProtocolError, DeadlineExceeded) as exc:
         raise ConfigurationError(exc.message, hint=exc.hint) from exc
 
 
-def reading_of(run: str | None) -> AbstractAsyncContextManager[Reader]:
-    """Return a context in which a run can be asked; see ``chosen_run``. It may be a URL, too."""
-    from psync.status.run_files import chosen_run
-    from psync.status.serving import UrlReader, reading_status
-
-    if run is not None and run.startswith(("http://", "https://")):
-        return nullcontext(UrlReader(run))
-    return reading_status(chosen_run(run))
-
-
 async def _show(path: str | None, once: bool, as_json: bool, interval: float) -> int:
-    async with reading_of(path) as reader:
-        await reader.read()  # rates are counted from here on, if nobody has asked for a while
-        if not once:
-            from rich.console import Console
-
-            return await _follow_until_told(reader, Console(), interval)
-        await asyncio.sleep(FIRST_WINDOW_S)
-        status = await reader.read()
-    if as_json:
-        click.echo(status.to_json())
-        return 0
     from rich.console import Console
 
     from psync.cli.status_tables import tables_of
 
-    Console().print(tables_of(status))
-    return 0
-
-
-async def _follow_until_told(reader: Reader, console: Console, interval: float) -> int:
-    """Follow a run until it ends, or SIGTERM comes; return the exit code.
-
-    Either way the terminal is left as it was. Ctrl-C cancels this.
-    """
-    following = asyncio.ensure_future(_follow(reader, console, interval))
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, following.cancel)
-    try:
-        await asyncio.wait([following])
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-        following.cancel()
-        await asyncio.wait([following])
-    if following.cancelled():
-        return 128 + signal.SIGTERM
-    following.result()
+    async with reading_of(path) as reader:
+        await reader.read()  # rates are counted from here on, if nobody has asked for a while
+        if not once:
+            await _follow(reader, Console(), interval)
+            return 0
+        await asyncio.sleep(FIRST_WINDOW_S)
+        status = await reader.read()
+    if as_json:
+        click.echo(status.to_json())
+    else:
+        Console().print(tables_of(status))
     return 0
 
 
@@ -292,28 +279,23 @@ def trace(out: Path, run: str | None, seconds: float) -> int:
             f"{run} is the log of a run that has ended; only running programs can be traced",
             hint=f"psync dashboard {run} shows it",
         )
-    try:
-        traced = asyncio.run(_trace(out, run, seconds))
-    except (ProtocolError, DeadlineExceeded) as exc:
-        raise ConfigurationError(exc.message, hint=exc.hint) from exc
-    for line in _lines(out, traced):
+    for line in _lines(out, asyncio.run(_trace(out, run, seconds))):
         click.echo(line)
     return 0
 
 
 async def _trace(out: Path, path: str | None, seconds: float) -> Trace:
-    from psync.net.trace import tracing
+    from psync.net.tracing import tracing
 
-    ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with reading_of(path) as reader:
         status = await reader.read()
         async with tracing(reader.read_spans, status.program, out) as traced:
-            loop.add_signal_handler(signal.SIGINT, ended.set)
+            loop.add_signal_handler(signal.SIGINT, traced.ended.set)
             click.echo(f"recording {status.program} for {seconds:g} s ...", err=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await traced.wait(ended)
+                    await traced.ended.wait()
             loop.remove_signal_handler(signal.SIGINT)
     return traced
 

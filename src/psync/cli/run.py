@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any
 
 from psync.closures.membership import changes
 from psync.errors import ConfigurationError, PsyncError
+from psync.launch.gpus import GpuShares
+from psync.launch.output import release_blocked_output, say
 from psync.launch.plugins import check_found, plugins_environ
-from psync.launch.process import also_release_blocked_output, say
 from psync.launch.processes import (
     SERVE_COMMAND,
-    GpuShares,
     Output,
     Process,
     ProcessGroup,
@@ -44,7 +44,8 @@ from psync.launch.processes import (
     describe_exit,
     hint_of_crash,
 )
-from psync.net.platform import MISPLACED, load_secret, mint_secret, named_file, new_pipe, random_hex
+from psync.net.platform import MISPLACED, named_file, new_pipe, random_hex
+from psync.net.secret import load_secret, mint_secret
 from psync.status import run_files
 from psync.status.http import is_token
 
@@ -384,7 +385,7 @@ class Launcher:
             signals.append(signal.SIGHUP)
         for signum in signals:
             loop.add_signal_handler(signum, self._on_signal, signum)
-            also_release_blocked_output(signum)
+            signal.signal(signum, release_blocked_output)
         loop.add_signal_handler(signal.SIGUSR1, self._group.signal_all, signal.SIGUSR1)
         try:
             yield

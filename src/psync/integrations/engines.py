@@ -41,9 +41,12 @@ from psync.launch.processes import RestartPolicy
 from psync.launch.tasks import make_task
 from psync.net.chief_presence import chief_timeouts, until_told
 from psync.net.environment import limits_of, network_of, platform_of_tf_config, shares_memory
-from psync.net.platform import Platform, Secret, mint_secret
-from psync.net.tls import TlsNetwork, load_tls
-from psync.net.transport import BACKLOG, Factory, Listener, Network, SocketNetwork
+from psync.net.platform import Platform
+from psync.net.secret import Secret, mint_secret
+from psync.net.shared.door_names import BACKLOG
+from psync.net.tls import load_tls
+from psync.net.tls_channel import TlsNetwork
+from psync.net.transport import Factory, Listener, Network, SocketNetwork
 
 if TYPE_CHECKING:
     from psync.ps_task import PsTask

@@ -237,15 +237,14 @@ def _amounts(texts: tuple[str, ...]) -> dict[str, dict[str, str]]:
 
 def _secrets(hosts: list[str]) -> dict[str, str]:
     """Return a new secret, and certificates if there are hosts to make them for."""
-    from psync.net.platform import mint_secret
+    from psync.net.secret import mint_secret
 
     secrets = {"secret": mint_secret()}
     if hosts:
         from psync.net.certificates import mint
 
         made = mint(hosts, CERTIFICATE_DAYS)
-        files = {"ca.pem": made.ca, "cert.pem": made.cert, "key.pem": made.key}
-        secrets |= {name: pem.decode("ascii") for name, pem in files.items()}
+        secrets |= {name: pem.decode("ascii") for name, pem in made.items()}
     return secrets
 
 

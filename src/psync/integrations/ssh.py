@@ -42,16 +42,10 @@ from typing import Any
 
 from psync.cluster import MAX_TASKS, is_loopback, join_address, split_address
 from psync.errors import ConfigurationError
-from psync.launch.process import (
-    GRACE_S,
-    PYTHON,
-    Sink,
-    also_release_blocked_output,
-    say,
-    write_stderr,
-    write_stdout,
-)
-from psync.launch.processes import TUNING, GpuShares, Output, Process, ProcessGroup, describe_exit
+from psync.launch.gpus import GpuShares
+from psync.launch.output import Sink, release_blocked_output, say, write_stderr, write_stdout
+from psync.launch.process import GRACE_S, PYTHON
+from psync.launch.processes import TUNING, Output, Process, ProcessGroup, describe_exit
 from psync.net.resolvers import interface_towards
 from psync.wire.handshake import RELEASE
 
@@ -841,7 +835,7 @@ async def _serve(order: Message, rest: bytes) -> None:
 
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         loop.add_signal_handler(signum, told.put_nowait, None)
-        also_release_blocked_output(signum)
+        signal.signal(signum, release_blocked_output)
     agent = HostAgent(order, _say)
     _say({"ready": agent.address, "pid": os.getpid()})
     *lines, rest = rest.split(b"\n")

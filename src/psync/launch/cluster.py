@@ -25,21 +25,23 @@ from typing import Self
 from psync.closures.membership import AdaptiveRule, changes
 from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConfigurationError, PsyncError, UsageError, other_loop
+from psync.launch.gpus import GpuShares
+from psync.launch.joining import Door
 from psync.launch.plugins import load_plugins, plugins_environ
 from psync.launch.processes import (
-    GpuShares,
     Process,
     ProcessGroup,
     RestartPolicy,
     describe_exit,
     hint_of_crash,
 )
-from psync.launch.tasks import Door, make_task, tell_to_end
+from psync.launch.tasks import make_task, tell_to_end
 from psync.net import certificates
 from psync.net.environment import network_of, newest_incarnation
 from psync.net.notebook_cells import of_no_cell
-from psync.net.platform import Platform, Secret, Workforce, load_secret, mint_secret
+from psync.net.platform import Platform, Workforce
 from psync.net.resolvers import SimpleClusterResolver, opened
+from psync.net.secret import Secret, load_secret, mint_secret
 from psync.net.shared.regions import SharedMemory
 from psync.net.tls import TLS_VARIABLES
 from psync.ps_task import PsTask
@@ -324,7 +326,7 @@ class TaskCluster(ABC):
                 for index in leave:
                     del there[index]
                 self._addresses["worker"] = dict(sorted(there.items()))
-                self._name_tasks()
+                self.resolver.name_tasks({"chief": {0: self._host.chief}, **self._addresses})
                 moving = workforce.change(added, leave)
                 for index in leave:
                     leaving = asyncio.get_running_loop().create_task(self._leave(index))
@@ -354,7 +356,7 @@ class TaskCluster(ABC):
         for job, index in tasks:
             self._addresses[job][index] = started[job, index]
         self._resolver = LaunchedClusterResolver(self._host.platform)
-        self._name_tasks()
+        self.resolver.name_tasks({"chief": {0: self._host.chief}, **self._addresses})
         await self._host.open()
 
     async def _start_tasks(
@@ -369,9 +371,6 @@ class TaskCluster(ABC):
         for result in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
-
-    def _name_tasks(self) -> None:
-        self.resolver.name_tasks({"chief": {0: self._host.chief}, **self._addresses})
 
 
 NO_STRANGERS = Limits(handshakes=DEFAULT_LIMITS.connections)
@@ -496,8 +495,7 @@ class TasksInProcesses(Host):
         await self._resources.enter_async_context(door)
 
     async def check(self, num_workers: int) -> None:
-        if self._gpus.are_shared:
-            await asyncio.to_thread(self._gpus.check, num_workers)
+        await asyncio.to_thread(self._gpus.check, num_workers)
 
     async def start(self, job: str, index: int) -> str:
         if (job, index) in self._unused:

@@ -64,7 +64,7 @@ def check_found(plugins: Iterable[str], places: Sequence[str]) -> None:
             )
 
 
-def load_plugins(task: str, environ: Mapping[str, str] | None = None) -> None:
+def load_plugins(task: str, environ: Mapping[str, str] = os.environ) -> None:
     """Load all plugins: those that the environment names, then entry points. Again is nothing.
 
     Args:
@@ -76,8 +76,7 @@ def load_plugins(task: str, environ: Mapping[str, str] | None = None) -> None:
     """
     from importlib import metadata  # 10 ms, which the launcher does not need
 
-    variables = os.environ if environ is None else environ
-    for name in variables.get(VARIABLE, "").split():
+    for name in environ.get(VARIABLE, "").split():
         _load(f"plugin {name!r}", task, partial(importlib.import_module, name))
     for entry in metadata.entry_points(group=GROUP):
         package = "" if entry.dist is None else f" of {entry.dist.name}"

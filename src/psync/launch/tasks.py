@@ -1,13 +1,4 @@
-"""What a process does as its task: ``run`` for scripts, ``run_task`` for ps and workers, joining.
-
-A worker may also join a cluster that runs: ``psync join HOST:PORT`` and ``PSYNC_JOIN`` make a
-process a worker that knows the chief's address and the secret, and nothing else. It tells the
-chief's door where it listens and is told its index; the workforce then brings it to the
-coordinators of the program, the one that runs and those that come later. From then on it is served
-as every other worker is, and leaves as they do. Its connection to the door stays open. A worker
-that leaves says so. One whose connection is lost silently is missed for a while, in which it may
-come back under its index (the network was cut, or the chief is a new process), and then forgotten.
-"""
+"""What a process does as its task: ``run`` for scripts, ``run_task`` for ps and workers."""
 
 from __future__ import annotations
 
@@ -18,15 +9,14 @@ import inspect
 import logging
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from psync.cluster import CHIEF, ClusterSpec, join_address, split_address, task_name
+from psync.cluster import CHIEF, ClusterSpec, task_name
 from psync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -34,20 +24,17 @@ from psync.errors import (
     PsyncError,
     RemoteProtocolError,
     TrainingEnded,
-    TransportError,
     UsageError,
 )
+from psync.launch.joining import JOINING, Door, Membership, listen_towards
+from psync.launch.output import configure_logging, fill_standard_streams, write_whole_lines
 from psync.launch.plugins import load_plugins, users_frame
 from psync.launch.process import (
-    PYTHON,
     asked_first,
-    configure_logging,
     end_of_run,
-    fill_standard_streams,
     following_launcher,
     run_loop,
     watch_launcher,
-    write_whole_lines,
 )
 from psync.net import environment
 from psync.net.chief_presence import (
@@ -56,21 +43,20 @@ from psync.net.chief_presence import (
     naming_who_is_awaited,
     until_told,
 )
-from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, Workforce, load_secret, workforce_of_launcher
+from psync.net.platform import Platform, flag, workforce_of_launcher
 from psync.net.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
-    interface_towards,
     opened,
     resolve_cluster,
     training_cluster,
 )
-from psync.net.task_reports import described_by
-from psync.net.transport import BACKLOG, SocketNetwork
-from psync.wire.messages import Done, JoinCluster, Joined, LeaveCluster, Shutdown
+from psync.net.secret import load_secret
+from psync.net.task_reports import add_description
+from psync.net.transport import SocketNetwork
+from psync.wire.messages import Shutdown
 
 if TYPE_CHECKING:
     from psync.ps_task import PsTask
@@ -89,18 +75,6 @@ SETUP_ERRORS = (ConfigurationError, ConnectFailed, AuthenticationError, RemotePr
 SHUTDOWN_TIMEOUT_S = 2.0
 """How long the chief waits, at its end, for each task to hear that it should exit."""
 
-JOINING = "/job:worker/joining"
-"""What a worker calls itself to the door, before it has an index."""
-
-SAY_GOODBYE_S = 2.0
-"""A chief that has not heard by then that a worker has left, notices it."""
-
-FIRST_JOINED = 10_000
-"""Index of the first worker that joins: whoever started the others goes on numbering below it."""
-
-FORGET_AFTER_S = 60.0
-"""A worker that was lost silently has been killed, or is back by then."""
-
 
 @dataclass(frozen=True, slots=True)
 class OwnTask:
@@ -111,7 +85,10 @@ class OwnTask:
     job: str
     index: int
     is_found: bool = False  # in the surroundings, where nobody has described the cluster
-    is_supervised: bool = False  # see ``environment.is_supervised``
+    # A scheduler starts tasks again that end with another code than 0 (Kubernetes' Jobs). So a
+    # worker that leaves because of SIGTERM does not end with 0, which would say that all is done,
+    # and only a chief that does tells the others to exit.
+    is_supervised: bool = False
 
     @property
     def name(self) -> str:
@@ -161,7 +138,7 @@ def own_task(resolver: ClusterResolver | None) -> OwnTask:
             "the cluster's description does not say which task this process is",
             hint='TF_CONFIG needs a task, such as "task": {"type": "worker", "index": 0}',
         )
-    return OwnTask(known, cluster, job, index, is_found, environment.is_supervised(os.environ))
+    return OwnTask(known, cluster, job, index, is_found, bool(flag(os.environ, "PSYNC_SUPERVISED")))
 
 
 # Scripts.
@@ -226,7 +203,8 @@ def run(
     try:
         if chief := os.environ.pop("PSYNC_JOIN", ""):
             _prepare_process("joined")
-            sys.exit(join_forever(chief, os.environ.pop("PSYNC_JOIN_LISTEN", ""), shared=True))
+            joining = partial(join, chief, os.environ.pop("PSYNC_JOIN_LISTEN", ""), shared=True)
+            sys.exit(run_loop(joining, terminated_code=0))
         if resolver is None and (settings := os.environ.pop("PSYNC_ON", None)):
             job = "chief"
             configure_logging(os.environ.get("PSYNC_LOG_LEVEL", "info"))
@@ -285,10 +263,9 @@ async def _run_main(
     tasks_end, since = own.leads, time.time_ns()
     try:
         async with contextlib.AsyncExitStack() as stack:
-            workforce = workforce_of_launcher()
             if joinable:
-                await _open_to_joiners(stack, own, workforce, added)
-            stack.enter_context(following_launcher(workforce))
+                await _open_to_joiners(stack, own, added)
+            stack.enter_context(following_launcher(workforce_of_launcher()))
             stack.enter_context(opened(own.resolver))
             return await main()
     except SETUP_ERRORS:
@@ -425,40 +402,6 @@ async def run_task(resolver: ClusterResolver | None = None, *, insecure: bool = 
     await serve_as(own, insecure=insecure, shared=False)
 
 
-def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> int:
-    """Do ``run_task`` in this process until a message or SIGTERM says stop; return the exit code.
-
-    ``chief_timeout`` replaces ``PSYNC_CHIEF_TIMEOUT``. Raises what ``run_task`` does.
-    """
-    own = own_task(None)
-    watch_launcher()
-    load_plugins(own.name)
-    return run_loop(
-        lambda: serve_as(own, insecure=insecure, shared=False, chief_timeout=chief_timeout),
-        terminated_code=own.terminated_code,
-    )
-
-
-def join_forever(
-    chief: str, listen: str = "", *, shared: bool = False, chief_timeout: str | None = None
-) -> int:
-    """Join a running cluster as a worker, until a message or SIGTERM says stop.
-
-    Args:
-        chief: Where its chief listens.
-        listen: Where this worker is to listen, host or host:port; by default at a free port of
-            the interface by which it reaches the chief.
-        shared: Whether this process runs the program's script.
-        chief_timeout: Replaces ``PSYNC_CHIEF_TIMEOUT``.
-
-    Returns:
-        The exit code.
-    """
-    load_plugins(JOINING)
-    joining = partial(join, chief, listen, shared=shared, chief_timeout=chief_timeout)
-    return run_loop(joining, terminated_code=0)
-
-
 async def serve_as(
     own: OwnTask,
     *,
@@ -518,7 +461,7 @@ async def serve_as(
 
                 metrics = serving_metrics(address, task.task, task.statistics)
                 await stack.enter_async_context(metrics)
-            stack.enter_context(described_by(task.describe))
+            stack.callback(add_description(task.describe))
             if leave is not None:
                 stack.enter_context(asked_first(leave_first))
             stack.enter_context(naming)
@@ -547,91 +490,27 @@ def make_task(
 # Joining.
 
 
-class Membership:
-    """That of this process, which listens at ``address``, in the cluster of a ``chief``."""
-
-    def __init__(self, platform: Platform, chief: str, address: str) -> None:
-        self._endpoint = Endpoint(platform, JOINING, platform.new_incarnation(), {})
-        self._chief = chief
-        self._address = address
-        self.index = -1
-        self._peer: Connection | None = None
-
-    async def begin(self) -> None:
-        """Join the cluster.
-
-        Raises:
-            ConnectFailed: The chief does not answer.
-            AuthenticationError: The chief has another secret.
-            RemoteProtocolError: Something else answers, or another version of psync.
-            ConfigurationError: The chief refuses this worker.
-        """
-        try:
-            self._peer = await self._endpoint.connect(self._chief, CHIEF)
-        except ConnectFailed as exc:
-            raise ConnectFailed(
-                exc.message,
-                hint="is the program running, and is this the address of its chief? Workers can "
-                "join only while it runs, and only if it ends in psync.run(main)",
-            ) from exc
-        await self._ask(self._peer)
-
-    async def _ask(self, peer: Connection) -> None:
-        received = (await peer.call(JoinCluster(self._address, self.index, PYTHON))).message
-        if not isinstance(received, Joined):
-            raise RemoteProtocolError(
-                f"{CHIEF} answered JoinCluster with {type(received).__name__}"
-            )
-        if self.index not in (-1, received.index):
-            raise ConfigurationError(
-                f"worker {self.index} was away from {self._chief} for so long that another worker "
-                "has its index",
-                hint="restart it: it joins as a new worker",
-            )
-        self.index = received.index
-
-    async def keep(self) -> None:
-        """Come back to the door whenever the connection is lost, until cancelled.
-
-        Raises:
-            PsyncError: The chief does not want this worker any more.
-        """
-        while True:
-            assert self._peer is not None, "it has begun"
-            await self._peer.wait_closed()
-            logger.debug("the connection to the door of %s is lost", self._chief)
-            self._peer = await self._endpoint.connect_retrying(
-                self._chief, CHIEF, level=logging.INFO
-            )
-            with contextlib.suppress(TransportError):
-                await self._ask(self._peer)
-
-    async def end(self) -> None:
-        """Say that this worker has left, and close. Cancellation: the chief misses it."""
-        try:
-            if self._peer is not None and self._peer.is_open:
-                async with asyncio.timeout(SAY_GOODBYE_S):
-                    await self._peer.call(LeaveCluster("it has left"))
-        except (TimeoutError, PsyncError) as exc:
-            logger.debug("the chief was not told that this worker has left: %s", exc)
-        finally:
-            await self._endpoint.close()
-
-
 async def join(
     chief: str, listen: str = "", *, shared: bool = False, chief_timeout: str | None = None
 ) -> int:
     """Join a running cluster as a worker, serve until told to stop, return the exit code.
 
-    Args: As of ``join_forever``.
+    Args:
+        chief: Where its chief listens.
+        listen: Where this worker is to listen, host or host:port; by default at a free port of
+            the interface by which it reaches the chief.
+        shared: Whether this process runs the program's script.
+        chief_timeout: Replaces ``PSYNC_CHIEF_TIMEOUT``.
 
     Raises:
-        ConfigurationError: An address is malformed or taken, or there is no secret.
+        ConfigurationError: An address is malformed or taken, there is no secret, or a plugin cannot
+            be imported.
         PsyncError: As for ``Membership.begin`` and ``run_task``.
 
     Cancellation: It leaves, without ending what it runs.
     """
-    listener, address = _listen_towards(chief, listen)
+    load_plugins(JOINING)
+    listener, address = listen_towards(chief, listen)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(listener.close)
         platform = environment.platform_of(SimpleClusterResolver(ClusterSpec({})), address)
@@ -661,39 +540,8 @@ async def join(
             await asyncio.gather(serving, keeping, return_exceptions=True)
 
 
-def _listen_towards(chief: str, listen: str) -> tuple[socket.socket, str]:
-    """Return a listening socket, and its address as others have to know it."""
-    chief_host, chief_port = split_address(chief)
-    if not chief_port:
-        raise ConfigurationError(f"expected host:port of the chief, got {chief!r}")
-    if load_secret(os.environ) is None:  # whatever PSYNC_INSECURE says
-        raise ConfigurationError(
-            "no secret is set, and joining requires the cluster's secret",
-            hint="set PSYNC_SECRET, or PSYNC_SECRET_FILE to the path of a file with it",
-        )
-    if listen:
-        host, port = split_address(listen if ":" in listen else f"{listen}:0")
-    else:
-        port = 0
-        try:
-            host, _ = interface_towards(chief_host, chief_port)
-        except OSError as exc:
-            raise ConfigurationError(f"{chief} is unreachable: {exc.strerror or exc}") from exc
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port or 0), family=family, backlog=BACKLOG)
-    except OSError as exc:
-        raise ConfigurationError(
-            f"this worker cannot listen on {listen or host}: {exc.strerror or exc}"
-        ) from exc
-    return listener, join_address(host, listener.getsockname()[1])
-
-
 async def _open_to_joiners(
-    stack: contextlib.AsyncExitStack,
-    own: OwnTask,
-    workforce: Workforce,
-    added: MutableMapping[str, str],
+    stack: contextlib.AsyncExitStack, own: OwnTask, added: dict[str, str]
 ) -> None:
     """Let workers join the chief's program until the stack is closed.
 
@@ -706,100 +554,7 @@ async def _open_to_joiners(
             return
         platform = environment.platform_of(own.resolver, own.address, listens=True)
         try:
-            await stack.enter_async_context(Door(platform, own.address, workforce, added))
+            door = Door(platform, own.address, workforce_of_launcher(), added)
+            await stack.enter_async_context(door)
         except ConfigurationError as exc:
             logger.info("workers cannot join this program: %s", exc.message)
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    """A worker that has joined."""
-
-    address: str
-    peer: Connection  # its newest connection
-    forgetting: asyncio.TimerHandle | None = None  # while it is missed
-
-
-class Door:
-    """Takes in workers that join. An async context manager; it listens while it is entered.
-
-    Args:
-        platform: Network, secret.
-        address: Of the chief.
-        workforce: Told of workers that come and leave.
-        added: Gets the address of each worker that is present, by name: for the program's end.
-
-    Raises:
-        ConfigurationError: From entering it: the address is in use, or not this machine's.
-    """
-
-    def __init__(
-        self,
-        platform: Platform,
-        address: str,
-        workforce: Workforce,
-        added: MutableMapping[str, str],
-    ) -> None:
-        self._address = address
-        self._workforce = workforce
-        self._added = added
-        self._members: dict[int, _Member] = {}
-        self._next = FIRST_JOINED
-        self._endpoint = Endpoint(
-            platform, CHIEF, platform.new_incarnation(),
-            {JoinCluster: Handler(self._join), LeaveCluster: Handler(self._leave)},
-        )  # fmt: skip
-
-    async def __aenter__(self) -> None:
-        await self._endpoint.listen(self._address)
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        for member in self._members.values():
-            if member.forgetting is not None:
-                member.forgetting.cancel()
-        self._members.clear()
-        await self._endpoint.close()
-
-    def _join(self, request: Request[JoinCluster]) -> None:
-        peer, message = request.peer, request.message
-        if message.python != PYTHON:
-            raise ConfigurationError(
-                f"the chief runs Python {PYTHON}, but the worker at {message.address} runs "
-                f"{message.python} and could not read the program's functions",
-                hint="start the worker with the same Python version as the chief",
-            )
-        split_address(message.address)  # is it one?
-        index, known = message.index, self._members.get(message.index)
-        if index < FIRST_JOINED or (known is not None and known.address != message.address):
-            index, known = self._next, None
-        self._next = max(self._next, index + 1)
-        if known is not None and known.forgetting is not None:
-            known.forgetting.cancel()
-        self._members[index] = _Member(message.address, peer)
-        peer.on_closed.append(lambda _: self._miss(index, peer))
-        name = task_name("worker", index)
-        logger.info("%s joins, from %s", name, message.address)
-        self._added[name] = message.address
-        self._workforce.change({index: message.address}, ())
-        request.answer(Joined(index))
-
-    def _leave(self, request: Request[LeaveCluster]) -> None:
-        peer, message = request.peer, request.message
-        for index, member in list(self._members.items()):
-            if member.peer is peer:
-                self._forget(index, message.reason)
-        request.answer(Done())
-
-    def _miss(self, index: int, peer: Connection) -> None:
-        member = self._members.get(index)
-        if member is not None and member.peer is peer:
-            loop = asyncio.get_running_loop()
-            why = f"it was lost {FORGET_AFTER_S:g} s ago"
-            member.forgetting = loop.call_later(FORGET_AFTER_S, self._forget, index, why)
-
-    def _forget(self, index: int, reason: str) -> None:
-        del self._members[index]
-        name = task_name("worker", index)
-        logger.info("%s is no longer a worker of the cluster: %s", name, reason)
-        self._added.pop(name, None)
-        self._workforce.change({}, (index,))

@@ -12,8 +12,7 @@ import datetime
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from psync.errors import ConfigurationError
@@ -24,19 +23,9 @@ SKEW = datetime.timedelta(hours=1)
 """Clocks of hosts may differ by that much."""
 
 
-@dataclass(frozen=True, slots=True)
-class Certificates:
-    """What is made, as PEM.
-
-    Attributes:
-        ca: Certificate of the authority: what tasks trust.
-        cert: Certificate that tasks show.
-        key: Its private key.
-    """
-
-    ca: bytes
-    cert: bytes
-    key: bytes
+FILES = {"ca.pem": CA_FILE, "cert.pem": CERT_FILE, "key.pem": KEY_FILE}
+"""The variable that names each file: the certificate of the authority, which tasks trust; the
+certificate that tasks show; its private key."""
 
 
 def own_hosts() -> list[str]:
@@ -45,8 +34,10 @@ def own_hosts() -> list[str]:
     return [*LOCAL_HOSTS, *([name] if name and name not in LOCAL_HOSTS else [])]
 
 
-def mint(hosts: Sequence[str], days: float, now: datetime.datetime | None = None) -> Certificates:
-    """Make an authority and a certificate for these hosts.
+def mint(
+    hosts: Sequence[str], days: float, now: datetime.datetime | None = None
+) -> dict[str, bytes]:
+    """Make an authority and a certificate for these hosts; return the ``FILES``, as PEM.
 
     Args:
         hosts: Names and IP addresses, as they stand in the cluster's description.
@@ -65,10 +56,10 @@ def mint(hosts: Sequence[str], days: float, now: datetime.datetime | None = None
         ) from exc
     now = now or datetime.datetime.now(datetime.UTC)
     authority = Authority(now - SKEW, now + datetime.timedelta(days=days))
-    return Certificates(authority.certificate, *authority.issue(hosts))
+    return dict(zip(FILES, (authority.certificate, *authority.issue(hosts)), strict=True))
 
 
-def write(certificates: Certificates, directory: Path) -> dict[str, str]:
+def write(contents: Mapping[str, bytes], directory: Path) -> dict[str, str]:
     """Write the files ``ca.pem``, ``cert.pem`` and ``key.pem`` (mode 600) into a directory.
 
     Returns:
@@ -78,20 +69,16 @@ def write(certificates: Certificates, directory: Path) -> dict[str, str]:
         ConfigurationError: If one of them is there already, or cannot be written: then none is
             left.
     """
-    contents = (
-        (CA_FILE, "ca.pem", certificates.ca, 0o644),
-        (CERT_FILE, "cert.pem", certificates.cert, 0o644),
-        (KEY_FILE, "key.pem", certificates.key, 0o600),
-    )
     written: dict[str, str] = {}
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for variable, name, content, mode in contents:
+        for name, variable in FILES.items():
             path = str(directory / name)
+            mode = 0o600 if variable == KEY_FILE else 0o644
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             written[variable] = path
             with open(descriptor, "wb") as file:
-                file.write(content)
+                file.write(contents[name])
     except OSError as exc:
         for path in written.values():
             Path(path).unlink(missing_ok=True)

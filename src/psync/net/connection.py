@@ -41,9 +41,8 @@ from psync.errors import (
     PsyncError,
     RemoteProtocolError,
 )
-from psync.net.shared.bodies import Sharing, Waker
+from psync.net.shared.bodies import Loan, Sharing, Waker
 from psync.net.shared.channel import SideChannel
-from psync.net.shared.loans import Loan
 from psync.net.shared.regions import SharedMemory
 from psync.net.transport import name_of, set_options
 from psync.numerics.memory import BlockPool
@@ -374,9 +373,7 @@ class Connection(asyncio.BufferedProtocol):
         # Theirs.
         self._serving: dict[int, Request[Any]] = {}  # that take time, by id
         self._unfinished_bytes = 0  # bodies that handlers still work on
-        self._reading_paused = False  # because of these
-        self._copying_paused = False  # because a body is copied
-        self._read_pauses = 0  # reasons not to read
+        self._pauses: set[str] = set()  # why nothing is read now
         # What is sent.
         self._writable = True  # whether the transport has room for large messages
         self._small: list[Buffer] = []  # small messages of this turn of the loop
@@ -390,19 +387,6 @@ class Connection(asyncio.BufferedProtocol):
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed" if self.is_closed else "opening"
         return f"<Connection {self.task or '?'} {self.lane} {state}, {len(self._calls)} calls>"
-
-    def statistics(self) -> dict[str, int]:
-        """Return how many requests are open, ours and theirs, and the bytes of their bodies."""
-        return {
-            "calls": len(self._calls),
-            "serving": len(self._serving),
-            "unfinished_bytes": self._unfinished_bytes,
-        }
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether there was a transport: only then is the end reported."""
-        return self._transport is not None
 
     # Our requests.
 
@@ -569,7 +553,7 @@ class Connection(asyncio.BufferedProtocol):
                 if decoder.start == decoder.end or self._closing:
                     break
                 frame = decoder.next_frame()
-            if decoder.copying is not None or self._copying_paused:
+            if decoder.copying is not None or "copying" in self._pauses:
                 self._go_on_copying()
         except Exception as exc:
             self.fail(exc)
@@ -580,12 +564,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def _go_on_copying(self) -> None:
         """Until all of a body that is lent is there nothing else is read."""
-        copying = self._decoder.copying is not None and not self._closing
-        if copying != self._copying_paused:
-            self._copying_paused = copying
-            self.pause_reading() if copying else self.resume_reading()
-        if copying:
+        if self._decoder.copying is not None and not self._closing:
+            self.pause_reading("copying")
             self._loop.call_soon(self.buffer_updated, 0)
+        else:
+            self.resume_reading("copying")
 
     def _handle_other(self, kind: int, request_id: int) -> None:
         if kind == _PING:
@@ -711,9 +694,8 @@ class Connection(asyncio.BufferedProtocol):
         if request.request_id:
             self._serving[request.request_id] = request
         self._unfinished_bytes += request.nbytes
-        if self._unfinished_bytes > self._limits.unfinished_bytes and not self._reading_paused:
-            self._reading_paused = True
-            self.pause_reading()
+        if self._unfinished_bytes > self._limits.unfinished_bytes:
+            self.pause_reading("unfinished")
 
     def release(self, request: Request[Any]) -> None:
         """It is answered, or nobody works on it any more."""
@@ -721,9 +703,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._serving.get(request.request_id) is request:
             del self._serving[request.request_id]
         self._unfinished_bytes -= request.nbytes
-        if self._reading_paused and self._unfinished_bytes <= self._limits.unfinished_bytes:
-            self._reading_paused = False
-            self.resume_reading()
+        if self._pauses and self._unfinished_bytes <= self._limits.unfinished_bytes:
+            self.resume_reading("unfinished")
 
     # What is sent.
 
@@ -869,17 +850,18 @@ class Connection(asyncio.BufferedProtocol):
         self._writable = True
         self._go_on_writing()
 
-    def pause_reading(self) -> None:
-        """Stop taking bytes from the peer, until ``resume_reading`` has been called as often."""
-        self._read_pauses += 1
-        if self._read_pauses == 1 and not self._closing:
+    def pause_reading(self, why: str) -> None:
+        """Stop taking bytes from the peer, until ``resume_reading`` is called for this reason."""
+        if not (self._pauses or self._closing):
             self._transport.pause_reading()
+        self._pauses.add(why)
 
-    def resume_reading(self) -> None:
+    def resume_reading(self, why: str) -> None:
         """Take bytes again, unless there is another reason not to."""
-        self._read_pauses -= 1
-        if not (self._read_pauses or self._closing):
-            self._transport.resume_reading()
+        if why in self._pauses:
+            self._pauses.remove(why)
+            if not (self._pauses or self._closing):
+                self._transport.resume_reading()
 
     # Its beginning.
 
@@ -988,10 +970,6 @@ class Connection(asyncio.BufferedProtocol):
         self._closing = True
         self._transport.close()  # once that is on its way; within the deadline
 
-    def eof_received(self) -> bool:
-        """Close: half-open connections have no use here."""
-        return False
-
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail what is open, and tell who asked to be told, once."""
         error = self._reason or exc
@@ -1022,8 +1000,9 @@ class Connection(asyncio.BufferedProtocol):
             listener(self)
 
     async def wait_closed(self) -> None:
-        """Wait until the connection is gone. Cancellation: safe."""
-        await self._gone.wait()
+        """Wait until the connection, if it was ever made, is gone. Cancellation: safe."""
+        if self._transport is not None:
+            await self._gone.wait()
 
 
 def fail(future: asyncio.Future[Any], error: BaseException) -> None:

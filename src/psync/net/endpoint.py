@@ -30,7 +30,7 @@ from psync.net.handshake_limits import (
     source_of,
 )
 from psync.net.platform import Platform
-from psync.net.shared.bodies import Sharing, bytes_now
+from psync.net.shared.bodies import Sharing
 from psync.net.transport import Listener, one_line, reason
 from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message
@@ -284,6 +284,7 @@ class Endpoint:
         """Return how many connections are open, or are not yet, and the bytes over all so far."""
         num_open = len(self.peers)
         sharings = [each.sharing for each in self._peers if each.sharing is not None]
+        known = {*sharings, *self._sharings}
         return {
             "connections": num_open,
             "handshakes": len(self._peers) - num_open,
@@ -291,7 +292,8 @@ class Endpoint:
             "bytes_received": self._received + sum(each.bytes_received for each in self._peers),
             "bytes_lent": self._lent + sum(each.bytes_lent for each in sharings),
             "bytes_borrowed": self._borrowed + sum(each.bytes_borrowed for each in sharings),
-            **bytes_now({*sharings, *self._sharings}),
+            "bytes_lent_now": sum(each.bytes_lent_now for each in known),
+            "bytes_kept_now": sum(each.bytes_kept_now for each in known),
             **self.platform.memory.statistics(),
         }
 
@@ -438,8 +440,7 @@ class Endpoint:
 
     async def _wait_closed(self) -> None:
         for peer in list(self._peers):
-            if peer.is_connected:
-                await peer.wait_closed()
+            await peer.wait_closed()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -24,14 +24,14 @@ from psync.net.platform import (
     Platform,
     flag,
     inherited_file,
-    load_secret,
-    require_secret,
     workforce_of_launcher,
 )
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
+from psync.net.secret import load_secret, require_secret
 from psync.net.shared.door_names import may_share
 from psync.net.shared.doors import can_share
-from psync.net.tls import TlsNetwork, load_tls
+from psync.net.tls import load_tls
+from psync.net.tls_channel import TlsNetwork
 from psync.net.transport import Network, SocketNetwork
 from psync.wire.limits import Limits
 
@@ -80,7 +80,8 @@ _said = PerProcess(set[str])  # misspelt ones
 
 _ALMOST = 0.9  # of the letters: one or two of a name are wrong
 
-_newest_incarnation = 0  # under which this process is, or was, a coordinator
+newest_incarnation = PerProcess(int)
+"""The last incarnation under which this process was a coordinator; 0: it was none."""
 
 
 def platform_of(
@@ -194,18 +195,6 @@ def tell_launcher() -> None:
             os.close(fd)
 
 
-def is_supervised(environ: Mapping[str, str]) -> bool:
-    """Whether a scheduler starts tasks again that end with another code than 0 (Kubernetes' Jobs).
-
-    Then a worker that leaves because of SIGTERM does not end with 0, which would say that all is
-    done, and only a chief that does tells the others to exit.
-
-    Raises:
-        ConfigurationError: ``PSYNC_SUPERVISED`` is neither 0 nor 1.
-    """
-    return bool(flag(environ, "PSYNC_SUPERVISED"))
-
-
 def note_training_began() -> None:
     """Whatever was to be connected to is there; see ``training_began``."""
     began = training_began.get()
@@ -223,15 +212,9 @@ def exit_if_misplaced() -> None:
         sys.exit(MISPLACED)
 
 
-def newest_incarnation() -> int:
-    """Return the last incarnation under which this process was a coordinator; 0: it was none."""
-    return _newest_incarnation
-
-
 def note_incarnation(granted: int) -> None:
     """This process is the coordinator of this incarnation from now on; 0: forget earlier ones."""
-    global _newest_incarnation
-    _newest_incarnation = granted
+    newest_incarnation.value = granted
 
 
 def watchdog_timeout(environ: Mapping[str, str] = os.environ) -> float | None:

@@ -38,7 +38,7 @@ LINES_PER_MINUTE = 20
 """Lines about strangers: enough to see what is wrong, such as two secrets in one cluster."""
 
 MAX_ADDRESSES = 1024
-"""Buckets that are remembered: some 200 KiB."""
+"""Buckets that are remembered, and addresses that have proved themselves: some 200 KiB."""
 
 IPV6_PREFIX = 64
 """Bits of an IPv6 address that name a customer; the others he chooses himself."""
@@ -97,18 +97,13 @@ class FailedHandshakes:
 
     Args:
         per_minute: Failures in a full bucket.
-        addresses: Buckets that are remembered, and addresses that have proved themselves.
     """
 
-    def __init__(self, per_minute: int, addresses: int = MAX_ADDRESSES) -> None:
+    def __init__(self, per_minute: int) -> None:
         self._per_minute = per_minute
-        self._addresses = addresses
         # What was in the bucket at the time of the last failure; the latest failure comes last.
         self._buckets: dict[str, tuple[float, float]] = {}
         self._proved: dict[str, None] = {}  # addresses of peers; the latest success comes last
-
-    def __len__(self) -> int:
-        return len(self._buckets)
 
     def allows(self, source: str | None, now: float) -> bool:
         """Whether somebody who comes from there is heard."""
@@ -120,7 +115,7 @@ class FailedHandshakes:
             return False
         before = self._left(source, now)
         left = max(before - failures, 0.0)
-        _remember(self._buckets, source, (left, now), self._addresses)
+        _remember(self._buckets, source, (left, now))
         return left < 1 <= before
 
     def succeeded(self, source: str | None) -> None:
@@ -128,7 +123,7 @@ class FailedHandshakes:
         if source is None:
             return
         self._buckets.pop(source, None)
-        _remember(self._proved, source, None, self._addresses)
+        _remember(self._proved, source, None)
 
     def place(self, source: str | None) -> Place:
         """Return the claim to a place of somebody who comes from there. This machine is known."""
@@ -139,11 +134,11 @@ class FailedHandshakes:
         return min(left + (now - then) * self._per_minute / MINUTE_S, self._per_minute)
 
 
-def _remember(known: dict[str, K], source: str, what: K, most: int) -> None:
-    """Note the latest, and forget the first of more than ``most``."""
+def _remember(known: dict[str, K], source: str, what: K) -> None:
+    """Note the latest, and forget the first of more than ``MAX_ADDRESSES``."""
     known.pop(source, None)
     known[source] = what
-    if len(known) > most:
+    if len(known) > MAX_ADDRESSES:
         del known[next(iter(known))]
 
 

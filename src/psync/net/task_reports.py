@@ -1,6 +1,6 @@
 """Reports of a live process: task state, asyncio tasks and thread stacks, on SIGUSR1 or request.
 
-A task registers a description (``described_by``); a report is that, then the stacks of all
+A task registers a description (``add_description``); a report is that, then the stacks of all
 asyncio tasks and threads, then an end marker. No error of any part leaves it.
 
     why a worker waits                    whose report says so   written by
@@ -39,7 +39,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -72,8 +72,12 @@ def stack_of_task(task: asyncio.Task[Any]) -> list[str]:
     return lines or ["(no Python code)"]
 
 
-def describe_tasks(loop: asyncio.AbstractEventLoop) -> list[str]:
-    """Return all tasks of a loop with their stacks; those that wait at the same place, together."""
+def describe_tasks() -> list[str]:
+    """Return all tasks of the loop with their stacks; those that wait at one place, together."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return ["no event loop runs"]
     alike: dict[tuple[str, ...], list[str]] = {}
     running = asyncio.current_task(loop)
     tasks = [task for task in asyncio.all_tasks(loop) if not task.done()]
@@ -136,16 +140,6 @@ def add_description(describe: Description) -> Callable[[], None]:
     return lambda: known.pop(key, None) and None
 
 
-@contextlib.contextmanager
-def described_by(describe: Description) -> Iterator[None]:
-    """Let reports contain the lines that ``describe()`` returns, as long as the context lasts."""
-    remove = add_description(describe)
-    try:
-        yield
-    finally:
-        remove()
-
-
 def report_text(why: str, descriptions: Iterable[Description] | None = None) -> str:
     """Return a report in full, several lines.
 
@@ -155,7 +149,7 @@ def report_text(why: str, descriptions: Iterable[Description] | None = None) -> 
     """
     known = list(_descriptions().values()) if descriptions is None else descriptions
     lines = [f"psync: report of process {os.getpid()}, {why}"]
-    for part in [*known, _tasks, describe_threads]:
+    for part in [*known, describe_tasks, describe_threads]:
         try:
             lines += part()
         except Exception as exc:  # what is described may be half-way through a change
@@ -173,14 +167,14 @@ def report_on_signal() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(REPORT_SIGNAL) is signal.SIG_DFL:
+    answers = signal.getsignal(REPORT_SIGNAL) is signal.SIG_DFL
+    if answers:
         signal.signal(REPORT_SIGNAL, _on_signal)
-        with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr is closed
-            os.fstat(STDERR)
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr is closed
+        os.fstat(STDERR)
+        if answers:
             faulthandler.register(REPORT_SIGNAL, file=STDERR, all_threads=True, chain=True)
-    if not faulthandler.is_enabled():
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            os.fstat(STDERR)
+        if not faulthandler.is_enabled():
             faulthandler.enable(file=STDERR, all_threads=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {REPORT_SIGNAL})
 
@@ -190,11 +184,3 @@ def _on_signal(signum: int, frame: object) -> None:
     with contextlib.suppress(OSError):  # nobody reads it; the disk is full
         while data:
             data = data[os.write(STDERR, data) :]
-
-
-def _tasks() -> list[str]:
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return ["no event loop runs"]
-    return describe_tasks(loop)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
 import msgpack
+import numpy as np
 
 from psync.errors import PsyncError
 from psync.wire.codec import Message, decode
@@ -234,20 +235,15 @@ def align(count: int, bounds: Iterable[Bound]) -> tuple[list[float], list[float]
     """
     tightest: dict[tuple[int, int], float] = {}
     for one, other, seconds in bounds:
-        if seconds < tightest.get((one, other), math.inf):
-            tightest[one, other] = seconds
+        tightest[one, other] = min(seconds, tightest.get((one, other), math.inf))
+    forth, at_most = np.array(list(tightest), int).reshape(-1, 2), np.array([*tightest.values()])
     slack = 0.0
     while slack <= 2 * MAX_SLACK_S:
-        forth: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        back: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        for (one, other), seconds in tightest.items():
-            forth[one].append((other, seconds + slack))
-            back[other].append((one, seconds + slack))
-        most, least = _distances(count, forth), _distances(count, back)
+        most = _distances(count, forth, at_most + slack)
+        least = _distances(count, forth[:, ::-1], at_most + slack)
         if most is not None and least is not None:
             ahead = [_middle(high, -low) for high, low in zip(most, least, strict=True)]
-            within = [(high + low) / 2 for high, low in zip(most, least, strict=True)]
-            return ahead, within
+            return ahead, ((most + least) / 2).tolist()
         slack = max(MIN_SLACK_S, 2 * slack)
     return [0.0] * count, [math.inf] * count  # these are no clocks
 
@@ -258,24 +254,17 @@ def _middle(most: float, least: float) -> float:
     return most if math.isinf(least) else (most + least) / 2
 
 
-def _distances(count: int, edges: dict[int, list[tuple[int, float]]]) -> list[float] | None:
+def _distances(count: int, edges: np.ndarray, seconds: np.ndarray) -> np.ndarray | None:
     """Return the shortest paths from 0 (Bellman and Ford); None: there is a negative circle."""
-    distances = [math.inf] * count
+    distances = np.full(count, math.inf)
     distances[0] = 0.0
-    changed, is_waiting, rounds = deque([0]), [False] * count, [0] * count
-    while changed:
-        one = changed.popleft()
-        is_waiting[one] = False
-        for other, seconds in edges.get(one, ()):
-            if distances[one] + seconds < distances[other]:
-                distances[other] = distances[one] + seconds
-                if not is_waiting[other]:
-                    rounds[other] += 1
-                    if rounds[other] > count:
-                        return None
-                    is_waiting[other] = True
-                    changed.append(other)
-    return distances
+    for _ in range(count):
+        nearer = distances.copy()
+        np.minimum.at(nearer, edges[:, 1], distances[edges[:, 0]] + seconds)
+        if np.array_equal(nearer, distances):
+            return distances
+        distances = nearer
+    return None
 
 
 def _bounds(

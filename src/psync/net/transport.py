@@ -18,13 +18,9 @@ from typing import Any, Protocol
 from psync.cluster import split_address
 from psync.errors import PsyncError
 from psync.net.platform import is_deserted
-from psync.net.shared.door_names import door_beside, name_of_door, shut
+from psync.net.shared.door_names import BACKLOG, door_beside, name_of_door, shut
 from psync.net.shared.doors import Door, doors_of, through_door
 from psync.net.shared.doors import Factory as Factory
-
-BACKLOG = 1024
-"""All tasks of a cluster connect at once."""
-
 
 KEEPALIVE_IDLE_S = 10
 KEEPALIVE_INTERVAL_S = 5

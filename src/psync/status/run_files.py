@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from psync.errors import ConfigurationError
-from psync.net.platform import is_deserted, read_private
+from psync.net.platform import is_deserted
+from psync.net.secret import read_private
 from psync.status.model import from_plain
 from psync.status.units import seconds_text
 

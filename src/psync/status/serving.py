@@ -34,8 +34,9 @@ from psync.errors import (
 )
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, Secret, flag, random_hex
-from psync.net.tls import TlsNetwork
+from psync.net.platform import Platform, flag, random_hex
+from psync.net.secret import Secret
+from psync.net.tls_channel import TlsNetwork
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.exposition import exposition
@@ -153,8 +154,7 @@ class ServedStatus:
 
     async def _spans(self, query: Mapping[str, str]) -> tuple[str, bytes]:
         """Return what tasks have recorded: msgpack of a list of readings."""
-        reader, last = query.get("reader", ""), "last" in query
-        readings = await self.source.spans.read(reader, last=last)
+        readings = await self.source.spans.read(query.get("reader", ""), last="last" in query)
         return "application/msgpack", msgpack.packb(readings)
 
     async def close(self) -> None:

@@ -237,7 +237,7 @@ class PsServices:
         for service in (creation, self.updates, self.sync, self.locks, self.pulls, self.gate):
             handlers.update(service.handlers())
         if not self.sync.serves:  # this task has just been started again, or its backup serves
-            for kind in NOT_JUDGED & handlers.keys():
+            for kind in handlers.keys() & NOT_JUDGED:
                 handlers[kind] = Handler(lambda _: self.sync.check_served())
         # What is copied, or set as a whole, and how updates are computed: between computes.
         touches: dict[type[Message], Touches] = {

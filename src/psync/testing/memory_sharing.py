@@ -8,7 +8,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
-from psync.net.shared.regions import Heap, Make, Region, make_heap
+from psync.net.shared.regions import Make, Region, make_heap
 
 REFUSED = 0.02
 """How often a region cannot be given, as if a queue were full."""
@@ -26,15 +26,12 @@ class MemoryChannel:
 
     def __init__(self, random: random.Random, seen: Counter[str]) -> None:
         self._seen = seen
-        self.make: Make = self._make
+        self.make: Make = make_heap
         self._random = random
         self._queue: deque[tuple[int, memoryview]] = deque()
         self._ended = False
         self._then: Callable[[], None] | None = None
         self._context: contextvars.Context | None = None
-
-    def _make(self, number: int, nbytes: int) -> Heap:
-        return make_heap(number, nbytes)
 
     def give(self, region: Region) -> bool:
         """Let the peer see a region."""

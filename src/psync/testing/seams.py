@@ -18,8 +18,9 @@ from psync.api.optimizers import optimizers_here
 from psync.backups.pairing import Computation
 from psync.client.context import ClosureContext, inside
 from psync.client.runtime import Runtime
-from psync.net.platform import Parts, Platform, Secret
+from psync.net.platform import Parts, Platform
 from psync.net.platform import fresh_process as fresh_process
+from psync.net.secret import Secret
 from psync.net.transport import Network
 from psync.numerics import rules
 from psync.numerics.memory import Scratch

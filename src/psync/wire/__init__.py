@@ -4,8 +4,8 @@ Pure: knows errors and specs, does no I/O. ``frames`` has the layout of bytes, `
 messages into msgpack headers, ``protocol`` runs one connection from the handshake on; ``messages``
 has all messages.
 
-To add a message: a frozen class in ``messages``, with the next number (``codec.message`` refuses
-one that is taken); a line of golden bytes in ``tests/wire/test_messages.py``; a handler in the
+To add a message: a class in ``messages``, with the next number (``codec.Message`` refuses one
+that is taken); a line of golden bytes in ``tests/wire/test_messages.py``; a handler in the
 service's ``handlers()``, which ``sync.ps_services``, ``ps_task``, ``worker_task`` and
 ``coordinator`` gather. What changes a ps and is no update belongs in ``ps_services.LOGGED``, or its
 backup would not have it; what the ledger does not judge, in ``NOT_JUDGED``. Both are for creation,

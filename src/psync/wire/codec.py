@@ -18,7 +18,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import msgpack
 
@@ -27,7 +27,6 @@ from psync.errors import LocalProtocolError, RemoteProtocolError
 Check = Callable[[Any], bool]
 Known = dict[tuple[type, ...], tuple[tuple[int, Check], ...]]
 """By the types of a row: the items that must be opened, and what must hold of each."""
-M = TypeVar("M", bound="Message")
 
 MAX_ARRAY_ITEMS = 65_536
 
@@ -45,13 +44,6 @@ _unpack_long = functools.partial(
 _packer = msgpack.Packer()  # one for all: it runs no Python code between its start and its end
 
 
-class Message:
-    """Base of all messages."""
-
-    __slots__: tuple[str, ...] = ()
-    code: ClassVar[int]
-
-
 class _Form:
     """What is known of one class of messages."""
 
@@ -60,7 +52,7 @@ class _Form:
     def __init__(self, cls: type[Message]) -> None:
         hints = typing.get_type_hints(cls)
         self.cls = cls
-        self.names = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
+        self.names = tuple(field.name for field in fields(cls))
         self.types = tuple(hints[name] for name in self.names)
         self.known: Known = {}
         self.check = _row_check(self.types, self.known)  # of all fields at once
@@ -75,25 +67,39 @@ _BY_HEADER: dict[bytes, Message] = {}  # the same, the other way round
 
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def message(code: int) -> Callable[[type[M]], type[M]]:
-    """Class decorator: make a dataclass, a message under ``code``, from 1.
+class _MessageType(type):
+    """Makes a dataclass of every subclass of ``Message``.
 
     For a type checker it is frozen. It is not when it runs: to make a frozen one takes five times
     as long, and all that travels is made twice.
     """
 
-    def register(made: type[M]) -> type[M]:
+    def __new__(
+        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], code: int | None = None
+    ) -> Any:
+        made: Any = super().__new__(mcs, name, bases, namespace)
+        if "__slots__" in namespace:  # ``Message``, or what ``dataclass`` makes of a subclass
+            return made
         if code in _BY_CODE:
             raise TypeError(f"message code {code} is taken by {_BY_CODE[code].cls.__name__}")
         cls = dataclass(unsafe_hash=True, slots=True)(made)
-        cls.code = code
-        form = _BY_CODE[code] = _BY_CLASS[cls] = _Form(cls)
-        if not form.names:
-            header = _HEADER_OF[cls] = msgpack.packb([code])
-            _BY_HEADER[header] = cls()
+        if code is not None:
+            cls.code = code
+            form = _BY_CODE[code] = _BY_CLASS[cls] = _Form(cls)
+            if not form.names:
+                header = _HEADER_OF[cls] = msgpack.packb([code])
+                _BY_HEADER[header] = cls()
         return cls
 
-    return register
+
+class Message(metaclass=_MessageType):
+    """Base of all messages: ``class Proof(Message, code=3)``, with a number from 1 of its own.
+
+    Without a number a subclass is a base of messages.
+    """
+
+    __slots__: ClassVar[tuple[str, ...]] = ()
+    code: ClassVar[int]
 
 
 def encode(message: Message) -> bytes:
@@ -178,16 +184,24 @@ def _misfit(form: _Form, values: list[Any]) -> RemoteProtocolError:
 # Checks from annotations.
 
 
-def _types_of(annotation: Any) -> frozenset[type] | None:
-    """Return the types that alone decide whether a value fits, or None if it must be opened."""
-    if annotation in (int, str, bytes, bool, types.NoneType):
-        return frozenset([annotation])
-    if annotation is float:
-        return frozenset([float, int])
-    if typing.get_origin(annotation) is types.UnionType:
-        options = [_types_of(arg) for arg in typing.get_args(annotation)]
-        return frozenset().union(*options) if None not in options else None  # type: ignore[arg-type]
-    return None
+def _parts(annotation: Any) -> tuple[frozenset[type], dict[type, Check]]:
+    """Return the types that alone decide that a value fits; predicates for what is in others."""
+    is_union = typing.get_origin(annotation) is types.UnionType
+    plain: set[type] = set()
+    contents: dict[type, Check] = {}
+    for option in typing.get_args(annotation) if is_union else (annotation,):
+        if option in (int, str, bytes, bool, types.NoneType):
+            plain.add(option)
+        elif option is float:
+            plain |= {float, int}
+        elif option is not Any:
+            kind, fits = _container(option)
+            contents[kind] = _either(contents[kind], fits) if kind in contents else fits
+    return frozenset(plain), contents
+
+
+def _either(one: Check, other: Check) -> Check:
+    return lambda value: one(value) or other(value)
 
 
 def _row_check(annotations: Sequence[Any], known: Known) -> Check:
@@ -197,6 +211,7 @@ def _row_check(annotations: Sequence[Any], known: Known) -> Check:
     must be opened.
     """
     checks = tuple(map(_check_of, annotations))
+    contents = [_parts(annotation)[1] for annotation in annotations]
 
     def fits(row: list[Any]) -> bool:
         kinds = tuple(map(type, row))
@@ -209,9 +224,9 @@ def _row_check(annotations: Sequence[Any], known: Known) -> Check:
         if len(row) != len(checks) or not all(map(operator.call, checks, row)):
             return False
         known[kinds] = tuple(
-            (index, _content_check(annotation, kind))
-            for index, (kind, annotation) in enumerate(zip(kinds, annotations, strict=True))
-            if kind in (list, dict) and annotation is not Any
+            (index, contents[index][kind])
+            for index, kind in enumerate(kinds)
+            if kind in contents[index]
         )
         return True
 
@@ -220,27 +235,12 @@ def _row_check(annotations: Sequence[Any], known: Known) -> Check:
 
 def _check_of(annotation: Any) -> Check:
     """Return the predicate for one annotation; the small set that messages use."""
-    accepted = _types_of(annotation)
-    if accepted is not None:
-        return lambda value: type(value) in accepted
     if annotation is Any:
         return lambda value: True
-    if typing.get_origin(annotation) is types.UnionType:
-        options = tuple(map(_check_of, typing.get_args(annotation)))
-        return lambda value: any(option(value) for option in options)
-    kind, content_fits = _container(annotation)
-    return lambda value: type(value) is kind and content_fits(value)
-
-
-def _content_check(annotation: Any, kind: type) -> Check:
-    """Return the predicate for what is in a value that is known to be a list, or a dict."""
-    is_union = typing.get_origin(annotation) is types.UnionType
-    options = typing.get_args(annotation) if is_union else (annotation,)
-    containers = [_container(option) for option in options if _types_of(option) is None]
-    fitting = [content_fits for made_of, content_fits in containers if made_of is kind]
-    if len(fitting) == 1:
-        return fitting[0]
-    return lambda value: any(content_fits(value) for content_fits in fitting)
+    plain, contents = _parts(annotation)
+    return lambda value: (
+        type(value) in plain or (type(value) in contents and contents[type(value)](value))
+    )
 
 
 def _container(annotation: Any) -> tuple[type, Check]:
@@ -269,10 +269,9 @@ def _all_check(annotation: Any) -> Callable[[Iterable[Any]], bool]:
     item: closures and their results come in such lists, and checking them item by item took
     a fifth of what an empty closure costs.
     """
+    if annotation is Any:
+        return lambda values: True
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    accepted = _types_of(annotation)
-    if accepted is not None:
-        return lambda values: accepted.issuperset(map(type, values))
     if origin is list:
         all_items_fit = _all_check(args[0])
 
@@ -286,22 +285,19 @@ def _all_check(annotation: Any) -> Callable[[Iterable[Any]], bool]:
     if origin is tuple:
         widths = frozenset([len(args)])
         columns = tuple(map(_all_check, args))
-        alike = _types_of(args[0]) if len(set(args)) == 1 else None
+        alike, opened = _parts(args[0]) if len(set(args)) == 1 else (None, {})
 
         def rows_fit(values: Iterable[Any]) -> bool:
             rows = list(values)
             if not _ONLY_LIST.issuperset(map(type, rows)) or not widths.issuperset(map(len, rows)):
                 return False
-            if alike is not None:
+            if alike and not opened:
                 return alike.issuperset(map(type, itertools.chain.from_iterable(rows)))
             return all(map(operator.call, columns, zip(*rows, strict=True)))
 
         return rows_fit
-    if origin is types.UnionType:
-        easy = frozenset().union(*(_types_of(arg) or () for arg in args))
-        hard = [_check_of(arg) for arg in args if _types_of(arg) is None]
-        return lambda values: all(
-            any(check(value) for check in hard) for value in values if type(value) not in easy
-        )
+    plain, contents = _parts(annotation)
+    if plain and not contents:
+        return lambda values: plain.issuperset(map(type, values))
     check = _check_of(annotation)
-    return lambda values: all(map(check, values))
+    return lambda values: all(check(value) for value in values if type(value) not in plain)

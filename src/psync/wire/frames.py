@@ -24,7 +24,8 @@ from __future__ import annotations
 import enum
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +38,7 @@ from psync.errors import (
     VersionMismatch,
 )
 from psync.wire.codec import Message
-from psync.wire.lent import EXTENT, EXTENT_BYTES, Borrow, Borrowed, Copying, Extent
+from psync.wire.lent import EXTENT, EXTENT_BYTES, Borrow, Borrowed, Extent, copies
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.tensors import Joined
 
@@ -140,24 +141,6 @@ def flat(segments: Sequence[Segment]) -> tuple[Sequence[int], list[Buffer]]:
     return lengths, buffers
 
 
-def encode_frame(
-    kind: int,
-    request_id: int,
-    header: bytes,
-    segments: Sequence[Segment] = (),
-    limits: Limits = DEFAULT_LIMITS,
-) -> list[Buffer]:
-    """Return the buffers of one frame, to be written with a single ``writelines``.
-
-    Segments are not copied: they must not change until the transport has let go of them.
-
-    Raises:
-        LocalProtocolError: If it is more than ``limits`` allow: the peer would refuse it.
-    """
-    lengths, buffers = flat(segments)
-    return [encode_head(kind, request_id, header, lengths, (), limits), *buffers]
-
-
 def encode_head(
     kind: int,
     request_id: int,
@@ -186,8 +169,7 @@ def encode_head(
         or body_len > limits.body_bytes
         or body_len > limits.segment_bytes
     ):
-        _check_sizes(LocalProtocolError, limits, header_len, count, body_len)
-        _check_segments(LocalProtocolError, limits, lengths)
+        _check_sizes(LocalProtocolError, limits, header_len, count, body_len, lengths)
     head = _with_lengths(PREFIX.format, count).pack(
         MAGIC, VERSION, kind, len(extents), request_id, header_len, count, body_len, *lengths
     )
@@ -211,30 +193,28 @@ class FrameDecoder:
     Attributes:
         start: First unread byte of the scratch buffer.
         end: Behind its last received byte.
-        copying: A body that is lent; None: nothing is being copied.
+        copying: Copies a body that is lent, piece by piece; None: nothing is being copied.
         borrow: Finds such bodies; None: the peer has nothing that could be lent.
     """
 
     def __init__(self, limits: Limits, sink: Sink, make: type[Frame] = Frame) -> None:
         self.limits = limits
         self.start = self.end = 0
-        self.copying: Copying | None = None
+        self.copying: Iterator[int] | None = None
         self.borrow: Borrow | None = None
         self._sink = sink
         self._make = make
         # Not zeroed: memory that small frames never reach is never taken from the system.
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8).data
         self._frame: Frame | None = None  # whose body is being received, else None
-        self._targets: Sequence[memoryview] = ()  # where the rest of the body goes
-        self._target = 0  # index of the one being filled
-        self._filled = 0  # bytes of it that are there
+        self._targets: deque[memoryview] = deque()  # where the rest of the body goes
         self._discard = 0  # bytes of a body still to be thrown away
         self._error: Exception | None = None  # set once broken
 
     def get_buffer(self, sizehint: int = -1) -> memoryview:
         """Return memory for the next bytes of the stream, however many; never empty."""
         if self._targets:
-            return self._targets[self._target][self._filled :]
+            return self._targets[0]
         if self._discard:
             return self._scratch[: self._discard]
         if self.start == self.end:
@@ -289,7 +269,7 @@ class FrameDecoder:
                 return self._make(kind, request_id, header, (), 0)
             lengths = _with_lengths("<", count).unpack_from(scratch, start + PREFIX_BYTES)
             if body_len > limits.segment_bytes:
-                _check_segments(FrameTooLarge, limits, lengths)
+                _check_sizes(FrameTooLarge, limits, header_len, count, body_len, lengths)
             if sum(lengths) != body_len:
                 raise RemoteProtocolError(
                     f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
@@ -349,10 +329,10 @@ class FrameDecoder:
         if self._frame is None or self._frame.token != token:
             return
         if self.copying is not None:
-            self.copying.stop()
+            self.copying = iter(())  # the next piece is the last
         if self._targets:
-            self._discard = sum(map(len, self._targets[self._target :])) - self._filled
-            self._targets = ()
+            self._discard = sum(map(len, self._targets))
+            self._targets.clear()
 
     @property
     def receiving(self) -> bool:
@@ -372,13 +352,11 @@ class FrameDecoder:
             raise _misfit(sum(map(len, targets)), body_len)
         self._frame = frame
         body = self._scratch[start : start + there]
-        self._targets, self._target, self._filled = targets, 0, 0
-        while there:
-            target = targets[self._target]
-            count = min(len(target) - self._filled, there)
-            target[self._filled : self._filled + count] = body[:count]
+        self._targets.extend(targets)
+        while body:
+            count = min(len(self._targets[0]), len(body))
+            self._targets[0][:count] = body[:count]
             body = body[count:]
-            there -= count
             self._advance(count)
         self._advance(0)  # past empty targets at the front
         return None
@@ -392,17 +370,21 @@ class FrameDecoder:
         targets = self._sink(frame)
         if borrowed.is_kept:
             return frame
+        if targets is not None and sum(map(len, targets)) != frame.nbytes:
+            raise _misfit(sum(map(len, targets)), frame.nbytes)
         self._frame = frame
-        self.copying = Copying(borrowed, frame.nbytes, targets)
+        self.copying = iter(()) if targets is None else copies(targets, borrowed.views)
         return self._copy_more()
 
     def _copy_more(self) -> Frame | None:
         """Copy a part of a body that is lent; return its frame with the last one."""
         assert self.copying is not None, "one has begun"
-        if not self.copying.go_on():
+        if next(self.copying, None) is not None:
             return None
         self.copying = None
         frame, self._frame = self._frame, None
+        if frame is not None and frame.borrowed is not None:
+            frame.borrowed.give_back()
         return frame
 
     def _compact(self, need: int) -> None:
@@ -416,14 +398,12 @@ class FrameDecoder:
     # Body: straight into its targets.
 
     def _advance(self, nbytes: int) -> None:
-        """Count ``nbytes`` more in the current target; go on to one that has room, or to none."""
-        self._filled += nbytes
-        while self._target < len(self._targets):
-            if self._filled < len(self._targets[self._target]):
-                return
-            self._filled = 0
-            self._target += 1
-        self._targets = ()
+        """Count ``nbytes`` more in the first target; go on to one that has room, or to none."""
+        targets = self._targets
+        while targets and nbytes >= len(targets[0]):
+            nbytes -= len(targets.popleft())
+        if nbytes:
+            targets[0] = targets[0][nbytes:]
 
 
 _BROKEN = Frame(0, 0, b"", (), 0)
@@ -451,7 +431,12 @@ def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemotePro
 
 
 def _check_sizes(
-    error: type[ProtocolError], limits: Limits, header_len: int, count: int, body_len: int
+    error: type[ProtocolError],
+    limits: Limits,
+    header_len: int,
+    count: int,
+    body_len: int,
+    lengths: Sequence[int] = (),
 ) -> None:
     if header_len > limits.header_bytes:
         raise error(f"header of {header_len} bytes, at most {limits.header_bytes} are allowed")
@@ -460,8 +445,6 @@ def _check_sizes(
     if body_len > limits.body_bytes:
         raise error(f"body of {body_len} bytes, at most {limits.body_bytes} are allowed")
 
-
-def _check_segments(error: type[ProtocolError], limits: Limits, lengths: Sequence[int]) -> None:
     largest = max(lengths, default=0)
     if largest > limits.segment_bytes:
         raise error(

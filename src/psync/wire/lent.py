@@ -11,8 +11,6 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from psync.errors import LocalProtocolError
-
 EXTENT = struct.Struct("<QQQ")
 EXTENT_BYTES = EXTENT.size
 
@@ -78,38 +76,3 @@ def copies(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> Iter
             if done == at_once:
                 yield done
                 done = 0
-
-
-class Copying:
-    """The copy of a lent body, from its begin to when it is given back.
-
-    Args:
-        borrowed: The body.
-        nbytes: Its size.
-        targets: Where it belongs; None: nowhere.
-
-    Raises:
-        LocalProtocolError: They are not of its size.
-    """
-
-    def __init__(
-        self, borrowed: Borrowed, nbytes: int, targets: Sequence[memoryview] | None
-    ) -> None:
-        self._borrowed = borrowed
-        self._rest: Iterator[int] = iter(())
-        if targets is None:
-            return
-        if (given := sum(map(len, targets))) != nbytes:
-            raise LocalProtocolError(f"{given} bytes of memory given for a body of {nbytes}")
-        self._rest = copies(targets, borrowed.views)
-
-    def go_on(self) -> bool:
-        """Copy a part; return whether that was the last, and the body is given back."""
-        if next(self._rest, None) is not None:
-            return False
-        self._borrowed.give_back()
-        return True
-
-    def stop(self) -> None:
-        """Copy nothing more: the next part is the last."""
-        self._rest = iter(())

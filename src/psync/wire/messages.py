@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from psync.wire.codec import Message, message
+from psync.wire.codec import Message
 
 # Handshake. ``mac`` and nonces: 32 bytes.
 
 
-@message(1)
-class Hello(Message):
+class Hello(Message, code=1):
     """Client's first word."""
 
     oldest_version: int
@@ -27,8 +26,7 @@ class Hello(Message):
     secured: bool  # whether the client holds a secret
 
 
-@message(2)
-class Challenge(Message):
+class Challenge(Message, code=2):
     """Server's answer: proves first, so that a client never proves itself to a stranger."""
 
     version: int
@@ -39,20 +37,17 @@ class Challenge(Message):
     mac: bytes
 
 
-@message(3)
-class Proof(Message):
+class Proof(Message, code=3):
     """Client's proof."""
 
     mac: bytes
 
 
-@message(4)
-class Welcome(Message):
+class Welcome(Message, code=4):
     """The connection is open."""
 
 
-@message(5)
-class Refused(Message):
+class Refused(Message, code=5):
     """The connection ends here."""
 
     reason: str  # "version", "authentication", "tls", "protocol", "fenced", "full", "early"
@@ -62,13 +57,11 @@ class Refused(Message):
 # Replies that several requests share.
 
 
-@message(8)
-class Done(Message):
+class Done(Message, code=8):
     """The request was carried out; there is nothing more to say."""
 
 
-@message(9)
-class Failure(Message):
+class Failure(Message, code=9):
     """Header of an ERROR frame."""
 
     error: str  # class name in psync.errors, or "" for any other exception
@@ -82,27 +75,23 @@ class Failure(Message):
 # To any task.
 
 
-@message(27)
-class Shutdown(Message):
+class Shutdown(Message, code=27):
     """Finish and exit; answered by Done."""
 
     reason: str
 
 
-@message(28)
-class AskStatistics(Message):
+class AskStatistics(Message, code=28):
     """Answered by Statistics."""
 
 
-@message(29)
-class Statistics(Message):
+class Statistics(Message, code=29):
     """Counters of a task."""
 
     counters: dict[str, Any]
 
 
-@message(138)
-class AskSpans(Message):
+class AskSpans(Message, code=138):
     """Record what this task does, and tell what was recorded; answered by Statistics.
 
     Segments of the answer: readings, see ``net.trace``. It records from the first
@@ -118,8 +107,7 @@ class AskSpans(Message):
 # From the coordinator.
 
 
-@message(32)
-class AttachPs(Message):
+class AttachPs(Message, code=32):
     """The coordinator takes a ps into its cluster; answered by PsAttached.
 
     A coordinator incarnation that the ps has not seen yet fences the older one, and what was held
@@ -133,16 +121,14 @@ class AttachPs(Message):
     moves: int = 0  # how often a ps was served elsewhere before: of two addresses the newer counts
 
 
-@message(137)
-class PsAttached(Message):
+class PsAttached(Message, code=137):
     """The ps serves this coordinator."""
 
     # ("rule" or "schedule", name, version) of what plugins have registered in its process
     plugins: list[tuple[str, str, int]]
 
 
-@message(33)
-class CreateShards(Message):
+class CreateShards(Message, code=33):
     """Declared shards and their first values; idempotent. Segments: those that are sent."""
 
     # (variable name, variable id, shard index, offset, shape, dtype)
@@ -152,16 +138,14 @@ class CreateShards(Message):
     sources: list[tuple[int, int] | bytes | None]
 
 
-@message(39)
-class Fence(Message):
+class Fence(Message, code=39):
     """Refuse incarnations of a task below this one; answered by Done."""
 
     task: str
     below: int
 
 
-@message(40)
-class FinalBelow(Message):
+class FinalBelow(Message, code=40):
     """All closures with smaller ids are final, and forgotten if they are not kept.
 
     A segment holds those that are kept, as ``closure_numbers.pack_kept`` packs them. A header would
@@ -176,8 +160,7 @@ class FinalBelow(Message):
 # Values.
 
 
-@message(34)
-class Pull(Message):
+class Pull(Message, code=34):
     """Values of a set of shards, or of one slot of each. Answered by Pulled.
 
     ``members`` defines set ``set_id`` for this connection; later requests leave it out.
@@ -189,8 +172,7 @@ class Pull(Message):
     slot: str
 
 
-@message(35)
-class Pulled(Message):
+class Pulled(Message, code=35):
     """Segments: one per member of the set, in its order.
 
     ``steps``: (group, step) of each synchronous group that has closed a step on this ps: the
@@ -200,8 +182,7 @@ class Pulled(Message):
     steps: list[tuple[int, int]]
 
 
-@message(72)
-class PullRows(Message):
+class PullRows(Message, code=72):
     """Some rows of shards, or of one slot of each. Answered by RowsPulled.
 
     Segments: one for each part whose step is 0, its ``count`` row numbers (int64, in any order).
@@ -214,21 +195,24 @@ class PullRows(Message):
     slot: str
 
 
-@message(73)
-class RowsPulled(Message):
+class RowsPulled(Message, code=73):
     """Segments: the rows of each part, in the order in which it names them."""
 
     steps: list[tuple[int, int]]  # as in Pulled
 
 
-@message(36)
-class Push(Message):
-    """Gradients for a set of shards. Segments: one per member. Answered by Pushed."""
+class Update(Message):
+    """Base of the updates of one client, which share their numbers."""
 
     sequence: int  # of this client, from 1
     acked_below: int  # the client has the answers to all smaller sequences
     closure: int  # id, or -1 outside a closure
     ordinal: int  # of the call within the closure
+
+
+class Push(Update, code=36):
+    """Gradients for a set of shards. Segments: one per member. Answered by Pushed."""
+
     set_id: int
     members: list[tuple[int, int]] | None
     optimizer: int
@@ -252,8 +236,7 @@ class Push(Message):
     place: int = 0  # which of the update's messages it is, see ``store.push_counts``
 
 
-@message(80)
-class MeasurePush(Message):
+class MeasurePush(Message, code=80):
     """What would this push do? Changes nothing. Segments: one per member. Answered by Measured."""
 
     set_id: int
@@ -263,21 +246,15 @@ class MeasurePush(Message):
     elsewhere: int  # as in Push
 
 
-@message(81)
-class Measured(Message):
+class Measured(Message, code=81):
     """For each member the sums of squares of the parameter and of its update."""
 
     sums: list[tuple[float, float]]
 
 
-@message(37)
-class Assign(Message):
+class Assign(Update, code=37):
     """Values for a set of shards. Segments: one per member. Answered by Pushed."""
 
-    sequence: int
-    acked_below: int
-    closure: int
-    ordinal: int
     set_id: int
     members: list[tuple[int, int]] | None
     op: str  # "assign", "add", "sub" or "max"; for rows also "mul", "div" or "min"
@@ -285,8 +262,7 @@ class Assign(Message):
     spread: list[tuple[int, int]] | None = None  # as in Push
 
 
-@message(38)
-class Pushed(Message):
+class Pushed(Message, code=38):
     """What became of a push or assign. Segments: the values that a Push wanted, if they came."""
 
     outcome: str  # "accepted", "stale" or "duplicate"
@@ -296,14 +272,9 @@ class Pushed(Message):
     elsewhere: int = 0  # of these pushes those without a part on this ps, marked
 
 
-@message(61)
-class AverageShards(Message):
+class AverageShards(Update, code=61):
     """Move averages towards the present values of shards on the same ps. Answered by Pushed."""
 
-    sequence: int
-    acked_below: int
-    closure: int
-    ordinal: int
     # (variable id of the average, id of the variable that it follows, index of both shards)
     shards: list[tuple[int, int, int]]
     decay: float  # average -= (1 - decay) * (average - value)
@@ -313,24 +284,22 @@ class AverageShards(Message):
 # Optimizers, and what they keep: set from outside by a program that restores it.
 
 
-@message(41)
-class DefineOptimizer(Message):
-    """Make an optimizer known before its first push; answered by Done."""
+class OfOptimizer(Message):
+    """Base of messages that define an optimizer."""
 
     optimizer: int
     config: dict[str, Any]
 
 
-@message(127)
-class AskOptimizer(Message):
+class DefineOptimizer(OfOptimizer, code=41):
+    """Make an optimizer known before its first push; answered by Done."""
+
+
+class AskOptimizer(OfOptimizer, code=127):
     """How many pushes has an optimizer applied? Answered by OptimizerState."""
 
-    optimizer: int
-    config: dict[str, Any]  # defines it
 
-
-@message(124)
-class OptimizerState(Message):
+class OptimizerState(Message, code=124):
     """As of now, see ``store.push_counts.Counts``."""
 
     base: int
@@ -338,21 +307,15 @@ class OptimizerState(Message):
     steps: int
 
 
-@message(125)
-class SetSlots(Message):
+class SetSlots(OfOptimizer, code=125):
     """Values for slots of shards; idempotent. Segments: one per member. Answered by Done."""
 
-    optimizer: int
-    config: dict[str, Any]  # defines it
     members: list[tuple[int, int, str]]  # variable id, shard index, slot
 
 
-@message(126)
-class SetOptimizer(Message):
+class SetOptimizer(OfOptimizer, code=126):
     """Let an optimizer go on otherwise; idempotent. Answered by Done."""
 
-    optimizer: int
-    config: dict[str, Any]  # defines it
     step: int  # pushes that it has applied, marked with a new epoch; -1: as it is
     learning_rate: dict[str, Any] | None  # config of a schedule; None: as it is
 
@@ -360,8 +323,7 @@ class SetOptimizer(Message):
 # Between ps tasks.
 
 
-@message(152)
-class TellCounts(Message):
+class TellCounts(Message, code=152):
     """ps k → ps 0, ps 0 → ps k: pushes without a part on some ps. Answered by CountsHeard.
 
     Idempotent.
@@ -371,8 +333,7 @@ class TellCounts(Message):
     counts: list[tuple[int, dict[str, Any], int, list[tuple[int, int]]]]
 
 
-@message(153)
-class CountsHeard(Message):
+class CountsHeard(Message, code=153):
     """What was told is known."""
 
     is_news: bool  # much of it was; else there is no hurry to tell more
@@ -381,8 +342,7 @@ class CountsHeard(Message):
 # Locks of shards, for consistent reads and atomic assigns over several ps tasks.
 
 
-@message(115)
-class LockShards(Message):
+class LockShards(Message, code=115):
     """Lock shards, all of them or none; who changes them waits. Answered by Done, once it is so.
 
     The lock ends when it is given up, with the connection over which it was asked for, and when it
@@ -394,29 +354,25 @@ class LockShards(Message):
     lease_s: float
 
 
-@message(116)
-class UnlockShards(Message):
+class UnlockShards(Message, code=116):
     """Give a lock up, held or not; idempotent. Answered by Done."""
 
     lock: int
 
 
-@message(117)
-class RenewLock(Message):
+class RenewLock(Message, code=117):
     """Let the lease of a lock begin anew. Answered by Done, or LockLost."""
 
     lock: int
 
 
-@message(118)
-class PullLocked(Pull):
+class PullLocked(Pull, code=118):
     """A pull of shards that are locked by the one who asks. Answered by Pulled, or LockLost."""
 
     lock: int
 
 
-@message(119)
-class AssignLocked(Assign):
+class AssignLocked(Assign, code=119):
     """An assign to shards that are locked by the one who asks. Answered by Pushed, or LockLost."""
 
     lock: int = 0  # ``rows`` before it has a default, too
@@ -425,8 +381,7 @@ class AssignLocked(Assign):
 # Conditional accumulators, by their names: programs add gradients and take their mean.
 
 
-@message(62)
-class DefineAccumulator(Message):
+class DefineAccumulator(Message, code=62):
     """Make an accumulator known; idempotent, and refused if it is another than at first.
 
     Answered by Done.
@@ -442,17 +397,12 @@ class DefineAccumulator(Message):
     max_staleness: int
 
 
-@message(63)
-class ApplyGradient(Message):
+class ApplyGradient(Update, code=63):
     """Add a gradient to an accumulator. Answered by GradientApplied.
 
     Segments: the values; of a sparse gradient the indices (int64) before them.
     """
 
-    sequence: int  # shared with pushes and assigns, as are the next three
-    acked_below: int
-    closure: int
-    ordinal: int
     accumulator: str
     shape: list[int]  # of the values
     dense_shape: list[int] | None  # of the array that the rows are of, if it is known
@@ -460,20 +410,14 @@ class ApplyGradient(Message):
     weight: float
 
 
-@message(64)
-class SetAccumulatorStep(Message):
+class SetAccumulatorStep(Update, code=64):
     """Set the step of an accumulator. Answered by GradientApplied."""
 
-    sequence: int
-    acked_below: int
-    closure: int
-    ordinal: int
     accumulator: str
     step: int
 
 
-@message(65)
-class GradientApplied(Message):
+class GradientApplied(Message, code=65):
     """What became of a gradient, or of a new step."""
 
     outcome: str  # "accepted", "stale" or "duplicate"
@@ -481,8 +425,7 @@ class GradientApplied(Message):
     step: int  # of the accumulator now
 
 
-@message(66)
-class TakeGradient(Message):
+class TakeGradient(Message, code=66):
     """Wait for gradients and take what they amount to. Answered by GradientTaken.
 
     The same take again, after a lost connection, gets the same answer.
@@ -494,8 +437,7 @@ class TakeGradient(Message):
     num_required: int
 
 
-@message(67)
-class GradientTaken(Message):
+class GradientTaken(Message, code=67):
     """Segments: the values; of a sparse gradient the indices (int64) before them."""
 
     count: int  # gradients that were taken
@@ -504,23 +446,20 @@ class GradientTaken(Message):
     dense_shape: list[int] | None  # of the array that the rows are of; -1: not known
 
 
-@message(68)
-class ForgetTakes(Message):
+class ForgetTakes(Message, code=68):
     """This client has the answers to all takes with smaller numbers, or wants them no more."""
 
     accumulator: str
     acked_below: int
 
 
-@message(69)
-class AskAccumulator(Message):
+class AskAccumulator(Message, code=69):
     """How far is an accumulator? Answered by AccumulatorState."""
 
     accumulator: str
 
 
-@message(70)
-class AccumulatorState(Message):
+class AccumulatorState(Message, code=70):
     """As of now."""
 
     count: int  # gradients held
@@ -530,18 +469,23 @@ class AccumulatorState(Message):
 # Synchronous steps and staleness clocks. A *group* is one SyncReplicasOptimizer, by its number.
 # A *push* is one call of its ``apply_gradients``, numbered from 1 by the client, for each group.
 
+
+class OfGroup(Message):
+    """Base of messages about a group."""
+
+    group: int
+
+
 # Worker → ps.
 
 
-@message(42)
-class StagePush(Message):
+class StagePush(OfGroup, code=42):
     """Worker → ps: keep this part of a push until ps 0 has decided. Answered by Staged.
 
     Segments: one per member. The same push again replaces it; else it stays until its step is
     closed.
     """
 
-    group: int
     config: dict[str, Any] | None  # of the group; defines it for this connection
     push: int
     local_step: int  # of the values that the gradients were computed from; -1: the first
@@ -550,15 +494,13 @@ class StagePush(Message):
     rows: list[int] | None = None  # as in Push
 
 
-@message(43)
-class Staged(Message):
+class Staged(Message, code=43):
     """``stale``: the step is over here, nothing was kept."""
 
     stale: bool
 
 
-@message(44)
-class Contribute(Message):
+class Contribute(OfGroup, code=44):
     """Worker → ps 0: all parts of a push are staged; decide, and answer when there is a token.
 
     Answered by Contributed, after the step is closed or while other tokens are left. A small push
@@ -566,7 +508,6 @@ class Contribute(Message):
     to others with CloseStep. Segments: one per member.
     """
 
-    group: int
     config: dict[str, Any] | None
     push: int
     acked_below: int  # the client has the answers to all smaller numbers
@@ -583,8 +524,7 @@ class Contribute(Message):
     spread: bool = False  # whether a variable of the push lies on several ps tasks
 
 
-@message(45)
-class Contributed(Message):
+class Contributed(Message, code=45):
     """What became of a push, and the token: the worker's next local step.
 
     Segments: the values that were wanted, one per member, of step ``token`` or later; or none.
@@ -597,26 +537,20 @@ class Contributed(Message):
     count: int  # pushes in the step that it was counted in, if that is closed; else 0
 
 
-@message(46)
-class AskStep(Message):
+class AskStep(OfGroup, code=46):
     """Worker → ps 0, before many bytes travel: is this step still open? Answered by SyncStep."""
 
-    group: int
 
-
-@message(47)
-class SyncStep(Message):
+class SyncStep(Message, code=47):
     """The group's present step, and its first one; both -1 if nobody has pushed yet."""
 
     step: int
     first: int
 
 
-@message(50)
-class InitTokens(Message):
+class InitTokens(OfGroup, code=50):
     """Put the initial tokens of a group, once; answered by SyncStep. ``count`` -1: the default."""
 
-    group: int
     config: dict[str, Any]
     count: int
 
@@ -624,8 +558,7 @@ class InitTokens(Message):
 # ps 0 → every ps.
 
 
-@message(90)
-class DescribeSet(Message):
+class DescribeSet(Message, code=90):
     """ps 0 → ps: are these shards there, and may a group push to them? Answered by SetSizes.
 
     Defines the set for this connection.
@@ -637,15 +570,13 @@ class DescribeSet(Message):
     config: dict[str, Any] | None
 
 
-@message(91)
-class SetSizes(Message):
+class SetSizes(Message, code=91):
     """Bytes of each shard of a set."""
 
     sizes: list[int]
 
 
-@message(48)
-class CloseStep(Message):
+class CloseStep(OfGroup, code=48):
     """ps 0 → every ps: apply the mean of these pushes; idempotent by ``step``. Answered by Done.
 
     Afterwards the group is at ``step + 1`` and what is staged for ``step`` or before is dropped.
@@ -653,7 +584,6 @@ class CloseStep(Message):
     ``ahead`` afterwards, one per shard; none if shards are busy.
     """
 
-    group: int
     config: dict[str, Any] | None  # None: the ps knows it
     step: int
     # (task, incarnation, push, weight), in the order in which they are summed
@@ -667,8 +597,7 @@ class CloseStep(Message):
     ratios: list[tuple[int, float]] | None = None
 
 
-@message(82)
-class MeasureStep(CloseStep):
+class MeasureStep(CloseStep, code=82):
     """ps 0 → every ps: what would closing this step do? Changes nothing. Answered by StepMeasured.
 
     The same as the ``CloseStep`` that follows, but for the factors that are not known yet.
@@ -677,8 +606,7 @@ class MeasureStep(CloseStep):
     what: str = "gradients"  # or "updates", by the mean times its scales; see ``step_norms``
 
 
-@message(83)
-class StepMeasured(Message):
+class StepMeasured(Message, code=83):
     """Sums of squares of each shard that the step changes on this ps; see ``step_norms``."""
 
     sums: list[tuple[int, int, float, float]]  # (variable id, shard index, …)
@@ -687,16 +615,14 @@ class StepMeasured(Message):
 # Coordinator → ps 0.
 
 
-@message(15)
-class AwaitWaiters(Message):
+class AwaitWaiters(Message, code=15):
     """Coordinator → ps 0: say when workers wait for each other, or are about to.
 
     Answered by Done. Only then is the schedule of use to ps 0; see ``ReportSchedule``.
     """
 
 
-@message(49)
-class ReportSchedule(Message):
+class ReportSchedule(Message, code=49):
     """Coordinator → ps 0: who takes part and what is left to do; the newest version counts.
 
     ``in_flight`` is meant only if ``queued`` is false: then nothing else will be started.
@@ -709,8 +635,7 @@ class ReportSchedule(Message):
     in_flight: list[tuple[int, int]]  # (closure, worker index)
 
 
-@message(71)
-class FinishSteps(Message):
+class FinishSteps(Message, code=71):
     """Coordinator → ps 0: nothing is left to do, so nobody will complete what was counted.
 
     Answered by Done when it has been applied.
@@ -720,8 +645,7 @@ class FinishSteps(Message):
 # Clocks: nobody runs too far ahead of the slowest.
 
 
-@message(56)
-class TickClock(Message):
+class TickClock(Message, code=56):
     """Worker → ps 0: one more round is done. Answered by ClockTicked when it may go on."""
 
     bound: int  # number of the optimizer
@@ -729,8 +653,7 @@ class TickClock(Message):
     tick: int  # number of this tick of the client, from 1: a repetition counts once
 
 
-@message(57)
-class ClockTicked(Message):
+class ClockTicked(Message, code=57):
     """How far ahead of the slowest the worker's clock is, in rounds."""
 
     ahead: int
@@ -740,8 +663,7 @@ class ClockTicked(Message):
 # one is in the log as the message that it is. A peer that sends one of these is refused.
 
 
-@message(135)
-class CheckState(Message):
+class CheckState(Message, code=135):
     """Take a digest of the state that judging has made; here is the last one, and the chain."""
 
     number: int  # of this check in the log
@@ -752,23 +674,19 @@ class CheckState(Message):
 # Of synchronous steps, on ps 0.
 
 
-@message(30)
-class BeginGroup(Message):
+class BeginGroup(OfGroup, code=30):
     """A group begins at this step, the value of its global step; again changes nothing."""
 
-    group: int
     config: dict[str, Any]
     step: int
 
 
-@message(31)
-class CountPush(Message):
+class CountPush(OfGroup, code=31):
     """A Contribute, with a set of the log's own. Segments: what came along with it, if anything.
 
-    The fields from ``group`` on as in Contribute.
+    The fields that both have are as in Contribute.
     """
 
-    group: int
     push: int
     acked_below: int
     closure: int
@@ -783,16 +701,13 @@ class CountPush(Message):
     spread: bool
 
 
-@message(128)
-class ForgetPush(Message):
+class ForgetPush(OfGroup, code=128):
     """No request of this client waits for the answer to a push any more."""
 
-    group: int
     push: int
 
 
-@message(129)
-class SetMembers(Message):
+class SetMembers(Message, code=129):
     """Who takes part, and what is left to do: a ReportSchedule, and when it came."""
 
     now: float  # of the clock of the log
@@ -802,41 +717,34 @@ class SetMembers(Message):
     in_flight: list[int]  # closures
 
 
-@message(130)
-class Tick(Message):
+class Tick(Message, code=130):
     """It is so late: what was to be done at a time is done."""
 
     now: float  # of the clock of the log
 
 
-@message(131)
-class NormsMeasured(Message):
+class NormsMeasured(OfGroup, code=131):
     """The factors with which a step that is decided is closed; see CloseStep."""
 
-    group: int
     step: int
     scales: list[tuple[int, float]] | None
     ratios: list[tuple[int, float]] | None
 
 
-@message(132)
-class StepApplied(Message):
+class StepApplied(OfGroup, code=132):
     """Every ps has applied a step, or one could not."""
 
-    group: int
     step: int
     failure: bytes  # a Failure, encoded; b"": there is none
 
 
-@message(133)
-class EndSteps(Message):
+class EndSteps(Message, code=133):
     """Training has ended."""
 
     reason: str
 
 
-@message(96)
-class SetGroups(Message):
+class SetGroups(Message, code=96):
     """How far the groups are, of a snapshot that comes with a log.
 
     Segment: on ps 0 ``SyncSteps.snapshot``, as msgpack.
@@ -846,11 +754,9 @@ class SetGroups(Message):
     spread: list[int]  # groups with a variable on several ps tasks
 
 
-@message(134)
-class HoldPush(Message):
+class HoldPush(OfGroup, code=134):
     """A part that is staged, of a snapshot that comes with a log. Segments: that."""
 
-    group: int
     push: int
     local_step: int
     set_id: int
@@ -863,15 +769,13 @@ class HoldPush(Message):
 # Of conditional accumulators.
 
 
-@message(121)
-class EndTakes(Message):
+class EndTakes(Message, code=121):
     """No request of this client waits for these takes: those that wait wait no longer."""
 
     takes: list[tuple[str, int]]  # (accumulator, number)
 
 
-@message(122)
-class HoldGradients(Message):
+class HoldGradients(Message, code=122):
     """What is in an accumulator, of a snapshot that comes with a log.
 
     Segments: the bytes of the arrays of its sum, in pieces of 8 MiB.
@@ -887,8 +791,7 @@ class HoldGradients(Message):
     waiting: list[tuple[str, int, int, int]]  # (task, incarnation, number, gradients required)
 
 
-@message(123)
-class KeepAnswers(Message):
+class KeepAnswers(Message, code=123):
     """What was answered of accumulators and may be asked again.
 
     Segments: of all takes.
@@ -901,24 +804,6 @@ class KeepAnswers(Message):
     takes: list[tuple[str, int, str, int, bytes, int]]
 
 
-ONLY_IN_LOGS = (
-    CheckState,
-    BeginGroup,
-    CountPush,
-    ForgetPush,
-    SetMembers,
-    Tick,
-    NormsMeasured,
-    StepApplied,
-    EndSteps,
-    SetGroups,
-    HoldPush,
-    EndTakes,
-    HoldGradients,
-    KeepAnswers,
-)
-
-
 # Consistent cuts, snapshots, backups, recovery, workers that leave. A *cut* is one position on
 # every ps: every update is wholly in it or wholly out. A *snapshot* is that of a ps at a cut: a
 # state, as JSON, and arrays, its *items*, by their place in the state. See docs/design.md.
@@ -926,97 +811,80 @@ ONLY_IN_LOGS = (
 # Coordinator → ps: a cut.
 
 
-@message(74)
-class Gate(Message):
+class OfCut(Message):
+    """Base of messages about a cut."""
+
+    cut: int  # its number, from 1, of this coordinator
+
+
+class Gate(OfCut, code=74):
     """Begin no update that has not been begun, and close no step; answered by Gated."""
 
-    cut: int  # number of the cut, from 1, of this coordinator
 
-
-@message(75)
-class Gated(Message):
+class Gated(Message, code=75):
     """No step is being closed here, and these messages belong to updates that have begun here."""
 
     # (ps, client's task, its incarnation, sequence)
     others: list[tuple[int, str, int, int]]
 
 
-@message(76)
-class Admit(Message):
+class Admit(OfCut, code=76):
     """Let these messages through the gate; answered by Done once all of them are settled."""
 
-    cut: int
     updates: list[tuple[str, int, int]]  # (client's task, its incarnation, sequence)
 
 
-@message(77)
-class Freeze(Message):
+class Freeze(OfCut, code=77):
     """Hold the present contents until DropFrozen; answered by Frozen."""
 
-    cut: int
 
-
-@message(78)
-class Frozen(Message):
+class Frozen(Message, code=78):
     """Segment: the state of the snapshot."""
 
     # Closures whose gradients count in a synchronous step that has not been applied.
     pending: list[int]
 
 
-@message(79)
-class OpenGate(Message):
+class OpenGate(OfCut, code=79):
     """Go on with updates; answered by Done, also if there is no such gate."""
 
-    cut: int
 
-
-@message(84)
-class DropFrozen(Message):
+class DropFrozen(OfCut, code=84):
     """Hold the contents no longer; answered by Done, also if they are not held."""
 
-    cut: int
 
-
-@message(87)
-class WriteFrozen(Message):
+class WriteFrozen(OfCut, code=87):
     """Write items of a snapshot to a new file, if you see its directory. Answered by Written.
 
     Segment: a JSON list of [item, name in the file], in the order in which they are to lie there.
     """
 
-    cut: int
     path: str  # of a safetensors file, which must not exist
     nonce: str  # the text of the file "nonce" beside it: who reads another, or none, writes nothing
 
 
-@message(88)
-class Written(Message):
+class Written(Message, code=88):
     """The file is on the disk. Segment: a JSON list of [first byte, bytes, crc32], one an item."""
 
     size: int | None  # of the file, in bytes; None: there is none, as the directory is not seen
 
 
-@message(89)
-class ReadFrozen(Message):
+class ReadFrozen(OfCut, code=89):
     """Bytes of an item of a snapshot; answered by FrozenBytes."""
 
-    cut: int
     item: int
     start: int  # first byte
     stop: int  # the one after the last; at most 16 MiB on
 
 
-@message(92)
-class FrozenBytes(Message):
+class FrozenBytes(Message, code=92):
     """Segment: the bytes."""
 
 
 # Coordinator → ps: back to a snapshot.
 
 
-@message(93)
-class PrepareSnapshot(Message):
+class PrepareSnapshot(Message, code=93):
     """Make ready to hold another snapshot; what is held now stays. Answered by Done when ready.
 
     Segments: the state of the snapshot; then, if there is a path, a JSON list of [item, first byte,
@@ -1027,8 +895,7 @@ class PrepareSnapshot(Message):
     path: str  # of a file that this ps can read, or ""
 
 
-@message(94)
-class FillSnapshot(Message):
+class FillSnapshot(Message, code=94):
     """Bytes of an item of the snapshot that is being prepared; answered by Done. Segment: they."""
 
     load: int
@@ -1036,8 +903,7 @@ class FillSnapshot(Message):
     start: int  # first byte
 
 
-@message(95)
-class RestoreSnapshot(Message):
+class RestoreSnapshot(Message, code=95):
     """Hold the prepared snapshot from now on, under a new timeline; answered by Done.
 
     What was begun before is given up. A repetition changes nothing.
@@ -1051,8 +917,7 @@ class RestoreSnapshot(Message):
 # A ps and its backup.
 
 
-@message(97)
-class BackUp(Message):
+class BackUp(Message, code=97):
     """Coordinator → ps: have a backup in the process of another ps; answered by Done.
 
     With ``lost``, the answer comes when that backup does not follow any more; else when it has
@@ -1065,15 +930,19 @@ class BackUp(Message):
     lost: bool
 
 
-@message(98)
-class BeginBackup(Message):
+class OfBackup(Message):
+    """Base of messages to the process of a backup."""
+
+    ps: int
+    epoch: int
+
+
+class BeginBackup(OfBackup, code=98):
     """Ps → the process of its backup: a snapshot of me comes; answered by BackupBegun.
 
     Segment: its state. Its items follow, by FillBackup, then LogEntries, from ``first`` on.
     """
 
-    ps: int
-    epoch: int
     coordinator: int  # as in AttachPs, also the next two
     ps_addresses: list[str]
     ps_timeout_s: float
@@ -1083,55 +952,43 @@ class BeginBackup(Message):
     release: str  # the version of psync that the ps runs, and its plugins
 
 
-@message(136)
-class BackupBegun(Message):
+class BackupBegun(Message, code=136):
     """This process runs the same version of psync, and awaits the snapshot."""
 
     numerics: str  # fingerprint of its arithmetic
 
 
-@message(99)
-class FillBackup(Message):
+class FillBackup(OfBackup, code=99):
     """Bytes of an item of such a snapshot; answered by Done. Segment: they."""
 
-    ps: int
-    epoch: int
     item: int
     start: int  # first byte
 
 
-@message(102)
-class LogEntries(Message):
+class LogEntries(OfBackup, code=102):
     """What a ps is about to do, in order; answered by LogTaken. Segments: those of all entries.
 
     An entry: (who asked for it, its incarnation, the message that asked, number of segments).
     """
 
-    ps: int
-    epoch: int
     first: int  # number of the first entry
     entries: list[tuple[str, int, bytes, int]]
 
 
-@message(103)
-class LogTaken(Message):
+class LogTaken(Message, code=103):
     """The backup has all entries up to this one, and will do them in order."""
 
     upto: int
 
 
-@message(104)
-class Promote(Message):
+class Promote(OfBackup, code=104):
     """Coordinator → the process of a backup: let it serve. Answered by Promoted."""
 
-    ps: int
-    epoch: int
     coordinator: int
     fences: list[tuple[str, int]]  # (task, lowest incarnation of it that may still be served)
 
 
-@message(114)
-class Promoted(Message):
+class Promoted(Message, code=114):
     """It serves."""
 
     address: str
@@ -1140,8 +997,7 @@ class Promoted(Message):
 # Workers that leave.
 
 
-@message(112)
-class LeaveCluster(Message):
+class LeaveCluster(Message, code=112):
     """Worker → coordinator: send nothing more; answered by Done, after which nothing more comes.
 
     Coordinator → worker: leave, and end; answered by Done, at once.
@@ -1150,8 +1006,7 @@ class LeaveCluster(Message):
     reason: str
 
 
-@message(113)
-class EndSession(Message):
+class EndSession(Message, code=113):
     """Worker → coordinator: this session ends; answered by Done, once all before it is heard.
 
     In order: the worker has left, and has said all that it has to say. Else: it cannot go on.
@@ -1164,8 +1019,7 @@ class EndSession(Message):
 # A coordinator that comes, or comes back.
 
 
-@message(108)
-class GrantCoordinator(Message):
+class GrantCoordinator(Message, code=108):
     """Under which incarnation may I be the coordinator? Answered by CoordinatorGranted.
 
     ps 0 grants a new one; every other task says which is the highest that it has served.
@@ -1175,23 +1029,20 @@ class GrantCoordinator(Message):
     seen: int  # the highest that another task has served, as far as it is known; 0: none
 
 
-@message(109)
-class CoordinatorGranted(Message):
+class CoordinatorGranted(Message, code=109):
     """See GrantCoordinator."""
 
     incarnation: int
 
 
-@message(6)
-class AskServed(Message):
+class AskServed(Message, code=6):
     """Which ps tasks are served in this process? Answered by ServedHere.
 
     From then on no backup of an earlier coordinator is made or begins to serve here.
     """
 
 
-@message(7)
-class ServedHere(Message):
+class ServedHere(Message, code=7):
     """See AskServed, and ``locate_ps``."""
 
     # (ps, address or "", coordinator, timeline, epoch, process of its backup or -1, its epoch)
@@ -1199,26 +1050,22 @@ class ServedHere(Message):
     copies: list[tuple[int, int, int]]  # (ps, coordinator, epoch) of backups that do not serve
 
 
-@message(14)
-class EndFormer(Message):
+class EndFormer(Message, code=14):
     """All ps tasks are attached: end what earlier coordinators have left in this process.
 
     Answered by Done.
     """
 
 
-@message(110)
-class DescribeShards(Message):
+class DescribeShards(Message, code=110):
     """What do you hold of earlier programs that nobody has adopted? Answered by ShardsDescribed."""
 
 
-@message(111)
-class ShardsDescribed(Message):
+class ShardsDescribed(Message, code=111):
     """Segment: ``reattach.Holding`` as JSON."""
 
 
-@message(120)
-class AdoptShards(Message):
+class AdoptShards(Message, code=120):
     """Let the present program have what an earlier one has left; idempotent. Answered by Done.
 
     Segment: ``reattach.Adopted`` as JSON.
@@ -1231,8 +1078,7 @@ class AdoptShards(Message):
 # Coordinator and workers: closures, their inputs and results, gangs.
 
 
-@message(16)
-class AttachWorker(Message):
+class AttachWorker(Message, code=16):
     """The coordinator takes a worker into its cluster; answered by Done."""
 
     worker_index: int
@@ -1248,8 +1094,7 @@ class AttachWorker(Message):
 # Closures.
 
 
-@message(17)
-class RunClosures(Message):
+class RunClosures(Message, code=17):
     """Closures for a worker, in order. Segments: each closure's pickled arguments.
 
     A closure: (id, function key, number of segments or -1 when the worker has to fetch
@@ -1261,29 +1106,25 @@ class RunClosures(Message):
     """(id, number on ps tasks) of those that have another there: see ``closure_numbers``."""
 
 
-@message(18)
-class GiveBack(Message):
+class GiveBack(Message, code=18):
     """Return those of these closures that have not started."""
 
     closures: list[int]
 
 
-@message(19)
-class GivenBack(Message):
+class GivenBack(Message, code=19):
     """Worker's answer to GiveBack: these have not started and never will, here."""
 
     closures: list[int]
 
 
-@message(20)
-class CancelClosures(Message):
+class CancelClosures(Message, code=20):
     """Stop these closures; each still ends with a result."""
 
     closures: list[int]
 
 
-@message(21)
-class ClosureResults(Message):
+class ClosureResults(Message, code=21):
     """Closures that ended. Segments: each one's pickled result or exception.
 
     A result: (id, outcome, number of segments, error or None), where outcome is "ok",
@@ -1299,29 +1140,25 @@ class ClosureResults(Message):
     stop: tuple[int, str] | None = None  # a closure's id, and why it asks for the end of training
 
 
-@message(22)
-class FetchFunction(Message):
+class FetchFunction(Message, code=22):
     """Worker → coordinator: send a step function. Answered by Function."""
 
     key: bytes
 
 
-@message(23)
-class Function(Message):
+class Function(Message, code=23):
     """A pickled function. Segments: the pickle, then its buffers."""
 
     name: str
 
 
-@message(24)
-class FetchArguments(Message):
+class FetchArguments(Message, code=24):
     """Worker → coordinator: send the arguments of a closure. Answered by Arguments."""
 
     closure: int
 
 
-@message(25)
-class Arguments(Message):
+class Arguments(Message, code=25):
     """Segments as in RunClosures."""
 
     segments: int
@@ -1331,22 +1168,19 @@ class Arguments(Message):
 # Per-worker iterators.
 
 
-@message(26)
-class ReleaseIterators(Message):
+class ReleaseIterators(Message, code=26):
     """Per-worker iterators that nobody on the coordinator refers to any more."""
 
     uids: list[str]
 
 
-@message(100)
-class AskPosition(Message):
+class AskPosition(Message, code=100):
     """Coordinator → worker: how far is an iterator? Answered by IteratorPosition."""
 
     uid: str
 
 
-@message(101)
-class IteratorPosition(Message):
+class IteratorPosition(Message, code=101):
     """As of now."""
 
     position: int  # batches that steps were handed, and were before; -1: nobody has needed it yet
@@ -1355,8 +1189,7 @@ class IteratorPosition(Message):
 # Gangs: one function on all workers at once, whose replicas meet.
 
 
-@message(105)
-class RunReplica(Message):
+class RunReplica(Message, code=105):
     """Coordinator → worker: run this closure as one of a gang. Segments: as in RunClosures."""
 
     closure: tuple[int, bytes, int, list[int]]  # as in RunClosures
@@ -1364,8 +1197,7 @@ class RunReplica(Message):
     num_replicas: int
 
 
-@message(106)
-class ReachCollective(Message):
+class ReachCollective(Message, code=106):
     """Worker → coordinator: a replica has come to its next collective. Answered by Merged.
 
     The answer waits until all replicas have come to it. Segments: the pickled function and this
@@ -1376,8 +1208,7 @@ class ReachCollective(Message):
     what: str  # names it; must be the same for all replicas
 
 
-@message(107)
-class Merged(Message):
+class Merged(Message, code=107):
     """What the function of a collective returned or raised. Segments: that, pickled."""
 
     error: tuple[str, str, str] | None  # as in ClosureResults; None: it returned
@@ -1387,8 +1218,7 @@ class Merged(Message):
 # stays open while the worker is there; LeaveCluster over it says that the worker has left.
 
 
-@message(150)
-class JoinCluster(Message):
+class JoinCluster(Message, code=150):
     """Worker → chief: take me into the cluster; answered by Joined, at once."""
 
     address: str  # where it listens
@@ -1396,8 +1226,7 @@ class JoinCluster(Message):
     python: str  # version of its interpreter, as in "3.11": functions travel as its bytecode
 
 
-@message(151)
-class Joined(Message):
+class Joined(Message, code=151):
     """See JoinCluster."""
 
     index: int  # of its task
@@ -1408,8 +1237,7 @@ class Joined(Message):
 # Who takes part.
 
 
-@message(54)
-class Declared(Message):
+class Declared(Message, code=54):
     """Chief of a session → ps 0: the variables are there, workers may enter.
 
     Answered by Done, when so many wait; until then nobody enters.
@@ -1419,8 +1247,7 @@ class Declared(Message):
     num_workers: int
 
 
-@message(52)
-class EnterSession(Message):
+class EnterSession(Message, code=52):
     """Worker → ps 0: one that no coordinator has attached takes part. Answered by SessionEntered.
 
     The answer waits until a chief has attached the ps and ``Declared`` was said; it is
@@ -1430,31 +1257,27 @@ class EnterSession(Message):
     incarnation: int  # under which the worker was started
 
 
-@message(53)
-class SessionEntered(Message):
+class SessionEntered(Message, code=53):
     """The worker is a replica, under this incarnation, which is above the chief's."""
 
     incarnation: int
 
 
-@message(58)
-class CheckShards(Message):
+class CheckShards(Message, code=58):
     """Worker of a session → ps: do you hold these? Answered by Done."""
 
     # (variable name, variable id, shard index, offset, shape, dtype)
     shards: list[tuple[str, int, int, int, list[int], str]]
 
 
-@message(55)
-class LeaveSession(Message):
+class LeaveSession(Message, code=55):
     """A worker that entered has ended its loop; answered by Done.
 
     From the chief it ends training, and is answered by TrainingOver when all others have left.
     """
 
 
-@message(139)
-class ReplicaFailed(Message):
+class ReplicaFailed(Message, code=139):
     """A worker that entered has left by an error, which ends training; answered by Done."""
 
     type_name: str
@@ -1465,21 +1288,18 @@ class ReplicaFailed(Message):
 # The end of training, of coordinators, too.
 
 
-@message(51)
-class EndTraining(Message):
+class EndTraining(Message, code=51):
     """Close the token channel: who waits, or pushes later, is told. Answered by Done."""
 
     reason: str
     failed: bool  # whether it ends before its time
 
 
-@message(59)
-class AwaitEnd(Message):
+class AwaitEnd(Message, code=59):
     """Answered by TrainingOver, once training has ended."""
 
 
-@message(60)
-class TrainingOver(Message):
+class TrainingOver(Message, code=60):
     """Why training has ended, as EndTraining said it."""
 
     reason: str

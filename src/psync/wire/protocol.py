@@ -20,7 +20,7 @@ import enum
 
 from psync.errors import LocalProtocolError, RemoteProtocolError
 from psync.wire.codec import Message, decode, encode
-from psync.wire.frames import Buffer, Frame, FrameDecoder, Kind, Sink, encode_frame
+from psync.wire.frames import Buffer, Frame, FrameDecoder, Kind, Sink, encode_head
 from psync.wire.handshake import ClientHandshake, ServerHandshake, refusal
 from psync.wire.limits import HANDSHAKE_LIMITS, Limits
 from psync.wire.messages import Challenge, Hello, Proof, Refused, Welcome
@@ -51,6 +51,8 @@ TRANSITIONS: dict[State, dict[Kind, tuple[type[Message], State]]] = {
 }
 """What a frame of the handshake carries (anything else could skip a step of it) and leads to."""
 
+_KIND_OF = {cls: kind for steps in TRANSITIONS.values() for kind, (cls, _) in steps.items()}
+
 
 class Protocol:
     """The state of one connection until it is open; single owner, no I/O.
@@ -80,7 +82,7 @@ class Protocol:
         if isinstance(handshake, ClientHandshake):
             self.state = State.AWAIT_CHALLENGE
             self.lane = handshake.hello.lane
-            self._send(Kind.HELLO, handshake.hello)
+            self._send(handshake.hello)
         else:
             self.state = State.AWAIT_HELLO
 
@@ -108,7 +110,7 @@ class Protocol:
         except Exception:
             if isinstance(self._handshake, ServerHandshake):
                 self._out = []
-                self._send(Kind.REFUSED, Refused("protocol", "malformed greeting"))
+                self._send(Refused("protocol", "malformed greeting"))
             self.state = State.CLOSED
             raise
 
@@ -120,7 +122,7 @@ class Protocol:
     def refuse(self, refused: Refused) -> None:
         """Server side: turn the peer away before it is in."""
         self.refused = refused
-        self._send(Kind.REFUSED, refused)
+        self._send(refused)
         self.state = State.CLOSED
 
     # Handshake.
@@ -136,35 +138,28 @@ class Protocol:
         message = decode(frame.header)
         if type(message) is not expected:
             raise RemoteProtocolError(f"got {type(message).__name__} in a frame {kind.name}")
-        if isinstance(message, Refused):
-            raise refusal(message, self.peer_task or "the peer")
-        refused: Refused | None = None
-        if isinstance(self._handshake, ServerHandshake):
-            refused = self._server_step(self._handshake, message)
-        elif isinstance(message, Challenge):
-            self._send(Kind.PROOF, self._handshake.answer(message))
-            self.peer_task, self.peer_incarnation = message.task, message.incarnation
-        if refused is not None:
-            self.refuse(refused)
+        answer: Message | None = None
+        match message, self._handshake:
+            case Refused() as refused, _:
+                raise refusal(refused, self.peer_task or "the peer")
+            case Challenge() as challenge, ClientHandshake() as client:
+                answer = client.answer(challenge)
+            case Hello() as hello, ServerHandshake() as server:
+                answer = server.challenge(hello)
+            case Proof() as proof, ServerHandshake() as server:
+                answer = server.verify(proof) or Welcome()
+        if isinstance(answer, Refused):
+            self.refuse(answer)
             return
+        if isinstance(message, Hello | Challenge):
+            self.peer_task, self.peer_incarnation = message.task, message.incarnation
+        if isinstance(message, Hello):
+            self.lane = message.lane
+        if answer is not None:
+            self._send(answer)
         self.state = following
         if following is State.OPEN:
             self.decoder.limits = self.limits
 
-    def _server_step(self, handshake: ServerHandshake, message: Message) -> Refused | None:
-        if isinstance(message, Hello):
-            answer = handshake.challenge(message)
-            if isinstance(answer, Refused):
-                return answer
-            self.peer_task, self.peer_incarnation = message.task, message.incarnation
-            self.lane = message.lane
-            self._send(Kind.CHALLENGE, answer)
-            return None
-        assert isinstance(message, Proof)  # a server awaits nothing else, see TRANSITIONS
-        refused = handshake.verify(message)
-        if refused is None:
-            self._send(Kind.WELCOME, Welcome())
-        return refused
-
-    def _send(self, kind: Kind, message: Message) -> None:
-        self._out += encode_frame(kind, 0, encode(message))
+    def _send(self, message: Message) -> None:
+        self._out.append(encode_head(_KIND_OF[type(message)], 0, encode(message), (), ()))

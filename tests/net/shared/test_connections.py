@@ -462,12 +462,12 @@ async def test_reading_goes_on_when_both_the_copy_and_the_handlers_allow_it() ->
         await until(lambda: begun == 4)  # the fourth is more than is allowed
         await until_quiet()
         assert begun == 4
-        assert pair.back.statistics()["unfinished_bytes"] == 4 * 300_000
+        assert pair.back._unfinished_bytes == 4 * 300_000
         gate.set()
         for number, call in enumerate(calls):
             body = np.frombuffer((await call).segments[0], np.uint8)
             assert np.array_equal(body, pattern(300_000, number))
-        assert pair.back.statistics()["unfinished_bytes"] == 0
+        assert pair.back._unfinished_bytes == 0
         await all_is_back(pair)
 
 
@@ -476,7 +476,7 @@ async def test_a_peer_that_reads_nothing_costs_memory_up_to_a_limit_and_loses_no
 ) -> None:
     monkeypatch.setattr(bodies, "LENT_BYTES", 8 * MIB)
     async with sharing() as pair:
-        pair.back.pause_reading()
+        pair.back.pause_reading("test")
         calls = [
             asyncio.ensure_future(pair.peer.call(pull(0), [to_bytes_view(pattern(MIB, n))]))
             for n in range(30)
@@ -485,7 +485,7 @@ async def test_a_peer_that_reads_nothing_costs_memory_up_to_a_limit_and_loses_no
         assert sharing_of(pair.peer)._copied_bytes <= 9 * MIB
         unsent = transport_of(pair.peer).get_write_buffer_size()
         assert unsent <= WRITE_HIGH_BYTES + 2 * MIB
-        pair.back.resume_reading()
+        pair.back.resume_reading("test")
         for number, call in enumerate(calls):
             body = np.frombuffer((await call).segments[0], np.uint8)
             assert np.array_equal(body, pattern(MIB, number))
@@ -558,13 +558,13 @@ async def test_what_a_task_lends_when_it_ends_is_read_although_it_never_read_our
         got.extend(map(bytes, request.segments))
 
     async with sharing(ECHO, {Pull: Handler(noted)}) as pair:
-        pair.back.pause_reading()
+        pair.back.pause_reading("test")
         pair.peer.notify(pull(0), [bytes(MIB)])
         await until(lambda: sharing_of(pair.peer).bytes_lent == MIB)
         pair.back.notify(pull(0), [to_bytes_view(pattern(MIB))])
-        pair.peer.pause_reading()
+        pair.peer.pause_reading("test")
         await pair.server.close()
-        pair.peer.resume_reading()
+        pair.peer.resume_reading("test")
         await pair.peer.wait_closed()
         assert got == [pattern(MIB).tobytes()]
 

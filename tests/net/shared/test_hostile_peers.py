@@ -24,8 +24,7 @@ import pytest
 from endpoints import PS, Pair, connected, pattern
 from psync.errors import ConnectionLost, RemoteProtocolError
 from psync.net.connection import Handler, Request
-from psync.net.shared.bodies import MAX_REGIONS
-from psync.net.shared.loans import Loan
+from psync.net.shared.bodies import MAX_REGIONS, Loan
 from psync.net.shared.regions import SEALS, SLAB_BYTES
 from psync.net.transport import SocketNetwork
 from psync.wire.frames import Kind

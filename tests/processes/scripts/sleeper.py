@@ -28,9 +28,9 @@ else:
             start_new_session="daemon" in arguments,
         )
     if "PSYNC_LIFELINE_FD" in os.environ:
-        from psync.launch.process import watch_lifeline
+        from psync.launch.process import watch_launcher
 
-        watch_lifeline(int(os.environ["PSYNC_LIFELINE_FD"]), grace_s=0.2)
+        watch_launcher(grace_s=0.2)
     say("ready")
 while True:
     signal.pause()

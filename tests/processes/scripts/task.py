@@ -9,10 +9,10 @@ import os
 import signal
 import sys
 
-from psync.launch.process import watch_lifeline
+from psync.launch.process import watch_launcher
 
 job = json.loads(os.environ["TF_CONFIG"])["task"]["type"]
-watch_lifeline(int(os.environ["PSYNC_LIFELINE_FD"]), grace_s=0.2)
+watch_launcher(grace_s=0.2)
 if "stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.write(1, f"ready {os.getpid()}\n".encode())  # one write: other tasks' lines share the pipe

@@ -23,15 +23,15 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from psync.errors import RemoteProtocolError
 from psync.net.shared.channel import SideChannel
-from psync.net.shared.loans import Loan
 from psync.net.shared.regions import Region, SharedMemory, offset_of
 from psync.net.shared.views import root_of
 from psync.wire.frames import Buffer
-from psync.wire.lent import MAX_EXTENTS, Extent
+from psync.wire.lent import MAX_EXTENTS, Extent, copies
 from psync.wire.tensors import to_bytes_view
 
 LENT_BYTES = 256 << 20
@@ -52,6 +52,44 @@ SPARE_GIVEN = 8
 
 MAX_REGIONS = 256
 """That a peer may let us map."""
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """A body that is lent, or will be when all of it has been copied.
+
+    Attributes:
+        extents: Where it is.
+        holds: All that must stay as it is until it is returned.
+        nbytes: Its size.
+    """
+
+    extents: list[Extent]
+    holds: list[memoryview]
+    nbytes: int
+    copied_bytes: int = 0
+    targets: list[memoryview] = field(default_factory=list)
+    sources: list[memoryview] = field(default_factory=list)
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)  # until it is returned
+
+    def add(self, extent: Extent) -> None:
+        """Let the next part of it be there."""
+        last = self.extents[-1] if self.extents else None
+        if last is not None and (last.region, last.offset + last.nbytes) == extent[:2]:
+            self.extents[-1] = last._replace(nbytes=last.nbytes + extent.nbytes)
+        else:
+            self.extents.append(extent)
+
+    def over(self) -> None:
+        """Nobody reads it any more."""
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def copying(self) -> Callable[[], bool]:
+        """Return what copies a part of it each time, and says whether that was the last."""
+        rest = copies(self.targets, self.sources)
+        return lambda: next(rest, None) is None
 
 
 class Sharing:
@@ -193,7 +231,7 @@ class Sharing:
         """
         waiters = []
         for loan in self._lent.values():
-            if loan.is_of(owners):
+            if any(id(held.obj) in owners for held in loan.holds):
                 waiters.append(asyncio.get_running_loop().create_future())
                 loan.waiters.append(waiters[-1])
         return waiters
@@ -391,15 +429,6 @@ class BorrowedBody:
     def _one_gone(self, of: int) -> None:
         if next(self._gone) == of:
             self._sharing.give_back(self._number, self._nbytes)
-
-
-def bytes_now(sharings: Iterable[Sharing]) -> dict[str, int]:
-    """Return what is lent over all connections of a task, also those that are gone, and kept."""
-    each = list(sharings)
-    return {
-        "bytes_lent_now": sum(sharing.bytes_lent_now for sharing in each),
-        "bytes_kept_now": sum(sharing.bytes_kept_now for sharing in each),
-    }
 
 
 def _bound(nbytes: int) -> int:

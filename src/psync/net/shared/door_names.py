@@ -10,9 +10,9 @@ import os
 import socket
 from collections.abc import Mapping
 
-from psync.errors import ConfigurationError
+from psync.net.platform import flag
 
-BACKLOG = 1024
+BACKLOG = 1024  # all tasks of a cluster connect at once, and to tasks that are not up yet
 _ANYWHERE = ("0.0.0.0", "::")  # compared with, not bound to
 
 
@@ -22,10 +22,7 @@ def may_share(environ: Mapping[str, str]) -> bool:
     Raises:
         ConfigurationError: It is neither 0 nor 1.
     """
-    text = environ.get("PSYNC_SHARED_MEMORY", "")
-    if text not in ("", "0", "1"):
-        raise ConfigurationError(f"PSYNC_SHARED_MEMORY: expected 0 or 1, got {text!r}")
-    return text != "0"
+    return flag(environ, "PSYNC_SHARED_MEMORY") is not False
 
 
 def name_of_door(host: str, port: int | None) -> str:

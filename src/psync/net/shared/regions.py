@@ -255,23 +255,18 @@ class SharedMemory:
         if nbytes <= LENT_ABOVE_BYTES or self.make is None:
             return None
         with self._lock:
-            return self._cut_from_slab(nbytes, phase, alignment, sharing)
-
-    def _cut_from_slab(
-        self, nbytes: int, phase: int, alignment: int, sharing: int
-    ) -> memoryview | None:
-        start = (phase - self._slab_at) % alignment
-        if nbytes <= sharing and start + nbytes <= len(self._slab):
-            memory, at = self._slab, self._slab_at
-        else:
-            size = phase + nbytes
-            new = self._new_region(max(size, SLAB_BYTES) if nbytes <= sharing else size)
-            if new is None:
-                return None
-            memory, at, start = new, 0, phase
-        if len(memory) - start - nbytes > len(self._slab) or memory is self._slab:
-            end = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
-            self._slab, self._slab_at = memory[end:], at + end
+            start = (phase - self._slab_at) % alignment
+            if nbytes <= sharing and start + nbytes <= len(self._slab):
+                memory, at = self._slab, self._slab_at
+            else:
+                size = phase + nbytes
+                new = self._new_region(max(size, SLAB_BYTES) if nbytes <= sharing else size)
+                if new is None:
+                    return None
+                memory, at, start = new, 0, phase
+            if len(memory) - start - nbytes > len(self._slab) or memory is self._slab:
+                end = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
+                self._slab, self._slab_at = memory[end:], at + end
         return memory[start : start + nbytes]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -353,21 +348,16 @@ class SharedMemory:
             self._shrinking = None
 
     def _new_arena(self) -> BlockPool:
-        me = weakref.ref(self)  # or it would be reached from itself, and stay for a while
-
-        def memory() -> SharedMemory:
-            memory = me()
-            assert memory is not None, "who takes has it"
-            return memory
+        me = weakref.proxy(self)  # or it would be reached from itself, and stay for a while
 
         def take(nbytes: int) -> np.ndarray:
-            root = memory().take(nbytes)
+            root: np.ndarray = me.take(nbytes)
             if region_of(root.data) is None:  # ordinary memory, which the arena must not keep
                 raise MemoryError
             return root
 
         def may_grow() -> bool:
-            return len(memory()._regions) <= ARENA_REGIONS
+            return len(me._regions) <= ARENA_REGIONS
 
         return BlockPool(ARENA_BYTES, take, may_grow=may_grow)
 

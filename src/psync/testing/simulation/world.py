@@ -22,7 +22,8 @@ import psync
 from psync.checkpoints.files import current_disk
 from psync.errors import ConnectFailed, ParameterServerLost
 from psync.launch.tasks import make_task
-from psync.net.platform import Platform, Secret, entropy
+from psync.net.platform import Platform, entropy
+from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.testing import Link, MemoryNetwork
 from psync.testing.sabotage import SabotagedParts

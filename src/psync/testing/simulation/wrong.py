@@ -19,8 +19,7 @@ from psync.closures.closure import Closure, Identities, Identity
 from psync.closures.queue import ClosureQueue
 from psync.errors import TaskLost
 from psync.net.connection import Handler
-from psync.net.shared.bodies import BorrowedBody, Sharing
-from psync.net.shared.loans import Loan
+from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
 from psync.ps.computes import Computes
 from psync.ps.update import Update
 from psync.ps_task import PsTask
