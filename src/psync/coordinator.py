@@ -30,9 +30,10 @@ from psync.client.ps_link import always
 from psync.client.runtime import Runtime
 from psync.closures.closure import Closure, Identity, Needs, State
 from psync.closures.dispatcher import Dispatch, GiveBack
-from psync.closures.membership import ScheduleReports, TaskState
+from psync.closures.membership import TaskState
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import Cancel, ClosureQueue, Settle
+from psync.closures.schedule_reports import ScheduleReports
 from psync.cluster import ClusterSpec, parse_task_name
 from psync.errors import (
     ClosedError,
@@ -244,7 +245,7 @@ class Joins:
         ready = {f: cutoff for f, cutoff in self.waiting.items() if self._queue.is_settled(cutoff)}
         if ready:
             self.stop_reason = self._queue.requested_stop
-        if ready and self._queue.has_failed:
+        if ready and self._queue.pending_errors:
             self.fail(self._collect())
             return
         exhausted = self._exhausted_at
@@ -324,10 +325,7 @@ def describe_waiting(
         others: What else is waited for.
         gone: Workers that have left.
     """
-    counts = queue.statistics()
-    running: dict[str, Closure] = {}
-    for worker, closure in queue.in_flight():
-        running.setdefault(worker, closure)
+    counts, running = queue.statistics(), queue.dispatcher.oldest()
     parts = _some([f"{closure} on {worker}" for worker, closure in running.items()])
     behind = counts.waiting + counts.queued + counts.in_flight - len(running)
     if behind:
@@ -338,7 +336,7 @@ def describe_waiting(
         awaited = f"waiting for {names}" if names else "waiting for one to come"
         parts.append(f"no worker is connected ({'; '.join(filter(None, (left, awaited)))})")
     text = "; ".join([*parts, *others]) or "nothing"
-    if queue.has_failed:
+    if queue.pending_errors:
         return f"there is an error, raised as soon as these steps have stopped: {text}"
     return text
 
@@ -374,13 +372,12 @@ class FinalClosures:
             self.told = self.queue.low_water()
             self.tell_again()
 
-    def look_for_errors(self) -> None:
+    def errors_changed(self) -> None:
         """Let steps be refused that compute on their loop and have not heard of an error yet."""
-        if self.queue.has_failed != self.refused:
-            self.refused = not self.refused
-            if self.refused:
-                self.told = self.queue.next_id
-                self.tell_again()
+        self.refused = not self.refused
+        if self.refused:
+            self.told = self.queue.next_id
+            self.tell_again()
 
     def tell_again(self) -> None:
         """Tell them what they were told last: they may know nothing of it."""
@@ -472,17 +469,17 @@ class Coordinator:
             origin=origin, program=program, ps_timeout_s=options.ps_timeout_s,
             max_flaps=options.max_flaps, keep=options.attach, may_move=has_backups,
         )  # fmt: skip
-        self.links.workers.on_joined = self._worker_joined
-        self.links.workers.on_lost = self._worker_lost
-        self.links.workers.on_forgotten = self._worker_forgotten
         self.workers = self.links.workers
+        self.workers.on_joined = self._worker_joined
+        self.workers.on_lost = self._worker_lost
+        self.workers.on_forgotten = self._worker_forgotten
         self.gangs = GangRunner(
             self._queue, self.functions, self._closures, platform.limits,
             main_by_name=main_by_name, ready=self.workers.ready,
             current=self.workers.current, prepare=self._prepare, perform=self.perform,
             waits_for=self.waits_for,
         )  # fmt: skip
-        self._reports = ScheduleReports(self.links.workers.names(), self._queue)
+        self._reports = ScheduleReports(self.workers.names(), self._queue)
         self._creation = Creation(declared, self.links.ps)
         self.events = self.links.events
         self.cuts = Cuts(self.links.ps, functools.partial(self._creation.ensure, last=True))
@@ -689,7 +686,8 @@ class Coordinator:
         self._final.look(1)  # who joins is done with them, so nothing of theirs may come any more
         error = settled.exception()
         if error is None and finish_steps and self.done():
-            await self._finish_steps(deadline, timeout_s)
+            finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
+            await self.joins.run(finish, deadline, timeout_s)
         if (late := self.joins.take_late()) is not None:
             if error is None:
                 raise late
@@ -706,22 +704,18 @@ class Coordinator:
 
         Cancellation: Safe; closures go on.
         """
-        if not self._closed and self._queue.has_failed:
+        if not self._closed and self._queue.pending_errors:
             await self.joins.collect_into(error, self._queue.next_id)
-
-    async def _finish_steps(self, deadline: float | None, timeout_s: float | None) -> None:
-        finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
-        await self.joins.run(finish, deadline, timeout_s)
 
     def waits_for(self) -> str:
         """Say what a join waits for."""
         others = ["variables are being created"] if self._creating is not None else []
         others += self.gangs.describe()
-        others += self.links.workers.describe()
+        others += self.workers.describe()
         others += [
             f"{name}, which is lost, has data left" for name in self._queue.dispatcher.awaited()
         ]
-        membership, given_up = self.links.membership, self.links.workers.given_up
+        membership, given_up = self.links.membership, self.workers.given_up
         left = [worker for worker in membership.gone() if worker not in given_up]
         return describe_waiting(self._queue, membership.missing(), others, left)
 
@@ -825,17 +819,15 @@ class Coordinator:
         error = DeadlineExceeded(
             f"{closure} took longer than {limit_s:g} s, not counting waits for other workers"
         )
-        self.links.workers.end_session(worker, error, blame=True)
+        self.workers.end_session(worker, error, blame=True)
 
     def _worker_leaves(self, request: Request[messages.LeaveCluster]) -> None:
-        peer, message = request.peer, request.message
-        if self.links.workers.leaves(peer, message):
-            self.perform(self._queue.worker_leaves(peer.task))
+        if self.workers.leaves(request.peer, request.message):
+            self.perform(self._queue.worker_leaves(request.peer.task))
         request.answer(messages.Done())
 
     def _session_ends(self, request: Request[messages.EndSession]) -> None:
-        peer, message = request.peer, request.message
-        self.links.workers.session_ends(peer, message)
+        self.workers.session_ends(request.peer, request.message)
         request.answer(messages.Done())
 
     # What workers say of closures.
@@ -870,7 +862,13 @@ class Coordinator:
         for step, operation, times in message.late or ():
             self.joins.note_late(peer.task, step, operation, times)
         self._finished(peer.task, finished, message.mean_seconds)
-        self._results_came(ended)
+        # What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
+        if self.cuts.taken or self.recovery.source is not None:
+            self.recovery.note_ended(ended)
+        else:
+            self.recovery.note_ended_early(ended)
+        self.joins.heard_at = self.loop.time()
+        self._final.look()
 
     def _finished(
         self, worker: str, results: Sequence[tuple[int, Payload]], mean_seconds: float
@@ -903,35 +901,32 @@ class Coordinator:
             raise RemoteProtocolError(f"{worker}: closure {closure_id} ended as {outcome!r}")
         type_name, text, traceback_text = error
         exc = rebuild_exception(worker, type_name, text, traceback_text, payload)
+        closure = self._closures.get(closure_id)
         if outcome == "end_of_data":
-            closure = self._closures.get(closure_id)
             actions = self._queue.end_of_data(worker, closure_id, exc)  # raises if not its own
             if closure is not None and closure.is_final:
                 self._reports.out_of_data(worker)
             self.perform(actions)
         elif not (isinstance(exc, ParameterServerLost) and self.recovery.will_recover(exc)):
-            closure = self._closures.get(closure_id)
             actions = self._queue.failed(worker, closure_id, exc)  # raises if not its own
             self.workers.note_error(worker, f"{closure}: {type_name}: {text}"[:MAX_ERROR_CHARS])
             self.perform(actions)
 
     def _given_back(self, request: Request[messages.GivenBack]) -> None:
-        peer, message = request.peer, request.message
-        if self.workers.current(peer) is not None:
-            self.perform(self._queue.given_back(peer.task, message.closures))
+        if self.workers.current(request.peer) is not None:
+            self.perform(self._queue.given_back(request.peer.task, request.message.closures))
 
     def _fetch_function(self, request: Request[messages.FetchFunction]) -> None:
-        peer, message = request.peer, request.message
-        function = self.functions.lookup(message.key)
+        function = self.functions.lookup(request.message.key)
         if function is None:
-            raise UsageError(f"{peer.task} asked for a function that is no longer needed")
+            raise UsageError(f"{request.peer.task} asked for a function that is no longer needed")
         request.answer(messages.Function(function.name), function.payload.segments)
 
     def _fetch_arguments(self, request: Request[messages.FetchArguments]) -> None:
-        peer, message = request.peer, request.message
-        closure = self._closures.get(message.closure)
+        number = request.message.closure
+        closure = self._closures.get(number)
         if closure is None:
-            raise UsageError(f"{peer.task} asked for closure {message.closure}, which has ended")
+            raise UsageError(f"{request.peer.task} asked for closure {number}, which has ended")
         segments, counts = closure.payload.segments()
         request.answer(messages.Arguments(len(segments) - sum(counts), counts), segments)
 
@@ -954,25 +949,13 @@ class Coordinator:
             elif isinstance(action, GiveBack):
                 self.workers.notify(action.worker, messages.GiveBack(list(action.ids)))
         if bool(self._queue.pending_errors) is not self._final.refused:
-            self._final.look_for_errors()
+            self._final.errors_changed()
         if self.joins.waiting:
             self.joins.settle()
         if self._reports.look():
             self._report_due.set()
         if self.gangs.runs:
             self.gangs.look(replicas)
-
-    def _results_came(self, ended: Sequence[EndedCall]) -> None:
-        """A worker is alive; and where many closures have become final, ps tasks hear of it.
-
-        What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
-        """
-        if self.cuts.taken or self.recovery.source is not None:
-            self.recovery.note_ended(ended)
-        else:
-            self.recovery.note_ended_early(ended)
-        self.joins.heard_at = self.loop.time()
-        self._final.look()
 
     def _dispatch(self) -> None:
         self._dispatch_due = False

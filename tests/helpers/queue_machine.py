@@ -652,7 +652,7 @@ class ClosureQueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def an_error_ends_everything_at_once(self) -> None:
-        assert self.queue.has_failed == bool(self.errors)
+        assert bool(self.queue.pending_errors) == bool(self.errors)
         states = {closure.state for closure in self.closures if not closure.is_final}
         if self.stopping:
             assert states <= {State.HELD, State.CANCELLING}

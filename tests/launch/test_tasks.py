@@ -18,7 +18,7 @@ import uvloop
 
 import psync
 from memory_cluster import SECRET, MemoryCluster, cluster_of
-from psync.closures.membership import Load
+from psync.closures.scaling import Load
 from psync.errors import (
     AuthenticationError,
     ConfigurationError,

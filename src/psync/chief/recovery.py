@@ -28,10 +28,10 @@ from psync.client.calls import all_of
 from psync.client.lanes import AWAY_FOR_S, REFUSED_FOR_S
 from psync.client.ps_link import PsLink, always, ask
 from psync.closures.closure import State as ClosureState
-from psync.closures.membership import ScheduleReports
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
 from psync.closures.rollback import KEPT_BYTES, CutCalls, EndedClosures
+from psync.closures.schedule_reports import ScheduleReports
 from psync.cluster import parse_task_name
 from psync.errors import (
     CheckpointCorrupt,
@@ -506,7 +506,7 @@ class ClusterRecovery:
 
     def fail_if_gone(self) -> None:
         """End what is scheduled where nobody is left who could do it."""
-        if not self.is_gone or self.queue.has_failed:
+        if not self.is_gone or self.queue.pending_errors:
             return
         if self.rule.gone is not None:
             self.fail(self.rule.gone)

@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -63,15 +63,13 @@ class ClosureOrder:
 
     def __init__(self) -> None:
         self.closures: dict[int, Closure] = {}  # by id, in no order
-        self._ids: dict[Needs, list[int]] = {}  # heaps; what is not queued any more goes when first
+        # Heaps; what is not queued any more goes when first.
+        self._ids: defaultdict[Needs, list[int]] = defaultdict(list)
 
     def add(self, closure: Closure) -> None:
         """Queue a closure at its place, before those with higher ids."""
         self.closures[closure.id] = closure
-        ids = self._ids.get(closure.needs)
-        if ids is None:
-            ids = self._ids[closure.needs] = []
-        heapq.heappush(ids, closure.id)
+        heapq.heappush(self._ids[closure.needs], closure.id)
 
     def discard(self, closure: Closure) -> None:
         """Take a queued closure out, wherever it stands."""
@@ -83,11 +81,6 @@ class ClosureOrder:
     def first(self, barred: Collection[Needs] = ()) -> Closure | None:
         """Return the queued closure with the lowest id, without those that need what is barred."""
         queued, lowest, spent = self.closures, -1, None
-        if not barred and len(self._ids) == 1:
-            (ids,) = self._ids.values()
-            while ids and ids[0] not in queued:
-                heapq.heappop(ids)
-            return queued[ids[0]] if ids else None
         for needs in self._ids:
             if needs not in barred:
                 ids = self._ids[needs]
@@ -205,7 +198,8 @@ class Dispatcher:
         self._loaded: dict[_Worker, None] = {}  # may hold unstarted closures and owe no answer
         self._spared: dict[_Worker, None] = {}  # the same, but none with one of these needs:
         self._spared_by: set[Needs] = set()
-        self._kinds: dict[Needs, int] = {}  # what closures in flight need, and how many of them
+        # What closures in flight need, and how many of them.
+        self._kinds: defaultdict[Needs, int] = defaultdict(int)
         # What has ended, and after how many batches, on each worker where something has.
         self.ended: dict[str, Mapping[tuple[str, int], int]] = {}
         self._away: dict[str, _Group] = {}  # who is lost and will be back
@@ -348,9 +342,7 @@ class Dispatcher:
         self._classify(record)
 
     def _group(self, ended: Needs) -> _Group:
-        if ended not in self._groups:
-            self._groups[ended] = _Group(ended)
-        return self._groups[ended]
+        return self._groups.setdefault(ended, _Group(ended))
 
     def _drop_if_empty(self, group: _Group) -> None:
         if group.ended and not (group.num_here or group.num_leaving or group.num_away):
@@ -567,10 +559,7 @@ class Dispatcher:
         closure.worker = record.name
         closure.known_started = False
         record.held[closure.id] = closure
-        try:
-            self._kinds[closure.needs] += 1
-        except KeyError:
-            self._kinds[closure.needs] = 1
+        self._kinds[closure.needs] += 1
         record.held_bytes += closure.inline_bytes
         self.num_in_flight += 1
 

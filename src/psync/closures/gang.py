@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TypeAlias
 
 from psync.errors import (
@@ -39,14 +38,6 @@ from psync.errors import (
     PsyncError,
     WorkerLost,
 )
-
-
-class GangState(Enum):
-    """Where a gang is."""
-
-    RUNNING = "running"
-    ENDING = "ending"  # there is an error, and not all have ended yet
-    ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +117,12 @@ class Gang:
         self.error: BaseException | None = None  # the first
 
     def __repr__(self) -> str:
-        return f"<Gang of {len(self._replicas)}, {self.state.value}>"
+        return f"<Gang of {len(self._replicas)}{', ended' if self.has_ended else ''}>"
 
     @property
-    def state(self) -> GangState:
-        """Where it is. ENDED is final."""
-        if all(replica.ended for replica in self._replicas) and not self._merging:
-            return GangState.ENDED
-        return GangState.RUNNING if self._cause is None else GangState.ENDING
+    def has_ended(self) -> bool:
+        """Whether all replicas have ended, and nothing is being merged. Final."""
+        return all(replica.ended for replica in self._replicas) and not self._merging
 
     def waits(self, replica: int) -> bool:
         """Whether a replica is in a collective: it goes on when others have come."""
@@ -242,7 +231,7 @@ class Gang:
 
     def cancel(self, error: PsyncError) -> list[GangAction]:
         """End the gang from outside; ``error`` is its error, if there is none yet."""
-        if self._cause is not None or self.state is GangState.ENDED:
+        if self._cause is not None or self.has_ended:
             return []
         return self._fail(error, error)
 

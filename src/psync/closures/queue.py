@@ -362,7 +362,10 @@ class ClosureQueue:
         """A step asks for the end of training; see above. Nothing, if everything ends already."""
         if self.ending is not None:
             return []
-        self._end_on_request(reason)
+        self.requested_stop = reason
+        self.ending = f"training was asked to stop: {reason}"
+        self._remedy = "schedule it again after join has returned"
+        self._cancel_queued(list(self._open.values()))  # the rest goes to its end
         return [*self._actions(), *self.dispatcher.ask_back()]
 
     def stop(self) -> list[Action]:
@@ -583,11 +586,6 @@ class ClosureQueue:
         return self.low_water() >= cutoff and not runs_out
 
     @property
-    def has_failed(self) -> bool:
-        """Whether there is an error that was not collected."""
-        return bool(self.pending_errors)
-
-    @property
     def ready_to_raise(self) -> bool:
         """Whether there is an error that was not collected, and nothing runs any more."""
         return bool(self.pending_errors) and not self.dispatcher.num_in_flight
@@ -721,13 +719,6 @@ class ClosureQueue:
             self._shrink()
         self._totals[closure.state] += 1
         self._settled.append(closure)
-
-    def _end_on_request(self, reason: str) -> None:
-        """Cancel what no worker holds; the rest goes to its end."""
-        self.requested_stop = reason
-        self.ending = f"training was asked to stop: {reason}"
-        self._remedy = "schedule it again after join has returned"
-        self._cancel_queued(list(self._open.values()))
 
     def _end_all(self, reason: str, remedy: str | None = None) -> None:
         """Cancel what no worker holds, and ask for the rest to be stopped, if not done before."""

@@ -193,16 +193,14 @@ class EndedClosures:
 
     def ended(self, number: int, calls: int) -> None:
         """Note a closure that has just ended, by its number on ps tasks, and the calls it made."""
-        self._note(first_of(number), calls)
+        first = first_of(number)
+        identity = self._identities.get(first)
+        last = first if identity is None else identity.newest
+        self._ended[first] = _Ended(last, calls, identity)
 
     def ended_early(self, closure: int) -> None:
         """Note a closure that has ended before the first cut, and that may be repeated."""
         self._early.append(closure)
-
-    def _note(self, first: int, calls: int) -> None:
-        identity = self._identities.get(first)
-        last = first if identity is None else identity.newest
-        self._ended[first] = _Ended(last, calls, identity)
 
     def saved(self, cut: CutCalls, is_open: Callable[[int], bool]) -> None:
         """Forget those that are in a checkpoint now.
@@ -227,7 +225,7 @@ class EndedClosures:
             identity = self._identities.get(first)
             if is_open(first) if identity is None else identity.is_open:
                 continue
-            self._note(first, 0)
+            self.ended(first, 0)
             if identity is None and (first in early or first < older):
                 self.kept.drop(first)
 

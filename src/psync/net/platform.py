@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from io import FileIO
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
-from psync.closures.membership import Load
+from psync.closures.scaling import Load
 from psync.cluster import ClusterSpec, is_loopback
 from psync.errors import ConfigurationError, SerializationError
 from psync.wire.limits import Limits
