@@ -11,14 +11,13 @@ first, and may change it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import numbers
 import sys
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NoReturn, Self, cast
 
 import numpy as np
@@ -213,7 +212,7 @@ class Handle(AwaitFirst):
         runtime = await runtime_of(operation, self)
         closure, ordinal = runtime.begin_update(operation)
         plan = runtime.ps.plan((self.spec,))
-        assign = functools.partial(assign_at_once, runtime.ps) if at_once else runtime.ps.assign
+        assign = partial(assign_at_once, runtime.ps) if at_once else runtime.ps.assign
         await assign(plan, [array], op=op, closure=closure, ordinal=ordinal)
         return self
 
@@ -241,8 +240,8 @@ class Handle(AwaitFirst):
         Source: ``ShardedVariable.__getitem__``; there, slices with a start beyond either end give
             other rows than numpy.
         """
-        elsewhere = (AwaitFirst, RemoteValue)
-        return PartRead(self, select(index, self.shape, self.spec.name, elsewhere))
+        awaited = (AwaitFirst, RemoteValue)
+        return PartRead(self, select(index, self.shape, self.spec.name, awaited))
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
         raise UsageError(
@@ -627,13 +626,13 @@ def variable_creator_scope(variable_creator: Creator) -> Generator[None, None, N
 
 def through_creators(make: Creator, **kwargs: Any) -> Any:
     """Return what ``make(**kwargs)`` does, or what the hooks in force here make of it."""
-    where = current_elsewhere()
+    where = current_elsewhere.get()
 
     def around(make: Creator, *, inside: bool) -> Creator:
-        creators = [
-            creator for creator, entered_inside in _creators.get() if entered_inside is inside
-        ]
-        return reduce(lambda make, creator: partial(creator, make), creators, make)
+        for creator, entered_inside in _creators.get():
+            if entered_inside is inside:
+                make = partial(creator, make)
+        return make
 
     def placed(**kwargs: Any) -> Any:
         with elsewhere(where):
@@ -972,7 +971,7 @@ def declared_in(
     """Return the handle of a variable that ``scope`` has just declared, which takes note of it."""
     handle = _intern(scope._origin, spec, synchronization, aggregation)
     handle._scope = weakref.ref(scope)
-    scope._add(handle)
+    scope._variables.append(handle)
     return handle
 
 
