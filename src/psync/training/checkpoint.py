@@ -31,7 +31,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -104,12 +104,8 @@ class Restored:
     extra: tuple[str, ...]
 
 
-class Saved(NamedTuple):
-    """A saved checkpoint."""
-
-    path: Path
-    coordinator: Coordinator | None = None  # whose ps tasks wrote it
-    snapshots: Sequence[SnapshotState] = ()  # of these
+Saved = tuple[Path, Coordinator | None, Sequence[SnapshotState]]
+"""A saved checkpoint, whose ps tasks wrote it, and what these held; None: it has none of that."""
 
 
 class Checkpoint:
@@ -192,7 +188,8 @@ class Checkpoint:
 
         Cancellation: Nothing remains of the checkpoint, unless it was already complete.
         """
-        return (await self._saved(Path(directory), number, verbose)).path
+        path, *_ = await self._saved(Path(directory), number, verbose)
+        return path
 
     async def _saved(
         self, directory: Path, number: int | None, verbose: bool | str = False
@@ -207,7 +204,7 @@ class Checkpoint:
         contents = self._contents()
         coordinator = await coordinator_for(contents)
         if coordinator is None:
-            return Saved(await self._save_by_reading(contents, directory, number, verbose))
+            return await self._save_by_reading(contents, directory, number, verbose), None, ()
         for tries_left in reversed(range(TRIES)):
             try:
                 return await self._save_cut(coordinator, contents, directory, number, verbose)
@@ -256,7 +253,7 @@ class Checkpoint:
             except CutLost:
                 await in_thread(remove, path)
                 raise
-        return Saved(path, coordinator, cut.snapshots)
+        return path, coordinator, cut.snapshots
 
     async def _save_by_reading(
         self, contents: Contents, directory: Path, number: int | None, verbose: bool | str

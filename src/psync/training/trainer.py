@@ -6,6 +6,7 @@ required ``steps_per_epoch``. Unlike there, callbacks may receive batches.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
@@ -404,7 +405,7 @@ class Trainer:
                 await runs.settle(saved=not self.unsaved)
                 if self.manager is not None:
                     await self.manager.finish()
-                return history._copy()
+                return copy.deepcopy(history)
 
     def request_stop(self, reason: str) -> None:
         """End ``fit`` after the current epoch, from a callback; steps use ``psync.request_stop``.
