@@ -33,7 +33,7 @@ import inspect
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from psync.api import seeing
@@ -43,7 +43,7 @@ from psync.api.datasets import PerWorkerDataset as AsyncPerWorkerDataset
 from psync.api.datasets import PerWorkerIterator as AsyncPerWorkerIterator
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event, RollbackEvent
-from psync.client.context import program_waits, wait
+from psync.client.context import program_waits, result_of, wait
 from psync.errors import UsageError
 from psync.launch import tasks
 from psync.launch.cluster import LaunchedClusterResolver
@@ -123,7 +123,7 @@ class _Waits:
         context: contextvars.Context,
         outcome: concurrent.futures.Future[T],
     ) -> None:
-        task = self._loop.create_task(_result_of(awaitable), context=context)
+        task = self._loop.create_task(result_of(awaitable), context=context)
         self._task = task
 
         def ended(task: asyncio.Task[T]) -> None:
@@ -141,10 +141,6 @@ class _Waits:
         task.add_done_callback(ended)
         if self._interrupts:
             self.interrupt()
-
-
-async def _result_of(awaitable: Awaitable[T]) -> T:
-    return await awaitable
 
 
 class _LoopThread:
@@ -468,14 +464,10 @@ class ClusterCoordinator(_Blocking):
         return wait(self.coordinator.status())
 
     @contextlib.contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Generator[Traced, None, None]:
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[Traced]:
         """Trace the block; see ``psync.ClusterCoordinator.trace``."""
-        inner = self.coordinator.trace(path)
-        traced = wait(inner.__aenter__())
-        try:
+        with _entered(self.coordinator.trace(path)) as traced:
             yield Traced(traced)
-        finally:
-            wait(inner.__aexit__(None, None, None))
 
     @property
     def stop_reason(self) -> str | None:
@@ -501,17 +493,21 @@ class ClusterCoordinator(_Blocking):
 
 
 @contextlib.contextmanager
-def report(path: str | os.PathLike[str]) -> Generator[None, None, None]:
+def _entered(inner: contextlib.AbstractAsyncContextManager[T]) -> Iterator[T]:
+    """Return an asynchronous context manager as a blocking one."""
+    entered = wait(inner.__aenter__())
+    try:
+        yield entered
+    finally:
+        wait(inner.__aexit__(None, None, None))
+
+
+def report(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
     """Write an HTML report of a run; see ``psync.report``.
 
     Enter it within the block of a ``LocalCluster`` or ``ClusterCoordinator``, whose loop it needs.
     """
-    inner = seeing.report(path)
-    wait(inner.__aenter__())
-    try:
-        yield
-    finally:
-        wait(inner.__aexit__(None, None, None))
+    return _entered(seeing.report(path))
 
 
 def _on_loop(function: Callable[..., T], *args: Any) -> T:

@@ -95,7 +95,7 @@ def cache_variable_reads() -> Generator[None, None, None]:
     Source: TensorFlow's ``cache_variable_reads`` of parameter-server variables; there, a scope that
         is open where a function is first traced becomes part of the function.
     """
-    if _kept_here() is not None:
+    if kept_here() is not None:
         raise ContextError(
             "cache_variable_reads: scopes cannot be nested",
             hint="a scope is already open here and caches these reads",
@@ -107,13 +107,8 @@ def cache_variable_reads() -> Generator[None, None, None]:
         _open.reset(token)
 
 
-def keeps_reads() -> bool:
-    """Return whether ``cache_variable_reads`` is open here."""
-    return _kept_here() is not None
-
-
-def _kept_here() -> _Kept | None:
-    """Return the scope that is open here; not that of whoever started a step in this process."""
+def kept_here() -> _Kept | None:
+    """Return the open ``cache_variable_reads``; not of whoever started a step in this process."""
     kept = _open.get()
     return kept if kept is not None and kept.closure is current_closure() else None
 
@@ -143,7 +138,7 @@ async def values_of(
 
     Cancellation: Safe; ``out`` then holds anything.
     """
-    kept = None if consistent else _kept_here()
+    kept = None if consistent else kept_here()
     if kept is not None:
         return await _through(kept, runtime, variables, copy, out)
     plan = runtime.ps.plan(tuple([variable.spec for variable in variables]))
