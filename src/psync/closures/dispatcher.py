@@ -466,15 +466,14 @@ class Dispatcher:
             At most one Dispatch for a worker, then at most one GiveBack for a worker.
         """
         queued, num_workers = self.queued.closures, len(self._workers)
-        batches: dict[_Worker, list[Closure]] = {}
+        batches: defaultdict[_Worker, list[Closure]] = defaultdict(list)
         resting: list[_Group] = []  # in which workers stay idle
         # Those on which data ended come first: who has them is left free for what needs them.
         for group in reversed(self._groups.values()):
             idle = group.idle
             while idle and queued:
                 record = idle.popleft()
-                batches[record] = []
-                self._send(record, 1, math.inf, batches[record])
+                batches[record] += self._send(record, 1, math.inf)
                 if not batches[record]:
                     idle.appendleft(record)  # and none of the group may take what is queued
                     break
@@ -487,7 +486,7 @@ class Dispatcher:
             for record in records:
                 surplus = len(queued) - num_workers
                 if surplus > 0 and record in self._roomy:
-                    self._send_ahead(record, min(share, surplus), batches.setdefault(record, []))
+                    batches[record] += self._send_ahead(record, min(share, surplus))
         actions: list[DispatchAction] = [
             Dispatch(record.name, tuple(batch)) for record, batch in batches.items() if batch
         ]
@@ -525,23 +524,19 @@ class Dispatcher:
         barred = [set(self._barred(group, self._kinds)) for group in idle]
         return self._kinds.keys() - set.intersection(*barred)
 
-    def _send_ahead(self, record: _Worker, share: int, batch: list[Closure]) -> None:
+    def _send_ahead(self, record: _Worker, share: int) -> list[Closure]:
         first = next(iter(record.held.values()))
-        if not first.lost_on:  # or it runs alone
-            room = record.ahead + 1 - len(record.held)
-            budget = MAX_AHEAD_BYTES - (record.held_bytes - first.inline_bytes)
-            self._send(record, min(share, room), budget, batch, ahead=True)
+        if first.lost_on:  # it runs alone
+            return []
+        room = record.ahead + 1 - len(record.held)
+        budget = MAX_AHEAD_BYTES - (record.held_bytes - first.inline_bytes)
+        return self._send(record, min(share, room), budget, ahead=True)
 
     def _send(
-        self,
-        record: _Worker,
-        most: int,
-        max_bytes: float,
-        batch: list[Closure],
-        *,
-        ahead: bool = False,
-    ) -> None:
-        """Move up to ``most`` closures from the head of the queue to a worker and ``batch``."""
+        self, record: _Worker, most: int, max_bytes: float, *, ahead: bool = False
+    ) -> list[Closure]:
+        """Move up to ``most`` closures from the head of the queue to a worker; return them."""
+        batch: list[Closure] = []
         barred = self._barred(record.group, self.queued.needs()) if self.ended else ()
         while most:
             closure = self.queued.first(barred)
@@ -553,6 +548,7 @@ class Dispatcher:
             batch.append(closure)
             most -= 1
         self._classify(record)
+        return batch
 
     def _hold(self, record: _Worker, closure: Closure) -> None:
         move(closure, Event.DISPATCH)

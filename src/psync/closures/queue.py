@@ -80,7 +80,7 @@ WROTE_TO_PULLED = (
 def loss_error(closure: Closure) -> ClosureError:
     """Return the error of a closure that was lost with too many workers."""
     error = ClosureError(
-        f"{closure} was lost with its worker {closure.attempts} times: "
+        f"{closure} was lost with its worker {len(closure.lost_on)} times: "
         f"{', '.join(closure.lost_on)}",
         hint="it probably kills its process, or blocks its event loop. The log names the signal "
         f"that killed a worker. SIGSEGV or SIGBUS: {WROTE_TO_PULLED}. SIGKILL: look for lack of "
@@ -181,7 +181,7 @@ class Losses:
             for held in self._recent
             if closure.id not in held and self._proven.issuperset(held.values())
         ]
-        return closure.attempts >= self._limit + len(chance)
+        return len(closure.lost_on) >= self._limit + len(chance)
 
 
 class ClosureQueue:
@@ -457,8 +457,11 @@ class ClosureQueue:
         if blame:
             self._losses.lost(closures)
         for closure in closures:
-            if closure.is_replica:  # none other is held beside it
-                return self._lost_replica(worker, closure)
+            if closure.is_replica:  # none other is held beside it; it does not run again
+                event = Event.FAIL if closure.state is State.HELD else Event.LOSE
+                lost = f"was lost while it ran {closure}, a replica of a gang"
+                self._end(closure, event, WorkerLost(worker, lost))
+                return self._actions()
             closure.times_back += 1
             if blame:
                 closure.lost_on += (worker,)
@@ -756,13 +759,6 @@ class ClosureQueue:
             more = f", and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
             error.message += f" on any worker ({', '.join(named[:MAX_NAMED])}{more})"
             error.args = (error.message,)
-
-    def _lost_replica(self, worker: str, closure: Closure) -> list[Action]:
-        """A worker was lost with a replica, which is not run again: its gang is over."""
-        event = Event.FAIL if closure.state is State.HELD else Event.LOSE
-        error = WorkerLost(worker, f"was lost while it ran {closure}, a replica of a gang")
-        self._end(closure, event, error)
-        return self._actions()
 
     def _actions(self, reporter: str | None = None, *, dispatch: bool = True) -> list[Action]:
         """Return what is to be done now; ``reporter`` as in ``Dispatcher.decide``."""
