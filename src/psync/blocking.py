@@ -100,8 +100,27 @@ class _Waits:
                 f"wait expected an awaitable, got {type(awaitable).__name__}",
                 hint="psync.blocking needs no wait: its methods return values",
             )
+        context = contextvars.copy_context()
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-        begin = functools.partial(self._begin, awaitable, contextvars.copy_context(), outcome)
+
+        def begin() -> None:
+            self._task = task = self._loop.create_task(result_of(awaitable), context=context)
+            task.add_done_callback(ended)
+            if self._interrupts:
+                self.interrupt()
+
+        def ended(task: asyncio.Task[T]) -> None:
+            self._task = None if self._task is task else self._task
+            if task.cancelled():
+                interrupted = self._interrupted is task
+                outcome.set_exception(
+                    KeyboardInterrupt() if interrupted else asyncio.CancelledError()
+                )
+            elif (error := task.exception()) is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(task.result())
+
         try:
             self._loop.call_soon_threadsafe(begin)
             return outcome.result()
@@ -116,31 +135,6 @@ class _Waits:
         if self._task is not None:
             self._interrupted = self._task
             self._task.cancel()
-
-    def _begin(
-        self,
-        awaitable: Awaitable[T],
-        context: contextvars.Context,
-        outcome: concurrent.futures.Future[T],
-    ) -> None:
-        task = self._loop.create_task(result_of(awaitable), context=context)
-        self._task = task
-
-        def ended(task: asyncio.Task[T]) -> None:
-            self._task = None if self._task is task else self._task
-            if task.cancelled():
-                interrupted = self._interrupted is task
-                outcome.set_exception(
-                    KeyboardInterrupt() if interrupted else asyncio.CancelledError()
-                )
-            elif (error := task.exception()) is not None:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(task.result())
-
-        task.add_done_callback(ended)
-        if self._interrupts:
-            self.interrupt()
 
 
 class _LoopThread:
@@ -308,8 +302,8 @@ class PerWorkerIterator(AsyncPerWorkerIterator[T]):
 class PerWorkerDataset(AsyncPerWorkerDataset[T]):
     """A ``psync.PerWorkerDataset`` that returns iterators of this module."""
 
-    def _make_iterator(self, *given: Any) -> PerWorkerIterator[T]:
-        return PerWorkerIterator(*given)
+    def _make_iterator(self, starts: Mapping[int, int]) -> PerWorkerIterator[T]:
+        return PerWorkerIterator(self, starts)
 
 
 class Visits(AsyncVisits):

@@ -67,6 +67,9 @@ logger = logging.getLogger(__name__)
 NEVER = 1 << 62
 """The cut-off of a join that ends with an error alone."""
 
+Limit = tuple[float, float]
+"""When a join gives up, in loop time, and the seconds that it was given."""
+
 REPORT_EVERY_S = 10.0
 """A join that has heard of nothing for so long says on whom it waits."""
 
@@ -122,18 +125,12 @@ class Joins:
         finally:
             self.discard(future)
 
-    async def wait(
-        self,
-        deadline: float | None,
-        timeout_s: float | None,
-        *futures: asyncio.Future[Any],
-    ) -> None:
+    async def wait(self, limit: Limit | None, *futures: asyncio.Future[Any]) -> None:
         """Wait until one of the futures is done; say on whom, if it is long.
 
         Args:
             futures: Are not looked at further, nor cancelled.
-            deadline: Loop time (seconds) at which to give up; None: never.
-            timeout_s: The seconds that join was given, for the error.
+            limit: When to give up; None: never.
 
         Raises:
             DeadlineExceeded: It is not done by then.
@@ -142,7 +139,8 @@ class Joins:
         """
         while not any(future.done() for future in futures):
             pause = REPORT_EVERY_S
-            if deadline is not None:
+            if limit is not None:
+                deadline, timeout_s = limit
                 pause = min(pause, deadline - self._loop.time())
                 if pause <= 0:
                     raise DeadlineExceeded(
@@ -156,26 +154,22 @@ class Joins:
             if not done and self._loop.time() - self.heard_at >= REPORT_EVERY_S:
                 logger.warning("join waits: %s", self._waits_for())
 
-    async def below(
-        self, cutoff: int, deadline: float | None = None, timeout_s: float | None = None
-    ) -> asyncio.Future[None]:
+    async def below(self, cutoff: int, limit: Limit | None = None) -> asyncio.Future[None]:
         """Wait until all closures with ids below ``cutoff`` are final.
 
         Returns:
             Done; has the error that a join raises.
 
         Raises:
-            DeadlineExceeded: As for ``wait``, which explains the other arguments.
+            DeadlineExceeded: As for ``wait``, which explains ``limit``.
 
         Cancellation: Safe; the next one that waits has the error.
         """
         with self._joining(cutoff) as future:
-            await self.wait(deadline, timeout_s, future)
+            await self.wait(limit, future)
         return future
 
-    async def run(
-        self, work: Coroutine[Any, Any, Any], deadline: float | None, timeout_s: float | None
-    ) -> None:
+    async def run(self, work: Coroutine[Any, Any, Any], limit: Limit | None) -> None:
         """Do something that a join waits for, too; see ``wait``. Cancellation: of both.
 
         Raises:
@@ -185,7 +179,7 @@ class Joins:
         task = self._loop.create_task(work)
         try:
             with self._joining(NEVER) as failed:
-                await self.wait(deadline, timeout_s, task, failed)
+                await self.wait(limit, task, failed)
         finally:
             if not task.done():
                 task.cancel()
@@ -673,21 +667,19 @@ class Coordinator:
 
         Cancellation: Safe; closures go on.
         """
-        if self._closed:
-            raise ClosedError("join on a closed coordinator")
         forbid_in_merge("join")
-        deadline = None if timeout_s is None else self.loop.time() + timeout_s
+        limit = None if timeout_s is None else (self.loop.time() + timeout_s, timeout_s)
         cutoff = self._queue.next_id
         self.recovery.fail_if_gone()
         self._prepare()
         if self._creating is not None:
-            await self.joins.wait(deadline, timeout_s, self._creating)
-        settled = await self.joins.below(cutoff, deadline, timeout_s)
+            await self.joins.wait(limit, self._creating)
+        settled = await self.joins.below(cutoff, limit)
         self._final.look(1)  # who joins is done with them, so nothing of theirs may come any more
         error = settled.exception()
         if error is None and finish_steps and self.done():
             finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
-            await self.joins.run(finish, deadline, timeout_s)
+            await self.joins.run(finish, limit)
         if (late := self.joins.take_late()) is not None:
             if error is None:
                 raise late

@@ -183,15 +183,9 @@ def check_partitions(partitions: object, shape: Sequence[int], name: str) -> int
 def div_split(dim0: int, num_shards: int) -> list[tuple[int, int]]:
     """Return (offset, rows) of each shard of ``dim0`` rows, in order.
 
-    The first ``dim0 % num_shards`` shards have one row more than the others.
-
-    Raises:
-        PartitionError: A shard would be empty (one empty shard of an empty variable is allowed).
+    The first ``dim0 % num_shards`` shards have one row more than the others. No shard is empty,
+    since ``num_shards`` is a result of ``check_partitions``.
     """
-    if not 1 <= num_shards <= max(1, dim0):
-        raise PartitionError(
-            f"{dim0} rows cannot be split into {num_shards} shards: expected 1 to {max(1, dim0)}"
-        )
     base, extra = divmod(dim0, num_shards)
     return [(i * base + min(i, extra), base + 1 if i < extra else base) for i in range(num_shards)]
 

@@ -140,7 +140,11 @@ async def values_of(
     """
     kept = None if consistent else kept_here()
     if kept is not None:
-        return await _through(kept, runtime, variables, copy, out)
+        values = await _through(kept, runtime, variables)
+        return [
+            value.copy() if copy and target is None else _placed(value, target)
+            for value, target in zip(values, out or [None] * len(values), strict=True)
+        ]
     plan = runtime.ps.plan(tuple([variable.spec for variable in variables]))
     if consistent:
         return await pull_at_once(runtime.ps, plan, writable=copy, out=out, seen=runtime.pulled)
@@ -155,13 +159,7 @@ async def values_of(
     return await runtime.ps.pull(plan, writable=copy, out=out, seen=runtime.pulled)
 
 
-async def _through(
-    kept: _Kept,
-    runtime: Runtime,
-    variables: Sequence[Handle],
-    copy: bool,
-    out: Sequence[np.ndarray | None] | None,
-) -> list[np.ndarray]:
+async def _through(kept: _Kept, runtime: Runtime, variables: Sequence[Handle]) -> list[np.ndarray]:
     """Return what is kept, and pull and keep the rest."""
     missing = [variable for variable in variables if variable not in kept.values]
     if missing:
@@ -169,11 +167,7 @@ async def _through(
         arrays = await runtime.ps.pull(plan, seen=runtime.pulled)
         for variable, array in zip(missing, arrays, strict=True):
             kept.values.setdefault(variable, array)  # the first of two at once is it
-    results = []
-    for variable, target in zip(variables, out or [None] * len(variables), strict=True):
-        value = kept.values[variable]
-        results.append(value.copy() if copy and target is None else _placed(value, target))
-    return results
+    return [kept.values[variable] for variable in variables]
 
 
 def _placed(value: np.ndarray, target: np.ndarray | None) -> np.ndarray:

@@ -97,41 +97,33 @@ class Scope:
             if original is not None and not partitioned:
                 ps, original = original.shards[0].ps, None
         if original is not None:
-            spec = self._beside(original, name, full_shape, dtype_name, trainable, where)
+            if full_shape != original.shape:
+                raise PartitionError(
+                    f'variable "{name}" declared at {where}: expected shape {original.shape}, as '
+                    f'"{original.name}" has, with whose {len(original.shards)} shards it is '
+                    f"colocated, got {full_shape}",
+                    hint="to place it with one of the shards: "
+                    f"colocate_vars_with({original.name}.variables[0])",
+                )
+            spec = self._beside(original, name, dtype_name, trainable, where)
         else:
             spec = split(
                 self._unique(name), self._next_id, full_shape, dtype_name, trainable=trainable,
                 partitioner=self._partitioner if ps is None and partitioned else None,
                 place=lambda nbytes: self._placer.place(name, nbytes, ps), where=where,
             )  # fmt: skip
-        self._declared(name, Declaration(spec, initial))
-        return spec
+        return self._declared(name, Declaration(spec, initial))
 
     def _declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
         """Place a new variable next to another one, whose value it begins with."""
         self._check_open(name)
-        spec = self._beside(original, name, original.shape, original.dtype, False, where)
-        self._declared(name, Declaration(spec, None, original))
-        return spec
+        spec = self._beside(original, name, original.dtype, False, where)
+        return self._declared(name, Declaration(spec, None, original))
 
     def _beside(
-        self,
-        original: VariableSpec,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: str,
-        trainable: bool,
-        where: str,
+        self, original: VariableSpec, name: str, dtype: str, trainable: bool, where: str
     ) -> VariableSpec:
         """Place a variable beside another one, shard by shard."""
-        if shape != original.shape:
-            raise PartitionError(
-                f'variable "{name}" declared at {where}: expected shape {original.shape}, as '
-                f'"{original.name}" has, with whose {len(original.shards)} shards it is colocated, '
-                f"got {shape}",
-                hint="to place it with one of the shards: "
-                f"colocate_vars_with({original.name}.variables[0])",
-            )
         spec = beside(
             original, self._unique(name), self._next_id, trainable=trainable, where=where,
             dtype=dtype,
@@ -155,12 +147,13 @@ class Scope:
             count += 1
         return unique
 
-    def _declared(self, name: str, declaration: Declaration) -> None:
+    def _declared(self, name: str, declaration: Declaration) -> VariableSpec:
         """Note what was declared, under the name that was asked for or one made of it."""
         self._names[name] = self._names.get(name, 0) + 1
         self._names.setdefault(declaration.spec.name, 1)
         self._next_id += 1
         self._uncreated.append(declaration)
+        return declaration.spec
 
 
 def begin_process() -> None:

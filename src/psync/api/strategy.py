@@ -26,7 +26,7 @@ from psync.api.datasets import (
 )
 from psync.api.scopes import Elsewhere, Partitioner, Scope, current_scope, elsewhere
 from psync.api.variables import Handle, ShardedVariable, Variable
-from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.context import forbid_in_step
 from psync.cluster import device_name
 from psync.errors import (
     ClosedError,
@@ -441,7 +441,6 @@ class ParameterServerStrategy(Scope):
             the coordinator unless it is called in a scheduled function.
         """
         forbid_in_step("strategy.run", instead="in a step: await psync.get_strategy().run(…)")
-        forbid_in_dataset("strategy.run")
         if isinstance(args, RemoteValue | DistributedValues) or not isinstance(args, tuple | list):
             raise SerializationError(
                 f"args: expected a tuple, got {type(args).__name__}", hint="run(fn, args=(value,))"

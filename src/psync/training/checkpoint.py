@@ -302,12 +302,8 @@ class Checkpoint:
         reader = await asyncio.to_thread(Reader, Path(path))
         contents = self._contents()
         manifest = await asyncio.to_thread(with_names_of, contents, reader)
-        difference = contents.compared(
-            manifest,
-            reader.path,
-            "restore(path, partial=True) leaves what is missing as it is",
-            partial=partial,
-        )
+        hint = "restore(path, partial=True) leaves what is missing as it is"
+        difference = contents.compared(manifest, reader.path, hint, partial=partial)
         named = [(part, manifest.tensors.get(part.tensor)) for part in contents.parts]
         found = [(part, tensor) for part, tensor in named if tensor is not None]
         steps, rates = numbers_of(contents.optimizers, manifest.states, reader.path)
