@@ -7,10 +7,12 @@ import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from psync.closures.queue import QueueStatistics
 from psync.errors import ConfigurationError
-from psync.specs import checked_integer
+
+if TYPE_CHECKING:
+    from psync.closures.queue import QueueStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,12 @@ class AdaptiveRule:
         self, minimum: int, maximum: int, target_s: float = 5.0, wait_count: int = 3
     ) -> None:
         for name, value in (("minimum", minimum), ("wait_count", wait_count)):
-            checked_integer(f"{name}: expected a whole number above 0", value, 1)
-        expected = f"maximum: expected a whole number, {minimum} or above"
-        checked_integer(expected, maximum, minimum)
+            if type(value) is not int or value < 1:
+                raise ConfigurationError(f"{name}: expected a whole number above 0, got {value!r}")
+        if type(maximum) is not int or maximum < minimum:
+            raise ConfigurationError(
+                f"maximum: expected a whole number, {minimum} or above, got {maximum!r}"
+            )
         if not 0 < target_s < math.inf:
             raise ConfigurationError(f"target_duration: expected seconds above 0, got {target_s!r}")
         self._minimum, self._maximum, self._target_s = minimum, maximum, target_s
@@ -90,7 +95,8 @@ def changes(
     Raises:
         ConfigurationError: It is no such number.
     """
-    checked_integer("workers: expected a whole number above 0", number, 1)
+    if type(number) is not int or number < 1:
+        raise ConfigurationError(f"workers: expected a whole number above 0, got {number!r}")
     free = (index for index in itertools.count() if index not in present and index not in taken)
     come = list(itertools.islice(free, max(number - len(present), 0)))
     leave = sorted(present, reverse=True)[: max(len(present) - number, 0)]
