@@ -65,17 +65,13 @@ class CutCalls:
                 self._calls.setdefault(closure, set()).add(ordinal)
         self.pending = frozenset(number for snapshot in snapshots for number in snapshot.pending)
 
-    def has_all(self, closure: int, calls: int) -> bool:
-        """Return whether all updates of a closure that has ended are in the cut.
+    def num_missing(self, closure: int, calls: int) -> int:
+        """Return how many updates of a closure that has ended are not in the cut.
 
         Args:
             closure: The id of its first run.
             calls: How many calls it has made that update something.
         """
-        return not self.num_missing(closure, calls)
-
-    def num_missing(self, closure: int, calls: int) -> int:
-        """Return how many of these updates are not in the cut."""
         missing = max(0, calls - len(self._calls.get(closure, ())))
         if closure in self.pending:
             return max(1, missing)
@@ -218,7 +214,7 @@ class EndedClosures:
         older = min(early) if len(early) == NOTED_EARLY else 0  # of these nothing is known
         self._early.clear()
         self._ended = {
-            first: one for first, one in noted.items() if not cut.has_all(first, one.calls)
+            first: one for first, one in noted.items() if cut.num_missing(first, one.calls)
         }
         self.kept.forget(one.id for first, one in noted.items() if first not in self._ended)
         for first in cut.pending - self._ended.keys():

@@ -242,10 +242,8 @@ class Checkpoint:
                 states[f"{name}/learning_rate"] = changed_rate(cut.snapshots, optimizer.number)
             path = await _written(
                 directory, number, contents, states, coordinator.parts,
-                _shown(
-                    lambda writer: write_cut(cut, contents, writer), verbose, directory,
-                    sum(item.nbytes for state in cut.snapshots for item in state.items),
-                ),
+                lambda writer: write_cut(cut, contents, writer), verbose,
+                sum(item.nbytes for state in cut.snapshots for item in state.items),
                 nonce="" if streamed_by_environ(os.environ) else random_hex(16),
             )  # fmt: skip
             try:
@@ -263,10 +261,8 @@ class Checkpoint:
             states[f"{path}/step"] = int(await optimizer.iterations.read())
         return await _written(
             directory, number, contents, states, Parts(),
-            _shown(
-                lambda writer: _write_parts(writer, contents.parts), verbose, directory,
-                sum(part.nbytes for part in contents.parts),
-            ),
+            lambda writer: _write_parts(writer, contents.parts), verbose,
+            sum(part.nbytes for part in contents.parts),
         )  # fmt: skip
 
     async def restore(
@@ -387,28 +383,21 @@ class Checkpoint:
         return contents
 
 
-def _shown(
-    write: Callable[[Writer], Awaitable[None]], verbose: bool | str, directory: Path, total: int
-) -> Callable[[Writer], Awaitable[None]]:
-    """Return what writes a checkpoint and shows how far it is: as its files grow."""
-    if not verbose:
-        return write
+async def _shown(work: Awaitable[None], verbose: bool | str, writer: Writer, total: int) -> None:
+    """Await the writing of a checkpoint, and show how far it is: as its files grow."""
 
-    async def shown(writer: Writer) -> None:
-        async def look() -> None:
-            while True:
-                show(min(total, await asyncio.to_thread(size_of, writer.temporary)))
-                await asyncio.sleep(LOOK_EVERY_S)
+    async def look() -> None:
+        while True:
+            show(min(total, await asyncio.to_thread(size_of, writer.temporary)))
+            await asyncio.sleep(LOOK_EVERY_S)
 
-        with showing(verbose, f"saving {directory}", total) as show:
-            looking = asyncio.create_task(look())
-            try:
-                await write(writer)
-            finally:
-                looking.cancel()
-                await asyncio.wait((looking,))
-
-    return shown
+    with showing(verbose, f"saving {writer.directory}", total) as show:
+        looking = asyncio.create_task(look())
+        try:
+            await work
+        finally:
+            looking.cancel()
+            await asyncio.wait((looking,))
 
 
 async def coordinator_for(contents: Contents) -> Coordinator | None:
@@ -437,6 +426,8 @@ async def _written(
     states: dict[str, Any],
     parts: Parts,
     write: Callable[[Writer], Awaitable[None]],
+    verbose: bool | str,
+    total: int,
     nonce: str = "",
 ) -> Path:
     """Write a checkpoint, or leave nothing of it.
@@ -457,7 +448,7 @@ async def _written(
                 lambda: begun.append(make(directory, name, number, shapes, states, nonce))
             )
             writer = begun[0]
-            await write(writer)
+            await (_shown(write(writer), verbose, writer, total) if verbose else write(writer))
             return await in_thread(writer.commit)
     except BaseException as exc:
         for writer in begun:
