@@ -33,7 +33,7 @@ import inspect
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from psync.api import seeing
@@ -43,7 +43,7 @@ from psync.api.datasets import PerWorkerDataset as AsyncPerWorkerDataset
 from psync.api.datasets import PerWorkerIterator as AsyncPerWorkerIterator
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event, RollbackEvent
-from psync.client.context import program_waits, wait
+from psync.client.context import program_waits, result_of, wait
 from psync.errors import UsageError
 from psync.launch import tasks
 from psync.launch.cluster import LaunchedClusterResolver
@@ -100,8 +100,27 @@ class _Waits:
                 f"wait expected an awaitable, got {type(awaitable).__name__}",
                 hint="psync.blocking needs no wait: its methods return values",
             )
+        context = contextvars.copy_context()
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-        begin = functools.partial(self._begin, awaitable, contextvars.copy_context(), outcome)
+
+        def begin() -> None:
+            self._task = task = self._loop.create_task(result_of(awaitable), context=context)
+            task.add_done_callback(ended)
+            if self._interrupts:
+                self.interrupt()
+
+        def ended(task: asyncio.Task[T]) -> None:
+            self._task = None if self._task is task else self._task
+            if task.cancelled():
+                interrupted = self._interrupted is task
+                outcome.set_exception(
+                    KeyboardInterrupt() if interrupted else asyncio.CancelledError()
+                )
+            elif (error := task.exception()) is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(task.result())
+
         try:
             self._loop.call_soon_threadsafe(begin)
             return outcome.result()
@@ -116,35 +135,6 @@ class _Waits:
         if self._task is not None:
             self._interrupted = self._task
             self._task.cancel()
-
-    def _begin(
-        self,
-        awaitable: Awaitable[T],
-        context: contextvars.Context,
-        outcome: concurrent.futures.Future[T],
-    ) -> None:
-        task = self._loop.create_task(_result_of(awaitable), context=context)
-        self._task = task
-
-        def ended(task: asyncio.Task[T]) -> None:
-            self._task = None if self._task is task else self._task
-            if task.cancelled():
-                interrupted = self._interrupted is task
-                outcome.set_exception(
-                    KeyboardInterrupt() if interrupted else asyncio.CancelledError()
-                )
-            elif (error := task.exception()) is not None:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(task.result())
-
-        task.add_done_callback(ended)
-        if self._interrupts:
-            self.interrupt()
-
-
-async def _result_of(awaitable: Awaitable[T]) -> T:
-    return await awaitable
 
 
 class _LoopThread:
@@ -312,8 +302,8 @@ class PerWorkerIterator(AsyncPerWorkerIterator[T]):
 class PerWorkerDataset(AsyncPerWorkerDataset[T]):
     """A ``psync.PerWorkerDataset`` that returns iterators of this module."""
 
-    def _make_iterator(self, *given: Any) -> PerWorkerIterator[T]:
-        return PerWorkerIterator(*given)
+    def _make_iterator(self, starts: Mapping[int, int]) -> PerWorkerIterator[T]:
+        return PerWorkerIterator(self, starts)
 
 
 class Visits(AsyncVisits):
@@ -468,14 +458,10 @@ class ClusterCoordinator(_Blocking):
         return wait(self.coordinator.status())
 
     @contextlib.contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Generator[Traced, None, None]:
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[Traced]:
         """Trace the block; see ``psync.ClusterCoordinator.trace``."""
-        inner = self.coordinator.trace(path)
-        traced = wait(inner.__aenter__())
-        try:
+        with _entered(self.coordinator.trace(path)) as traced:
             yield Traced(traced)
-        finally:
-            wait(inner.__aexit__(None, None, None))
 
     @property
     def stop_reason(self) -> str | None:
@@ -501,17 +487,21 @@ class ClusterCoordinator(_Blocking):
 
 
 @contextlib.contextmanager
-def report(path: str | os.PathLike[str]) -> Generator[None, None, None]:
+def _entered(inner: contextlib.AbstractAsyncContextManager[T]) -> Iterator[T]:
+    """Return an asynchronous context manager as a blocking one."""
+    entered = wait(inner.__aenter__())
+    try:
+        yield entered
+    finally:
+        wait(inner.__aexit__(None, None, None))
+
+
+def report(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
     """Write an HTML report of a run; see ``psync.report``.
 
     Enter it within the block of a ``LocalCluster`` or ``ClusterCoordinator``, whose loop it needs.
     """
-    inner = seeing.report(path)
-    wait(inner.__aenter__())
-    try:
-        yield
-    finally:
-        wait(inner.__aexit__(None, None, None))
+    return _entered(seeing.report(path))
 
 
 def _on_loop(function: Callable[..., T], *args: Any) -> T:

@@ -175,9 +175,6 @@ class ClusterSpec:
         self._jobs: dict[str, dict[int, str]] = {
             _checked_job(job): _checked_tasks(job, cluster[job]) for job in cluster
         }
-        self._check_unique()
-
-    def _check_unique(self) -> None:
         seen: dict[tuple[str, int | None], str] = {}
         for job, tasks in self._jobs.items():
             for index, address in tasks.items():

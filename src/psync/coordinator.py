@@ -31,9 +31,10 @@ from psync.client.ps_link import always
 from psync.client.runtime import Runtime
 from psync.closures.closure import Closure, Identity, Needs, State
 from psync.closures.dispatcher import Dispatch, GiveBack
-from psync.closures.membership import ScheduleReports, TaskState
+from psync.closures.membership import TaskState
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import Cancel, ClosureQueue, Settle
+from psync.closures.schedule_reports import ScheduleReports
 from psync.cluster import ClusterSpec, parse_task_name
 from psync.errors import (
     ClosedError,
@@ -66,6 +67,9 @@ logger = logging.getLogger(__name__)
 
 NEVER = 1 << 62
 """The cut-off of a join that ends with an error alone."""
+
+Limit = tuple[float, float]
+"""When a join gives up, in loop time, and the seconds that it was given."""
 
 REPORT_EVERY_S = 10.0
 """A join that has heard of nothing for so long says on whom it waits."""
@@ -122,18 +126,12 @@ class Joins:
         finally:
             self.discard(future)
 
-    async def wait(
-        self,
-        deadline: float | None,
-        timeout_s: float | None,
-        *futures: asyncio.Future[Any],
-    ) -> None:
+    async def wait(self, limit: Limit | None, *futures: asyncio.Future[Any]) -> None:
         """Wait until one of the futures is done; say on whom, if it is long.
 
         Args:
             futures: Are not looked at further, nor cancelled.
-            deadline: Loop time (seconds) at which to give up; None: never.
-            timeout_s: The seconds that join was given, for the error.
+            limit: When to give up; None: never.
 
         Raises:
             DeadlineExceeded: It is not done by then.
@@ -142,7 +140,8 @@ class Joins:
         """
         while not any(future.done() for future in futures):
             pause = REPORT_EVERY_S
-            if deadline is not None:
+            if limit is not None:
+                deadline, timeout_s = limit
                 pause = min(pause, deadline - self._loop.time())
                 if pause <= 0:
                     raise DeadlineExceeded(
@@ -156,26 +155,22 @@ class Joins:
             if not done and self._loop.time() - self.heard_at >= REPORT_EVERY_S:
                 logger.warning("join waits: %s", self._waits_for())
 
-    async def below(
-        self, cutoff: int, deadline: float | None = None, timeout_s: float | None = None
-    ) -> asyncio.Future[None]:
+    async def below(self, cutoff: int, limit: Limit | None = None) -> asyncio.Future[None]:
         """Wait until all closures with ids below ``cutoff`` are final.
 
         Returns:
             Done; has the error that a join raises.
 
         Raises:
-            DeadlineExceeded: As for ``wait``, which explains the other arguments.
+            DeadlineExceeded: As for ``wait``, which explains ``limit``.
 
         Cancellation: Safe; the next one that waits has the error.
         """
         with self._joining(cutoff) as future:
-            await self.wait(deadline, timeout_s, future)
+            await self.wait(limit, future)
         return future
 
-    async def run(
-        self, work: Coroutine[Any, Any, Any], deadline: float | None, timeout_s: float | None
-    ) -> None:
+    async def run(self, work: Coroutine[Any, Any, Any], limit: Limit | None) -> None:
         """Do something that a join waits for, too; see ``wait``. Cancellation: of both.
 
         Raises:
@@ -185,7 +180,7 @@ class Joins:
         task = self._loop.create_task(work)
         try:
             with self._joining(NEVER) as failed:
-                await self.wait(deadline, timeout_s, task, failed)
+                await self.wait(limit, task, failed)
         finally:
             if not task.done():
                 task.cancel()
@@ -245,7 +240,7 @@ class Joins:
         ready = {f: cutoff for f, cutoff in self.waiting.items() if self._queue.is_settled(cutoff)}
         if ready:
             self.stop_reason = self._queue.requested_stop
-        if ready and self._queue.has_failed:
+        if ready and self._queue.pending_errors:
             self.fail(self._collect())
             return
         exhausted = self._exhausted_at
@@ -324,10 +319,7 @@ def describe_waiting(
         others: What else is waited for.
         gone: Workers that have left.
     """
-    counts = queue.statistics()
-    running: dict[str, Closure] = {}
-    for worker, closure in queue.in_flight():
-        running.setdefault(worker, closure)
+    counts, running = queue.statistics(), queue.dispatcher.oldest()
     parts = _some([f"{closure} on {worker}" for worker, closure in running.items()])
     behind = counts.waiting + counts.queued + counts.in_flight - len(running)
     if behind:
@@ -338,7 +330,7 @@ def describe_waiting(
         awaited = f"waiting for {names}" if names else "waiting for one to come"
         parts.append(f"no worker is connected ({'; '.join(filter(None, (left, awaited)))})")
     text = "; ".join([*parts, *others]) or "nothing"
-    if queue.has_failed:
+    if queue.pending_errors:
         return f"there is an error, raised as soon as these steps have stopped: {text}"
     return text
 
@@ -374,13 +366,12 @@ class FinalClosures:
             self.told = self.queue.low_water()
             self.tell_again()
 
-    def look_for_errors(self) -> None:
+    def errors_changed(self) -> None:
         """Let steps be refused that compute on their loop and have not heard of an error yet."""
-        if self.queue.has_failed != self.refused:
-            self.refused = not self.refused
-            if self.refused:
-                self.told = self.queue.next_id
-                self.tell_again()
+        self.refused = not self.refused
+        if self.refused:
+            self.told = self.queue.next_id
+            self.tell_again()
 
     def tell_again(self) -> None:
         """Tell them what they were told last: they may know nothing of it."""
@@ -472,17 +463,17 @@ class Coordinator:
             origin=origin, program=program, ps_timeout_s=options.ps_timeout_s,
             max_flaps=options.max_flaps, keep=options.attach, may_move=has_backups,
         )  # fmt: skip
-        self.links.workers.on_joined = self._worker_joined
-        self.links.workers.on_lost = self._worker_lost
-        self.links.workers.on_forgotten = self._worker_forgotten
         self.workers = self.links.workers
+        self.workers.on_joined = self._worker_joined
+        self.workers.on_lost = self._worker_lost
+        self.workers.on_forgotten = self._worker_forgotten
         self.gangs = GangRunner(
             self._queue, self.functions, self._closures, platform.limits,
             main_by_name=main_by_name, ready=self.workers.ready,
             current=self.workers.current, prepare=self._prepare, perform=self.perform,
             waits_for=self.waits_for,
         )  # fmt: skip
-        self._reports = ScheduleReports(self.links.workers.names(), self._queue)
+        self._reports = ScheduleReports(self.workers.names(), self._queue)
         self._creation = Creation(declared, self.links.ps)
         self.events = self.links.events
         self.cuts = Cuts(self.links.ps, functools.partial(self._creation.ensure, last=True))
@@ -676,20 +667,19 @@ class Coordinator:
 
         Cancellation: Safe; closures go on.
         """
-        if self._closed:
-            raise ClosedError("join on a closed coordinator")
         forbid_in_merge("join")
-        deadline = None if timeout_s is None else self.loop.time() + timeout_s
+        limit = None if timeout_s is None else (self.loop.time() + timeout_s, timeout_s)
         cutoff = self._queue.next_id
         self.recovery.fail_if_gone()
         self._prepare()
         if self._creating is not None:
-            await self.joins.wait(deadline, timeout_s, self._creating)
-        settled = await self.joins.below(cutoff, deadline, timeout_s)
+            await self.joins.wait(limit, self._creating)
+        settled = await self.joins.below(cutoff, limit)
         self._final.look(1)  # who joins is done with them, so nothing of theirs may come any more
         error = settled.exception()
         if error is None and finish_steps and self.done():
-            await self._finish_steps(deadline, timeout_s)
+            finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
+            await self.joins.run(finish, limit)
         if (late := self.joins.take_late()) is not None:
             if error is None:
                 raise late
@@ -706,22 +696,18 @@ class Coordinator:
 
         Cancellation: Safe; closures go on.
         """
-        if not self._closed and self._queue.has_failed:
+        if not self._closed and self._queue.pending_errors:
             await self.joins.collect_into(error, self._queue.next_id)
-
-    async def _finish_steps(self, deadline: float | None, timeout_s: float | None) -> None:
-        finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
-        await self.joins.run(finish, deadline, timeout_s)
 
     def waits_for(self) -> str:
         """Say what a join waits for."""
         others = ["variables are being created"] if self._creating is not None else []
         others += self.gangs.describe()
-        others += self.links.workers.describe()
+        others += self.workers.describe()
         others += [
             f"{name}, which is lost, has data left" for name in self._queue.dispatcher.awaited()
         ]
-        membership, given_up = self.links.membership, self.links.workers.given_up
+        membership, given_up = self.links.membership, self.workers.given_up
         left = [worker for worker in membership.gone() if worker not in given_up]
         return describe_waiting(self._queue, membership.missing(), others, left)
 
@@ -825,17 +811,15 @@ class Coordinator:
         error = DeadlineExceeded(
             f"{closure} took longer than {limit_s:g} s, not counting waits for other workers"
         )
-        self.links.workers.end_session(worker, error, blame=True)
+        self.workers.end_session(worker, error, blame=True)
 
     def _worker_leaves(self, request: Request[messages.LeaveCluster]) -> None:
-        peer, message = request.peer, request.message
-        if self.links.workers.leaves(peer, message):
-            self.perform(self._queue.worker_leaves(peer.task))
+        if self.workers.leaves(request.peer, request.message):
+            self.perform(self._queue.worker_leaves(request.peer.task))
         request.answer(messages.Done())
 
     def _session_ends(self, request: Request[messages.EndSession]) -> None:
-        peer, message = request.peer, request.message
-        self.links.workers.session_ends(peer, message)
+        self.workers.session_ends(request.peer, request.message)
         request.answer(messages.Done())
 
     # What workers say of closures.
@@ -870,7 +854,13 @@ class Coordinator:
         for step, operation, times in message.late or ():
             self.joins.note_late(peer.task, step, operation, times)
         self._finished(peer.task, finished, message.mean_seconds)
-        self._results_came(ended)
+        # What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
+        if self.cuts.taken or self.recovery.source is not None:
+            self.recovery.note_ended(ended)
+        else:
+            self.recovery.note_ended_early(ended)
+        self.joins.heard_at = self.loop.time()
+        self._final.look()
 
     def _finished(
         self, worker: str, results: Sequence[tuple[int, Payload]], mean_seconds: float
@@ -903,35 +893,32 @@ class Coordinator:
             raise RemoteProtocolError(f"{worker}: closure {closure_id} ended as {outcome!r}")
         type_name, text, traceback_text = error
         exc = rebuild_exception(worker, type_name, text, traceback_text, payload)
+        closure = self._closures.get(closure_id)
         if outcome == "end_of_data":
-            closure = self._closures.get(closure_id)
             actions = self._queue.end_of_data(worker, closure_id, exc)  # raises if not its own
             if closure is not None and closure.is_final:
                 self._reports.out_of_data(worker)
             self.perform(actions)
         elif not (isinstance(exc, ParameterServerLost) and self.recovery.will_recover(exc)):
-            closure = self._closures.get(closure_id)
             actions = self._queue.failed(worker, closure_id, exc)  # raises if not its own
             self.workers.note_error(worker, f"{closure}: {type_name}: {text}"[:MAX_ERROR_CHARS])
             self.perform(actions)
 
     def _given_back(self, request: Request[messages.GivenBack]) -> None:
-        peer, message = request.peer, request.message
-        if self.workers.current(peer) is not None:
-            self.perform(self._queue.given_back(peer.task, message.closures))
+        if self.workers.current(request.peer) is not None:
+            self.perform(self._queue.given_back(request.peer.task, request.message.closures))
 
     def _fetch_function(self, request: Request[messages.FetchFunction]) -> None:
-        peer, message = request.peer, request.message
-        function = self.functions.lookup(message.key)
+        function = self.functions.lookup(request.message.key)
         if function is None:
-            raise UsageError(f"{peer.task} asked for a function that is no longer needed")
+            raise UsageError(f"{request.peer.task} asked for a function that is no longer needed")
         request.answer(messages.Function(function.name), function.payload.segments)
 
     def _fetch_arguments(self, request: Request[messages.FetchArguments]) -> None:
-        peer, message = request.peer, request.message
-        closure = self._closures.get(message.closure)
+        number = request.message.closure
+        closure = self._closures.get(number)
         if closure is None:
-            raise UsageError(f"{peer.task} asked for closure {message.closure}, which has ended")
+            raise UsageError(f"{request.peer.task} asked for closure {number}, which has ended")
         segments, counts = closure.payload.segments()
         request.answer(messages.Arguments(len(segments) - sum(counts), counts), segments)
 
@@ -954,25 +941,13 @@ class Coordinator:
             elif isinstance(action, GiveBack):
                 self.workers.notify(action.worker, messages.GiveBack(list(action.ids)))
         if bool(self._queue.pending_errors) is not self._final.refused:
-            self._final.look_for_errors()
+            self._final.errors_changed()
         if self.joins.waiting:
             self.joins.settle()
         if self._reports.look():
             self._report_due.set()
         if self.gangs.runs:
             self.gangs.look(replicas)
-
-    def _results_came(self, ended: Sequence[EndedCall]) -> None:
-        """A worker is alive; and where many closures have become final, ps tasks hear of it.
-
-        What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
-        """
-        if self.cuts.taken or self.recovery.source is not None:
-            self.recovery.note_ended(ended)
-        else:
-            self.recovery.note_ended_early(ended)
-        self.joins.heard_at = self.loop.time()
-        self._final.look()
 
     def _dispatch(self) -> None:
         self._dispatch_due = False

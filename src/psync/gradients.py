@@ -5,6 +5,7 @@ The task that computes gradients imports the library when it first needs one.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import numbers
@@ -195,7 +196,8 @@ class _TorchGradients(GradientFunction):
             gradient_of(torch, next(grads)) if tensor.is_floating_point() else None
             for tensor in tensors
         ]
-        return loss.item(), computed, mapped(predictions, _predicted(torch), torch.Tensor)
+        predicted = functools.partial(_predicted, torch)
+        return loss.item(), computed, mapped(predictions, predicted, torch.Tensor)
 
 
 class _JaxGradients(GradientFunction):
@@ -257,17 +259,11 @@ def gradient_of(torch: Any, tensor: Any) -> np.ndarray | IndexedSlices | None:
     return array_of(tensor if tensor.layout == torch.strided else tensor.to_dense())
 
 
-def _predicted(torch: Any) -> Callable[[Any], np.ndarray]:
-    """Return what makes an array of a tensor; numpy has no bfloat16, so metrics get float32."""
-
-    def array_of(tensor: Any) -> np.ndarray:
-        detached = tensor.detach()
-        array: np.ndarray = (
-            detached.float() if detached.dtype == torch.bfloat16 else detached
-        ).numpy()
-        return array
-
-    return array_of
+def _predicted(torch: Any, tensor: Any) -> np.ndarray:
+    """Return a tensor as an array; numpy has no bfloat16, so metrics get float32."""
+    detached = tensor.detach()
+    array: np.ndarray = (detached.float() if tensor.dtype == torch.bfloat16 else detached).numpy()
+    return array
 
 
 def _check_scalar(loss: Any, function: GradientFunction) -> None:

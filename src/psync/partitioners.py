@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -183,15 +183,9 @@ def check_partitions(partitions: object, shape: Sequence[int], name: str) -> int
 def div_split(dim0: int, num_shards: int) -> list[tuple[int, int]]:
     """Return (offset, rows) of each shard of ``dim0`` rows, in order.
 
-    The first ``dim0 % num_shards`` shards have one row more than the others.
-
-    Raises:
-        PartitionError: A shard would be empty (one empty shard of an empty variable is allowed).
+    The first ``dim0 % num_shards`` shards have one row more than the others. No shard is empty,
+    since ``num_shards`` is a result of ``check_partitions``.
     """
-    if not 1 <= num_shards <= max(1, dim0):
-        raise PartitionError(
-            f"{dim0} rows cannot be split into {num_shards} shards: expected 1 to {max(1, dim0)}"
-        )
     base, extra = divmod(dim0, num_shards)
     return [(i * base + min(i, extra), base + 1 if i < extra else base) for i in range(num_shards)]
 
@@ -226,91 +220,54 @@ class Placement(Protocol):
         ...
 
 
-class Pinned:
-    """Placement of all shards on one ps; it does not affect other placements.
-
-    Args:
-        ps: Index of the ps.
-    """
-
-    def __init__(self, ps: int) -> None:
-        self._ps = ps
-
-    def place(self, nbytes: int) -> int:
-        """Return the index of that ps."""
-        return self._ps
-
-
-class RoundRobin:
-    """Placement of shards on the ps tasks in turn, regardless of size.
-
-    Each shard takes the next ps, so a variable of two shards uses both of two ps tasks.
-
-    Args:
-        num_ps: Number of ps tasks, at least 1.
-
-    Raises:
-        ConfigurationError: There is no ps.
-
-    Source: the round-robin placement of ``tf.distribute.ParameterServerStrategy`` (v2).
-    """
-
-    def __init__(self, num_ps: int) -> None:
-        self._turns = itertools.cycle(range(num_ps))
-
-    def place(self, nbytes: int) -> int:
-        """Return the index of the ps for the next shard; its size does not matter."""
-        return next(self._turns)
-
-
-class LeastBytes:
-    """Placement of each shard on the ps with the fewest bytes of variables; ties go to the first.
-
-    Pinned and colocated variables count. Slots of optimizers do not, but they are created beside
-    their variables with the same size, so they even out as well.
-
-    Args:
-        loads: Bytes of variables on each ps, kept by the caller (``Placer``).
-
-    Source: ``tf.contrib.training.GreedyLoadBalancingStrategy`` with ``byte_size_load_fn``.
-    """
-
-    def __init__(self, loads: Sequence[int]) -> None:
-        self._loads = loads
-
-    def place(self, nbytes: int) -> int:
-        """Return the index of the ps for the next shard."""
-        return self._loads.index(min(self._loads))
-
-
 class Placer:
     """Places the shards of one strategy and records the load of each ps.
+
+    "round_robin" takes the next ps for each shard, regardless of size, so a variable of two shards
+    uses both of two ps tasks. "least_bytes" takes the ps with the fewest bytes of variables; ties
+    go to the first. Pinned and colocated variables count. Slots of optimizers do not, but they are
+    created beside their variables with the same size, so they even out as well.
 
     Args:
         num_ps: Number of ps tasks, at least 1.
         placement: "round_robin", "least_bytes", or an object with ``place(nbytes) -> ps index``.
 
     Raises:
-        ConfigurationError: The placement is none of these, or there is no ps.
+        ConfigurationError: The placement is none of these.
+
+    Source: the round-robin placement of ``tf.distribute.ParameterServerStrategy`` (v2);
+        ``tf.contrib.training.GreedyLoadBalancingStrategy`` with ``byte_size_load_fn``.
     """
 
     def __init__(self, num_ps: int, placement: str | Placement = "round_robin") -> None:
         self._num_ps = num_ps
-        self._loads = [0] * num_ps  # bytes of variables
-        self._placement = self._made(placement)
+        self._loads = loads = [0] * num_ps  # bytes of variables
+        self._choose: Callable[[int], Any]  # the ps of the next shard, by its size
+        if placement == "round_robin":
+            turns = itertools.cycle(range(num_ps))
+            self._choose = lambda nbytes: next(turns)
+        elif placement == "least_bytes":
+            self._choose = lambda nbytes: loads.index(min(loads))
+        elif isinstance(placement, str) or not callable(getattr(placement, "place", None)):
+            raise ConfigurationError(
+                "placement: expected 'round_robin', 'least_bytes' or an object with "
+                f"place(nbytes) -> ps index, got {placement!r}"
+            )
+        else:
+            self._choose = placement.place
 
-    def place(self, variable: str, nbytes: int, placement: Placement | None = None) -> int:
+    def place(self, variable: str, nbytes: int, ps: int | None = None) -> int:
         """Return the ps of the next shard.
 
         Args:
             variable: Name of the variable, for messages.
             nbytes: Size of the shard.
-            placement: Placement to use instead of the strategy's, which then does not advance.
+            ps: The ps, if it is given: then the placement does not advance.
 
         Raises:
             ConfigurationError: The placement did not return the index of a ps.
         """
-        ps = (placement or self._placement).place(nbytes)
+        ps = self._choose(nbytes) if ps is None else ps
         if not self._is_ps(ps):
             raise ConfigurationError(
                 f'variable "{variable}": expected the placement to return the index of a ps, '
@@ -323,8 +280,8 @@ class Placer:
         """Count a shard that is colocated with another one and not placed separately."""
         self._loads[ps] += nbytes
 
-    def pinned(self, where: int | str) -> Pinned:
-        """Return the placement that puts all shards on one ps.
+    def pinned(self, where: int | str) -> int:
+        """Return the index of a ps.
 
         Args:
             where: Index or device of the ps: ``/job:ps/replica:0/task:1/device:CPU:0`` or, for
@@ -340,19 +297,7 @@ class Placer:
                 f"pinned: expected a ps, 0 to {self._num_ps - 1}, or its device, such as "
                 f"{device_name('ps', 0)!r} or '/job:ps/task:0', got {where!r}"
             )
-        return Pinned(int(ps))
-
-    def _made(self, placement: str | Placement) -> Placement:
-        if placement == "round_robin":
-            return RoundRobin(self._num_ps)
-        if placement == "least_bytes":
-            return LeastBytes(self._loads)
-        if isinstance(placement, str) or not callable(getattr(placement, "place", None)):
-            raise ConfigurationError(
-                "placement: expected 'round_robin', 'least_bytes' or an object with "
-                f"place(nbytes) -> ps index, got {placement!r}"
-            )
-        return placement
+        return int(ps)
 
     def _is_ps(self, ps: object) -> bool:
         index = as_integer(ps)

@@ -157,8 +157,7 @@ def dtype_of(name: str) -> np.dtype:
     """Return the numpy dtype called ``name``, little endian.
 
     Raises:
-        PartitionError: If psync has no variables of that dtype, or it is bfloat16
-            and ml_dtypes is not installed.
+        PartitionError: If psync has no variables of that dtype.
     """
     known = _NUMPY_DTYPES.get(name)
     if known is not None:
@@ -167,12 +166,8 @@ def dtype_of(name: str) -> np.dtype:
         raise PartitionError(
             f"dtype {name!r} is not supported", hint=f"use one of {', '.join(DTYPE_NAMES)}"
         )
-    try:
-        import ml_dtypes
-    except ImportError as exc:
-        raise PartitionError(
-            "dtype 'bfloat16' needs the package ml_dtypes", hint="pip install ml_dtypes"
-        ) from exc
+    import ml_dtypes  # here: most programs need none of it
+
     bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return bfloat16
 

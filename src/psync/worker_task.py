@@ -79,9 +79,7 @@ class WorkerTask:
         self._session: Session | None = None
         self._newest_coordinator = 0  # the highest incarnation of one that was served
         self._clients: Endpoint | None = None  # makes the session's connections to ps tasks
-        # The newest of each coordinator and lane.
-        self._lanes: dict[tuple[str, int, str], Connection] = {}
-        self._endpoint.on_peer.append(self._note_lane)
+        self._endpoint.on_peer.append(lambda peer: peer.on_closed.append(self._lane_closed))
         self.chief = ChiefPresence(self._endpoint)
         self._ending: set[asyncio.Task[None]] = set()
         self._leaving: asyncio.Task[None] | None = None  # once somebody has asked for it
@@ -131,9 +129,8 @@ class WorkerTask:
             self.stopped.set()
 
     def _leave_soon(self, request: Request[messages.LeaveCluster]) -> None:
-        peer, message = request.peer, request.message
-        self._session_of(peer)
-        self._begin_leaving(message.reason, "")
+        self._session_of(request.peer)
+        self._begin_leaving(request.message.reason, "")
         request.answer(messages.Done())
 
     def _begin_leaving(self, reason: str, hint: str) -> asyncio.Task[None]:
@@ -188,8 +185,7 @@ class WorkerTask:
         return Handler(run)
 
     def _position(self, request: Request[messages.AskPosition]) -> None:
-        peer, message = request.peer, request.message
-        request.answer(self._session_of(peer).iterator_position(message))
+        request.answer(self._session_of(request.peer).iterator_position(request.message))
 
     def _session_of(self, peer: Connection) -> Session:
         """Return the session if its coordinator asks; else raise UsageError."""
@@ -200,14 +196,7 @@ class WorkerTask:
             )
         return session
 
-    def _note_lane(self, peer: Connection) -> None:
-        self._lanes[(peer.task, peer.incarnation, peer.lane)] = peer
-        peer.on_closed.append(self._forget_lane)
-
-    def _forget_lane(self, peer: Connection) -> None:
-        key = (peer.task, peer.incarnation, peer.lane)
-        if self._lanes.get(key) is peer:
-            del self._lanes[key]
+    def _lane_closed(self, peer: Connection) -> None:
         session = self._session
         if session is not None and (peer is session.control or peer is session.bulk):
             logger.debug("%s: the coordinator is gone", self.task)
@@ -225,7 +214,8 @@ class WorkerTask:
         session = self._session
         if message.coordinator < self._newest_coordinator:
             raise self._fenced(peer, self._newest_coordinator)
-        bulk = self._lanes.get((peer.task, peer.incarnation, "bulk"))
+        newest = (each for each in reversed(self._endpoint.peers) if each.client == peer.client)
+        bulk = next((each for each in newest if each.lane == "bulk"), None)
         if bulk is None:  # it was there, or the coordinator would not ask
             raise ConnectionLost(f"{self.task} has no bulk connection to {peer.task}")
         if self._leaving is not None:

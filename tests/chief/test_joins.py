@@ -76,7 +76,7 @@ async def test_what_a_join_does_ends_with_an_error_that_comes_meanwhile():
     """A ps was lost for good while ps 0 was to finish a step with it: the join had no end."""
     world = World(0)
     never = asyncio.Event()
-    working = asyncio.create_task(world.joins.run(never.wait(), None, None))
+    working = asyncio.create_task(world.joins.run(never.wait(), None))
     await asyncio.sleep(0)
     world.tell(world.queue.fail(ParameterServerLost("/job:ps/task:2", "cannot be reached")))
     with pytest.raises(ParameterServerLost, match="cannot be reached"):
@@ -86,7 +86,7 @@ async def test_what_a_join_does_ends_with_an_error_that_comes_meanwhile():
 @pytest.mark.timeout(10)
 async def test_who_collects_an_error_first_takes_it_from_nobody():
     world = World(0)
-    working = asyncio.create_task(world.joins.run(asyncio.Event().wait(), None, None))
+    working = asyncio.create_task(world.joins.run(asyncio.Event().wait(), None))
     joining = asyncio.create_task(world.joins.below(5))
     await asyncio.sleep(0)
     world.tell(world.queue.fail(ValueError("boom")))
@@ -177,13 +177,13 @@ def test_who_waits_until_the_deadline_is_told_on_whom(turns):
     join = world.joins.add(1)
     now = turns.time()
     with pytest.raises(DeadlineExceeded, match=r"within 5 s: closure 0 on w0") as info:
-        at_once(world.joins.wait(now, 5.0, join))
+        at_once(world.joins.wait((now, 5.0), join))
     assert (
         info.value.hint == "scheduled closures continue; join again, or cancel their RemoteValues"
     )
     assert not join.done()
     world.tell(world.queue.finished("w0", [0], 0.0))
-    at_once(world.joins.wait(now, 5.0, join))
+    at_once(world.joins.wait((now, 5.0), join))
 
 
 @pytest.mark.virtual_time
@@ -199,7 +199,7 @@ async def test_a_long_wait_is_logged_unless_there_was_news(caplog):
         world.tell(world.queue.finished("w0", [0], 0.0))
 
     living = loop.create_task(live())
-    await world.joins.wait(None, None, join)
+    await world.joins.wait(None, join)
     await living
     assert caplog.messages == ["join waits: closure 0 on w0"]  # after 10 s, and not after 20
 

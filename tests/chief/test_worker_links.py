@@ -11,7 +11,7 @@ import pytest
 from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.links import ClusterLinks
-from psync.closures.membership import ALONE_S, FIRST_S
+from psync.closures.membership import ALONE_S, FIRST_S, TaskState
 from psync.errors import ConnectFailed, ProtocolError
 from psync.wire.messages import EndSession
 from psync.worker_task import WorkerTask
@@ -66,7 +66,7 @@ async def test_a_worker_that_flaps_is_set_aside_and_comes_back_when_its_time_is_
     assert links.workers.describe() == []
     assert caplog.text.count("it is set aside for 30 s") == 1
     assert asyncio.get_running_loop().time() - began < 60
-    assert links.membership.alive_workers() == ["/job:worker/task:0", W1]
+    assert links.membership.state(W1) is TaskState.ALIVE
 
 
 @pytest.mark.promise("failures.all-workers")

@@ -68,13 +68,13 @@ def test_new_closure_is_nowhere_and_has_no_error() -> None:
     assert (closure.id, closure.payload, closure.name) == (2, "payload", "step")
     assert (closure.inline_bytes, closure.dependencies) == (10, (earlier,))
     assert (closure.state, closure.worker, closure.error) == (State.NEW, "", None)
-    assert closure.attempts == 0
+    assert len(closure.lost_on) == 0
 
 
 def test_attempts_count_the_workers_lost() -> None:
     closure = Closure(1)
     closure.lost_on = ("/job:worker/task:0", "/job:worker/task:0")
-    assert closure.attempts == 2
+    assert len(closure.lost_on) == 2
 
 
 def test_closure_shows_its_number_its_function_its_state_and_its_worker() -> None:

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from psync.closures.closure import Closure, Replica, State
 from psync.closures.dispatcher import Dispatch
-from psync.closures.gang import Answer, Gang, GangState, Merge, Refuse, Stop, StopMerging
-from psync.closures.membership import ScheduleReports
+from psync.closures.gang import Answer, Gang, Merge, Refuse, Stop, StopMerging
 from psync.closures.queue import Cancel, ClosureQueue, Settle
+from psync.closures.schedule_reports import ScheduleReports
 from psync.errors import (
     ClosureCancelled,
     EndOfData,
@@ -53,10 +53,10 @@ def test_a_collective_is_merged_when_all_are_there_and_answered_to_all():
 
 def test_a_gang_whose_replicas_have_all_returned_has_ended():
     gang = gang_of(2)
-    assert gang.state is GangState.RUNNING
+    assert not gang.has_ended
     assert gang.finished(1) == []
     assert gang.finished(0) == []
-    assert gang.state is GangState.ENDED
+    assert gang.has_ended
     assert gang.error is None
     assert repr(gang) == "<Gang of 2, ended>"
     assert gang.cancel(ClosureCancelled("late")) == []
@@ -83,7 +83,7 @@ def test_the_only_replica_meets_itself():
     assert gang.arrive(0, "merge_call") == [Merge(0)]
     assert gang.merged(0) == [Answer(0)]
     gang.finished(0)
-    assert gang.state is GangState.ENDED
+    assert gang.has_ended
 
 
 def gang_refusal(gang: Gang, replica: int) -> Refuse:
@@ -118,7 +118,7 @@ def test_different_collectives_are_an_error_for_all():
     )
     assert Stop((2,)) in actions
     assert gang.error is error
-    assert gang.state is GangState.ENDING
+    assert not gang.has_ended
     assert refused(gang.arrive(2, "merge_call")) == ((2,), error)
 
 
@@ -142,7 +142,7 @@ def test_different_numbers_of_collectives_are_an_error_for_all(returns_first):
         "replica 1 on /job:worker/task:1 is in its number 2, all_reduce SUM"
     )
     assert gang.failed(1, error) == []
-    assert gang.state is GangState.ENDED
+    assert gang.has_ended
     assert gang.error is error
 
 
@@ -156,9 +156,9 @@ def test_a_replica_that_fails_is_named_to_those_who_wait_and_the_others_are_stop
     assert str(refused(actions)[1]) == ("replica 1 on /job:worker/task:1 failed: ValueError: boom")
     assert actions[-1] == Stop((2,))
     gang.failed(0, refused(actions)[1])
-    assert gang.state is GangState.ENDING
+    assert not gang.has_ended
     gang.finished(2)
-    assert gang.state is GangState.ENDED
+    assert gang.has_ended
     assert gang.error is boom
 
 
@@ -191,9 +191,9 @@ def test_what_is_merged_is_stopped_when_a_replica_is_lost_and_waited_for():
     assert actions[0] == StopMerging()
     assert refused(actions)[0] == (0,)
     gang.failed(0, refused(actions)[1])
-    assert gang.state is GangState.ENDING
+    assert not gang.has_ended
     assert gang.merged(0) == []
-    assert gang.state is GangState.ENDED
+    assert gang.has_ended
 
 
 def test_a_replica_that_gives_up_ends_the_gang():
@@ -390,7 +390,7 @@ def test_how_a_replica_ends_is_no_error_of_the_queue_and_it_never_runs_again(how
     else:
         assert replicas[0].error is error
     assert replicas[1].state is State.HELD
-    assert not queue.has_failed
+    assert not queue.pending_errors
     cluster.finish("b", replicas[1].id)
     cluster.perform(queue.open_barrier(barrier))
     assert queue.collect_error() is None
@@ -527,7 +527,7 @@ class GangMachine(RuleBasedStateMachine):
         if hasattr(self, "gang"):
             assert not self.waits or self.merging or self.active(), "all that are left wait"
             over = not self.left and not self.merging
-            assert (self.gang.state is GangState.ENDED) == over
+            assert self.gang.has_ended == over
             assert all(self.gang.waits(replica) for replica in self.waits)
             if self.failed:
                 assert not self.waits or not self.left

@@ -1,4 +1,4 @@
-"""Incarnations, fences, what a loss means for a worker and for a ps, and the back-off."""
+"""Membership: incarnations, fences, losses, the back-off; scaling; reports of the schedule."""
 
 from __future__ import annotations
 
@@ -14,23 +14,18 @@ from psync.closures.membership import (
     FIRST_S,
     LONGEST_S,
     MOVES,
-    RETURN_S,
-    SETTLE_S,
     WINDOW_S,
-    AdaptiveRule,
     Fence,
     Flapping,
-    Load,
     Membership,
-    ScheduleReports,
-    ScheduleState,
     SessionEnd,
     TaskEvent,
     TaskState,
     backoff,
-    changes,
 )
 from psync.closures.queue import ClosureQueue, QueueStatistics
+from psync.closures.scaling import AdaptiveRule, Load, changes
+from psync.closures.schedule_reports import RETURN_S, SETTLE_S, ScheduleReports, ScheduleState
 from psync.errors import ConfigurationError, EndOfData, LocalProtocolError
 
 W0, W1 = "/job:worker/task:0", "/job:worker/task:1"
@@ -124,7 +119,6 @@ def test_worker_that_leaves_is_fenced_and_not_waited_for() -> None:
     assert membership.state(W0) is TaskState.LEFT
     assert membership.missing() == [(W1, "w1:1")]
     assert membership.gone() == [W0]
-    assert membership.alive_workers() == []
 
 
 def test_worker_that_left_may_return_under_a_higher_incarnation() -> None:
@@ -152,7 +146,7 @@ def test_worker_that_is_added_is_waited_for() -> None:
     membership.add_worker(added, "w2:1")
     assert membership.missing() == [(added, "w2:1")]
     membership.connected(added, 5)
-    assert membership.alive_workers() == [W0, W1, added]
+    assert membership.state(added) is TaskState.ALIVE
     with pytest.raises(LocalProtocolError, match=f"^{added} cannot be added: it is alive$"):
         membership.add_worker(added, "w3:1")
 
@@ -186,14 +180,11 @@ def test_ps_that_returns_hears_of_workers_lost_meanwhile() -> None:
 # --- who is there ----------------------------------------------------------------------------
 
 
-def test_cluster_is_ready_with_every_ps_and_enough_workers() -> None:
+def test_it_says_whether_every_ps_is_there() -> None:
     membership = cluster(alive=(P0, W0))
-    assert not membership.ready(0)  # a ps is missing
+    assert not membership.has_every_ps()
     membership.connected(P1, 0)
-    assert membership.ready(1)
-    assert not membership.ready(2)
-    membership.connected(W1, 0)
-    assert membership.ready(2)
+    assert membership.has_every_ps()
 
 
 def test_missing_names_the_tasks_awaited_with_their_addresses() -> None:
@@ -201,13 +192,6 @@ def test_missing_names_the_tasks_awaited_with_their_addresses() -> None:
     assert membership.missing() == [(P1, "p1:1"), (W1, "w1:1")]
     membership.disconnected(P0)
     assert membership.missing() == [(P0, "p0:1"), (P1, "p1:1"), (W1, "w1:1")]
-
-
-def test_alive_workers_are_those_connected_now() -> None:
-    membership = cluster(alive=(P0, W1, W0))
-    assert membership.alive_workers() == [W0, W1]
-    membership.disconnected(W0)
-    assert membership.alive_workers() == [W1]
 
 
 def test_repr_is_a_status_line() -> None:

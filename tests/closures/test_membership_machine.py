@@ -161,7 +161,10 @@ class MembershipMachine(RuleBasedStateMachine):
     def those_are_waited_for_that_belong_to_the_cluster_and_have_not_left(self) -> None:
         missing = {task for task, _ in self.membership.missing()}
         assert missing & set(WORKERS) == self.known - self.attached - self.left
-        assert self.attached == set(self.membership.alive_workers())
+        alive = {
+            worker for worker in self.known if self.membership.state(worker) is TaskState.ALIVE
+        }
+        assert self.attached == alive
         assert self.left <= set(self.membership.gone())
 
     @invariant()

@@ -185,7 +185,7 @@ def test_closures_of_a_lost_worker_run_elsewhere_before_the_others() -> None:
     )
     assert bench.queue.finished("b", (1,), SLOW) == [bench.settle(1)]
     assert bench.queue.finished("b", (3,), SLOW) == [bench.settle(3), bench.dispatch("b", 0)]
-    assert bench.closures[0].attempts == 1
+    assert len(bench.closures[0].lost_on) == 1
     assert bench.queue.statistics().put_back == 2
 
 
@@ -225,8 +225,8 @@ def test_while_every_worker_is_killed_no_closure_is_called_a_killer() -> None:
     bench.run(*range(6))
     bench.queue.finished("a", (0,), SLOW)
     kill_all(bench, 8, "abc")
-    assert bench.closures[1].attempts == 8
-    assert not bench.queue.has_failed
+    assert len(bench.closures[1].lost_on) == 8
+    assert not bench.queue.pending_errors
 
 
 def test_workers_that_die_idle_show_that_closures_are_lost_by_chance() -> None:
@@ -236,15 +236,15 @@ def test_workers_that_die_idle_show_that_closures_are_lost_by_chance() -> None:
     bench.queue.worker_joined("a")
     bench.run(0)
     bench.queue.worker_lost("a")
-    assert bench.closures[0].attempts == 1
-    assert not bench.queue.has_failed
+    assert len(bench.closures[0].lost_on) == 1
+    assert not bench.queue.pending_errors
 
 
 def test_a_step_that_crashes_in_each_call_is_found_at_once() -> None:
     bench = Bench(*"abc")
     bench.run(*range(6))
     kill_all(bench, 2, "abc")
-    assert not bench.queue.has_failed
+    assert not bench.queue.pending_errors
     bench.queue.worker_lost("a")
     (error,) = bench.queue.pending_errors
     assert "was lost with its worker 3 times" in str(error)
@@ -266,9 +266,9 @@ def test_a_killer_is_found_within_fifteen_losses_whatever_else_dies(
 
     for event in events:
         lose(event)
-    if killer.attempts < MAX_LOSSES:
+    if len(killer.lost_on) < MAX_LOSSES:
         assert not losses.is_killer(killer)
-    elif killer.attempts >= MAX_LOSSES + RECENT_LOSSES or set(events) == {"killer"}:
+    elif len(killer.lost_on) >= MAX_LOSSES + RECENT_LOSSES or set(events) == {"killer"}:
         assert losses.is_killer(killer)
     killer.lost_on = ()
     for _ in range(8):  # nothing else dies any more
@@ -295,7 +295,7 @@ def test_closure_whose_worker_is_gone_for_a_known_reason_runs_again_and_no_loss_
     bench.run(0)
     assert bench.queue.worker_lost("a", blame=False) == []
     assert bench.states() == {0: "queued"}
-    assert bench.closures[0].attempts == 0
+    assert len(bench.closures[0].lost_on) == 0
     assert bench.closures[0].times_back == 1
     assert bench.queue.statistics().put_back == 1
     assert bench.queue.worker_joined("b") == [bench.dispatch("b", 0)]
@@ -317,7 +317,7 @@ def test_closures_given_back_run_elsewhere_and_no_attempt_is_counted() -> None:
     bench.queue.worker_joined("b")
     assert bench.queue.finished("b", (2,), SLOW) == [bench.settle(2), GiveBack("a", (1,))]
     assert bench.queue.given_back("a", (1,)) == [bench.dispatch("b", 1)]
-    assert bench.closures[1].attempts == 0
+    assert len(bench.closures[1].lost_on) == 0
     assert bench.queue.statistics().given_back == 1
 
 
@@ -341,7 +341,7 @@ def test_first_error_cancels_what_is_queued_and_asks_for_the_rest_to_be_stopped(
     ]
     assert bench.error(0) is error
     assert isinstance(bench.error(4), ClosureCancelled)
-    assert bench.queue.has_failed
+    assert bench.queue.pending_errors
     assert not bench.queue.ready_to_raise
 
 
@@ -364,7 +364,7 @@ def test_error_is_raised_when_nothing_runs_any_more_and_only_once() -> None:
     assert bench.queue.is_settled(bench.queue.next_id)
     assert bench.queue.collect_error() == (error, ())
     assert bench.queue.pending_errors == []
-    assert not bench.queue.has_failed
+    assert not bench.queue.pending_errors
     assert not bench.queue.ready_to_raise
     assert bench.queue.is_settled(bench.queue.next_id)
     assert bench.queue.collect_error() is None
@@ -608,7 +608,7 @@ def test_end_of_data_cancels_nobody_and_is_raised_once_when_all_is_done() -> Non
     assert bench.queue.end_of_data("a", 0, end) == [bench.settle(0), bench.dispatch("a", 2)]
     assert bench.states() == {0: "exhausted", 1: "held", 2: "held"}
     assert bench.error(0) is end
-    assert not bench.queue.has_failed
+    assert not bench.queue.pending_errors
     assert not bench.queue.is_settled(3)
     bench.queue.finished("b", (1,), SLOW)
     bench.queue.end_of_data("a", 2, EndOfData("again"))
@@ -636,7 +636,7 @@ def test_closure_that_needed_a_value_that_never_came_for_lack_of_data_cancels_no
     assert bench.states() == {0: "exhausted", 1: "held", 2: "exhausted"}
     assert isinstance(bench.error(2), ClosureInputError)
     assert bench.error(2).__cause__ is end
-    assert not bench.queue.has_failed
+    assert not bench.queue.pending_errors
     bench.queue.finished("b", (1,), SLOW)
     assert bench.queue.collect_error() == (end, ())
     bench.schedule(3, 2)
@@ -664,7 +664,7 @@ def test_closure_in_flight_is_asked_to_stop_once_and_ends_when_its_worker_says_s
     assert bench.queue.cancel(0) == []
     assert bench.queue.cancelled("a", 0) == [bench.settle(0), bench.dispatch("a", 1)]
     assert str(bench.error(0)) == "closure 0 (step) was cancelled"
-    assert not bench.queue.has_failed
+    assert not bench.queue.pending_errors
 
 
 def test_cancelling_what_is_final_or_unknown_does_nothing() -> None:

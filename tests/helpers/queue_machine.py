@@ -271,7 +271,7 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         assert [c.id for c in dispatch.closures] == sorted(c.id for c in dispatch.closures)
         if len(held) > 1:
             assert statistics.queued >= len(self.workers), "ahead without a surplus"
-            assert not any(closure.attempts for closure in held), "a lost closure runs alone"
+            assert not any(len(closure.lost_on) for closure in held), "a lost closure runs alone"
             assert not (worker.sated and held_before), "ahead to one that has just given back"
 
     # --- what the user does ---
@@ -414,7 +414,7 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         self.sent_to = {i: other for i, other in self.sent_to.items() if other != name}
         self.perform(self.queue.worker_lost(name, blame=blame, returns=returns))
         most = MAX_LOSSES + RECENT_LOSSES
-        assert all(c.attempts < most for c in self.closures if not c.is_final)
+        assert all(len(c.lost_on) < most for c in self.closures if not c.is_final)
 
     @precondition(lambda self: any(w.to_worker for w in self.workers.values()))
     @rule(data=st.data())
@@ -652,7 +652,7 @@ class ClosureQueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def an_error_ends_everything_at_once(self) -> None:
-        assert self.queue.has_failed == bool(self.errors)
+        assert bool(self.queue.pending_errors) == bool(self.errors)
         states = {closure.state for closure in self.closures if not closure.is_final}
         if self.stopping:
             assert states <= {State.HELD, State.CANCELLING}

@@ -55,15 +55,6 @@ def test_what_is_no_dtype_at_all() -> None:
         dtype_of("flaot32")
 
 
-def test_bfloat16_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with pytest.raises(PartitionError) as caught:
-        dtype_of("bfloat16")
-    assert str(caught.value) == (
-        "dtype 'bfloat16' needs the package ml_dtypes\nhint: pip install ml_dtypes"
-    )
-
-
 def test_a_shard_knows_its_key_size_and_name() -> None:
     shard = ShardSpec("layer/w", 3, 1, 5, (5, 4), "float16", 0)
     assert (shard.key, shard.size, shard.nbytes, str(shard)) == ((3, 1), 20, 40, '"layer/w/part_1"')

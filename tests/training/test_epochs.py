@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import gc
 import weakref
@@ -41,7 +42,7 @@ def test_what_it_saves_is_restored() -> None:
     saved, restored = History([0], {"loss": [2.0]}, [5]), History()
     restored.restore_checkpoint_state(saved.checkpoint_state())
     assert restored == saved
-    copied = restored._copy()
+    copied = copy.deepcopy(restored)
     copied._add(1, {"loss": 1.0})
     assert restored == saved
     restored._clear()

@@ -27,7 +27,6 @@ from psync.specs import Outcome, dtype_of
 from psync.store.dense_accumulators import ConditionalAccumulator as DenseRule
 from psync.store.sparse_accumulators import Slices, SparseGradient
 from psync.store.sparse_accumulators import SparseConditionalAccumulator as SparseRule
-from psync.wire.frames import Frame
 from psync.wire.messages import GradientApplied, GradientTaken
 from psync.wire.tensors import to_bytes_view
 
@@ -148,9 +147,7 @@ class AccumulatorHandle:
         """Return what was taken, its last array as values."""
         required = self._rule.as_required(num_required)
         runtime = await self._runtime("take_grad")
-        return self._arrays(await runtime.accumulators.take(self.place, required))
-
-    def _arrays(self, received: Frame) -> tuple[GradientTaken, list[np.ndarray]]:
+        received = await runtime.accumulators.take(self.place, required)
         message = cast(GradientTaken, received.message)
         dtypes = [self.dtype] if message.dense_shape is None else [dtype_of("int64"), self.dtype]
         segments: Sequence[Any] = received.segments or [b""] * len(dtypes)
@@ -236,7 +233,7 @@ def declared(
         if known.place.definition != definition:
             raise other_parameters(known.place.definition, definition)
         return known
-    place = Place(definition, scope._accumulator_placement.place(0))
+    place = Place(definition, next(scope._turns_of_accumulators))
     handle = scope._accumulators[definition.name] = intern(cls, scope._origin, place)
     handle._scope = weakref.ref(scope)
     return handle

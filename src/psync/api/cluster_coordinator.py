@@ -9,7 +9,7 @@ import math
 import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from psync.api.data_shards import Visits
@@ -204,8 +204,7 @@ class ClusterCoordinator(Scheduling):
             "metrics": metrics, "dashboard": dashboard, "run_log": run_log,
         }  # fmt: skip
         self.strategy = strategy
-        self._undescribe: Callable[[], None] = lambda: None
-        self._unfollow: Callable[[], object] = lambda: None
+        self._ending = AsyncExitStack()  # what ``close`` has to do
         self._coordinator: Coordinator | None = None  # None before start and after close
         self._seen: SeenRun  # like it
         self._starting = False
@@ -253,9 +252,11 @@ class ClusterCoordinator(Scheduling):
                 "the coordinator of this strategy was closed, and its variables with it",
                 hint="create a new strategy",
             )
-        platform = platform_of(
-            self.strategy.cluster_resolver, self._own_address(), insecure=self._options.insecure
-        )
+        cluster, own = self.strategy.cluster, "127.0.0.1:1"  # not in the cluster: listens nowhere
+        if "chief" in cluster.jobs:
+            own = cluster.task_address("chief", cluster.task_indices("chief")[0])
+        resolver, insecure = self.strategy.cluster_resolver, self._options.insecure
+        platform = platform_of(resolver, own, insecure=insecure)
         self._starting = True
         declared, here = self.strategy._uncreated, list(self.strategy._uncreated)
         try:
@@ -292,18 +293,16 @@ class ClusterCoordinator(Scheduling):
         seen = SeenRun(coordinator, platform, self.strategy, **self._shown)
         optimizers.begin_cluster()
         follower = FollowedWorkers(coordinator.links, coordinator.recovery.queue)
-        unfollow = platform.workforce.follow(follower)  # workers may come and leave meanwhile
-        try:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(coordinator.close)
+            stack.push_async_callback(seen.close)
+            stack.callback(platform.workforce.follow(follower))  # workers may come meanwhile
             await of_no_cell(seen.start())
             await of_no_cell(coordinator.start())
             optimizers.check_unused(coordinator.links.ps.links)
-        except BaseException:
-            unfollow()
-            await seen.close()
-            await coordinator.close()
-            raise
-        self._coordinator, self._seen, self._unfollow = coordinator, seen, unfollow
-        self._undescribe = add_description(coordinator.describe)
+            stack.callback(add_description(coordinator.describe))
+            self._ending = stack.pop_all()
+        self._coordinator, self._seen = coordinator, seen
         self.strategy._runtime = coordinator.runtime
         self.strategy._gangs = coordinator.gangs
 
@@ -330,15 +329,9 @@ class ClusterCoordinator(Scheduling):
         """
         if self._coordinator is not None:
             self._running("close")
-        coordinator, self._coordinator = self._coordinator, None
-        self._undescribe()
-        self._unfollow()
-        self.strategy._runtime = self.strategy._gangs = None
-        if coordinator is not None:
-            try:
-                await self._seen.close()
-            finally:
-                await coordinator.close()
+        ending, self._ending = self._ending, AsyncExitStack()
+        self._coordinator = self.strategy._runtime = self.strategy._gangs = None
+        await ending.aclose()
 
     async def join(self, timeout: float | None = None) -> None:
         """Wait for all closures scheduled before this call.
@@ -425,9 +418,8 @@ class ClusterCoordinator(Scheduling):
             )
         try:
             captured, function = capture_dataset(dataset_fn, coordinator.functions)
-        except (
-            SerializationError
-        ) as error:  # it is about the program, and begins where that has called
+        except SerializationError as error:
+            # It is about the program, and begins where that has called.
             raise error.with_traceback(None) from error.__cause__
         num_workers = len(coordinator.links.workers.names())
         if isinstance(dataset_fn, DistributedDataset):
@@ -693,12 +685,6 @@ class ClusterCoordinator(Scheduling):
     async def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""
         return await self._running("ps_statistics").links.ps_statistics()
-
-    def _own_address(self) -> str:
-        cluster = self.strategy.cluster
-        if "chief" in cluster.jobs:
-            return cluster.task_address("chief", cluster.task_indices("chief")[0])
-        return "127.0.0.1:1"  # not in the cluster: it listens nowhere
 
     def _running(self, operation: str) -> Coordinator:
         if self._coordinator is None:

@@ -256,8 +256,7 @@ class Visits:
                 self._visitation.finish(shard, epoch)
             else:
                 # Its last run was lost, and is counted, if the queue has given it up.
-                given_up = type(closure.error) is ClosureError
-                begun = closure.worker != "" and not given_up
+                begun = closure.worker != "" and type(closure.error) is not ClosureError
                 self._visitation.put_back(shard, epoch, begun=begun)
         for identity in self._undone:
             epoch, shard = key = identity.what

@@ -249,17 +249,14 @@ class PerWorkerDataset(Generic[T]):
                 "iter() on a per-worker dataset inside a step",
                 hint="call iter(dataset) on the coordinator and pass the iterator to the step",
             )
-        uid, coordinator, num_workers = random_hex(8), self._coordinator, self._dataset.num_workers
-        starts = _checked(position, num_workers)
-        iterator = self._make_iterator(
-            uid, self._function, num_workers, starts, coordinator, self._end
-        )
+        iterator = self._make_iterator(_checked(position, self._dataset.num_workers))
         # Weakly: the coordinator itself may hold the iterator, in a closure that is queued.
-        weakref.finalize(iterator, _release, weakref.ref(coordinator), uid).atexit = False
+        owner = weakref.ref(self._coordinator)
+        weakref.finalize(iterator, _release, owner, iterator.uid).atexit = False
         return iterator
 
-    def _make_iterator(self, *given: Any) -> PerWorkerIterator[T]:
-        return PerWorkerIterator(*given)
+    def _make_iterator(self, starts: Mapping[int, int]) -> PerWorkerIterator[T]:
+        return PerWorkerIterator(self, starts)
 
     def build(self) -> DistributedDataset[T]:
         """Return the dataset without iterators: a step that gets it iterates over it directly.
@@ -289,19 +286,12 @@ class PerWorkerIterator(IteratorHandle[T]):
 
     __psync_kept__ = True
 
-    def __init__(
-        self,
-        uid: str,
-        function: Function,
-        num_workers: int,
-        starts: Mapping[int, int],
-        coordinator: ClusterCoordinator,
-        end: str = "all",
-    ) -> None:
-        super().__init__(uid, function.key, num_workers, starts)
-        self.end = end  # as for ``create_per_worker_dataset``
+    def __init__(self, dataset: PerWorkerDataset[T], starts: Mapping[int, int]) -> None:
+        function, num_workers = dataset._function, dataset._dataset.num_workers
+        super().__init__(random_hex(8), function.key, num_workers, starts)
+        self.end = dataset._end  # as for ``create_per_worker_dataset``
         self._function = function  # workers may ask for it as long as this lives
-        self._coordinator = coordinator
+        self._coordinator = dataset._coordinator
 
     def _needs(self, epoch: int = 0) -> Needs:
         """Return the data that a closure needs: batches of ``next``, or of ``next_in(epoch)``."""

@@ -202,23 +202,19 @@ class _Table:
 
     async def rows(self, ids: np.ndarray, max_norm: float | None) -> np.ndarray:
         """Return the rows of ids, which are a list of int64, in their order, none too long."""
-        rows = await self._rows(ids)
-        return rows if max_norm is None else with_max_norm(rows, max_norm, self.what)
-
-    async def _rows(self, ids: np.ndarray) -> np.ndarray:
-        runtime = await runtime_of(self.what, *self._variables)
+        runtime, first = await runtime_of(self.what, *self._variables), self._variables[0]
         if len(self._variables) == 1:
-            return await runtime.ps.read_rows(self._variables[0].spec, ids, seen=runtime.pulled)
-        owners, local = shared_out(ids, self._sizes, self._strategy)
-        first = self._variables[0]
-        result: np.ndarray = np.empty((len(ids), *first.shape[1:]), first.dtype)
-        wanted = [np.flatnonzero(owners == number) for number in range(len(self._variables))]
-        parts = await all_of(
-            [
-                runtime.ps.read_rows(variable.spec, local[at], seen=runtime.pulled)
-                for variable, at in zip(self._variables, wanted, strict=True)
-            ]
-        )
-        for at, part in zip(wanted, parts, strict=True):
-            result[at] = part
-        return result
+            rows = await runtime.ps.read_rows(first.spec, ids, seen=runtime.pulled)
+        else:
+            rows = np.empty((len(ids), *first.shape[1:]), first.dtype)
+            owners, local = shared_out(ids, self._sizes, self._strategy)
+            wanted = [np.flatnonzero(owners == number) for number in range(len(self._variables))]
+            parts = await all_of(
+                [
+                    runtime.ps.read_rows(variable.spec, local[at], seen=runtime.pulled)
+                    for variable, at in zip(self._variables, wanted, strict=True)
+                ]
+            )
+            for at, part in zip(wanted, parts, strict=True):
+                rows[at] = part
+        return rows if max_norm is None else with_max_norm(rows, max_norm, self.what)

@@ -14,7 +14,6 @@ import numpy as np
 from psync.api.scopes import Scope, place_of, scope_for
 from psync.api.variables import OnReadVariable, Variable, declared_in
 from psync.errors import UsageError
-from psync.partitioners import Pinned
 from psync.specs import checked_kind
 
 NAME = "global_step"
@@ -38,9 +37,7 @@ def get_or_create_global_step() -> Variable:
     if known is not None:
         return known
     where = place_of(sys._getframe(1))
-    spec = scope._declare(
-        np.zeros((), np.int64), NAME, None, None, False, where, placement=Pinned(0)
-    )  # fmt: skip
+    spec = scope._declare(np.zeros((), np.int64), NAME, None, None, False, where, ps=0)
     step: Variable = declared_in(scope, spec)
     return step
 

@@ -92,7 +92,6 @@ class ExponentialMovingAverage:
             raise ConfigurationError(f"moving average: expected a name, got {name!r}")
         self.decay = float(decay)
         self.num_updates: Variable | bool = False if num_updates is None else num_updates
-        self._zero_debias = zero_debias
         self.name = name
         self._shadows: dict[AnyVariable, AnyVariable] = {}
 
@@ -103,11 +102,6 @@ class ExponentialMovingAverage:
         # On a worker there is no strategy in which the global step could be looked up.
         step = self._step_variable()
         return vars(self) if step is None else {**vars(self), "num_updates": step}
-
-    def _decay_at(self, step: int) -> float:
-        """Return the decay of the update after which the global step is ``step``."""
-        follows = self.num_updates is not False
-        return growing_decay(self.decay, step) if follows else self.decay
 
     def apply(self, var_list: Iterable[AnyVariable] | None = None) -> None:
         """Declare averages of variables; variables that have one keep it.
@@ -177,7 +171,7 @@ class ExponentialMovingAverage:
         ps, decay = runtime.ps, self.decay
         if step is not None:
             (count,) = await ps.pull(ps.plan((step.spec,)))
-            decay = self._decay_at(int(count))
+            decay = growing_decay(decay, int(count))
         closure, ordinal = runtime.begin_update(operation)
         originals = {shadow: original for original, shadow in self._pairs()}
         plan = ps.plan(tuple(shadow.spec for shadow in shadows))

@@ -22,7 +22,7 @@ import numpy as np
 from psync.api.global_step import check_step
 from psync.api.pulls import NamedFields, is_flat, leaves, mapped, pairs
 from psync.api.pulls import pull as pull_values
-from psync.api.reads import keeps_reads, runtime_of, scope_of
+from psync.api.reads import kept_here, runtime_of, scope_of
 from psync.api.scopes import running_scopes, runtime_here
 from psync.api.variables import Handle, OnReadVariable, ShardedVariable, Variable
 from psync.client.context import forbid_in_step
@@ -911,9 +911,8 @@ class Optimizer:
         self, runtime: Runtime, pulled: Sequence[AnyVariable], step: AnyVariable | None
     ) -> Plan | None:
         """Return the plan of what may come with a push; None: nothing, it is pulled apart."""
-        if keeps_reads() or any(isinstance(v, OnReadVariable) for v in pulled):
-            return None
-        if not self._may_bring(pulled, step):
+        copied = any(isinstance(variable, OnReadVariable) for variable in pulled)
+        if copied or kept_here() is not None or not self._may_bring(pulled, step):
             return None
         return runtime.ps.plan(tuple(map(_SPEC, pulled)))
 
@@ -1048,16 +1047,10 @@ class OptimizerRegistry:
 
     def of_the_program(self) -> list[NewOptimizer]:
         """Return the optimizers of this program through which it may push, by their numbers."""
-        own = [optimizer for optimizer in self.known.values() if optimizer.origin == self.process]
         return [
-            NewOptimizer(
-                optimizer.number,
-                optimizer._name,
-                optimizer._config,
-                optimizer._rule.learning_rate.to_config(),
-            )
-            for optimizer in sorted(own, key=lambda optimizer: optimizer.number)
-            if optimizer._holder is optimizer  # else it is wrapped
+            NewOptimizer(number, each._name, each._config, each._rule.learning_rate.to_config())
+            for (origin, number), each in sorted(self.known.items())
+            if origin == self.process and each._holder is each  # else it is wrapped
         ]
 
     def check_unused(self, links: Sequence[PsLink]) -> None:

@@ -98,7 +98,7 @@ def cache_variable_reads() -> Generator[None, None, None]:
     Source: TensorFlow's ``cache_variable_reads`` of parameter-server variables; there, a scope that
         is open where a function is first traced becomes part of the function.
     """
-    if _kept_here() is not None:
+    if kept_here() is not None:
         raise ContextError(
             "cache_variable_reads: scopes cannot be nested",
             hint="a scope is already open here and caches these reads",
@@ -110,13 +110,8 @@ def cache_variable_reads() -> Generator[None, None, None]:
         _open.reset(token)
 
 
-def keeps_reads() -> bool:
-    """Return whether ``cache_variable_reads`` is open here."""
-    return _kept_here() is not None
-
-
-def _kept_here() -> _Kept | None:
-    """Return the scope that is open here; not that of whoever started a step in this process."""
+def kept_here() -> _Kept | None:
+    """Return the open ``cache_variable_reads``; not of whoever started a step in this process."""
     kept = _open.get()
     return kept if kept is not None and kept.closure is current_closure() else None
 
@@ -146,9 +141,13 @@ async def values_of(
 
     Cancellation: Safe; ``out`` then holds anything.
     """
-    kept = None if consistent else _kept_here()
+    kept = None if consistent else kept_here()
     if kept is not None:
-        return await _through(kept, runtime, variables, copy, out)
+        values = await _through(kept, runtime, variables)
+        return [
+            value.copy() if copy and target is None else _placed(value, target)
+            for value, target in zip(values, out or [None] * len(values), strict=True)
+        ]
     plan = runtime.ps.plan(tuple([variable.spec for variable in variables]))
     if consistent:
         return await pull_at_once(runtime.ps, plan, writable=copy, out=out, seen=runtime.pulled)
@@ -163,13 +162,7 @@ async def values_of(
     return await runtime.ps.pull(plan, writable=copy, out=out, seen=runtime.pulled)
 
 
-async def _through(
-    kept: _Kept,
-    runtime: Runtime,
-    variables: Sequence[Handle],
-    copy: bool,
-    out: Sequence[np.ndarray | None] | None,
-) -> list[np.ndarray]:
+async def _through(kept: _Kept, runtime: Runtime, variables: Sequence[Handle]) -> list[np.ndarray]:
     """Return what is kept, and pull and keep the rest."""
     missing = [variable for variable in variables if variable not in kept.values]
     if missing:
@@ -177,11 +170,7 @@ async def _through(
         arrays = await runtime.ps.pull(plan, seen=runtime.pulled)
         for variable, array in zip(missing, arrays, strict=True):
             kept.values.setdefault(variable, array)  # the first of two at once is it
-    results = []
-    for variable, target in zip(variables, out or [None] * len(variables), strict=True):
-        value = kept.values[variable]
-        results.append(value.copy() if copy and target is None else _placed(value, target))
-    return results
+    return [kept.values[variable] for variable in variables]
 
 
 def _placed(value: np.ndarray, target: np.ndarray | None) -> np.ndarray:

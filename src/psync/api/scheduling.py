@@ -11,19 +11,13 @@ from typing import Any
 
 from psync.chief.events import RollbackEvent
 from psync.closures.closure import Identity
-from psync.coordinator import Coordinator
 from psync.errors import SerializationError, other_loop
 from psync.serialization.remote_value import RemoteValue, fetch_all
 from psync.specs import checked_kind
 
 
 class Scheduling:
-    """The closure methods of ``ClusterCoordinator``: a base class of it."""
-
-    _coordinator: Coordinator | None
-
-    def _running(self, operation: str) -> Coordinator:
-        raise NotImplementedError
+    """The closure methods of ``ClusterCoordinator``: a base class of it; the stub has its types."""
 
     def submit(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RemoteValue[Any]:
         """Queue ``step(*args, **kwargs)`` to run on some worker; never blocks.
@@ -57,9 +51,8 @@ class Scheduling:
         """
         try:
             return self._running("submit").schedule(step, args, kwargs)
-        except (
-            SerializationError
-        ) as error:  # it is about the program, and begins where that has called
+        except SerializationError as error:
+            # It is about the program, and begins where that has called.
             raise error.with_traceback(None) from error.__cause__
 
     def schedule(

@@ -7,6 +7,7 @@ the scope in which they are declared.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -22,7 +23,7 @@ from psync.client.runtime import Runtime
 from psync.cluster import ClusterSpec
 from psync.errors import ClosedError, PartitionError, UsageError, other_loop
 from psync.net.platform import PerProcess, random_hex
-from psync.partitioners import Pinned, Placement, Placer, RoundRobin
+from psync.partitioners import Placement, Placer
 from psync.replicas.context import open_scope
 from psync.specs import VariableSpec
 
@@ -63,7 +64,7 @@ class Scope:
         self._partitioner = partitioner
         self._placer = Placer(num_ps, placement)
         self._accumulators: dict[str, Any] = {}
-        self._accumulator_placement: Placement = RoundRobin(num_ps)
+        self._turns_of_accumulators = itertools.cycle(range(num_ps))
         self._names: dict[str, int] = {}  # those taken, and how often each was asked for
         self._variables: list[Any] = []
         self._next_id = 0
@@ -81,7 +82,7 @@ class Scope:
         trainable: bool,
         where: str,
         *,
-        placement: Placement | None = None,
+        ps: int | None = None,
         partitioned: bool = True,
     ) -> VariableSpec:
         """Place a new variable; it is created before it is first needed.
@@ -90,51 +91,39 @@ class Scope:
         """
         self._check_open(name)
         initial, full_shape, dtype_name = describe(initial_value, name, dtype, shape, where)
-        here, original = current_elsewhere(), None
-        if placement is None and here is not None and here.strategy is self:
-            placement, original = here.placement, here.beside
+        here, original = current_elsewhere.get(), None
+        if ps is None and here is not None and here.strategy is self:
+            ps, original = here.ps, here.beside
             if original is not None and not partitioned:
-                placement, original = Pinned(original.shards[0].ps), None
+                ps, original = original.shards[0].ps, None
         if original is not None:
-            spec = self._beside(original, name, full_shape, dtype_name, trainable, where)
+            if full_shape != original.shape:
+                raise PartitionError(
+                    f'variable "{name}" declared at {where}: expected shape {original.shape}, as '
+                    f'"{original.name}" has, with whose {len(original.shards)} shards it is '
+                    f"colocated, got {full_shape}",
+                    hint="to place it with one of the shards: "
+                    f"colocate_vars_with({original.name}.variables[0])",
+                )
+            spec = self._beside(original, name, dtype_name, trainable, where)
         else:
             spec = split(
                 self._unique(name), self._next_id, full_shape, dtype_name, trainable=trainable,
-                partitioner=self._partitioner if placement is None and partitioned else None,
-                place=lambda nbytes: self._placer.place(name, nbytes, placement), where=where,
+                partitioner=self._partitioner if ps is None and partitioned else None,
+                place=lambda nbytes: self._placer.place(name, nbytes, ps), where=where,
             )  # fmt: skip
-        self._declared(name, Declaration(spec, initial))
-        return spec
+        return self._declared(name, Declaration(spec, initial))
 
     def _declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
         """Place a new variable next to another one, whose value it begins with."""
         self._check_open(name)
-        spec = self._beside(original, name, original.shape, original.dtype, False, where)
-        self._declared(name, Declaration(spec, None, original))
-        return spec
-
-    def _add(self, variable: Any) -> None:
-        """Note the handle of a declared variable."""
-        self._variables.append(variable)
+        spec = self._beside(original, name, original.dtype, False, where)
+        return self._declared(name, Declaration(spec, None, original))
 
     def _beside(
-        self,
-        original: VariableSpec,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: str,
-        trainable: bool,
-        where: str,
+        self, original: VariableSpec, name: str, dtype: str, trainable: bool, where: str
     ) -> VariableSpec:
         """Place a variable beside another one, shard by shard."""
-        if shape != original.shape:
-            raise PartitionError(
-                f'variable "{name}" declared at {where}: expected shape {original.shape}, as '
-                f'"{original.name}" has, with whose {len(original.shards)} shards it is colocated, '
-                f"got {shape}",
-                hint="to place it with one of the shards: "
-                f"colocate_vars_with({original.name}.variables[0])",
-            )
         spec = beside(
             original, self._unique(name), self._next_id, trainable=trainable, where=where,
             dtype=dtype,
@@ -158,12 +147,13 @@ class Scope:
             count += 1
         return unique
 
-    def _declared(self, name: str, declaration: Declaration) -> None:
+    def _declared(self, name: str, declaration: Declaration) -> VariableSpec:
         """Note what was declared, under the name that was asked for or one made of it."""
         self._names[name] = self._names.get(name, 0) + 1
         self._names.setdefault(declaration.spec.name, 1)
         self._next_id += 1
         self._uncreated.append(declaration)
+        return declaration.spec
 
 
 def begin_process() -> None:
@@ -220,26 +210,22 @@ class Elsewhere:
     """Where the variables of a strategy go that are declared here, instead of taking a turn."""
 
     strategy: Scope
-    placement: Placement | None = None  # that is asked instead of the strategy's
+    ps: int | None = None  # the strategy's placement is not asked
     beside: VariableSpec | None = None  # or this variable of several shards: beside each of them
 
 
-_elsewhere: ContextVar[Elsewhere | None] = ContextVar("psync_elsewhere", default=None)
-
-
-def current_elsewhere() -> Elsewhere | None:
-    """Return what is in force here: the innermost."""
-    return _elsewhere.get()
+current_elsewhere: ContextVar[Elsewhere | None] = ContextVar("psync_elsewhere", default=None)
+"""The innermost that is in force."""
 
 
 @contextmanager
 def elsewhere(where: Elsewhere | None) -> Generator[None, None, None]:
     """Return a context manager in which ``where`` is in force; None: nothing is."""
-    token = _elsewhere.set(where)
+    token = current_elsewhere.set(where)
     try:
         yield
     finally:
-        _elsewhere.reset(token)
+        current_elsewhere.reset(token)
 
 
 _RUNNING = (

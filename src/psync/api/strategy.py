@@ -26,7 +26,7 @@ from psync.api.datasets import (
 )
 from psync.api.scopes import Elsewhere, Partitioner, Scope, current_scope, elsewhere
 from psync.api.variables import Handle, ShardedVariable, Variable
-from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.context import forbid_in_step
 from psync.cluster import device_name
 from psync.errors import (
     ClosedError,
@@ -45,7 +45,7 @@ from psync.numerics.replicas import (
     local_results,
     reducing_distributed,
 )
-from psync.partitioners import Pinned, Placement
+from psync.partitioners import Placement
 from psync.replicas.context import (
     check_cross_replica,
     cross_replica,
@@ -94,14 +94,9 @@ class PlacementReport:
             for ps, nbytes in enumerate(self.totals)
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        right = (False, True, False, False, True, True)  # numbers
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if aligned else cell.ljust(width)
-                for cell, width, aligned in zip(line, widths, right, strict=True)
-            )
-            for line in cells
-        )
+        # Numbers are aligned to the right.
+        line = "  ".join(f"{{:{at}{width}}}" for at, width in zip("<><<>>", widths, strict=True))
+        return "\n".join(line.format(*each) for each in cells)
 
     def _repr_html_(self) -> str:
         rows = [
@@ -211,14 +206,14 @@ class ParameterServerStrategy(Scope):
                 'ps_recovery="backup" needs at least two ps tasks, got '
                 f"{spec.num_tasks('ps')}: the backup of each ps runs in the process of another ps",
             )
-        workers = spec.task_indices("worker")
-        here = task_id if task_type == "worker" else None
-        worker_index = None if here is None else workers.index(here)
+        worker_index = None
+        if task_type == "worker" and task_id is not None:
+            worker_index = spec.task_indices("worker").index(task_id)
         super().__init__(spec, worker_index, variable_partitioner, placement)
         self.ps_recovery = ps_recovery
         self.cluster_resolver = cluster_resolver
         self.task = (task_type, task_id)
-        self._workers = len(workers), worker_index
+        self._workers = spec.num_tasks("worker"), worker_index
         self._gangs: GangRunner | None = None  # the coordinator's; None while none runs
 
     def __repr__(self) -> str:
@@ -387,7 +382,7 @@ class ParameterServerStrategy(Scope):
         spec = variable.spec
         if len(spec.shards) > 1:
             return elsewhere(Elsewhere(self, beside=spec))
-        return elsewhere(Elsewhere(self, Pinned(spec.shards[0].ps)))
+        return elsewhere(Elsewhere(self, spec.shards[0].ps))
 
     def placement(self) -> PlacementReport:
         """Return the ps of each shard declared so far; ``str()`` of it is a table."""
@@ -446,7 +441,6 @@ class ParameterServerStrategy(Scope):
             the coordinator unless it is called in a scheduled function.
         """
         forbid_in_step("strategy.run", instead="in a step: await psync.get_strategy().run(…)")
-        forbid_in_dataset("strategy.run")
         if isinstance(args, RemoteValue | DistributedValues) or not isinstance(args, tuple | list):
             raise SerializationError(
                 f"args: expected a tuple, got {type(args).__name__}", hint="run(fn, args=(value,))"
@@ -458,9 +452,8 @@ class ParameterServerStrategy(Scope):
                 raise other_loop("strategy.run")
             try:
                 return await self._gangs.run(self, fn, args, kwargs)
-            except (
-                SerializationError
-            ) as error:  # about the program, and begins where that has called
+            except SerializationError as error:
+                # It is about the program, and begins where that has called.
                 raise error.with_traceback(None) from error.__cause__
         if self._runtime is None:
             if self._created:

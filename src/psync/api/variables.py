@@ -11,14 +11,13 @@ first, and may change it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import numbers
 import sys
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NoReturn, Self, cast
 
 import numpy as np
@@ -213,7 +212,7 @@ class Handle(AwaitFirst):
         runtime = await runtime_of(operation, self)
         closure, ordinal = runtime.begin_update(operation)
         plan = runtime.ps.plan((self.spec,))
-        assign = functools.partial(assign_at_once, runtime.ps) if at_once else runtime.ps.assign
+        assign = partial(assign_at_once, runtime.ps) if at_once else runtime.ps.assign
         await assign(plan, [array], op=op, closure=closure, ordinal=ordinal)
         return self
 
@@ -241,8 +240,8 @@ class Handle(AwaitFirst):
         Source: ``ShardedVariable.__getitem__``; there, slices with a start beyond either end give
             other rows than numpy.
         """
-        elsewhere = (AwaitFirst, RemoteValue)
-        return PartRead(self, select(index, self.shape, self.spec.name, elsewhere))
+        awaited = (AwaitFirst, RemoteValue)
+        return PartRead(self, select(index, self.shape, self.spec.name, awaited))
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
         raise UsageError(
@@ -521,58 +520,6 @@ def aggregating(
     return np.asarray((yield from reducing_arrays(ReduceOp.MEAN, list(copies[:-1]), None)))
 
 
-def declare_copies(
-    scope: Scope,
-    initial_value: Any,
-    name: str,
-    dtype: object,
-    shape: tuple[int, ...] | None,
-    trainable: bool,
-    where: str,
-    aggregation: VariableAggregation,
-) -> VariableSpec:
-    """Declare the hidden variable of all copies, each of which begins with ``initial_value``.
-
-    The copies lie on one ps, as the rows of one hidden variable: a row for each worker, by its
-    index, and one for the program. So what a worker has added outlives it. A checkpoint keeps the
-    aggregate.
-
-    code                              reads         assign           assign_add, assign_sub
-    step, replica of a gang           its worker's  sets it          changes it
-                                      copy
-    program in ``strategy.scope()``,  aggregate     each worker's    SUM: an error; else all copies
-    merge function                                  (*)
-    program outside of scopes, or     aggregate     the same         SUM: the program's own row;
-    in ``update``                                                    else all copies
-
-    aggregate: SUM of all rows, MEAN of the workers', the first worker's, or (NONE) an error
-    (*) SUM: value / workers, the program's row 0; else the value
-
-    All workers of the cluster count, alive or not; one that was added later shares a copy.
-
-    Raises:
-        UsageError: Sums of bools.
-        PartitionError: The initial value, dtype or shape do not fit.
-    """
-    initial, extents, kind = describe(initial_value, name, dtype, shape, where)
-    subject = f'variable "{name}" declared at {where}'
-    if aggregation is SUM and kind == "bool":
-        raise UsageError(
-            f"{subject}: bools cannot be summed", hint="declare it with an integer dtype"
-        )
-    num_workers = scope.cluster.num_tasks("worker")
-
-    def copies() -> np.ndarray:
-        value = initial
-        if callable(initial):
-            value = initial_array(initial, extents, (0,) * len(extents), kind, subject)
-        return repeated(value, num_workers, aggregation)
-
-    return scope._declare(
-        copies, name, kind, (num_workers + 1, *extents), trainable, where, partitioned=False
-    )
-
-
 Creator = Callable[..., Any]
 
 # Those in force here, the oldest first, each with whether a strategy's scope was open by then.
@@ -627,13 +574,13 @@ def variable_creator_scope(variable_creator: Creator) -> Generator[None, None, N
 
 def through_creators(make: Creator, **kwargs: Any) -> Any:
     """Return what ``make(**kwargs)`` does, or what the hooks in force here make of it."""
-    where = current_elsewhere()
+    where = current_elsewhere.get()
 
     def around(make: Creator, *, inside: bool) -> Creator:
-        creators = [
-            creator for creator, entered_inside in _creators.get() if entered_inside is inside
-        ]
-        return reduce(lambda make, creator: partial(creator, make), creators, make)
+        for creator, entered_inside in _creators.get():
+            if entered_inside is inside:
+                make = partial(creator, make)
+        return make
 
     def placed(**kwargs: Any) -> Any:
         with elsewhere(where):
@@ -750,6 +697,23 @@ class OnReadVariable(Variable):
 
     A worker's copy survives the worker. The variable is never partitioned, trained, or scattered
     to.
+
+    The copies lie on one ps, as the rows of one hidden variable: a row for each worker, by its
+    index, and one for the program. So what a worker has added outlives it. A checkpoint keeps the
+    aggregate.
+
+    code                              reads         assign           assign_add, assign_sub
+    step, replica of a gang           its worker's  sets it          changes it
+                                      copy
+    program in ``strategy.scope()``,  aggregate     each worker's    SUM: an error; else all copies
+    merge function                                  (*)
+    program outside of scopes, or     aggregate     the same         SUM: the program's own row;
+    in ``update``                                                    else all copies
+
+    aggregate: SUM of all rows, MEAN of the workers', the first worker's, or (NONE) an error
+    (*) SUM: value / workers, the program's row 0; else the value
+
+    All workers of the cluster count, alive or not; one that was added later shares a copy.
 
     Source: ``SyncOnReadVariable`` of TensorFlow's ``distribute/values.py``.
     """
@@ -931,12 +895,25 @@ def _declare(
     _check_kind(name, synchronization, aggregation, trained_on_read=on_read and bool(trainable))
     extents = tuple(shape) if shape is not None else None
     trainable = not on_read if trainable is None else trainable
-    if on_read:
-        spec = declare_copies(
-            scope, initial_value, name, dtype, extents, trainable, where, aggregation
-        )
-    else:
-        spec = scope._declare(initial_value, name, dtype, extents, trainable, where)
+    if on_read:  # a hidden variable of all copies, each of which begins with the value
+        initial, own, kind = describe(initial_value, name, dtype, extents, where)
+        subject = f'variable "{name}" declared at {where}'
+        if aggregation is SUM and kind == "bool":
+            raise UsageError(
+                f"{subject}: bools cannot be summed", hint="declare it with an integer dtype"
+            )
+        num_workers = scope.cluster.num_tasks("worker")
+
+        def copies() -> np.ndarray:
+            value = initial
+            if callable(initial):
+                value = initial_array(initial, own, (0,) * len(own), kind, subject)
+            return repeated(value, num_workers, aggregation)
+
+        initial_value, dtype, extents = copies, kind, (num_workers + 1, *own)
+    spec = scope._declare(
+        initial_value, name, dtype, extents, trainable, where, partitioned=not on_read
+    )
     return declared_in(scope, spec, synchronization, aggregation)
 
 
@@ -972,7 +949,7 @@ def declared_in(
     """Return the handle of a variable that ``scope`` has just declared, which takes note of it."""
     handle = _intern(scope._origin, spec, synchronization, aggregation)
     handle._scope = weakref.ref(scope)
-    scope._add(handle)
+    scope._variables.append(handle)
     return handle
 
 

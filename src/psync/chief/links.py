@@ -25,13 +25,13 @@ from psync.closures.membership import (
     LIMIT,
     Fence,
     Flapping,
-    Load,
     Membership,
     SessionEnd,
     TaskState,
     backoff,
 )
 from psync.closures.queue import ClosureQueue
+from psync.closures.scaling import Load
 from psync.cluster import CHIEF, ENQUIRER, ClusterSpec, parse_task_name, task_name
 from psync.errors import (
     AttachError,
@@ -833,7 +833,7 @@ class ClusterLinks:
 
     def _is_ready(self) -> bool:
         return (
-            self.membership.ready(self._min_workers)
+            self.membership.has_every_ps()
             and len(self.workers.controls()) >= self._min_workers
             and all(
                 self._attached.get(link.index) == self.endpoint.incarnation

@@ -27,10 +27,10 @@ from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, St
 from psync.client.calls import all_of
 from psync.client.ps_link import PsLink, always, ask
 from psync.closures.closure import State as ClosureState
-from psync.closures.membership import ScheduleReports
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
 from psync.closures.rollback import KEPT_BYTES, CutCalls, EndedClosures
+from psync.closures.schedule_reports import ScheduleReports
 from psync.cluster import parse_task_name
 from psync.errors import (
     CheckpointCorrupt,
@@ -301,7 +301,7 @@ class ClusterRecovery:
 
     def fail_if_gone(self) -> None:
         """End what is scheduled where nobody is left who could do it."""
-        if not self.is_gone or self.queue.has_failed:
+        if not self.is_gone or self.queue.pending_errors:
             return
         error = self.rule.gone
         if error is None and (self.gangs or self.queue.low_water() < self.queue.next_id):

@@ -30,7 +30,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psync.closures.membership import changes
+from psync.closures.scaling import changes
 from psync.errors import ConfigurationError, PsyncError
 from psync.launch.gpus import GpuShares
 from psync.launch.output import release_blocked_output, say

@@ -126,7 +126,7 @@ class ClosureContext:
         """Await ``awaitable`` on this loop in ``context``; ``outcome`` gets what comes of it."""
         task = asyncio.get_running_loop().create_task(
             # A coroutine itself, so that a task cancelled before it starts closes it.
-            awaitable if inspect.iscoroutine(awaitable) else _result_of(awaitable),
+            awaitable if inspect.iscoroutine(awaitable) else result_of(awaitable),
             name=f"psync wait of closure {self.closure_id}",
             context=context,
         )
@@ -363,6 +363,6 @@ def _waiting_closure(awaitable: object) -> tuple[ClosureContext, asyncio.Abstrac
     return closure, closure.loop
 
 
-async def _result_of(awaitable: Awaitable[T]) -> T:
+async def result_of(awaitable: Awaitable[T]) -> T:
     """Await anything awaitable: tasks are made of coroutines only."""
     return await awaitable

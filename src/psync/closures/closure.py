@@ -193,18 +193,13 @@ class Closure:
     state: State = State.NEW
     error: BaseException | None = None  # how it ended, if not FINISHED
     worker: str = ""  # holds it now, or held it last; "" before the first
-    lost_on: tuple[str, ...] = ()  # workers that were lost while they held it, in order
+    lost_on: tuple[str, ...] = ()  # workers that were lost, perhaps by its fault, in order
     times_back: int = 0  # how often a worker was gone that held it, for whatever reason
     num_missing: int = 0  # dependencies that have no value yet
     dependents: list[Closure] | None = None  # those that wait for the value of this one
     known_started: bool = False  # its worker was asked to give it back and did not
     in_collective: bool = False  # it runs, and waits for other closures of its gang
     is_replica: ClassVar[bool] = False  # one of a gang, see ``Replica``
-
-    @property
-    def attempts(self) -> int:
-        """How often it came back because its worker was lost, and may be the cause of that."""
-        return len(self.lost_on)
 
     @property
     def number_on_ps(self) -> int:

@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -63,15 +63,13 @@ class ClosureOrder:
 
     def __init__(self) -> None:
         self.closures: dict[int, Closure] = {}  # by id, in no order
-        self._ids: dict[Needs, list[int]] = {}  # heaps; what is not queued any more goes when first
+        # Heaps; what is not queued any more goes when first.
+        self._ids: defaultdict[Needs, list[int]] = defaultdict(list)
 
     def add(self, closure: Closure) -> None:
         """Queue a closure at its place, before those with higher ids."""
         self.closures[closure.id] = closure
-        ids = self._ids.get(closure.needs)
-        if ids is None:
-            ids = self._ids[closure.needs] = []
-        heapq.heappush(ids, closure.id)
+        heapq.heappush(self._ids[closure.needs], closure.id)
 
     def discard(self, closure: Closure) -> None:
         """Take a queued closure out, wherever it stands."""
@@ -83,11 +81,6 @@ class ClosureOrder:
     def first(self, barred: Collection[Needs] = ()) -> Closure | None:
         """Return the queued closure with the lowest id, without those that need what is barred."""
         queued, lowest, spent = self.closures, -1, None
-        if not barred and len(self._ids) == 1:
-            (ids,) = self._ids.values()
-            while ids and ids[0] not in queued:
-                heapq.heappop(ids)
-            return queued[ids[0]] if ids else None
         for needs in self._ids:
             if needs not in barred:
                 ids = self._ids[needs]
@@ -205,7 +198,8 @@ class Dispatcher:
         self._loaded: dict[_Worker, None] = {}  # may hold unstarted closures and owe no answer
         self._spared: dict[_Worker, None] = {}  # the same, but none with one of these needs:
         self._spared_by: set[Needs] = set()
-        self._kinds: dict[Needs, int] = {}  # what closures in flight need, and how many of them
+        # What closures in flight need, and how many of them.
+        self._kinds: defaultdict[Needs, int] = defaultdict(int)
         # What has ended, and after how many batches, on each worker where something has.
         self.ended: dict[str, Mapping[tuple[str, int], int]] = {}
         self._away: dict[str, _Group] = {}  # who is lost and will be back
@@ -348,9 +342,7 @@ class Dispatcher:
         self._classify(record)
 
     def _group(self, ended: Needs) -> _Group:
-        if ended not in self._groups:
-            self._groups[ended] = _Group(ended)
-        return self._groups[ended]
+        return self._groups.setdefault(ended, _Group(ended))
 
     def _drop_if_empty(self, group: _Group) -> None:
         if group.ended and not (group.num_here or group.num_leaving or group.num_away):
@@ -474,15 +466,14 @@ class Dispatcher:
             At most one Dispatch for a worker, then at most one GiveBack for a worker.
         """
         queued, num_workers = self.queued.closures, len(self._workers)
-        batches: dict[_Worker, list[Closure]] = {}
+        batches: defaultdict[_Worker, list[Closure]] = defaultdict(list)
         resting: list[_Group] = []  # in which workers stay idle
         # Those on which data ended come first: who has them is left free for what needs them.
         for group in reversed(self._groups.values()):
             idle = group.idle
             while idle and queued:
                 record = idle.popleft()
-                batches[record] = []
-                self._send(record, 1, math.inf, batches[record])
+                batches[record] += self._send(record, 1, math.inf)
                 if not batches[record]:
                     idle.appendleft(record)  # and none of the group may take what is queued
                     break
@@ -495,7 +486,7 @@ class Dispatcher:
             for record in records:
                 surplus = len(queued) - num_workers
                 if surplus > 0 and record in self._roomy:
-                    self._send_ahead(record, min(share, surplus), batches.setdefault(record, []))
+                    batches[record] += self._send_ahead(record, min(share, surplus))
         actions: list[DispatchAction] = [
             Dispatch(record.name, tuple(batch)) for record, batch in batches.items() if batch
         ]
@@ -533,23 +524,19 @@ class Dispatcher:
         barred = [set(self._barred(group, self._kinds)) for group in idle]
         return self._kinds.keys() - set.intersection(*barred)
 
-    def _send_ahead(self, record: _Worker, share: int, batch: list[Closure]) -> None:
+    def _send_ahead(self, record: _Worker, share: int) -> list[Closure]:
         first = next(iter(record.held.values()))
-        if not first.lost_on:  # or it runs alone
-            room = record.ahead + 1 - len(record.held)
-            budget = MAX_AHEAD_BYTES - (record.held_bytes - first.inline_bytes)
-            self._send(record, min(share, room), budget, batch, ahead=True)
+        if first.lost_on:  # it runs alone
+            return []
+        room = record.ahead + 1 - len(record.held)
+        budget = MAX_AHEAD_BYTES - (record.held_bytes - first.inline_bytes)
+        return self._send(record, min(share, room), budget, ahead=True)
 
     def _send(
-        self,
-        record: _Worker,
-        most: int,
-        max_bytes: float,
-        batch: list[Closure],
-        *,
-        ahead: bool = False,
-    ) -> None:
-        """Move up to ``most`` closures from the head of the queue to a worker and ``batch``."""
+        self, record: _Worker, most: int, max_bytes: float, *, ahead: bool = False
+    ) -> list[Closure]:
+        """Move up to ``most`` closures from the head of the queue to a worker; return them."""
+        batch: list[Closure] = []
         barred = self._barred(record.group, self.queued.needs()) if self.ended else ()
         while most:
             closure = self.queued.first(barred)
@@ -561,16 +548,14 @@ class Dispatcher:
             batch.append(closure)
             most -= 1
         self._classify(record)
+        return batch
 
     def _hold(self, record: _Worker, closure: Closure) -> None:
         move(closure, Event.DISPATCH)
         closure.worker = record.name
         closure.known_started = False
         record.held[closure.id] = closure
-        try:
-            self._kinds[closure.needs] += 1
-        except KeyError:
-            self._kinds[closure.needs] = 1
+        self._kinds[closure.needs] += 1
         record.held_bytes += closure.inline_bytes
         self.num_in_flight += 1
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TypeAlias
 
 from psync.errors import (
@@ -39,14 +38,6 @@ from psync.errors import (
     PsyncError,
     WorkerLost,
 )
-
-
-class GangState(Enum):
-    """Where a gang is."""
-
-    RUNNING = "running"
-    ENDING = "ending"  # there is an error, and not all have ended yet
-    ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +96,7 @@ class _Collective:
     """One that not all have been answered."""
 
     what: str  # as the first replica that came calls it
-    first: int  # that replica
-    here: set[int] = field(default_factory=set)
+    here: list[int] = field(default_factory=list)  # in the order of their coming
 
 
 class Gang:
@@ -126,14 +116,12 @@ class Gang:
         self.error: BaseException | None = None  # the first
 
     def __repr__(self) -> str:
-        return f"<Gang of {len(self._replicas)}, {self.state.value}>"
+        return f"<Gang of {len(self._replicas)}{', ended' if self.has_ended else ''}>"
 
     @property
-    def state(self) -> GangState:
-        """Where it is. ENDED is final."""
-        if all(replica.ended for replica in self._replicas) and not self._merging:
-            return GangState.ENDED
-        return GangState.RUNNING if self._cause is None else GangState.ENDING
+    def has_ended(self) -> bool:
+        """Whether all replicas have ended, and nothing is being merged. Final."""
+        return all(replica.ended for replica in self._replicas) and not self._merging
 
     def waits(self, replica: int) -> bool:
         """Whether a replica is in a collective: it goes on when others have come."""
@@ -164,13 +152,11 @@ class Gang:
         record.arrived += 1
         if self._cause is not None:
             return [self._refuse([replica], self._cause)]
-        collective = self._open.get(number)
-        if collective is None:
-            collective = self._open[number] = _Collective(what, replica)
-        collective.here.add(replica)
+        collective = self._open.setdefault(number, _Collective(what))
+        collective.here.append(replica)
         if collective.what != what:
             error = ContextError(
-                f"different collectives: {self._name(collective.first)} is in {collective.what}, "
+                f"different collectives: {self._name(collective.here[0])} is in {collective.what}, "
                 f"{self._name(replica)} in {what}",
                 hint="every replica must call the same ones in the same order",
             )
@@ -202,8 +188,6 @@ class Gang:
 
     def gave_up(self, replica: int) -> list[GangAction]:
         """A replica waits in a collective no more, although nobody has answered."""
-        if self._cause is not None:
-            return []
         what = next((c.what for c in self._open.values() if replica in c.here), "a collective")
         error = ClosureCancelled(
             f"{self._name(replica)} gave up {what}, which needs all replicas",
@@ -219,14 +203,12 @@ class Gang:
             LocalProtocolError: It has ended before.
         """
         record = self._end(replica, "return")
-        if self._cause is not None:
-            return []
         if record.waits:
             return self.gave_up(replica)
         if not self._open:
             return []
         number, collective = next(iter(self._open.items()))  # to which it has not come
-        error = self._different_numbers(replica, collective.first, number)
+        error = self._different_numbers(replica, collective.here[0], number)
         return self._fail(error, error)
 
     def failed(self, replica: int, error: BaseException) -> list[GangAction]:
@@ -236,20 +218,18 @@ class Gang:
             LocalProtocolError: It has ended before.
         """
         self._end(replica, "fail")
-        if self._cause is not None:
-            return []
         return self._fail(error, self._cause_of(replica, error))
 
     def cancel(self, error: PsyncError) -> list[GangAction]:
         """End the gang from outside; ``error`` is its error, if there is none yet."""
-        if self._cause is not None or self.state is GangState.ENDED:
-            return []
-        return self._fail(error, error)
+        return [] if self.has_ended else self._fail(error, error)
 
     # Decisions.
 
     def _fail(self, error: BaseException, cause: PsyncError) -> list[GangAction]:
-        """End all: ``error`` is the gang's, ``cause`` is what those who wait are told."""
+        """End all, once: ``error`` is the gang's, ``cause`` is what those who wait are told."""
+        if self._cause is not None:
+            return []
         self.error, self._cause = error, cause
         living = [r for r, record in enumerate(self._replicas) if not record.ended]
         waiting = [r for r in living if self._replicas[r].waits]

@@ -80,7 +80,7 @@ WROTE_TO_PULLED = (
 def loss_error(closure: Closure) -> ClosureError:
     """Return the error of a closure that was lost with too many workers."""
     error = ClosureError(
-        f"{closure} was lost with its worker {closure.attempts} times: "
+        f"{closure} was lost with its worker {len(closure.lost_on)} times: "
         f"{', '.join(closure.lost_on)}",
         hint="it probably kills its process, or blocks its event loop. The log names the signal "
         f"that killed a worker. SIGSEGV or SIGBUS: {WROTE_TO_PULLED}. SIGKILL: look for lack of "
@@ -181,7 +181,7 @@ class Losses:
             for held in self._recent
             if closure.id not in held and self._proven.issuperset(held.values())
         ]
-        return closure.attempts >= self._limit + len(chance)
+        return len(closure.lost_on) >= self._limit + len(chance)
 
 
 class ClosureQueue:
@@ -362,7 +362,10 @@ class ClosureQueue:
         """A step asks for the end of training; see above. Nothing, if everything ends already."""
         if self.ending is not None:
             return []
-        self._end_on_request(reason)
+        self.requested_stop = reason
+        self.ending = f"training was asked to stop: {reason}"
+        self._remedy = "schedule it again after join has returned"
+        self._cancel_queued(list(self._open.values()))  # the rest goes to its end
         return [*self._actions(), *self.dispatcher.ask_back()]
 
     def stop(self) -> list[Action]:
@@ -454,8 +457,11 @@ class ClosureQueue:
         if blame:
             self._losses.lost(closures)
         for closure in closures:
-            if closure.is_replica:  # none other is held beside it
-                return self._lost_replica(worker, closure)
+            if closure.is_replica:  # none other is held beside it; it does not run again
+                event = Event.FAIL if closure.state is State.HELD else Event.LOSE
+                lost = f"was lost while it ran {closure}, a replica of a gang"
+                self._end(closure, event, WorkerLost(worker, lost))
+                return self._actions()
             closure.times_back += 1
             if blame:
                 closure.lost_on += (worker,)
@@ -581,11 +587,6 @@ class ClosureQueue:
             return self.ready_to_raise
         runs_out = self.requested_stop is not None and self.dispatcher.num_in_flight > 0
         return self.low_water() >= cutoff and not runs_out
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether there is an error that was not collected."""
-        return bool(self.pending_errors)
 
     @property
     def ready_to_raise(self) -> bool:
@@ -722,13 +723,6 @@ class ClosureQueue:
         self._totals[closure.state] += 1
         self._settled.append(closure)
 
-    def _end_on_request(self, reason: str) -> None:
-        """Cancel what no worker holds; the rest goes to its end."""
-        self.requested_stop = reason
-        self.ending = f"training was asked to stop: {reason}"
-        self._remedy = "schedule it again after join has returned"
-        self._cancel_queued(list(self._open.values()))
-
     def _end_all(self, reason: str, remedy: str | None = None) -> None:
         """Cancel what no worker holds, and ask for the rest to be stopped, if not done before."""
         if self.ending is not None and self.requested_stop is None:
@@ -765,13 +759,6 @@ class ClosureQueue:
             more = f", and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
             error.message += f" on any worker ({', '.join(named[:MAX_NAMED])}{more})"
             error.args = (error.message,)
-
-    def _lost_replica(self, worker: str, closure: Closure) -> list[Action]:
-        """A worker was lost with a replica, which is not run again: its gang is over."""
-        event = Event.FAIL if closure.state is State.HELD else Event.LOSE
-        error = WorkerLost(worker, f"was lost while it ran {closure}, a replica of a gang")
-        self._end(closure, event, error)
-        return self._actions()
 
     def _actions(self, reporter: str | None = None, *, dispatch: bool = True) -> list[Action]:
         """Return what is to be done now; ``reporter`` as in ``Dispatcher.decide``."""

@@ -65,17 +65,13 @@ class CutCalls:
                 self._calls.setdefault(closure, set()).add(ordinal)
         self.pending = frozenset(number for snapshot in snapshots for number in snapshot.pending)
 
-    def has_all(self, closure: int, calls: int) -> bool:
-        """Return whether all updates of a closure that has ended are in the cut.
+    def num_missing(self, closure: int, calls: int) -> int:
+        """Return how many updates of a closure that has ended are not in the cut.
 
         Args:
             closure: The id of its first run.
             calls: How many calls it has made that update something.
         """
-        return not self.num_missing(closure, calls)
-
-    def num_missing(self, closure: int, calls: int) -> int:
-        """Return how many of these updates are not in the cut."""
         missing = max(0, calls - len(self._calls.get(closure, ())))
         if closure in self.pending:
             return max(1, missing)
@@ -193,16 +189,14 @@ class EndedClosures:
 
     def ended(self, number: int, calls: int) -> None:
         """Note a closure that has just ended, by its number on ps tasks, and the calls it made."""
-        self._note(first_of(number), calls)
+        first = first_of(number)
+        identity = self._identities.get(first)
+        last = first if identity is None else identity.newest
+        self._ended[first] = _Ended(last, calls, identity)
 
     def ended_early(self, closure: int) -> None:
         """Note a closure that has ended before the first cut, and that may be repeated."""
         self._early.append(closure)
-
-    def _note(self, first: int, calls: int) -> None:
-        identity = self._identities.get(first)
-        last = first if identity is None else identity.newest
-        self._ended[first] = _Ended(last, calls, identity)
 
     def saved(self, cut: CutCalls, is_open: Callable[[int], bool]) -> None:
         """Forget those that are in a checkpoint now.
@@ -220,14 +214,14 @@ class EndedClosures:
         older = min(early) if len(early) == NOTED_EARLY else 0  # of these nothing is known
         self._early.clear()
         self._ended = {
-            first: one for first, one in noted.items() if not cut.has_all(first, one.calls)
+            first: one for first, one in noted.items() if cut.num_missing(first, one.calls)
         }
         self.kept.forget(one.id for first, one in noted.items() if first not in self._ended)
         for first in cut.pending - self._ended.keys():
             identity = self._identities.get(first)
             if is_open(first) if identity is None else identity.is_open:
                 continue
-            self._note(first, 0)
+            self.ended(first, 0)
             if identity is None and (first in early or first < older):
                 self.kept.drop(first)
 

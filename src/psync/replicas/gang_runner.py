@@ -23,16 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from psync.closures.closure import Closure, Replica
-from psync.closures.gang import (
-    Answer,
-    Gang,
-    GangAction,
-    GangState,
-    Merge,
-    Refuse,
-    Stop,
-    StopMerging,
-)
+from psync.closures.gang import Answer, Gang, GangAction, Merge, Refuse, Stop, StopMerging
 from psync.closures.queue import Action, Barrier, ClosureQueue
 from psync.errors import (
     ClosedError,
@@ -423,7 +414,7 @@ class GangRunner:
             closure.in_collective = gang.waits(replica)
         if changed:
             self.perform(())  # ps 0 has to know who may still push
-        if gang.state is GangState.ENDED and self.runs and self.runs[0] is run:
+        if gang.has_ended and self.runs and self.runs[0] is run:
             self._end(run, gang.error)
 
     def _merged(self, run: GangRun, number: int, task: asyncio.Task[list[Reached]]) -> None:

@@ -299,7 +299,7 @@ class StatusSource(ClusterSource):
             return "starting"
         if coordinator.recovery.is_recovering:
             return "recovering"
-        if coordinator.recovery.queue.has_failed:
+        if coordinator.recovery.queue.pending_errors:
             return "failed"
         return "idle" if coordinator.done() else "running"
 

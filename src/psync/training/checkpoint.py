@@ -31,7 +31,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -104,12 +104,8 @@ class Restored:
     extra: tuple[str, ...]
 
 
-class Saved(NamedTuple):
-    """A saved checkpoint."""
-
-    path: Path
-    coordinator: Coordinator | None = None  # whose ps tasks wrote it
-    snapshots: Sequence[SnapshotState] = ()  # of these
+Saved = tuple[Path, Coordinator | None, Sequence[SnapshotState]]
+"""A saved checkpoint, whose ps tasks wrote it, and what these held; None: it has none of that."""
 
 
 class Checkpoint:
@@ -192,7 +188,8 @@ class Checkpoint:
 
         Cancellation: Nothing remains of the checkpoint, unless it was already complete.
         """
-        return (await self._saved(Path(directory), number, verbose)).path
+        path, *_ = await self._saved(Path(directory), number, verbose)
+        return path
 
     async def _saved(
         self, directory: Path, number: int | None, verbose: bool | str = False
@@ -207,7 +204,7 @@ class Checkpoint:
         contents = self._contents()
         coordinator = await coordinator_for(contents)
         if coordinator is None:
-            return Saved(await self._save_by_reading(contents, directory, number, verbose))
+            return await self._save_by_reading(contents, directory, number, verbose), None, ()
         for tries_left in reversed(range(TRIES)):
             try:
                 return await self._save_cut(coordinator, contents, directory, number, verbose)
@@ -245,10 +242,8 @@ class Checkpoint:
                 states[f"{name}/learning_rate"] = changed_rate(cut.snapshots, optimizer.number)
             path = await _written(
                 directory, number, contents, states, coordinator.parts,
-                _shown(
-                    lambda writer: write_cut(cut, contents, writer), verbose, directory,
-                    sum(item.nbytes for state in cut.snapshots for item in state.items),
-                ),
+                lambda writer: write_cut(cut, contents, writer), verbose,
+                sum(item.nbytes for state in cut.snapshots for item in state.items),
                 nonce="" if flag(os.environ, STREAM_VARIABLE) else random_hex(16),
             )  # fmt: skip
             try:
@@ -256,7 +251,7 @@ class Checkpoint:
             except CutLost:
                 await in_thread(remove, path)
                 raise
-        return Saved(path, coordinator, cut.snapshots)
+        return path, coordinator, cut.snapshots
 
     async def _save_by_reading(
         self, contents: Contents, directory: Path, number: int | None, verbose: bool | str
@@ -266,10 +261,8 @@ class Checkpoint:
             states[f"{path}/step"] = int(await optimizer.iterations.read())
         return await _written(
             directory, number, contents, states, Parts(),
-            _shown(
-                lambda writer: _write_parts(writer, contents.parts), verbose, directory,
-                sum(part.nbytes for part in contents.parts),
-            ),
+            lambda writer: _write_parts(writer, contents.parts), verbose,
+            sum(part.nbytes for part in contents.parts),
         )  # fmt: skip
 
     async def restore(
@@ -305,12 +298,8 @@ class Checkpoint:
         reader = await asyncio.to_thread(Reader, Path(path))
         contents = self._contents()
         manifest = await asyncio.to_thread(with_names_of, contents, reader)
-        difference = contents.compared(
-            manifest,
-            reader.path,
-            "restore(path, partial=True) leaves what is missing as it is",
-            partial=partial,
-        )
+        hint = "restore(path, partial=True) leaves what is missing as it is"
+        difference = contents.compared(manifest, reader.path, hint, partial=partial)
         named = [(part, manifest.tensors.get(part.tensor)) for part in contents.parts]
         found = [(part, tensor) for part, tensor in named if tensor is not None]
         steps, rates = numbers_of(contents.optimizers, manifest.states, reader.path)
@@ -394,28 +383,21 @@ class Checkpoint:
         return contents
 
 
-def _shown(
-    write: Callable[[Writer], Awaitable[None]], verbose: bool | str, directory: Path, total: int
-) -> Callable[[Writer], Awaitable[None]]:
-    """Return what writes a checkpoint and shows how far it is: as its files grow."""
-    if not verbose:
-        return write
+async def _shown(work: Awaitable[None], verbose: bool | str, writer: Writer, total: int) -> None:
+    """Await the writing of a checkpoint, and show how far it is: as its files grow."""
 
-    async def shown(writer: Writer) -> None:
-        async def look() -> None:
-            while True:
-                show(min(total, await asyncio.to_thread(size_of, writer.temporary)))
-                await asyncio.sleep(LOOK_EVERY_S)
+    async def look() -> None:
+        while True:
+            show(min(total, await asyncio.to_thread(size_of, writer.temporary)))
+            await asyncio.sleep(LOOK_EVERY_S)
 
-        with showing(verbose, f"saving {directory}", total) as show:
-            looking = asyncio.create_task(look())
-            try:
-                await write(writer)
-            finally:
-                looking.cancel()
-                await asyncio.wait((looking,))
-
-    return shown
+    with showing(verbose, f"saving {writer.directory}", total) as show:
+        looking = asyncio.create_task(look())
+        try:
+            await work
+        finally:
+            looking.cancel()
+            await asyncio.wait((looking,))
 
 
 async def coordinator_for(contents: Contents) -> Coordinator | None:
@@ -444,6 +426,8 @@ async def _written(
     states: dict[str, Any],
     parts: Parts,
     write: Callable[[Writer], Awaitable[None]],
+    verbose: bool | str,
+    total: int,
     nonce: str = "",
 ) -> Path:
     """Write a checkpoint, or leave nothing of it.
@@ -464,7 +448,7 @@ async def _written(
                 lambda: begun.append(make(directory, name, number, shapes, states, nonce))
             )
             writer = begun[0]
-            await write(writer)
+            await (_shown(write(writer), verbose, writer, total) if verbose else write(writer))
             return await in_thread(writer.commit)
     except BaseException as exc:
         for writer in begun:

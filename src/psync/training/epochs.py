@@ -17,9 +17,9 @@ that run may have trained some of them.
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -113,10 +113,6 @@ class History:
         """Remove all epochs."""
         self.epoch, self.history, self.repeated, self.stop_reason = [], {}, [], None
 
-    def _copy(self) -> History:
-        """Return an independent copy."""
-        return copy.deepcopy(self)
-
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the history as plain data."""
         return {
@@ -191,6 +187,10 @@ class _Saved:
     history: dict[str, list[float]]
     repeated: list[int] = field(default_factory=list)  # which older ones do not have
     owed: int = 0
+
+
+Run = tuple[RemoteValue[Any], int]
+"""A closure, and how many steps it has."""
 
 
 @dataclass(eq=False)
@@ -308,15 +308,14 @@ class EpochRuns:
         """Train steps; return whether data ended, and how many steps closures lacked data for."""
         trainer = self.trainer
         first = done = self._scheduled
-        closures, counts = self._schedule(steps)
+        runs = self._schedule(steps)
         if steps is None:
-            logger.warning(
-                "fit: a rollback has undone %d steps, which are trained again", sum(counts)
-            )
-            done = max(0, first - sum(counts))
-        tasks: list[Any] = [asyncio.create_task(self._show_steps(closures, counts, done))]
+            undone = sum(count for _, count in runs)
+            logger.warning("fit: a rollback has undone %d steps, which are trained again", undone)
+            done = max(0, first - undone)
+        tasks: list[Any] = [asyncio.create_task(self._show_steps(runs, done))]
         if told:
-            tasks.append(asyncio.create_task(self._tell(closures, counts, first)))
+            tasks.append(asyncio.create_task(self._tell(runs, first)))
         ended = False
         try:
             try:
@@ -326,7 +325,7 @@ class EpochRuns:
             for telling in tasks[1:]:
                 await telling
         finally:
-            for unfinished in (*closures, *tasks):
+            for unfinished in (*(closure for closure, _ in runs), *tasks):
                 unfinished.cancel()
             await asyncio.wait(tasks)
         reason = self.coordinator.stop_reason
@@ -336,51 +335,43 @@ class EpochRuns:
             self.owed_steps()
             self._owed = 0  # training was stopped
             return ended, 0
-        return ended, self._missing(closures, counts)
+        return ended, self._missing(runs)
 
-    async def _tell(
-        self, closures: Sequence[RemoteValue[Any]], counts: Sequence[int], steps: int
-    ) -> None:
+    async def _tell(self, runs: Sequence[Run], steps: int) -> None:
         """Tell callbacks of each closure that has a result, in the order of the epoch.
 
         If that raises, or stops training, the closures that have not ended are cancelled. An error
         of a closure is left to ``join``.
 
         Args:
-            closures: Closures of an epoch, which return (steps that are missing, sums).
-            counts: Steps of each.
+            runs: Closures of an epoch, which return (steps that are missing, sums).
             steps: Steps before them in the epoch.
         """
         trainer = self.trainer
-        for place, (closure, count) in enumerate(zip(closures, counts, strict=True)):
-            try:
-                missing, sums = await closure
-            except EndOfData:
-                continue
-            except Exception:
-                return
-            steps += count - missing
-            is_over = True
-            try:
+        try:
+            for closure, count in runs:
+                try:
+                    missing, sums = await closure
+                except EndOfData:
+                    continue
+                except Exception:
+                    return
+                steps += count - missing
                 logs = await trainer._logs_of(sums)
                 self.coordinator.report(logs)
                 await call_back(trainer, self.told, "on_train_batch_end", steps - 1, logs)
-                is_over = trainer.stop_training
-            finally:
-                for unfinished in closures[place:] if is_over else ():
-                    unfinished.cancel()
-            if is_over:
-                return
+                if trainer.stop_training:
+                    return
+        finally:
+            for closure, _ in runs:
+                closure.cancel()
 
-    async def _show_steps(
-        self, closures: Sequence[RemoteValue[Any]], counts: Sequence[int], done: int
-    ) -> None:
+    async def _show_steps(self, runs: Sequence[Run], done: int) -> None:
         """Move the bar while closures run, from ``done`` steps; they end about in order."""
-        first = 0
+        left = deque(runs)
         while True:
-            while first < len(closures) and closures[first].done():
-                done += counts[first]
-                first += 1
+            while left and left[0][0].done():
+                done += left.popleft()[1]
             self.show.at(done)
             await asyncio.sleep(SHOW_EVERY_S)
 
@@ -395,19 +386,14 @@ class EpochRuns:
         self._seen = len(rollbacks)
         return self._owed
 
-    def _missing(self, closures: Sequence[RemoteValue[Any]], counts: Sequence[int]) -> int:
+    def _missing(self, runs: Sequence[Run]) -> int:
         """Return how many steps closures lack that met the end of their worker's data.
 
         All have ended. Those that had no batch at all count as well: no worker had one for them.
-
-        Args:
-            closures: What ``_schedule`` returned.
-            counts: Steps of each.
         """
         found = 0
-        for value, count in zip(closures, counts, strict=True):
-            state, lacks = value._closure.state, count
-            if state is State.FINISHED:
+        for value, lacks in runs:
+            if value._closure.state is State.FINISHED:
                 result = value.get_nowait()
                 lacks = 0 if result is None else result[0]
             if lacks and value.closure_id in self._steps:  # or it was undone: all of it is owed
@@ -416,8 +402,8 @@ class EpochRuns:
                 found += lacks
         return found
 
-    def _schedule(self, steps: int | None) -> tuple[list[RemoteValue[Any]], list[int]]:
-        """Schedule steps; return the closures, and how many steps each of them has.
+    def _schedule(self, steps: int | None) -> list[Run]:
+        """Schedule steps; return the closures of these.
 
         Args:
             steps: Of the present epoch; None: those that are owed, which are not any more.
@@ -426,20 +412,16 @@ class EpochRuns:
             steps = self.owed_steps()
             self._pass += self._of_earlier  # an epoch's data may be too few for these, too
             self._owed, self._of_earlier = 0, False
-        each = self.steps_per_execution
-        counts = [min(each, steps - start) for start in range(0, steps, each)]
-        made = [
-            self._coordinator.schedule(
-                self.run_steps,
-                (self.batches, self._pass, count),
-                {},
-                may_repeat=False,
-                needs=self.batches._needs(self._pass),
+        runs: list[Run] = []
+        needs = self.batches._needs(self._pass)
+        for start in range(0, steps, self.steps_per_execution):
+            count = min(self.steps_per_execution, steps - start)
+            arguments = (self.batches, self._pass, count)
+            value = self._coordinator.schedule(
+                self.run_steps, arguments, {}, may_repeat=False, needs=needs
             )
-            for count in counts
-        ]
-        self._scheduled += steps
-        for value, count in zip(made, counts, strict=True):
             self._steps[value.closure_id] = count
             self._closures[value.closure_id] = value
-        return made, counts
+            runs.append((value, count))
+        self._scheduled += steps
+        return runs

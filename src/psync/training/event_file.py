@@ -16,6 +16,8 @@ import struct
 import time
 from pathlib import Path
 
+import numpy as np
+
 _VERSION = b"brain.Event:2"
 _MASK = 0xA282EAD8
 _CASTAGNOLI = 0x82F63B78  # reflected
@@ -59,7 +61,9 @@ class EventFile:
             value: Any float, including NaN.
             step: Number of at least 0.
         """
-        point = _bytes_field(1, tag.encode()) + b"\x15" + struct.pack("<f", _as_float32(value))
+        with np.errstate(over="ignore"):  # a value beyond the range of float32 is infinite
+            number = struct.pack("<f", np.float32(value))
+        point = _bytes_field(1, tag.encode()) + b"\x15" + number
         summary = _bytes_field(1, point)
         self._write(_event(time.time()) + b"\x10" + _varint(step) + _bytes_field(5, summary))
 
@@ -86,14 +90,6 @@ def masked_crc(data: bytes) -> int:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
     crc ^= 0xFFFFFFFF
     return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
-
-
-def _as_float32(value: float) -> float:
-    try:
-        struct.pack("<f", value)
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
-    return value
 
 
 # Protobuf.

@@ -352,7 +352,17 @@ class Contents:
         self.by_variable += [f"{path}/{slot}" for slot in optimizer.get_slot_names()]
         for slot in optimizer.variables() if self.slots else ():
             self._add_array(f"{path}/{slot.name}/{slot.variable.name}", slot)
-        return functools.partial(_optimizer_values, path)
+
+        def values(arrays: Mapping[str, np.ndarray], states: Mapping[str, Any]) -> dict[str, Any]:
+            """Return the step of the optimizer, and those of its slots that were read."""
+            found: dict[str, Any] = {"step": states[f"{path}/step"]}
+            for name, array in arrays.items():
+                if name.startswith(f"{path}/"):
+                    slot, _, variable = name.removeprefix(f"{path}/").partition("/")
+                    found.setdefault(slot, {})[variable] = array
+            return found
+
+        return values
 
     def _add_array(self, name: str, source: Handle | Slot) -> None:
         self._check_new(name)
@@ -384,18 +394,6 @@ def _part(name: str, dtype: str, spec: ShardSpec, shard: Variable, source: Handl
             read=slot.read, write=slot.assign,
         )  # fmt: skip
     return made(read=shard.read, write=shard.assign)
-
-
-def _optimizer_values(
-    path: str, arrays: Mapping[str, np.ndarray], states: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the step of an optimizer, and those of its slots that were read."""
-    values: dict[str, Any] = {"step": states[f"{path}/step"]}
-    for name, array in arrays.items():
-        if name.startswith(f"{path}/"):
-            slot, _, variable = name.removeprefix(f"{path}/").partition("/")
-            values.setdefault(slot, {})[variable] = array
-    return values
 
 
 def _holds_something(value: Any) -> bool:

@@ -6,6 +6,7 @@ required ``steps_per_epoch``. Unlike there, callbacks may receive batches.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
@@ -361,7 +362,7 @@ class Trainer:
             self.history.stop_reason = None
             run_steps = self._steps(tells=bool(told))
             logs: dict[str, float] = {}
-            show = Progress(kind_of(verbose))
+            show, validates = Progress(kind_of(verbose)), validation_data is not None
             with closing(self.fit_state):
                 runs = EpochRuns(
                     self, coordinator, run_steps, batches, steps_per_execution, show, told
@@ -376,15 +377,13 @@ class Trainer:
                         await call_back(self, callbacks, "on_epoch_begin", epoch)
                         began = time.perf_counter()
                         show.begin(epoch, epochs, steps_per_epoch)
-                        validates = (
-                            validation_data is not None and (epoch + 1) % validation_freq == 0
-                        )
-                        self.validation_skipped = validation_data is not None and not validates
+                        is_due = (epoch + 1) % validation_freq == 0
+                        self.validation_skipped = validates and not is_due
                         validate = functools.partial(
                             self.evaluate, validation_data, batch_size=validation_batch_size
                         )
                         logs, ended, again = await runs.run(
-                            steps_per_epoch, validate if validates else None
+                            steps_per_epoch, validate if validates and is_due else None
                         )
                         show.end(time.perf_counter() - began, logs, again)
                         history._add(epoch, logs, again)
@@ -404,7 +403,7 @@ class Trainer:
                 await runs.settle(saved=not self.unsaved)
                 if self.manager is not None:
                     await self.manager.finish()
-                return history._copy()
+                return copy.deepcopy(history)
 
     def request_stop(self, reason: str) -> None:
         """End ``fit`` after the current epoch, from a callback; steps use ``psync.request_stop``.
