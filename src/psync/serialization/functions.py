@@ -173,9 +173,7 @@ def is_coroutine_step(fn: Step) -> bool:
 # On the worker.
 
 
-def load_function(
-    data: Segment, buffers: Sequence[Segment] = (), *, name: str = "the step"
-) -> Step:
+def load_function(data: Segment, buffers: Sequence[Segment], name: str) -> Step:
     """Return the callable that a coordinator pickled.
 
     Raises:

@@ -50,7 +50,7 @@ from psync.net.trace import SpanRecorder
 from psync.replicas.context import GangMember
 from psync.serialization.failures import describe_exception, text_of
 from psync.serialization.functions import is_coroutine_step, load_function
-from psync.serialization.payloads import EMPTY, Payload, check_size, pack, unpack_arguments
+from psync.serialization.payloads import EMPTY, Payload, check_size, pack, unpack
 from psync.wire import messages
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES, Frame
@@ -346,7 +346,7 @@ class ClosureInputs:
             arrived: list[IteratorHandle[Any]] = []
             token = arriving.set(arrived)
             try:
-                args, kwargs = unpack_arguments(segments[0], segments[1:own], values)
+                args, kwargs = unpack(segments[0], segments[1:own], values) or ((), {})
             finally:
                 arriving.reset(token)
             if arrived:
@@ -376,8 +376,8 @@ class ClosureInputs:
             raise RemoteProtocolError(f"expected a function, got {type(message).__name__}")
         token = arriving.set(handles)
         try:
-            segments = received.segments
-            return load_function(segments[0], segments[1:], name=message.name), message.name
+            data, *buffers = received.segments
+            return load_function(data, buffers, message.name), message.name
         finally:
             arriving.reset(token)
 
