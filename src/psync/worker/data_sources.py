@@ -245,9 +245,9 @@ class ArrayDataset(Dataset):
         self._arrays = _stacked(arrays)
         self.num_rows = _common_length(leaves_of(self._arrays))
         self.batch_size = None if batch_size is None else integer("batch_size", batch_size, 1)
-        self.shuffle_seed = _seed(shuffle_seed)
+        self.shuffle_seed = _optional("shuffle_seed", shuffle_seed, 0, ", or None")
         self.drop_remainder = drop_remainder
-        self.num_epochs = _epochs(num_epochs)
+        self.num_epochs = _optional("num_epochs", num_epochs, 1)
         if drop_remainder and self.num_rows < (self.batch_size or 1):
             raise ConfigurationError(
                 f"batch_size: expected at most {self.num_rows}, the number of rows, because of "
@@ -314,8 +314,8 @@ class FileDataset(Dataset):
             raise asynchronous(f"reader {name_of(reader)}")
         self.files = tuple(files)
         self.reader = reader
-        self.shuffle_seed = _seed(shuffle_seed)
-        self.num_epochs = _epochs(num_epochs)
+        self.shuffle_seed = _optional("shuffle_seed", shuffle_seed, 0, ", or None")
+        self.num_epochs = _optional("num_epochs", num_epochs, 1)
 
     def __repr__(self) -> str:
         return f"<dataset of {len(self.files)} files, read by {name_of(self.reader)}>"
@@ -491,12 +491,8 @@ def integer(name: str, value: Any, least: int, also: str = "") -> int:
     return checked_integer(f"{name}: expected an integer of at least {least}{also}", value, least)
 
 
-def _seed(value: Any) -> int | None:
-    return None if value is None else integer("shuffle_seed", value, 0, ", or None")
-
-
-def _epochs(value: Any) -> int | None:
-    return None if value is None else integer("num_epochs", value, 1)
+def _optional(name: str, value: Any, least: int, also: str = "") -> int | None:
+    return None if value is None else integer(name, value, least, also)
 
 
 def _stacked(arrays: Any) -> Any:
