@@ -20,7 +20,7 @@ from psync.client.runtime import Runtime
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.connection import Connection
 from psync.numerics.rows import IndexedSlices
-from psync.numerics.rules import LayerwiseRule, Sums, UpdateRule, registered_in
+from psync.numerics.rules import Lamb, Sums, UpdateRule, registered_in
 from psync.specs import ShardSpec, VariableSpec, count_of, dtype_of, marked_after
 from psync.store.push_counts import total_of
 from psync.wire.frames import SMALL_BODY_BYTES, Frame
@@ -204,7 +204,7 @@ async def trust_ratios(
     """
     if not rule.takes_norms or all(len(v.shards) == 1 for v in plan.variables):
         return None
-    assert isinstance(rule, LayerwiseRule), "no others do"
+    assert isinstance(rule, Lamb), "no others do"
     given = [to_bytes_view(each) for each in gradients if isinstance(each, np.ndarray)]
     if len(given) < len(gradients):
         return None
