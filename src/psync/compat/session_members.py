@@ -89,6 +89,9 @@ class _Task:
     incarnation: int
     lost_at: float | None  # time at which it is lost unless it connects; None: it is connected
 
+    def is_lost(self, now: float) -> bool:
+        return self.lost_at is not None and now >= self.lost_at
+
 
 class SessionMembers:
     """The replicas of one cluster without a coordinator. Single owner, no clock; never blocks."""
@@ -301,11 +304,7 @@ class SessionMembers:
     def tick(self, now: float) -> list[Action]:
         """Give up those whose time has come."""
         actions: list[Action] = []
-        lost = [
-            (task, member)
-            for task, member in self._members.items()
-            if member.lost_at is not None and now >= member.lost_at
-        ]
+        lost = [(task, member) for task, member in self._members.items() if member.is_lost(now)]
         for task, member in lost:
             del self._members[task]
             self._missing[task] = None
@@ -313,8 +312,7 @@ class SessionMembers:
                 actions.append(FenceTask(task, member.incarnation + 1))
         if lost:
             actions += [self._set_members(), *self._after_a_loss(now)]
-        chief = self._chief
-        if chief is not None and chief.lost_at is not None and now >= chief.lost_at:
+        if self._chief is not None and self._chief.is_lost(now):
             actions += self._lose_chief()
         if self._deserted_at is not None and now >= self._deserted_at:
             names = ", ".join(self._missing)
