@@ -44,7 +44,7 @@ class Cluster:
         self.rule = RecoveryRule(list(range(len(hosts))), lambda: self.saved, lambda: fresh)
         self.rule.started = True
         for ps, host in enumerate(hosts):
-            self.rule.backed_up(ps, host)
+            self.rule.hosts[ps] = host
 
     def lose(self, ps: int) -> list[Action]:
         return quiet(self.rule.lost(ps, away(ps)))
@@ -362,7 +362,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             homes = self.rule_.homes
             ps = data.draw(st.sampled_from(range(len(homes))))
             hosts = [host for host in range(len(homes)) if host != homes[ps]]
-            self.rule_.backed_up(ps, data.draw(st.sampled_from([None, *hosts])))
+            self.rule_.hosts[ps] = data.draw(st.sampled_from([None, *hosts]))
 
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:

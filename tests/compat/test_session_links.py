@@ -11,7 +11,7 @@ import pytest
 from memory_cluster import MemoryCluster, session_cluster
 from ps_cluster import PsCluster
 from psync.chief.declarations import Declaration
-from psync.compat.session_links import Comparison, SessionLinks
+from psync.compat.session_links import SessionLinks
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
 from psync.net.secret import Secret
 
@@ -130,8 +130,9 @@ async def test_a_worker_that_declares_more_than_the_chief_is_told_every_time() -
     async with PsCluster(2) as cluster:
         known = declaration(cluster, "known", (4,))
         await cluster.creation.ensure()
-        declared = [known, declaration(cluster, "more", (4,))]
-        comparison = Comparison(declared, cluster.client())
+        links = links_of(MemoryCluster())
+        links.declared += [known, declaration(cluster, "more", (4,))]
+        links.ps = cluster.client()
         for _ in range(2):
             with pytest.raises(ConfigurationError, match='did not declare variable "more"'):
-                await comparison.ensure()
+                await links.compare()

@@ -38,9 +38,8 @@ def make_step(value: Any) -> Callable[[], Any]:
 
 
 def load(function: Any) -> Callable[..., Any]:
-    return load_function(
-        function.payload.data, [bytearray(buffer) for buffer in function.payload.buffers]
-    )
+    buffers = [bytearray(buffer) for buffer in function.payload.buffers]
+    return load_function(function.payload.data, buffers, function.name)
 
 
 class Trainer:
@@ -340,7 +339,7 @@ def test_a_step_that_cannot_be_loaded_says_why(table: FunctionTable) -> None:
     finally:
         del sys.modules["only_on_the_coordinator"]
     with pytest.raises(SerializationError) as caught:
-        load_function(function.payload.data, function.payload.buffers, name=function.name)
+        load_function(function.payload.data, function.payload.buffers, function.name)
     assert str(caught.value) == (
         'step "step" cannot be loaded on this worker: ModuleNotFoundError: No module named '
         "'only_on_the_coordinator'\n"
@@ -351,4 +350,4 @@ def test_a_step_that_cannot_be_loaded_says_why(table: FunctionTable) -> None:
 
 def test_a_pickle_of_something_else_is_no_step() -> None:
     with pytest.raises(SerializationError, match=r'^step "f": expected a callable, got NoneType$'):
-        load_function(b"", name="f")
+        load_function(b"", (), "f")

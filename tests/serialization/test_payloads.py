@@ -32,7 +32,6 @@ from psync.serialization.payloads import (
     pack,
     pack_arguments,
     unpack,
-    unpack_arguments,
 )
 
 
@@ -118,12 +117,11 @@ def test_nothing_takes_no_bytes() -> None:
     assert EMPTY.nbytes == 0
     assert Payload.from_segments([]) is EMPTY
     assert unpack(EMPTY.data) is None
-    assert unpack_arguments(EMPTY.data) == ((), {})
 
 
 def test_arguments_arrive_by_position_and_by_name() -> None:
     payload = received(pack_arguments("train", (1, [2]), {"x": 3}))
-    assert unpack_arguments(payload.data, payload.buffers) == ((1, [2]), {"x": 3})
+    assert unpack(payload.data, payload.buffers) == ((1, [2]), {"x": 3})
 
 
 def test_later_changes_do_not_reach_what_was_packed() -> None:
@@ -244,7 +242,7 @@ def test_remote_values_are_replaced_by_what_they_stand_for() -> None:
     payload = pack_arguments("train", (second, [first]), {"again": second})
     assert payload.remote_values == (second, first)
     results = [received(pack([1])), "done"]
-    (a, b), kwargs = unpack_arguments(payload.data, payload.buffers, results)
+    (a, b), kwargs = unpack(payload.data, payload.buffers, results)
     assert (a, b, kwargs) == ([1], ["done"], {"again": [1]})
     assert a is kwargs["again"]
     assert isinstance(results[0], Payload)  # the caller's list is not changed
@@ -253,8 +251,8 @@ def test_remote_values_are_replaced_by_what_they_stand_for() -> None:
 def test_each_unpacking_gets_a_value_of_its_own() -> None:
     payload = pack_arguments("train", (RemoteValue(),), {})
     result = received(pack([1]))
-    (first,), _ = unpack_arguments(payload.data, remote_values=[result])
-    (second,), _ = unpack_arguments(payload.data, remote_values=[result])
+    (first,), _ = unpack(payload.data, remote_values=[result])
+    (second,), _ = unpack(payload.data, remote_values=[result])
     assert first == second
     assert first is not second
 

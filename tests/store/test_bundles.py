@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from psync.errors import BusyError
 from psync.numerics.common_blocks import Adjacent
 from psync.numerics.memory import BLOCK_BYTES
-from psync.numerics.rules import SGD, Adam, LayerwiseRule, RuleOptions, UpdateRule
+from psync.numerics.rules import SGD, Adam, Lamb, RuleOptions, UpdateRule
 from psync.specs import ShardSpec, dtype_of
 from psync.store.bundles import PATIENCE, SMALL_SHARD_BYTES, runs_of
 from psync.store.ledger import Ledger
@@ -24,7 +24,7 @@ from psync.store.store import ShardStore, Work
 from rule_table import RULES
 
 PS = "/job:ps/task:0"
-BUNDLED = {name: rule for name, rule in RULES.items() if not isinstance(rule, LayerwiseRule)}
+BUNDLED = {name: rule for name, rule in RULES.items() if not isinstance(rule, Lamb)}
 SIZES = (7, 1, 64, 33, 5)  # neither is a multiple of what a CPU does at once
 
 

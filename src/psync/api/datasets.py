@@ -29,7 +29,6 @@ from psync.wire.messages import AskPosition, IteratorPosition
 from psync.worker.data_sources import (
     POLICIES,
     Dataset,
-    InputContext,
     IterableDataset,
     Sharded,
     dataset_of,
@@ -39,6 +38,7 @@ from psync.worker.data_sources import (
     takes_context,
 )
 from psync.worker.element_specs import spec_of
+from psync.worker.input_contexts import InputContext
 from psync.worker.iterators import IteratorHandle
 
 if TYPE_CHECKING:

@@ -765,9 +765,7 @@ def why_not(
     """
     if len(snapshots) != num_ps:
         return f"the checkpoint is of {len(snapshots)} ps tasks, here are {num_ps}"
-    states = [
-        SnapshotState.from_bytes(snapshot.state, str(snapshot.file)) for snapshot in snapshots
-    ]
+    states = [SnapshotState.from_bytes(each.state, str(each.file)) for each in snapshots]
     held = {spec for state in states for spec in state.shards}
     if missing := [spec for spec in shards if spec not in held]:
         return f"the checkpoint has no shard {missing[0]} as it is declared here"

@@ -31,9 +31,7 @@ from psync.net.platform import PerProcess
 MAX_BYTES = 4096
 """Of such a file, which has some 150."""
 
-_owners: PerProcess[weakref.WeakValueDictionary[str, Owner]] = PerProcess(
-    weakref.WeakValueDictionary
-)
+_owners = PerProcess(weakref.WeakValueDictionary[str, "Owner"])
 _changing = threading.RLock()
 
 

@@ -159,7 +159,7 @@ class Backups:
             await asyncio.sleep(PAUSE_S)
 
     def _note(self, ps: int, host: int | None) -> None:
-        self._rule.backed_up(ps, host)
+        self._rule.hosts[ps] = host
         self.look()
 
     async def let_alone(self, ps: int, *, urgent: bool = False) -> None:

@@ -320,7 +320,8 @@ class RecoveryRule:
     Attributes:
         started: Whether the coordinator has started; until then it is made anew if a ps is lost.
         starts: Fresh starts so far.
-        hosts: In whose process its complete backup is; None: it has none.
+        hosts: In whose process the complete backup of each ps is; None: it has none. Set by
+            whoever keeps the backups.
         lost_ps: Those that were lost since the recovery began, in order.
         gone: Why nothing can be done any more; None: it can.
     """
@@ -374,10 +375,6 @@ class RecoveryRule:
     def failed(self, error: Exception) -> list[Action]:
         """The step under way has not."""
         return self._strategy.failed(error) if self._strategy is not None else []
-
-    def backed_up(self, ps: int, host: int | None) -> None:
-        """A ps has a complete backup in the process of ``host``; or, if that is None, none."""
-        self.hosts[ps] = host
 
     def replaced(self, error: FencedError) -> list[Action]:
         """A newer coordinator has come: workers and ps tasks serve that. The first one counts."""

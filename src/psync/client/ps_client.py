@@ -34,7 +34,7 @@ from psync.net.endpoint import Endpoint
 from psync.numerics.compression import Compression
 from psync.numerics.memory import BlockPool
 from psync.numerics.rows import IndexedSlices, check_scatter, merged
-from psync.numerics.rules import LayerwiseRule, Sums
+from psync.numerics.rules import Lamb, Sums
 from psync.specs import ShardSpec, VariableSpec
 from psync.wire.closure_numbers import PART_BITS
 from psync.wire.codec import Message
@@ -312,7 +312,7 @@ class PsClient(PsRows):
                 )
             for (variable, *_), of_shard in zip(request.cuts, answer.sums, strict=True):
                 sums[variable].append((of_shard[0], of_shard[1]))
-        return [LayerwiseRule.trust_ratio(of_variable) for of_variable in sums]
+        return [Lamb.trust_ratio(of_variable) for of_variable in sums]
 
     async def assign(
         self,

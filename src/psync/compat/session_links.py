@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from psync.api.sync_replicas import wait_over
 from psync.chief.creation import MESSAGE_SHARDS, Creation, as_sent
 from psync.chief.declarations import Declaration
-from psync.chief.links import enquire
+from psync.chief.enquiries import enquire
 from psync.client.optimizer_client import note_plugins
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink, always, ask
@@ -45,7 +45,7 @@ class SessionLinks:
     platform: Platform
     task: str  # name of this task
     addresses: list[str]  # of the ps tasks, in order
-    declared: list[Declaration]  # by the program; new declarations appear at its end
+    declared: list[Declaration]  # new ones appear at the end; those dealt with are taken from it
     _: KW_ONLY
     origin: str  # token of the strategy
     connect_timeout_s: float  # how long the cluster may take to come up
@@ -56,6 +56,7 @@ class SessionLinks:
     def __post_init__(self) -> None:
         self._pool = BlockPool()
         self._stack = contextlib.AsyncExitStack()
+        self._comparing = asyncio.Lock()
 
     # The chief.
 
@@ -133,8 +134,28 @@ class SessionLinks:
         incarnation = await self._enquire(messages.EnterSession(boot))
         ps = self._connect_as(self.task, incarnation)
         await self._to_each_ps(lambda link: link.peer("control"))
-        comparison = Comparison(self.declared, ps)
-        return Runtime(ps, self.origin, ensure_created=comparison.ensure, in_session=True)
+        return Runtime(ps, self.origin, ensure_created=self.compare, in_session=True)
+
+    async def compare(self) -> None:
+        """Compare what was declared with what the ps tasks hold for the chief, but once.
+
+        Raises:
+            ConfigurationError: The chief has declared something else, or nothing.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe; goes on with the next call.
+        """
+        while self.declared:
+            async with self._comparing:
+                batch = self.declared[:MESSAGE_SHARDS]
+                by_ps: dict[int, list[tuple[str, int, int, int, list[int], str]]] = {}
+                for shard in (shard for each in batch for shard in each.spec.shards):
+                    by_ps.setdefault(shard.ps, []).append(as_sent(shard))
+                for index, shards in by_ps.items():
+                    for start in range(0, len(shards), MESSAGE_SHARDS):
+                        message = messages.CheckShards(shards[start : start + MESSAGE_SHARDS])
+                        await self.ps.links[index].call(always(message))
+                del self.declared[: len(batch)]
 
     async def leave(self) -> messages.TrainingOver | None:
         """Take part no longer; the chief ends training so, and waits until all others have left.
@@ -231,33 +252,3 @@ async def _until_lost(link: PsLink) -> NoReturn:
     """Raise what a call would raise, even if there are no calls."""
     while True:
         await (await link.peer("control")).wait_closed()
-
-
-@dataclass(eq=False)
-class Comparison:
-    """Compares what a worker has declared with what the ps tasks hold for the chief."""
-
-    declared: list[Declaration]  # new ones appear at the end; they are taken from it
-    ps: PsClient
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def ensure(self) -> None:
-        """Compare what was not compared before.
-
-        Raises:
-            ConfigurationError: The chief has declared something else, or nothing.
-            ParameterServerLost: A ps is gone.
-
-        Cancellation: Safe; goes on with the next call.
-        """
-        while self.declared:
-            async with self._lock:
-                batch = self.declared[:MESSAGE_SHARDS]
-                by_ps: dict[int, list[tuple[str, int, int, int, list[int], str]]] = {}
-                for shard in (shard for each in batch for shard in each.spec.shards):
-                    by_ps.setdefault(shard.ps, []).append(as_sent(shard))
-                for index, shards in by_ps.items():
-                    for start in range(0, len(shards), MESSAGE_SHARDS):
-                        message = messages.CheckShards(shards[start : start + MESSAGE_SHARDS])
-                        await self.ps.links[index].call(always(message))
-                del self.declared[: len(batch)]

@@ -89,13 +89,8 @@ class _Task:
     incarnation: int
     lost_at: float | None  # time at which it is lost unless it connects; None: it is connected
 
-
-@dataclass(frozen=True, slots=True)
-class _Asking:
-    """A worker that wants to take part."""
-
-    waiter: Waiter
-    boot: int  # incarnation under which it was started
+    def is_lost(self, now: float) -> bool:
+        return self.lost_at is not None and now >= self.lost_at
 
 
 class SessionMembers:
@@ -105,7 +100,8 @@ class SessionMembers:
         self._coordinator = 0  # incarnation of the chief that the ps tasks serve; 0: none yet
         self._chiefs: set[int] = set()  # incarnations of the chiefs that have a connection
         self._given: dict[str, int] = {}  # highest incarnation that each task was given
-        self._asking: dict[str, _Asking] = {}  # by task: its last one
+        # Workers that want to take part: their last request, and what they were started under.
+        self._asking: dict[str, tuple[Waiter, int]] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -164,11 +160,7 @@ class SessionMembers:
         self._open = True
         if self._trains:
             self._members[self._chief_name] = self._chief
-        actions = [
-            action
-            for task, asking in list(self._asking.items())
-            for action in self._enter(task, asking, now)
-        ]
+        actions = [action for task in list(self._asking) for action in self._enter(task, now)]
         self._opening = None
         return [self._set_members(), *actions, Answer(opening, Done())]
 
@@ -185,21 +177,21 @@ class SessionMembers:
             boot: Incarnation under which it was started.
             now: Time in seconds.
         """
-        before = self._asking.pop(task, None)
-        actions = _replaced(None if before is None else before.waiter, task)
+        before, _ = self._asking.pop(task, (None, 0))
+        actions = _replaced(before, task)
         over = self._over
         next_chief = over is not None and over.failed and self._coordinator not in self._chiefs
         if over is not None and not next_chief and (over.failed or not self._open):
             return [*actions, Answer(waiter, over)]
-        self._asking[task] = asking = _Asking(waiter, boot)
+        self._asking[task] = waiter, boot
         if self._open and not next_chief:
-            entered = self._enter(task, asking, now)
+            entered = self._enter(task, now)
             return [*actions, self._set_members(), *entered]
         return [*actions, *self._open_if_complete(now)]
 
-    def _enter(self, task: str, asking: _Asking, now: float) -> list[Action]:
-        del self._asking[task]
-        incarnation = max(asking.boot, self._coordinator + 1, self._given.get(task, 0) + 1)
+    def _enter(self, task: str, now: float) -> list[Action]:
+        waiter, boot = self._asking.pop(task)
+        incarnation = max(boot, self._coordinator + 1, self._given.get(task, 0) + 1)
         actions: list[Action] = []
         if task in self._members:
             actions.append(FenceTask(task, incarnation))
@@ -208,7 +200,7 @@ class SessionMembers:
         self._missing.pop(task, None)
         self._left.discard(task)
         self._deserted_at = None
-        return [*actions, Answer(asking.waiter, SessionEntered(incarnation))]
+        return [*actions, Answer(waiter, SessionEntered(incarnation))]
 
     def leave(self, task: str, incarnation: int, now: float) -> list[Action]:
         """A replica has ended its loop."""
@@ -246,7 +238,7 @@ class SessionMembers:
         self._over = over
         self._deserted_at = None
         actions: list[Action] = [CloseTokens(over.reason)]
-        waiting = [*self._watching, *(asking.waiter for asking in self._asking.values())]
+        waiting = [*self._watching, *(waiter for waiter, _ in self._asking.values())]
         actions += [Answer(waiter, over) for waiter in waiting]
         self._watching.clear()
         self._asking.clear()
@@ -270,7 +262,7 @@ class SessionMembers:
     def forget(self, waiter: Waiter) -> None:
         """Whoever waited has given up."""
         self._watching.pop(waiter, None)
-        for task in [t for t, asking in self._asking.items() if asking.waiter == waiter]:
+        for task in [task for task, (asking, _) in self._asking.items() if asking == waiter]:
             del self._asking[task]
         if self._opening == waiter:
             self._opening = self._chief = None
@@ -312,11 +304,7 @@ class SessionMembers:
     def tick(self, now: float) -> list[Action]:
         """Give up those whose time has come."""
         actions: list[Action] = []
-        lost = [
-            (task, member)
-            for task, member in self._members.items()
-            if member.lost_at is not None and now >= member.lost_at
-        ]
+        lost = [(task, member) for task, member in self._members.items() if member.is_lost(now)]
         for task, member in lost:
             del self._members[task]
             self._missing[task] = None
@@ -324,8 +312,7 @@ class SessionMembers:
                 actions.append(FenceTask(task, member.incarnation + 1))
         if lost:
             actions += [self._set_members(), *self._after_a_loss(now)]
-        chief = self._chief
-        if chief is not None and chief.lost_at is not None and now >= chief.lost_at:
+        if self._chief is not None and self._chief.is_lost(now):
             actions += self._lose_chief()
         if self._deserted_at is not None and now >= self._deserted_at:
             names = ", ".join(self._missing)

@@ -174,12 +174,11 @@ class SparseIds:
         numbers = self.rows[order]
         starts = np.flatnonzero(np.diff(numbers, prepend=-1))
         result = np.zeros((self.num_rows, *rows.shape[1:]), work)
-        if len(numbers):
-            terms = rows[which[order]].astype(work, copy=False)
-            weights = None if self.weights is None else self.weights[order].astype(work)
-            with np.errstate(all="ignore"):  # infinities and NaN are results
+        with np.errstate(all="ignore"):  # infinities and NaN are results
+            if len(numbers):
+                terms = rows[which[order]].astype(work, copy=False)
+                weights = None if self.weights is None else self.weights[order].astype(work)
                 result[numbers[starts]] = _reduced(terms, weights, starts, combiner)
-        with np.errstate(all="ignore"):
             return result.astype(rows.dtype, copy=False)
 
 

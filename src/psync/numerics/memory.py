@@ -520,18 +520,12 @@ SHARING_BYTES = 8 << 20
 """Runs up to this size share memory with others, so their blocks are used again one by one."""
 
 
+@dataclass(slots=True, eq=False)
 class Run:
-    """Memory for all blocks of an array.
+    """Memory for all blocks of an array."""
 
-    Args:
-        blocks: In order.
-    """
-
-    __slots__ = ("blocks", "unused")
-
-    def __init__(self, blocks: list[Block]) -> None:
-        self.blocks = blocks
-        self.unused = 0  # updates and readings since it was last used
+    blocks: list[Block]  # in order
+    unused: int = 0  # updates and readings since it was last used
 
     def held(self) -> bool:
         """Return whether anybody sees something of it."""

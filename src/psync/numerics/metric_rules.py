@@ -66,10 +66,8 @@ class Averaged(MetricRule):
     def counted(self, *batch: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
         """Return the contribution of a batch; see ``MetricRule.counted``."""
         per_example, weights = per_sample(self.name, self.values(*batch), weights, np.mean)
-        if weights is not None:
-            count = weights.sum()
-        else:
-            count = per_example.shape[0] if per_example.ndim else 1
+        examples = per_example.shape[0] if per_example.ndim else 1
+        count = examples if weights is None else weights.sum()
         return np.array([per_example.sum(), count], np.float64)
 
     def result(self, sums: np.ndarray) -> float:

@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
@@ -70,12 +70,10 @@ def starts_of(ordered: np.ndarray) -> np.ndarray:
     return np.flatnonzero(firsts(ordered))
 
 
-ScatterOp = Literal["add", "sub", "mul", "div", "min", "max", "assign"]
-
 Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 """Makes an array of a shape and dtype with any contents."""
 
-SCATTER_OPS: tuple[str, ...] = get_args(ScatterOp)
+SCATTER_OPS = ("add", "sub", "mul", "div", "min", "max", "assign")
 
 LONG_RUN = 8
 """Duplicates of one row beyond this many are reduced on their own, row by row."""

@@ -236,7 +236,7 @@ class UpdateRule(ABC):
 
     name: ClassVar[str]  # in configs, and of the optimizer by default
     version: ClassVar[int] = 1  # of the results, where psync's own version does not say it
-    takes_norms: ClassVar[bool] = False  # of whole variables, see ``LayerwiseRule``
+    takes_norms: ClassVar[bool] = False  # of whole variables, as ``Lamb``
     may_raise: ClassVar[bool] = False  # RuleRaised, from ``apply``: then nothing must have changed
     slots: ClassVar[tuple[str, ...]] = ()  # see ``own_slots``
     temporaries = 2  # scratch arrays that ``_update`` needs, at least 1
@@ -889,7 +889,7 @@ class Measurement:
         scratch: Work space.
     """
 
-    rule: LayerwiseRule
+    rule: Lamb
     decay: float
     t: int
     scratch: Scratch
@@ -921,26 +921,20 @@ class Measurement:
         return _squares(single, wide), _squares(update, wide)
 
 
-class LayerwiseRule(UpdateRule):
-    """Base of rules that multiply the learning rate by a trust ratio of each variable."""
+class Lamb(MomentRule):
+    """Adam with updates scaled to the norm of each variable, times the learning rate.
 
+    Moments ``m`` and ``v`` are Adam's. ``u = m_hat / (sqrt(v_hat) + epsilon)`` with
+    ``m_hat = m / (1 - beta_1 ** t)`` and ``v_hat = v / (1 - beta_2 ** t)``; then
+    ``w -= lr * |w| / |u| * u``, where the ratio is 1 if one of the norms is 0.
+
+    It is *layerwise*: it multiplies the learning rate by a trust ratio of each variable.
+
+    Source: You et al., 2019; ``keras.optimizers.Lamb``.
+    """
+
+    name = "lamb"
     takes_norms = True
-
-    @abstractmethod
-    def direction(
-        self, grad: np.ndarray, slots: Arrays, out_slots: Arrays, t: int, out: np.ndarray,
-        temp: np.ndarray,
-    ) -> None:  # fmt: skip
-        """Compute the unscaled update number ``t`` and the slots.
-
-        Args:
-            grad: Gradient as returned by ``prepared``.
-            slots: Arrays, one per name of ``own_slots()``.
-            out_slots: Arrays for the new slots.
-            t: Number of the update, from 1.
-            out: Array for the update.
-            temp: Scratch memory.
-        """
 
     def check_rows(self, what: str) -> None:
         """Raise, because a norm needs all rows."""
@@ -981,19 +975,6 @@ class LayerwiseRule(UpdateRule):
                 of_part = self.trust_ratio([measurement.sums()])
             super().apply((part,), step, scratch, of_part)
 
-
-class Lamb(LayerwiseRule, MomentRule):
-    """Adam with updates scaled to the norm of each variable, times the learning rate.
-
-    Moments ``m`` and ``v`` are Adam's. ``u = m_hat / (sqrt(v_hat) + epsilon)`` with
-    ``m_hat = m / (1 - beta_1 ** t)`` and ``v_hat = v / (1 - beta_2 ** t)``; then
-    ``w -= lr * |w| / |u| * u``, where the ratio is 1 if one of the norms is 0.
-
-    Source: You et al., 2019; ``keras.optimizers.Lamb``.
-    """
-
-    name = "lamb"
-
     def _coefficients(self, rate: float, t: int) -> Coefficients:
         return rate, t
 
@@ -1001,7 +982,16 @@ class Lamb(LayerwiseRule, MomentRule):
         self, grad: np.ndarray, slots: Arrays, out_slots: Arrays, t: int, out: np.ndarray,
         temp: np.ndarray,
     ) -> None:  # fmt: skip
-        """Compute Adam's update with both moments corrected."""
+        """Compute the unscaled update, which is Adam's with both moments corrected, and the slots.
+
+        Args:
+            grad: Gradient as returned by ``prepared``.
+            slots: Arrays, one per name of ``own_slots()``.
+            out_slots: Arrays for the new slots.
+            t: Number of the update, from 1.
+            out: Array for the update.
+            temp: Scratch memory.
+        """
         m, v = self._move_moments(grad, slots, out_slots, temp)
         np.divide(v, 1 - self.beta_2**t, out=temp)
         np.sqrt(temp, out=temp)

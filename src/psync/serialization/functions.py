@@ -56,8 +56,7 @@ class FunctionTable:
 
     def __init__(self, *, main_by_name: bool = True) -> None:
         self._main_by_name = main_by_name  # classes of __main__ travel by name
-        self._known: weakref.WeakKeyDictionary[FunctionType, tuple[Function, CaptureWatch]]
-        self._known = weakref.WeakKeyDictionary()
+        self._known = weakref.WeakKeyDictionary[FunctionType, tuple[Function, CaptureWatch]]()
         self._by_key: weakref.WeakValueDictionary[bytes, Function] = weakref.WeakValueDictionary()
 
     def register(self, fn: Step, *, stacklevel: int = 3) -> Function:
@@ -173,9 +172,7 @@ def is_coroutine_step(fn: Step) -> bool:
 # On the worker.
 
 
-def load_function(
-    data: Segment, buffers: Sequence[Segment] = (), *, name: str = "the step"
-) -> Step:
+def load_function(data: Segment, buffers: Sequence[Segment], name: str) -> Step:
     """Return the callable that a coordinator pickled.
 
     Raises:

@@ -261,7 +261,7 @@ def pack(
 def pack_arguments(
     step: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, main_by_name: bool = True
 ) -> Payload:
-    """Pickle the arguments of a step as `pack` does; `EMPTY` if there are none.
+    """Pickle args and kwargs of a step as `pack` does; `EMPTY` if there are none.
 
     Raises:
         SerializationError: If one of them cannot be sent; it names the step and the argument.
@@ -403,13 +403,6 @@ def unpack(
     if not len(data):
         return None
     return _Unpickler(data, buffers, remote_values).load()
-
-
-def unpack_arguments(
-    data: Segment, buffers: Sequence[Segment] = (), remote_values: Sequence[Any] = ()
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return args and kwargs as `pack_arguments` pickled them; see `unpack`."""
-    return unpack(data, buffers, remote_values) or ((), {})
 
 
 def _handle_of(pickled: bytes) -> Any:

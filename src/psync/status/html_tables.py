@@ -33,10 +33,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
         heads = "".join(_cell("th", name, rows[0][place]) for place, name in enumerate(columns))
         lines += ['<table style="border-collapse:collapse">', f"<thead><tr>{heads}</tr></thead>"]
         lines.append("<tbody>")
-        lines += [
-            f"<tr>{''.join(_cell('td', value, value) for value in row)}</tr>"
-            for row in rows[:MAX_ROWS]
-        ]
+        for row in rows[:MAX_ROWS]:
+            lines.append(f"<tr>{''.join(_cell('td', value, value) for value in row)}</tr>")
         lines.append("</tbody></table>")
     if len(rows) > MAX_ROWS:
         lines.append(f"and {len(rows) - MAX_ROWS:,} more")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 MAX_NAMED = 3
 
-_TASK = re.compile(r"/job:(\w+)/task:(\d+)")
-
 
 def task_text(task: str) -> str:
     """Return "worker 0" for "/job:worker/task:0"."""
@@ -17,7 +15,7 @@ def task_text(task: str) -> str:
 
 def short_names(text: str) -> str:
     """Return a text in which "/job:worker/task:0" is "worker 0", wherever it stands."""
-    return _TASK.sub(r"\1 \2", text)
+    return re.sub(r"/job:(\w+)/task:(\d+)", r"\1 \2", text)
 
 
 def tasks_text(tasks: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from psync.errors import UsageError
 from psync.numerics.common_blocks import Adjacent
 from psync.numerics.memory import BlockPool, Scratch
-from psync.numerics.rules import LayerwiseRule, Part, Sums, UpdateRule
+from psync.numerics.rules import Lamb, Part, Sums, UpdateRule
 from psync.numerics.sums import MeanGradient, Pieces, Reduction, sum_of_squares
 from psync.store.bundles import Bundle, BundleTable
 from psync.store.push_counts import HOME
@@ -171,7 +171,7 @@ class GradientTable(BundleTable):
         Raises:
             UsageError: If it is not defined.
         """
-        return isinstance(self._optimizer(optimizer_id).rule, LayerwiseRule)
+        return isinstance(self._optimizer(optimizer_id).rule, Lamb)
 
     def has_bundles(self, optimizer_id: int) -> bool:
         """Return whether an optimizer does the same to each element, whatever shard it is in."""
@@ -202,7 +202,7 @@ class GradientTable(BundleTable):
             BusyError: If an update of the shard is under way.
         """
         shard, rule = self._idle(key), self._optimizer(optimizer_id).rule
-        if not isinstance(rule, LayerwiseRule):
+        if not isinstance(rule, Lamb):
             raise UsageError(
                 f"optimizer {optimizer_id} ({rule.name}) on {self.task} has nothing to measure"
             )

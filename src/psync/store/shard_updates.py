@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from psync.numerics.memory import Block, BlockArray, BlockPool
-from psync.numerics.rules import LayerwiseRule, Measurement, RuleRaised, UpdateRule
+from psync.numerics.rules import Lamb, Measurement, RuleRaised, UpdateRule
 from psync.numerics.sums import MeanGradient
 from psync.store.shard import Prepared, Workspace
 
@@ -140,7 +140,7 @@ class ShardUpdate:
         self._apart: list[tuple[Block, list[Block]]] = []  # new contents, not swapped in yet
         # Blocks to be measured before the first one changes.
         self._to_measure = 0
-        if isinstance(rule, LayerwiseRule) and ratio is None:
+        if isinstance(rule, Lamb) and ratio is None:
             self._to_measure = values.num_blocks
             self._measurement = rule.measurement(step, space.rules)
         self.pieces = self._to_measure + values.num_blocks
@@ -176,7 +176,7 @@ class ShardUpdate:
 
     def _prepare(self, i: int) -> Prepared:
         if i == self._to_measure > 0:
-            self._ratio = LayerwiseRule.trust_ratio([self._measurement.sums()])
+            self._ratio = Lamb.trust_ratio([self._measurement.sums()])
         i -= self._to_measure
         accumulator = self._accumulator
         if accumulator is None:

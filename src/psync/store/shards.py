@@ -27,7 +27,7 @@ from psync.errors import (
 from psync.numerics.memory import BlockArray, BlockPool, bytes_of
 from psync.numerics.rules import (
     ACCUMULATOR,
-    LayerwiseRule,
+    Lamb,
     RuleRaised,
     UpdateRule,
     rule_from_config,
@@ -60,7 +60,7 @@ class Optimizer:
         """Whether it does the same to each element, whatever shard it is in."""
         rule = self.rule
         return not (
-            isinstance(rule, LayerwiseRule)
+            isinstance(rule, Lamb)
             or rule.may_raise
             or rule.options.gradient_accumulation_steps is not None
             or rule.options.excludes_any

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from psync.numerics.rules import LayerwiseRule, UpdateRule, clip_scales, clips_norms
+from psync.numerics.rules import Lamb, UpdateRule, clip_scales, clips_norms
 
 GRADIENTS, UPDATES = "gradients", "updates"
 
@@ -87,7 +87,7 @@ class StepNorms:
         for variable, _, of_parameter, of_update in ordered:
             by_variable.setdefault(variable, []).append((of_parameter, of_update))
         self.ratios = {
-            variable: LayerwiseRule.trust_ratio(pieces) for variable, pieces in by_variable.items()
+            variable: Lamb.trust_ratio(pieces) for variable, pieces in by_variable.items()
         }
 
     def known_for(self, keys: Iterable[tuple[int, int]]) -> bool:

@@ -26,89 +26,7 @@ from psync.errors import ConfigurationError, UsageError
 from psync.serialization.captures import name_of, type_name
 from psync.specs import checked_integer, plain_array
 from psync.worker.element_specs import TensorSpec, leaves_of, map_nest, spec_of
-
-
-@dataclass(frozen=True, slots=True)
-class InputContext:
-    """Information for a dataset function about the worker that it runs on.
-
-    Attributes:
-        num_input_pipelines: Number of workers.
-        input_pipeline_id: Index of this worker among them.
-        num_replicas_in_sync: Number of replicas of a synchronous step.
-
-    Source: ``tf.distribute.InputContext``. There every worker is pipeline 0 of 1 unless the dataset
-        is distributed; here each worker gets its own index, so that it can take its share.
-    """
-
-    num_input_pipelines: int = 1
-    input_pipeline_id: int = 0
-    num_replicas_in_sync: int = 1
-
-    def __post_init__(self) -> None:
-        _check_id("input_pipeline_id", self.input_pipeline_id, self.num_input_pipelines)
-        _check_replicas(self.num_replicas_in_sync)
-
-    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the number of examples of a global batch for each replica.
-
-        Raises:
-            ConfigurationError: The batch cannot be divided evenly; also a ValueError.
-        """
-        integer("global_batch_size", global_batch_size, 1)
-        if global_batch_size % self.num_replicas_in_sync != 0:
-            raise ConfigurationError(
-                f"global batch size {global_batch_size} is not divisible by "
-                f"{self.num_replicas_in_sync} replicas"
-            )
-        return global_batch_size // self.num_replicas_in_sync
-
-    def __str__(self) -> str:
-        # TensorFlow's form: it stands in people's logs, and in what reads them.
-        return (
-            f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, "
-            f"total: {self.num_input_pipelines})"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ValueContext:
-    """Information for a value function about the replica that its value is for.
-
-    Attributes:
-        replica_id_in_sync_group: Index of the replica.
-        num_replicas_in_sync: Number of replicas of a synchronous step.
-
-    Source: ``tf.distribute.experimental.ValueContext``.
-    """
-
-    replica_id_in_sync_group: int = 0
-    num_replicas_in_sync: int = 1
-
-    def __post_init__(self) -> None:
-        _check_replicas(self.num_replicas_in_sync)
-        _check_id(
-            "replica_id_in_sync_group", self.replica_id_in_sync_group, self.num_replicas_in_sync
-        )
-
-    def __str__(self) -> str:  # as of InputContext
-        return (
-            f"tf.distribute.ValueContext(replica id {self.replica_id_in_sync_group}, "
-            f"total replicas in sync: {self.num_replicas_in_sync})"
-        )
-
-
-def _check_id(name: str, number: int, count: int) -> None:
-    if not 0 <= number < count:
-        raise ConfigurationError(f"{name}: expected 0 to {count - 1}, got {number}")
-
-
-def _check_replicas(count: int) -> None:
-    if count < 1:
-        raise ConfigurationError(f"num_replicas_in_sync: expected at least 1, got {count}")
-
-
-# Datasets.
+from psync.worker.input_contexts import InputContext
 
 
 def takes_context(dataset_fn: Callable[..., Any]) -> bool:
@@ -245,9 +163,9 @@ class ArrayDataset(Dataset):
         self._arrays = _stacked(arrays)
         self.num_rows = _common_length(leaves_of(self._arrays))
         self.batch_size = None if batch_size is None else integer("batch_size", batch_size, 1)
-        self.shuffle_seed = _seed(shuffle_seed)
+        self.shuffle_seed = _optional("shuffle_seed", shuffle_seed, 0, ", or None")
         self.drop_remainder = drop_remainder
-        self.num_epochs = _epochs(num_epochs)
+        self.num_epochs = _optional("num_epochs", num_epochs, 1)
         if drop_remainder and self.num_rows < (self.batch_size or 1):
             raise ConfigurationError(
                 f"batch_size: expected at most {self.num_rows}, the number of rows, because of "
@@ -314,8 +232,8 @@ class FileDataset(Dataset):
             raise asynchronous(f"reader {name_of(reader)}")
         self.files = tuple(files)
         self.reader = reader
-        self.shuffle_seed = _seed(shuffle_seed)
-        self.num_epochs = _epochs(num_epochs)
+        self.shuffle_seed = _optional("shuffle_seed", shuffle_seed, 0, ", or None")
+        self.num_epochs = _optional("num_epochs", num_epochs, 1)
 
     def __repr__(self) -> str:
         return f"<dataset of {len(self.files)} files, read by {name_of(self.reader)}>"
@@ -491,12 +409,8 @@ def integer(name: str, value: Any, least: int, also: str = "") -> int:
     return checked_integer(f"{name}: expected an integer of at least {least}{also}", value, least)
 
 
-def _seed(value: Any) -> int | None:
-    return None if value is None else integer("shuffle_seed", value, 0, ", or None")
-
-
-def _epochs(value: Any) -> int | None:
-    return None if value is None else integer("num_epochs", value, 1)
+def _optional(name: str, value: Any, least: int, also: str = "") -> int | None:
+    return None if value is None else integer(name, value, least, also)
 
 
 def _stacked(arrays: Any) -> Any:

@@ -23,7 +23,8 @@ from psync.client.context import DatasetContext, inside
 from psync.client.runtime import current_runtime
 from psync.errors import ClosedError, ClosureInputError, EndOfData, UnsupportedError, UsageError
 from psync.serialization.captures import name_of
-from psync.worker.data_sources import InputContext, open_dataset
+from psync.worker.data_sources import open_dataset
+from psync.worker.input_contexts import InputContext
 
 logger = logging.getLogger(__name__)
 

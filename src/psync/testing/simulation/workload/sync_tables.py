@@ -17,7 +17,7 @@ import numpy as np
 import psync
 from psync.client.context import current_closure
 from psync.numerics.memory import Scratch
-from psync.numerics.rules import LayerwiseRule, UpdateRule, clipped_by_norm
+from psync.numerics.rules import Lamb, UpdateRule, clipped_by_norm
 from psync.numerics.sums import growing_decay, move_average
 from psync.testing.simulation.journal import Closure, Note, Run
 from psync.testing.simulation.plan import Call, Plan
@@ -313,7 +313,7 @@ class Synchronous(Table):
         self, of_part: Sequence[int], held: Any, gradients: Any, step: int, scratch: Scratch
     ) -> dict[int, float]:
         rule = self._rule
-        if not isinstance(rule, LayerwiseRule):
+        if not isinstance(rule, Lamb):
             return {}
         sums: dict[int, list[Any]] = {}
         for part, (value, own), mean in zip(of_part, held, gradients, strict=True):
