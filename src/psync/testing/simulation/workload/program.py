@@ -332,8 +332,7 @@ class Life:
         world = self._world
         for _ in range(10):  # slow backups delay what ps tasks tell each other
             await asyncio.sleep(2 * LOOKED_AFTER_S)  # the last look is made
-            faults = [*faults_of_rest(world.tasks, self._journal.moved, world.num_ps)]
-            if not faults:
+            if not (faults := [*faults_of_rest(world.tasks, self._journal.moved, world.num_ps)]):
                 break
         self._journal.find(faults)
         in_flight = self._coordinator.statistics()["closures"].in_flight
