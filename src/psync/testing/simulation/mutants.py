@@ -173,7 +173,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "stop_cancels_what_runs": Mutant(
         "what has begun when a step asks for the end comes to its own end", ("any",),
-        ((ClosureQueue, "_end_on_request", wrong.ends_all),),
+        ((ClosureQueue, "request_stop", wrong.ends_all),),
     ),
     "join_leaves_steps": Mutant(
         "join waits for steps that have begun", ("sync",),

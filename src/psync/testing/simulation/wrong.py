@@ -16,7 +16,7 @@ from psync.client.plans import Plan
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.runtime import Runtime
 from psync.closures.closure import Closure, Identities, Identity
-from psync.closures.queue import ClosureQueue
+from psync.closures.queue import Action, ClosureQueue
 from psync.errors import TaskLost
 from psync.net.connection import Handler
 from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
@@ -370,8 +370,9 @@ def as_if_unchanged(original: Callable[..., Any]) -> Any:
 
 
 def ends_all(original: Callable[..., Any]) -> Any:
-    def end_on_request(self: ClosureQueue, reason: str) -> None:
+    def request_stop(self: ClosureQueue, reason: str) -> list[Action]:
         self._end_all(reason)
         self.requested_stop = reason
+        return self._actions()
 
-    return end_on_request
+    return request_stop

@@ -325,8 +325,7 @@ class Life:
                 oracle.faults_of_directory(self._journal, directory, "at the end", tidy=True)
             )
         known = self._journal.known()
-        values = await self._pull()
-        slots = await self._slots()
+        values, slots = await self._pull(), await self._slots()
         self._compare()
         self._journal.check(values, "at the end", known, is_last=True, **slots)
         world = self._world
