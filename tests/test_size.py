@@ -9,14 +9,14 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 47_301,
-    "src": 63_271,
-    "nodes": 592_848,
+    "core": 47_303,
+    "src": 63_273,
+    "nodes": 592_880,
     "tests": 107_540,
     "net": 4_823,
     "api": 3_730,
     "store": 3_481,
-    "top": 3_538,
+    "top": 3_540,
     "sync": 3_443,
     "ps": 3_227,
     "numerics": 2_809,
