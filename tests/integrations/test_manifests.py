@@ -13,16 +13,9 @@ from typing import Any
 import pytest
 
 from psync.cli.main import main
-from psync.integrations.manifests import (
-    SPOT,
-    USER,
-    Batch,
-    Launch,
-    dump,
-    manifests,
-    pod_template,
-    script,
-)
+from psync.integrations.batch_scripts import Batch, script
+from psync.integrations.manifests import SPOT, USER, Launch, manifests, pod_template
+from psync.integrations.yaml_text import dump
 from psync.net.resolvers import resolve_cluster
 
 ROOT = Path(__file__).parents[2]

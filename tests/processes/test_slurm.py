@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from namespaces import Network, network
-from psync.integrations.manifests import Batch, script
+from psync.integrations.batch_scripts import Batch, script
 from tasks_by_hand import plain_environ
 from tasks_by_hand import script as script_of_tests
 

@@ -1,4 +1,4 @@
-"""``psync launch kubernetes`` and ``psync launch slurm``: manifests and a batch script, as text.
+"""``psync launch``: the manifests of Kubernetes that it prints; and its options.
 
 On Kubernetes ps tasks are a StatefulSet: each pod keeps its name, and one that has gone is made
 again. Workers are an indexed Job: each index is done when its pod ends with 0, which it does when
@@ -6,20 +6,11 @@ the chief says so. One that is preempted ends with 143 (``PSYNC_SUPERVISED``), w
 and is made again under its name. The chief is a Job of one pod, which is made again a few times,
 unless its set-up is wrong (code 2). Pods find each other by the names of one headless service; see
 ``KubernetesClusterResolver``.
-
-On SLURM one job step has all tasks, and ``SlurmClusterResolver`` finds them. SLURM starts no single
-task again: a worker that dies is missed, a job whose ps or chief dies begins anew from its newest
-checkpoint, when it is requeued. Signals are told apart on purpose: USR1, which SLURM sends before
-the time limit, and before a preemption if it is configured so, requeues the job; TERM, which
-``scancel`` sends, does not.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -27,6 +18,8 @@ from typing import Any
 import click
 
 from psync.errors import ConfigurationError
+from psync.integrations.batch_scripts import Batch, script
+from psync.integrations.yaml_text import dump
 
 MAX_NAME_CHARS = 40
 """Of a cluster's name: with a job's and a number it is a host's name, of 63 at most."""
@@ -277,9 +270,12 @@ def manifests(launch: Launch, secrets: dict[str, str] | None) -> list[Document]:
         (
             "Run the script. A worker that is preempted gives back what it runs, and is made "
             "again;\nindices are done when the chief has ended.",
-            _workers(launch),
+            _job(launch, "worker", launch.num_workers, NO_LIMIT),
         ),
-        ("Runs the script, and ends the workers when that ends.", _chief(launch)),
+        (
+            "Runs the script, and ends the workers when that ends.",
+            _job(launch, "chief", 1, launch.chief_restarts),
+        ),
     ]
     return documents
 
@@ -360,52 +356,35 @@ def _disruption_budget(launch: Launch) -> dict[str, Any]:
     }
 
 
-def _workers(launch: Launch) -> dict[str, Any]:
+def _job(launch: Launch, job: str, count: int, retries: int) -> dict[str, Any]:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": launch.metadata(f"{launch.name}-worker", "worker"),
+        "metadata": launch.metadata(f"{launch.name}-{job}", job),
         "spec": {
             "completionMode": "Indexed",
-            "completions": launch.num_workers,
-            "parallelism": launch.num_workers,
-            "backoffLimit": NO_LIMIT,
+            "completions": count,
+            "parallelism": count,
+            "backoffLimit": retries,
             "podReplacementPolicy": "Failed",
-            "podFailurePolicy": _failures("worker", LEFT),
-            "template": pod_template(launch, "worker"),
+            "podFailurePolicy": _failures(job),
+            "template": pod_template(launch, job),
         },
     }
 
 
-def _chief(launch: Launch) -> dict[str, Any]:
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": launch.metadata(f"{launch.name}-chief", "chief"),
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": 1,
-            "parallelism": 1,
-            "backoffLimit": launch.chief_restarts,
-            "podReplacementPolicy": "Failed",
-            "podFailurePolicy": _failures("chief", LEFT),
-            "template": pod_template(launch, "chief"),
-        },
-    }
-
-
-def _failures(container: str, *passed_over: int) -> dict[str, Any]:
+def _failures(container: str) -> dict[str, Any]:
     """Wrong set-up is no better the next time, and to be preempted is no failure."""
 
-    def ended_with(*codes: int) -> dict[str, Any]:
-        return {"containerName": container, "operator": "In", "values": list(codes)}
+    def ended_with(code: int) -> dict[str, Any]:
+        return {"containerName": container, "operator": "In", "values": [code]}
 
     preempted = [{"type": "DisruptionTarget", "status": "True"}]
     return {
         "rules": [
             {"action": "FailJob", "onExitCodes": ended_with(WRONG_SETUP)},
             {"action": "Ignore", "onPodConditions": preempted},
-            {"action": "Ignore", "onExitCodes": ended_with(*passed_over)},
+            {"action": "Ignore", "onExitCodes": ended_with(LEFT)},
         ]
     }
 
@@ -656,154 +635,3 @@ def _not_on_spot_machines() -> dict[str, Any]:
 def _node_affinity(terms: list[dict[str, Any]]) -> dict[str, Any]:
     required = {"nodeSelectorTerms": terms}
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
-
-
-NOTICE_S = 120
-"""Before the time limit: for closures that run, and for SLURM, which may be a minute late."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What was asked for.
-
-    Attributes:
-        name: Of the job.
-        command: What runs the script, with its arguments.
-        num_ps: Number of ps tasks.
-        num_workers: Number of workers.
-        cpus_per_task: Cores of each task; None: as SLURM decides.
-        time: Limit, as sbatch takes it; None: the partition's.
-        options: Further options of sbatch, as they stand on its command line.
-        setup: Lines of shell before the tasks start.
-    """
-
-    name: str
-    command: Sequence[str]
-    num_ps: int
-    num_workers: int
-    cpus_per_task: int | None = None
-    time: str | None = None
-    options: Sequence[str] = ()
-    setup: Sequence[str] = ()
-
-
-def script(batch: Batch) -> str:
-    """Return the script."""
-    options = [
-        f"--job-name={batch.name}",
-        f"--ntasks={1 + batch.num_ps + batch.num_workers}",
-        *([f"--cpus-per-task={batch.cpus_per_task}"] if batch.cpus_per_task else []),
-        *([f"--time={batch.time}"] if batch.time else []),
-        f"--output={batch.name}-%j.out",
-        "--open-mode=append",
-        "--requeue",
-        f"--signal=B:USR1@{NOTICE_S}",
-        *batch.options,
-    ]
-    cpus = f" --cpus-per-task={batch.cpus_per_task}" if batch.cpus_per_task else ""
-    return _SCRIPT.format(
-        options="\n".join(f"#SBATCH {option}" for option in options),
-        setup="".join(f"{line}\n" for line in batch.setup),
-        jobs=f"chief=1,ps={batch.num_ps},worker={batch.num_workers}",
-        cpus=cpus,
-        command=shlex.join(batch.command),
-    )
-
-
-_SCRIPT = """\
-#!/bin/bash
-{options}
-
-{setup}# A secret of this job alone; srun hands it on in the environment, not on a command line.
-PSYNC_SECRET=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')
-export PSYNC_SECRET
-export PSYNC_JOBS={jobs}
-# Where the first task of each node listens; other jobs on these nodes have other ports.
-export PSYNC_PORT=$((20000 + SLURM_JOB_ID % 120 * 100))
-export PSYNC_RESTART_COUNT="${{SLURM_RESTART_COUNT:-0}}"
-
-# Ranks are given out node by node; no task takes the others with it when it ends.
-srun --distribution=block --kill-on-bad-exit=0 --wait=0{cpus} {command} &
-step=$!
-asked_to=
-# USR1 comes before the time limit: start again, from the newest checkpoint.
-trap 'asked_to=requeue; kill -TERM "$step"' USR1
-trap 'asked_to=end; kill -TERM "$step"' TERM
-while :; do
-  wait "$step"
-  code=$?
-  # A signal ends the wait, too, and not the step.
-  kill -0 "$step" 2> /dev/null || break
-done
-if [ "$asked_to" = requeue ]; then
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
-
-
-_PLAIN = re.compile(r"[A-Za-z/$(][A-Za-z0-9_./$()+%=,*-]*( [A-Za-z0-9_./$()+%=,*-]+)*")
-_WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}  # no text in YAML 1.1
-
-Data = Mapping[str, "Data"] | Sequence["Data"] | str | int | bool
-
-
-def dump(documents: Sequence[tuple[str, Data]]) -> str:
-    """Return several documents as one text of YAML, in block style, plain words without quotes.
-
-    It is a tenth of YAML, so that printing manifests needs no package. Whatever may be read as
-    something else than text is quoted, as in JSON.
-
-    Args:
-        documents: A comment, and what is below it: maps, lists, texts and numbers.
-    """
-    parts = []
-    for comment, data in documents:
-        head = "".join(f"# {line}\n" for line in comment.splitlines())
-        parts.append("---\n" + head + "".join(f"{line}\n" for line in _block(data)))
-    return "".join(parts)
-
-
-def _block(data: Data) -> Iterator[str]:
-    if isinstance(data, Mapping):
-        for key, value in data.items():
-            yield from _item(f"{_scalar(key)}:", value)
-    else:
-        assert isinstance(data, Sequence)
-        assert not isinstance(data, str)
-        for value in data:
-            if isinstance(value, Mapping) and value:
-                first, *others = _block(value)
-                yield f"- {first}"
-                yield from (f"  {line}" if line else "" for line in others)
-            else:
-                yield from _item("-", value)
-
-
-def _item(head: str, value: Data) -> Iterator[str]:
-    if isinstance(value, str) and _is_literal(value):
-        yield f"{head} |" + ("" if value.endswith("\n") else "-")
-        yield from (f"  {line}" if line else "" for line in value.rstrip("\n").split("\n"))
-    elif isinstance(value, Mapping | Sequence) and not isinstance(value, str) and value:
-        yield head
-        yield from (f"  {line}" if line else "" for line in _block(value))
-    else:
-        yield f"{head} {_scalar(value)}"
-
-
-def _is_literal(text: str) -> bool:
-    """Whether text is the same in lines of its own: its first line says how far these are indented.
-
-    Of line ends after the last one only one is kept, or none, and others than ours become ours.
-    """
-    lines = text.removesuffix("\n").split("\n")
-    first = next((line for line in lines if line), " ")
-    if "\n" not in text or first[0].isspace() or not lines[-1].strip():
-        return False
-    return all(line.replace("\t", "").isprintable() for line in lines)
-
-
-def _scalar(value: Data) -> str:
-    if isinstance(value, str) and value.lower() not in _WORDS and _PLAIN.fullmatch(value):
-        return value
-    return json.dumps(value, ensure_ascii=False)
