@@ -9,19 +9,19 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 47_303,
-    "src": 63_268,
-    "nodes": 592_853,
-    "tests": 107_533,
+    "core": 47_283,
+    "src": 63_247,
+    "nodes": 592_825,
+    "tests": 107_528,
     "net": 4_823,
     "api": 3_730,
     "store": 3_481,
     "top": 3_540,
-    "sync": 3_443,
-    "ps": 3_227,
+    "sync": 3_441,
+    "ps": 3_228,
     "numerics": 2_809,
     "status": 2_735,
-    "client": 2_615,
+    "client": 2_596,
     "chief": 2_392,
     "closures": 1_866,
     "training": 1_800,
@@ -34,7 +34,7 @@ SIZES = {
     "compat": 905,
     "serialization": 832,
     "checkpoints": 833,
-    "testing": 9_988,
+    "testing": 9_987,
     "integrations": 4_479,
     "bench": 1_498,
 }
@@ -43,11 +43,11 @@ SIZES = {
 CALLS = {
     "message": (11, 13),
     "closure": (146, 139),
-    "pull": (169, 151),
-    "push": (353, 274),
-    "push_pull": (439, 354),
-    "sync": (965, 717),
-    "replica": (1_930, 1_490),
+    "pull": (167, 151),
+    "push": (351, 274),
+    "push_pull": (437, 354),
+    "sync": (963, 717),
+    "replica": (1_925, 1_485),
 }
 """Python calls of one operation, and its calls into C, on Python 3.11."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from asked import Asked, frame_of, peer_of
 from inside import handlers_of
+from psync.client.ps_link import Call
 from psync.errors import ClosedError, PsyncError
 from psync.net.connection import Connection
 from psync.ps_task import PsTask
@@ -60,16 +61,9 @@ class HeldLink:
         self.near = cast(Connection, peer_of((self.task, 0), sets=set()))
         self.far = cast(Connection, peer_of((CLOSER, self.client.incarnation)))
 
-    def ask(
-        self,
-        build: Callable[[Connection], Message],
-        segments: Sequence[Any],
-        then: Callable[[Frame | Exception], None],
-        *,
-        set_ids: Iterable[int] = (),
-        **_: Any,
-    ) -> None:
-        self.stage.letters.post(Letter(self, build, segments, then, list(set_ids)))
+    def ask(self, request: Call[Any], then: Callable[[Frame | Exception], None]) -> None:
+        sets = list(request.set_ids)
+        self.stage.letters.post(Letter(self, request.build, request.segments, then, sets))
 
     async def call(
         self,
@@ -89,7 +83,8 @@ class HeldLink:
             else:
                 future.set_result(outcome)
 
-        self.ask(build, segments, then, set_ids=set_ids)
+        sets = list(set_ids)
+        self.ask(Call(cast(Any, self), build, Message, "", segments, set_ids=sets), then)
         return await future
 
     def hold(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -138,42 +138,24 @@ class PsLink(Lanes):
             if losses > 1:
                 await asyncio.sleep(backoff(losses, self._endpoint.platform.uniform()))
 
-    def ask(
-        self,
-        build: Callable[[Connection], Message],
-        segments: Sequence[Segment],
-        then: Callable[[Frame | Exception], None],
-        *,
-        bulk: bool = False,
-        into: Into | None = None,
-        set_ids: Iterable[int] = (),
-        locked: bool = False,
-        copied: bool = False,
-    ) -> Question:
+    def ask(self, request: Call[Any], then: Callable[[Frame | Exception], None]) -> Question:
         """As ``call``, without a coroutine while there is a connection and it lasts.
 
         Args:
-            build: As for ``call``.
-            segments: As for ``call``.
+            request: Of this link.
             then: Called once with the reply, or with what ``call`` would raise. Must not raise.
-            bulk: As for ``call``, like all that follow.
-            into: Where the reply's body belongs.
-            set_ids: The sets that the ps knows once it has answered.
-            locked: Whether it is said under a lock.
-            copied: As for ``Connection.call``.
 
         Returns:
             The request, which can be given up.
         """
-        question = Question()
-
-        def call() -> Coroutine[Any, Any, Frame]:
-            return self.call(
-                build, segments, bulk=bulk, into=into, set_ids=set_ids, locked=locked,
-                copied=copied,
-            )  # fmt: skip
+        _, build, _, _, segments, bulk, body, set_ids, locked, copied = request
+        question, into = Question(), None if body is None else body.place
 
         def again() -> None:
+            call = functools.partial(
+                self.call, build, segments, bulk=bulk, into=into, set_ids=set_ids, locked=locked,
+                copied=copied,
+            )  # fmt: skip
             task = asyncio.get_running_loop().create_task(_tell(then, call))
             self._asking.add(task)
             task.add_done_callback(self._asking.discard)
@@ -270,7 +252,7 @@ def copied_to(targets: Sequence[memoryview]) -> Where:
 
 
 class Call(NamedTuple, Generic[M]):
-    """A request to a ps, for ``together``; other arguments of ``PsLink.ask`` as there."""
+    """A request to a ps; arguments of ``PsLink.call`` as there."""
 
     link: PsLink
     build: Callable[[Connection], Message]
@@ -309,23 +291,14 @@ class Answers(Generic[M]):
         self._calls = calls
         self._outcomes: list[Frame | Exception | None] = [None] * len(calls)
         self._missing = len(calls)
-        self._questions: list[Question] = []
         self._settled: asyncio.Future[None] | None = None  # while somebody waits
-        self._begin()
+        self._questions: list[Question] = []
+        self._ask(range(len(calls)))
 
-    def _begin(self) -> None:
-        for position in range(len(self._calls)):
-            self._ask(position)
-
-    def _ask(self, position: int) -> None:
-        call = self._calls[position]
-        self._questions.append(
-            call.link.ask(
-                call.build, call.segments, functools.partial(self._note, position),
-                bulk=call.bulk, into=None if call.body is None else call.body.place,
-                set_ids=call.set_ids, locked=call.locked, copied=call.copied,
-            )
-        )  # fmt: skip
+    def _ask(self, positions: Sequence[int]) -> None:
+        for position in positions:
+            call = self._calls[position]
+            self._questions.append(call.link.ask(call, functools.partial(self._note, position)))
 
     def _note(self, position: int, outcome: Frame | Exception) -> None:
         """One of them is there."""

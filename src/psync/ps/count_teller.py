@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from psync.client.ps_link import PsLink, Question, always
+from psync.client.ps_link import Call, PsLink, Question, always
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
@@ -105,7 +105,8 @@ class CountTeller:
                     news.append((number, dict(each.config), count.base, row))
             if news:
                 then = functools.partial(self._told_to, ps, news)
-                self._busy[ps] = self._links[ps].ask(always(TellCounts(news)), (), then)
+                link, build = self._links[ps], always(TellCounts(news))
+                self._busy[ps] = link.ask(Call(link, build, CountsHeard, "counts"), then)
 
     def _told_to(
         self,

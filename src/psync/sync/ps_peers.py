@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, always
+from psync.client.ps_link import Call, PsLink, always
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -149,12 +149,10 @@ class AllPs:
         values: Values = {}
 
         def brought(ps: int, received: Frame) -> None:
-            ahead = [share for share in wanted if share.ps == ps]
             came = iter(received.segments)
-            if received.segments:
-                values.update(
-                    (share.number, list(islice(came, len(share.members)))) for share in ahead
-                )
+            for share in wanted if received.segments else ():
+                if share.ps == ps:
+                    values[share.number] = list(islice(came, len(share.members)))
 
         def own(request: Request[Any]) -> None:
             self._sync.applier.close(request, (), lambda: request.answer(_DONE))
@@ -304,7 +302,7 @@ class AllPs:
                 done(None)
 
         bulk = bool(segments) and sum(map(len, segments)) > SMALL_BODY_BYTES
-        link.ask(build, segments, answered, bulk=bulk, set_ids=sets)
+        link.ask(Call(link, build, Message, "", segments, bulk, set_ids=[*sets]), answered)
 
     def _others(self) -> Sequence[PsLink]:
         return self._links().links[1:] if self.has_others else ()

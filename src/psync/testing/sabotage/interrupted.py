@@ -49,9 +49,8 @@ class SteppedAnswers(Answers[M]):
         self._failpoints = failpoints
         super().__init__(calls)
 
-    def _begin(self) -> None:
-        if self._calls:
-            self._ask(0)
+    def _ask(self, positions: Sequence[int]) -> None:
+        super()._ask(positions[:1])
 
     def _note(self, position: int, outcome: Frame | Exception) -> None:
         super()._note(position, outcome)
@@ -65,7 +64,7 @@ class SteppedAnswers(Answers[M]):
         except Exception as exc:
             self._note(following, exc)
         else:
-            self._ask(following)
+            self._ask((following,))
 
 
 class SteppedSyncClient(SyncClient):
