@@ -26,7 +26,7 @@ import pytest
 
 from held_backups import MANY
 from psync.numerics.rules import SGD
-from psync.ps import executor
+from psync.ps import comparison
 from psync.ps.computes import Place
 from psync.store.store import Key
 from psync.testing import settle
@@ -134,7 +134,7 @@ class Player(Clients):
         """
         count = int(args[0])
         if "check" in options:
-            self._patch.setattr(executor, "CHECK_EVERY", int(options["check"]))
+            self._patch.setattr(comparison, "CHECK_EVERY", int(options["check"]))
         self.stage = stage = Stage(count)
         stage.traced = False
         await stage.begin()

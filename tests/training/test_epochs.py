@@ -6,8 +6,9 @@ import asyncio
 import copy
 import dataclasses
 import gc
+import itertools
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -503,3 +504,28 @@ async def test_without_such_a_callback_workers_send_nothing_back() -> None:
         step = trainer._steps(tells=False)
         data = iter(coordinator.create_per_worker_dataset(batches))
         assert await coordinator.schedule(step, args=(data, 0, 1)) is None
+
+
+async def test_executions_that_run_when_a_step_asks_for_the_end_come_to_their_own() -> None:
+    """Each has two steps, so the number of updates is even."""
+
+    def data(context: psync.InputContext) -> Iterator[Any]:
+        for number in itertools.count(1):
+            yield np.array([context.input_pipeline_id, number]), np.zeros(2, np.float32)
+
+    async def compute(values: Any, batch: Any) -> Any:
+        place = tuple(map(int, batch[0]))
+        await asyncio.sleep({(0, 1): 1.0, (1, 11): 0.4, (2, 12): 2.0}.get(place, 0.0))
+        if place == (1, 11):
+            psync.request_stop("enough")
+        return 0.0, np.ones(1, np.float32), batch[1]
+
+    async with training(num_workers=3) as (strategy, _):
+        trainer = make(strategy, compute)
+        await trainer.fit(
+            data, epochs=1, steps_per_epoch=4000, steps_per_execution=2, callbacks=[Notes()],
+            verbose=False,
+        )  # fmt: skip
+        updates = -await trainer.variables.read()
+        assert updates > 20
+        assert not updates % 2

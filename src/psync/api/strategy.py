@@ -94,9 +94,14 @@ class PlacementReport:
             for ps, nbytes in enumerate(self.totals)
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        # Numbers are aligned to the right.
-        line = "  ".join(f"{{:{at}{width}}}" for at, width in zip("<><<>>", widths, strict=True))
-        return "\n".join(line.format(*each) for each in cells)
+        right = (False, True, False, False, True, True)  # numbers
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if aligned else cell.ljust(width)
+                for cell, width, aligned in zip(line, widths, right, strict=True)
+            )
+            for line in cells
+        )
 
     def _repr_html_(self) -> str:
         rows = [

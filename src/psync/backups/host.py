@@ -18,7 +18,7 @@ the backups of earlier ones.
 
 An entry that the primary refuses is refused here, too. An error in judging or computing ends the
 process, as it does on a ps (``LongWork.give_up``). One in taking an entry, or a checksum or digest
-that differs (``ps.executor``), damages the backup alone: it takes no more entries, is never
+that differs (``ps.comparison``), damages the backup alone: it takes no more entries, is never
 promoted, and is replaced.
 
 What a process says of itself to the next coordinator, which asks the task at the process's own
@@ -51,7 +51,7 @@ from psync.net.platform import Parts
 from psync.net.shielding import shielded
 from psync.net.transport import Listener
 from psync.numerics.memory import BlockPool
-from psync.ps.executor import Diverged
+from psync.ps.comparison import Diverged
 from psync.ps.shard_sets import NO_BYTES
 from psync.ps.snapshots import unpack_answer
 from psync.ps.succession import check_newest

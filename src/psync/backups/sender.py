@@ -306,8 +306,9 @@ class BackupSender:
         self.error = error
         self.ended.set()
         self._ships = False
-        # What it costs is the coordinator's to say: it may know already that the host is lost.
-        logger.info("%s: its backup is not complete: %s", self._task, error.message)
+        # That the host is lost is the coordinator's to say, which may know it already.
+        level = logging.INFO if isinstance(error, ConnectFailed) else logging.WARNING
+        logger.log(level, "%s: its backup is not complete: %s", self._task, error.message)
         self._changed.set()
         if isinstance(error, FencedError):
             self._deposed()

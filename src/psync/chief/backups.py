@@ -124,7 +124,7 @@ class Backups:
 
     async def _keep(self, ps: int) -> None:
         """See to it that a ps has a backup."""
-        link, chosen = self._links[ps], 0
+        link, chosen, failures = self._links[ps], 0, 0
         while True:
             try:
                 host = self._rule.hosts[ps]
@@ -134,6 +134,7 @@ class Backups:
                     await self._order(link, messages.BackUp(epoch, *self._processes[host], False))
                     self._epochs[ps] = epoch
                     self._note(ps, host)
+                    failures = 0
                 await self._order(
                     link, messages.BackUp(self._epochs[ps], *self._processes[host], True)
                 )
@@ -153,7 +154,9 @@ class Backups:
                 self._refusals[ps, chosen, self._peers[chosen].incarnation] = exc
                 self._changed.set()
             except PsyncError as exc:
-                logger.info("%s has no backup: %s", link.task, exc.message)
+                failures += 1
+                level = logging.WARNING if failures == 2 else logging.INFO  # one may be chance
+                logger.log(level, "%s has no backup: %s", link.task, exc.message)
             except Exception:
                 logger.exception("the backup of %s cannot be maintained", link.task)
             await asyncio.sleep(PAUSE_S)

@@ -30,7 +30,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -64,8 +64,11 @@ PIECE_BYTES = 16 << 20
 """Read at once."""
 
 
-WrittenSnapshot: TypeAlias = tuple[int, Sequence[tuple[int, int, int]]]
-"""Of a file with arrays of a ps: its size in bytes, and of each item first byte, bytes, crc32."""
+class WrittenSnapshot(NamedTuple):
+    """A file with arrays of a ps."""
+
+    size: int  # in bytes
+    places: Sequence[tuple[int, int, int]]  # first byte, bytes, crc32 of each item
 
 
 @dataclass(eq=False)
@@ -112,7 +115,7 @@ class Cut:
             raise RemoteProtocolError(
                 f"{self.links[ps].task} wrote {len(places)} items, expected {len(items)}"
             )
-        return message.size, places
+        return WrittenSnapshot(message.size, places)
 
     async def pieces(self, ps: int, item: int) -> AsyncIterator[memoryview]:
         """Yield the bytes of an item, at most 16 MiB at once.

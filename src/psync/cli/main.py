@@ -451,7 +451,9 @@ def join(
             os.environ["PSYNC_CHIEF_TIMEOUT"] = chief_timeout
         os.execv(sys.executable, command)
     from psync.launch import tasks
+    from psync.launch.joining import JOINING
 
+    load_plugins(JOINING)
     try:
         joining = partial(tasks.join, chief, listen, chief_timeout=chief_timeout)
         return run_loop(joining, terminated_code=0)

@@ -80,21 +80,25 @@ class _Epoch:
     """The shards of one epoch."""
 
     def __init__(self, num_shards: int) -> None:
-        self.undone = dict.fromkeys(range(num_shards), Mark.PENDING)  # all others are done
+        self.num_shards = num_shards
+        self.marks: list[Mark] | None = [Mark.PENDING] * num_shards  # None: all are done
+        self.num_undone = num_shards
         self.unfinished: dict[int, int] = {}  # runs that did not finish their shard, or were undone
 
     def mark(self, shard: int) -> Mark:
-        return self.undone.get(shard, Mark.DONE)
+        return Mark.DONE if self.marks is None else self.marks[shard]
 
     def set(self, shard: int, mark: Mark) -> None:
-        self.undone[shard] = mark
-        if mark is Mark.DONE:
-            del self.undone[shard]
-            if not self.undone:
-                self.undone.clear()  # of its table, too, which is as large as the epoch
+        if self.marks is None:
+            self.marks = [Mark.DONE] * self.num_shards
+        self.num_undone += (mark is not Mark.DONE) - (self.marks[shard] is not Mark.DONE)
+        self.marks[shard] = mark
+        if not self.num_undone:
+            self.marks = None
 
-    def handed_out(self) -> list[int]:
-        return [shard for shard, mark in self.undone.items() if mark is Mark.HANDED_OUT]
+    def having(self, *marks: Mark) -> list[int]:
+        """Return the shards with one of these marks."""
+        return [s for s in range(self.num_shards) if self.mark(s) in marks]
 
     def note_runs(self, shard: int, count: int) -> None:
         if count:
@@ -147,8 +151,8 @@ class Visitation:
         present = self._epochs[self.epoch]
         return (
             f"<visitation: epoch {self.epoch} of {self.num_epochs}, "
-            f"{self.num_shards - len(present.undone)} of {self.num_shards} shards done, "
-            f"{len(present.handed_out())} handed out>"
+            f"{self.num_shards - present.num_undone} of {self.num_shards} shards done, "
+            f"{len(present.having(Mark.HANDED_OUT))} handed out>"
         )
 
     @property
@@ -210,7 +214,7 @@ class Visitation:
 
     def _go_on(self) -> None:
         """Go to the first epoch that is not complete, if there is one."""
-        while not self.is_over and not self._epochs[self.epoch].undone:
+        while not self.is_over and not self._epochs[self.epoch].num_undone:
             self.epoch += 1
             if len(self._epochs) == self.epoch < self.num_epochs:
                 self._epochs.append(_Epoch(self.num_shards))
@@ -218,7 +222,12 @@ class Visitation:
     def account(self) -> list[EpochAccount]:
         """Return what became of every shard, for each epoch that has begun."""
         return [
-            EpochAccount(number, self.num_shards, tuple(sorted(each.undone)), each.runs())
+            EpochAccount(
+                number,
+                self.num_shards,
+                tuple(each.having(Mark.PENDING, Mark.HANDED_OUT) if each.num_undone else ()),
+                each.runs(),
+            )
             for number, each in enumerate(self._epochs)
         ]
 
@@ -246,9 +255,9 @@ class Visitation:
 
     def _state_of(self, epoch: _Epoch) -> dict[str, Any]:
         unfinished = dict(epoch.unfinished)
-        for shard in epoch.handed_out():
+        for shard in epoch.having(Mark.HANDED_OUT):
             unfinished[shard] = unfinished.get(shard, 0) + 1
-        done = [shard for shard in range(self.num_shards) if shard not in epoch.undone]
+        done = epoch.having(Mark.DONE)
         return {"done": done, "unfinished": [list(each) for each in sorted(unfinished.items())]}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -293,7 +302,7 @@ class Visitation:
             )
         self._epochs = [_Epoch(self.num_shards) for _ in epochs or (None,)]
         for each, (done, unfinished) in zip(self._epochs, epochs, strict=False):
-            for shard in list(each.undone) if done is None else done:
+            for shard in range(self.num_shards) if done is None else done:
                 each.set(shard, Mark.DONE)
             for shard, count in unfinished.items():
                 each.note_runs(shard, count)

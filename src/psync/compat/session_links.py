@@ -173,7 +173,7 @@ class SessionLinks:
 
         Cancellation: Training may have ended.
         """
-        await self._tell(messages.ReplicaFailed(*describe_exception(error)[:3]))
+        await self._tell(messages.ReplicaFailed(*describe_exception(error).texts))
 
     async def _enquire(self, message: messages.EnterSession) -> int:
         endpoint = Endpoint(self.platform, self.task, ENQUIRER, {})

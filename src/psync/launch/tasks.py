@@ -203,6 +203,7 @@ def run(
     try:
         if chief := os.environ.pop("PSYNC_JOIN", ""):
             _prepare_process("joined")
+            load_plugins(JOINING)
             joining = partial(join, chief, os.environ.pop("PSYNC_JOIN_LISTEN", ""), shared=True)
             sys.exit(run_loop(joining, terminated_code=0))
         if resolver is None and (settings := os.environ.pop("PSYNC_ON", None)):
@@ -503,13 +504,11 @@ async def join(
         chief_timeout: Replaces ``PSYNC_CHIEF_TIMEOUT``.
 
     Raises:
-        ConfigurationError: An address is malformed or taken, there is no secret, or a plugin cannot
-            be imported.
+        ConfigurationError: An address is malformed or taken, or there is no secret.
         PsyncError: As for ``Membership.begin`` and ``run_task``.
 
     Cancellation: It leaves, without ending what it runs.
     """
-    load_plugins(JOINING)
     listener, address = listen_towards(chief, listen)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(listener.close)

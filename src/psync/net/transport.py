@@ -203,7 +203,7 @@ def _bind_unix(path: str) -> socket.socket:
         except OSError:
             if not (Path(path).is_socket() and is_deserted(path)):
                 raise
-            os.unlink(path)
+            Path(path).unlink(missing_ok=True)
             sock.bind(path)
         os.chmod(path, 0o600)
     except BaseException:

@@ -112,7 +112,7 @@ def no_run(nbytes: int, offset: int) -> memoryview | None:
 class PoolStatistics:
     """A snapshot of a pool."""
 
-    hits: int  # take() and lend() calls that were served with recycled memory
+    hits: int  # take() and lend() calls for 64 KiB or more that were served with recycled memory
     misses: int  # those that were served with new memory
     evicted: int  # roots dropped because the pool was full
     roots: int  # roots in the pool now, those that others still see included

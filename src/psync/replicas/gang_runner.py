@@ -149,7 +149,7 @@ async def merge(
         return _replies(result, count, limits, main_by_name)
     except Exception as exc:
         described = describe_exception(exc, main_by_name=main_by_name)
-        return [(Merged(described[:3]), described.payload.segments)] * count
+        return [(Merged(described.texts), described.payload.segments)] * count
 
 
 def _replies(result: Any, count: int, limits: Limits, main_by_name: bool) -> list[Reached]:

@@ -37,6 +37,11 @@ class Described(NamedTuple):
     traceback_text: str
     payload: Payload  # the exception itself, or EMPTY if it cannot be sent
 
+    @property
+    def texts(self) -> tuple[str, str, str]:
+        """Type, text and traceback."""
+        return self.type_name, self.message, self.traceback_text
+
 
 def describe_exception(exc: BaseException, *, main_by_name: bool = True) -> Described:
     """Return what is told to another task about an exception of user code. Never raises."""

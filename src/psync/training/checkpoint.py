@@ -31,7 +31,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -104,8 +104,12 @@ class Restored:
     extra: tuple[str, ...]
 
 
-Saved = tuple[Path, Coordinator | None, Sequence[SnapshotState]]
-"""A saved checkpoint, whose ps tasks wrote it, and what these held; None: it has none of that."""
+class Saved(NamedTuple):
+    """A saved checkpoint."""
+
+    path: Path
+    coordinator: Coordinator | None  # whose ps tasks wrote it; None: it has nothing of theirs
+    snapshots: Sequence[SnapshotState]  # what these held
 
 
 class Checkpoint:
@@ -204,7 +208,8 @@ class Checkpoint:
         contents = self._contents()
         coordinator = await coordinator_for(contents)
         if coordinator is None:
-            return await self._save_by_reading(contents, directory, number, verbose), None, ()
+            path = await self._save_by_reading(contents, directory, number, verbose)
+            return Saved(path, None, ())
         for tries_left in reversed(range(TRIES)):
             try:
                 return await self._save_cut(coordinator, contents, directory, number, verbose)
@@ -251,7 +256,7 @@ class Checkpoint:
             except CutLost:
                 await in_thread(remove, path)
                 raise
-        return path, coordinator, cut.snapshots
+        return Saved(path, coordinator, cut.snapshots)
 
     async def _save_by_reading(
         self, contents: Contents, directory: Path, number: int | None, verbose: bool | str
@@ -561,7 +566,7 @@ async def _write_streamed(cut: Cut, ps: int, layout: Layout, path: Path) -> Writ
         for data_file in opened:
             data_file.abandon()
     places = [(piece.start, piece.nbytes, piece.crc32) for _, piece in data_file.slices]
-    return size, places
+    return WrittenSnapshot(size, places)
 
 
 async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:

@@ -348,23 +348,25 @@ class EpochRuns:
             steps: Steps before them in the epoch.
         """
         trainer = self.trainer
-        try:
-            for closure, count in runs:
-                try:
-                    missing, sums = await closure
-                except EndOfData:
-                    continue
-                except Exception:
-                    return
-                steps += count - missing
+        for place, (closure, count) in enumerate(runs):
+            try:
+                missing, sums = await closure
+            except EndOfData:
+                continue
+            except Exception:
+                return
+            steps += count - missing
+            is_over = True
+            try:
                 logs = await trainer._logs_of(sums)
                 self.coordinator.report(logs)
                 await call_back(trainer, self.told, "on_train_batch_end", steps - 1, logs)
-                if trainer.stop_training:
-                    return
-        finally:
-            for closure, _ in runs:
-                closure.cancel()
+                is_over = trainer.stop_training
+            finally:
+                for unfinished, _ in runs[place:] if is_over else ():
+                    unfinished.cancel()
+            if is_over:
+                return
 
     async def _show_steps(self, runs: Sequence[Run], done: int) -> None:
         """Move the bar while closures run, from ``done`` steps; they end about in order."""

@@ -257,13 +257,13 @@ class FrameDecoder:
                 or body_len > limits.segment_bytes
             ):
                 _check_sizes(FrameTooLarge, limits, header_len, count, body_len)
-            at = start + PREFIX_BYTES + 8 * count + EXTENT_BYTES * extents
-            body = at + header_len
+            head = start + PREFIX_BYTES + 8 * count + EXTENT_BYTES * extents
+            body = head + header_len
             if end < body:
                 if body > len(scratch):
                     self._compact(body - start)
                 return None
-            header = bytes(scratch[at:body])
+            header = bytes(scratch[head:body])
             self.start = body
             if not (count or body_len):
                 return self._make(kind, request_id, header, (), 0)
@@ -276,20 +276,20 @@ class FrameDecoder:
                 )
             frame = self._make(kind, request_id, header, lengths, body_len)
             if extents:
-                named = scratch[at - EXTENT_BYTES * extents : at]
+                named = scratch[head - EXTENT_BYTES * extents : head]
                 return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
             targets = self._sink(frame)
             if targets is None or end - body < body_len:
                 return self._begin_body(frame, targets)
             # As most small ones are: nothing is still to come.
-            stop = self.start = body + body_len
+            self.start = body + body_len
+            at = body
             for target in targets:
-                at, body = body, body + len(target)
-                if body > stop:
-                    break
-                target[:] = scratch[at:body]
-            if body != stop:
-                raise _misfit(sum(map(len, targets)), body_len)
+                if at + len(target) <= self.start:
+                    target[:] = scratch[at : at + len(target)]
+                at += len(target)
+            if at != self.start:
+                raise _misfit(at - body, body_len)
             return frame
         except Exception as exc:
             self._error, self._frame = exc, _BROKEN

@@ -95,7 +95,7 @@ def failed(kind: str, exc: BaseException, *, main_by_name: bool) -> ClosureEnd:
         if READ_ONLY_HINT not in getattr(exc, "__notes__", ()):
             exc.add_note(READ_ONLY_HINT)
     described = describe_exception(exc, main_by_name=main_by_name)
-    return ClosureEnd(kind, described.payload, described[:3])
+    return ClosureEnd(kind, described.payload, described.texts)
 
 
 class ResultsToSend:

@@ -149,7 +149,7 @@ def have_full_budgets(tasks: Mapping[str, Any]) -> bool:
             sender is not None
             and sender._under_way >= MAX_UNDER_WAY
             and log._shipped < log.last
-            and any(peer._pauses for peer in primary._endpoint.peers)
+            and any("unfinished" in peer._pauses for peer in primary._endpoint.peers)
         ):
             full.add((host.task, sender.order.task))
     return any((backup, host) in full for host, backup in full)

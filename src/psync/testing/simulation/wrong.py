@@ -371,8 +371,9 @@ def as_if_unchanged(original: Callable[..., Any]) -> Any:
 
 def ends_all(original: Callable[..., Any]) -> Any:
     def request_stop(self: ClosureQueue, reason: str) -> list[Action]:
-        self._end_all(reason)
-        self.requested_stop = reason
+        if self.ending is None:
+            self._end_all(reason)
+            self.requested_stop = reason
         return self._actions()
 
     return request_stop
