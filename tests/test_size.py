@@ -9,10 +9,10 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 47_323,
-    "src": 63_288,
-    "nodes": 593_079,
-    "tests": 107_554,
+    "core": 47_325,
+    "src": 63_290,
+    "nodes": 593_074,
+    "tests": 107_568,
     "net": 4_823,
     "api": 3_736,
     "store": 3_481,
@@ -26,7 +26,7 @@ SIZES = {
     "closures": 1_874,
     "training": 1_805,
     "launch": 1_706,
-    "wire": 1_429,
+    "wire": 1_431,
     "cli": 1_563,
     "worker": 1_287,
     "backups": 1_145,

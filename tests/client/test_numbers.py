@@ -25,9 +25,9 @@ def test_answers_are_acknowledged_up_to_the_first_that_is_not_there():
 
 def test_an_answer_that_comes_twice_counts_once():
     numbers = Numbers()
-    number = numbers.draw()
-    numbers.answered(number)
-    numbers.answered(number)
+    with numbers.drawn() as number:
+        assert numbers.under_way
+        numbers.answered(number)
     assert numbers.acked_below == 2
 
 

@@ -340,3 +340,17 @@ def test_a_list_may_be_of_one_kind_or_another(value: list[Any]) -> None:
     mixed = encode(Either([1, "a"]))  # type: ignore[list-item]
     with pytest.raises(RemoteProtocolError, match="Either"):
         decode(mixed)
+
+
+class Nested(Message, code=302):
+    """A row in a field, and a list in that."""
+
+    row: tuple[int, list[int]]
+
+
+def test_what_is_in_a_row_is_checked_also_where_its_types_have_fitted_before() -> None:
+    decode(encode(Nested((1, [2]))))
+    for inner in ([3], [], ["x"]):
+        refused = pytest.raises(RemoteProtocolError, match=r"Nested\.row")
+        with refused if inner == ["x"] else contextlib.nullcontext():
+            decode(encode(Nested((1, inner))))  # type: ignore[arg-type]

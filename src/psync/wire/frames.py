@@ -285,9 +285,10 @@ class FrameDecoder:
             self.start = body + body_len
             at = body
             for target in targets:
-                if at + len(target) <= self.start:
-                    target[:] = scratch[at : at + len(target)]
-                at += len(target)
+                stop = at + len(target)
+                if stop <= self.start:
+                    target[:] = scratch[at:stop]
+                at = stop
             if at != self.start:
                 raise _misfit(at - body, body_len)
             return frame
@@ -383,8 +384,9 @@ class FrameDecoder:
             return None
         self.copying = None
         frame, self._frame = self._frame, None
-        if frame is not None and frame.borrowed is not None:
-            frame.borrowed.give_back()
+        assert frame is not None, "its body was copied"
+        assert frame.borrowed is not None, "which is lent"
+        frame.borrowed.give_back()
         return frame
 
     def _compact(self, need: int) -> None:
