@@ -9,9 +9,9 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 47_325,
-    "src": 63_290,
-    "nodes": 593_074,
+    "core": 47_342,
+    "src": 63_307,
+    "nodes": 593_153,
     "tests": 107_568,
     "net": 4_823,
     "api": 3_736,
@@ -25,9 +25,9 @@ SIZES = {
     "chief": 2_396,
     "closures": 1_874,
     "training": 1_805,
-    "launch": 1_706,
+    "launch": 1_713,
     "wire": 1_431,
-    "cli": 1_563,
+    "cli": 1_573,
     "worker": 1_287,
     "backups": 1_145,
     "replicas": 1_145,

@@ -142,6 +142,7 @@ class Launcher:
         self.news: FileIO | None = None  # where the chief hears of workers that come and leave
         self._working = set(range(self.num_workers))  # workers that are kept running
         self._leaving: set[int] = set()  # of these, those that were asked to leave
+        self._left = asyncio.Event()  # one of these has
         self._workers: dict[int, Process] = {}
         self._explained = False
         self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -185,9 +186,17 @@ class Launcher:
             OSError: The machine has no free port or descriptor.
         """
         async with self._scaling:
-            come, leave = changes(self._working - self._leaving, self._leaving, number)
-            if come:
-                self._check_room(max(come) + 1)
+            while True:
+                come, leave = changes(self._working - self._leaving, self._leaving, number)
+                try:
+                    if come:
+                        self._check_room(max(come) + 1)
+                    break
+                except ConfigurationError:
+                    if not self._leaving:
+                        raise
+                    self._left.clear()
+                    await self._left.wait()  # its place becomes free
             added: dict[int, str] = {}
             try:
                 for index in come:
@@ -271,6 +280,7 @@ class Launcher:
         finally:
             self._working.discard(index)
             self._leaving.discard(index)
+            self._left.set()
 
     async def _keep_worker(self, index: int) -> None:
         policy = RestartPolicy(self.max_restarts)

@@ -313,10 +313,17 @@ class TaskCluster(ABC):
 
     async def _change_to(self, workforce: Workforce, number: int) -> Collection[asyncio.Task[None]]:
         async with self._changing:
-            known, present = self._addresses["worker"], self._present()
-            come, leave = changes(present, self._leaving, number)
-            if come:
-                await self._host.check(max(come) + 1)
+            while True:
+                known, present = self._addresses["worker"], self._present()
+                come, leave = changes(present, self._leaving, number)
+                try:
+                    if come:
+                        await self._host.check(max(come) + 1)
+                    break
+                except ConfigurationError:
+                    if not self._leaving:
+                        raise
+                    await asyncio.wait(self._leaving.values())  # their places become free
             started: dict[tuple[str, int], str] = {}
             try:
                 await self._start_tasks([("worker", index) for index in come], started)
