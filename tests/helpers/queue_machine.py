@@ -508,7 +508,8 @@ class ClosureQueueMachine(RuleBasedStateMachine):
     def take_end(self, worker: Worker, report: Report) -> None:
         """A closure goes on where its data are, if it has updated nothing and there is a worker."""
         (closure,) = (self.closures[i] for i in report.given_back)
-        stops, losses = closure.state is State.CANCELLING, closure.lost_on
+        stops = closure.state is State.CANCELLING or self.queue.ending is not None
+        losses = closure.lost_on
         self.ended[worker.name].add(report.ended)
         goes_on = self.has_taker(closure) and not report.updated
         worker.sated = False

@@ -81,6 +81,11 @@ class ClosureOrder:
     def first(self, barred: Collection[Needs] = ()) -> Closure | None:
         """Return the queued closure with the lowest id, without those that need what is barred."""
         queued, lowest, spent = self.closures, -1, None
+        if not barred and len(self._ids) == 1:  # as a rule
+            (ids,) = self._ids.values()
+            while ids and ids[0] not in queued:
+                heapq.heappop(ids)
+            return queued[ids[0]] if ids else None
         for needs in self._ids:
             if needs not in barred:
                 ids = self._ids[needs]
