@@ -267,6 +267,8 @@ class Endpoint:
         for task in handlers:
             task.cancel()
         await asyncio.gather(*handlers, return_exceptions=True)
+        for listener in self._listeners:
+            await listener.wait_closed()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._wait_closed()
@@ -274,8 +276,6 @@ class Endpoint:
             for peer in list(self._peers):
                 peer.abort()
             await self._wait_closed()
-        for listener in self._listeners:
-            await listener.wait_closed()
         for sharing in () if goes_on else list(self._sharings):
             sharing.drop()
         self.platform.memory.let_go()

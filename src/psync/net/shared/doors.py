@@ -58,6 +58,7 @@ class Door:
         self._factory = factory
         self._loop = asyncio.get_running_loop()
         self._welcoming: set[asyncio.Task[None]] = set()
+        self._silent: set[socket.socket] = set()  # nothing has come from these yet
         self._again: asyncio.TimerHandle | None = None  # looks again when there was no descriptor
         self._look()
 
@@ -73,8 +74,9 @@ class Door:
         if not self._loop.is_closed():
             self._loop.remove_reader(self._sock)
         self._sock.close()
-        for task in self._welcoming:
-            task.cancel()
+        # Not cancelled: uvloop tells no end of a connection whose making is cancelled.
+        for sock in self._silent:
+            sock.shutdown(socket.SHUT_RDWR)
 
     async def wait_closed(self) -> None:
         """Wait until nobody stands in the door. Cancellation: safe."""
@@ -101,6 +103,7 @@ class Door:
         sock.setblocking(False)
         task = self._loop.create_task(self._welcome(sock))
         self._welcoming.add(task)
+        self._silent.add(sock)
         task.add_done_callback(self._welcoming.discard)
 
     def _shut(self) -> None:
@@ -112,8 +115,11 @@ class Door:
     async def _welcome(self, sock: socket.socket) -> None:
         channel: SocketChannel | None = None
         try:
-            async with asyncio.timeout(PREAMBLE_S):
-                channel = await self._channel_of(sock)
+            try:
+                async with asyncio.timeout(PREAMBLE_S):
+                    channel = await self._channel_of(sock)
+            finally:
+                self._silent.discard(sock)
             if channel is None:
                 sock.close()
                 return
