@@ -630,8 +630,7 @@ class Coordinator:
         if args or kwargs:
             arguments = pack_arguments(function.name, args, kwargs, main_by_name=self._main_by_name)
             check_size(arguments, f'the arguments of step "{function.name}"', self._limits)
-        call = ScheduledCall(function, arguments, may_repeat=may_repeat)
-        return self._queue_call(call, identity, needs)
+        return self._queue_call(ScheduledCall(function, arguments, may_repeat), identity, needs)
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
         """Queue again what a rollback has undone; see ``ClusterCoordinator.reschedule``."""

@@ -22,8 +22,7 @@ from psync.errors import LocalProtocolError, RemoteProtocolError
 def taken(order: ClosureOrder) -> list[int]:
     """The ids of all that are queued, from the first on; none is left."""
     ids = []
-    while order.closures:
-        closure = order.first()
+    for closure in order.in_order():
         order.discard(closure)
         ids.append(closure.id)
     return ids
@@ -31,9 +30,7 @@ def taken(order: ClosureOrder) -> list[int]:
 
 def order_of(fresh: list[int], late: list[int]) -> ClosureOrder:
     order = ClosureOrder()
-    for closure_id in fresh:
-        order.add(Closure(closure_id))
-    for closure_id in late:
+    for closure_id in (*fresh, *late):
         order.add(Closure(closure_id))
     return order
 
@@ -59,7 +56,7 @@ def test_what_was_taken_out_is_passed_over_wherever_it_stood() -> None:
     order.add(late)
     order.discard(fresh)
     order.discard(late)
-    assert order.first().id == 2
+    assert taken(order) == [2]
 
 
 def test_a_closure_may_come_back_after_it_was_taken_out() -> None:

@@ -29,7 +29,7 @@ import numpy as np
 import psync
 from endpoints import connected, done
 from psync.net.connection import Handler
-from psync.testing import run_virtual
+from psync.testing import MemoryNetwork, run_virtual
 from psync.wire.messages import AskStatistics
 
 SOURCE = Path(__file__).parents[2] / "src" / "psync"
@@ -126,8 +126,9 @@ async def counted(run: Callable[[int], Awaitable[None]], times: int = TIMES) -> 
 
 
 async def message() -> Calls:
-    """Count an echo of one message and its reply, both ends; half of that is a message."""
-    async with connected(server={AskStatistics: Handler(done)}) as pair:
+    """Count an echo, both ends; half of that is a message. Each is read whole, as from a socket."""
+    network = MemoryNetwork(chunk=(65_536, 65_536))
+    async with connected(network, {AskStatistics: Handler(done)}) as pair:
 
         async def run(times: int) -> None:
             for _ in range(times):

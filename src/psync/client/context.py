@@ -37,7 +37,7 @@ MAX_NAMED = 5
 LATE_HINT = "await, inside the step, every task and thread that it starts"
 
 
-@dataclass(kw_only=True, slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class ClosureContext:
     """One run of one closure on this worker.
 
@@ -48,12 +48,12 @@ class ClosureContext:
     closure_id: int
     runtime: Any = None  # through which variables talk to ps tasks; opaque here
     loop: asyncio.AbstractEventLoop | None = None  # None where no plain step can call `wait`
-    gang: Any = None  # through which a replica meets the others; opaque here, None: no gang
     arrival: int = 0  # when it came to this worker, see ``prefetch``
     number: int = -1  # under which ps tasks know it; -1: its id
-    step: str = ""  # name of its step function, once that is loaded
     late: Callable[[ClosureContext, str], None] | None = None
     """Told of each operation that comes after the step has returned; None: it has failed."""
+    gang: Any = None  # through which a replica meets the others; opaque here, None: no gang
+    step: str = ""  # name of its step function, once that is loaded
     closed: bool = False  # the step has returned or raised: its pushes are refused
     cancelled: bool = False  # another closure failed, or this one was cancelled
     stop_reason: str = ""  # why the step asks for the end of training
@@ -61,7 +61,7 @@ class ClosureContext:
     ordinals: Iterator[int] = field(default_factory=itertools.count)
     """Numbers of the calls of this run. Counting is atomic: threads of a step may share it."""
     _pulled: PulledSteps | None = None
-    _waiting: set[asyncio.Task[Any]] = field(default_factory=set)
+    _waiting: tuple[asyncio.Task[Any], ...] = ()
     """What threads of this step wait for."""
 
     def __repr__(self) -> str:
@@ -130,10 +130,10 @@ class ClosureContext:
             name=f"psync wait of closure {self.closure_id}",
             context=context,
         )
-        self._waiting.add(task)
+        self._waiting += (task,)
 
         def ended(task: asyncio.Task[T]) -> None:
-            self._waiting.discard(task)
+            self._waiting = tuple(other for other in self._waiting if other is not task)
             error = None if task.cancelled() else task.exception()
             if self.cancelled or task.cancelled():
                 outcome.set_exception(

@@ -197,9 +197,8 @@ class PsClient(PsRows):
             return PullLocked(*what, lock) if lock else Pull(*what)
 
         return Call(
-            self.links[request.ps], build, Pulled, "a pull", bulk=request.nbytes > SMALL_BODY_BYTES,
-            body=Body(request.lengths, where, "the shards"), set_ids=(request.set_id,),
-            locked=lock > 0,
+            self.links[request.ps], build, Pulled, "a pull", (), request.nbytes > SMALL_BODY_BYTES,
+            Body(request.lengths, where, "the shards"), (request.set_id,), lock > 0,
         )  # fmt: skip
 
     async def push(
@@ -474,8 +473,8 @@ class PsClient(PsRows):
                 return build(Part(*own, pulled.set_id, known))
 
             return Call(
-                link, message, Pushed, "an update", segments, bulk=nbytes > SMALL_BODY_BYTES,
-                body=body, set_ids=set_ids, locked=locked,
+                link, message, Pushed, "an update", segments, nbytes > SMALL_BODY_BYTES,
+                body, set_ids, locked,
             )  # fmt: skip
 
         def calls_of(sequences: Sequence[int]) -> list[Call[Pushed]]:

@@ -8,7 +8,7 @@ more than that the worker has it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, TypeAlias
 from weakref import WeakSet, WeakValueDictionary
@@ -183,7 +183,6 @@ class Closure:
 
     id: int  # grows in the order of ``schedule``
     payload: Any = None  # what is needed to send it and to settle it; the queue never looks
-    _: KW_ONLY
     name: str = ""  # of the step function, for messages
     needs: Needs = NO_DATA  # it runs where none of these has ended, if there is such a worker
     inline_bytes: int = 0  # sent with it

@@ -48,7 +48,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
@@ -78,31 +78,28 @@ class ClosureOrder:
             self.closures.clear()  # of its table, too, which is as large as the longest queue was
             self._ids.clear()
 
-    def first(self, barred: Collection[Needs] = ()) -> Closure | None:
-        """Return the queued closure with the lowest id, without those that need what is barred."""
-        queued, lowest, spent = self.closures, -1, None
-        if not barred and len(self._ids) == 1:  # as a rule
-            (ids,) = self._ids.values()
-            while ids and ids[0] not in queued:
-                heapq.heappop(ids)
-            return queued[ids[0]] if ids else None
-        for needs in self._ids:
-            if needs not in barred:
-                ids = self._ids[needs]
-                while ids and ids[0] not in queued:
-                    heapq.heappop(ids)
-                if not ids:
-                    spent = needs
-                elif lowest < 0 or ids[0] < lowest:
-                    lowest = ids[0]
-        if spent is not None:
-            del self._ids[spent]
-        return None if lowest < 0 else queued[lowest]
+    def in_order(self, barred: Collection[Needs] = ()) -> Iterator[Closure]:
+        """Yield the queued closures by id, without those that need what is barred.
+
+        Whoever asks for the next one has taken the last one out.
+        """
+        queued = self.closures
+        heaps = [(ids, needs) for needs, ids in self._ids.items() if needs not in barred]
+        while heaps:
+            (ids, needs), *others = heaps  # as a rule there are none
+            if others:
+                ids, needs = min(heaps)
+            if ids[0] in queued:
+                yield queued[ids[0]]
+            heapq.heappop(ids)
+            if not ids:
+                heaps.remove((ids, needs))
+                self._ids.pop(needs, None)
 
     def needs(self) -> list[Needs]:
         """Return the different needs of queued closures."""
         every = list(self._ids)
-        return [n for n in every if self.first([other for other in every if other != n])]
+        return [n for n in every if any(self.in_order([other for other in every if other != n]))]
 
 
 TARGET_AHEAD_S = 0.05  # several closures that pull and push, soon done by another worker
@@ -373,8 +370,7 @@ class Dispatcher:
         if record.held or record.leaving:
             raise LocalProtocolError(f"{closure} cannot be sent to {worker}, which is not idle")
         record.group.idle.remove(record)
-        self._hold(record, closure)
-        self._classify(record)
+        self._hold(record, (closure,))
         return Dispatch(worker, (closure,))
 
     def take(self, worker: str, ids: Sequence[int], verb: str) -> list[Closure]:
@@ -543,26 +539,26 @@ class Dispatcher:
         """Move up to ``most`` closures from the head of the queue to a worker; return them."""
         batch: list[Closure] = []
         barred = self._barred(record.group, self.queued.needs()) if self.ended else ()
-        while most:
-            closure = self.queued.first(barred)
-            if closure is None or (ahead and closure.lost_on) or closure.inline_bytes > max_bytes:
+        for closure in islice(self.queued.in_order(barred), most):
+            max_bytes -= closure.inline_bytes
+            if max_bytes < 0 or (ahead and closure.lost_on):
                 break
             self.queued.discard(closure)
-            self._hold(record, closure)
-            max_bytes -= closure.inline_bytes
             batch.append(closure)
-            most -= 1
-        self._classify(record)
+        self._hold(record, batch)
         return batch
 
-    def _hold(self, record: _Worker, closure: Closure) -> None:
-        move(closure, Event.DISPATCH)
-        closure.worker = record.name
-        closure.known_started = False
-        record.held[closure.id] = closure
-        self._kinds[closure.needs] += 1
-        record.held_bytes += closure.inline_bytes
-        self.num_in_flight += 1
+    def _hold(self, record: _Worker, closures: Sequence[Closure]) -> None:
+        held, kinds = record.held, self._kinds
+        for closure in closures:
+            move(closure, Event.DISPATCH)
+            closure.worker = record.name
+            closure.known_started = False
+            held[closure.id] = closure
+            kinds[closure.needs] += 1
+            record.held_bytes += closure.inline_bytes
+        self.num_in_flight += len(closures)
+        self._classify(record)
 
     def _released(self, record: _Worker, closures: Sequence[Closure]) -> None:
         """Note that a worker does not hold these any more, and did just now."""

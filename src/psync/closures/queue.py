@@ -256,7 +256,9 @@ class ClosureQueue:
         if closure.dependencies or self.ending is not None or self._barriers:
             return self._schedule_unusual(closure)
         move(closure, Event.QUEUE)
-        self._add(closure)
+        closure_id = self._last_id = closure.id
+        self._open[closure_id] = closure
+        self._unsettled.append(closure_id)
         self.dispatcher.queued.add(closure)
         return []
 

@@ -28,8 +28,8 @@ class ScheduledCall:
 
     function: Function
     arguments: Payload  # keeps the RemoteValues and iterators among them alive
-    replica: tuple[int, int] | None = None  # which one of how many, if it is of a gang
     may_repeat: bool = True  # whether ``reschedule`` runs it again if a rollback undoes it
+    replica: tuple[int, int] | None = None  # which one of how many, if it is of a gang
     sent_at: float | None = None  # loop time; None: to nobody so far
     value: weakref.ref[RemoteValue[Any]] = field(init=False)  # the user may have dropped it
 
@@ -121,13 +121,12 @@ class ScheduledClosures(dict[int, Closure]):
                     hint="fetch its value there and pass the value",
                 )
         if needs is None:
-            has_data = arguments.kept or call.function.payload.kept
-            needs = call.needs() if has_data else NO_DATA
+            needs = call.needs() if arguments.kept or call.function.payload.kept else NO_DATA
+        # Without keywords, which cost as much again.
         return Closure(
-            closure_id, call, name=call.function.name,
-            inline_bytes=call.inline_bytes if arguments is not EMPTY else 0,
-            dependencies=[value._closure for value in inputs] if inputs else (), identity=identity,
-            needs=needs,
+            closure_id, call, call.function.name, needs,
+            call.inline_bytes if arguments is not EMPTY else 0,
+            [value._closure for value in inputs] if inputs else (), identity,
         )  # fmt: skip
 
     def adopt(self, closure: Closure) -> RemoteValue[Any]:

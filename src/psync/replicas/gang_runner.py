@@ -306,7 +306,7 @@ class GangRunner:
             return
         run.gang = Gang(workers)
         for replica_id, payload in enumerate(arguments):
-            call = ScheduledCall(run.function, payload, (replica_id, len(workers)))
+            call = ScheduledCall(run.function, payload, replica=(replica_id, len(workers)))
             name = f"{run.function.name}, replica {replica_id}"
             closure = Replica(self.queue.next_id + replica_id, call, name=name)
             run.closures.append(closure)

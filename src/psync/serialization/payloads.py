@@ -68,7 +68,7 @@ _BY_NAME_PACKAGES = frozenset({"numpy", "psync"})
 """What every task can import. cloudpickle finds that out anew each time, at 5 µs a name."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Payload:
     """One pickled value.
 

@@ -206,6 +206,7 @@ class LoadedStep:
 
     fn: Callable[..., Any]
     name: str
+    result: str  # what messages call its result
     handles: Sequence[IteratorHandle[Any]]  # per-worker iterators that it captured
     is_coroutine: bool
     seconds: float = math.inf  # that its last run took; inf: it has never been run to its end
@@ -233,8 +234,9 @@ class ClosureInputs:
         fn, name = await self._load(key, handles)
         if len(self.steps) >= MAX_STEPS:
             del self.steps[next(iter(self.steps))]
-        step = self.steps[key] = LoadedStep(fn, name, handles, is_coroutine_step(fn))
-        return step
+        result = f'the result of step "{name}"'
+        self.steps[key] = LoadedStep(fn, name, result, handles, is_coroutine_step(fn))
+        return self.steps[key]
 
     async def arguments(
         self, closure: HeldClosure, step: LoadedStep
@@ -395,9 +397,7 @@ class Session:
         at, numbers = 0, dict(message.numbers or ())
         arrival = self.runtime.ahead.arrivals = self.runtime.ahead.arrivals + 1
         for closure_id, key, count, counts in message.closures:
-            end = at
-            if count > 0:  # else they are none, or to be fetched
-                end += count + sum(counts)
+            end = at + count + sum(counts) if count > 0 else at  # else none, or to be fetched
             number, own = numbers.get(closure_id, -1), segments[at:end]
             self._queue.append(HeldClosure(closure_id, key, count, counts, own, number, arrival))
             at = end
@@ -594,15 +594,11 @@ class Session:
         self._last_turn = self._loop.time()
 
     async def _run_one(self, closure: HeldClosure) -> None:
+        # Without keywords, which cost as much again.
         context = closure.context = ClosureContext(
-            worker_index=self.attach.worker_index,
-            closure_id=closure.id,
-            runtime=self.runtime,
-            loop=self._loop,
-            arrival=closure.arrival,
-            number=closure.number,
-            late=self._late,
-        )
+            self.attach.worker_index, closure.id, self.runtime, self._loop, closure.arrival,
+            closure.number, self._late,
+        )  # fmt: skip
         if closure.replica is not None:
             context.gang = GangMember(
                 *closure.replica, context, self.bulk.call, self._limits, self._main_by_name
@@ -619,8 +615,8 @@ class Session:
             context.late = None
         if self.runtime.ps.outgoing.begun or self._runner.cancelling():
             await self._drain_pushes()
-        if self._runner.cancelling():
-            self._uncancel()
+            if self._runner.cancelling():
+                self._uncancel()
         self.running = None  # from here on there is nothing to cancel
         self._now = self._loop.time()
         if self.watch is not None:
@@ -637,31 +633,33 @@ class Session:
         """Run a closure to its end; whatever user code raises is one."""
         name, ahead = "the step", self.runtime.ahead
         try:
-            ahead.begin_closure()  # what it is given may be waited for
             step = self._inputs.steps.get(closure.key)
+            args: tuple[Any, ...] = ()
+            kwargs: dict[str, Any] = {}
+            may_wait = step is None or closure.num_segments or step.handles
+            if may_wait:
+                ahead.begin_closure()
             if step is None:
                 step = await self._inputs.load(closure.key)
             name = closure.name = context.step = step.name
-            args: tuple[Any, ...] = ()
-            kwargs: dict[str, Any] = {}
-            if closure.num_segments or step.handles:
+            if may_wait:
                 args, kwargs = await self._inputs.arguments(closure, step)
-            ahead.end_closure()
+                ahead.end_closure()
             if step.seconds > SHORT_S:
                 await self._turn()
                 if step.seconds == math.inf:  # what is done once is no part of the pace
                     closure.began = self._loop.time()
-            value = await self._call(step, args, kwargs, context)
+            value = await self._call(step, args, kwargs, closure)
             if context.cancelled:  # it did not let itself be stopped
                 return CANCELLED
             payload = pack(
                 value,
-                subject=f'the result of step "{name}"',
+                subject=step.result,
                 receiver="the coordinator",
                 main_by_name=self._main_by_name,
             )
-            if payload.nbytes > SMALL_BODY_BYTES:
-                check_size(payload, f'the result of step "{name}"', self._limits)
+            if payload is not EMPTY and payload.nbytes > SMALL_BODY_BYTES:
+                check_size(payload, step.result, self._limits)
         except asyncio.CancelledError:
             if self._ended:
                 raise
@@ -684,11 +682,10 @@ class Session:
         return ClosureEnd("ok", payload)
 
     async def _call(
-        self, step: LoadedStep, args: Any, kwargs: dict[str, Any], context: ClosureContext
+        self, step: LoadedStep, args: Any, kwargs: dict[str, Any], closure: HeldClosure
     ) -> Any:
-        began = self._loop.time()
         self.runtime.ahead.begin_closure()
-        token = here.set(context)
+        token = here.set(closure.context)
         try:
             if step.is_coroutine:
                 value = await step.fn(*args, **kwargs)
@@ -703,7 +700,7 @@ class Session:
         finally:
             here.reset(token)
         self.runtime.ahead.end_closure()
-        step.seconds = self._loop.time() - began
+        step.seconds = self._loop.time() - closure.began
         return value
 
     def _late(self, context: ClosureContext, operation: str) -> None:

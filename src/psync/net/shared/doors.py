@@ -11,6 +11,8 @@ Nothing depends on doors: whatever goes wrong, the address is there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import select
 import socket
@@ -57,8 +59,7 @@ class Door:
         self._sock = sock
         self._factory = factory
         self._loop = asyncio.get_running_loop()
-        self._welcoming: set[asyncio.Task[None]] = set()
-        self._silent: set[socket.socket] = set()  # nothing has come from these yet
+        self._welcoming: dict[asyncio.Task[None], socket.socket] = {}
         self._again: asyncio.TimerHandle | None = None  # looks again when there was no descriptor
         self._look()
 
@@ -75,8 +76,9 @@ class Door:
             self._loop.remove_reader(self._sock)
         self._sock.close()
         # Not cancelled: uvloop tells no end of a connection whose making is cancelled.
-        for sock in self._silent:
-            sock.shutdown(socket.SHUT_RDWR)
+        for sock in self._welcoming.values():
+            with contextlib.suppress(OSError):  # its other end is gone
+                sock.shutdown(socket.SHUT_RDWR)
 
     async def wait_closed(self) -> None:
         """Wait until nobody stands in the door. Cancellation: safe."""
@@ -102,9 +104,8 @@ class Door:
             return
         sock.setblocking(False)
         task = self._loop.create_task(self._welcome(sock))
-        self._welcoming.add(task)
-        self._silent.add(sock)
-        task.add_done_callback(self._welcoming.discard)
+        self._welcoming[task] = sock
+        task.add_done_callback(self._welcoming.pop)
 
     def _shut(self) -> None:
         """No descriptor is left: whoever comes next finds no door, and goes to the address."""
@@ -115,14 +116,8 @@ class Door:
     async def _welcome(self, sock: socket.socket) -> None:
         channel: SocketChannel | None = None
         try:
-            try:
-                async with asyncio.timeout(PREAMBLE_S):
-                    channel = await self._channel_of(sock)
-            finally:
-                self._silent.discard(sock)
-            if channel is None:
-                sock.close()
-                return
+            async with asyncio.timeout(PREAMBLE_S):
+                channel = await self._channel_of(sock)
             await self._loop.connect_accepted_socket(_sharing(self._factory, channel), sock)
         except BaseException as exc:
             sock.close()
@@ -131,7 +126,7 @@ class Door:
             if not isinstance(exc, OSError):
                 raise
 
-    async def _channel_of(self, sock: socket.socket) -> SocketChannel | None:
+    async def _channel_of(self, sock: socket.socket) -> SocketChannel:
         while True:
             try:
                 said, fds, all_came = receive_fds(sock, len(PREAMBLE))
@@ -146,13 +141,13 @@ class Door:
             if not all_came:  # no descriptor is left for it: the connection has taken the last one
                 share_no_more()
                 self._shut()
-                return None
+                raise OSError(errno.EMFILE, "no descriptor for the channel of a connection")
             received = [socket.socket(fileno=fd) for fd in _sockets(fds)]
             if said == PREAMBLE and len(fds) == len(received) == 1 and _is_channel(received[0]):
                 return SocketChannel(received[0])
             for each in received:
                 each.close()
-            return None
+            raise OSError(errno.EPROTO, "no channel came with a connection")
 
 
 async def through_door(
