@@ -55,8 +55,8 @@ class RemoteValue(Generic[T_co]):
 
     __psync_remote_value__ = True
     __slots__ = (
-        "__weakref__", "_cancel", "_closure", "_ended", "_error", "_loop", "_payload", "_unpacked",
-        "_value", "status",
+        "__weakref__", "_cancel", "_closure", "_ended", "_error", "_payload", "_unpacked", "_value",
+        "status",
     )  # fmt: skip
 
     def __init__(self, closure: Closure, cancel: Callable[[int], None]) -> None:
@@ -68,7 +68,6 @@ class RemoteValue(Generic[T_co]):
         self._value: Any = None
         self._error: BaseException | None = None
         self._ended: asyncio.Event | None = None  # made for the first who waits
-        self._loop = asyncio._get_running_loop()  # the coordinator's
 
     def __repr__(self) -> str:
         return f"<RemoteValue of {self._closure}, {self.status.value}>"
@@ -110,7 +109,7 @@ class RemoteValue(Generic[T_co]):
 
         Cancellation: Safe; the closure continues.
         """
-        loop = self._loop
+        loop = getattr(self._owner, "loop", None)
         if loop is not None and asyncio._get_running_loop() is not loop and not loop.is_closed():
             raise other_loop("fetch of a RemoteValue")
         if self.status is RemoteValueStatus.NOT_READY:
