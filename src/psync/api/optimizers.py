@@ -847,6 +847,7 @@ class Optimizer:
                 optimizer=self.number,
             )  # fmt: skip
             push = functools.partial(runtime.ps.outgoing.shielded, compressed)
+            plan = runtime.ps.plan(specs, self._compression)  # whose messages are answered
         apart = None if global_step is None or raised is not None else global_step.spec
         answers = await push_and_count(runtime, push, apart)
         if known is not (newer := runtime.pushes(self.number)):  # it is undone
@@ -919,8 +920,7 @@ class Optimizer:
     def _may_bring(self, pulled: Sequence[AnyVariable], step: AnyVariable | None) -> bool:
         """Return whether values may be of when the push is applied: nothing changes them later."""
         raised = None if step is None else step.spec.variable_id
-        changes = any(variable.spec.variable_id == raised for variable in pulled)
-        return not changes and self._staleness_bound is None
+        return self._staleness_bound is None and raised not in [v.spec.variable_id for v in pulled]
 
     async def compute_gradients(
         self, value_and_grad: ValueAndGrad, var_list: Any = None

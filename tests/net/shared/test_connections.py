@@ -25,7 +25,6 @@ from psync.net.shared.bodies import Sharing
 from psync.net.transport import SocketNetwork
 from psync.numerics.memory import Block, BlockPool
 from psync.wire import lent
-from psync.wire.frames import Kind
 from psync.wire.handshake import BULK
 from psync.wire.limits import Limits
 from psync.wire.messages import AskStatistics, Done, Pull, Pulled
@@ -644,10 +643,6 @@ async def test_a_task_that_shares_with_nobody_has_no_regions() -> None:
     endpoint = Endpoint(new_endpoint(SocketNetwork()).platform, PS, 1, {})
     assert endpoint.platform.memory.make is None
     await endpoint.close()
-
-
-def test_the_kinds_of_frames_that_speak_of_memory() -> None:
-    assert (Kind.RETURN, Kind.FORGET) == (23, 24)
 
 
 async def test_another_users_task_is_reached_by_its_address(
