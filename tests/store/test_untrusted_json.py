@@ -79,7 +79,7 @@ THING = {"kind": "a", "pairs": [[1, "x"]]}
         (str, "", "it: expected text, got ''"),
         (str, 7, "it: expected text, got 7"),
         (bytes, "0g", "it: expected bytes as hexadecimal digits, got '0g'"),
-        (bytes, None, "it: expected text, got None"),
+        (bytes, "00 ", "it: expected bytes as hexadecimal digits, got '00 '"),
         (list[tuple[int, str]], [[1, "a"], [1]], "[1]: expected a list of 2 entries, got [1]"),
         (list[tuple[int, str]], [[1, "a"], [1, 2]], "[1][1]: expected text, got 2"),
         (dict[str, list[int]], {"a": [0, None]}, f"a[1]: expected {WHOLE}, got None"),

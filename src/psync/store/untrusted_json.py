@@ -26,6 +26,7 @@ import json
 import reprlib
 import types
 import typing
+from binascii import unhexlify  # bytes.fromhex passes over spaces
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any, NewType, TypeVar
 
@@ -69,8 +70,7 @@ def read_json(data: bytes, kind: type[T], where: str, head: tuple[str, int] | No
                     f"{where}: format version {found.version}, this psync reads {head[1]}",
                     hint="install a newer psync",
                 )
-        read: Callable[[Any], T] = _reader(typing.cast(Any, kind))
-        return read(value)
+        return typing.cast(T, _reader(typing.cast(Any, kind))(value))
     except _Misfit as exc:
         raise wrong(where, exc.place.lstrip(".") or "it", exc.expected, exc.got) from None
 
@@ -204,7 +204,7 @@ def _only(kind: type | tuple[type, ...], expected: str) -> _Reader:
 
 def _bytes(value: Any) -> bytes:
     try:
-        return bytes.fromhex(_SIMPLE[str](value))
+        return unhexlify(_SIMPLE[str](value))
     except ValueError:
         raise _Misfit("bytes as hexadecimal digits", value) from None
 
