@@ -9,10 +9,10 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 47_332,
-    "src": 63_297,
-    "nodes": 593_207,
-    "tests": 107_562,
+    "core": 47_319,
+    "src": 63_284,
+    "nodes": 593_077,
+    "tests": 107_531,
     "net": 4_823,
     "api": 3_736,
     "store": 3_481,
@@ -22,10 +22,10 @@ SIZES = {
     "numerics": 2_809,
     "status": 2_735,
     "client": 2_595,
-    "chief": 2_396,
+    "chief": 2_393,
     "closures": 1_873,
     "training": 1_805,
-    "launch": 1_713,
+    "launch": 1_703,
     "wire": 1_431,
     "cli": 1_573,
     "worker": 1_283,
@@ -42,12 +42,12 @@ SIZES = {
 
 CALLS = {
     "message": (11, 13),
-    "closure": (146, 141),
+    "closure": (145, 141),
     "pull": (167, 151),
     "push": (351, 274),
-    "push_pull": (437, 354),
-    "sync": (963, 717),
-    "replica": (1_925, 1_485),
+    "push_pull": (436, 353),
+    "sync": (963, 716),
+    "replica": (1_923, 1_484),
 }
 """Python calls of one operation, and its calls into C, on Python 3.11."""
 

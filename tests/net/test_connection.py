@@ -900,6 +900,22 @@ def test_a_body_counts_until_its_handler_is_done_though_its_caller_has_given_up(
     assert open_work(pair.back) == (0, 0, 0)
 
 
+@pytest.mark.promise("input.peers-bounded")
+def test_who_only_waits_is_heard_when_it_gives_up(turns: Turns) -> None:
+    """The body of a request that rests counts no more, so what its caller says is read."""
+    held = Held()
+    pair = peered(turns, {Push: Handler(held)}, limits=Limits(unfinished_bytes=1))
+    number = pair.peer.ask(push(), [bytes(100)], lambda _: None)
+    turns.settle()
+    pair.peer.give_up(number)
+    turns.settle()
+    assert held.given_up == [], "nothing is read"
+    held.requests[0].rest()
+    turns.settle()
+    assert held.given_up == held.requests
+    assert open_work(pair.back) == (0, 0, 0)
+
+
 # --- what a peer must not say ----------------------------------------------------------------
 
 

@@ -190,11 +190,7 @@ class Creation:
     @property
     def pending(self) -> bool:
         """Whether something has to be created, or never will be."""
-        return self._has_work or self.reattachment is not None
-
-    @property
-    def _has_work(self) -> bool:
-        return bool(self._declared) or self._error is not None
+        return bool(self._declared) or self._error is not None or self.reattachment is not None
 
     async def ensure(self, *, last: bool = False) -> None:
         """Create everything that is declared, or adopt it.
@@ -210,7 +206,7 @@ class Creation:
 
         Cancellation: Safe; creating goes on with the next call.
         """
-        while self._has_work or (last and self.reattachment is not None):
+        while self._declared or self._error or (last and self.reattachment is not None):
             async with self._lock:
                 if self._error is not None:
                     raise self._error.with_traceback(None)  # it is raised many times

@@ -105,15 +105,6 @@ def write_whole_lines() -> None:
 _told: set[int | None] = set()  # errors of output that were told of
 
 
-def _say_lost(error: OSError) -> None:
-    if error.errno in _told:
-        return
-    _told.add(error.errno)
-    text = f"psync: output of tasks is lost: {error.strerror or error}\n"
-    with contextlib.suppress(OSError, ValueError):  # that is full, too
-        write_stderr(text)
-
-
 class LineForwarder:
     r"""Turns the bytes of one pipe into whole lines with a prefix.
 
@@ -132,7 +123,7 @@ class LineForwarder:
         self._sink: Sink | None = sink  # None once it has failed
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
-        self._rest = io.StringIO()  # of the line that has not ended
+        self._rest = ""  # of the line that has not ended
 
     def feed(self, data: bytes) -> None:
         """Take bytes as they came from the pipe."""
@@ -140,34 +131,29 @@ class LineForwarder:
 
     def close(self) -> None:
         """The pipe is at its end: send what is left, as a line."""
-        self._take(self._decoder.decode(b"", final=True))
-        if self._rest.tell():
-            self._send(self._end_line(""))
+        self._take(self._decoder.decode(b"", final=True), is_last=True)
 
-    def _take(self, text: str) -> None:
-        *whole, rest = text.split("\n")
-        lines = "".join([self._end_line(line) for line in whole])
-        self._rest.write(rest)
-        if self._rest.tell() > MAX_LINE_CHARS:
-            lines += self._end_line("")
-        if lines:
-            self._send(lines)
-
-    def _end_line(self, text: str) -> str:
-        line = self._rest.getvalue() + text
-        self._rest = io.StringIO()
-        starts = range(0, max(len(line), 1), MAX_LINE_CHARS)  # an empty line is a line
-        return "".join([f"{self._prefix}{line[i : i + MAX_LINE_CHARS]}\n" for i in starts])
-
-    def _send(self, lines: str) -> None:
-        if self._sink is None:
+    def _take(self, text: str, *, is_last: bool = False) -> None:
+        *lines, rest = (self._rest + text).split("\n")
+        if len(rest) > MAX_LINE_CHARS or (rest and is_last):
+            lines, rest = [*lines, rest], ""
+        self._rest = rest
+        pieces = [
+            f"{self._prefix}{line[start : start + MAX_LINE_CHARS]}\n"
+            for line in lines
+            for start in range(0, max(len(line), 1), MAX_LINE_CHARS)  # an empty line is a line
+        ]
+        if not pieces or self._sink is None:
             return
         try:
-            self._sink(lines)
+            self._sink("".join(pieces))
         except (BrokenPipeError, ValueError):  # nobody reads it; a closed file
             self._sink = None
         except OSError as exc:  # no space left: there may be some later
-            _say_lost(exc)
+            if exc.errno not in _told:
+                _told.add(exc.errno)
+                with contextlib.suppress(OSError, ValueError):  # that is full, too
+                    write_stderr(f"psync: output of tasks is lost: {exc.strerror or exc}\n")
 
 
 class _TaskLogHandler(logging.StreamHandler[TextIO]):

@@ -151,6 +151,17 @@ class Request(Frame, Generic[M]):
         elif isinstance(error, Exception):
             self.peer.fail(error)  # nobody waits for an answer, but it must not be lost
 
+    def rest(self) -> None:
+        """Nobody works on its body any more; it only waits, so that body counts no more.
+
+        Else a caller that gives up would not be heard: nothing more is read.
+        """
+        if self.is_held:
+            self.peer._unfinished_bytes -= self.nbytes
+            if self.peer._pauses:
+                self.peer._read_on()
+        self.nbytes = 0
+
     def raised(self, error: Exception) -> None:
         """The handler has raised: the answer, unless it is given; then a mistake is logged."""
         if self.over and not isinstance(error, PsyncError):
@@ -703,7 +714,11 @@ class Connection(asyncio.BufferedProtocol):
         if self._serving.get(request.request_id) is request:
             del self._serving[request.request_id]
         self._unfinished_bytes -= request.nbytes
-        if self._pauses and self._unfinished_bytes <= self._limits.unfinished_bytes:
+        if self._pauses:
+            self._read_on()
+
+    def _read_on(self) -> None:
+        if self._unfinished_bytes <= self._limits.unfinished_bytes:
             self.resume_reading("unfinished")
 
     # What is sent.

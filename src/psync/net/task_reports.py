@@ -105,14 +105,11 @@ def describe_threads() -> list[str]:
     for ident, frame in frames.items():
         lines.append(f"  {names.get(ident, f'thread {ident}')}:")
         # The innermost calls, without those of the report itself.
-        inwards = (each for each in traceback.walk_stack(frame) if _is_foreign(each[0]))
-        stack = [_line(*each) for each in itertools.islice(inwards, MAX_FRAMES)]
+        inwards = traceback.walk_stack(frame)
+        others = (each for each in inwards if each[0].f_code.co_filename != __file__)
+        stack = [_line(*each) for each in itertools.islice(others, MAX_FRAMES)]
         lines += [f"    {line}" for line in reversed(stack)]
     return lines
-
-
-def _is_foreign(frame: FrameType) -> bool:
-    return frame.f_code.co_filename != __file__
 
 
 def _line(frame: FrameType, number: int | None) -> str:

@@ -147,8 +147,7 @@ class StepCloser:
             return Handler(run)
 
         def forget(request: Request[ForgetPush]) -> None:
-            act = functools.partial(self._forget, request.peer.client, request.message)
-            self._sync.executor.submit(request, request.message, (), act)
+            replay(functools.partial(self._forget, request.peer.client)).run(request)
 
         return {
             **self._sync.replayed(),
@@ -220,7 +219,8 @@ class StepCloser:
 
     def _contribute(self, request: Request[Contribute]) -> None:
         peer, message = request.peer, request.message
-        self._check()
+        if self._over is not None:
+            self._check()
         brought: WholeSet | None = None
         wanted: WholeSet | None = None
         if message.set_id >= 0:
@@ -268,6 +268,7 @@ class StepCloser:
         self._waits.add(request, (message.group, replica, message.push), wanted)
 
         def counted(outcome: object) -> None:
+            request.rest()  # its part is staged
             if isinstance(outcome, PsyncError):
                 self._waits.answer(Refuse(message.group, replica, message.push, outcome))
 
@@ -357,8 +358,7 @@ class StepCloser:
         try:
             await shielded(beginning)
         except PsyncError:
-            if self._over is not None:
-                raise self._over.with_traceback(None) from None
+            self._check()
             raise
 
     async def _read_first(self, group: int) -> None:

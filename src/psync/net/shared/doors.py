@@ -142,11 +142,13 @@ class Door:
                 share_no_more()
                 self._shut()
                 raise OSError(errno.EMFILE, "no descriptor for the channel of a connection")
-            received = [socket.socket(fileno=fd) for fd in _sockets(fds)]
-            if said == PREAMBLE and len(fds) == len(received) == 1 and _is_channel(received[0]):
-                return SocketChannel(received[0])
-            for each in received:
-                each.close()
+            if said == PREAMBLE and len(fds) == 1 and stat.S_ISSOCK(os.fstat(fds[0]).st_mode):
+                channel = socket.socket(fileno=fds.pop())
+                if (channel.family, channel.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+                    return SocketChannel(channel)
+                channel.close()
+            for fd in fds:
+                os.close(fd)
             raise OSError(errno.EPROTO, "no channel came with a connection")
 
 
@@ -253,21 +255,6 @@ def _is_here(family: int, host: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _is_channel(sock: socket.socket) -> bool:
-    return sock.family == socket.AF_UNIX and sock.type == socket.SOCK_SEQPACKET
-
-
-def _sockets(fds: Iterable[int]) -> list[int]:
-    """Return those of these descriptors that are sockets; the others are closed."""
-    sockets = []
-    for fd in fds:
-        if stat.S_ISSOCK(os.fstat(fd).st_mode):
-            sockets.append(fd)
-        else:
-            os.close(fd)
-    return sockets
 
 
 def _set(future: asyncio.Future[None]) -> None:
