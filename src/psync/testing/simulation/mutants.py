@@ -295,7 +295,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "home_of_each_client": Mutant(
         "all runs of a closure have the same home of a push", ("async",),
-        ((ps_client, "make_plan", wrong.home_of_each_client),),
+        ((ps_client.PsClient, "plan", wrong.home_of_each_client),),
     ),
     "duplicate_is_counted": Mutant(
         "of the runs of a closure one is counted by its optimizer", ("async",),

@@ -301,16 +301,16 @@ async def nothing(*_: Any) -> None:
 
 
 def home_of_each_client(original: Callable[..., Any]) -> Any:
-    def make_plan(variables: Any, set_ids: Any, compression: Any = None) -> Plan:
-        plan: Plan = original(variables, set_ids, compression)
-        first = [request for request in plan.requests if request.part == 0]
-        if plan.requests and plan.requests[0].set_id % 2:
-            for request in first:
-                request.place = FIRST
-            max(first, key=lambda request: request.ps).place = HOME
-        return plan
+    def plan(self: Any, *given: Any) -> Plan:
+        made: Plan = original(self, *given)
+        is_odd = int(self.links[0]._endpoint.task[-1]) % 2
+        last = max([request.ps for request in made.requests], default=0)
+        for request in made.requests:
+            if is_odd and request.part == 0:
+                request.place = HOME if request.ps == last else FIRST
+        return made
 
-    return make_plan
+    return plan
 
 
 def counts_duplicates(original: Callable[..., Any]) -> Any:
