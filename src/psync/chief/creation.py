@@ -206,7 +206,7 @@ class Creation:
 
         Cancellation: Safe; creating goes on with the next call.
         """
-        while self._declared or self._error or (last and self.reattachment is not None):
+        while self._declared or self._error is not None or (last and self.reattachment is not None):
             async with self._lock:
                 if self._error is not None:
                     raise self._error.with_traceback(None)  # it is raised many times
