@@ -114,6 +114,8 @@ class Constant(Schedule):
     def rate(self, step: float) -> float:
         return self.value
 
+    __call__ = rate  # it was checked when it was made
+
 
 @dataclass(frozen=True)
 class _Decay(Schedule):

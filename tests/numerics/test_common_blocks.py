@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 
 from block_arrays import array_of
-from psync.numerics.common_blocks import Adjacent, CommonBlock
 from psync.numerics.memory import BlockArray, BlockPool
+from psync.store.store import Adjacent, CommonBlock
 
 FLOAT = np.dtype(np.float32)
 

@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from psync.store.bundles import PATIENCE, SMALL_SHARD_BYTES, runs_of
 
 from psync.errors import BusyError
-from psync.numerics.common_blocks import Adjacent
 from psync.numerics.memory import BLOCK_BYTES
 from psync.numerics.rules import SGD, Adam, Lamb, RuleOptions, UpdateRule
 from psync.specs import ShardSpec, dtype_of
-from psync.store.bundles import PATIENCE, SMALL_SHARD_BYTES, runs_of
 from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
 from psync.store.reattach import Orders
 from psync.store.shards import Key
 from psync.store.snapshot import freeze, load_snapshot
-from psync.store.store import ShardStore, Work
+from psync.store.store import Adjacent, ShardStore, Work
 from rule_table import RULES
 
 PS = "/job:ps/task:0"

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from psync.numerics.memory import BlockArray, BlockPool
-from psync.store.shard import Workspace
-from psync.store.shard_updates import GradientAccumulator
+from psync.store.work import GradientAccumulator, Workspace
 
 
 def push(

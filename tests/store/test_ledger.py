@@ -31,7 +31,7 @@ def push(
 
 def fresh(verdict: Verdict) -> Ticket:
     assert isinstance(verdict, Fresh)
-    return verdict.ticket
+    return verdict
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ class TestCalls:
         ledger.record(fresh(push(ledger, W0)), "accepted")
         verdict = push(ledger, W1, 9)
         assert isinstance(verdict, AlreadyApplied)
-        ledger.record(verdict.ticket, "duplicate")
+        ledger.record(verdict, "duplicate")
         assert push(ledger, W1, 9) == Duplicate("duplicate")
         assert push(ledger, W0) == Duplicate("accepted")
 
@@ -172,7 +172,7 @@ class TestCalls:
         assert ledger.statistics()["calls"] == 1
         late = push(ledger, W1, 0, closure=3, ordinal=7)
         assert isinstance(late, AlreadyApplied)
-        ledger.record(late.ticket, "duplicate")
+        ledger.record(late, "duplicate")
         again = numbered(3, 1)
         assert isinstance(push(ledger, W1, 1, closure=again), AlreadyApplied)
         ledger.record(fresh(push(ledger, W1, 2, closure=again, ordinal=7)), "accepted")
@@ -277,7 +277,7 @@ def test_statistics_count_verdicts_and_sizes(ledger: Ledger) -> None:
     push(ledger)
     verdict = push(ledger, W1)
     assert isinstance(verdict, AlreadyApplied)
-    ledger.record(verdict.ticket, "duplicate")
+    ledger.record(verdict, "duplicate")
     fresh(push(ledger, W1, 1, closure=None))
     ledger.refuse(W1, 1)
     ledger.fence(W1[0], 2)
@@ -356,13 +356,13 @@ class Updates(RuleBasedStateMachine):
         elif isinstance(verdict, AlreadyApplied):
             assert closure is not None
             assert closure < self.final_below or self.calls_applied[closure, ordinal] == 1
-            self.ledger.record(verdict.ticket, ("duplicate", message))
+            self.ledger.record(verdict, ("duplicate", message))
         elif refused:
             self.ledger.refuse(client, sequence)
             assert self.ledger.is_settled(client, sequence)
             return
         else:
-            self.apply(message, verdict.ticket)
+            self.apply(message, verdict)
         assert self.ledger.is_settled(client, sequence)
         if heard:  # else the client sends again
             self.answered.add(message)
@@ -459,7 +459,7 @@ def test_what_belongs_to_updates_elsewhere_is_listed_until_it_is_acknowledged() 
 def test_what_is_recorded_is_not_noted_as_refused(ledger: Ledger) -> None:
     verdict = ledger.judge(W0, 0, 0, None, 0, 1)
     assert isinstance(verdict, Fresh)
-    ledger.record(verdict.ticket, "answer")
+    ledger.record(verdict, "answer")
     ledger.refuse(W0, 0)
     assert ledger.is_settled(W0, 0)
     assert ledger.statistics()["refused"] == 1

@@ -56,7 +56,7 @@ def push(
 def apply(ledger: Ledger, *args: Any, answer: object = "accepted", **kwargs: Any) -> None:
     verdict = push(ledger, *args, **kwargs)
     assert isinstance(verdict, Fresh | AlreadyApplied)
-    ledger.record(verdict.ticket, answer)
+    ledger.record(verdict, answer)
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_what_is_judged_is_in_the_state_once_it_is_recorded(
     verdict = push(ledger, closure=closure)
     assert state_of(ledger, pack).senders == (SenderState(W0[0], 21, 0, ()),)
     assert isinstance(verdict, Fresh)
-    ledger.record(verdict.ticket, "accepted")
+    ledger.record(verdict, "accepted")
     assert state_of(ledger, pack) == LedgerState(
         (SenderState(W0[0], 21, 0, ((0, None if closure is None else (5, 0), b"accepted"),)),),
         () if closure is None else ((5, 0, SET, ("w", "b")),),
@@ -176,7 +176,7 @@ def test_it_is_known_of_how_many_parts_an_update_is(ledger: Ledger) -> None:
     apply(ledger, closure=4)
     verdict = ledger.judge(W0, 1, 0, 5, 0, SET, ("w",), spread=[(1, 3), (2, 9)])
     assert isinstance(verdict, Fresh)
-    ledger.record(verdict.ticket, "accepted")
+    ledger.record(verdict, "accepted")
     assert state_of(ledger, pack).parts == ((5, 0, 3),)
     assert state_of(again(ledger), pack).parts == ((5, 0, 3),)
 
@@ -243,7 +243,7 @@ def test_a_copy_judges_as_the_original(
         except UsageError:
             continue
         if isinstance(verdict, Fresh | AlreadyApplied):
-            original.record(verdict.ticket, f"{type(verdict)} {sequence}")
+            original.record(verdict, f"{type(verdict)} {sequence}")
     original.final_below(final_below)
     copy = again(original)
     assert state_of(copy, pack) == state_of(original, pack)
@@ -282,7 +282,7 @@ def test_updates_over_several_ps_tasks_and_those_of_no_closure_are_held(ledger: 
     for sequence, closure, spread in ((1, 5, [(1, 4)]), (2, 6, []), (3, None, [(2, 6)])):
         verdict = ledger.judge(W0, sequence, 1, closure, 0, SET, ("w",), spread)
         assert isinstance(verdict, Fresh)
-        ledger.record(verdict.ticket, "accepted")
+        ledger.record(verdict, "accepted")
     held = held_updates(ledger, 5)
     assert (held.coordinator, held.final_below, held.calls) == (5, 0, ((5, 0, 2),))
     assert held.acked == ((*W0, 1),)
@@ -294,7 +294,7 @@ def test_calls_of_shards_that_may_come_again_are_held(ledger: Ledger) -> None:
     for sequence, closure in enumerate((5, 6)):
         verdict = ledger.judge(W0, sequence, 0, closure, 0, SET, ("w",), [(1, 4)])
         assert isinstance(verdict, Fresh)
-        ledger.record(verdict.ticket, "accepted")
+        ledger.record(verdict, "accepted")
     ledger.final_below(7, [(5, 1)])
     held = held_updates(ledger, 3)
     assert (held.final_below, held.kept, held.calls) == (7, ((5, 1),), ((5, 0, 2),))

@@ -14,8 +14,8 @@ from psync.numerics.rules import SGD, Adam, UpdateRule
 from psync.numerics.sums import sum_of_squares
 from psync.specs import ShardSpec
 from psync.store.rows import PIECE_BYTES, RowMean, RowValues
-from psync.store.shard import Work
 from psync.store.store import ShardStore
+from psync.store.work import Work
 
 TASK = "/job:ps/task:1"
 OPTIMIZER = 4

@@ -6,7 +6,7 @@ import pytest
 
 from psync.numerics.memory import BLOCK_ELEMENTS, BlockArray
 from psync.specs import ShardSpec, dtype_of
-from psync.store.shard import BlockWork, Prepared, Shard, Work, Workspace
+from psync.store.work import BlockWork, Prepared, Shard, Work, Workspace
 
 
 def shard_of(size: int) -> Shard:

@@ -7,8 +7,7 @@ import numpy as np
 from block_arrays import array_of
 from psync.numerics.memory import BLOCK_ELEMENTS, BlockArray, BlockPool, Scratch
 from psync.numerics.rules import SGD, Lamb, UpdateRule
-from psync.store.shard import Workspace
-from psync.store.shard_updates import GradientAccumulator, ShardUpdate
+from psync.store.work import GradientAccumulator, ShardUpdate, Workspace
 
 SIZE = 2 * BLOCK_ELEMENTS + 10  # three blocks
 

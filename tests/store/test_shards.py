@@ -17,8 +17,8 @@ from psync.numerics.memory import BLOCK_ELEMENTS, BlockPool
 from psync.numerics.rules import ACCUMULATOR, SGD, Adam, RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec, marked_after
-from psync.store.shard import BlockWork
 from psync.store.shards import Key, ShardTable
+from psync.store.work import BlockWork
 
 TASK = "/job:ps/task:1"
 KEY: Key = (0, 0)

@@ -176,7 +176,7 @@ class TestWhatIsKept:
         ledger = Ledger(20)
         verdict = ledger.judge(W0, 0, 0, 5, 0, 77, ("w",))
         assert isinstance(verdict, Fresh)
-        ledger.record(verdict.ticket, "accepted")
+        ledger.record(verdict, "accepted")
         made = again(store, ledger)
         assert made.ledger.judge(W0, 0, 0, 5, 0, 77).answer == "accepted"  # type: ignore[union-attr]
         assert [call[0] for call in made.state.ledger.calls] == [5]

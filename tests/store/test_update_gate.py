@@ -12,7 +12,7 @@ CLOSER = ("/job:ps/task:0", 9)
 def judged(ledger: Ledger, client: tuple[str, int], sequence: int) -> None:
     verdict = ledger.judge(client, sequence, 0, None, 0, 1)
     assert isinstance(verdict, Fresh)
-    ledger.record(verdict.ticket, "accepted")
+    ledger.record(verdict, "accepted")
 
 
 def test_an_open_gate_holds_nobody() -> None:

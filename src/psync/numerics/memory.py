@@ -42,7 +42,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,15 +67,20 @@ class Scratch:
     def __init__(self, chunk: int = CHUNK) -> None:
         self.chunk = chunk
         self._arrays: dict[np.dtype, list[np.ndarray]] = {}
+        self._last: tuple[np.dtype, int, int] | None = None  # what was asked for last
+        self._given: list[np.ndarray] = []  # for that
 
     def arrays(self, dtype: np.dtype, count: int, size: int) -> list[np.ndarray]:
         """Return ``count`` distinct, uninitialized arrays of ``size`` elements."""
+        if self._last == (dtype, count, size):
+            return self._given
         made = self._arrays.setdefault(dtype, [])
         if made and made[0].size < size:  # longer than a chunk
             made.clear()
         while len(made) < count:
             made.append(np.empty(max(self.chunk, size), dtype))
-        return [made[i][:size] for i in range(count)]
+        self._last, self._given = (dtype, count, size), [array[:size] for array in made[:count]]
+        return self._given
 
 
 # --- pools ---------------------------------------------------------------------------------------
@@ -501,6 +506,141 @@ class BlockArray:
     def _nbytes(self, i: int) -> int:
         start, stop = self.bounds(i)
         return (stop - start) * self.dtype.itemsize
+
+
+# --- arenas ---------------------------------------------------------------------------------------
+
+
+ARENA_BYTES = 256 << 10
+"""Of one arena. Replacing all of it for one of its arrays, while somebody reads, takes 10 µs."""
+
+
+class Arena(Block):
+    """One block in which small arrays of one dtype lie side by side. Single owner.
+
+    A block of a few KiB costs as much to look at, to export and to update as one of 256 KiB. So
+    small arrays lie in one from the start, and those that are used together are read or replaced
+    as one. What is replaced while somebody reads any of it is the arena as a whole.
+
+    Args:
+        dtype: Of the elements.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, dtype: np.dtype) -> None:
+        super().__init__(np.empty(0, np.uint8), dtype)
+
+    @classmethod
+    def of(cls, arrays: Sequence[BlockArray]) -> list[ArenaArray]:
+        """Return arrays with the contents of others of one dtype, in ordinary memory."""
+        arena = cls(arrays[0].dtype)
+        arena._replace(private(sum(array.nbytes for array in arrays)))
+        made, start = [], 0
+        for array in arrays:
+            arena.array[start : start + array.size] = array.block(0).array
+            made.append(ArenaArray(arena, start, array.size, array.fill))
+            start += array.size
+        return made
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether another array fits."""
+        return self.array.nbytes + nbytes <= ARENA_BYTES
+
+    def add(self, size: int, fill: float | np.ndarray, pool: BlockPool) -> ArenaArray:
+        """Return a new array behind those that there are."""
+        old = self.array
+        made = ArenaArray(self, old.size, size, fill)
+        self._replace(pool.take(old.nbytes + made.nbytes), pool)
+        self.array[: old.size] = old
+        self.array[old.size :] = fill
+        return made
+
+    def begin(self, start: int, stop: int, pool: BlockPool) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Begin to replace elements ``start`` to ``stop``, all of them in this turn.
+
+        Returns:
+            (what they are, where they go, whether the arena was replaced as somebody reads it).
+        """
+        old = self.array
+        # As ``held``, in this frame.
+        if is_replaced := sys.getrefcount(self._root) != _UNSEEN_BLOCK:
+            self._replace(pool.take(old.nbytes), pool)
+            if stop - start == old.size:
+                return old, self.array, True
+            self.array[:] = old
+        if stop - start == old.size:
+            return self.array, self.array, is_replaced
+        part = self.array[start:stop]
+        return part, part, is_replaced
+
+    def _replace(self, root: np.ndarray, pool: BlockPool | None = None) -> None:
+        if pool is not None:
+            self.retire(pool)
+        self._root, self.array = root, root.view(self.array.dtype)
+
+
+class _Window(Block):
+    """The part of an arena in which one array lies."""
+
+    __slots__ = ("_arena", "_start", "_stop")
+
+    def __init__(self, arena: Arena, start: int, stop: int) -> None:
+        self._arena = arena
+        self._start = start
+        self._stop = stop
+
+    @property
+    def array(self) -> np.ndarray:  # type: ignore[override]  # made anew: the arena is replaced
+        """As that of a block. Who has it counts as a reader of the arena."""
+        return self._arena.array[self._start : self._stop]
+
+    def export(self, start: int = 0, stop: int | None = None) -> memoryview:
+        """As of a block: bytes ``start`` to ``stop`` of the window."""
+        size = self._arena.array.itemsize
+        return self._arena.export(self._start * size, self._stop * size)[start:stop]
+
+    def held(self) -> bool:
+        """Return whether anybody outside sees any of the arena."""
+        return self._arena.held()
+
+
+class ArenaArray(BlockArray):
+    """A small BlockArray, not empty, in an arena.
+
+    Attributes:
+        arena: In which it lies.
+        start: Its first element there.
+    """
+
+    __slots__ = ("arena", "start")
+
+    def __init__(self, arena: Arena, start: int, size: int, fill: float | np.ndarray) -> None:
+        super().__init__(size, arena.array.dtype, fill)
+        self.arena = arena
+        self.start = start
+        self._blocks[0] = _Window(arena, start, start + size)
+
+    def load(self, data: np.ndarray, pool: BlockPool) -> None:
+        """Let a new array have the contents ``data`` (1-D uint8, as many bytes)."""
+        self.block(0).array.view(np.uint8)[:] = data
+
+    def writable(self, i: int, pool: BlockPool) -> Block:
+        """As ``apart``: what is computed piece by piece must not be in the way of the others."""
+        return self.apart(i, pool)
+
+    def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
+        """Let the array have the contents of a block. Returns whether somebody reads the old."""
+        _, target, is_replaced = self.arena.begin(self.start, self.start + self.size, pool)
+        np.copyto(target, block.array)
+        block.retire(pool)
+        return is_replaced
+
+    def release(self, i: int) -> Block:
+        """Return a block with its contents; the array is not used any more."""
+        block = self.apart(i, self._pool)
+        np.copyto(block.array, self.block(i).array)
+        return block
 
 
 # --- runs ----------------------------------------------------------------------------------------

@@ -349,10 +349,12 @@ class UpdateRule(ABC):
             scratch: Work space; its contents do not matter between calls.
             ratio: Result of ``trust_ratio`` for the whole variable; layerwise rules only.
         """
-        rate = self.learning_rate(step)
-        decay = rate * (self.options.weight_decay or 0.0)
+        options = self.options
+        rate: float = self.__dict__["learning_rate"](step)
+        decay = rate * (options.weight_decay or 0.0)
         scaled_rate = rate if ratio is None else rate * ratio
-        coefficients = self._coefficients(scaled_rate, self.iteration(step) + 1)
+        iteration = step // (options.gradient_accumulation_steps or 1)
+        coefficients = self._coefficients(scaled_rate, iteration + 1)
         chunk = scratch.chunk
         # Overflow and NaN are results here, as in every framework; a warning that a test
         # runner turns into an error must not tear an update in two.

@@ -281,14 +281,14 @@ class AccumulatorService:
                 what.encode(), (message.accumulator,),
             )  # fmt: skip
             if isinstance(verdict, Fresh):
-                return act(verdict.ticket)
+                return act(verdict)
         except Exception:
             self.ledger.refuse(client, message.sequence)
             raise
         if isinstance(verdict, Duplicate):
             answer = cast(GradientApplied, verdict.answer)
         else:
-            answer = self.ledger.record(verdict.ticket, _state("duplicate", hosted))
+            answer = self.ledger.record(verdict, _state("duplicate", hosted))
         # What it repeats may not be added yet.
         return Compute([message.accumulator], lambda: request.answer(answer))
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psync.errors import BusyError
-from psync.ps.cooperative_work import LongWork
+from psync.ps.cooperative_work import INLINE_BYTES, SHARD_BYTES, LongWork
 from psync.store.store import Key, ShardStore
 
 Place = Key | str
@@ -38,7 +38,8 @@ class Compute:
     keys: Sequence[Place]  # of what it reads or changes
     done: Callable[[], None]  # answers, when it is done; raises a RuleError instead
     nbytes: int = 0  # that it touches
-    at_once: Callable[[], None] = lambda: None  # does it, if that is little
+    # Does it, if that is little; raises BusyError, with nothing done, if shards are read or filled.
+    at_once: Callable[[], None] = lambda: None
     in_pieces: Callable[[], Awaitable[None]] | None = None  # or else; None: there is nothing to do
 
 
@@ -93,14 +94,17 @@ class Computes:
         Raises:
             Exception: It failed, and the task ends.
         """
-        self._work.check_whole()
+        if self._work.is_torn:
+            self._work.check_whole()
         keys = compute.keys
-        if self.waits_at(keys):
+        if self._queues and self.waits_at(keys):
             return False
-        if not self._work.fits_now(self._store, keys, compute.nbytes):
+        if compute.nbytes + SHARD_BYTES * len(keys) > INLINE_BYTES:
             return False
         try:
             compute.at_once()
+        except BusyError:
+            return False
         except Exception as exc:
             self._work.give_up(exc)
             raise

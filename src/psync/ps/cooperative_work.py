@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from psync.errors import BusyError, PsyncError
-from psync.store.shard import BlockWork, HandedOut, Workspace
 from psync.store.store import Key, ShardStore, Work
+from psync.store.work import BlockWork, HandedOut, Workspace
 
 logger = logging.getLogger(__name__)
 

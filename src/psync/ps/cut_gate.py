@@ -69,7 +69,7 @@ class GateService(Changing):
         self.cuts = 0  # for which the gate was shut
         self._task = task
         self._ledger = ledger
-        self._gate = parts.of(UpdateGate)(ledger, exempt)
+        self.rule = parts.of(UpdateGate)(ledger, exempt)
         self._check_coordinator = check_coordinator
         self._pause_steps = pause_steps
         self._resume_steps = resume_steps
@@ -89,15 +89,15 @@ class GateService(Changing):
     @property
     def is_shut(self) -> bool:
         """Whether a cut is being taken."""
-        return self._gate.cut > 0
+        return self.rule.cut > 0
 
     def describe(self) -> list[str]:
         """Say which cut is being taken, and who waits for it; for reports."""
         if not self.is_shut:
             return []
         return [
-            f"the gate is shut for cut {self._gate.cut}: {self._under_way} updates are under way, "
-            f"{self._gate.waiting.total()} wait"
+            f"the gate is shut for cut {self.rule.cut}: {self._under_way} updates are under way, "
+            f"{self.rule.waiting.total()} wait"
         ]
 
     def check(self, cut: int) -> None:
@@ -106,25 +106,21 @@ class GateService(Changing):
         Raises:
             CutLost: It is not.
         """
-        if self._gate.cut != cut:
+        if self.rule.cut != cut:
             raise CutLost(f"{self._task} lets updates through again: cut {cut} is over")
 
     def close(self) -> None:
         """Open for good: whoever waits goes on. Connections may outlive this."""
-        self._open(self._gate.cut)
+        self._open(self.rule.cut)
         for peer in self._peers:
             peer.on_closed.remove(self._connection_lost)
         self._peers.clear()
 
     # For updates.
 
-    def holds(self, client: Client, sequence: int) -> bool:
-        """Return whether a message has to wait, see ``turn``."""
-        return self._gate.cut > 0 and self._gate.holds(client, sequence)
-
     async def turn(self, client: Client, sequence: int) -> None:
         """Wait until a message may begin. Cancellation: safe."""
-        while self._gate.holds(client, sequence):
+        while self.rule.holds(client, sequence):
             await self.changed()
 
     def began(self) -> None:
@@ -138,11 +134,11 @@ class GateService(Changing):
 
     def arrived(self, client: Client, sequence: int) -> None:
         """Note a message that has arrived whole and has to wait, here or for a lock."""
-        self._gate.waiting[client, sequence] += 1
+        self.rule.waiting[client, sequence] += 1
 
     def passed(self, client: Client, sequence: int) -> None:
         """Note that it waits no longer."""
-        waiting = self._gate.waiting
+        waiting = self.rule.waiting
         waiting[client, sequence] -= 1
         if not waiting[client, sequence]:
             del waiting[client, sequence]
@@ -150,7 +146,7 @@ class GateService(Changing):
 
     async def all_passed(self) -> None:
         """Wait until no message waits, here or for a lock. Cancellation: safe."""
-        while self._gate.waiting:
+        while self.rule.waiting:
             await self.changed()
 
     def waits_for_lock(self, client: Client, sequence: int, *, waits: bool) -> None:
@@ -162,7 +158,7 @@ class GateService(Changing):
     async def _shut(self, request: Request[Gate]) -> None:
         peer, message = request.peer, request.message
         self._check_coordinator(peer)
-        if not self._gate.shut(message.cut):  # what said that it is over was faster
+        if not self.rule.shut(message.cut):  # what said that it is over was faster
             raise CutLost(f"{self._task}: cut {message.cut} is over")
         self.cuts += 1
         if peer not in self._peers:
@@ -178,10 +174,10 @@ class GateService(Changing):
         peer, message = request.peer, request.message
         self._check_coordinator(peer)
         updates = [((task, incarnation), number) for task, incarnation, number in message.updates]
-        self._gate.admit(message.cut, updates)
+        self.rule.admit(message.cut, updates)
         self.wake()
         looks_left = LOOKS
-        while self._gate.cut == message.cut and (left := self._gate.unsettled(updates)):
+        while self.rule.cut == message.cut and (left := self.rule.unsettled(updates)):
             if self._locked_out.isdisjoint(left):
                 looks_left = LOOKS
             elif not looks_left:
@@ -205,7 +201,7 @@ class GateService(Changing):
     # Opening.
 
     def _open(self, cut: int) -> None:
-        if self._gate.open(cut):
+        if self.rule.open(cut):
             if self._timer is not None:
                 self._timer.cancel()
             self._resume_steps()
@@ -213,7 +209,7 @@ class GateService(Changing):
 
     def _connection_lost(self, peer: Connection) -> None:
         self._peers.discard(peer)
-        self._open(self._gate.cut)
+        self._open(self.rule.cut)
 
     def _set_timer(self, cut: int) -> None:
         if self._timer is not None:
@@ -221,7 +217,7 @@ class GateService(Changing):
         self._timer = asyncio.get_running_loop().call_later(MAX_SHUT_S, self._expired, cut)
 
     def _expired(self, cut: int) -> None:
-        if self._gate.cut == cut:
+        if self.rule.cut == cut:
             logger.warning(
                 "%s: a cut has delayed updates for %.0f s and is cancelled", self._task, MAX_SHUT_S
             )

@@ -158,7 +158,8 @@ class Executor:
             return
         log = self.log
         if log.state is LogState.ALONE:
-            number = log.append(_NOBODY, 0)
+            log.last += 1
+            number = log.last
         else:
             number = self._ship(client or request.peer.client, message, body)
         is_free = not self._queue and not self._acting and self._busy is None
@@ -439,6 +440,3 @@ _NOBODYS = nobodys(("", 0))
 """Of entries whose client is named with them."""
 
 _NOBODYS.over = True
-
-_NOBODY = Entry(("", 0), b"", ())
-"""In place of an entry that nobody is to have."""

@@ -126,7 +126,7 @@ class OptimizerService:
         """Check everything that needs no bytes before memory is taken for them."""
         peer, message = request.peer, request.message
         lengths = request.lengths
-        known = set_of(peer, message, self._task)
+        known = set_of(peer, message.set_id, message.members, self._task)
         self._store.define_optimizer(message.optimizer, message.config)
         known.look_up(self._store)
         known.check_lengths(lengths, self._task)
@@ -134,7 +134,9 @@ class OptimizerService:
 
     def _measure(self, request: Request[MeasurePush]) -> None:
         message = request.message
-        known = set_of(request.peer, message, self._task).look_up(self._store)
+        known = set_of(request.peer, message.set_id, message.members, self._task).look_up(
+            self._store
+        )
         whole = known.body_of(request.segments, self._task)
         gradients = known.gradients(self._store, message.optimizer, whole)
         self._store.check_rate(message.optimizer, self._step_of(message))

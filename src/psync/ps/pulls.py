@@ -66,9 +66,7 @@ class PsPulls:
 
     def _pull(self, request: Request[Pull] | Request[PullLocked]) -> None:
         message = request.message
-        known = set_of(request.peer, message, self._task)
-        keys = known.keys
-        read = self._reader(message)
+        known = set_of(request.peer, message.set_id, message.members, self._task)
         self.pulls += 1
         if known.compression is not None:
             request.start(self._pull_narrow(request, known))
@@ -77,16 +75,19 @@ class PsPulls:
             if message.optimizer < 0:
                 values = self._values(known)
             else:
-                values = [read(key) for key in keys]
+                read = self._reader(message)
+                values = [read(key) for key in known.keys]
         except BusyError:
-            request.start(self._pull_later(request, keys, read))
+            request.start(self._pull_later(request, known.keys, self._reader(message)))
         else:
             request.answer(Pulled(self._steps()), values)
 
     def _values(self, known: ShardSet) -> Sequence[Segment]:
         """Return a segment for each shard of a set. Raises BusyError: one is busy."""
-        lengths = known.look_up(self._store).lengths
-        return Joined.of(self._store.read_together(known.keys), lengths)
+        if known.store is not self._store:
+            known.look_up(self._store)
+        views = self._store.read_together(known.plan)
+        return Joined.of(views, known.lengths) if known.plan.is_joined else views
 
     def read_now(self, known: ShardSet) -> tuple[list[tuple[int, int]], Sequence[Segment]] | None:
         """Return what a pull of whole shards would bring: steps, values. None: ask again.
@@ -103,7 +104,9 @@ class PsPulls:
         return self._steps(), values
 
     def _pull_locked(self, request: Request[PullLocked]) -> None:
-        keys = set_of(request.peer, request.message, self._task).keys
+        keys = set_of(
+            request.peer, request.message.set_id, request.message.members, self._task
+        ).keys
         self._locks.check(request.peer.client, request.message, keys)
         self._pull(request)
 

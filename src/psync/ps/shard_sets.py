@@ -11,7 +11,6 @@ import numpy as np
 
 from psync.errors import RemoteProtocolError, UsageError, ValueMismatchError
 from psync.net.connection import Connection, Request
-from psync.numerics.common_blocks import Adjacent
 from psync.numerics.compression import (
     WIDE,
     Compression,
@@ -20,12 +19,11 @@ from psync.numerics.compression import (
     narrow_dtype,
     split_members,
 )
-from psync.numerics.memory import BlockPool, bytes_of, roomy
+from psync.numerics.memory import ABOVE_BYTES, BLOCK_BYTES, BlockPool, bytes_of, roomy
+from psync.ps.cooperative_work import SHARD_BYTES
 from psync.specs import ShardSpec, dtype_of
-from psync.store.bundles import runs_of
 from psync.store.rows import RowValues
-from psync.store.store import Key, ShardStore
-from psync.wire.messages import Assign, DescribeSet, MeasurePush, Pull, Push, StagePush
+from psync.store.store import Adjacent, Key, Plan, ShardStore
 
 NO_BYTES = memoryview(b"")
 
@@ -55,8 +53,11 @@ class ShardSet:
     digest: int = 0
     dtype: np.dtype | None = None  # of all shards, or None: they differ, or are bool
     elements: Sequence[slice] = ()  # where each one lies in a body, in elements of ``dtype``
+    plan: Plan = field(default_factory=lambda: Plan(()))  # of all shards
     runs: Sequence[slice] = ()  # of shards that can be updated together; of ``dtype`` alone
+    run_plans: Sequence[Plan] = ()  # of each run
     run_costs: Sequence[int] = ()  # bytes of each run
+    cost: int = 0  # of all of them, see ``Update.nbytes``
     optimizers: set[int] = field(default_factory=set)  # that all shards may be pushed to with
     compression: Compression | None = None  # how float32 travels
 
@@ -98,6 +99,7 @@ class ShardSet:
             self.bounds = list(zip([0, *ends], ends, strict=False))
             self.nbytes = sum(self.lengths)
             self.digest = hash(self.keys)  # of integers: the same in every process
+            self.plan = Plan(self.keys)
             self._look_up_dtype()
             self.optimizers = set()
             self.store = store
@@ -111,8 +113,10 @@ class ShardSet:
             self.dtype = dtype_of(names.pop())
             size = self.dtype.itemsize
             self.elements = [slice(start // size, end // size) for start, end in self.bounds]
-            self.runs = runs_of(self.costs)
+            self.runs = _runs_of(self.costs)
+            self.run_plans = [Plan(self.keys[run]) for run in self.runs]
             self.run_costs = [sum(self.costs[run]) for run in self.runs]
+            self.cost = sum(self.costs) - SHARD_BYTES * (len(self.keys) - len(self.runs))
 
     def check_lengths(
         self, lengths: Sequence[int], task: str, rows: Sequence[int] | None = None
@@ -181,14 +185,13 @@ class ShardSet:
 
     def gradients(self, store: ShardStore, optimizer: int, body: Body) -> Sequence[np.ndarray]:
         """Return each shard's gradient in a body, checked as ``store.check_apply`` does."""
-        gradients: Sequence[np.ndarray] = ()
-        if optimizer not in self.optimizers or self.dtype is None or len(body) != 1:
-            parts = zip(self.keys, self.cut(body), strict=True)
-            gradients = [self._gradient(store, optimizer, *part) for part in parts]
-            self.optimizers.add(optimizer)
-        if self.dtype is not None and len(body) == 1:
-            return Adjacent(bytes_of(body[0]).view(self.dtype), self.elements)
-        return gradients
+        is_whole = self.dtype is not None and len(body) == 1
+        if is_whole and optimizer in self.optimizers:
+            return Adjacent(np.frombuffer(body[0], self.dtype), self.elements)
+        parts = zip(self.keys, self.cut(body), strict=True)
+        gradients = [self._gradient(store, optimizer, *part) for part in parts]
+        self.optimizers.add(optimizer)
+        return self.gradients(store, optimizer, body) if is_whole else gradients
 
     def _gradient(
         self, store: ShardStore, optimizer: int, key: Key, part: memoryview
@@ -258,23 +261,20 @@ class ShardSet:
 
 
 def set_of(
-    peer: Connection,
-    message: Pull | Push | MeasurePush | Assign | StagePush | DescribeSet,
-    task: str,
+    peer: Connection, number: int, members: Sequence[tuple[int, int]] | None, task: str
 ) -> ShardSet:
-    """Return a set, which the connection may be defining, or defining anew, just now.
+    """Return the set that a connection calls by a number.
+
+    Args:
+        peer: The connection.
+        number: Of the set.
+        members: What defines it, perhaps anew; None: it was defined before.
+        task: Name of the ps.
 
     Raises:
         RemoteProtocolError: It is not defined.
         UsageError: The connection has defined too many.
     """
-    return numbered_set(peer, message.set_id, message.members, task)
-
-
-def numbered_set(
-    peer: Connection, number: int, members: Sequence[tuple[int, int]] | None, task: str
-) -> ShardSet:
-    """Return the set that a connection calls by a number; see ``set_of``."""
     sets: dict[int, ShardSet] | None = peer.state.get("sets")
     if sets is None:
         sets = peer.state["sets"] = {}
@@ -288,6 +288,28 @@ def numbered_set(
     return known
 
 
+def _runs_of(sizes: Sequence[int]) -> list[slice]:
+    """Return which of a set's shards may be updated together in one turn of the loop.
+
+    Args:
+        sizes: Bytes of each.
+
+    Returns:
+        All shards, in order: runs of small ones, and others alone.
+    """
+    runs: list[slice] = []
+    nbytes = BLOCK_BYTES  # of the run that could go on
+    for place, size in enumerate(sizes):
+        small = 0 < size <= ABOVE_BYTES
+        if small and nbytes + size <= BLOCK_BYTES:
+            runs[-1] = slice(runs[-1].start, place + 1)
+            nbytes += size
+        else:
+            runs.append(slice(place, place + 1))
+            nbytes = size if small else BLOCK_BYTES
+    return runs
+
+
 def memory_for(pool: BlockPool, nbytes: int, *, varies: bool = False) -> Sequence[memoryview]:
     """Take memory for a body, all segments in one.
 
@@ -296,6 +318,8 @@ def memory_for(pool: BlockPool, nbytes: int, *, varies: bool = False) -> Sequenc
         nbytes: Size of the body.
         varies: Whether such bodies are of another size each time.
     """
+    if nbytes < ABOVE_BYTES:  # that the pool does not keep, nor anybody else maps
+        return (np.empty(nbytes, np.uint8).data,)
     # Handed out again once the update has let go of it.
     return (pool.lend(roomy(nbytes) if varies else nbytes).data[:nbytes],)
 

@@ -24,7 +24,7 @@ An update that arrived whole before its client was replaced, and had to wait sin
 call alone: other ps tasks may have applied their parts of it. One outside of closures is refused,
 since nobody knows any more whether it was a retry.
 
-Fresh and AlreadyApplied carry a ticket. In the same turn ``record`` notes the answer that the
+Fresh and AlreadyApplied are tickets. In the same turn ``record`` notes the answer that the
 update gets; of one that is refused nothing is recorded, and it has changed nothing, so its retry is
 judged again. The answer is recorded when it is known, which is before the arrays are changed: the
 answer to a repetition waits for these as the first one does (``ps.computes``).
@@ -66,7 +66,7 @@ A = TypeVar("A")
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One judged update that is to be recorded. Compared by identity."""
+    """One update that is judged, and remembered once it is recorded. Compared by identity."""
 
     client: Client
     sequence: int
@@ -75,20 +75,19 @@ class Ticket:
     variable_set: int | bytes = 0
     variables: Sequence[str] = ()
     spread: Sequence[Sequence[int]] = ()  # (ps, sequence there) of the same update's others
+    answer: object = None  # once it is recorded
 
 
-@dataclass(slots=True)
-class Fresh:
-    """Apply it, and record the ticket."""
+class Fresh(Ticket):
+    """Apply it, and record it."""
 
-    ticket: Ticket
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class AlreadyApplied:
-    """Do not apply it: another run of its closure was first. Record the ticket with an answer."""
+class AlreadyApplied(Ticket):
+    """Do not apply it: another run of its closure was first. Record it with an answer."""
 
-    ticket: Ticket
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -102,17 +101,10 @@ Verdict = Fresh | AlreadyApplied | Duplicate
 
 
 @dataclass(slots=True)
-class _Message:
-    call: Call | None
-    answer: object
-    spread: Sequence[Sequence[int]] = ()  # as of a ticket
-
-
-@dataclass(slots=True)
 class _Sender:
     incarnation: int  # the lowest one served
     acked_below: int = 0  # it has the answers to all sequences below
-    messages: dict[int, _Message] = field(default_factory=dict)  # by sequence
+    messages: dict[int, Ticket] = field(default_factory=dict)  # recorded, by sequence
 
 
 @dataclass(slots=True)
@@ -120,6 +112,9 @@ class _Applied:
     variable_set: int | bytes
     variables: Sequence[str]
     parts: int = 1  # of the update, on all ps tasks together
+
+
+_NONE: dict[int, _Applied] = {}
 
 
 class Ledger:
@@ -176,30 +171,40 @@ class Ledger:
             FencedError: If the client has been replaced by a newer incarnation.
             UsageError: If the update contradicts an earlier one, or was acknowledged.
         """
+        task, incarnation = client
         call = None if closure is None else (closure, ordinal)
-        known = self._senders.get(client[0])
-        is_replaced = known is not None and client[1] < known.incarnation
-        if arrived and call is not None and is_replaced:
-            message, acked = None, 0
-        else:
-            if not arrived or is_replaced:
-                self.check_incarnation(*client)
-            sender = self._acknowledge(client, acked_below)
-            message, acked = sender.messages.get(sequence), sender.acked_below
-        if message is not None:
-            return self._seen(client, sequence, message, call)
-        if sequence < acked:
-            raise UsageError(
-                f"{client[0]} sent update {sequence} again, whose answer it has acknowledged"
-            )
-        first = True
+        sender = self._senders.get(task)
+        if sender is None or sender.incarnation != incarnation or incarnation < self._floor:
+            is_replaced = sender is not None and incarnation < sender.incarnation
+            if arrived and call is not None and is_replaced:
+                sender = None
+            else:
+                if not arrived or is_replaced:
+                    self.check_incarnation(task, incarnation)
+                self.fence(task, incarnation)
+                sender = self._senders[task]
+        if sender is not None:
+            if acked_below > sender.acked_below:
+                self._acknowledge(client, sender, acked_below)
+            message = sender.messages.get(sequence)
+            if message is not None:
+                return self._seen(client, sequence, message, call)
+            if sequence < sender.acked_below:
+                raise UsageError(
+                    f"{task} sent update {sequence} again, whose answer it has acknowledged"
+                )
         if call is not None:
-            applied = self._closures.get(call[0] & FIRST, {}).get(ordinal)
+            first_run = call[0] & FIRST
+            applied = self._closures.get(first_run, _NONE).get(ordinal)
             if applied is not None:
                 self._check_variables(call, applied, variable_set, variables)
-            first = applied is None and not self.final.is_final(call[0])
-        ticket = Ticket(client, sequence, call, first, variable_set, variables, spread)
-        return Fresh(ticket) if first else AlreadyApplied(ticket)
+            if applied is not None or (
+                first_run < self.final.below and self.final.is_final(call[0])
+            ):
+                return AlreadyApplied(
+                    client, sequence, call, False, variable_set, variables, spread
+                )
+        return Fresh(client, sequence, call, True, variable_set, variables, spread)
 
     def record(self, ticket: Ticket, answer: A) -> A:
         """Note that an update is applied, or answered as a duplicate. Returns ``answer``.
@@ -210,7 +215,8 @@ class Ledger:
         """
         sender, call = self._senders[ticket.client[0]], ticket.call
         if sender.incarnation == ticket.client[1]:  # else it was replaced while this waited
-            sender.messages[ticket.sequence] = _Message(call, answer, ticket.spread)
+            sender.messages[ticket.sequence] = ticket
+            ticket.answer = answer
         if not ticket.first:
             self._already_applied += 1
             return answer
@@ -221,22 +227,16 @@ class Ledger:
         self._fresh += 1
         return answer
 
-    def _acknowledge(self, client: Client, acked_below: int) -> _Sender:
-        task, incarnation = client
-        sender = self._senders.get(task)
-        if sender is None or sender.incarnation != incarnation:
-            self.fence(task, incarnation)
-            sender = self._senders[task]
-        if acked_below > sender.acked_below:
-            sender.acked_below = acked_below
-            messages = sender.messages
-            for sequence in [s for s in messages if s < acked_below]:
+    def _acknowledge(self, client: Client, sender: _Sender, acked_below: int) -> None:
+        sender.acked_below = acked_below
+        messages = sender.messages
+        for sequence in list(messages):
+            if sequence < acked_below:
                 del messages[sequence]
-            if self._failures:
-                self._forget_failures()
-            if self._refused and client in self._refused:
-                self._refused[client] = {s for s in self._refused[client] if s >= acked_below}
-        return sender
+        if self._failures:
+            self._forget_failures()
+        if self._refused and client in self._refused:
+            self._refused[client] = {s for s in self._refused[client] if s >= acked_below}
 
     def note_failure(
         self, client: Client, sequence: int, call: Call | None, failure: bytes
@@ -372,9 +372,7 @@ class Ledger:
             "calls": sum(map(len, self._closures.values())),
         }
 
-    def _seen(
-        self, client: Client, sequence: int, message: _Message, call: Call | None
-    ) -> Duplicate:
+    def _seen(self, client: Client, sequence: int, message: Ticket, call: Call | None) -> Duplicate:
         if message.call != call:
             raise UsageError(
                 f"{client[0]} sent update {sequence} for {_named(message.call)} "

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from psync.store.ledger import Call, Ledger, _Applied, _Message, _Sender
+from psync.store.ledger import Call, Ledger, Ticket, _Applied, _Sender
 from psync.store.reattach import HeldUpdates
 from psync.wire.closure_numbers import Finality
 
@@ -116,9 +116,9 @@ def restore_ledger(ledger: Ledger, state: LedgerState, unpack: Callable[[bytes],
         unpack: Makes answers of what ``pack`` of ``state_of`` returned.
     """
     for sender in state.senders:
-        made = ledger._senders[sender.task] = _Sender(sender.incarnation, sender.acked_below)
+        ledger._senders[sender.task] = _Sender(sender.incarnation, sender.acked_below)
         for sequence, call, packed in sender.answers:
-            made.messages[sequence] = _Message(call, unpack(packed))
+            _remember(ledger, sender.task, sequence, call, unpack(packed))
     parts = {(closure, ordinal): count for closure, ordinal, count in state.parts}
     for closure, ordinal, variable_set, names in state.calls:
         count = parts.get((closure, ordinal), 1)
@@ -189,6 +189,12 @@ def note_gradients(
     """
     for task, _, sequence, closure, ordinal, packed in states.answers:
         call = None if closure < 0 else (closure, ordinal)
-        ledger._senders[task].messages[sequence] = _Message(call, unpack(packed))
+        _remember(ledger, task, sequence, call, unpack(packed))
     for closure, ordinal, what, accumulator in states.calls:
         ledger._closures.setdefault(closure, {})[ordinal] = _Applied(what, (accumulator,))
+
+
+def _remember(ledger: Ledger, task: str, sequence: int, call: Call | None, answer: object) -> None:
+    sender = ledger._senders[task]
+    client = task, sender.incarnation
+    sender.messages[sequence] = Ticket(client, sequence, call, True, answer=answer)

@@ -29,18 +29,18 @@ class LockTable:
     def __init__(self) -> None:
         self._held: dict[Claim, None] = {}
         self._waiting: dict[Claim, None] = {}  # in order
-        self._num_exclusive = 0  # of both
+        self.num_exclusive = 0  # of both
 
     def blocks(self, keys: Iterable[Key]) -> bool:
         """Return whether an update of these shards must wait."""
-        return bool(self._num_exclusive) and self._in_the_way(frozenset(keys), exclusive=False)
+        return bool(self.num_exclusive) and self._in_the_way(frozenset(keys), exclusive=False)
 
     def claim(self, keys: Iterable[Key], *, exclusive: bool) -> Claim:
         """Claim shards; it is held at once if nothing is in its way."""
         claim = Claim(frozenset(keys), exclusive)
         claim.held = not self._in_the_way(claim.keys, exclusive)
         (self._held if claim.held else self._waiting)[claim] = None
-        self._num_exclusive += exclusive
+        self.num_exclusive += exclusive
         return claim
 
     def begin(self, keys: Iterable[Key]) -> Claim:
@@ -60,7 +60,7 @@ class LockTable:
         self._held.pop(claim, None)
         self._waiting.pop(claim, None)
         claim.held = False
-        self._num_exclusive -= claim.exclusive
+        self.num_exclusive -= claim.exclusive
         return self._grant()
 
     def _in_the_way(self, keys: frozenset[Key], exclusive: bool) -> bool:

@@ -21,9 +21,9 @@ from psync.store.reattach import (
     Orders,
     Place,
 )
-from psync.store.shard import Shard
 from psync.store.shards import Optimizer
 from psync.store.store import ShardStore
+from psync.store.work import Shard
 
 
 @dataclasses.dataclass(slots=True)

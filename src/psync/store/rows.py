@@ -31,8 +31,8 @@ from psync.numerics.sums import (
     scaled,
     sum_of_squares,
 )
-from psync.store.shard import Shard, Work
 from psync.store.shards import Key, ShardTable
+from psync.store.work import Shard, Work
 
 PIECE_BYTES = 1 << 19
 """Of parameter rows, about, between two pauses: gathering, computing and scattering take 1 ms."""
@@ -381,6 +381,7 @@ class RowTable(ShardTable):
     def _lay_out(self, shard: Shard) -> Generator[None, None, None]:
         """Lay the blocks of a shard and of its slots side by side."""
         count, size = shard.spec.shape[0], self._row_size(shard)
+        self.layout += 1
         if not isinstance(shard.values, RowBlocks):
             shard.values = yield from self._laid_out(shard.values, count, size)
         for slot, array in shard.slots.items():

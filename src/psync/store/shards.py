@@ -24,7 +24,14 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.numerics.memory import BlockArray, BlockPool, bytes_of
+from psync.numerics.memory import (
+    ABOVE_BYTES,
+    Arena,
+    BlockArray,
+    BlockPool,
+    BlockRuns,
+    bytes_of,
+)
 from psync.numerics.rules import (
     ACCUMULATOR,
     Lamb,
@@ -34,9 +41,9 @@ from psync.numerics.rules import (
     slot_dtype,
 )
 from psync.schedules import Config, Schedule
-from psync.specs import ShardSpec
+from psync.specs import ShardSpec, dtype_of
 from psync.store.push_counts import CountState, PushCount, Row
-from psync.store.shard import BlockWork, Shard, Work, new_values, nothing
+from psync.store.work import BlockWork, Shard, Work, nothing
 
 Key = tuple[int, int]
 """(variable id, shard index): see ``ShardSpec.key``."""
@@ -56,7 +63,7 @@ class Optimizer:
         return schedules.registered_in(self.rule.learning_rate)
 
     @functools.cached_property
-    def has_bundles(self) -> bool:
+    def is_elementwise(self) -> bool:
         """Whether it does the same to each element, whatever shard it is in."""
         rule = self.rule
         return not (
@@ -79,9 +86,11 @@ class ShardTable:
         self.task = task
         self._pool = BlockPool() if pool is None else pool
         self._shards: dict[Key, Shard] = {}
+        self._arenas: dict[np.dtype, Arena] = {}  # that small shards are added to, by dtype
+        self.layout = 0  # raised when arrays of shards come to lie elsewhere
         self._optimizers: dict[int, Optimizer] = {}
         # By optimizer and step, the first error of what is being computed.
-        self._failures: dict[tuple[int, int], RuleError] = {}
+        self.failures: dict[tuple[int, int], RuleError] = {}
 
     def create(
         self, spec: ShardSpec, value: object = None, *, fill: float | np.ndarray = 0
@@ -111,12 +120,24 @@ class ShardTable:
                     f"{_whole(spec)}"
                 )
             return False
-        values = new_values(spec, fill, self._pool)
+        values = self._new_values(spec, fill)
         shard = Shard(spec, values, values.nbytes)
         if value is not None:
             values.load(bytes_of(self._typed(shard, value)), self._pool)
         self._shards[spec.key] = shard
         return True
+
+    def _new_values(self, spec: ShardSpec, fill: float | np.ndarray) -> BlockArray:
+        dtype, nbytes, pool = dtype_of(spec.dtype), spec.nbytes, self._pool
+        if nbytes > ABOVE_BYTES:  # side by side where tasks of its host would read them so
+            offset = spec.offset * (nbytes // spec.shape[0]) if spec.shape else 0
+            return BlockRuns(spec.size, dtype, fill, pool, offset)
+        if not nbytes:
+            return BlockArray(0, dtype, fill, pool)
+        arena = self._arenas.get(dtype)
+        if arena is None or not arena.has_room(nbytes):
+            arena = self._arenas[dtype] = Arena(dtype)
+        return arena.add(spec.size, fill, pool)
 
     def copy(self, spec: ShardSpec, source: Key) -> Work:
         """Start to take up a shard that begins with the present value of another one.
@@ -164,11 +185,14 @@ class ShardTable:
         """Give away all shards, none of which may be busy, and all optimizers; none are left."""
         shards, optimizers = list(self._shards.values()), self._optimizers
         self._shards, self._optimizers = {}, {}
+        self._arenas.clear()
+        self.layout += 1
         return shards, optimizers
 
     def take_up(self, shard: Shard) -> None:
         """Take a shard that another table has released, as it is; there is none under its key."""
         self._shards[shard.spec.key] = shard
+        self.layout += 1
 
     def take_up_optimizer(self, optimizer_id: int, optimizer: Optimizer) -> None:
         """Take an optimizer that another table has released, as it is, under a number.
@@ -179,6 +203,7 @@ class ShardTable:
         if told is not None:
             optimizer.count.absorb(told.count)
         self._optimizers[optimizer_id] = optimizer
+        self.layout += 1  # shards get its slots as well
 
     def keys(self) -> list[Key]:
         """Return the keys of all shards, in the order of their creation."""
@@ -328,13 +353,13 @@ class ShardTable:
 
         To be asked when all of them are done; once.
         """
-        return self._failures.pop((optimizer_id, step), None) if self._failures else None
+        return self.failures.pop((optimizer_id, step), None)
 
     def _note_failure(self, optimizer_id: int, step: int, shard: Shard, raised: RuleRaised) -> None:
         """A rule has raised, and the shard is as it was."""
         what = f'update rule "{self._optimizers[optimizer_id].rule.name}" for {shard.spec}'
         error = rule_error(self.task, what, raised.__cause__ or raised)
-        self._failures.setdefault((optimizer_id, step), error)
+        self.failures.setdefault((optimizer_id, step), error)
 
     def load_slot(self, key: Key, optimizer_id: int, slot: str, data: object) -> Work:
         """Start to replace a slot's value, as when it comes from a checkpoint.

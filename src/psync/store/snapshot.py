@@ -21,12 +21,12 @@ from psync.schedules import Config
 from psync.specs import dtype_name, dtype_of
 from psync.store.ledger import Ledger
 from psync.store.ledger_snapshot import restore_ledger, state_of
-from psync.store.shard import Shard
 from psync.store.shards import Key
 from psync.store.snapshot_state import OptimizerSnapshot as OptimizerSnapshot
 from psync.store.snapshot_state import SnapshotItem as SnapshotItem
 from psync.store.snapshot_state import SnapshotState as SnapshotState
 from psync.store.store import ShardStore
+from psync.store.work import Shard
 
 _LOOK_AT_ONCE = 256
 """Blocks, a microsecond or a few for each."""

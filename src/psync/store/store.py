@@ -7,25 +7,45 @@ Reading is free of copies: ``read`` returns references to the shard's blocks, an
 stay what they are for ever, because a block that is referenced is replaced, not changed
 (see ``numerics.memory``). Memory is therefore bounded by values, slots and the blocks in flight.
 
-``assign``, ``apply`` and the like return work, to be done block by block: see ``shards``.
+``assign``, ``apply`` and the like return work, to be done block by block: see ``work``. What is
+small is read and updated at once, as a ``Plan`` of the shards says: those that lie side by side in
+an arena are one view, or one call of the rule.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args, overload
 
 import numpy as np
 
 from psync.errors import PartitionError, UsageError, ValueMismatchError
-from psync.numerics.memory import Block, BlockArray, BlockPool, bytes_of
-from psync.numerics.sums import move_average, sum_dtype
+from psync.numerics.memory import Arena, ArenaArray, Block, BlockArray, BlockPool, bytes_of
+from psync.numerics.rules import Lamb, Part, Sums, UpdateRule
+from psync.numerics.sums import (
+    MeanGradient,
+    Pieces,
+    Reduction,
+    move_average,
+    sum_dtype,
+    sum_of_squares,
+)
 from psync.specs import dtype_of
-from psync.store.gradients import GradientTable
-from psync.store.shard import BlockWork, Prepared, Shard, Work, Workspace
+from psync.store.push_counts import HOME
+from psync.store.rows import RowTable
 from psync.store.shards import Key, described
+from psync.store.work import (
+    BlockWork,
+    GradientAccumulator,
+    Prepared,
+    Shard,
+    ShardUpdate,
+    Work,
+    Workspace,
+)
 
 __all__ = ["AssignOp", "Key", "ShardStore", "Work", "ones"]
 
@@ -44,7 +64,86 @@ def ones(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return made
 
 
-class ShardStore(GradientTable):
+class Adjacent(Sequence[np.ndarray]):
+    """Arrays that lie side by side in one.
+
+    Args:
+        whole: 1-D.
+        parts: Where each one lies, in order and without gaps.
+    """
+
+    __slots__ = ("parts", "whole")
+
+    def __init__(self, whole: np.ndarray, parts: Sequence[slice]) -> None:
+        self.whole = whole
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    @overload
+    def __getitem__(self, position: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, position: slice) -> Adjacent: ...
+    def __getitem__(self, position: int | slice) -> np.ndarray | Adjacent:
+        """Return one, or those of a slice, which are adjacent, too."""
+        if isinstance(position, slice):
+            return Adjacent(self.whole, self.parts[position])
+        return self.whole[self.parts[position]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return map(self.whole.__getitem__, self.parts)
+
+    def between(self, first: int, end: int) -> np.ndarray:
+        """Return those from the ``first`` to the one before ``end`` as one array."""
+        return self.whole[self.parts[first].start : self.parts[end - 1].stop]
+
+
+@dataclass(frozen=True, slots=True)
+class _Means:
+    """The means of several pushes' gradients, one for each shard, or one for several at once."""
+
+    pushes: Sequence[Sequence[np.ndarray]]
+    weights: Sequence[float]
+    reduction: Reduction
+    space: Workspace
+
+    def __getitem__(self, position: int) -> MeanGradient:
+        return self.mean_of([push[position] for push in self.pushes])
+
+    def mean_of(self, gradients: Sequence[np.ndarray]) -> MeanGradient:
+        """Return the mean of a gradient of each push."""
+        return MeanGradient(gradients, self.weights, self.reduction, self.space.sums)
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Shards of a plan that lie side by side in an arena, in its order; or one that is in none."""
+
+    shards: list[Shard]
+    arena: Arena | None
+    start: int = 0  # in the arena, in elements
+    stop: int = 0
+    is_further: bool = False  # whether a run before it lies in the same arena
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """Shards that are read and updated together, and what is settled of them until it changes."""
+
+    keys: Sequence[Key]
+    layout: int = -1  # of the store when it was settled
+    runs: list[Run] = field(default_factory=list)
+    repeats: bool = False  # whether a shard is among them twice
+    is_joined: bool = False  # whether views of runs are other ones than those of shards
+    # By optimizer, of each run: where its slots lie; None: not side by side.
+    slots: dict[int, list[list[Run] | None]] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.keys)
+
+
+class ShardStore(RowTable):
     """A table of shards whose values can be changed. Single owner; never blocks.
 
     Args:
@@ -54,7 +153,448 @@ class ShardStore(GradientTable):
 
     def __init__(self, task: str, pool: BlockPool | None = None) -> None:
         super().__init__(task, pool)
-        self._assigns = 0
+        self._space = Workspace(self._scratch)
+        self._applies = self._assigns = self._copies = 0
+
+    def begin_push(
+        self,
+        optimizer_id: int,
+        carried: int = 0,
+        place: int = HOME,
+        others: tuple[int, ...] = (),
+    ) -> int:
+        """Return the step with which all shards of a push are applied; see ``PushCount.push``.
+
+        Args:
+            optimizer_id: Number of the optimizer.
+            carried: Pushes without a part here that its client knows of, marked.
+            place: Which of its messages this is.
+            others: The other ps tasks that have a part of it.
+
+        Raises:
+            UsageError: If the optimizer is not defined.
+            RuleError: As ``check_rate``; the push is not counted.
+        """
+        optimizer = self._optimizer(optimizer_id)
+        if optimizer.own_schedules:
+            self.check_rate(optimizer_id, optimizer.count.next_step(carried, place))
+        return optimizer.count.push(carried, place, others)
+
+    def begin_step(self, optimizer_id: int, step: int) -> int:
+        """Return the step with which a synchronous step is applied, which its group counts.
+
+        Raises:
+            UsageError: If the optimizer is not defined.
+        """
+        return self._optimizer(optimizer_id).count.reach(step)
+
+    def check_apply(self, optimizer_id: int, key: Key, grad: object) -> np.ndarray:
+        """Raise what ``apply`` would raise, except BusyError, and return ``grad`` as it is used.
+
+        For callers that take several updates whole or not at all.
+        """
+        return self._typed(self.check_optimizable(optimizer_id, key), grad)
+
+    def check_optimizable(self, optimizer_id: int, key: Key) -> Shard:
+        """Raise what ``apply`` would raise whatever the gradient, except BusyError."""
+        self._optimizer(optimizer_id)
+        shard = self._shard(key)
+        self._check_optimizable(shard)
+        return shard
+
+    def apply(self, optimizer_id: int, key: Key, grad: object, step: int) -> Work:
+        """Start to apply a gradient to the shard and its slots.
+
+        Args:
+            optimizer_id: Of the optimizer.
+            key: Of the shard.
+            grad: A buffer of as many bytes as the shard has, or an array of its shape and
+                dtype. Must not change until the work is done.
+            step: What ``begin_push`` returned for the push that the gradient is part of.
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UsageError: If the optimizer is not defined.
+            UnknownVariableError: If the shard is not here.
+            ValueMismatchError: If the gradient does not fit the shard.
+            BusyError: If another update of the shard is under way.
+        """
+        return self.apply_checked(
+            optimizer_id, key, self.check_apply(optimizer_id, key, grad), step
+        )
+
+    def apply_checked(
+        self,
+        optimizer_id: int,
+        key: Key,
+        gradient: np.ndarray | MeanGradient,
+        step: int,
+        ratio: float | None = None,
+    ) -> Work:
+        """As ``apply``, of what ``check_apply`` returned; ``ratio`` as for ``UpdateRule.apply``."""
+        shard = self._idle(key)
+        update, accumulator = self._update_of(shard, optimizer_id, gradient, step, ratio)
+
+        def finished() -> None:
+            if update.raised is not None:
+                self._note_failure(optimizer_id, step, shard, update.raised)
+                return
+            shard.version += 1
+            self._applies += 1
+            self._copies += update.copies
+            if accumulator is not None:
+                self._copies += accumulator.copies
+                shard.pushes[optimizer_id] = shard.pushes.get(optimizer_id, 0) + 1
+
+        # No code of users in other threads: neither rules, see ``prepared``, nor schedules.
+        handed_out = None if self._optimizers[optimizer_id].own_schedules else update.prepared
+        return BlockWork(
+            shard, update.piece, finished, update.pieces, changes=False, prepared=handed_out
+        )
+
+    def _update_of(
+        self,
+        shard: Shard,
+        optimizer_id: int,
+        gradient: np.ndarray | MeanGradient,
+        step: int,
+        ratio: float | None,
+    ) -> tuple[ShardUpdate, GradientAccumulator | None]:
+        rule = self._optimizers[optimizer_id].rule.for_variable(shard.spec.variable)
+        slots = self._slots(shard, optimizer_id)
+        steps = rule.options.gradient_accumulation_steps
+        accumulator = None
+        if steps is not None:
+            *slots, sums = slots
+            due = (shard.pushes.get(optimizer_id, 0) + 1) % steps == 0
+            accumulator = GradientAccumulator(sums, steps, due, self._pool)
+        update = ShardUpdate(
+            rule, shard.values, slots, gradient, step, self._pool, self._space, accumulator,
+            ratio,
+        )  # fmt: skip
+        return update, accumulator
+
+    def rule(self, optimizer_id: int) -> UpdateRule:
+        """Return the rule of an optimizer; not to be changed.
+
+        Raises:
+            UsageError: If it is not defined.
+        """
+        return self._optimizer(optimizer_id).rule
+
+    def is_layerwise(self, optimizer_id: int) -> bool:
+        """Return whether an optimizer takes norms of whole variables.
+
+        Raises:
+            UsageError: If it is not defined.
+        """
+        return isinstance(self._optimizer(optimizer_id).rule, Lamb)
+
+    def measure(
+        self,
+        optimizer_id: int,
+        key: Key,
+        gradient: np.ndarray | MeanGradient,
+        step: int,
+        into: list[Sums],
+    ) -> Work:
+        """Start to measure what a layerwise optimizer would do to the shard; changes nothing.
+
+        Args:
+            optimizer_id: Of the optimizer.
+            key: Of the shard.
+            gradient: What ``check_apply`` returned. Must not change until the work is done.
+            step: With which it would be applied.
+            into: Gets the sums of squares at the end.
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UsageError: If the optimizer is no layerwise one.
+            BusyError: If an update of the shard is under way.
+        """
+        shard, rule = self._idle(key), self._optimizer(optimizer_id).rule
+        if not isinstance(rule, Lamb):
+            raise UsageError(
+                f"optimizer {optimizer_id} ({rule.name}) on {self.task} has nothing to measure"
+            )
+        update, _ = self._update_of(shard, optimizer_id, gradient, step, None)
+        measurement = rule.for_variable(shard.spec.variable).measurement(step, self._scratch)
+        return BlockWork(
+            shard,
+            lambda i: update.measure(i, measurement),
+            lambda: into.append(measurement.sums()),
+            shard.values.num_blocks,
+            changes=False,
+        )
+
+    def mean_of(
+        self,
+        gradients: Sequence[np.ndarray],
+        weights: Sequence[float],
+        reduction: Reduction = "mean",
+        scale: float = 1.0,
+    ) -> MeanGradient:
+        """Return the weighted mean, or sum, of several pushes' gradients of a shard.
+
+        Args:
+            gradients: Of each push, in the order in which they are summed: what ``check_apply``
+                returned. They must not change until the work that uses the mean is done.
+            weights: Of each push, above 0. ``MeanGradient`` says what is computed.
+            reduction: "mean" or "sum".
+            scale: What limits the norm of the mean of the whole variable.
+
+        Raises:
+            UsageError: If there are no gradients, or not as many weights.
+        """
+        return MeanGradient(gradients, weights, reduction, self._space.sums, scale)
+
+    def square_mean(self, key: Key, mean: MeanGradient, into: list[Sums]) -> Pieces[None]:
+        """Start to add up the squares of a mean for a shard; changes nothing.
+
+        Nothing of the shard is read, so it may be busy. ``into`` gets the sum at the end, and 0.
+        """
+        values, total = self._shard(key).values, 0.0
+        for i in range(values.num_blocks):
+            start, stop = values.bounds(i)
+            total = sum_of_squares(mean[start:stop], total)
+            yield
+        into.append((total, 0.0))
+
+    # Several shards at once, if they are small.
+
+    def check_idle(self, keys: Sequence[Key]) -> None:
+        """Raise BusyError if an update of one of these shards is under way."""
+        for key in keys:
+            self._idle(key)
+
+    def read_together(self, shards: Plan | Sequence[Key]) -> list[memoryview]:
+        """Return the bytes of shards as ``read`` does, in order, in as few views as can be.
+
+        Raises:
+            UnknownVariableError: If a shard is not here.
+            BusyError: If an update of one of them is under way.
+        """
+        plan = shards if isinstance(shards, Plan) else Plan(shards)
+        if plan.layout != self.layout:
+            self._settle(plan)
+        views: list[memoryview] = []
+        for run in plan.runs:
+            for shard in run.shards:
+                if shard.busy:
+                    self._idle(shard.spec.key)  # says so
+            arena = run.arena
+            if arena is None:
+                views += run.shards[0].values.export()
+            else:
+                size = arena.array.itemsize
+                views.append(arena.export(run.start * size, run.stop * size))
+        return views
+
+    def apply_mean_at_once(
+        self,
+        optimizer_id: int,
+        shards: Plan | Sequence[Key],
+        gradients_by_push: Sequence[Sequence[np.ndarray]],
+        weights: Sequence[float],
+        step: int,
+        reduction: Reduction = "mean",
+    ) -> None:
+        """Do ``apply_checked`` of means on idle shards that are small, to the end.
+
+        Args:
+            optimizer_id: Of the optimizer.
+            shards: Their keys.
+            gradients_by_push: Of each push the gradients, one per key.
+            weights: Of each push.
+            step: As for ``apply``.
+            reduction: "mean" or "sum".
+
+        Raises:
+            UsageError: If there are no pushes, or not as many weights, or gradients as keys.
+            BusyError: If an update of one of them is under way; those before it are applied.
+        """
+        plan = shards if isinstance(shards, Plan) else Plan(shards)
+        if not {len(plan.keys)}.issuperset(map(len, gradients_by_push)):
+            raise UsageError(f"expected {len(plan.keys)} gradients of each push")
+        means = _Means(gradients_by_push, weights, reduction, self._space)
+        self._apply_at_once(optimizer_id, plan, means, step)
+
+    def apply_at_once(
+        self,
+        optimizer_id: int,
+        shards: Plan | Sequence[Key],
+        gradients: Sequence[np.ndarray],
+        step: int,
+    ) -> None:
+        """Do ``apply_checked`` on idle shards that are small, to the end.
+
+        Where both shards and gradients (``Adjacent``) lie side by side, those of many shards take
+        as long as that of one.
+
+        Raises:
+            BusyError: If an update of one of them is under way; none is applied then, or those
+                before it, where they do not lie in blocks of their own.
+        """
+        self._apply_at_once(optimizer_id, shards, gradients, step)
+
+    def _apply_at_once(
+        self,
+        optimizer_id: int,
+        shards: Plan | Sequence[Key],
+        gradients: Sequence[np.ndarray] | _Means,
+        step: int,
+    ) -> None:
+        plan = shards if isinstance(shards, Plan) else Plan(shards)
+        if plan.layout != self.layout:
+            self._settle(plan)
+        optimizer = self._optimizers[optimizer_id]
+        if not optimizer.is_elementwise or plan.repeats:
+            for position, key in enumerate(plan.keys):
+                for _ in self.apply_checked(optimizer_id, key, gradients[position], step):
+                    pass
+            return
+        slots = plan.slots.get(optimizer_id)
+        if slots is None:
+            slots = self._settle_slots(plan, optimizer_id)
+        for run in plan.runs:
+            for shard in run.shards:
+                if shard.busy:
+                    self._idle(shard.spec.key)  # says so
+        parts: list[Part] = []
+        whole: list[tuple[BlockArray, int, Block]] = []  # to be committed
+        position = 0
+        for run, beside in zip(plan.runs, slots, strict=True):
+            end = position + len(run.shards)
+            if beside is None:
+                for shard in run.shards:
+                    self._begin_blocks(shard, optimizer_id, gradients[position], parts, whole)
+                    position += 1
+            else:
+                assert run.arena is not None, "only what lies side by side has slots that do"
+                self._begin_run(run, beside, gradients, position, end, parts)
+            position = end
+        optimizer.rule.apply(parts, step, self._scratch)
+        for array, i, target in whole:
+            self._copies += array.commit(i, target, self._pool)
+        for run in plan.runs:
+            for shard in run.shards:
+                shard.version += 1
+        self._applies += position
+
+    def _begin_run(
+        self,
+        run: Run,
+        beside: list[Run],
+        gradients: Sequence[np.ndarray] | _Means,
+        first: int,
+        end: int,
+        parts: list[Part],
+    ) -> None:
+        gradient = _side_by_side(gradients, run, first, end)
+        slots, targets = [], []
+        param, target = self._begin_in(run)
+        for slot in beside:
+            before, after = self._begin_in(slot)
+            slots.append(before)
+            targets.append(after)
+        parts.append((param, gradient, slots, target, targets))
+
+    def _begin_in(self, run: Run) -> tuple[np.ndarray, np.ndarray]:
+        """Return what a run holds, and where its new contents go."""
+        arena = run.arena
+        assert arena is not None, "it lies in one"
+        if run.is_further:
+            part = arena.array[run.start : run.stop]
+            return part, part
+        present, target, is_replaced = arena.begin(run.start, run.stop, self._pool)
+        self._copies += is_replaced
+        return present, target
+
+    def _begin_blocks(
+        self,
+        shard: Shard,
+        optimizer_id: int,
+        gradient: np.ndarray | MeanGradient,
+        parts: list[Part],
+        whole: list[tuple[BlockArray, int, Block]],
+    ) -> None:
+        values, pool = shard.values, self._pool
+        arrays = [values, *self._slots(shard, optimizer_id)]
+        for i in range(values.num_blocks):
+            part = cast(np.ndarray, gradient)
+            if values.num_blocks > 1 or not isinstance(gradient, np.ndarray):
+                start, stop = values.bounds(i)
+                part = gradient[start:stop]
+            (target, param), *slots = [
+                (each.writable(i, pool), each.block(i).array) for each in arrays
+            ]
+            parts.append(
+                (
+                    param,
+                    part,
+                    [now for _, now in slots],
+                    target.array,
+                    [to.array for to, _ in slots],
+                )
+            )
+            whole += [
+                (each, i, to)
+                for each, (to, _) in zip(arrays, ((target, param), *slots), strict=True)
+            ]
+
+    def _settle(self, plan: Plan) -> None:
+        plan.runs, plan.slots = [], {}
+        for key in plan.keys:
+            shard = self._shard(key)
+            values = shard.values
+            if not isinstance(values, ArenaArray):
+                plan.runs.append(Run([shard], None))
+                continue
+            last = plan.runs[-1] if plan.runs else None
+            if last is not None and last.arena is values.arena and last.stop == values.start:
+                last.shards.append(shard)
+            else:
+                last = Run([shard], values.arena, values.start)
+                plan.runs.append(last)
+            last.stop = values.start + values.size
+        _note_further(plan.runs)
+        plan.repeats = len({*plan.keys}) < len(plan.keys)
+        plan.is_joined = any(
+            len(run.shards) > 1 or run.shards[0].values.num_blocks != 1 for run in plan.runs
+        )
+        plan.layout = self.layout
+
+    def _settle_slots(self, plan: Plan, optimizer_id: int) -> list[list[Run] | None]:
+        """Return where the slots of an optimizer lie; they are laid side by side where they can."""
+        found = plan.slots[optimizer_id] = [
+            None if run.arena is None else self._slots_of(run, optimizer_id) for run in plan.runs
+        ]
+        _note_further([slot for beside in found for slot in beside or ()])
+        return found
+
+    def _slots_of(self, run: Run, optimizer_id: int) -> list[Run] | None:
+        names = self._optimizers[optimizer_id].rule.slot_names()
+        for shard in run.shards:
+            self._slots(shard, optimizer_id)
+        slots = [_adjoining(run, (optimizer_id, name)) for name in names]
+        if None in slots:
+            # All that the arena has, so that no two plans lay them out for themselves in turn.
+            there = [s for s in self._shards.values() if _lies_in(s, run.arena)]
+            there = [s for s in there if all((optimizer_id, name) in s.slots for name in names)]
+            if any(shard.busy for shard in there):
+                return None
+            there.sort(key=lambda shard: cast(ArenaArray, shard.values).start)
+            for name in names:
+                made = Arena.of([shard.slots[optimizer_id, name] for shard in there])
+                for shard, slot in zip(there, made, strict=True):
+                    shard.slots[optimizer_id, name] = slot
+            self.layout += 1
+            slots = [_adjoining(run, (optimizer_id, name)) for name in names]
+        return cast(list[Run] | None, None if None in slots else slots)
 
     def check_assign(self, key: Key, op: str, data: object) -> np.ndarray:
         """Raise what ``assign`` would raise, except BusyError, and return ``data`` as it is used.
@@ -202,3 +742,43 @@ class ShardStore(GradientTable):
             "row_bytes": self._row_bytes,
             "pool": dataclasses.asdict(self._pool.statistics()),
         }
+
+
+def _side_by_side(
+    gradients: Sequence[np.ndarray] | _Means, run: Run, first: int, end: int
+) -> np.ndarray:
+    """Return the gradients of a run's shards, from the ``first`` on, as one array."""
+    if isinstance(gradients, Adjacent):
+        return gradients.between(first, end)
+    if isinstance(gradients, _Means):
+        wholes = [_side_by_side(push, run, first, end) for push in gradients.pushes]
+        return gradients.mean_of(wholes)[0 : wholes[0].size]
+    given = zip(run.shards, gradients[first:end], strict=True)  # what is narrow is widened so
+    return np.concatenate([each[0 : shard.values.size] for shard, each in given])
+
+
+def _lies_in(shard: Shard, arena: Arena | None) -> bool:
+    return isinstance(shard.values, ArenaArray) and shard.values.arena is arena
+
+
+def _note_further(runs: Sequence[Run]) -> None:
+    seen: set[Arena] = set()
+    for run in runs:
+        if run.arena is not None:
+            run.is_further = run.arena in seen
+            seen.add(run.arena)
+
+
+def _adjoining(run: Run, slot: tuple[int, str]) -> Run | None:
+    """Return where a slot of a run's shards lies, if that is side by side."""
+    found: Run | None = None
+    for shard in run.shards:
+        array = shard.slots[slot]
+        if not isinstance(array, ArenaArray):
+            return None
+        if found is None:
+            found = Run(run.shards, array.arena, array.start, array.start)
+        if array.arena is not found.arena or array.start != found.stop:
+            return None
+        found.stop += array.size
+    return found

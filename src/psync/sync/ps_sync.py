@@ -25,7 +25,7 @@ from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor, Listed
 from psync.ps.locks import PsLocks
-from psync.ps.shard_sets import Body, ShardSet, body_in_place, memory_for, numbered_set, set_of
+from psync.ps.shard_sets import Body, ShardSet, body_in_place, memory_for, set_of
 from psync.store.ledger import Ledger
 from psync.store.step_norms import ShardSums
 from psync.store.store import ShardStore
@@ -124,7 +124,7 @@ class PsSync(GroupTable):
         """Check everything that needs no bytes before memory is taken for them."""
         peer, message = request.peer, request.message
         lengths = request.lengths
-        known = set_of(peer, message, self._task).look_up(self.store)
+        known = set_of(peer, message.set_id, message.members, self._task).look_up(self.store)
         known.check_lengths(lengths, self._task, message.rows)
         return self.reserve(request, sum(lengths), known)
 
@@ -153,7 +153,9 @@ class PsSync(GroupTable):
 
     def _stage(self, request: Request[StagePush]) -> None:
         message, replica = request.message, request.peer.client
-        known = set_of(request.peer, message, self._task).look_up(self.store)
+        known = set_of(request.peer, message.set_id, message.members, self._task).look_up(
+            self.store
+        )
         body = known.body_of(request.segments, self._task, message.rows)
         part = self._part_with(message, known, body)
         if self.staging.is_expected(message.group, replica, message.push):
@@ -164,7 +166,9 @@ class PsSync(GroupTable):
     def _replay_stage(self, request: Request[StagePush]) -> None:
         message = request.message
         self.known(message.group, message.config)
-        known = set_of(request.peer, message, self._task).look_up(self.store)
+        known = set_of(request.peer, message.set_id, message.members, self._task).look_up(
+            self.store
+        )
         self._submit(request, self._part_with(message, known, request.segments))
 
     def _submit(self, request: Request[StagePush], part: Part) -> None:
@@ -231,7 +235,7 @@ class PsSync(GroupTable):
             part = self._whole_part(peer, message, body)
         else:
             keys = [(variable, index) for _, variable, index in message.members]
-            known = numbered_set(peer, message.set_id, keys, self._task).look_up(self.store)
+            known = set_of(peer, message.set_id, keys, self._task).look_up(self.store)
             part = self._part_with(message, known, body)
         replica = (peer.task, peer.incarnation)
         self.staging.stage(
@@ -289,7 +293,7 @@ class PsSync(GroupTable):
     def _describe(self, request: Request[DescribeSet]) -> None:
         peer, message = request.peer, request.message
         self._check_closer(peer)
-        known = set_of(peer, message, self._task).look_up(self.store)
+        known = set_of(peer, message.set_id, message.members, self._task).look_up(self.store)
         if message.group >= 0:
             self.known(message.group, message.config)
             known.gradients(self.store, message.group, memory_for(self._pool, known.nbytes))
@@ -314,7 +318,7 @@ class PsSync(GroupTable):
     def _close_for(self, request: Request[CloseStep]) -> None:
         along = self._came_along(request)
         ahead = request.message.ahead
-        wanted = [numbered_set(request.peer, number, None, self._task) for number in ahead]
+        wanted = [set_of(request.peer, number, None, self._task) for number in ahead]
         self.applier.close(request, along, lambda: request.answer(_DONE, self.values_of(wanted)))
 
     def _replay_close(self, request: Request[CloseStep]) -> None:
@@ -346,7 +350,7 @@ class PsSync(GroupTable):
         peer, message, segments = request.peer, request.message, request.segments
         self.known(message.group, message.config)
         for number, members in message.sets:
-            numbered_set(peer, number, members, self._task)
+            set_of(peer, number, members, self._task)
         if not segments:
             return ()
         if len([number for number in message.along if number >= 0]) != len(segments):
@@ -357,7 +361,7 @@ class PsSync(GroupTable):
             if number < 0:
                 parts.append(None)
                 continue
-            known = numbered_set(peer, number, None, self._task).look_up(self.store)
+            known = set_of(peer, number, None, self._task).look_up(self.store)
             body = known.body_of([next(bodies)], self._task)
             parts.append(Part(known, known.gradients(self.store, message.group, body), body))
         return parts

@@ -18,7 +18,7 @@ from psync.ps.shard_sets import Body, ShardSet
 from psync.specs import dtype_of
 from psync.store.rows import RowMean, RowValues
 from psync.store.step_norms import UPDATES, ShardSums, StepNorms
-from psync.store.store import Key, ShardStore, Work, ones
+from psync.store.store import Key, Plan, ShardStore, Work, ones
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along, WholeSet
 
@@ -95,6 +95,7 @@ class StepUpdate:
     # those of each push, which then carries the same shards as the others
     _pushes: Sequence[Sequence[np.ndarray]] = ()
     _weights: Sequence[Sequence[float]] = ()  # of each shard
+    _plan: Plan | None = None  # of ``keys``, where it is known
     _decay: float = 0.0
     _one: np.ndarray | None = None  # by which the global step is raised
 
@@ -138,6 +139,7 @@ class StepUpdate:
         known = parts[0].known
         self.keys = known.keys
         self.costs = [length * len(parts) for length in known.costs]
+        self._plan = known.plan
         self._pushes = [part.gradients for part in parts]  # type: ignore[misc]
         self._weights = [weights] * len(self.keys)
 
@@ -196,15 +198,16 @@ class StepUpdate:
         return [(*key, *pair) for key, pair in zip(self.keys, sums, strict=True)]
 
     def at_once(self) -> None:
-        """Do all the work; for small shards, none of which is busy."""
+        """Do all the work; for small shards. Raises BusyError, with nothing done: one is busy."""
+        self.store.check_idle(self.touched)
         for what in self.alone:
             self.norms.conclude(what, self.measure_at_once(what))
         first = 0
         if self._pushes and self.norms.scales is None and self.norms.ratios is None:
             first = len(self.keys)
             self.store.apply_mean_at_once(
-                self.group, self.keys, self._pushes, self._weights[0], self.optimizer_step,
-                self.config.reduction,
+                self.group, self._plan or self.keys, self._pushes, self._weights[0],
+                self.optimizer_step, self.config.reduction,
             )  # fmt: skip
         for position in range(first, len(self.costs)):
             for _ in self.work(position):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from psync.store.gradients import GradientTable
 
 import memory_cluster
 import psync
@@ -16,7 +17,6 @@ from inside import store_of
 from memory_cluster import cluster_of
 from psync.errors import ConfigurationError
 from psync.specs import ShardSpec
-from psync.store.gradients import GradientTable
 from psync.store.rows import RowTable
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore

@@ -22,7 +22,7 @@ def begin(
 ) -> Verdict:
     verdict = ledger.judge((WORKER, incarnation), sequence, acked, closure, 0, 1)
     if isinstance(verdict, Fresh | AlreadyApplied):
-        ledger.record(verdict.ticket, "answer")
+        ledger.record(verdict, "answer")
     return verdict
 
 

@@ -35,14 +35,13 @@ import numpy as np
 
 from psync.errors import ConfigurationError
 from psync.numerics.sums import MeanGradient
-from psync.ps.update import Update
-from psync.ps.updates import PsUpdates
+from psync.ps.updates import PsUpdates, Update
 from psync.specs import ShardSpec, dtype_name
 from psync.store.rows import RowMean, RowValues
-from psync.store.shard import Shard
 from psync.store.shards import Optimizer
 from psync.store.snapshot import Frozen
 from psync.store.store import ShardStore
+from psync.store.work import Shard
 from psync.sync.ps_services import PsServices
 from psync.wire.messages import Pushed
 from psync.wire.tensors import array_from_bytes, to_bytes_view

@@ -19,8 +19,7 @@ from psync.coordinator import Coordinator
 from psync.net.connection import OwnRequest, Request
 from psync.ps.creation import ShardCreation
 from psync.ps.frozen_snapshots import FrozenSnapshots
-from psync.ps.update import Update
-from psync.ps.updates import PsUpdates
+from psync.ps.updates import PsUpdates, Update
 from psync.sync.outgoing_steps import OutgoingSteps, StepRounds
 from psync.sync.ps_sync import PsSync
 from psync.sync.step_applier import StepApplier

@@ -36,8 +36,7 @@ from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
 from psync.ps.computes import Computes
-from psync.ps.update import Update
-from psync.ps.updates import PsUpdates
+from psync.ps.updates import PsUpdates, Update
 from psync.ps_task import PsTask
 from psync.replicas import gang_runner
 from psync.store import ledger_snapshot, snapshot

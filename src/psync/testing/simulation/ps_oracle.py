@@ -13,8 +13,7 @@ from psync.backups.sender import MAX_UNDER_WAY
 from psync.cluster import parse_task_name
 from psync.errors import BusyError
 from psync.ps.life import Life
-from psync.ps.update import Update
-from psync.ps.updates import PsUpdates
+from psync.ps.updates import PsUpdates, Update
 from psync.ps_task import PsTask
 from psync.specs import STEP_BITS
 from psync.store.commit_log import LogState

@@ -21,7 +21,7 @@ from psync.errors import TaskLost
 from psync.net.connection import Handler
 from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
 from psync.ps.computes import Computes
-from psync.ps.update import Update
+from psync.ps.updates import Update
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog, LogState, chained
 from psync.store.ledger import AlreadyApplied, Fresh, Ledger
@@ -155,8 +155,10 @@ def other_runs_are_fresh(original: Callable[..., Any]) -> Any:
         verdict = original(self, *args, **kwargs)
         if not isinstance(verdict, AlreadyApplied):
             return verdict
-        verdict.ticket.first = True
-        return Fresh(verdict.ticket)
+        client, sequence, call = verdict.client, verdict.sequence, verdict.call
+        return Fresh(
+            client, sequence, call, True, verdict.variable_set, verdict.variables, verdict.spread
+        )
 
     return judge
 
