@@ -547,6 +547,12 @@ class Arena(Block):
         """Return whether another array fits."""
         return self.array.nbytes + nbytes <= ARENA_BYTES
 
+    @staticmethod
+    def takes(size: int, dtype: np.dtype) -> bool:
+        """Return whether an array is small enough to lie in one."""
+        most = min(ABOVE_BYTES, BLOCK_BYTES, BLOCK_ELEMENTS * dtype.itemsize)
+        return 0 < size * dtype.itemsize <= most
+
     def add(self, size: int, fill: float | np.ndarray, pool: BlockPool) -> ArenaArray:
         """Return a new array behind those that there are."""
         old = self.array

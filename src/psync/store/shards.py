@@ -132,8 +132,8 @@ class ShardTable:
         if nbytes > ABOVE_BYTES:  # side by side where tasks of its host would read them so
             offset = spec.offset * (nbytes // spec.shape[0]) if spec.shape else 0
             return BlockRuns(spec.size, dtype, fill, pool, offset)
-        if not nbytes:
-            return BlockArray(0, dtype, fill, pool)
+        if not Arena.takes(spec.size, dtype):
+            return BlockArray(spec.size, dtype, fill, pool)
         arena = self._arenas.get(dtype)
         if arena is None or not arena.has_room(nbytes):
             arena = self._arenas[dtype] = Arena(dtype)

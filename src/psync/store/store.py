@@ -585,7 +585,8 @@ class ShardStore(RowTable):
             # All that the arena has, so that no two plans lay them out for themselves in turn.
             there = [s for s in self._shards.values() if _lies_in(s, run.arena)]
             there = [s for s in there if all((optimizer_id, name) in s.slots for name in names)]
-            if any(shard.busy for shard in there):
+            each = [shard.slots[optimizer_id, name] for shard in there for name in names]
+            if any(shard.busy for shard in there) or any(slot.num_blocks > 1 for slot in each):
                 return None
             there.sort(key=lambda shard: cast(ArenaArray, shard.values).start)
             for name in names:
