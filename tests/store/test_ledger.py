@@ -207,7 +207,10 @@ def test_statistics_count_verdicts_and_sizes(ledger: Ledger) -> None:
     ledger.record(verdict.ticket, "duplicate")
     judge(ledger, W1, 1, closure=None)
     ledger.refuse(W1, 1)
+    fenced: list[tuple[str, int]] = []
+    ledger.on_fence = lambda *client: fenced.append(client)
     ledger.fence(W1[0], 22)
+    assert fenced == [(W1[0], 22)]
     with pytest.raises(FencedError, match=f"^incarnation 21 of {W1[0]} has been replaced by 22$"):
         judge(ledger, W1)
     ledger.refuse(W1, 2)  # of who was replaced: it was counted as such
@@ -383,6 +386,7 @@ def test_what_is_judged_is_in_the_state_once_it_is_recorded(
         parts=((*call, 3),) if call else (),
     )
     assert state_of(copy_of(ledger), pack) == state_of(ledger, pack)
+    assert not state_of(ledger, pack).final.is_final(5)
 
 
 def test_updates_of_accumulators_are_left_out_and_had_apart(ledger: Ledger) -> None:

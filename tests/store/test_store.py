@@ -33,6 +33,7 @@ from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
 from psync.store.reattach import Orders
 from psync.store.rows import RowMean, RowValues
+from psync.store.shard import BlockWork, Workspace
 from psync.store.snapshot import SnapshotState, freeze, load_snapshot
 from psync.store.store import ShardStore, Work, ones
 from rule_table import RULES
@@ -542,6 +543,23 @@ def test_a_shard_is_busy_until_its_work_is_done_which_is_done_whoever_abandons_i
     assert (value(store, (1, 0)) == 1).all()
 
 
+@pytest.mark.parametrize("rule", [SGD(0.5, momentum=0.5), Lamb(0.5)], ids=["SGD", "Lamb"])
+def test_blocks_of_a_push_that_are_computed_elsewhere_have_the_same_bits(rule: UpdateRule) -> None:
+    shape = (9 * BLOCK_ELEMENTS,)
+    stores = [store_of(shape, "float32", rule, value=drawn(1, shape)) for _ in range(2)]
+    works = [store.apply(0, KEY, drawn(2, shape), 0) for store in stores]
+    work, handed_out = works[0], 0
+    assert isinstance(work, BlockWork)
+    for _ in works[0]:
+        while (out := work.hand_out(2)) is not None:
+            out.compute(Workspace())
+            out.commit()
+            handed_out += 1
+    assert handed_out >= 2
+    run(works[1])
+    assert value(stores[0]).tobytes() == value(stores[1]).tobytes()
+
+
 def test_a_shard_whose_update_has_failed_half_way_is_never_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -607,9 +625,16 @@ def test_a_declared_table_of_a_terabyte_serves_and_takes_rows() -> None:
     far = np.array([3, rows - 1])
     assert store.rows_cost(KEY, far) < 1024
     push_rows(store, far, np.ones((2, 64), np.float32))
+    assert push_rows(store, far[:0], np.ones((0, 64), np.float32)) is None
     got = gathered(store, np.array([rows - 1, 0, 3]))
     assert got[1].tolist() == [0.5] * 64
     assert (got[[0, 2]] != 0.5).all()
+    moments = np.empty(2 * 256, np.uint8)
+    run(store.read_rows(KEY, far, moments, 0, "m"))
+    assert (moments.view(np.float32) != 0).all()
+    run(store.read_rows(KEY, far[:0], moments[:0]))
+    assert store.read_range(KEY, 3, 3) == []
+    assert store.statistics()["rows"] == 2 + 3 + 2
 
 
 def test_rows_cost_what_they_are_and_what_must_be_moved_or_copied_first() -> None:
