@@ -11,13 +11,6 @@ from psync.store.locks import Claim, LockTable
 A, B, C = (1, 0), (1, 1), (2, 0)
 
 
-def test_updates_go_on_side_by_side() -> None:
-    table = LockTable()
-    assert table.claim([A], exclusive=False).held
-    assert table.claim([A, B], exclusive=False).held
-    assert not table.blocks([A])
-
-
 def test_a_lock_waits_for_the_updates_under_way() -> None:
     table = LockTable()
     first, second = table.begin([A]), table.begin([B])
@@ -26,19 +19,6 @@ def test_a_lock_waits_for_the_updates_under_way() -> None:
     assert table.end(first) == []
     assert table.end(second) == [lock]
     assert lock.held
-
-
-def test_everything_waits_for_a_lock_and_nothing_else_does() -> None:
-    table = LockTable()
-    lock = table.claim([A, B], exclusive=True)
-    assert lock.held
-    assert table.blocks([B, C])
-    assert not table.blocks([C])
-    assert table.claim([C], exclusive=False).held
-    update, other = table.claim([A], exclusive=False), table.claim([B, C], exclusive=True)
-    assert not update.held
-    assert not other.held
-    assert table.end(lock) == [update]  # the other lock waits for the update of C
 
 
 def test_whoever_waits_holds_back_those_who_come_later() -> None:
@@ -50,15 +30,6 @@ def test_whoever_waits_holds_back_those_who_come_later() -> None:
     assert table.blocks([B])
     assert table.end(under_way) == [lock]
     assert table.end(lock) == [late]
-
-
-def test_two_locks_alternate_with_the_updates_between_them() -> None:
-    table = LockTable()
-    first = table.claim([A], exclusive=True)
-    update = table.claim([A], exclusive=False)
-    second = table.claim([A], exclusive=True)
-    assert table.end(first) == [update]
-    assert table.end(update) == [second]
 
 
 def test_who_gives_up_waiting_is_in_nobodys_way() -> None:

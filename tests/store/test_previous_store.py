@@ -98,8 +98,11 @@ def test_slots_wait_for_their_optimizer() -> None:
     new.define_optimizer(1, Adam(9.0).to_config())  # another one has its number
     assert slot(new, 0, 1) == [0.0, 0.0]
     assert [held.has_slots for held in former.describe().optimizers] == [True]
+    new.define_optimizer(2, ADAM)
+    new.hear_count(2, 1, 0, [(0, 4)], 0)
     former.adopt(Orders((), (), ((5, 1, 2),)), new)
     assert slot(new, 0, 2) == momentum
+    assert new.push_count(2).known == 1 + 4, "what was told of its pushes meanwhile is kept"
 
 
 def test_slots_that_wait_when_yet_another_program_comes_are_not_lost() -> None:

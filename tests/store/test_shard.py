@@ -39,29 +39,6 @@ def test_it_does_a_block_per_step_and_the_last_one_with_its_end(shard: Shard) ->
     assert (done, shard.busy, shard.version) == ([0, 1, 2, None], False, 1)
 
 
-@pytest.mark.parametrize("before", [0, 1, 2])
-@pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
-def test_it_is_finished_when_it_is_abandoned(shard: Shard, before: int, close: bool) -> None:
-    done: list[object] = []
-    work = begun(shard, done)
-    for _ in range(before):
-        next(work)
-    if close:
-        work.close()
-    del work
-    assert (done, shard.busy, shard.version) == ([0, 1, 2, None], False, 1)
-
-
-def test_it_leaves_the_shard_busy_when_it_fails(shard: Shard) -> None:
-    def fail(i: int) -> None:
-        raise MemoryError
-
-    work = BlockWork(shard, fail, pytest.fail)
-    with pytest.raises(MemoryError):
-        next(work)
-    assert (shard.busy, shard.version) == (True, 0)
-
-
 def test_it_is_over_at_once_on_an_empty_shard() -> None:
     shard, ends = shard_of(0), []
     work = BlockWork(shard, pytest.fail, lambda: ends.append(None))

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from psync.errors import BusyError, CheckpointCorrupt, CheckpointError, UsageError
 from psync.numerics import memory as blocks
@@ -16,17 +12,14 @@ from psync.numerics.rules import SGD, Adam, RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec, dtype_of
 from psync.store.ledger import Fresh, Ledger
-from psync.store.push_counts import PushCount
 from psync.store.snapshot import (
     Frozen,
     Loaded,
-    SnapshotItem,
     SnapshotState,
     freeze,
     load_snapshot,
     settling,
 )
-from psync.store.snapshot_state import OptimizerSnapshot
 from psync.store.store import ShardStore
 
 PS = "/job:ps/task:0"
@@ -188,33 +181,6 @@ class TestWhatIsKept:
         store.set_count(2, 10)
         store.set_count(1, 2)
         assert frozen(store).state.iterations == 3
-
-    @given(
-        st.lists(
-            st.tuples(st.integers(0, 2), st.sampled_from(["push", "assign", "rows"]),
-                      st.floats(-2, 2, width=32)),
-            max_size=8,
-        )
-    )  # fmt: skip
-    def test_whatever_has_happened_comes_back(self, done: list[tuple[int, str, float]]) -> None:
-        store = ShardStore(PS)
-        store.define_optimizer(1, ADAM)
-        for i in range(3):
-            store.create(spec(f"x{i}", i, (5, 2)), fill=float(i))
-        for i, what, value in done:
-            if what == "push":
-                apply(store, (i, 0), value)
-            elif what == "assign":
-                assign(store, (i, 0), value, "add")
-            else:
-                rows, grads = np.array([1, 3]), np.full((2, 2), value, np.float32)
-                for _ in store.apply_rows(1, (i, 0), rows, grads, store.begin_push(1, 0)):
-                    pass
-        copy = again(store).store
-        same(store, copy)
-        apply(store, (0, 0), 1.0)
-        apply(copy, (0, 0), 1.0)
-        same(store, copy)
 
 
 def test_what_is_constant_in_part_is_written_out_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,17 +348,3 @@ class TestLoaded:
 
         with pytest.raises(CheckpointCorrupt, match="bytes other than 0 and 1"):
             fill_it() if whole else list(made.write(0, 0, memoryview(damaged)))
-
-
-def test_the_classes_that_others_import_are_here() -> None:
-    item = SnapshotItem((0, 0), -1, "", (2, 2), "float32")
-    assert item.nbytes == 16
-    assert OptimizerSnapshot(ADAM, 0.5, PushCount(3).state).count[0] == 3
-    assert list(itertools.islice(loaded(frozen(ShardStore(PS)).state).wanted(), 1)) == []
-
-
-def test_bfloat16_of_ml_dtypes_is_what_it_was() -> None:
-    store = ShardStore(PS)
-    store.create(spec("x", 0, (3,), "bfloat16"), fill=np.full(1, 1.5, ml_dtypes.bfloat16))
-    copy = again(store).store
-    assert array_of(copy.read((0, 0)), "bfloat16").tolist() == [1.5] * 3
