@@ -33,9 +33,9 @@ from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
 from psync.store.reattach import Orders
 from psync.store.rows import RowMean, RowValues
-from psync.store.work import BlockWork, Workspace
 from psync.store.snapshot import SnapshotState, freeze, load_snapshot
 from psync.store.store import ShardStore, Work, ones
+from psync.store.work import BlockWork, Workspace
 from rule_table import RULES
 
 TASK = "/job:ps/task:1"

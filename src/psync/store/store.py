@@ -464,44 +464,38 @@ class ShardStore(RowTable):
             for shard in run.shards:
                 if shard.busy:
                     self._idle(shard.spec.key)  # says so
-        parts: list[Part] = []
-        whole: list[tuple[BlockArray, int, Block]] = []  # to be committed
-        position = 0
-        for run, beside in zip(plan.runs, slots, strict=True):
-            end = position + len(run.shards)
-            if beside is None:
-                for shard in run.shards:
-                    self._begin_blocks(shard, optimizer_id, gradients[position], parts, whole)
-                    position += 1
-            else:
-                assert run.arena is not None, "only what lies side by side has slots that do"
-                self._begin_run(run, beside, gradients, position, end, parts)
-            position = end
-        optimizer.rule.apply(parts, step, self._scratch)
-        for array, i, target in whole:
-            self._copies += array.commit(i, target, self._pool)
+        optimizer.rule.apply(
+            self._parts(optimizer_id, plan.runs, slots, gradients), step, self._scratch
+        )
         for run in plan.runs:
             for shard in run.shards:
                 shard.version += 1
-        self._applies += position
+        self._applies += len(plan.keys)
 
-    def _begin_run(
+    def _parts(
         self,
-        run: Run,
-        beside: list[Run],
+        optimizer_id: int,
+        runs: Sequence[Run],
+        slots: Sequence[list[Run] | None],
         gradients: Sequence[np.ndarray] | _Means,
-        first: int,
-        end: int,
-        parts: list[Part],
-    ) -> None:
-        gradient = _side_by_side(gradients, run, first, end)
-        slots, targets = [], []
-        param, target = self._begin_in(run)
-        for slot in beside:
-            before, after = self._begin_in(slot)
-            slots.append(before)
-            targets.append(after)
-        parts.append((param, gradient, slots, target, targets))
+    ) -> Iterator[Part]:
+        """Yield part after part: means lie in the same memory, one after the other."""
+        position = 0
+        for run, beside in zip(runs, slots, strict=True):
+            end = position + len(run.shards)
+            if beside is None:
+                for shard in run.shards:
+                    yield from self._blocks(shard, optimizer_id, gradients[position])
+                    position += 1
+                continue
+            gradient = _side_by_side(gradients, run, position, end)
+            param, target = self._begin_in(run)
+            if beside:
+                each = [self._begin_in(slot) for slot in beside]
+                yield param, gradient, [old for old, _ in each], target, [new for _, new in each]
+            else:
+                yield param, gradient, (), target, ()
+            position = end
 
     def _begin_in(self, run: Run) -> tuple[np.ndarray, np.ndarray]:
         """Return what a run holds, and where its new contents go."""
@@ -514,37 +508,21 @@ class ShardStore(RowTable):
         self._copies += is_replaced
         return present, target
 
-    def _begin_blocks(
-        self,
-        shard: Shard,
-        optimizer_id: int,
-        gradient: np.ndarray | MeanGradient,
-        parts: list[Part],
-        whole: list[tuple[BlockArray, int, Block]],
-    ) -> None:
+    def _blocks(
+        self, shard: Shard, optimizer_id: int, gradient: np.ndarray | MeanGradient
+    ) -> Iterator[Part]:
+        """Yield a shard's blocks; each is committed when the next one is asked for."""
         values, pool = shard.values, self._pool
         arrays = [values, *self._slots(shard, optimizer_id)]
         for i in range(values.num_blocks):
             part = cast(np.ndarray, gradient)
             if values.num_blocks > 1 or not isinstance(gradient, np.ndarray):
-                start, stop = values.bounds(i)
-                part = gradient[start:stop]
-            (target, param), *slots = [
-                (each.writable(i, pool), each.block(i).array) for each in arrays
-            ]
-            parts.append(
-                (
-                    param,
-                    part,
-                    [now for _, now in slots],
-                    target.array,
-                    [to.array for to, _ in slots],
-                )
-            )
-            whole += [
-                (each, i, to)
-                for each, (to, _) in zip(arrays, ((target, param), *slots), strict=True)
-            ]
+                part = gradient[slice(*values.bounds(i))]
+            targets = [array.writable(i, pool) for array in arrays]
+            now = [array.block(i).array for array in arrays]
+            yield now[0], part, now[1:], targets[0].array, [each.array for each in targets[1:]]
+            for array, target in zip(arrays, targets, strict=True):
+                self._copies += array.commit(i, target, pool)
 
     def _settle(self, plan: Plan) -> None:
         plan.runs, plan.slots = [], {}
@@ -570,32 +548,42 @@ class ShardStore(RowTable):
 
     def _settle_slots(self, plan: Plan, optimizer_id: int) -> list[list[Run] | None]:
         """Return where the slots of an optimizer lie; they are laid side by side where they can."""
-        found = plan.slots[optimizer_id] = [
-            None if run.arena is None else self._slots_of(run, optimizer_id) for run in plan.runs
-        ]
+        names = [(optimizer_id, name) for name in self._optimizers[optimizer_id].rule.slot_names()]
+        for run in plan.runs:
+            if run.arena is not None and None in self._slots_of(run, names):
+                self._lay_slots(run.arena, names)
+        found: list[list[Run] | None] = []
+        for run in plan.runs:  # now that all lie where they will
+            slots = [None] if run.arena is None else self._slots_of(run, names)
+            found.append(None if None in slots else cast(list[Run], slots))
         _note_further([slot for beside in found for slot in beside or ()])
+        plan.slots[optimizer_id] = found
         return found
 
-    def _slots_of(self, run: Run, optimizer_id: int) -> list[Run] | None:
-        names = self._optimizers[optimizer_id].rule.slot_names()
+    def _slots_of(self, run: Run, names: Sequence[tuple[int, str]]) -> list[Run | None]:
         for shard in run.shards:
-            self._slots(shard, optimizer_id)
-        slots = [_adjoining(run, (optimizer_id, name)) for name in names]
-        if None in slots:
-            # All that the arena has, so that no two plans lay them out for themselves in turn.
-            there = [s for s in self._shards.values() if _lies_in(s, run.arena)]
-            there = [s for s in there if all((optimizer_id, name) in s.slots for name in names)]
-            each = [shard.slots[optimizer_id, name] for shard in there for name in names]
-            if any(shard.busy for shard in there) or any(slot.num_blocks > 1 for slot in each):
-                return None
-            there.sort(key=lambda shard: cast(ArenaArray, shard.values).start)
-            for name in names:
-                made = Arena.of([shard.slots[optimizer_id, name] for shard in there])
-                for shard, slot in zip(there, made, strict=True):
-                    shard.slots[optimizer_id, name] = slot
-            self.layout += 1
-            slots = [_adjoining(run, (optimizer_id, name)) for name in names]
-        return cast(list[Run] | None, None if None in slots else slots)
+            if names and names[0] not in shard.slots:
+                self._slots(shard, names[0][0])
+        return [_adjoining(run, name) for name in names]
+
+    def _lay_slots(self, arena: Arena, names: Sequence[tuple[int, str]]) -> None:
+        """Lay slots side by side: of all that an arena has, so that no two plans do so in turn."""
+        there = [
+            shard
+            for shard in self._shards.values()
+            if isinstance(shard.values, ArenaArray)
+            and shard.values.arena is arena
+            and names[0] in shard.slots
+        ]
+        there.sort(key=lambda shard: cast(ArenaArray, shard.values).start)
+        each = [shard.slots[name] for shard in there for name in names]
+        if any(shard.busy for shard in there) or any(slot.num_blocks > 1 for slot in each):
+            return
+        for name in names:
+            made = Arena.of([shard.slots[name] for shard in there])
+            for shard, slot in zip(there, made, strict=True):
+                shard.slots[name] = slot
+        self.layout += 1
 
     def check_assign(self, key: Key, op: str, data: object) -> np.ndarray:
         """Raise what ``assign`` would raise, except BusyError, and return ``data`` as it is used.
@@ -756,10 +744,6 @@ def _side_by_side(
         return gradients.mean_of(wholes)[0 : wholes[0].size]
     given = zip(run.shards, gradients[first:end], strict=True)  # what is narrow is widened so
     return np.concatenate([each[0 : shard.values.size] for shard, each in given])
-
-
-def _lies_in(shard: Shard, arena: Arena | None) -> bool:
-    return isinstance(shard.values, ArenaArray) and shard.values.arena is arena
 
 
 def _note_further(runs: Sequence[Run]) -> None:
