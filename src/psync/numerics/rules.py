@@ -355,20 +355,26 @@ class UpdateRule(ABC):
         scaled_rate = rate if ratio is None else rate * ratio
         iteration = step // (options.gradient_accumulation_steps or 1)
         coefficients = self._coefficients(scaled_rate, iteration + 1)
-        chunk = scratch.chunk
-        # Overflow and NaN are results here, as in every framework; a warning that a test
-        # runner turns into an error must not tear an update in two.
-        with np.errstate(all="ignore"):
-            for part in parts:
-                size = part[0].size
-                if size <= chunk:  # most are small, and slicing costs as much as the maths
-                    self._chunk(part, decay, coefficients, scratch)
+        scratch.quietly(self._apply, parts, decay, coefficients, scratch)
+
+    def _apply(
+        self, parts: Iterable[Part], decay: float, coefficients: Coefficients, scratch: Scratch
+    ) -> None:
+        chunk, is_plain = scratch.chunk, not decay and self.options.clipvalue is None
+        for part in parts:
+            param = part[0]
+            size, dtype = param.size, param.dtype
+            if size <= chunk:  # most are small, and slicing costs as much as the maths
+                if is_plain and slot_dtype(dtype) is dtype:
+                    self._update(part, coefficients, scratch.arrays(dtype, self.temporaries, size))
                 else:
-                    for start in range(0, size, chunk):
-                        piece = _cut(part, slice(start, start + chunk))
-                        self._chunk(piece, decay, coefficients, scratch)
-                        del piece
-                del part  # who makes the next one looks who else sees this memory
+                    self._chunk(part, decay, coefficients, scratch)
+            else:
+                for start in range(0, size, chunk):
+                    piece = _cut(part, slice(start, start + chunk))
+                    self._chunk(piece, decay, coefficients, scratch)
+                    del piece
+            del part, param  # who makes the next one looks who else sees this memory
 
     def _chunk(
         self, part: Part, decay: float, coefficients: Coefficients, scratch: Scratch

@@ -95,7 +95,7 @@ class CountTeller:
     def _tell(self) -> None:
         self._timer = None
         self._earliest = asyncio.get_running_loop().time() + self._interval_s
-        optimizers = self._store.optimizers()
+        optimizers = self._store.optimizers
         for ps in self._links.keys() - self._busy.keys():
             news = []
             for number, each in optimizers.items():

@@ -243,7 +243,7 @@ class Executor:
         Args:
             groups: Synchronous groups that it knows from its snapshot.
         """
-        self._optimizers = set(self._store.optimizers())
+        self._optimizers = set(self._store.optimizers)
         self._names.begin(groups)
         self._comparison = Comparison(self._task, lambda: self.digest())
         return self.log.begin_copy()
@@ -264,7 +264,7 @@ class Executor:
 
     def _ship(self, client: Client, message: Message | Build, body: Sequence[memoryview]) -> int:
         """Give an entry its number, and ship it to the backup, after what that must know before."""
-        known = self._store.optimizers()
+        known = self._store.optimizers
         for new in known.keys() - self._optimizers:  # that a message has defined in passing
             self._optimizers.add(new)
             self._keep(self._coordinator, DefineOptimizer(new, dict(known[new].config)), ())

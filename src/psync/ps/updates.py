@@ -30,7 +30,7 @@ import numpy as np
 from psync.cluster import parse_task_name
 from psync.errors import UsageError, ValueMismatchError
 from psync.net.connection import Handler, Request
-from psync.numerics.memory import BlockPool
+from psync.numerics.memory import ABOVE_BYTES, BlockPool
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.cut_gate import GateService
@@ -181,18 +181,19 @@ class Update:
                 self._check_raised((message.raised[0], message.raised[1]))
             if message.ratios is not None:
                 self._check_ratios(message.ratios, optimizer)
-            self.operands = known.gradients(store, optimizer, self.body)
+            body = self.body
+            if optimizer in known.optimizers and known.dtype is not None and len(body) == 1:
+                self.operands = Adjacent(np.frombuffer(body[0], known.dtype), known.elements)
+            else:
+                self.operands = known.gradients(store, optimizer, body)
             if message.place == HOME and message.spread:
                 # Each may get several messages, and so may this ps.
                 self.others = tuple(sorted({*map(_PS, message.spread)} - {here}))
             self.step = store.begin_push(optimizer, message.elsewhere, message.place, self.others)
-            if (
-                type(self.operands) is Adjacent
-                and message.ratios is None
-                and store.optimizers()[optimizer].is_elementwise
-            ):
-                self.runs, self.costs, self.nbytes = known.runs, known.run_costs, known.cost
-            else:
+            if type(self.operands) is Adjacent and message.ratios is None:
+                if store.optimizers[optimizer].is_elementwise:
+                    self.runs, self.costs, self.nbytes = known.runs, known.run_costs, known.cost
+            if not self.runs:
                 self.nbytes = sum(self.costs)
         else:
             self._begin_other(here)
@@ -363,7 +364,7 @@ class PsUpdates:
 
     def control(self) -> list[Any]:
         """Return what the ledger remembers, and the counts of optimizers that were used."""
-        optimizers = self._store.optimizers().items()
+        optimizers = self._store.optimizers.items()
         counts = sorted((number, each.count.state) for number, each in optimizers)
         return [control_of(self._ledger, encode), [each for each in counts if any(each[1])]]
 
@@ -383,7 +384,10 @@ class PsUpdates:
         """Check everything that needs no bytes before memory is taken for them."""
         message = request.message
         try:
-            known = set_of(request.peer, message.set_id, message.members, self._task)
+            sets = request.peer.state.get("sets")
+            known = sets.get(message.set_id) if sets and message.members is None else None
+            if known is None:
+                known = set_of(request.peer, message.set_id, message.members, self._task)
             if isinstance(message, Push) and message.config is not None:
                 self._store.define_optimizer(message.optimizer, message.config)
             if known.store is not self._store:
@@ -399,6 +403,8 @@ class PsUpdates:
         if request.borrowed is not None and isinstance(message, Push):
             is_alone = self._executor.is_alone
             return body_in_place(request, self._pool, known, known.nbytes, is_alone=is_alone)
+        if known.nbytes < ABOVE_BYTES:
+            return (np.empty(known.nbytes, np.uint8).data,)
         return memory_for(self._pool, known.nbytes)
 
     def _refused(self, request: Request[Any]) -> None:
@@ -454,6 +460,11 @@ class PsUpdates:
         if must_wait:  # it is applied even if its request is given up
             gate.arrived(update.client, update.message.sequence)
             self._carry(update.request, self._when_admitted(update, locked))
+        elif self._executor.log.state is LogState.ALONE:
+            self._executor.submit(
+                update.request, update.entry, update.body, partial(self._judge, update),
+                partial(self._claim, update),
+            )  # fmt: skip
         else:
             self._submit(update)
 
@@ -522,7 +533,7 @@ class PsUpdates:
             self._gate.wake()
             raise
         if isinstance(message, Push):
-            known, elsewhere = self._store.optimizers()[message.optimizer].count.answer()
+            known, elsewhere = self._store.optimizers[message.optimizer].count.answer()
             answer = Pushed("accepted", known, None, elsewhere)
             if message.place == HOME and len(update.others) < self.num_others:
                 self.counted()
@@ -548,7 +559,10 @@ class PsUpdates:
                 client, sequence, call = update.identity
                 self._ledger.note_failure(client, sequence, call, encode(failure_of(failed)))
                 raise failed
-        self._answer(update, answer)
+        if update.wanted is None:
+            update.request.answer(answer)
+        else:
+            self._answer(update, answer)
 
     def _answer(self, update: Update, answer: Pushed) -> None:
         """Answer, with the values that were asked for if no shard is busy."""

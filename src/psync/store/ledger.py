@@ -185,7 +185,12 @@ class Ledger:
                 sender = self._senders[task]
         if sender is not None:
             if acked_below > sender.acked_below:
-                self._acknowledge(client, sender, acked_below)
+                sender.acked_below = acked_below
+                for known in list(sender.messages):
+                    if known < acked_below:
+                        del sender.messages[known]
+                if self._failures or self._refused:
+                    self._forget(client, acked_below)
             message = sender.messages.get(sequence)
             if message is not None:
                 return self._seen(client, sequence, message, call)
@@ -227,15 +232,9 @@ class Ledger:
         self._fresh += 1
         return answer
 
-    def _acknowledge(self, client: Client, sender: _Sender, acked_below: int) -> None:
-        sender.acked_below = acked_below
-        messages = sender.messages
-        for sequence in list(messages):
-            if sequence < acked_below:
-                del messages[sequence]
-        if self._failures:
-            self._forget_failures()
-        if self._refused and client in self._refused:
+    def _forget(self, client: Client, acked_below: int) -> None:
+        self._forget_failures()
+        if client in self._refused:
             self._refused[client] = {s for s in self._refused[client] if s >= acked_below}
 
     def note_failure(

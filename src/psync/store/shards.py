@@ -88,7 +88,7 @@ class ShardTable:
         self._shards: dict[Key, Shard] = {}
         self._arenas: dict[np.dtype, Arena] = {}  # that small shards are added to, by dtype
         self.layout = 0  # raised when arrays of shards come to lie elsewhere
-        self._optimizers: dict[int, Optimizer] = {}
+        self.optimizers: dict[int, Optimizer] = {}  # by number; not to be changed by others
         # By optimizer and step, the first error of what is being computed.
         self.failures: dict[tuple[int, int], RuleError] = {}
 
@@ -183,8 +183,8 @@ class ShardTable:
 
     def release(self) -> tuple[list[Shard], dict[int, Optimizer]]:
         """Give away all shards, none of which may be busy, and all optimizers; none are left."""
-        shards, optimizers = list(self._shards.values()), self._optimizers
-        self._shards, self._optimizers = {}, {}
+        shards, optimizers = list(self._shards.values()), self.optimizers
+        self._shards, self.optimizers = {}, {}
         self._arenas.clear()
         self.layout += 1
         return shards, optimizers
@@ -199,10 +199,10 @@ class ShardTable:
 
         What was told of its pushes under that number, before it came, is kept.
         """
-        told = self._optimizers.get(optimizer_id)
+        told = self.optimizers.get(optimizer_id)
         if told is not None:
             optimizer.count.absorb(told.count)
-        self._optimizers[optimizer_id] = optimizer
+        self.optimizers[optimizer_id] = optimizer
         self.layout += 1  # shards get its slots as well
 
     def keys(self) -> list[Key]:
@@ -212,10 +212,6 @@ class ShardTable:
     def shards(self) -> Mapping[Key, Shard]:
         """Return all shards themselves, for those who keep snapshots of them."""
         return self._shards
-
-    def optimizers(self) -> Mapping[int, Optimizer]:
-        """Return all optimizers, by their number; not to be changed."""
-        return self._optimizers
 
     def spec(self, key: Key) -> ShardSpec:
         """Return the spec of a shard.
@@ -275,7 +271,7 @@ class ShardTable:
         Raises:
             ConfigurationError: If the config is not one, or differs from the one known.
         """
-        known = self._optimizers.get(optimizer_id)
+        known = self.optimizers.get(optimizer_id)
         if known is not None and known.config == config:  # as the first push of a worker says it
             return
         try:
@@ -283,7 +279,7 @@ class ShardTable:
         except ConfigurationError as exc:
             raise ConfigurationError(f"{self.task}: {exc.message}", hint=exc.hint) from exc
         if known is None:
-            self._optimizers[optimizer_id] = Optimizer(rule, rule.to_config())
+            self.optimizers[optimizer_id] = Optimizer(rule, rule.to_config())
         elif known.config != rule.to_config():
             raise ConfigurationError(
                 f"optimizer {optimizer_id} on {self.task} is already defined as {known.config}, "
@@ -302,7 +298,7 @@ class ShardTable:
     def iterations(self) -> int:
         """The most updates that an optimizer has made, as far as it is known here."""
         return max(
-            (each.rule.iteration(each.count.known) for each in self._optimizers.values()),
+            (each.rule.iteration(each.count.known) for each in self.optimizers.values()),
             default=0,
         )
 
@@ -341,7 +337,7 @@ class ShardTable:
         Raises:
             RuleError: It raises.
         """
-        optimizer = self._optimizers[optimizer_id]
+        optimizer = self.optimizers[optimizer_id]
         for cls in optimizer.own_schedules[:1]:
             try:
                 optimizer.rule.learning_rate(step)
@@ -357,7 +353,7 @@ class ShardTable:
 
     def _note_failure(self, optimizer_id: int, step: int, shard: Shard, raised: RuleRaised) -> None:
         """A rule has raised, and the shard is as it was."""
-        what = f'update rule "{self._optimizers[optimizer_id].rule.name}" for {shard.spec}'
+        what = f'update rule "{self.optimizers[optimizer_id].rule.name}" for {shard.spec}'
         error = rule_error(self.task, what, raised.__cause__ or raised)
         self.failures.setdefault((optimizer_id, step), error)
 
@@ -424,7 +420,7 @@ class ShardTable:
         return shard
 
     def _optimizer(self, optimizer_id: int) -> Optimizer:
-        optimizer = self._optimizers.get(optimizer_id)
+        optimizer = self.optimizers.get(optimizer_id)
         if optimizer is None:
             raise UsageError(f"optimizer {optimizer_id} is not defined on {self.task}")
         return optimizer
@@ -443,7 +439,7 @@ class ShardTable:
 
     def _slots(self, shard: Shard, optimizer_id: int) -> list[BlockArray]:
         """Return the shard's slots in the rule's order, made when first asked for."""
-        rule = self._optimizers[optimizer_id].rule
+        rule = self.optimizers[optimizer_id].rule
         slots = []
         for name in rule.slot_names():
             slot = shard.slots.get((optimizer_id, name))

@@ -160,7 +160,7 @@ def freeze(
             number: OptimizerSnapshot(
                 each.config, each.rule.learning_rate.to_config(), each.count.state
             )
-            for number, each in store.optimizers().items()
+            for number, each in store.optimizers.items()
         },
         remembered,
         tuple(accumulators),

@@ -175,7 +175,7 @@ class ShardStore(RowTable):
             UsageError: If the optimizer is not defined.
             RuleError: As ``check_rate``; the push is not counted.
         """
-        optimizer = self._optimizer(optimizer_id)
+        optimizer = self.optimizers.get(optimizer_id) or self._optimizer(optimizer_id)
         if optimizer.own_schedules:
             self.check_rate(optimizer_id, optimizer.count.next_step(carried, place))
         return optimizer.count.push(carried, place, others)
@@ -249,7 +249,7 @@ class ShardStore(RowTable):
                 shard.pushes[optimizer_id] = shard.pushes.get(optimizer_id, 0) + 1
 
         # No code of users in other threads: neither rules, see ``prepared``, nor schedules.
-        handed_out = None if self._optimizers[optimizer_id].own_schedules else update.prepared
+        handed_out = None if self.optimizers[optimizer_id].own_schedules else update.prepared
         return BlockWork(
             shard, update.piece, finished, update.pieces, changes=False, prepared=handed_out
         )
@@ -262,7 +262,7 @@ class ShardStore(RowTable):
         step: int,
         ratio: float | None,
     ) -> tuple[ShardUpdate, GradientAccumulator | None]:
-        rule = self._optimizers[optimizer_id].rule.for_variable(shard.spec.variable)
+        rule = self.optimizers[optimizer_id].rule.for_variable(shard.spec.variable)
         slots = self._slots(shard, optimizer_id)
         steps = rule.options.gradient_accumulation_steps
         accumulator = None
@@ -421,13 +421,13 @@ class ShardStore(RowTable):
         if not {len(plan.keys)}.issuperset(map(len, gradients_by_push)):
             raise UsageError(f"expected {len(plan.keys)} gradients of each push")
         means = _Means(gradients_by_push, weights, reduction, self._space)
-        self._apply_at_once(optimizer_id, plan, means, step)
+        self.apply_at_once(optimizer_id, plan, means, step)
 
     def apply_at_once(
         self,
         optimizer_id: int,
         shards: Plan | Sequence[Key],
-        gradients: Sequence[np.ndarray],
+        gradients: Sequence[np.ndarray] | _Means,
         step: int,
     ) -> None:
         """Do ``apply_checked`` on idle shards that are small, to the end.
@@ -437,21 +437,12 @@ class ShardStore(RowTable):
 
         Raises:
             BusyError: If an update of one of them is under way; none is applied then, or those
-                before it, where they do not lie in blocks of their own.
+                before it, by a rule that is more than one for each element.
         """
-        self._apply_at_once(optimizer_id, shards, gradients, step)
-
-    def _apply_at_once(
-        self,
-        optimizer_id: int,
-        shards: Plan | Sequence[Key],
-        gradients: Sequence[np.ndarray] | _Means,
-        step: int,
-    ) -> None:
         plan = shards if isinstance(shards, Plan) else Plan(shards)
         if plan.layout != self.layout:
             self._settle(plan)
-        optimizer = self._optimizers[optimizer_id]
+        optimizer = self.optimizers[optimizer_id]
         if not optimizer.is_elementwise or plan.repeats:
             for position, key in enumerate(plan.keys):
                 for _ in self.apply_checked(optimizer_id, key, gradients[position], step):
@@ -488,8 +479,16 @@ class ShardStore(RowTable):
                     yield from self._blocks(shard, optimizer_id, gradients[position])
                     position += 1
                 continue
-            gradient = _side_by_side(gradients, run, position, end)
-            param, target = self._begin_in(run)
+            if type(gradients) is Adjacent and not position and len(gradients.parts) == end:
+                gradient = gradients.whole
+            else:
+                gradient = _side_by_side(gradients, run, position, end)
+            if run.is_further:
+                param, target = self._begin_in(run)
+            else:
+                assert run.arena is not None, "else it has no slots there"
+                param, target, is_copy = run.arena.begin(run.start, run.stop, self._pool)
+                self._copies += is_copy
             if beside:
                 each = [self._begin_in(slot) for slot in beside]
                 yield param, gradient, [old for old, _ in each], target, [new for _, new in each]
@@ -548,7 +547,7 @@ class ShardStore(RowTable):
 
     def _settle_slots(self, plan: Plan, optimizer_id: int) -> list[list[Run] | None]:
         """Return where the slots of an optimizer lie; they are laid side by side where they can."""
-        names = [(optimizer_id, name) for name in self._optimizers[optimizer_id].rule.slot_names()]
+        names = [(optimizer_id, name) for name in self.optimizers[optimizer_id].rule.slot_names()]
         for run in plan.runs:
             if run.arena is not None and None in self._slots_of(run, names):
                 self._lay_slots(run.arena, names)

@@ -320,7 +320,7 @@ class PsServices:
 
     def restored(self, loaded: Loaded) -> Contents:
         """Return what a snapshot holds, and what clients of this ps take for defined."""
-        optimizers, groups = self.store.optimizers(), self.sync.raw_configs()
+        optimizers, groups = self.store.optimizers, self.sync.raw_configs()
         return Contents.restored(loaded, optimizers, self.accumulators.definitions(), groups)
 
     # Synchronous steps, see ``backups.service.Steps``.

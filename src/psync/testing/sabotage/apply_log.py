@@ -224,7 +224,7 @@ def contents(store: ShardStore) -> dict[str, Any]:
     return {
         "shards": [_contents_of(shard) for shard in store.shards().values()],
         "optimizers": [
-            _state_of(number, optimizer) for number, optimizer in store.optimizers().items()
+            _state_of(number, optimizer) for number, optimizer in store.optimizers.items()
         ],
     }
 

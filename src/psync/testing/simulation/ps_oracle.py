@@ -107,8 +107,8 @@ def _faults_of_counts(task: PsTask, tasks: Mapping[str, Any], num_ps: int) -> It
     ]
     if sorted(each._index for each in served) != list(range(num_ps)):
         return  # one is away, or was replaced and has not noticed
-    others = {each._index: each.services.store.optimizers() for each in served if each is not task}
-    for number, optimizer in task.services.store.optimizers().items():
+    others = {each._index: each.services.store.optimizers for each in served if each is not task}
+    for number, optimizer in task.services.store.optimizers.items():
         counts = [known[number].count for known in others.values() if number in known]
         expected = sum(
             pushes

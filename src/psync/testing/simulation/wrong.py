@@ -337,8 +337,8 @@ def hears_off_the_record(original: Callable[..., Any]) -> Any:
 def keeps_what_was_told(original: Callable[..., Any]) -> Any:
     def restored(self: PsServices, loaded: Any) -> Any:
         contents = original(self, loaded)
-        for number, each in self.store.optimizers().items():
-            if (new := contents.store.optimizers().get(number)) is not None:
+        for number, each in self.store.optimizers.items():
+            if (new := contents.store.optimizers.get(number)) is not None:
                 new.count.elsewhere = max(new.count.elsewhere, each.count.elsewhere)
         return contents
 
