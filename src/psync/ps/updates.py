@@ -543,8 +543,14 @@ class PsUpdates:
             answer = Pushed("accepted", 0)
             self.assigns += 1
         self._ledger.record(verdict, answer)
+        at_once: Callable[[], None] = update.at_once
+        if update.runs and update.raised is None and isinstance(message, Push):
+            at_once = partial(
+                update.store.apply_at_once, message.optimizer, update.known.plan,
+                cast(Adjacent, update.operands), update.step,
+            )  # fmt: skip
         return Compute(
-            update.needed, partial(self._applied, update, answer), update.nbytes, update.at_once,
+            update.needed, partial(self._applied, update, answer), update.nbytes, at_once,
             partial(self._work.shard_by_shard, update.costs, update.work),
         )  # fmt: skip
 

@@ -77,6 +77,11 @@ class Ticket:
     spread: Sequence[Sequence[int]] = ()  # (ps, sequence there) of the same update's others
     answer: object = None  # once it is recorded
 
+    @property
+    def parts(self) -> int:
+        """Of the update, on all ps tasks together."""
+        return 1 + len(self.spread)
+
 
 class Fresh(Ticket):
     """Apply it, and record it."""
@@ -107,14 +112,7 @@ class _Sender:
     messages: dict[int, Ticket] = field(default_factory=dict)  # recorded, by sequence
 
 
-@dataclass(slots=True)
-class _Applied:
-    variable_set: int | bytes
-    variables: Sequence[str]
-    parts: int = 1  # of the update, on all ps tasks together
-
-
-_NONE: dict[int, _Applied] = {}
+_NONE: dict[int, Ticket] = {}
 
 
 class Ledger:
@@ -130,7 +128,7 @@ class Ledger:
         self._senders: dict[str, _Sender] = {}  # by task
         # Told of a task of which lower incarnations than this are not served any more.
         self.on_fence: Callable[[str, int], None] | None = None
-        self._closures: dict[int, dict[int, _Applied]] = {}  # by first run, by ordinal
+        self._closures: dict[int, dict[int, Ticket]] = {}  # applied, by first run, by ordinal
         self.final = Finality()
         self._failures: dict[FailureKey, bytes] = {}  # of updates that failed while computed
         # Sequences that were refused, by client: no part of the state, only cuts ask.
@@ -226,9 +224,7 @@ class Ledger:
             self._already_applied += 1
             return answer
         if call is not None:
-            calls = self._closures.setdefault(call[0] & FIRST, {})
-            parts = 1 + len(ticket.spread)
-            calls[call[1]] = _Applied(ticket.variable_set, ticket.variables, parts)
+            self._closures.setdefault(call[0] & FIRST, {})[call[1]] = ticket
         self._fresh += 1
         return answer
 
@@ -381,7 +377,7 @@ class Ledger:
         return Duplicate(message.answer)
 
     def _check_variables(
-        self, call: Call, applied: _Applied, variable_set: int | bytes, variables: Sequence[str]
+        self, call: Call, applied: Ticket, variable_set: int | bytes, variables: Sequence[str]
     ) -> None:
         if applied.variable_set == variable_set:
             return

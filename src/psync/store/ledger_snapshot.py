@@ -11,11 +11,11 @@ of them or none. Counters start at 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from psync.store.ledger import Call, Ledger, Ticket, _Applied, _Sender
+from psync.store.ledger import Call, Ledger, Ticket, _Sender
 from psync.store.reattach import HeldUpdates
 from psync.wire.closure_numbers import Finality
 
@@ -122,8 +122,7 @@ def restore_ledger(ledger: Ledger, state: LedgerState, unpack: Callable[[bytes],
     parts = {(closure, ordinal): count for closure, ordinal, count in state.parts}
     for closure, ordinal, variable_set, names in state.calls:
         count = parts.get((closure, ordinal), 1)
-        calls = ledger._closures.setdefault(closure, {})
-        calls[ordinal] = _Applied(variable_set, names, count)
+        _remember_call(ledger, (closure, ordinal), variable_set, names, count)
     ledger._failures.update({(task, a, b): failure for task, a, b, failure in state.failures})
     ledger.final_below(state.final_below, state.kept)
 
@@ -191,10 +190,17 @@ def note_gradients(
         call = None if closure < 0 else (closure, ordinal)
         _remember(ledger, task, sequence, call, unpack(packed))
     for closure, ordinal, what, accumulator in states.calls:
-        ledger._closures.setdefault(closure, {})[ordinal] = _Applied(what, (accumulator,))
+        _remember_call(ledger, (closure, ordinal), what, (accumulator,))
 
 
 def _remember(ledger: Ledger, task: str, sequence: int, call: Call | None, answer: object) -> None:
     sender = ledger._senders[task]
     client = task, sender.incarnation
     sender.messages[sequence] = Ticket(client, sequence, call, True, answer=answer)
+
+
+def _remember_call(
+    ledger: Ledger, call: Call, what: int | bytes, names: Sequence[str], parts: int = 1
+) -> None:
+    ticket = Ticket(("", 0), 0, call, True, what, names, ((),) * (parts - 1))
+    ledger._closures.setdefault(call[0], {})[call[1]] = ticket
