@@ -575,7 +575,7 @@ class Arena(Block):
         """Return a new array behind those that there are."""
         old = self.array
         made = ArenaArray(self, old.size, size, fill)
-        self._replace(pool.take(old.nbytes + made.nbytes), pool)
+        self._replace(pool.take(old.nbytes + made.nbytes))  # nobody will ask for that of before
         self.array[: old.size] = old
         self.array[old.size :] = fill
         return made
