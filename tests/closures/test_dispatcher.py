@@ -7,7 +7,7 @@ import math
 import pytest
 
 from psync.closures import dispatcher
-from psync.closures.closure import Closure, Event, State, move
+from psync.closures.closure import Closure, State, move
 from psync.closures.dispatcher import (
     ClosureOrder,
     Dispatch,
@@ -82,7 +82,7 @@ class Bench:
     def add(self, *ids: int, inline_bytes: int = 0) -> None:
         for closure_id in ids:
             closure = self.closures[closure_id] = Closure(closure_id, inline_bytes=inline_bytes)
-            move(closure, Event.QUEUE)
+            move(closure, State.QUEUED)
             self.dispatcher.queued.add(closure)
 
     def decide(self, reporter: str | None = None) -> list[DispatchAction]:
@@ -90,19 +90,19 @@ class Bench:
 
     def finish(self, worker: str, *ids: int, mean_s: float = SLOW) -> list[DispatchAction]:
         for closure in self.dispatcher.take_finished(worker, ids, mean_s):
-            move(closure, Event.FINISH)
+            move(closure, State.FINISHED)
         return self.decide(worker)
 
     def lose(self, worker: str) -> list[DispatchAction]:
         for closure in self.dispatcher.leave(worker):
             closure.lost_on += (worker,)
-            move(closure, Event.LOSE)
+            move(closure, State.QUEUED)
             self.dispatcher.queued.add(closure)
         return self.decide()
 
     def give_back(self, worker: str, *ids: int) -> list[DispatchAction]:
         for closure in self.dispatcher.take_back(worker, ids):
-            move(closure, Event.GIVE_BACK)
+            move(closure, State.QUEUED)
             self.dispatcher.queued.add(closure)
         return self.decide()
 
@@ -352,7 +352,7 @@ def test_closure_whose_input_was_late_goes_between_those_scheduled_before_and_af
     bench.add(1)
     late = Closure(2)
     bench.add(3)
-    move(late, Event.QUEUE)
+    move(late, State.QUEUED)
     bench.dispatcher.queued.add(late)
     bench.dispatcher.join("a")
     assert bench.run_all("a") == [1, 2, 3]
@@ -365,7 +365,7 @@ def test_discarded_closure_is_skipped_wherever_it_stands() -> None:
         bench.dispatcher.queued.discard(bench.closures[closure_id])
     late = [Closure(5), Closure(6)]
     for closure in late:
-        move(closure, Event.QUEUE)
+        move(closure, State.QUEUED)
         bench.dispatcher.queued.add(closure)
     bench.dispatcher.queued.discard(late[0])
     assert bench.dispatcher.num_queued == 3

@@ -117,15 +117,6 @@ def test_ids_must_grow() -> None:
     assert bench.queue.statistics().queued == 1
 
 
-def test_closure_that_was_used_before_is_refused() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.closures[0].id = 7
-    with pytest.raises(LocalProtocolError, match=r"^closure 7 \(step\) cannot be queued: it is he"):
-        bench.queue.schedule(bench.closures[0])
-    assert bench.queue.next_id == 1
-
-
 def test_worker_joins_once() -> None:
     with pytest.raises(LocalProtocolError, match=r"^a joined twice$"):
         Bench("a").queue.worker_joined("a")

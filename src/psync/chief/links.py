@@ -39,7 +39,6 @@ from psync.errors import (
     ParameterServerLost,
     PsyncError,
     TransportError,
-    UsageError,
     WorkerLost,
 )
 from psync.net.connection import Connection
@@ -307,7 +306,7 @@ class WorkerLinks:
         """
         asked = {name: peer for name, peer in self.controls().items() if name in names}
         deadline = self._loop.time() + within_s
-        answers = await _answers(asked, messages.AskStatistics(), (PsyncError,), deadline)
+        answers = await self._ask(asked, messages.AskStatistics(), deadline)
         meters: dict[str, dict[str, float]] = {
             name: answer.counters["work"]
             for name, answer in answers.items()
@@ -322,8 +321,21 @@ class WorkerLinks:
 
         Cancellation: Safe.
         """
-        gone = TransportError, UsageError  # lost, or no worker of ours any more
-        return await _answers(self.controls(), message, gone)
+        return await self._ask(self.controls(), message)
+
+    async def _ask(
+        self, peers: Mapping[str, Connection], message: Message, deadline: float | None = None
+    ) -> dict[str, Message]:
+        """Return what each of these answers, without those whose call raises."""
+        calls = (peer.call(message, deadline=deadline) for peer in peers.values())
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        found: dict[str, Message] = {}
+        for name, answer in zip(peers, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                found[name] = answer.message
+            elif not isinstance(answer, PsyncError):
+                raise answer
+        return found
 
     # What workers say.
 
@@ -404,9 +416,8 @@ class WorkerLinks:
         error = worker.peers[0].error or worker.peers[1].error or "it closed the connection"
         error = error.message if isinstance(error, PsyncError) else error
         worker.peers = None
-        missing = [task for task, _ in self._membership.missing()]
-        misses_ps = any(parse_task_name(task)[0] == "ps" for task in missing)
-        misses_ps = misses_ps or any(link.is_held for link in self._cluster.ps.links)
+        held = any(link.is_held for link in self._cluster.ps.links)
+        misses_ps = held or not self._membership.has_every_ps()
         end = SessionEnd.of(
             worker.name, worker.leaving, worker.sent_away, worker.reason, error, misses_ps=misses_ps
         )
@@ -520,35 +531,13 @@ class WorkerLinks:
         self.on_forgotten(worker.name)
 
 
-async def _answers(
-    peers: Mapping[str, Connection],
-    message: Message,
-    left_out: tuple[type[PsyncError], ...],
-    deadline: float | None = None,
-) -> dict[str, Message]:
-    """Return what each answers, without those whose call raises one of these errors."""
-
-    async def ask(peer: Connection) -> Message | None:
-        with contextlib.suppress(*left_out):
-            return (await peer.call(message, deadline=deadline)).message
-        return None
-
-    answers = zip(peers, await asyncio.gather(*map(ask, peers.values())), strict=True)
-    return {name: answer for name, answer in answers if answer is not None}
-
-
 async def wait_any_closed(*peers: Connection) -> None:
     """Wait until one of the connections is gone. Cancellation: safe."""
     gone = asyncio.Event()
-
-    def listener(_: Connection) -> None:
-        gone.set()
-
     for peer in peers:
-        if peer.is_closed:
-            return
-        peer.on_closed.append(listener)
-    await gone.wait()
+        peer.on_closed.append(lambda _: gone.set())
+    if not any(peer.is_closed for peer in peers):
+        await gone.wait()
 
 
 class ClusterLinks:
@@ -621,6 +610,7 @@ class ClusterLinks:
         self._search = ServedSearch(self.endpoint, ps, self.ask_again, may_move=may_move)
         self._min_workers = len(workers)  # wanted at the start, at most
         self._unlisten: Callable[[], object] = lambda: None
+        self._asking: asyncio.Timeout | None = None  # until ps 0 has granted an incarnation
 
     async def start(self, min_workers: int, timeout_s: float) -> None:
         """Connect to all tasks; return when every ps and ``min_workers`` workers are there.
@@ -631,26 +621,34 @@ class ClusterLinks:
 
         Cancellation: Safe; ``close`` still has to be called.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_s
         self.expect(min_workers)
-        self._unlisten = self._platform.given_up.listen(self._given_up)
-        await self._ask_ps_0(timeout_s)
-        if self._keep:
-            await self._find_served(deadline, timeout_s)
-        for link in self.ps.links:
-            link.on_lost = self.on_ps_lost
-            link.lost_after_s = math.inf  # one that was never here is late, not lost
-            self.supervise(self._keep_ps(link))
-        self.workers.start()
+        first = self.ps.links[0]
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout(timeout_s) as self._asking:
+                self._unlisten = self._platform.given_up.listen(self._given_up)
+                await self.enquire()  # nobody else is asked for anything before
+                self._asking = None
+                if self._keep:
+                    await self._find_served()
+                for link in self.ps.links:
+                    link.on_lost = self.on_ps_lost
+                    link.lost_after_s = math.inf  # one that was never here is late, not lost
+                    self.supervise(self._keep_ps(link))
+                self.workers.start()
                 await self._all_there()
                 if self._keep:
                     await self._search.end_former()
                     await self._all_there()
         except TimeoutError as exc:
-            missing = self.membership.missing() or self._search.missing()
+            missing = self._search.missing() or self.membership.missing()
+            if self._asking is not None:  # ps 0 has not answered, and nobody else was tried
+                if first.lost is not None:
+                    raise first.lost from exc
+                silent = await absent(self._platform, dict(missing))
+                missing = silent or [(first.task, first.address)]
             raise _did_not_come_up(timeout_s, missing) from exc
+        finally:
+            self._asking = None
         self.is_up = True
 
     async def _all_there(self) -> None:
@@ -698,37 +696,9 @@ class ClusterLinks:
         ]
         return [message.counters for message, _ in answers]
 
-    async def _ask_ps_0(self, timeout_s: float) -> None:
-        """Let ps 0 grant an incarnation: nobody else is asked for anything before."""
-        link = self.ps.links[0]
-
-        def given_up(at: str, _: str) -> None:
-            if at == link.address and not asking.expired():
-                asking.reschedule(asyncio.get_running_loop().time())
-
-        unlisten = None
-        try:
-            async with asyncio.timeout(timeout_s) as asking:
-                unlisten = self._platform.given_up.listen(given_up)
-                await self.enquire()
-        except TimeoutError as exc:
-            if link.lost is not None:
-                raise link.lost from exc
-            tasks = dict(self.membership.missing())  # all of them: nobody has been tried
-            missing = await absent(self._platform, tasks) or [(link.task, link.address)]
-            raise _did_not_come_up(timeout_s, missing) from exc
-        finally:
-            if unlisten is not None:
-                unlisten()
-
-    async def _find_served(self, deadline: float, timeout_s: float) -> None:
-        """Find where each ps is served. Raises ConnectFailed, and as ``ServedSearch.run``."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                found = await self._search.run()
-        except TimeoutError as exc:
-            raise _did_not_come_up(timeout_s, self._search.missing()) from exc
-        for link, place in zip(self.ps.links, found, strict=True):
+    async def _find_served(self) -> None:
+        """Find where each ps is served. Raises as ``ServedSearch.run``."""
+        for link, place in zip(self.ps.links, await self._search.run(), strict=True):
             self.homes[link.index] = place.process
             if place.address:
                 self.move_ps(link, place.address)
@@ -741,6 +711,8 @@ class ClusterLinks:
         for link in self.ps.links:
             if link.address == address:
                 link.give_up(f"at {address} is lost: it {reason}")
+                if not link.index and self._asking is not None and not self._asking.expired():
+                    self._asking.reschedule(0.0)
 
     async def _give_up_worker(self, name: str, reason: str) -> None:
         await self.workers.give_up(name, reason)

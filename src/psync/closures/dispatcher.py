@@ -54,7 +54,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
 
-from psync.closures.closure import NO_DATA, Closure, Event, Needs, move
+from psync.closures.closure import NO_DATA, Closure, Needs, State, move
 from psync.errors import LocalProtocolError, RemoteProtocolError
 
 
@@ -551,7 +551,7 @@ class Dispatcher:
     def _hold(self, record: _Worker, closures: Sequence[Closure]) -> None:
         held, kinds = record.held, self._kinds
         for closure in closures:
-            move(closure, Event.DISPATCH)
+            move(closure, State.HELD)
             closure.worker = record.name
             closure.known_started = False
             held[closure.id] = closure

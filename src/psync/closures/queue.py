@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from psync.closures.closure import Closure, Event, Identities, Replica, State, move
+from psync.closures.closure import Closure, Identities, Replica, State, move
 from psync.closures.dispatcher import Dispatch, Dispatcher, GiveBack, WorkerStatistics
 from psync.errors import (
     ClosureCancelled,
@@ -59,7 +59,7 @@ class Barrier:
     behind: list[Closure] = field(default_factory=list)  # they wait until it is opened
 
 
-def without_input(closure: Closure, source: Closure) -> tuple[Event, ClosureInputError]:
+def without_input(closure: Closure, source: Closure) -> tuple[State, ClosureInputError]:
     """Return how a closure ends whose input ``source`` ended without a value."""
     cause = root_of(source)
     error = ClosureInputError(
@@ -67,7 +67,7 @@ def without_input(closure: Closure, source: Closure) -> tuple[Event, ClosureInpu
         f"{type(cause).__name__}: {cause.args[0] if cause.args else cause}"
     )
     error.__cause__ = cause
-    return (Event.END_OF_DATA if source.state is State.EXHAUSTED else Event.FAIL), error
+    return (State.EXHAUSTED if source.state is State.EXHAUSTED else State.FAILED), error
 
 
 WROTE_TO_PULLED = (
@@ -244,8 +244,8 @@ class ClosureQueue:
         It is not sent at once, so that a hundred calls in a row become one message per worker.
 
         Raises:
-            LocalProtocolError: If its id is not above all earlier ones, or it or a dependency is
-                in the wrong state: the one must be new, the other must have been scheduled.
+            LocalProtocolError: If its id is not above all earlier ones, it has ended, or a
+                dependency was not scheduled.
         """
         if closure.id <= self._last_id:
             raise LocalProtocolError(
@@ -255,7 +255,7 @@ class ClosureQueue:
             self.identities.begin(closure, closure.identity)
         if closure.dependencies or self.ending is not None or self._barriers:
             return self._schedule_unusual(closure)
-        move(closure, Event.QUEUE)
+        move(closure, State.QUEUED)
         closure_id = self._last_id = closure.id
         self._open[closure_id] = closure
         self._unsettled.append(closure_id)
@@ -271,11 +271,11 @@ class ClosureQueue:
                     f"{closure} takes the value of {dependency}, which was not scheduled"
                 )
         if self.ending is not None:
-            self._end(closure, Event.CANCEL, self._cancelled(closure))
+            self._end(closure, State.CANCELLED, self._cancelled(closure))
         elif failed := [c for c in inputs if c.is_final and c.state is not State.FINISHED]:
             self._end(closure, *without_input(closure, failed[0]))
         else:
-            move(closure, Event.WAIT if self._has_to_wait(closure) else Event.QUEUE)
+            move(closure, State.WAITING if self._has_to_wait(closure) else State.QUEUED)
             self._add(closure)
             if closure.state is State.QUEUED:
                 self.dispatcher.queued.add(closure)
@@ -313,7 +313,7 @@ class ClosureQueue:
             closure.num_missing -= 1
             if closure.num_missing == 0 and closure.state is State.WAITING:  # or it was cancelled
                 closure.dependencies = ()
-                move(closure, Event.QUEUE)
+                move(closure, State.QUEUED)
                 self.dispatcher.queued.add(closure)
 
     def dispatch(self) -> list[Action]:
@@ -330,10 +330,10 @@ class ClosureQueue:
         if closure is None or closure.state is State.CANCELLING:
             return []
         if closure.state is State.HELD:
-            move(closure, Event.ASK_TO_STOP)
+            move(closure, State.CANCELLING)
             self._cancels.append(Cancel(closure.worker, (closure.id,)))
         else:
-            self._end(closure, Event.CANCEL, self._cancelled(closure))
+            self._end(closure, State.CANCELLED, self._cancelled(closure))
         return self._actions()
 
     def pause(self) -> None:
@@ -414,7 +414,7 @@ class ClosureQueue:
             if replica.id <= self._last_id:
                 raise LocalProtocolError(f"{replica} comes after closure {self._last_id}")
             self._last_id = replica.id
-            move(replica, Event.QUEUE)
+            move(replica, State.QUEUED)
             sent.append(self.dispatcher.give(worker, replica))
             self._add(replica)
         return [*self._actions(dispatch=False), *sent]
@@ -460,18 +460,18 @@ class ClosureQueue:
             self._losses.lost(closures)
         for closure in closures:
             if closure.is_replica:  # none other is held beside it; it does not run again
-                event = Event.FAIL if closure.state is State.HELD else Event.LOSE
+                state = State.FAILED if closure.state is State.HELD else State.CANCELLED
                 lost = f"was lost while it ran {closure}, a replica of a gang"
-                self._end(closure, event, WorkerLost(worker, lost))
+                self._end(closure, state, WorkerLost(worker, lost))
                 return self._actions()
             closure.times_back += 1
             if blame:
                 closure.lost_on += (worker,)
-        self._num_put_back += self._come_back(closures, Event.LOSE)
+        self._num_put_back += self._come_back(closures)
         for closure in closures:
             # The first one to be given up ends everything, and cancels the others.
             if closure.state is State.QUEUED and self._losses.is_killer(closure):
-                self._end(closure, Event.FAIL, loss_error(closure))
+                self._end(closure, State.FAILED, loss_error(closure))
         return self._actions()
 
     def worker_will_not_return(self, worker: str) -> list[Action]:
@@ -500,13 +500,13 @@ class ClosureQueue:
             self._finish(closures)
         else:  # ps tasks may have refused its updates since the error, and some of them not
             for closure in closures:
-                self._end(closure, Event.CANCEL, self._cancelled(closure))
+                self._end(closure, State.CANCELLED, self._cancelled(closure))
         return self._actions(worker)
 
     def failed(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
         """A closure raised ``error`` on a worker. Raises as ``finished`` does."""
         (closure,) = self.dispatcher.take(worker, (closure_id,), "failed")
-        self._end(closure, Event.FAIL, error)
+        self._end(closure, State.FAILED, error)
         return self._actions(worker)
 
     def end_of_data(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
@@ -516,7 +516,7 @@ class ClosureQueue:
             self.dispatcher.out_of(worker, error.data, error.batches)
             has_taker = self.dispatcher.has_taker(closure.needs)
             if has_taker and not error.updates:
-                self._num_given_back += self._come_back([closure], Event.GIVE_BACK)
+                self._num_given_back += self._come_back([closure])
                 return self._actions()
             if has_taker:
                 error.hint = (
@@ -525,8 +525,8 @@ class ClosureQueue:
                 )
             else:
                 self._name_batches(error, self.dispatcher.batches(error.data))
-        event = Event.FAIL if closure.is_replica else Event.END_OF_DATA
-        self._end(closure, event, error)
+        state = State.FAILED if closure.is_replica else State.EXHAUSTED
+        self._end(closure, state, error)
         return self._actions()
 
     def cancelled(self, worker: str, closure_id: int) -> list[Action]:
@@ -540,7 +540,7 @@ class ClosureQueue:
         if held is not None and held.state is State.HELD:
             raise RemoteProtocolError(f"{worker} cancelled {held}, which it was not asked to")
         (closure,) = self.dispatcher.take(worker, (closure_id,), "cancelled")
-        self._end(closure, Event.CANCEL, self._cancelled(closure))
+        self._end(closure, State.CANCELLED, self._cancelled(closure))
         return self._actions(worker)
 
     def given_back(self, worker: str, ids: Sequence[int]) -> list[Action]:
@@ -557,7 +557,7 @@ class ClosureQueue:
             if closure is not None and closure.is_replica:
                 raise RemoteProtocolError(f"{worker} gave back {closure}, which it has to run")
         closures = self.dispatcher.take_back(worker, ids)
-        self._num_given_back += self._come_back(closures, Event.GIVE_BACK)
+        self._num_given_back += self._come_back(closures)
         more = [] if self.requested_stop is None else self.dispatcher.ask_back()
         return [*self._actions(), *more]
 
@@ -649,7 +649,7 @@ class ClosureQueue:
 
     # --- how closures end ---
 
-    def _come_back(self, closures: list[Closure], event: Event) -> int:
+    def _come_back(self, closures: list[Closure]) -> int:
         """Queue again what no worker holds any more, or end it cancelled; return how many queued.
 
         All are queued first: one that ends cancelled can fail another, and that ends everything.
@@ -657,10 +657,10 @@ class ClosureQueue:
         stopped = [closure for closure in closures if closure.state is State.CANCELLING]
         back = [closure for closure in closures if closure.state is State.HELD]
         for closure in back:
-            move(closure, event)
+            move(closure, State.QUEUED)
             self.dispatcher.queued.add(closure)
         for closure in stopped:
-            self._end(closure, event, self._cancelled(closure))
+            self._end(closure, State.CANCELLED, self._cancelled(closure))
         if self.requested_stop is not None:
             self._cancel_queued(back)
             return 0
@@ -670,7 +670,7 @@ class ClosureQueue:
         """These have their values."""
         still_open = self._open
         for closure in closures:
-            move(closure, Event.FINISH)
+            move(closure, State.FINISHED)
             del still_open[closure.id]
             if closure.dependents is not None:
                 dependents, closure.dependents = closure.dependents, None
@@ -687,12 +687,12 @@ class ClosureQueue:
         self._open.clear()
         self._unsettled.clear()
 
-    def _end(self, closure: Closure, event: Event, error: BaseException) -> None:
+    def _end(self, closure: Closure, state: State, error: BaseException) -> None:
         """A closure ends without a value, and those that needed it do. A replica concerns nobody.
 
         If one of them fails, that ends everything.
         """
-        self._settle(closure, event, error)
+        self._settle(closure, state, error)
         if closure.is_replica:
             return
         chain = [closure]
@@ -710,11 +710,11 @@ class ClosureQueue:
         if closure.state is State.EXHAUSTED and self._end_of_data is None:
             self._end_of_data = root_of(closure)
 
-    def _settle(self, closure: Closure, event: Event, error: BaseException) -> None:
+    def _settle(self, closure: Closure, state: State, error: BaseException) -> None:
         """Make a closure final that has no value."""
         if closure.state is State.QUEUED:
             self.dispatcher.queued.discard(closure)
-        move(closure, event)
+        move(closure, state)
         closure.error = error
         closure.dependencies = ()
         if closure.identity is not None:
@@ -735,14 +735,14 @@ class ClosureQueue:
         for worker, closures in self.dispatcher.held():
             running = [closure for closure in closures if closure.state is State.HELD]
             for closure in running:
-                move(closure, Event.ASK_TO_STOP)
+                move(closure, State.CANCELLING)
             if running:
                 self._cancels.append(Cancel(worker, tuple(closure.id for closure in running)))
 
     def _cancel_queued(self, closures: Sequence[Closure]) -> None:
         for closure in closures:
             if closure.state is State.WAITING or closure.state is State.QUEUED:
-                self._settle(closure, Event.CANCEL, self._cancelled(closure))
+                self._settle(closure, State.CANCELLED, self._cancelled(closure))
 
     def _cancelled(self, closure: Closure) -> ClosureCancelled:
         """Return the error of a closure that is cancelled, alone or with everything."""
