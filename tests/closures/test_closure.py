@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psync.closures.closure import MOVES, Closure, Identity, State, move
-from psync.closures.queue import ClosureQueue, error_of, loss_error, root_of, without_input
+from psync.closures.queue import ClosureQueue, loss_error, root_of, without_input
 from psync.errors import (
     ClosureCancelled,
     ClosureError,
@@ -94,11 +94,6 @@ def test_an_input_error_has_the_first_error_of_the_chain_as_its_cause() -> None:
     assert "its input, closure 1 (step), ended with ValueError: bad batch" in str(error)
 
 
-def test_an_error_without_arguments_is_named_all_the_same() -> None:
-    _, error = without_input(Closure(1), ended(0, ValueError()))
-    assert str(error).endswith("ended with ValueError: ")
-
-
 def test_an_input_error_without_a_cause_is_its_own_root() -> None:
     error = ClosureInputError("its input is gone")
     assert root_of(ended(0, error)) is error
@@ -111,11 +106,6 @@ def test_a_closure_lost_too_often_names_the_workers_it_was_lost_with() -> None:
     assert isinstance(error, ClosureError)
     assert "lost with its worker 2 times: worker:0, worker:1" in str(error)
     assert isinstance(error.__cause__, WorkerLost)
-
-
-def test_a_closure_without_a_value_has_an_error() -> None:
-    with pytest.raises(AssertionError, match="without a value and without an error"):
-        error_of(Closure(0))
 
 
 @pytest.fixture

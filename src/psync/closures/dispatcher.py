@@ -219,13 +219,8 @@ class Dispatcher:
     # --- workers ---
 
     def join(self, worker: str) -> None:
-        """A worker is ready for closures.
-
-        Raises:
-            LocalProtocolError: If it is already here.
-        """
-        if worker in self._workers:
-            raise LocalProtocolError(f"{worker} joined twice")
+        """A worker is ready for closures."""
+        assert worker not in self._workers, f"{worker} joined twice"
         self.will_not_return(worker)
         record = self._workers[worker] = _Worker(worker, self._groups[NO_DATA])
         record.group.num_here += 1
@@ -361,14 +356,8 @@ class Dispatcher:
         ]
 
     def give(self, worker: str, closure: Closure) -> Dispatch:
-        """Send a closure, which was not added, to a worker that holds nothing.
-
-        Raises:
-            LocalProtocolError: If no such worker is here, or it holds something.
-        """
+        """Send a closure, which was not added, to a worker that holds nothing."""
         record = self._record(worker)
-        if record.held or record.leaving:
-            raise LocalProtocolError(f"{closure} cannot be sent to {worker}, which is not idle")
         record.group.idle.remove(record)
         self._hold(record, (closure,))
         return Dispatch(worker, (closure,))

@@ -39,7 +39,6 @@ from psync.errors import (
     ClosureError,
     ClosureInputError,
     EndOfData,
-    LocalProtocolError,
     PsyncError,
     RemoteProtocolError,
     WorkerLost,
@@ -90,17 +89,12 @@ def loss_error(closure: Closure) -> ClosureError:
     return error
 
 
-def error_of(closure: Closure) -> BaseException:
-    """Return what a closure ended with that has no value."""
-    assert closure.error is not None, f"{closure} ended without a value and without an error"
-    return closure.error
-
-
 def root_of(closure: Closure) -> BaseException:
     """Return the error behind the error of a closure, so that those of inputs are never nested."""
-    error = error_of(closure)
+    error = closure.error
     while isinstance(error, ClosureInputError) and error.__cause__ is not None:
         error = error.__cause__
+    assert error is not None, f"{closure} ended without a value and without an error"
     return error
 
 
@@ -228,14 +222,6 @@ class ClosureQueue:
         self._num_put_back = 0
         self._num_given_back = 0
 
-    def __repr__(self) -> str:
-        counts = self.statistics()
-        text = (
-            f"{counts.waiting} waiting, {counts.queued} queued, {counts.in_flight} in flight, "
-            f"{counts.finished} finished, {len(counts.workers)} workers"
-        )
-        return f"<ClosureQueue: {text}{f'; {self.ending}' if self.ending else ''}>"
-
     # --- what the user does ---
 
     def schedule(self, closure: Closure) -> list[Action]:
@@ -243,14 +229,9 @@ class ClosureQueue:
 
         It is not sent at once, so that a hundred calls in a row become one message per worker.
 
-        Raises:
-            LocalProtocolError: If its id is not above all earlier ones, it has ended, or a
-                dependency was not scheduled.
+        Its id is above all earlier ones, and its dependencies were scheduled before.
         """
-        if closure.id <= self._last_id:
-            raise LocalProtocolError(
-                f"{closure} was scheduled after closure {self._last_id}, but ids must grow"
-            )
+        assert closure.id > self._last_id, f"{closure} comes after closure {self._last_id}"
         if closure.identity is not None:
             self.identities.begin(closure, closure.identity)
         if closure.dependencies or self.ending is not None or self._barriers:
@@ -265,17 +246,13 @@ class ClosureQueue:
     def _schedule_unusual(self, closure: Closure) -> list[Action]:
         """Schedule a closure with dependencies, behind a barrier, or after an error."""
         inputs = closure.dependencies
-        for dependency in inputs:
-            if dependency.state is State.NEW:
-                raise LocalProtocolError(
-                    f"{closure} takes the value of {dependency}, which was not scheduled"
-                )
         if self.ending is not None:
             self._end(closure, State.CANCELLED, self._cancelled(closure))
         elif failed := [c for c in inputs if c.is_final and c.state is not State.FINISHED]:
             self._end(closure, *without_input(closure, failed[0]))
         else:
-            move(closure, State.WAITING if self._has_to_wait(closure) else State.QUEUED)
+            self._note_missing(closure)
+            move(closure, State.WAITING if closure.num_missing else State.QUEUED)
             self._add(closure)
             if closure.state is State.QUEUED:
                 self.dispatcher.queued.add(closure)
@@ -288,24 +265,19 @@ class ClosureQueue:
         self._open[closure.id] = closure
         self._unsettled.append(closure.id)
 
-    def _has_to_wait(self, closure: Closure) -> bool:
-        """Return whether a new closure has to wait. It counts what it misses, also a barrier.
-
-        None of its inputs has ended without a value.
-        """
-        inputs = dict.fromkeys(closure.dependencies)
-        unfinished = [c for c in inputs if c.state is not State.FINISHED]
-        for dependency in unfinished:
-            if dependency.dependents is None:
-                dependency.dependents = []
-            dependency.dependents.append(closure)
-        closure.num_missing = len(unfinished)
+    def _note_missing(self, closure: Closure) -> None:
+        """Count what a new closure misses, also a barrier; no input has ended without a value."""
+        for dependency in dict.fromkeys(closure.dependencies):
+            if dependency.state is not State.FINISHED:
+                if dependency.dependents is None:
+                    dependency.dependents = []
+                dependency.dependents.append(closure)
+                closure.num_missing += 1
         if self._barriers:
             self._barriers[-1].behind.append(closure)
             closure.num_missing += 1
         if not closure.num_missing:
             closure.dependencies = ()
-        return closure.num_missing > 0
 
     def _miss_less(self, closures: Iterable[Closure]) -> None:
         """Each of these misses one thing less. Queue those that miss nothing now."""
@@ -341,13 +313,8 @@ class ClosureQueue:
         self._pauses += 1
 
     def resume(self) -> list[Action]:
-        """Take one ``pause`` back.
-
-        Raises:
-            LocalProtocolError: If none is left.
-        """
-        if not self._pauses:
-            raise LocalProtocolError("the closure queue was resumed more often than paused")
+        """Take one ``pause`` back."""
+        assert self._pauses, "the closure queue was resumed more often than paused"
         self._pauses -= 1
         return self._actions()
 
@@ -404,16 +371,9 @@ class ClosureQueue:
         return self._actions()
 
     def begin_gang(self, replicas: Sequence[tuple[str, Replica]]) -> list[Action]:
-        """Send each replica to its worker.
-
-        Raises:
-            LocalProtocolError: If an id is not above all earlier ones, or a worker is not idle.
-        """
+        """Send each replica to its worker, which is idle."""
         sent: list[Dispatch] = []
         for worker, replica in replicas:
-            if replica.id <= self._last_id:
-                raise LocalProtocolError(f"{replica} comes after closure {self._last_id}")
-            self._last_id = replica.id
             move(replica, State.QUEUED)
             sent.append(self.dispatcher.give(worker, replica))
             self._add(replica)
@@ -600,15 +560,8 @@ class ClosureQueue:
 
         An end of data is the first if there was no error, else the last of the further ones. If
         several joins wait, one of them collects, and the others are told by the coordinator.
-
-        Raises:
-            LocalProtocolError: If there is an error and closures are still in flight.
         """
-        if self.pending_errors and self.dispatcher.num_in_flight:
-            raise LocalProtocolError(
-                f"the error was collected while {self.dispatcher.num_in_flight} closures were in "
-                "flight"
-            )
+        assert self.ready_to_raise or not self.pending_errors, "closures are in flight"
         errors, self.pending_errors = self.pending_errors, []
         if self._end_of_data is not None:
             errors.append(self._end_of_data)
@@ -677,15 +630,8 @@ class ClosureQueue:
                 self._miss_less(dependents)
             if closure.identity is not None:
                 self.identities.end(closure, closure.identity)
-        if not still_open:
-            self._shrink()
         self._settled += closures
         self._totals[State.FINISHED] += len(closures)
-
-    def _shrink(self) -> None:
-        """Nothing is open: a dict keeps the largest table that it needed."""
-        self._open.clear()
-        self._unsettled.clear()
 
     def _end(self, closure: Closure, state: State, error: BaseException) -> None:
         """A closure ends without a value, and those that needed it do. A replica concerns nobody.
@@ -705,7 +651,8 @@ class ClosureQueue:
         # One error for the whole chain: the others have the same cause.
         failed = next((c for c in chain if c.state is State.FAILED), None)
         if failed is not None:
-            self.pending_errors.append(error_of(failed))
+            assert failed.error is not None
+            self.pending_errors.append(failed.error)
             self._end_all(f"{failed} failed{f' on {failed.worker}' if failed.worker else ''}")
         if closure.state is State.EXHAUSTED and self._end_of_data is None:
             self._end_of_data = root_of(closure)
@@ -720,8 +667,6 @@ class ClosureQueue:
         if closure.identity is not None:
             self.identities.end(closure, closure.identity)
         self._open.pop(closure.id, None)
-        if not self._open:
-            self._shrink()
         self._totals[closure.state] += 1
         self._settled.append(closure)
 
@@ -768,6 +713,9 @@ class ClosureQueue:
         if self._settled:
             actions.append(Settle(tuple(self._settled)))
             self._settled = []
+            if not self._open:  # a dict keeps the largest table that it needed
+                self._open.clear()
+                self._unsettled.clear()
         if self._cancels:
             actions += self._cancels
             self._cancels = []

@@ -174,11 +174,11 @@ class Visitation:
 
     def hand_out(self, shard: int) -> None:
         """A worker is to run ``shard``, which is pending."""
-        self._move(shard, None, Mark.PENDING, Mark.HANDED_OUT, "be handed out")
+        self._move(shard, None, Mark.PENDING, Mark.HANDED_OUT)
 
     def lose(self, shard: int, epoch: int | None = None) -> None:
         """Its worker was lost: it was handed out, and runs again."""
-        each = self._move(shard, epoch, Mark.HANDED_OUT, Mark.HANDED_OUT, "lose its worker")
+        each = self._move(shard, epoch, Mark.HANDED_OUT, Mark.HANDED_OUT)
         each.note_runs(shard, 1)
 
     def put_back(self, shard: int, epoch: int | None = None, *, begun: bool) -> None:
@@ -189,26 +189,26 @@ class Visitation:
             epoch: Number of its epoch.
             begun: Whether a run may have seen a part of it.
         """
-        each = self._move(shard, epoch, Mark.HANDED_OUT, Mark.PENDING, "be put back")
+        each = self._move(shard, epoch, Mark.HANDED_OUT, Mark.PENDING)
         each.note_runs(shard, begun)
 
     def finish(self, shard: int, epoch: int | None = None) -> None:
         """It was handed out, and is done; with the last one the next epoch begins."""
-        self._move(shard, epoch, Mark.HANDED_OUT, Mark.DONE, "finish")
+        self._move(shard, epoch, Mark.HANDED_OUT, Mark.DONE)
         self._go_on()
 
     def undo(self, shard: int, epoch: int) -> None:
         """It was done, and a rollback has undone that: it is pending again."""
-        each = self._move(shard, epoch, Mark.DONE, Mark.PENDING, "be undone")
+        each = self._move(shard, epoch, Mark.DONE, Mark.PENDING)
         each.note_runs(shard, 1)
         self.epoch = min(self.epoch, epoch)
 
-    def _move(self, shard: int, epoch: int | None, before: Mark, after: Mark, verb: str) -> _Epoch:
+    def _move(self, shard: int, epoch: int | None, before: Mark, after: Mark) -> _Epoch:
         number = min(self.epoch, len(self._epochs) - 1) if epoch is None else epoch
         each = self._epochs[number]
         if each.mark(shard) is not before:
             mark = each.mark(shard).value
-            raise LocalProtocolError(f"shard {shard} cannot {verb}: it is {mark}")
+            raise LocalProtocolError(f"shard {shard} cannot become {after.value}: it is {mark}")
         each.set(shard, after)
         return each
 
