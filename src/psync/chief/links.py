@@ -13,13 +13,14 @@ import logging
 import math
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from psync.chief.enquiries import ServedSearch, absent, enquire
+from psync.backups.locate_ps import Found, Primary, places
 from psync.chief.events import Events
+from psync.client.calls import all_of
 from psync.client.optimizer_client import note_plugins
 from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, ask
+from psync.client.ps_link import PsLink, ask, expect
 from psync.closures.membership import (
     LIMIT,
     Fence,
@@ -31,8 +32,9 @@ from psync.closures.membership import (
 )
 from psync.closures.queue import ClosureQueue
 from psync.closures.scaling import Load
-from psync.cluster import ClusterSpec, parse_task_name, task_name
+from psync.cluster import CHIEF, ENQUIRER, ClusterSpec, parse_task_name, task_name
 from psync.errors import (
+    AttachError,
     ConnectFailed,
     ConnectionLost,
     FencedError,
@@ -46,11 +48,14 @@ from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
+from psync.store.reattach import BACK
 from psync.wire import messages
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
 
 logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
 
 
 @dataclass(slots=True, eq=False)
@@ -540,8 +545,95 @@ async def wait_any_closed(*peers: Connection) -> None:
         await gone.wait()
 
 
+ANSWER_WITHIN_S = 1.0
+"""A task that is there accepts a connection sooner."""
+
+
+async def enquire(
+    platform: Platform, task: str, address: str, *, previous: int = 0, seen: int = 0
+) -> int:
+    """Ask ps 0 for a new incarnation, or another task for the highest that it has served.
+
+    Waits for the task as long as it takes, and asks again if a connection is lost.
+
+    Args:
+        platform: Network, secret, randomness.
+        task: Whom to ask.
+        address: Where it listens.
+        previous: What this coordinator was granted before; 0: nothing.
+        seen: The highest that another task has served; 0: none is known.
+
+    Raises:
+        FencedError: Another coordinator has asked after this one.
+        AuthenticationError, ProtocolError: Something else answers at that address.
+
+    Cancellation: Safe.
+    """
+    endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
+    try:
+        grant = messages.GrantCoordinator(previous, seen)
+        return (
+            await _ask_retrying(endpoint, task, address, grant, messages.CoordinatorGranted)
+        ).incarnation
+    finally:
+        await endpoint.close()
+
+
+async def _ask_retrying(
+    endpoint: Endpoint, task: str, address: str, message: Message, answer: type[M]
+) -> M:
+    """Return an answer, however often connections are lost."""
+    losses = 0
+    while True:
+        peer = await endpoint.connect_retrying(address, task)
+        try:
+            return expect(await peer.call(message), answer, task, type(message).__name__)
+        except ConnectionLost as exc:
+            logger.info("%s: the request is retried: %s", task, exc.message)
+            await asyncio.sleep(backoff(losses, endpoint.platform.uniform()))
+            losses += 1
+        finally:
+            peer.close()
+
+
+async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (name, address) of those that do not answer at once, for a message.
+
+    Args:
+        platform: Network, secret, randomness.
+        tasks: Address of each task, by its name.
+
+    Cancellation: Safe.
+    """
+    endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
+    missing: set[str] = set()
+
+    async def look(task: str, address: str) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                await endpoint.connect(address, task)
+        except (ConnectFailed, TimeoutError):
+            missing.add(task)
+        except PsyncError:
+            pass  # somebody answers
+
+    try:
+        await asyncio.gather(*(look(*item) for item in tasks.items()))
+    finally:
+        await endpoint.close()
+    return [item for item in tasks.items() if item[0] in missing]
+
+
 class ClusterLinks:
     """All connections of one coordinator.
+
+    A chief does not know yet under which incarnation it will be served, so it asks under
+    ``ENQUIRER``, which is never refused, on a connection that serves for nothing else. The process
+    at ps 0's own address grants incarnations (``ps.succession``), wherever ps 0 is served. If
+    another ps or a worker refuses the number, because ps 0 was restarted with a clock behind, the
+    chief asks for a higher one; if ps 0 has granted another chief since, it gives up: two that
+    start at once do not overtake each other for ever. With ``attach=True`` it also asks the ps
+    processes which ps tasks they serve, before it attaches any of them.
 
     Args:
         platform: Network, secret, randomness.
@@ -607,7 +699,9 @@ class ClusterLinks:
         self._ps_0_attached = asyncio.Event()
         self._attached: dict[int, int] = {}  # under which incarnation of ours each ps serves
         self.workers = WorkerLinks(self, workers, Flapping(max_flaps), (origin, program))
-        self._search = ServedSearch(self.endpoint, ps, self.ask_again, may_move=may_move)
+        self._may_move = may_move
+        self._served: dict[str, tuple[int, Found]] = {}  # in each process, and who was told so
+        self._silent: dict[str, str] = {}  # processes that have not answered yet
         self._min_workers = len(workers)  # wanted at the start, at most
         self._unlisten: Callable[[], object] = lambda: None
         self._asking: asyncio.Timeout | None = None  # until ps 0 has granted an incarnation
@@ -637,10 +731,15 @@ class ClusterLinks:
                 self.workers.start()
                 await self._all_there()
                 if self._keep:
-                    await self._search.end_former()
+                    await all_of(
+                        [
+                            self._ask(task, messages.EndFormer(), messages.Done)
+                            for task in self._served
+                        ]
+                    )
                     await self._all_there()
         except TimeoutError as exc:
-            missing = self._search.missing() or self.membership.missing()
+            missing = list(self._silent.items()) or self.membership.missing()
             if self._asking is not None:  # ps 0 has not answered, and nobody else was tried
                 if first.lost is not None:
                     raise first.lost from exc
@@ -697,11 +796,55 @@ class ClusterLinks:
         return [message.counters for message, _ in answers]
 
     async def _find_served(self) -> None:
-        """Find where each ps is served. Raises as ``ServedSearch.run``."""
-        for link, place in zip(self.ps.links, await self._search.run(), strict=True):
+        """Find where each ps is served; from then on no other one begins to serve it.
+
+        Waits for all processes as long as it takes.
+
+        Raises:
+            AttachError: It cannot be told, or it is where this program cannot keep it.
+            FencedError: A newer coordinator has come.
+            AuthenticationError, ProtocolError: Something else answers at an address.
+
+        Cancellation: Safe.
+        """
+        # What was asked under a lower incarnation does not bind those in between.
+        while late := [task for task in self.processes if not self._has_answered(task)]:
+            await all_of([self._find(task) for task in late])
+        found = places([self._served[task][1] for task in self.processes])
+        for link, place in zip(self.ps.links, found, strict=True):
             self.homes[link.index] = place.process
-            if place.address:
-                self.move_ps(link, place.address)
+            if not place.address:
+                continue
+            where = list(self.processes)[place.process]
+            if not self._may_move:
+                raise AttachError(
+                    f"{link.task} has been replaced by its backup, in the process of {where}",
+                    hint='continue with ParameterServerStrategy(..., ps_recovery="backup"); or '
+                    f"{BACK}",
+                )
+            logger.info("%s is served in the process of %s, at %s", link.task, where, place.address)
+            self.move_ps(link, place.address)
+
+    def _has_answered(self, task: str) -> bool:
+        return self._served.get(task, (None,))[0] == self.endpoint.incarnation
+
+    async def _find(self, task: str) -> None:
+        mine = self.endpoint.incarnation
+        try:
+            answer = await self._ask(task, messages.AskServed(), messages.ServedHere)
+        except FencedError:
+            await self.ask_again(mine, task, self.processes[task])
+            return
+        primaries = tuple(Primary(*each) for each in answer.primaries)
+        copies = frozenset((ps, coordinator, epoch) for ps, coordinator, epoch in answer.copies)
+        self._served[task] = mine, Found(primaries, copies)
+
+    async def _ask(self, task: str, message: Message, answer: type[M]) -> M:
+        """Ask the process at a ps task's own address, wherever that is served."""
+        self._silent[task] = address = self.processes[task]
+        answered = await _ask_retrying(self.endpoint, task, address, message, answer)
+        del self._silent[task]
+        return answered
 
     def _given_up(self, address: str, reason: str) -> None:
         """Whoever has started the task at this address does not start it again."""
