@@ -50,17 +50,6 @@ def test_a_collective_is_merged_when_all_are_there_and_answered_to_all():
     )
 
 
-def test_a_gang_whose_replicas_have_all_returned_has_ended():
-    gang = gang_of(2)
-    assert not gang.has_ended
-    assert gang.finished(1) == []
-    assert gang.finished(0) == []
-    assert gang.has_ended
-    assert gang.error is None
-    assert gang.cancel(ClosureCancelled("late")) == []
-    assert gang.error is None
-
-
 def test_a_replica_may_be_in_several_collectives_at_once():
     gang = gang_of(2)
     assert gang.arrive(0, "a") == []
@@ -74,14 +63,6 @@ def test_a_replica_may_be_in_several_collectives_at_once():
     assert gang.merged(0) == [Answer(0)]
     assert not gang.waits(0)
     assert gang.describe() == ""
-
-
-def test_the_only_replica_meets_itself():
-    gang = gang_of(1)
-    assert gang.arrive(0, "merge_call") == [Merge(0)]
-    assert gang.merged(0) == [Answer(0)]
-    gang.finished(0)
-    assert gang.has_ended
 
 
 def gang_refusal(gang: Gang, replica: int) -> Refuse:
@@ -221,7 +202,7 @@ def test_a_gang_can_be_cancelled_from_outside_once():
     assert gang.error is error
 
 
-# --- its place in the queue ------------------------------------------------------------------
+# --- in the queue; see also test_gang_machine ------------------------------------------------
 
 
 class Cluster:
@@ -261,89 +242,6 @@ class Cluster:
         return replicas
 
 
-def test_a_gang_waits_for_what_was_scheduled_before_it_and_nothing_overtakes_it():
-    cluster = Cluster("a", "b")
-    queue = cluster.queue
-    cluster.schedule()
-    barrier = queue.add_barrier()
-    assert not queue.may_begin(barrier)
-    later = cluster.schedule()
-    assert cluster.sent == [("a", 0)]
-    assert queue.statistics().waiting == 1
-    assert queue.dispatcher.num_queued == 0
-    cluster.finish("a", 0)
-    assert queue.may_begin(barrier)
-    replicas = cluster.begin("a", "b")
-    assert cluster.sent[1:] == [("a", 2), ("b", 3)]
-    assert [replica.worker for replica in replicas] == ["a", "b"]
-    assert queue.low_water() == 1
-    cluster.finish("b", 3)
-    assert cluster.sent[3:] == []
-    cluster.finish("a", 2)
-    assert queue.low_water() == 1
-    cluster.perform(queue.open_barrier(barrier))
-    assert later.state is State.HELD
-    assert cluster.sent[3:] == [("b", 1)]
-
-
-def test_gangs_have_their_places_among_closures_and_each_other():
-    cluster = Cluster("a")
-    queue = cluster.queue
-    first = queue.add_barrier()
-    between = cluster.schedule()
-    second = queue.add_barrier()
-    after = cluster.schedule()
-    assert queue.may_begin(first)
-    (replica,) = cluster.begin("a")
-    cluster.finish("a", replica.id)
-    cluster.perform(queue.open_barrier(first))
-    assert between.state is State.HELD
-    assert after.state is State.WAITING
-    assert not queue.may_begin(second)
-    cluster.finish("a", between.id)
-    assert queue.may_begin(second)
-    cluster.perform(queue.open_barrier(second))
-    assert after.state is State.HELD
-
-
-def test_what_waited_for_a_gang_that_will_never_be_waits_for_the_one_before():
-    cluster = Cluster("a")
-    queue = cluster.queue
-    first, second = queue.add_barrier(), queue.add_barrier()
-    after = cluster.schedule()
-    cluster.perform(queue.open_barrier(second))
-    assert after.state is State.WAITING
-    cluster.perform(queue.open_barrier(first))
-    assert after.state is State.HELD
-
-
-def test_a_closure_behind_a_gang_waits_for_its_inputs_too():
-    cluster = Cluster("a", "b")
-    queue = cluster.queue
-    source = cluster.schedule()
-    barrier = queue.add_barrier()
-    one, other = cluster.schedule(source), cluster.schedule()
-    needs = cluster.schedule(other)
-    cluster.finish("a", source.id)
-    assert one.state is State.WAITING
-    cluster.perform(queue.cancel(other.id))
-    assert other.state is State.CANCELLED
-    assert needs.state is State.FAILED
-    assert one.state is State.CANCELLED
-    assert not queue.may_begin(barrier), "an error is known"
-    cluster.perform(queue.open_barrier(barrier))
-    assert not cluster.sent[1:]
-
-
-def test_a_paused_queue_begins_no_gang():
-    cluster = Cluster("a")
-    barrier = cluster.queue.add_barrier()
-    cluster.queue.pause()
-    assert not cluster.queue.may_begin(barrier)
-    cluster.queue.resume()
-    assert cluster.queue.may_begin(barrier)
-
-
 @pytest.mark.parametrize("how", ["failed", "end of data", "cancelled", "lost", "lost when asked"])
 def test_how_a_replica_ends_is_no_error_of_the_queue_and_it_never_runs_again(how):
     cluster = Cluster("a", "b")
@@ -376,18 +274,6 @@ def test_how_a_replica_ends_is_no_error_of_the_queue_and_it_never_runs_again(how
     cluster.perform(queue.open_barrier(barrier))
     assert queue.collect_error() is None
     assert queue.dispatcher.num_queued == 0
-
-
-def test_an_error_that_ends_everything_stops_replicas_and_forbids_gangs():
-    cluster = Cluster("a")
-    queue = cluster.queue
-    queue.add_barrier()
-    (replica,) = cluster.begin("a")
-    assert queue.ending is None
-    cluster.perform(queue.fail(ValueError("a ps is gone")))
-    assert cluster.cancels == [Cancel("a", (replica.id,))]
-    assert queue.ending == "a ps is gone"
-    assert not queue.may_begin(queue.add_barrier())
 
 
 def test_a_replica_is_not_given_back():
