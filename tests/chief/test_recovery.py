@@ -75,30 +75,6 @@ async def test_a_lost_ps_is_an_error_at_join_and_of_what_is_scheduled_later() ->
                 await coordinator.join()  # nothing was scheduled, and nothing ever can be
 
 
-@pytest.mark.virtual_time
-async def test_a_step_whose_update_will_not_be_answered_any_more_does_not_hold_up_the_error() -> (
-    None
-):
-    async with cluster_of() as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.ones(4, np.float32), name="w")
-
-            async def step() -> None:
-                event_of("started").set()
-                try:
-                    await asyncio.Event().wait()
-                finally:  # it is cancelled
-                    await w.assign_add(np.ones(4, np.float32))
-
-            coordinator.schedule(step)
-            await event_of("started").wait()
-            await cluster.stop("ps-0")
-            with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1 cannot be"):
-                await coordinator.join(timeout=60)
-
-
 # --- nothing was computed yet ----------------------------------------------------------------
 
 
@@ -187,21 +163,6 @@ async def test_a_ps_that_dies_whenever_a_coordinator_starts_is_an_error() -> Non
         with pytest.raises(ParameterServerLost, match="was restarted and has lost its shards"):
             await starting
         assert asyncio.get_running_loop().time() < 30
-
-
-@pytest.mark.virtual_time
-@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
-async def test_a_ps_may_die_before_anything_was_created_on_it(
-    lost: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with cluster_of(2, 2) as cluster:
-        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
-        variables = some_variables(strategy)
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            await lose(cluster, lost)
-            await asyncio.sleep(20)
-            await trains(coordinator, variables)
-    assert "nothing has been computed yet: it starts again" in caplog.text
 
 
 @pytest.mark.promise("failures.ps-before-work")

@@ -75,16 +75,6 @@ def test_a_cancelled_closure_says_why_and_whether_it_is_of_use_to_schedule_it_ag
     ]
 
 
-def test_what_was_collected_ends_nothing_any_more_unless_all_is_stopped() -> None:
-    queue = failed_queue(ValueError("no"))
-    assert queue.ending == "no"
-    assert queue.collect_error() is not None
-    assert queue.ending is None
-    queue.stop()
-    queue.collect_error()
-    assert queue.ending == "the coordinator was closed"
-
-
 def test_an_input_error_has_the_first_error_of_the_chain_as_its_cause() -> None:
     cause = ValueError("bad batch")
     source = ended(0, cause)

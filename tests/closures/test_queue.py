@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.closures.closure import Closure, Replica, State
-from psync.closures.dispatcher import Dispatch, GiveBack
+from psync.closures.closure import Closure, State
+from psync.closures.dispatcher import Dispatch
 from psync.closures.queue import (
     MAX_LOSSES,
     RECENT_LOSSES,
@@ -261,25 +261,6 @@ def test_closure_whose_worker_is_gone_for_a_known_reason_runs_again_and_no_loss_
     assert bench.queue.worker_lost("b") == [bench.settle(0)], "blamed, it is given up"
 
 
-def test_replica_of_a_worker_that_is_gone_for_a_known_reason_is_lost_all_the_same() -> None:
-    bench = Bench("a", "b")
-    replicas = [("a", Replica(0)), ("b", Replica(1))]
-    bench.queue.begin_gang(replicas)
-    bench.queue.worker_lost("a", blame=False)
-    assert isinstance(replicas[0][1].error, WorkerLost)
-    assert replicas[1][1].state is State.HELD
-
-
-def test_closures_given_back_run_elsewhere_and_no_attempt_is_counted() -> None:
-    bench = Bench("a")
-    bench.run(0, 1, 2)
-    bench.queue.worker_joined("b")
-    assert bench.queue.finished("b", (2,), SLOW) == [bench.settle(2), GiveBack("a", (1,))]
-    assert bench.queue.given_back("a", (1,)) == [bench.dispatch("b", 1)]
-    assert len(bench.closures[1].lost_on) == 0
-    assert bench.queue.statistics().given_back == 1
-
-
 # --- errors ----------------------------------------------------------------------------------
 
 
@@ -369,17 +350,6 @@ def test_closure_waits_for_its_inputs() -> None:
     assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0)]
     assert bench.queue.finished("b", (1,), SLOW) == [bench.settle(1), bench.dispatch("c", 2)]
     assert bench.closures[2].dependencies == ()
-
-
-def test_closure_whose_input_was_late_goes_before_those_scheduled_after_it() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.schedule(1, 0)
-    assert bench.run(2, 3) == [bench.dispatch("a", 2)]  # ahead, as 1 waits for 0
-    assert bench.queue.finished("a", (0, 2), SLOW) == [
-        bench.settle(0, 2),
-        bench.dispatch("a", 1),
-    ]
 
 
 def test_closures_that_needed_the_value_of_a_failed_one_fail_with_its_error() -> None:
@@ -487,14 +457,6 @@ def test_closure_in_flight_is_asked_to_stop_once_and_ends_when_its_worker_says_s
     assert bench.queue.cancelled("a", 0) == [bench.settle(0), bench.dispatch("a", 1)]
     assert str(bench.error(0)) == "closure 0 (step) was cancelled"
     assert not bench.queue.pending_errors
-
-
-def test_closure_that_finishes_before_it_is_stopped_has_its_value() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.schedule(1, 0)
-    bench.queue.cancel(0)
-    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0), bench.dispatch("a", 1)]
 
 
 def test_closure_that_needed_a_cancelled_value_fails_and_ends_everything() -> None:
