@@ -22,7 +22,6 @@ from psync.errors import (
     ClosureError,
     ClosureInputError,
     EndOfData,
-    LocalProtocolError,
     ParameterServerLost,
     RemoteProtocolError,
     WorkerLost,
@@ -88,23 +87,6 @@ def test_report_settles_in_the_order_reported_and_then_sends_more() -> None:
         bench.settle(1, 0),
         bench.dispatch("a", 2),
     ]
-
-
-def test_report_of_a_worker_that_was_lost_is_refused() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.queue.worker_lost("a")
-    for report in (
-        lambda: bench.queue.finished("a", (0,), SLOW),
-        lambda: bench.queue.failed("a", 0, ValueError()),
-        lambda: bench.queue.end_of_data("a", 0, EndOfData()),
-        lambda: bench.queue.cancelled("a", 0),
-        lambda: bench.queue.given_back("a", (0,)),
-        lambda: bench.queue.worker_lost("a"),
-    ):
-        with pytest.raises(LocalProtocolError, match=r"^a has not joined, or was lost$"):
-            report()
-    assert bench.states() == {0: "queued"}
 
 
 @pytest.mark.parametrize("closure_id", [1, 9])

@@ -371,7 +371,10 @@ class WorkerLinks:
         while worker.is_kept:
             if failures:
                 await asyncio.sleep(backoff(failures, self._endpoint.platform.uniform()))
-            await self._wait_while_set_aside(worker.name)
+            while (seconds := self.flapping.remaining(worker.name, self._loop.time())) > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._one_less.wait()  # it may be needed now
             mine = self._endpoint.incarnation
             worker.leaving, worker.reason, worker.sent_away = False, "", None
             try:
@@ -432,7 +435,7 @@ class WorkerLinks:
             self._cluster.note("left", end.text)
             self._cluster.fence(self._membership.left(worker.name))
         else:
-            self._lost(worker.name)
+            self._cluster.fence(self._membership.disconnected(worker.name))
             if worker.missed:
                 logger.warning("%s; its closures run again", end.text)
                 self._cluster.note("lost", end.text)
@@ -449,12 +452,6 @@ class WorkerLinks:
     def _note_one_less(self) -> None:
         self._one_less.set()
         self._one_less.clear()
-
-    async def _wait_while_set_aside(self, name: str) -> None:
-        while (seconds := self.flapping.remaining(name, self._loop.time())) > 0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._one_less.wait()  # it may be needed now
 
     def _count_loss(self, worker: WorkerRecord) -> None:
         pause = self.flapping.lost(worker.name, self._loop.time())
@@ -497,7 +494,7 @@ class WorkerLinks:
                     logger.info("%s: attaching it failed: %s", worker.name, exc)
                 finally:
                     if not attached:
-                        self._lost(worker.name)
+                        self._cluster.fence(self._membership.disconnected(worker.name))
         finally:
             if not attached:  # also if it refuses: it has room for so many connections only
                 for lane in lanes:
@@ -511,9 +508,6 @@ class WorkerLinks:
             self._endpoint.incarnation, *self._tokens, list(self._cluster.ps_addresses.values()),
             self._cluster.ps_timeout_s,
         )  # fmt: skip
-
-    def _lost(self, worker: str) -> None:
-        self._cluster.fence(self._membership.disconnected(worker))
 
     async def _forget(self, worker: WorkerRecord) -> None:
         """Let go of a worker, whatever it does."""

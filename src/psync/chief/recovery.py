@@ -535,14 +535,15 @@ class ClusterRecovery:
             step = self._do(actions)
 
     async def _take(self, step: Step) -> None:
-        if isinstance(step, RollbackStep):
-            await self._take_rollback(step)
-        elif isinstance(step, rules.Attach):
+        """Take a step."""
+        if isinstance(step, rules.Attach):
             await self.links.attach_ps(self.links.ps.links[step.ps])
         elif isinstance(step, rules.Promote):
             await self.backups.promote(step.ps, step.host)
-        else:
+        elif isinstance(step, rules.LetAlone):
             await self.backups.let_alone(step.ps, urgent=True)
+        else:
+            await self._take_rollback(step)
 
     async def _take_rollback(self, step: RollbackStep) -> None:
         """Take a step of a rollback. All ps tasks restore the snapshots of the newest checkpoint.

@@ -55,7 +55,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from psync.closures.closure import NO_DATA, Closure, Needs, State, move
-from psync.errors import LocalProtocolError, RemoteProtocolError
+from psync.errors import RemoteProtocolError
 
 
 class ClosureOrder:
@@ -227,12 +227,8 @@ class Dispatcher:
         record.group.idle.append(record)
 
     def retire(self, worker: str) -> None:
-        """A worker is about to leave: send it nothing more. What it holds it reports as ever.
-
-        Raises:
-            LocalProtocolError: If no such worker is here.
-        """
-        record = self._record(worker)
+        """A worker is about to leave: send it nothing more. What it holds it reports as ever."""
+        record = self._workers[worker]
         if not record.leaving:
             self._leave_group(record)
             record.leaving = True
@@ -240,7 +236,7 @@ class Dispatcher:
 
     def leave(self, worker: str, *, returns: bool = False) -> list[Closure]:
         """A worker is gone, and ``returns`` or not. Return what it held, in the order sent."""
-        record = self._record(worker)
+        record = self._workers[worker]
         self._leave_group(record)
         del self._workers[worker]
         ended = frozenset(self.ended.pop(worker, ()))
@@ -357,7 +353,7 @@ class Dispatcher:
 
     def give(self, worker: str, closure: Closure) -> Dispatch:
         """Send a closure, which was not added, to a worker that holds nothing."""
-        record = self._record(worker)
+        record = self._workers[worker]
         record.group.idle.remove(record)
         self._hold(record, (closure,))
         return Dispatch(worker, (closure,))
@@ -366,10 +362,9 @@ class Dispatcher:
         """Remove from a worker what it says has ended, and return it in the order of ``ids``.
 
         Raises:
-            LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold all of them; then nothing is removed.
         """
-        record = self._record(worker)
+        record = self._workers[worker]
         closures = record.take(ids, verb)
         record.sated = False
         self._released(record, closures)
@@ -379,11 +374,10 @@ class Dispatcher:
         """Do as ``take``, and note that they took ``mean_s`` seconds each, in the mean.
 
         Raises:
-            LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold all of them, or the mean is no duration; then
                 nothing is removed.
         """
-        record = self._record(worker)
+        record = self._workers[worker]
         if not 0 <= mean_s < math.inf:
             raise RemoteProtocolError(
                 f"{worker} reported {mean_s} s per closure, expected a finite duration"
@@ -408,10 +402,9 @@ class Dispatcher:
         What it had been asked for and keeps has started.
 
         Raises:
-            LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold all of them; then nothing is removed.
         """
-        record = self._record(worker)
+        record = self._workers[worker]
         closures = record.take(ids, "gave back")
         for closure_id in record.asked:
             kept = record.held.get(closure_id)
@@ -436,12 +429,6 @@ class Dispatcher:
             WorkerStatistics(w.name, len(w.held), w.finished, w.ahead, w.mean_s)
             for w in self._workers.values()
         )
-
-    def _record(self, worker: str) -> _Worker:
-        try:
-            return self._workers[worker]
-        except KeyError:
-            raise LocalProtocolError(f"{worker} has not joined, or was lost") from None
 
     # --- decisions ---
 

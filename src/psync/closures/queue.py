@@ -382,11 +382,7 @@ class ClosureQueue:
     # --- what workers do ---
 
     def worker_joined(self, worker: str) -> list[Action]:
-        """A worker is ready for closures.
-
-        Raises:
-            LocalProtocolError: If it is already here.
-        """
+        """A worker is ready for closures."""
         self.dispatcher.join(worker)
         return self._actions()
 
@@ -394,9 +390,6 @@ class ClosureQueue:
         """A worker is about to leave: send it nothing more. It gives back what it has not started.
 
         What it runs it reports, and then it is lost, blamelessly.
-
-        Raises:
-            LocalProtocolError: If no such worker is here.
         """
         self.dispatcher.retire(worker)
         return self._actions()
@@ -411,9 +404,6 @@ class ClosureQueue:
             blame: Whether what it held may be the cause, and is given up when that has happened
                 too often. False where the reason is known: the worker left, or was sent away.
             returns: Whether it is expected back: then closures wait for the data that it had left.
-
-        Raises:
-            LocalProtocolError: If no such worker is here.
         """
         closures = self.dispatcher.leave(worker, returns=returns)
         if blame:
@@ -451,7 +441,6 @@ class ClosureQueue:
             mean_s: Mean of the seconds that these took, each from its start to its end.
 
         Raises:
-            LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold one of them, or the mean is no duration.
         """
         closures = self.dispatcher.take_finished(worker, ids, mean_s)
@@ -493,7 +482,6 @@ class ClosureQueue:
         """A worker stopped a closure, or did not start it, because it was asked to.
 
         Raises:
-            LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold the closure, or was not asked to stop it.
         """
         held = self._open.get(closure_id)
@@ -509,7 +497,6 @@ class ClosureQueue:
         The answer to a GiveBack may be empty, and must come all the same.
 
         Raises:
-            LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold one of them.
         """
         for closure_id in ids:

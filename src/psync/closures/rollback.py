@@ -108,9 +108,6 @@ class KeptCalls:
         self._users: Counter[Hashable] = Counter()  # how many calls hold a part
         self._dropped: set[int] = set()
 
-    def __len__(self) -> int:
-        return len(self._calls)
-
     def keep(self, closure: int, call: Any, parts: Sequence[tuple[Hashable, int]]) -> None:
         """Keep a call.
 
@@ -179,12 +176,6 @@ class EndedClosures:
         self._undone: Sequence[int] = ()  # by the last rollback; their calls are kept
         self._saves = 0  # since then
         self.kept = KeptCalls()
-
-    def __len__(self) -> int:
-        return len(self._ended)
-
-    def __contains__(self, closure: int) -> bool:
-        return closure in self._ended
 
     def ended(self, number: int, calls: int) -> None:
         """Note a closure that has just ended, by its number on ps tasks, and the calls it made."""
