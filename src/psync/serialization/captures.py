@@ -209,23 +209,21 @@ class _Bindings:
         if fn is None:  # then the name that led to it was rebound, and that is reported
             return []
         names, cells = fn.__globals__, fn.__closure__ or ()
-        changed: dict[str, object] = {}
+        rebound = []
         for name, (was, cell) in self._was.items():
             try:
                 now = names.get(name, _EMPTY) if cell < 0 else cells[cell].cell_contents
             except ValueError:  # not assigned
                 now = _EMPTY
-            if id(now) != was:
-                changed[name] = now
-        rebound = []
-        for name, now in changed.items():
+            if id(now) == was:
+                continue
             atom = self._atoms.get(name, _EMPTY)
             if atom is not _EMPTY and type(now) is type(atom) and now == atom:
-                # It does as well: workers' results do not change.
-                self._was[name] = id(now), self._was[name][1]
+                self._was[name] = id(now), cell  # does as well: workers' results do not change
             else:
-                del self._was[name]
                 rebound.append(name)
+        for name in rebound:
+            del self._was[name]
         return rebound
 
 
