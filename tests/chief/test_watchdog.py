@@ -202,22 +202,6 @@ async def test_variables_that_are_being_created_are_work(caplog):
         await v.read()
 
 
-async def test_replicas_that_wait_for_each_other_are_work(caplog):
-    async with coordinating(num_workers=2, watchdog_timeout=30) as (_, coordinator):
-
-        async def meets_late():
-            context = psync.get_replica_context()
-            if context.replica_id_in_sync_group == 0:
-                await asyncio.sleep(50)
-            return await context.all_reduce("sum", 1)
-
-        result = await coordinator.strategy.run(meets_late)
-        assert coordinator.strategy.experimental_local_results(result) == (2, 2)
-        (text,) = reports(caplog)
-        assert "in run of " in text
-        assert "closures: 2 in flight" in text
-
-
 # --- a step that takes too long costs its worker, if the program says so ---------------------
 
 

@@ -162,19 +162,6 @@ def test_how_a_replica_ended_is_told(error, cls, text):
     assert gang.error is error
 
 
-def test_what_is_merged_is_stopped_when_a_replica_is_lost_and_waited_for():
-    gang = gang_of(2)
-    gang.arrive(0, "merge_call")
-    gang.arrive(1, "merge_call")
-    actions = gang.failed(1, WorkerLost("/job:worker/task:1"))
-    assert actions[0] == StopMerging()
-    assert refused(actions)[0] == (0,)
-    gang.failed(0, refused(actions)[1])
-    assert not gang.has_ended
-    assert gang.merged(0) == []
-    assert gang.has_ended
-
-
 def test_a_replica_that_gives_up_ends_the_gang():
     gang = gang_of(2)
     gang.arrive(0, "all_reduce SUM")
@@ -189,17 +176,6 @@ def _gave_up_unseen() -> BaseException | None:
     gang = gang_of(2)
     gang.gave_up(0)
     return gang.error
-
-
-def test_a_gang_can_be_cancelled_from_outside_once():
-    gang = gang_of(2)
-    gang.arrive(0, "merge_call")
-    error = ClosureCancelled("run was cancelled")
-    actions = gang.cancel(error)
-    assert refused(actions) == ((0,), error)
-    assert Stop((1,)) in actions
-    assert gang.cancel(ClosureCancelled("again")) == []
-    assert gang.error is error
 
 
 # --- in the queue; see also test_gang_machine ------------------------------------------------

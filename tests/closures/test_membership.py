@@ -423,18 +423,6 @@ def test_the_last_closures_are_named_with_their_workers():
     assert world.news().in_flight == ()
 
 
-def test_a_closure_that_waits_for_a_value_does_not_count():
-    world = World(A, B)
-    (first,) = world.schedule(0)
-    world.schedule(1, inputs=(first,))
-    state = world.news()
-    assert not state.queued
-    assert state.in_flight == ((0, A),)
-    world.finish(A, 0)
-    state = world.news()
-    assert [closure for closure, _ in state.in_flight] == [1]
-
-
 def test_a_full_queue_is_not_looked_at_closer():
     world = World(A, B)
     world.schedule(*range(50))
@@ -538,17 +526,6 @@ def test_a_queue_that_fills_and_a_worker_that_comes_are_always_urgent():
     world.join(B, 7)
     assert world.reports.look()
     assert len(world.reports.decide(5.001).workers) == 2
-    assert world.reports.next_deadline() is None
-
-
-def test_a_moment_between_two_closures_is_not_reported():
-    world = World(A, B)
-    world.schedule(0, 1)
-    assert world.reports.decide(5.0).in_flight == ((0, A), (1, B))
-    world.finish(A, 0)
-    assert world.reports.decide(6.0) is None
-    world.schedule(2)
-    assert world.reports.decide(6.0 + SETTLE_S).in_flight == ((2, A), (1, B))
     assert world.reports.next_deadline() is None
 
 

@@ -80,15 +80,6 @@ def test_closure_is_sent_by_the_next_dispatch_and_settled_by_the_report() -> Non
     assert bench.closures[0].error is None
 
 
-def test_report_settles_in_the_order_reported_and_then_sends_more() -> None:
-    bench = Bench("a")
-    bench.run(0, 1, 2, 3)
-    assert bench.queue.finished("a", (1, 0), SLOW) == [
-        bench.settle(1, 0),
-        bench.dispatch("a", 2),
-    ]
-
-
 @pytest.mark.parametrize("closure_id", [1, 9])
 def test_report_about_a_closure_that_the_worker_does_not_hold_is_refused(closure_id: int) -> None:
     bench = Bench("a", "b")
@@ -400,15 +391,6 @@ def test_end_of_data_cancels_nobody_and_is_raised_once_when_all_is_done() -> Non
     assert bench.queue.collect_error() == (end, ())
     assert bench.queue.collect_error() is None
     assert bench.queue.statistics().exhausted == 2
-
-
-def test_end_of_data_comes_after_the_errors() -> None:
-    bench = Bench("a", "b")
-    bench.run(0, 1)
-    end, error = EndOfData(), ValueError()
-    bench.queue.end_of_data("a", 0, end)
-    bench.queue.failed("b", 1, error)
-    assert bench.queue.collect_error() == (error, (end,))
 
 
 def test_closure_that_needed_a_value_that_never_came_for_lack_of_data_cancels_nobody() -> None:

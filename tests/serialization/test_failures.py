@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from psync.client.context import ClosureContext, DatasetContext, forbid_in_dataset, inside
-from psync.errors import ClosureInputError, EndOfData, ParameterServerLost, RemoteError, UsageError
+from psync.errors import ClosureInputError, ParameterServerLost, RemoteError, UsageError
 from psync.serialization.failures import (
     MAX_EXCEPTION_BYTES,
     MAX_MESSAGE_CHARS,
@@ -55,19 +55,6 @@ def test_the_exception_arrives_with_its_type_and_the_remote_traceback_as_cause()
     assert remote.type_name == f"{__name__}.Divergence"
     assert remote.message == f"{__name__}.Divergence on {TASK}: 3.5"
     assert "in raised\n    raise exc\n" in remote.traceback_text
-
-
-def test_notes_and_attributes_travel_along() -> None:
-    error = KeyError("x")
-    error.add_note("while reading")
-    assert there(error).__notes__ == ["while reading"]
-    assert there(EndOfData("no more", hint="repeat")).hint == "repeat"  # type: ignore[attr-defined]
-
-
-def test_names_of_builtin_and_script_exceptions_are_short() -> None:
-    script = type("ScriptError", (Exception,), {"__module__": "__main__"})
-    assert describe_exception(ValueError()).type_name == "ValueError"
-    assert describe_exception(script()).type_name == "ScriptError"
 
 
 def test_a_failed_input_keeps_its_own_cause_which_gets_the_remote_traceback() -> None:
