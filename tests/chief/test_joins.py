@@ -115,20 +115,6 @@ def test_an_end_of_data_is_for_joins_that_wait_for_its_closure():
 
 
 @pytest.mark.usefixtures("turns")
-def test_an_end_of_data_waits_for_a_join_that_comes_later():
-    world = World()
-    world.tell(world.queue.end_of_data("w1", 1, EndOfData("over")))
-    early = world.joins.add(0)
-    world.joins.settle()
-    assert early.result() is None  # it waited for nothing
-    world.tell(world.queue.finished("w0", [0], 0.0))
-    join = world.joins.add(2)
-    world.joins.settle()
-    with pytest.raises(EndOfData):
-        join.result()
-
-
-@pytest.mark.usefixtures("turns")
 def test_whoever_has_gone_is_told_nothing():
     world = World()
     gone, cancelled = world.joins.add(1), world.joins.add(1)

@@ -47,16 +47,6 @@ async def life(
         yield strategy, coordinator
 
 
-async def test_where_nothing_is_left_it_is_a_normal_start() -> None:
-    async with tapped(2) as cluster:
-        async with life(cluster) as (strategy, coordinator):
-            assert not coordinator.attached
-            with strategy.scope():
-                w = psync.Variable(np.ones(4, np.float32), name="w")
-            assert (await w.read()).tolist() == [1.0] * 4
-        assert not coordinator.attached
-
-
 async def train(coordinator: psync.ClusterCoordinator, w: Any, optimizer: Any, count: int) -> None:
     async def step() -> None:
         await optimizer.apply_gradients([(np.ones(4, np.float32), w)])

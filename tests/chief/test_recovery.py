@@ -485,20 +485,3 @@ async def test_what_waits_for_a_backup_ends_where_a_ps_is_lost_that_has_none() -
         await asyncio.wait_for(variables[2].assign_add(np.ones(1)), 60)
         with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1"):
             await coordinator.join()
-
-
-@pytest.mark.virtual_time
-async def test_that_some_ps_was_lost_is_the_error_of_who_says_so_and_no_loss(
-    tmp_path: Path,
-) -> None:
-    """As of a replica, whose gang has ended since a ps was lost."""
-    async with replicated(2, 1) as (_, coordinator):
-        declared(coordinator)
-        await keep_snapshots(coordinator, tmp_path)
-
-        async def step() -> None:
-            raise ParameterServerLost("/job:ps", "was lost while replicas ran")
-
-        coordinator.schedule(step)
-        with pytest.raises(ParameterServerLost, match="while replicas ran"):
-            await coordinator.join(timeout=60)

@@ -178,6 +178,17 @@ def _gave_up_unseen() -> BaseException | None:
     return gang.error
 
 
+def test_what_is_merged_is_stopped_when_a_replica_is_lost_and_waited_for():
+    gang = gang_of(2)
+    gang.arrive(0, "merge_call")
+    gang.arrive(1, "merge_call")
+    assert gang.failed(1, WorkerLost("/job:worker/task:1"))[0] == StopMerging()
+    gang.failed(0, ValueError())
+    assert not gang.has_ended
+    assert gang.merged(0) == []
+    assert gang.has_ended
+
+
 # --- in the queue; see also test_gang_machine ------------------------------------------------
 
 
@@ -216,6 +227,17 @@ class Cluster:
         replicas = [Replica(first + i, name="fn") for i in range(len(workers))]
         self.perform(self.queue.begin_gang(list(zip(workers, replicas, strict=True))))
         return replicas
+
+
+def test_what_waited_for_a_gang_that_will_never_be_waits_for_the_one_before():
+    cluster = Cluster("a")
+    queue = cluster.queue
+    first, second = queue.add_barrier(), queue.add_barrier()
+    after = cluster.schedule()
+    cluster.perform(queue.open_barrier(second))
+    assert after.state is State.WAITING
+    cluster.perform(queue.open_barrier(first))
+    assert after.state is State.HELD
 
 
 @pytest.mark.parametrize("how", ["failed", "end of data", "cancelled", "lost", "lost when asked"])

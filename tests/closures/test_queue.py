@@ -373,6 +373,15 @@ def test_error_of_an_input_reported_by_a_worker_is_not_nested_either() -> None:
     assert bench.error(1).__cause__ is root
 
 
+def test_failed_input_is_of_no_interest_to_a_closure_cancelled_meanwhile() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.schedule(1, 0)
+    bench.queue.cancel(1)
+    assert bench.queue.failed("a", 0, ValueError()) == [bench.settle(0)]
+    assert bench.states()[1] == "cancelled"
+
+
 # --- end of data -----------------------------------------------------------------------------
 
 
