@@ -12,7 +12,6 @@ import pytest
 from psync.chief import declarations
 from psync.chief.declarations import (
     Declaration,
-    as_array,
     beside,
     describe,
     initial_shards,
@@ -115,10 +114,6 @@ class TestDtypes:
             f"{SUBJECT}: expected values in the range of {name}, got {came}"
         )
 
-    def test_what_is_infinite_already_stays_so(self) -> None:
-        array, _, _ = declared(np.array([np.inf, np.nan, -np.inf]), "float16")
-        np.testing.assert_array_equal(array, [np.inf, np.nan, -np.inf])
-
     @pytest.mark.parametrize(
         ("value", "dtype", "text"),
         [
@@ -163,9 +158,6 @@ class TestShapes:
             declared(lambda: 0, "float32", shape)
         assert caught.value.message == f"{SUBJECT}: expected a shape of integers, got {shape}"
 
-    def test_numpy_integers_are_whole_numbers(self) -> None:
-        assert declared(lambda: 0, "float32", (np.int64(2),))[1] == (2,)  # type: ignore[arg-type]
-
 
 class TestCallables:
     def test_one_whose_shape_and_dtype_are_given_is_not_called(self) -> None:
@@ -187,10 +179,6 @@ class TestCallables:
         array, got_shape, name = declared(value, dtype, shape)
         assert (calls, got_shape, name) == ([1], (2, 2), "float32")
         assert array.all()
-
-    def test_one_that_takes_a_shard_is_called_with_the_whole_for_its_dtype(self) -> None:
-        array, _, dtype = declared(lambda shape, offset: np.full(shape, offset), None, (2, 2))
-        assert (array.tolist(), dtype) == ([[0, 0], [0, 0]], "int64")
 
     def test_one_that_takes_a_shard_needs_the_shape(self) -> None:
         with pytest.raises(PartitionError) as caught:
@@ -229,9 +217,6 @@ class TestCallables:
     def test_which_take_a_shard(self, initializer: Callable[..., Any], by_shard: bool) -> None:
         assert takes_shard(initializer, SUBJECT) is by_shard
 
-    def test_a_builtin_that_does_not_tell_is_called_without_arguments(self) -> None:
-        assert not takes_shard(iter, SUBJECT)
-
 
 class TestInitialShards:
     def test_arrays_are_cut_without_a_copy(self) -> None:
@@ -240,10 +225,6 @@ class TestInitialShards:
         assert np.shares_memory(first, value)
         assert (first.tolist(), second.tolist()) == ([[0, 1], [2, 3]], [[4, 5], [6, 7]])
         assert third.tolist() == [[8, 9]]
-
-    def test_a_scalar_is_one_shard(self) -> None:
-        (value,) = made(np.float32(3), ())
-        assert value == 3
 
     def test_a_callable_by_shard_gets_shape_and_offset(self) -> None:
         calls = []
@@ -258,15 +239,6 @@ class TestInitialShards:
         assert [shard[0, 0] for shard in shards] == [0, 2, 4]
         assert made(value, ())[0] == -1
         assert calls[-1] == ((), ())
-
-    def test_they_are_made_one_at_a_time(self) -> None:
-        calls: list[int] = []
-        shards = initial_shards(
-            declaration(lambda shape, offset: (calls.append(1), np.zeros(shape))[1], (9, 2))
-        )
-        assert not calls
-        next(shards)
-        assert calls == [1]
 
     def test_a_callable_of_the_whole_is_called_once(self) -> None:
         rng = np.random.default_rng(0)
@@ -331,18 +303,6 @@ class TestConstants:
             assert [shard.shape for shard in shards] == [(3, 3), (2, 3), (2, 3)]
             assert all(is_constant(shard) for shard in shards)
 
-    def test_it_does_not_change_with_the_array_that_was_given(self) -> None:
-        element = np.array(1.0)
-        array, _, _ = declared(np.broadcast_to(element, (3, 3)))
-        element[()] = 2
-        assert array.tolist() == [[1, 1, 1]] * 3
-
-    def test_a_value_that_would_change_by_its_dtype_is_an_error(self) -> None:
-        with pytest.raises(
-            PartitionError, match="float64 values would change when converted to int32"
-        ):
-            declared(np.broadcast_to(0.5, (3, 3)), "int32")
-
     @pytest.mark.parametrize(
         "value",
         [np.zeros((3, 3)), np.broadcast_to(np.arange(3), (3, 3)), np.broadcast_to(1.0, (0, 3)),
@@ -380,13 +340,6 @@ class TestSplit:
         )  # fmt: skip
         assert [shard.shape for shard in spec.shards] == [shape]
 
-    def test_without_a_partitioner_there_is_one_shard(self) -> None:
-        spec = split(
-            "w", 0, (4, 2), "float32", trainable=True, partitioner=None, place=lambda n: 0,
-            where=WHERE,
-        )  # fmt: skip
-        assert [shard.shape for shard in spec.shards] == [(4, 2)]
-
     def test_a_partitioner_that_answers_nonsense_names_the_line(self) -> None:
         with pytest.raises(PartitionError) as caught:
             split(
@@ -421,21 +374,6 @@ def test_a_name_that_no_message_can_carry_is_an_error(name: Any, got: str) -> No
     with pytest.raises(UsageError, match=rf"declared at {WHERE}: expected a name .*{got}") as info:
         describe(1.0, name, None, None, WHERE)
     assert "at most 1024 characters of text" in info.value.message
-
-
-def test_names_may_be_of_any_script() -> None:
-    assert describe(1.0, "größe/重み 🎈", None, None, WHERE)[1:] == ((), "float32")
-
-
-def test_an_array_is_made_of_anything_that_numpy_takes() -> None:
-    class Tensor:
-        dtype = "its own"
-
-        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
-            return np.ones(2)
-
-    assert as_array(Tensor(), None, "x").dtype == np.float64
-    assert as_array(range(3), "int8", "x").tolist() == [0, 1, 2]
 
 
 def test_a_name_beside_another_variable_can_be_sent_too() -> None:

@@ -83,18 +83,6 @@ async def test_what_a_join_does_ends_with_an_error_that_comes_meanwhile():
         await working
 
 
-@pytest.mark.timeout(10)
-async def test_who_collects_an_error_first_takes_it_from_nobody():
-    world = World(0)
-    working = asyncio.create_task(world.joins.run(asyncio.Event().wait(), None))
-    joining = asyncio.create_task(world.joins.below(5))
-    await asyncio.sleep(0)
-    world.tell(world.queue.fail(ValueError("boom")))
-    for ended in (working, joining):
-        with pytest.raises(ValueError, match="boom"):
-            (await ended).result()
-
-
 @pytest.mark.usefixtures("turns")
 def test_errors_that_are_alike_are_one_note():
     world = World(5)
@@ -124,30 +112,6 @@ def test_an_end_of_data_is_for_joins_that_wait_for_its_closure():
     again = world.joins.add(3)
     world.joins.settle()
     assert again.result() is None
-
-
-@pytest.mark.usefixtures("turns")
-def test_an_end_of_data_waits_for_a_join_that_comes_later():
-    world = World()
-    world.tell(world.queue.end_of_data("w1", 1, EndOfData("over")))
-    early = world.joins.add(0)
-    world.joins.settle()
-    assert early.result() is None  # it waited for nothing
-    world.tell(world.queue.finished("w0", [0], 0.0))
-    join = world.joins.add(2)
-    world.joins.settle()
-    with pytest.raises(EndOfData):
-        join.result()
-
-
-@pytest.mark.usefixtures("turns")
-def test_the_first_of_several_ends_of_data_is_raised():
-    world = World()
-    join = world.joins.add(2)
-    first = EndOfData("first")
-    world.tell(world.queue.end_of_data("w1", 1, first))
-    world.tell(world.queue.end_of_data("w0", 0, EndOfData("second")))
-    assert join.exception() is first
 
 
 @pytest.mark.usefixtures("turns")
@@ -234,15 +198,6 @@ def test_a_description_names_a_few_of_many(count, more):
     assert describe_waiting(held(count), [], []) == running
     others = ["variables are being created"]
     assert describe_waiting(held(count), [], others) == f"{running}; {others[0]}"
-
-
-@pytest.mark.parametrize(("count", "more"), [(5, ""), (100, ", and 95 more")])
-def test_a_description_names_a_few_of_many_that_are_missing(count, more):
-    missing = [(f"w{i}", f"host{i}:1") for i in range(count)]
-    names = ", ".join(f"w{i} at host{i}:1" for i in range(5)) + more
-    assert describe_waiting(ClosureQueue(), missing, []) == (
-        f"no worker is connected (waiting for {names})"
-    )
 
 
 @pytest.mark.usefixtures("turns")

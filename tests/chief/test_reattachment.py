@@ -47,16 +47,6 @@ async def life(
         yield strategy, coordinator
 
 
-async def test_where_nothing_is_left_it_is_a_normal_start() -> None:
-    async with tapped(2) as cluster:
-        async with life(cluster) as (strategy, coordinator):
-            assert not coordinator.attached
-            with strategy.scope():
-                w = psync.Variable(np.ones(4, np.float32), name="w")
-            assert (await w.read()).tolist() == [1.0] * 4
-        assert not coordinator.attached
-
-
 async def train(coordinator: psync.ClusterCoordinator, w: Any, optimizer: Any, count: int) -> None:
     async def step() -> None:
         await optimizer.apply_gradients([(np.ones(4, np.float32), w)])
@@ -98,28 +88,6 @@ async def test_values_slots_steps_and_learning_rates_go_on() -> None:
             assert adam.learning_rate == 0.25
             await train(coordinator, w, adam, 3)
             assert await adam.iterations.read() == 8
-
-
-@pytest.mark.promise("failures.chief-attach")
-async def test_two_lives_are_what_one_would_have_been() -> None:
-    async with tapped(1) as cluster:
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                w = psync.Variable(np.ones(4, np.float32), name="w")
-            adam = psync.optimizers.Adam(0.1)
-            await train(coordinator, w, adam, 8)
-            whole = (await w.read()).tolist()
-            del adam
-    async with tapped(1) as cluster:
-        for _ in range(2):
-            async with life(cluster) as (strategy, coordinator):
-                with strategy.scope():
-                    w = psync.Variable(np.ones(4, np.float32), name="w")
-                adam = psync.optimizers.Adam(0.1)
-                await train(coordinator, w, adam, 4)
-                halves = (await w.read()).tolist()
-                del adam
-    assert halves == whole
 
 
 async def test_what_the_program_does_not_declare_is_dropped_when_it_schedules(
@@ -577,24 +545,3 @@ async def test_a_push_of_a_data_shard_that_may_come_again_is_counted_too() -> No
         async with one_push(cluster, "checkpoint") as (coordinator, w, step):
             assert (await w.read()).tolist() == [1.0, 0.0]
             assert coordinator.partial_updates == 1
-
-
-async def test_a_push_in_several_messages_to_a_ps_is_whole_when_all_have_come() -> None:
-    async with tapped(1) as cluster:
-        for chief in range(2):
-            async with life(cluster) as (strategy, coordinator):
-                with strategy.scope():
-                    both = [psync.Variable(np.zeros(4, np.float32), name=name) for name in "ab"]
-                sgd = psync.optimizers.SGD(1.0)
-                if chief:
-                    assert all((value == -1).all() for value in await psync.pull(both))
-                    assert coordinator.partial_updates == 0
-                    continue
-
-                async def step(sgd: Any = sgd, both: Any = both) -> None:
-                    await sgd.apply_gradients([(np.ones(4, np.float32), each) for each in both])
-
-                coordinator.schedule(step)
-                while not all((value == -1).all() for value in await psync.pull(both)):
-                    await settle()
-                silence(cluster, coordinator)

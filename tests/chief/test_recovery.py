@@ -75,30 +75,6 @@ async def test_a_lost_ps_is_an_error_at_join_and_of_what_is_scheduled_later() ->
                 await coordinator.join()  # nothing was scheduled, and nothing ever can be
 
 
-@pytest.mark.virtual_time
-async def test_a_step_whose_update_will_not_be_answered_any_more_does_not_hold_up_the_error() -> (
-    None
-):
-    async with cluster_of() as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.ones(4, np.float32), name="w")
-
-            async def step() -> None:
-                event_of("started").set()
-                try:
-                    await asyncio.Event().wait()
-                finally:  # it is cancelled
-                    await w.assign_add(np.ones(4, np.float32))
-
-            coordinator.schedule(step)
-            await event_of("started").wait()
-            await cluster.stop("ps-0")
-            with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1 cannot be"):
-                await coordinator.join(timeout=60)
-
-
 # --- nothing was computed yet ----------------------------------------------------------------
 
 
@@ -187,21 +163,6 @@ async def test_a_ps_that_dies_whenever_a_coordinator_starts_is_an_error() -> Non
         with pytest.raises(ParameterServerLost, match="was restarted and has lost its shards"):
             await starting
         assert asyncio.get_running_loop().time() < 30
-
-
-@pytest.mark.virtual_time
-@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
-async def test_a_ps_may_die_before_anything_was_created_on_it(
-    lost: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with cluster_of(2, 2) as cluster:
-        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
-        variables = some_variables(strategy)
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            await lose(cluster, lost)
-            await asyncio.sleep(20)
-            await trains(coordinator, variables)
-    assert "nothing has been computed yet: it starts again" in caplog.text
 
 
 @pytest.mark.promise("failures.ps-before-work")
@@ -524,20 +485,3 @@ async def test_what_waits_for_a_backup_ends_where_a_ps_is_lost_that_has_none() -
         await asyncio.wait_for(variables[2].assign_add(np.ones(1)), 60)
         with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1"):
             await coordinator.join()
-
-
-@pytest.mark.virtual_time
-async def test_that_some_ps_was_lost_is_the_error_of_who_says_so_and_no_loss(
-    tmp_path: Path,
-) -> None:
-    """As of a replica, whose gang has ended since a ps was lost."""
-    async with replicated(2, 1) as (_, coordinator):
-        declared(coordinator)
-        await keep_snapshots(coordinator, tmp_path)
-
-        async def step() -> None:
-            raise ParameterServerLost("/job:ps", "was lost while replicas ran")
-
-        coordinator.schedule(step)
-        with pytest.raises(ParameterServerLost, match="while replicas ran"):
-            await coordinator.join(timeout=60)

@@ -110,15 +110,6 @@ def test_another_one_that_is_lost_meanwhile_is_promoted_next() -> None:
     assert cluster.done() == [END_SESSIONS, FailedOver({2: 1, 3: 0}), RESUME]
 
 
-def test_ps_0_may_be_lost_when_it_is_told() -> None:
-    cluster = Cluster(2, 2, None)
-    for _ in (cluster.lose(1), cluster.done()):
-        pass
-    assert cluster.done() == [Attach(0)]
-    cluster.lose(0)
-    assert cluster.fail(away(0)) == [Promote(0, 2)]
-
-
 @pytest.mark.parametrize("error", [away(0), TimeoutError(), RuntimeError("a bug")])
 def test_all_roll_back_where_a_backup_cannot_be_promoted(error: Exception) -> None:
     cluster = Cluster(1, None)
@@ -168,23 +159,6 @@ def test_a_loss_on_the_way_begins_it_again(done: int) -> None:
     assert cluster.lose(1) == [GoHome(1)]
     assert cluster.fail(away(1)) == [READ]
     assert [cluster.done() for _ in range(5)][-2:] == [[RolledBack((0, 1)), ADOPT], [RESUME]]
-
-
-@pytest.mark.parametrize("done", range(1, 5))
-def test_a_loss_that_no_step_has_met_begins_it_again_too(done: int) -> None:
-    cluster = Cluster(None, None)
-    cluster.lose(0)
-    for _ in range(done):
-        cluster.done()
-    cluster.lose(1)
-    assert [cluster.done() for _ in range(5 - done)][-1] == [READ]
-
-
-def test_who_is_lost_while_the_checkpoint_is_read_is_attached_with_the_others() -> None:
-    cluster = Cluster(None, None)
-    cluster.lose(0)
-    cluster.lose(1)
-    assert [cluster.done() for _ in range(5)][-1] == [RESUME]
 
 
 def test_what_no_checkpoint_can_bring_back_is_the_end_of_all_ps_tasks() -> None:
@@ -245,15 +219,6 @@ def test_a_loss_in_a_fresh_start_begins_it_again(done: int) -> None:
     assert [cluster.done() for _ in range(3)][-1] == [RESUME]
 
 
-def test_what_is_served_in_the_same_process_gets_its_variables_again_too() -> None:
-    cluster = Cluster(1, None, saved=False, fresh=True)
-    cluster.lose(0)
-    while cluster.rule.state is State.FAILOVER:
-        cluster.done()
-    assert cluster.lose(1)[-3:] == [GoHome(0), GoHome(1), ATTACH]
-    assert sorted(cluster.rule.lost_ps) == [0, 1]
-
-
 def test_a_ps_that_dies_whenever_it_is_started_afresh_is_the_end_with_the_first_error() -> None:
     cluster = Cluster(None, saved=False, fresh=True)
     for _ in range(2):
@@ -266,14 +231,6 @@ def test_a_ps_that_dies_whenever_it_is_started_afresh_is_the_end_with_the_first_
     (end,) = cluster.fail(ConnectionLost("again"))
     assert isinstance(end, End)
     assert end.error.args == away(0).args
-
-
-def test_one_that_is_not_started_again_is_the_end_with_the_first_error() -> None:
-    cluster = Cluster(None, None, saved=False, fresh=True)
-    cluster.lose(1)
-    (end,) = cluster.fail(CheckpointError("not reachable within 60 s"))
-    assert isinstance(end, End)
-    assert end.error.args == away(1).args
 
 
 def test_a_coordinator_that_has_not_started_is_made_anew() -> None:

@@ -151,34 +151,6 @@ async def test_a_call_of_the_program_under_way_is_of_the_timeline_that_goes_on(
             assert np.array_equal(await wide.read(), np.full((2, 3), left))
 
 
-async def test_slots_and_steps_of_optimizers_go_back_too(tmp_path: Path) -> None:
-    async def push(v: Any, optimizer: Any) -> None:
-        await optimizer.apply_gradients([(np.ones(4, np.float32), v)])
-
-    async def train(*, lose_it: bool) -> Any:
-        async with coordinating(2, 1) as (cluster, coordinator):
-            with coordinator.strategy.scope():
-                v = psync.Variable(np.zeros(4, np.float32), name="v")
-            optimizer = psync.optimizers.Adam(0.1)
-            for _ in range(3):
-                coordinator.schedule(push, args=(v, optimizer))
-            await coordinator.join()
-            if lose_it:
-                await keep_snapshots(coordinator, tmp_path)
-                coordinator.schedule(push, args=(v, optimizer))
-                await coordinator.join()
-                await lose(cluster, "ps-0")
-                await lose(cluster, "ps-1")
-                event = await anext(coordinator.events())
-                assert (event.from_step, event.to_step) in [(4, 3), (3, 3)]
-            for _ in range(2):
-                coordinator.schedule(push, args=(v, optimizer))
-            await coordinator.join()
-            return await v.read()
-
-    assert np.array_equal(await train(lose_it=True), await train(lose_it=False))
-
-
 async def test_a_save_that_a_lost_ps_interrupts_is_begun_anew(tmp_path: Path) -> None:
     async with coordinating(2, 2) as (cluster, coordinator):
         variables = declared(coordinator)

@@ -32,22 +32,6 @@ async def test_a_silence_while_there_is_work_is_told_of_and_again_when_it_goes_o
         assert len(reports(caplog)) == told
 
 
-async def test_an_error_while_reporting_is_logged_and_the_watch_goes_on(caplog):
-    times = 0
-
-    def fails(_: str) -> None:
-        nonlocal times
-        times += 1
-        raise RuntimeError("no report today")
-
-    options = {"watchdog_timeout": 10, "on_stall": fails}
-    async with coordinating(num_workers=1, **options) as (_, coordinator):
-        await coordinator.schedule(asyncio.sleep, (25,))
-        await coordinator.join()
-    assert times == 2
-    assert "no report today" in caplog.text
-
-
 async def test_a_step_that_hangs_is_named_with_its_worker_and_what_waits(caplog):
     heard: list[str] = []
     options = {"watchdog_timeout": 30, "on_stall": heard.append}
@@ -200,22 +184,6 @@ async def test_variables_that_are_being_created_are_work(caplog):
         cluster.network.heal("ps-0")
         assert await value == 1
         await v.read()
-
-
-async def test_replicas_that_wait_for_each_other_are_work(caplog):
-    async with coordinating(num_workers=2, watchdog_timeout=30) as (_, coordinator):
-
-        async def meets_late():
-            context = psync.get_replica_context()
-            if context.replica_id_in_sync_group == 0:
-                await asyncio.sleep(50)
-            return await context.all_reduce("sum", 1)
-
-        result = await coordinator.strategy.run(meets_late)
-        assert coordinator.strategy.experimental_local_results(result) == (2, 2)
-        (text,) = reports(caplog)
-        assert "in run of " in text
-        assert "closures: 2 in flight" in text
 
 
 # --- a step that takes too long costs its worker, if the program says so ---------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from psync.closures.closure import MOVES, Closure, Event, Identity, State, move
-from psync.closures.queue import ClosureQueue, error_of, loss_error, root_of, without_input
+from psync.closures.closure import MOVES, Closure, Identity, State, move
+from psync.closures.queue import ClosureQueue, loss_error, root_of, without_input
 from psync.errors import (
     ClosureCancelled,
     ClosureError,
@@ -15,19 +15,22 @@ from psync.errors import (
 )
 from psync.wire.closure_numbers import MAX_RUN, first_of, numbered
 
-LEGAL = [(state, event, after) for state, moves in MOVES.items() for event, after in moves.items()]
-ILLEGAL = [(state, event) for state in State for event in Event if event not in MOVES[state]]
-FINAL = {State.FINISHED, State.FAILED, State.EXHAUSTED, State.CANCELLED}
 
-
-def test_illegal_move_names_the_event_and_the_state_and_changes_nothing() -> None:
+@pytest.mark.parametrize("before", State)
+@pytest.mark.parametrize("after", State)
+def test_a_state_that_does_not_follow_is_refused_and_changes_nothing(
+    before: State, after: State
+) -> None:
     closure = Closure(17, name="step")
-    for state, event in ILLEGAL:
-        closure.state = state
-        with pytest.raises(LocalProtocolError) as caught:
-            move(closure, event)
-        assert str(caught.value) == f"closure 17 (step) cannot {event.value}: it is {state.value}"
-        assert closure.state is state
+    closure.state = before
+    if after in MOVES[before]:
+        move(closure, after)
+        assert closure.state is after
+        return
+    with pytest.raises(LocalProtocolError) as caught:
+        move(closure, after)
+    said = f"closure 17 (step) cannot become {after.value}: it is {before.value}"
+    assert (str(caught.value), closure.state) == (said, before)
 
 
 def test_closure_shows_its_number_its_function_its_state_and_its_worker() -> None:
@@ -72,16 +75,6 @@ def test_a_cancelled_closure_says_why_and_whether_it_is_of_use_to_schedule_it_ag
     ]
 
 
-def test_what_was_collected_ends_nothing_any_more_unless_all_is_stopped() -> None:
-    queue = failed_queue(ValueError("no"))
-    assert queue.ending == "no"
-    assert queue.collect_error() is not None
-    assert queue.ending is None
-    queue.stop()
-    queue.collect_error()
-    assert queue.ending == "the coordinator was closed"
-
-
 def test_an_input_error_has_the_first_error_of_the_chain_as_its_cause() -> None:
     cause = ValueError("bad batch")
     source = ended(0, cause)
@@ -89,11 +82,6 @@ def test_an_input_error_has_the_first_error_of_the_chain_as_its_cause() -> None:
     _, error = without_input(Closure(2, name="step"), between)
     assert error.__cause__ is cause
     assert "its input, closure 1 (step), ended with ValueError: bad batch" in str(error)
-
-
-def test_an_error_without_arguments_is_named_all_the_same() -> None:
-    _, error = without_input(Closure(1), ended(0, ValueError()))
-    assert str(error).endswith("ended with ValueError: ")
 
 
 def test_an_input_error_without_a_cause_is_its_own_root() -> None:
@@ -108,11 +96,6 @@ def test_a_closure_lost_too_often_names_the_workers_it_was_lost_with() -> None:
     assert isinstance(error, ClosureError)
     assert "lost with its worker 2 times: worker:0, worker:1" in str(error)
     assert isinstance(error.__cause__, WorkerLost)
-
-
-def test_a_closure_without_a_value_has_an_error() -> None:
-    with pytest.raises(AssertionError, match="without a value and without an error"):
-        error_of(Closure(0))
 
 
 @pytest.fixture

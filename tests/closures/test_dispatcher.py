@@ -1,4 +1,4 @@
-"""Who gets which closure: order, what is held ahead and how much, what is asked back."""
+"""How far ahead closures are sent, and what is asked back; order and losses: ``queue_machine``."""
 
 from __future__ import annotations
 
@@ -7,55 +7,15 @@ import math
 import pytest
 
 from psync.closures import dispatcher
-from psync.closures.closure import Closure, Event, State, move
+from psync.closures.closure import Closure, State, move
 from psync.closures.dispatcher import (
-    ClosureOrder,
     Dispatch,
     DispatchAction,
     Dispatcher,
     GiveBack,
     WorkerStatistics,
 )
-from psync.errors import LocalProtocolError, RemoteProtocolError
-
-
-def taken(order: ClosureOrder) -> list[int]:
-    """The ids of all that are queued, from the first on; none is left."""
-    ids = []
-    for closure in order.in_order():
-        order.discard(closure)
-        ids.append(closure.id)
-    return ids
-
-
-def test_closures_come_in_the_order_of_their_ids() -> None:
-    for ids in ([1, 2, 5], [4, 6, 5, 1, 7], [3, 2]):
-        order = ClosureOrder()
-        for closure_id in ids:
-            order.add(Closure(closure_id))
-        assert (taken(order), len(order.closures)) == (sorted(ids), 0)
-
-
-def test_what_was_taken_out_is_passed_over_wherever_it_stood() -> None:
-    order = ClosureOrder()
-    fresh, late = Closure(1), Closure(0)
-    order.add(fresh)
-    order.add(Closure(2))
-    order.add(late)
-    order.discard(fresh)
-    order.discard(late)
-    assert taken(order) == [2]
-
-
-def test_a_closure_may_come_back_after_it_was_taken_out() -> None:
-    order = ClosureOrder()
-    closure = Closure(1)
-    order.add(closure)
-    order.add(Closure(2))
-    order.discard(closure)
-    order.add(closure)
-    assert taken(order) == [1, 2]
-
+from psync.errors import RemoteProtocolError
 
 SLOW, FAST = 1.0, 10e-6  # seconds per closure: one is held ahead, and as many as allowed
 
@@ -82,7 +42,7 @@ class Bench:
     def add(self, *ids: int, inline_bytes: int = 0) -> None:
         for closure_id in ids:
             closure = self.closures[closure_id] = Closure(closure_id, inline_bytes=inline_bytes)
-            move(closure, Event.QUEUE)
+            move(closure, State.QUEUED)
             self.dispatcher.queued.add(closure)
 
     def decide(self, reporter: str | None = None) -> list[DispatchAction]:
@@ -90,31 +50,21 @@ class Bench:
 
     def finish(self, worker: str, *ids: int, mean_s: float = SLOW) -> list[DispatchAction]:
         for closure in self.dispatcher.take_finished(worker, ids, mean_s):
-            move(closure, Event.FINISH)
+            move(closure, State.FINISHED)
         return self.decide(worker)
 
     def lose(self, worker: str) -> list[DispatchAction]:
         for closure in self.dispatcher.leave(worker):
             closure.lost_on += (worker,)
-            move(closure, Event.LOSE)
+            move(closure, State.QUEUED)
             self.dispatcher.queued.add(closure)
         return self.decide()
 
     def give_back(self, worker: str, *ids: int) -> list[DispatchAction]:
         for closure in self.dispatcher.take_back(worker, ids):
-            move(closure, Event.GIVE_BACK)
+            move(closure, State.QUEUED)
             self.dispatcher.queued.add(closure)
         return self.decide()
-
-    def run_all(self, worker: str) -> list[int]:
-        """Let one worker run what it holds, one by one, until nothing is left. Returns the ids."""
-        self.decide()
-        order: list[int] = []
-        while ids := self.held().get(worker):
-            order.append(ids[0])
-            self.finish(worker, ids[0])
-        assert self.dispatcher.num_queued == 0
-        return order
 
     def held(self) -> dict[str, list[int]]:
         return {worker: [c.id for c in closures] for worker, closures in self.dispatcher.held()}
@@ -147,15 +97,6 @@ def test_each_idle_worker_gets_one_closure_in_order() -> None:
     assert bench.dispatcher.num_queued == 0
 
 
-def test_without_workers_closures_stay_queued() -> None:
-    bench = Bench()
-    bench.add(1, 2)
-    assert bench.decide() == []
-    assert bench.dispatcher.num_queued == 2
-    bench.dispatcher.join("a")
-    assert sent(bench.decide()) == {"a": [1]}
-
-
 def test_worker_idle_for_longest_is_served_first() -> None:
     bench = Bench("a", "b")
     bench.add(1, 2)
@@ -164,12 +105,6 @@ def test_worker_idle_for_longest_is_served_first() -> None:
     bench.finish("a", 1)
     bench.add(3)
     assert sent(bench.decide()) == {"b": [3]}
-
-
-def test_idle_worker_gets_a_closure_of_any_size() -> None:
-    bench = Bench("a")
-    bench.add(1, inline_bytes=1 << 30)
-    assert sent(bench.decide()) == {"a": [1]}
 
 
 # --- held ahead ------------------------------------------------------------------------------
@@ -186,14 +121,6 @@ def test_one_is_held_ahead_on_each_worker_before_anything_is_measured() -> None:
     bench = Bench("a", "b")
     bench.add(*range(1, 11))
     assert sent(bench.decide()) == {"a": [1, 3], "b": [2, 4]}
-
-
-def test_slow_closures_are_held_one_ahead() -> None:
-    bench = Bench("a")
-    bench.add(*range(1, 11))
-    bench.decide()
-    assert sent(bench.finish("a", 1, mean_s=SLOW)) == {"a": [3]}
-    assert bench.held() == {"a": [2, 3]}
 
 
 def test_fast_closures_are_held_as_far_ahead_as_allowed() -> None:
@@ -221,18 +148,6 @@ def test_the_oldest_closure_of_a_worker_is_the_one_that_it_runs() -> None:
         oldest = bench.dispatcher.oldest()
         assert {worker: closure.id for worker, closure in oldest.items()} == ids
         bench.finish("a", ids["a"])
-
-
-def test_depth_follows_the_moving_mean() -> None:
-    bench = Bench("a")
-    bench.add(1, 2)
-    bench.decide()
-    bench.finish("a", 1, mean_s=FAST)
-    bench.decide()
-    bench.finish("a", 2, mean_s=1.0)
-    (worker,) = bench.dispatcher.statistics()
-    assert worker.mean_s == pytest.approx(FAST + (1.0 - FAST) / 4)
-    assert worker.ahead == 1
 
 
 def test_a_report_of_many_closures_weighs_as_much_as_one_of_each() -> None:
@@ -298,82 +213,6 @@ def test_bytes_ahead_of_the_running_closure_are_limited(monkeypatch: pytest.Monk
     assert sent(bench.finish("a", 7, 8, 9, mean_s=FAST)) == {"a": [10, 11]}
 
 
-# --- what comes back -------------------------------------------------------------------------
-
-
-def test_what_a_lost_worker_held_is_first_in_its_old_order() -> None:
-    bench = fast_bench("a", "b", num=10)
-    bench.decide()
-    lost = bench.held()["a"]
-    assert len(lost) > 1
-    bench.lose("a")
-    order = bench.run_all("b")
-    assert sorted(order) == list(range(100, 110))
-    assert [closure_id for closure_id in order if closure_id in lost] == lost
-
-
-def test_closures_of_several_lost_workers_keep_the_order_of_their_ids() -> None:
-    bench = Bench("a", "b", "c")
-    bench.add(*range(1, 8))
-    bench.decide()
-    assert bench.held() == {"a": [1, 4], "b": [2], "c": [3]}
-    bench.lose("b")
-    bench.lose("a")
-    bench.lose("c")
-    bench.dispatcher.join("d")
-    assert bench.run_all("d") == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_closure_that_was_lost_runs_alone() -> None:
-    bench = fast_bench("a", num=3)
-    bench.decide()
-    assert bench.held() == {"a": [100, 101]}
-    bench.lose("a")
-    bench.add(*range(200, 210))
-    bench.dispatcher.join("b")
-    # Nothing goes ahead behind it, and it goes behind nothing.
-    assert sent(bench.decide()) == {"b": [100]}
-    assert sent(bench.finish("b", 100, mean_s=FAST)) == {"b": [101]}
-    batch = sent(bench.finish("b", 101, mean_s=FAST))["b"]
-    assert batch[:3] == [102, 200, 201]
-
-
-def test_closure_that_was_lost_is_not_sent_ahead_to_a_busy_worker() -> None:
-    bench = fast_bench("a", "b", num=2)
-    bench.decide()
-    bench.lose("b")
-    bench.add(*range(200, 210))
-    assert sent(bench.decide()) == {}
-    assert sent(bench.finish("a", 100, mean_s=FAST)) == {"a": [101]}
-
-
-def test_closure_whose_input_was_late_goes_between_those_scheduled_before_and_after() -> None:
-    bench = Bench()
-    bench.add(1)
-    late = Closure(2)
-    bench.add(3)
-    move(late, Event.QUEUE)
-    bench.dispatcher.queued.add(late)
-    bench.dispatcher.join("a")
-    assert bench.run_all("a") == [1, 2, 3]
-
-
-def test_discarded_closure_is_skipped_wherever_it_stands() -> None:
-    bench = Bench()
-    bench.add(1, 2, 3, 4)
-    for closure_id in (1, 3):
-        bench.dispatcher.queued.discard(bench.closures[closure_id])
-    late = [Closure(5), Closure(6)]
-    for closure in late:
-        move(closure, Event.QUEUE)
-        bench.dispatcher.queued.add(closure)
-    bench.dispatcher.queued.discard(late[0])
-    assert bench.dispatcher.num_queued == 3
-    bench.dispatcher.join("a")
-    assert sent(bench.decide()) == {"a": [2, 4]}
-    assert sent(bench.finish("a", 2, 4)) == {"a": [6]}
-
-
 # --- give back -------------------------------------------------------------------------------
 
 
@@ -396,29 +235,12 @@ def test_worker_that_holds_closures_ahead_is_asked_for_the_oldest_half_when_anot
     assert bench.decide() == []  # not again while that is not answered
 
 
-def test_what_comes_back_goes_to_the_idle_worker_in_order() -> None:
-    bench, _ = two_workers_of_which_one_is_idle()
-    assert sent(bench.give_back("a", 101, 102)) == {"b": [101]}
-    assert asked(bench.finish("b", 101)) == {}
-    assert bench.held() == {"a": [100, 103], "b": [102]}
-
-
 def test_what_is_kept_had_started_and_is_not_asked_for_again() -> None:
     bench, _ = two_workers_of_which_one_is_idle()
     assert bench.give_back("a") == [GiveBack("a", (103,))]
     assert bench.give_back("a") == []  # all have started: the asking ends
     assert bench.decide() == []
     assert sent(bench.finish("a", 100, 101, 102, 103)) == {}
-
-
-def test_worker_that_owes_an_answer_is_not_asked_again_whatever_it_reports() -> None:
-    bench, actions = two_workers_of_which_one_is_idle(num_ahead=5)
-    assert actions == [GiveBack("a", (101, 102, 103))]
-    assert bench.finish("a", 100) == []
-    assert bench.finish("a", 101) == []
-    assert bench.give_back("a", 103) == [
-        Dispatch("b", (bench.closures[103],)),
-    ]
 
 
 def test_all_that_may_not_have_started_is_asked_back_where_no_answer_is_owed() -> None:
@@ -428,13 +250,6 @@ def test_all_that_may_not_have_started_is_asked_back_where_no_answer_is_owed() -
     assert bench.dispatcher.ask_back() == []
     bench, _ = two_workers_of_which_one_is_idle()
     assert bench.dispatcher.ask_back() == []  # "a" owes an answer, "b" has nothing
-
-
-def test_half_that_was_not_asked_for_is_asked_for_when_a_worker_is_idle_again() -> None:
-    bench, _ = two_workers_of_which_one_is_idle()
-    bench.give_back("a", 102)
-    assert bench.held() == {"a": [100, 101, 103], "b": [102]}
-    assert bench.finish("b", 102) == [GiveBack("a", (103,))]  # 101 has started
 
 
 def test_closure_known_to_have_started_is_unknown_again_on_its_next_worker() -> None:
@@ -448,61 +263,6 @@ def test_closure_known_to_have_started_is_unknown_again_on_its_next_worker() -> 
     assert not bench.closures[101].known_started
 
 
-def test_every_worker_that_holds_closures_ahead_is_asked() -> None:
-    """A worker whose step computes on the loop is silent; the others must be asked all the same."""
-    bench = Bench("a", "b", "c")
-    bench.add(*range(1, 9))
-    bench.decide()
-    assert bench.held() == {"a": [1, 4], "b": [2, 5], "c": [3]}
-    bench.finish("c", 3)
-    bench.finish("c", 6)
-    bench.finish("c", 7)
-    assert bench.finish("c", 8) == [GiveBack("a", (4,)), GiveBack("b", (5,))]
-
-
-def test_nothing_is_asked_back_while_something_is_queued() -> None:
-    bench = Bench("a", "b")
-    bench.add(*range(1, 6))
-    bench.decide()
-    assert bench.held() == {"a": [1, 3], "b": [2]}
-    assert bench.finish("b", 2) == [Dispatch("b", (bench.closures[4],))]
-    assert bench.finish("b", 4) == [Dispatch("b", (bench.closures[5],))]
-    assert bench.finish("b", 5) == [GiveBack("a", (3,))]
-
-
-def test_worker_that_gave_back_gets_nothing_ahead_until_a_closure_ends_on_it() -> None:
-    bench = fast_bench("a", num=10)
-    bench.decide()
-    held = bench.held()["a"]
-    assert bench.give_back("a", *held[1:]) == []
-    bench.add(*range(200, 210))
-    assert bench.decide() == []
-    assert sent(bench.finish("a", 100, mean_s=FAST))["a"][:2] == [101, 102]
-
-
-def test_worker_may_give_back_everything_unasked() -> None:
-    bench = Bench("a")
-    bench.add(1)
-    bench.decide()
-    assert sent(bench.give_back("a", 1)) == {"a": [1]}  # it is idle: nobody else is there
-    assert bench.dispatcher.num_in_flight == 1
-
-
-def test_late_answer_of_a_worker_that_is_idle_by_now_is_harmless() -> None:
-    bench, _ = two_workers_of_which_one_is_idle()
-    bench.finish("a", 100, 101, 102, 103)
-    assert bench.give_back("a") == []
-    bench.add(*range(200, 220))
-    assert len(sent(bench.decide())["a"]) > 1
-
-
-def test_lost_worker_owes_no_answer_when_it_joins_again() -> None:
-    bench, _ = two_workers_of_which_one_is_idle()
-    bench.lose("a")
-    bench.dispatcher.join("a")
-    assert sent(bench.decide()) == {"a": [101]}
-
-
 def test_closure_that_ended_in_another_way_makes_room_and_says_nothing_of_the_pace() -> None:
     bench = Bench("a")
     bench.add(*range(1, 11))
@@ -514,22 +274,6 @@ def test_closure_that_ended_in_another_way_makes_room_and_says_nothing_of_the_pa
 
 
 # --- reports that make no sense --------------------------------------------------------------
-
-
-def test_worker_that_reports_what_it_does_not_hold_is_refused_and_nothing_is_taken() -> None:
-    bench = Bench("a", "b")
-    bench.add(1, 2, 3, 4, 5, 6)
-    bench.decide()
-    with pytest.raises(RemoteProtocolError, match=r"^a finished closure 2, which it does not hold"):
-        bench.dispatcher.take_finished("a", (1, 2), SLOW)
-    with pytest.raises(RemoteProtocolError, match=r"^a finished closure 1, which it does not hold"):
-        bench.dispatcher.take_finished("a", (1, 1), SLOW)
-    with pytest.raises(RemoteProtocolError, match=r"^a failed closure 9, which it does not hold$"):
-        bench.dispatcher.take("a", (9,), "failed")
-    with pytest.raises(RemoteProtocolError, match=r"^a gave back closure 9, which it does not ho"):
-        bench.dispatcher.take_back("a", (9,))
-    assert sorted(bench.held()["a"]) == [1, 3]
-    assert bench.dispatcher.num_in_flight == 4
 
 
 @pytest.mark.parametrize("mean_s", [-1.0, math.inf, math.nan])
@@ -560,39 +304,6 @@ def test_worker_that_leaves_gets_nothing_more_and_is_asked_for_nothing() -> None
     assert bench.decide() == []
     assert sent(bench.finish("b", 2)) == {"b": [5]}
     assert bench.lose("a") == []
-
-
-def test_worker_that_leaves_is_not_filled_up_again() -> None:
-    bench = Bench("a", "b")
-    bench.add(*range(8))
-    bench.decide()
-    assert bench.held() == {"a": [0, 2], "b": [1, 3]}
-    bench.dispatcher.retire("a")
-    assert bench.finish("a", 0) == []
-    assert sent(bench.finish("b", 1)) == {"b": [4]}
-
-
-def test_idle_worker_that_leaves_gets_nothing_more() -> None:
-    bench = Bench("a")
-    bench.dispatcher.retire("a")
-    bench.add(0)
-    assert bench.decide() == []
-    with pytest.raises(LocalProtocolError, match="cannot be sent to a, which is not idle"):
-        bench.dispatcher.give("a", Closure(1))
-    bench.lose("a")
-    with pytest.raises(LocalProtocolError, match="a has not joined, or was lost"):
-        bench.dispatcher.retire("a")
-    bench.dispatcher.join("a")
-    assert sent(bench.decide()) == {"a": [0]}, "it is back"
-
-
-def test_worker_joins_once_and_leaves_once() -> None:
-    bench = Bench("a")
-    with pytest.raises(LocalProtocolError, match=r"^a joined twice$"):
-        bench.dispatcher.join("a")
-    assert bench.dispatcher.leave("a") == []
-    with pytest.raises(LocalProtocolError, match=r"^a has not joined, or was lost$"):
-        bench.dispatcher.leave("a")
 
 
 def test_statistics_name_the_workers_in_the_order_in_which_they_joined() -> None:

@@ -17,7 +17,6 @@ from psync.closures.schedule_reports import ScheduleReports
 from psync.errors import (
     ClosureCancelled,
     EndOfData,
-    LocalProtocolError,
     RemoteProtocolError,
     UsageError,
     WorkerLost,
@@ -51,18 +50,6 @@ def test_a_collective_is_merged_when_all_are_there_and_answered_to_all():
     )
 
 
-def test_a_gang_whose_replicas_have_all_returned_has_ended():
-    gang = gang_of(2)
-    assert not gang.has_ended
-    assert gang.finished(1) == []
-    assert gang.finished(0) == []
-    assert gang.has_ended
-    assert gang.error is None
-    assert repr(gang) == "<Gang of 2, ended>"
-    assert gang.cancel(ClosureCancelled("late")) == []
-    assert gang.error is None
-
-
 def test_a_replica_may_be_in_several_collectives_at_once():
     gang = gang_of(2)
     assert gang.arrive(0, "a") == []
@@ -76,14 +63,6 @@ def test_a_replica_may_be_in_several_collectives_at_once():
     assert gang.merged(0) == [Answer(0)]
     assert not gang.waits(0)
     assert gang.describe() == ""
-
-
-def test_the_only_replica_meets_itself():
-    gang = gang_of(1)
-    assert gang.arrive(0, "merge_call") == [Merge(0)]
-    assert gang.merged(0) == [Answer(0)]
-    gang.finished(0)
-    assert gang.has_ended
 
 
 def gang_refusal(gang: Gang, replica: int) -> Refuse:
@@ -183,19 +162,6 @@ def test_how_a_replica_ended_is_told(error, cls, text):
     assert gang.error is error
 
 
-def test_what_is_merged_is_stopped_when_a_replica_is_lost_and_waited_for():
-    gang = gang_of(2)
-    gang.arrive(0, "merge_call")
-    gang.arrive(1, "merge_call")
-    actions = gang.failed(1, WorkerLost("/job:worker/task:1"))
-    assert actions[0] == StopMerging()
-    assert refused(actions)[0] == (0,)
-    gang.failed(0, refused(actions)[1])
-    assert not gang.has_ended
-    assert gang.merged(0) == []
-    assert gang.has_ended
-
-
 def test_a_replica_that_gives_up_ends_the_gang():
     gang = gang_of(2)
     gang.arrive(0, "all_reduce SUM")
@@ -212,35 +178,18 @@ def _gave_up_unseen() -> BaseException | None:
     return gang.error
 
 
-def test_a_gang_can_be_cancelled_from_outside_once():
+def test_what_is_merged_is_stopped_when_a_replica_is_lost_and_waited_for():
     gang = gang_of(2)
     gang.arrive(0, "merge_call")
-    error = ClosureCancelled("run was cancelled")
-    actions = gang.cancel(error)
-    assert refused(actions) == ((0,), error)
-    assert Stop((1,)) in actions
-    assert gang.cancel(ClosureCancelled("again")) == []
-    assert gang.error is error
+    gang.arrive(1, "merge_call")
+    assert gang.failed(1, WorkerLost("/job:worker/task:1"))[0] == StopMerging()
+    gang.failed(0, ValueError())
+    assert not gang.has_ended
+    assert gang.merged(0) == []
+    assert gang.has_ended
 
 
-# --- what cannot happen ----------------------------------------------------------------------
-
-
-def test_a_replica_ends_once_and_then_comes_to_nothing():
-    gang = gang_of(2)
-    gang.finished(0)
-    for act in (
-        lambda: gang.finished(0),
-        lambda: gang.failed(0, ValueError()),
-        lambda: gang.arrive(0, "merge_call"),
-    ):
-        with pytest.raises(LocalProtocolError, match="replica 0 on /job:worker/task:0 cannot"):
-            act()
-    with pytest.raises(LocalProtocolError, match="not being merged"):
-        gang.merged(0)
-
-
-# --- its place in the queue ------------------------------------------------------------------
+# --- in the queue; see also test_gang_machine ------------------------------------------------
 
 
 class Cluster:
@@ -280,51 +229,6 @@ class Cluster:
         return replicas
 
 
-def test_a_gang_waits_for_what_was_scheduled_before_it_and_nothing_overtakes_it():
-    cluster = Cluster("a", "b")
-    queue = cluster.queue
-    cluster.schedule()
-    barrier = queue.add_barrier()
-    assert not queue.may_begin(barrier)
-    later = cluster.schedule()
-    assert cluster.sent == [("a", 0)]
-    assert queue.statistics().waiting == 1
-    assert queue.dispatcher.num_queued == 0
-    cluster.finish("a", 0)
-    assert queue.may_begin(barrier)
-    replicas = cluster.begin("a", "b")
-    assert cluster.sent[1:] == [("a", 2), ("b", 3)]
-    assert [replica.worker for replica in replicas] == ["a", "b"]
-    assert queue.low_water() == 1
-    cluster.finish("b", 3)
-    assert cluster.sent[3:] == []
-    cluster.finish("a", 2)
-    assert queue.low_water() == 1
-    cluster.perform(queue.open_barrier(barrier))
-    assert later.state is State.HELD
-    assert cluster.sent[3:] == [("b", 1)]
-
-
-def test_gangs_have_their_places_among_closures_and_each_other():
-    cluster = Cluster("a")
-    queue = cluster.queue
-    first = queue.add_barrier()
-    between = cluster.schedule()
-    second = queue.add_barrier()
-    after = cluster.schedule()
-    assert queue.may_begin(first)
-    (replica,) = cluster.begin("a")
-    cluster.finish("a", replica.id)
-    cluster.perform(queue.open_barrier(first))
-    assert between.state is State.HELD
-    assert after.state is State.WAITING
-    assert not queue.may_begin(second)
-    cluster.finish("a", between.id)
-    assert queue.may_begin(second)
-    cluster.perform(queue.open_barrier(second))
-    assert after.state is State.HELD
-
-
 def test_what_waited_for_a_gang_that_will_never_be_waits_for_the_one_before():
     cluster = Cluster("a")
     queue = cluster.queue
@@ -334,33 +238,6 @@ def test_what_waited_for_a_gang_that_will_never_be_waits_for_the_one_before():
     assert after.state is State.WAITING
     cluster.perform(queue.open_barrier(first))
     assert after.state is State.HELD
-
-
-def test_a_closure_behind_a_gang_waits_for_its_inputs_too():
-    cluster = Cluster("a", "b")
-    queue = cluster.queue
-    source = cluster.schedule()
-    barrier = queue.add_barrier()
-    one, other = cluster.schedule(source), cluster.schedule()
-    needs = cluster.schedule(other)
-    cluster.finish("a", source.id)
-    assert one.state is State.WAITING
-    cluster.perform(queue.cancel(other.id))
-    assert other.state is State.CANCELLED
-    assert needs.state is State.FAILED
-    assert one.state is State.CANCELLED
-    assert not queue.may_begin(barrier), "an error is known"
-    cluster.perform(queue.open_barrier(barrier))
-    assert not cluster.sent[1:]
-
-
-def test_a_paused_queue_begins_no_gang():
-    cluster = Cluster("a")
-    barrier = cluster.queue.add_barrier()
-    cluster.queue.pause()
-    assert not cluster.queue.may_begin(barrier)
-    cluster.queue.resume()
-    assert cluster.queue.may_begin(barrier)
 
 
 @pytest.mark.parametrize("how", ["failed", "end of data", "cancelled", "lost", "lost when asked"])
@@ -395,29 +272,6 @@ def test_how_a_replica_ends_is_no_error_of_the_queue_and_it_never_runs_again(how
     cluster.perform(queue.open_barrier(barrier))
     assert queue.collect_error() is None
     assert queue.dispatcher.num_queued == 0
-
-
-def test_an_error_that_ends_everything_stops_replicas_and_forbids_gangs():
-    cluster = Cluster("a")
-    queue = cluster.queue
-    queue.add_barrier()
-    (replica,) = cluster.begin("a")
-    assert queue.ending is None
-    cluster.perform(queue.fail(ValueError("a ps is gone")))
-    assert cluster.cancels == [Cancel("a", (replica.id,))]
-    assert queue.ending == "a ps is gone"
-    assert not queue.may_begin(queue.add_barrier())
-
-
-def test_a_replica_goes_to_an_idle_worker_with_an_identity_of_its_own():
-    cluster = Cluster("a")
-    with pytest.raises(LocalProtocolError, match="comes after"):
-        cluster.queue.begin_gang([("a", Replica(-1))])
-    with pytest.raises(LocalProtocolError, match="has not joined"):
-        cluster.queue.begin_gang([("z", Replica(5))])
-    cluster.schedule()
-    with pytest.raises(LocalProtocolError, match="not idle"):
-        cluster.queue.begin_gang([("a", Replica(cluster.queue.next_id))])
 
 
 def test_a_replica_is_not_given_back():

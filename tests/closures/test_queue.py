@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.closures.closure import Closure, Replica, State
-from psync.closures.dispatcher import Dispatch, GiveBack, WorkerStatistics
+from psync.closures.closure import Closure, State
+from psync.closures.dispatcher import Dispatch
 from psync.closures.queue import (
     MAX_LOSSES,
     RECENT_LOSSES,
@@ -15,7 +15,6 @@ from psync.closures.queue import (
     Cancel,
     ClosureQueue,
     Losses,
-    QueueStatistics,
     Settle,
 )
 from psync.errors import (
@@ -23,7 +22,6 @@ from psync.errors import (
     ClosureError,
     ClosureInputError,
     EndOfData,
-    LocalProtocolError,
     ParameterServerLost,
     RemoteProtocolError,
     WorkerLost,
@@ -80,72 +78,6 @@ def test_closure_is_sent_by_the_next_dispatch_and_settled_by_the_report() -> Non
     assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0)]
     assert bench.closures[0].state is State.FINISHED
     assert bench.closures[0].error is None
-
-
-def test_report_settles_in_the_order_reported_and_then_sends_more() -> None:
-    bench = Bench("a")
-    bench.run(0, 1, 2, 3)
-    assert bench.queue.finished("a", (1, 0), SLOW) == [
-        bench.settle(1, 0),
-        bench.dispatch("a", 2),
-    ]
-
-
-def test_report_sends_what_was_scheduled_since_the_last_dispatch() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.schedule(1)
-    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0), bench.dispatch("a", 1)]
-
-
-def test_worker_that_joins_gets_what_is_queued() -> None:
-    bench = Bench()
-    assert bench.run(0, 1) == []
-    assert bench.queue.worker_joined("a") == [bench.dispatch("a", 0)]
-
-
-def test_ids_must_grow() -> None:
-    bench = Bench()
-    bench.schedule(5)
-    with pytest.raises(LocalProtocolError, match=r"^closure 5 \(step\) was scheduled after closu"):
-        bench.queue.schedule(bench.closures[5])
-    with pytest.raises(
-        LocalProtocolError,
-        match=r"^closure 4 \(step\) was scheduled after closure 5, but ids must grow$",
-    ):
-        bench.schedule(4)
-    assert bench.queue.statistics().queued == 1
-
-
-def test_closure_that_was_used_before_is_refused() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.closures[0].id = 7
-    with pytest.raises(LocalProtocolError, match=r"^closure 7 \(step\) cannot be queued: it is he"):
-        bench.queue.schedule(bench.closures[0])
-    assert bench.queue.next_id == 1
-
-
-def test_worker_joins_once() -> None:
-    with pytest.raises(LocalProtocolError, match=r"^a joined twice$"):
-        Bench("a").queue.worker_joined("a")
-
-
-def test_report_of_a_worker_that_was_lost_is_refused() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.queue.worker_lost("a")
-    for report in (
-        lambda: bench.queue.finished("a", (0,), SLOW),
-        lambda: bench.queue.failed("a", 0, ValueError()),
-        lambda: bench.queue.end_of_data("a", 0, EndOfData()),
-        lambda: bench.queue.cancelled("a", 0),
-        lambda: bench.queue.given_back("a", (0,)),
-        lambda: bench.queue.worker_lost("a"),
-    ):
-        with pytest.raises(LocalProtocolError, match=r"^a has not joined, or was lost$"):
-            report()
-    assert bench.states() == {0: "queued"}
 
 
 @pytest.mark.parametrize("closure_id", [1, 9])
@@ -302,25 +234,6 @@ def test_closure_whose_worker_is_gone_for_a_known_reason_runs_again_and_no_loss_
     assert bench.queue.worker_lost("b") == [bench.settle(0)], "blamed, it is given up"
 
 
-def test_replica_of_a_worker_that_is_gone_for_a_known_reason_is_lost_all_the_same() -> None:
-    bench = Bench("a", "b")
-    replicas = [("a", Replica(0)), ("b", Replica(1))]
-    bench.queue.begin_gang(replicas)
-    bench.queue.worker_lost("a", blame=False)
-    assert isinstance(replicas[0][1].error, WorkerLost)
-    assert replicas[1][1].state is State.HELD
-
-
-def test_closures_given_back_run_elsewhere_and_no_attempt_is_counted() -> None:
-    bench = Bench("a")
-    bench.run(0, 1, 2)
-    bench.queue.worker_joined("b")
-    assert bench.queue.finished("b", (2,), SLOW) == [bench.settle(2), GiveBack("a", (1,))]
-    assert bench.queue.given_back("a", (1,)) == [bench.dispatch("b", 1)]
-    assert len(bench.closures[1].lost_on) == 0
-    assert bench.queue.statistics().given_back == 1
-
-
 # --- errors ----------------------------------------------------------------------------------
 
 
@@ -353,10 +266,6 @@ def test_error_is_raised_when_nothing_runs_any_more_and_only_once() -> None:
     bench.queue.failed("a", 0, error)
     assert bench.queue.pending_errors == [error]
     assert not bench.queue.is_settled(bench.queue.next_id)
-    with pytest.raises(
-        LocalProtocolError, match=r"^the error was collected while 2 closures were in flight$"
-    ):
-        bench.queue.collect_error()
     assert bench.queue.cancelled("b", 1) == [bench.settle(1)]
     assert not bench.queue.ready_to_raise
     assert bench.queue.cancelled("a", 2) == [bench.settle(2)]
@@ -384,16 +293,6 @@ def test_closure_in_flight_ends_without_a_value_after_an_error() -> None:
     assert bench.queue.collect_error() == (first, (second,))
 
 
-def test_what_cannot_be_stopped_is_waited_for_and_named() -> None:
-    bench = Bench("a", "b")
-    bench.run(0, 1)
-    bench.queue.failed("a", 0, ValueError())
-    assert bench.queue.in_flight() == [("b", bench.closures[1])]
-    bench.queue.finished("b", (1,), SLOW)
-    assert bench.queue.in_flight() == []
-    assert bench.queue.ready_to_raise
-
-
 def test_nothing_is_dispatched_while_an_error_waits_to_be_raised() -> None:
     bench = Bench("a")
     bench.run(0)
@@ -408,41 +307,7 @@ def test_nothing_is_dispatched_while_an_error_waits_to_be_raised() -> None:
     assert bench.queue.low_water() == 2
 
 
-def test_nothing_is_asked_back_while_an_error_waits_to_be_raised() -> None:
-    bench = Bench("a", "b")
-    bench.run(*range(8))
-    bench.queue.failed("a", 0, ValueError())
-    assert bench.queue.cancelled("a", 2) == [bench.settle(2)]  # and b holds two
-
-
-def test_queue_runs_again_after_the_error_was_raised() -> None:
-    bench = Bench("a", "b")
-    bench.run(0, 1)
-    bench.queue.failed("a", 0, ValueError())
-    bench.queue.cancelled("b", 1)
-    bench.queue.collect_error()
-    assert bench.run(2, 3) == [bench.dispatch("a", 2), bench.dispatch("b", 3)]
-    assert bench.queue.finished("a", (2,), SLOW) == [bench.settle(2)]
-
-
-def test_closures_of_a_worker_lost_after_an_error_end_cancelled() -> None:
-    bench = Bench("a", "b")
-    bench.run(*range(6))
-    bench.queue.failed("a", 0, ValueError())
-    assert bench.queue.worker_lost("b") == [bench.settle(1, 3)]
-    assert bench.queue.worker_lost("a") == [bench.settle(2)]
-    assert bench.states()[1] == "cancelled"
-    assert bench.queue.statistics().put_back == 0
-    assert bench.queue.ready_to_raise
-
-
-def test_closures_given_back_after_an_error_end_cancelled() -> None:
-    bench = Bench("a", "b")
-    bench.run(*range(6))
-    bench.queue.failed("a", 0, ValueError())
-    assert bench.queue.given_back("b", (3,)) == [bench.settle(3)]
-    assert bench.states()[3] == "cancelled"
-    assert bench.queue.statistics().given_back == 0
+# Every order of reports, losses and cancellations is the machine's: ``queue_machine``.
 
 
 # --- inputs ----------------------------------------------------------------------------------
@@ -458,48 +323,6 @@ def test_closure_waits_for_its_inputs() -> None:
     assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0)]
     assert bench.queue.finished("b", (1,), SLOW) == [bench.settle(1), bench.dispatch("c", 2)]
     assert bench.closures[2].dependencies == ()
-
-
-def test_closure_whose_inputs_are_there_is_queued_at_once() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.queue.finished("a", (0,), SLOW)
-    assert bench.schedule(1, 0) == []
-    assert bench.queue.dispatch() == [bench.dispatch("a", 1)]
-
-
-def test_closure_whose_input_was_late_goes_before_those_scheduled_after_it() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.schedule(1, 0)
-    assert bench.run(2, 3) == [bench.dispatch("a", 2)]  # ahead, as 1 waits for 0
-    assert bench.queue.finished("a", (0, 2), SLOW) == [
-        bench.settle(0, 2),
-        bench.dispatch("a", 1),
-    ]
-
-
-def test_several_closures_may_wait_for_the_same_input() -> None:
-    bench = Bench("a", "b")
-    bench.run(0)
-    bench.schedule(1, 0)
-    bench.schedule(2, 0)
-    assert bench.queue.finished("a", (0,), SLOW) == [
-        bench.settle(0),
-        bench.dispatch("b", 1),
-        bench.dispatch("a", 2),
-    ]
-
-
-def test_input_that_was_never_scheduled_is_refused() -> None:
-    bench = Bench()
-    bench.closures[0] = Closure(0, name="load")
-    with pytest.raises(
-        LocalProtocolError,
-        match=r"^closure 1 \(step\) takes the value of closure 0 \(load\), which was not schedul",
-    ):
-        bench.schedule(1, 0)
-    assert bench.queue.next_id == 0
 
 
 def test_closures_that_needed_the_value_of_a_failed_one_fail_with_its_error() -> None:
@@ -539,36 +362,6 @@ def test_chain_of_inputs_may_be_long() -> None:
     assert bench.queue.statistics().failed == 5000
 
 
-def test_closure_with_an_input_that_failed_earlier_fails_at_once_as_any_other_error() -> None:
-    bench = Bench("a", "b")
-    bench.run(0)
-    error = ValueError()
-    bench.queue.failed("a", 0, error)
-    bench.queue.collect_error()
-    bench.run(1, 2, 3, 4, 5)
-    assert bench.schedule(6, 0, 1) == [
-        bench.settle(6, 4, 5),
-        Cancel("a", (2,)),
-        Cancel("b", (1, 3)),
-    ]
-    assert str(bench.error(6)) == (
-        f"closure 6 (step) was not run: its input, closure 0 (step), ended with ValueError: {error}"
-    )
-    assert bench.error(6).__cause__ is error
-    assert str(bench.error(5)).startswith("closure 5 (step) was cancelled: closure 6 (step) failed")
-    bench.queue.worker_lost("a")
-    bench.queue.worker_lost("b")
-    assert bench.queue.collect_error() == (bench.error(6), ())
-
-
-def test_closure_scheduled_with_inputs_while_an_error_waits_is_cancelled() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.queue.failed("a", 0, ValueError())
-    assert bench.schedule(1, 0) == [bench.settle(1)]
-    assert bench.states()[1] == "cancelled"
-
-
 def test_error_of_an_input_reported_by_a_worker_is_not_nested_either() -> None:
     bench = Bench("a")
     bench.run(0)
@@ -580,21 +373,12 @@ def test_error_of_an_input_reported_by_a_worker_is_not_nested_either() -> None:
     assert bench.error(1).__cause__ is root
 
 
-def test_input_error_without_a_cause_is_its_own_root() -> None:
+def test_failed_input_is_of_no_interest_to_a_closure_cancelled_meanwhile() -> None:
     bench = Bench("a")
     bench.run(0)
     bench.schedule(1, 0)
-    reported = ClosureInputError("the per-worker dataset failed")
-    bench.queue.failed("a", 0, reported)
-    assert bench.error(1).__cause__ is reported
-
-
-def test_input_that_is_ready_is_of_no_use_to_a_closure_cancelled_meanwhile() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.schedule(1, 0)
-    assert bench.queue.cancel(1) == [bench.settle(1)]
-    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0)]
+    bench.queue.cancel(1)
+    assert bench.queue.failed("a", 0, ValueError()) == [bench.settle(0)]
     assert bench.states()[1] == "cancelled"
 
 
@@ -618,15 +402,6 @@ def test_end_of_data_cancels_nobody_and_is_raised_once_when_all_is_done() -> Non
     assert bench.queue.statistics().exhausted == 2
 
 
-def test_end_of_data_comes_after_the_errors() -> None:
-    bench = Bench("a", "b")
-    bench.run(0, 1)
-    end, error = EndOfData(), ValueError()
-    bench.queue.end_of_data("a", 0, end)
-    bench.queue.failed("b", 1, error)
-    assert bench.queue.collect_error() == (error, (end,))
-
-
 def test_closure_that_needed_a_value_that_never_came_for_lack_of_data_cancels_nobody() -> None:
     bench = Bench("a", "b")
     bench.run(0, 1)
@@ -647,16 +422,6 @@ def test_closure_that_needed_a_value_that_never_came_for_lack_of_data_cancels_no
 # --- cancelling one --------------------------------------------------------------------------
 
 
-def test_queued_closure_is_cancelled_at_once() -> None:
-    bench = Bench("a")
-    bench.run(0, 1)
-    assert bench.queue.cancel(1) == [bench.settle(1)]
-    assert isinstance(bench.error(1), ClosureCancelled)
-    assert str(bench.error(1)) == "closure 1 (step) was cancelled"
-    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0)]
-    assert bench.queue.collect_error() is None
-
-
 def test_closure_in_flight_is_asked_to_stop_once_and_ends_when_its_worker_says_so() -> None:
     bench = Bench("a")
     bench.run(0, 1)
@@ -665,39 +430,6 @@ def test_closure_in_flight_is_asked_to_stop_once_and_ends_when_its_worker_says_s
     assert bench.queue.cancelled("a", 0) == [bench.settle(0), bench.dispatch("a", 1)]
     assert str(bench.error(0)) == "closure 0 (step) was cancelled"
     assert not bench.queue.pending_errors
-
-
-def test_cancelling_what_is_final_or_unknown_does_nothing() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.queue.finished("a", (0,), SLOW)
-    assert bench.queue.cancel(0) == []
-    assert bench.queue.cancel(99) == []
-
-
-def test_closure_that_finishes_before_it_is_stopped_has_its_value() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.schedule(1, 0)
-    bench.queue.cancel(0)
-    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0), bench.dispatch("a", 1)]
-
-
-def test_closure_that_fails_while_it_is_stopped_is_an_error() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.queue.cancel(0)
-    error = ValueError("while cleaning up")
-    bench.queue.failed("a", 0, error)
-    assert bench.queue.collect_error() == (error, ())
-
-
-def test_cancelled_closure_whose_worker_is_lost_does_not_run_again() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.queue.cancel(0)
-    assert bench.queue.worker_lost("a") == [bench.settle(0)]
-    assert bench.states()[0] == "cancelled"
 
 
 def test_closure_that_needed_a_cancelled_value_fails_and_ends_everything() -> None:
@@ -737,35 +469,7 @@ def test_worker_that_stops_what_nobody_asked_it_to_is_refused() -> None:
     assert bench.states()[0] == "held"
 
 
-# --- pause and stop --------------------------------------------------------------------------
-
-
-def test_paused_queue_takes_reports_and_sends_nothing() -> None:
-    bench = Bench("a", "b")
-    bench.run(0)
-    bench.queue.pause()
-    bench.queue.pause()
-    assert bench.run(1) == []
-    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0)]
-    assert bench.queue.worker_joined("c") == []
-    assert bench.queue.resume() == []
-    assert bench.queue.resume() == [bench.dispatch("b", 1)]
-
-
-def test_resume_without_pause_is_refused() -> None:
-    with pytest.raises(
-        LocalProtocolError, match=r"^the closure queue was resumed more often than paused$"
-    ):
-        Bench().queue.resume()
-
-
-def test_failed_input_is_of_no_interest_to_a_closure_cancelled_meanwhile() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    bench.schedule(1, 0)
-    bench.queue.cancel(1)
-    assert bench.queue.failed("a", 0, ValueError()) == [bench.settle(0)]
-    assert bench.states()[1] == "cancelled"
+# --- stop --------------------------------------------------------------------------
 
 
 def test_error_that_is_no_closures_own_ends_everything_and_is_raised() -> None:
@@ -778,13 +482,6 @@ def test_error_that_is_no_closures_own_ends_everything_and_is_raised() -> None:
     bench.queue.cancelled("a", 1)
     assert bench.queue.collect_error() == (lost, ())
     assert bench.run(4) == [bench.dispatch("a", 4)]
-
-
-def test_stop_asks_each_worker_once() -> None:
-    bench = Bench("a", "b")
-    bench.run(0, 1)
-    bench.queue.cancel(0)
-    assert bench.queue.stop() == [Cancel("b", (1,))]
 
 
 def test_stop_cancels_everything_now_and_later() -> None:
@@ -814,13 +511,6 @@ def test_queue_stopped_after_an_error_still_raises_it_and_stays_stopped() -> Non
 # --- join ------------------------------------------------------------------------------------
 
 
-def test_join_with_nothing_scheduled_is_over_at_once() -> None:
-    queue = ClosureQueue()
-    assert queue.next_id == 0
-    assert queue.is_settled(queue.next_id)
-    assert queue.collect_error() is None
-
-
 def test_join_waits_for_what_was_scheduled_before_it_and_for_nothing_else() -> None:
     bench = Bench("a", "b")
     bench.run(0, 1)
@@ -846,58 +536,6 @@ def test_low_water_is_the_lowest_id_that_is_not_final() -> None:
     assert bench.queue.low_water() == 9
     bench.queue.finished("c", (9,), SLOW)
     assert bench.queue.low_water() == bench.queue.next_id == 10
-
-
-def test_error_between_two_joins_is_raised_by_the_next_one() -> None:
-    bench = Bench("a")
-    bench.run(0)
-    error = ValueError()
-    bench.queue.failed("a", 0, error)
-    assert bench.queue.is_settled(bench.queue.next_id)
-    assert bench.queue.collect_error() == (error, ())
-
-
-def test_statistics_count_what_is_where() -> None:
-    bench = Bench("a")
-    bench.run(0, 1, 2, 3, 4)
-    bench.schedule(5, 4)
-    bench.queue.cancel(3)
-    bench.queue.finished("a", (0,), 0.5)
-    assert bench.queue.statistics() == QueueStatistics(
-        waiting=1,
-        queued=1,
-        in_flight=2,
-        finished=1,
-        failed=0,
-        exhausted=0,
-        cancelled=1,
-        put_back=0,
-        given_back=0,
-        workers=(WorkerStatistics("a", in_flight=2, finished=1, ahead=1, mean_s=0.5),),
-    )
-
-
-def test_repr_is_a_status_line() -> None:
-    bench = Bench("a")
-    bench.run(0, 1)
-    assert repr(bench.queue) == (
-        "<ClosureQueue: 0 waiting, 1 queued, 1 in flight, 0 finished, 1 workers>"
-    )
-    bench.queue.failed("a", 0, ValueError())
-    assert repr(bench.queue) == (
-        "<ClosureQueue: 0 waiting, 0 queued, 0 in flight, 0 finished, 1 workers; "
-        "closure 0 (step) failed on a>"
-    )
-
-
-def test_a_worker_that_leaves_is_sent_nothing_more() -> None:
-    queue = Bench("w0", "w1")
-    queue.schedule(0)
-    queue.schedule(1)
-    assert [action.worker for action in queue.queue.worker_leaves("w0")] == ["w1"]  # type: ignore[union-attr]
-    assert queue.run(2) == []
-    with pytest.raises(LocalProtocolError):
-        queue.queue.worker_leaves("w7")
 
 
 # --- data that ends on one worker after the other --------------------------------------------
@@ -930,20 +568,6 @@ def test_a_closure_that_finds_no_batch_goes_where_there_is_one_and_nobody_is_bla
     bench.run(4)
     assert bench.states()[4] == "held"
     assert bench.closures[4].worker == "a"  # it needs no data
-
-
-def test_a_closure_that_needs_two_datasets_needs_a_worker_that_has_both() -> None:
-    bench = Bench("a", "b", "c")
-    needing(bench, (U,), 0)
-    needing(bench, (V,), 1)
-    needing(bench, (), 2)
-    bench.queue.end_of_data("a", 0, end_of(U))
-    bench.queue.end_of_data("b", 1, end_of(V))
-    assert [bench.closures[i].worker for i in (0, 1)] == ["b", "a"]
-    bench.queue.finished("b", (0,), SLOW)
-    bench.queue.finished("a", (1,), SLOW)
-    assert needing(bench, (U, V), 3) == []
-    assert bench.queue.finished("c", (2,), SLOW) == [bench.settle(2), bench.dispatch("c", 3)]
 
 
 def test_a_closure_that_has_updated_something_ends_with_the_data_and_the_others_go_on() -> None:
@@ -987,18 +611,6 @@ def test_data_of_a_lost_worker_are_waited_for_unless_it_will_not_return() -> Non
     assert bench.states() == {0: "exhausted", 1: "held"}
 
 
-def test_a_lost_worker_that_had_no_data_left_is_not_waited_for_and_has_all_when_it_is_back() -> (
-    None
-):
-    bench = Bench("a", "b")
-    needing(bench, (U,), 0, 1)
-    bench.queue.end_of_data("b", 1, end_of(U))
-    bench.queue.worker_lost("b", returns=True)
-    assert bench.queue.end_of_data("a", 0, end_of(U)) == [bench.settle(0), bench.dispatch("a", 1)]
-    needing(bench, (U,), 2)
-    assert bench.queue.worker_joined("b") == [bench.dispatch("b", 2)]
-
-
 def test_data_that_begin_anew_or_are_released_have_not_ended_anywhere() -> None:
     bench = Bench("a", "b")
     needing(bench, (U,), 0, 1)
@@ -1039,24 +651,6 @@ def test_after_a_rollback_a_lost_worker_is_expected_with_all_its_data() -> None:
     bench.queue.dispatcher.forget()
     bench.queue.end_of_data("b", 1, end_of(U))
     assert bench.queue.dispatcher.awaited() == ["a"]
-
-
-def test_for_a_worker_without_data_others_are_asked_for_what_it_may_run_alone() -> None:
-    """A closure behind one that waits for it must not stay there; others would only come back."""
-    bench = Bench("a", "b")
-    needing(bench, (U,), 0, 1, 2)
-    bench.queue.finished("b", (1,), 1e-5)  # it is fast, and gets more ahead
-    assert bench.queue.end_of_data("a", 0, end_of(U)) == []
-    needing(bench, (), 6)
-    needing(bench, (), 7, 8, 9)
-    needing(bench, (U,), 10, 11)
-    held = [(worker, closure.id) for worker, closure in bench.queue.in_flight()]
-    assert held == [("a", 6), ("a", 7), ("b", 2), ("b", 0), ("b", 8)]
-    bench.queue.finished("a", (6, 7), SLOW)
-    assert bench.closures[9].worker == "a"
-    assert bench.queue.finished("a", (9,), SLOW) == [bench.settle(9), GiveBack("b", (8,))]
-    assert bench.queue.given_back("b", (8,)) == [bench.dispatch("a", 8)]
-    assert bench.queue.finished("a", (8,), SLOW) == [bench.settle(8)]  # 0 has no batch there
 
 
 @given(st.data())

@@ -70,7 +70,6 @@ def test_those_that_are_not_wholly_in_the_cut_are_undone_once() -> None:
     for closure, calls in ((9, 1), (4, 2), (3, 1)):
         ended.ended(closure, calls)
     cut = CutCalls([snapshot((3, 0), (4, 0))])
-    assert len(ended) == 3
     assert ended.undone(cut) == Undone((4, 9), 2)  # of 4 one update is in it
     assert ended.undone(cut) == Undone()
 
@@ -79,7 +78,6 @@ def test_what_a_checkpoint_has_is_forgotten() -> None:
     ended = EndedClosures()
     ended.ended(3, 1)
     ended.ended(4, 1)
-    assert [closure in ended for closure in (3, 4, 5)] == [True, True, False]
     ended.saved(CutCalls([snapshot((3, 0))]), lambda _: False)
     assert ended.undone(CutCalls([snapshot()])) == Undone((4,), 1)
 
@@ -101,7 +99,7 @@ def test_a_shard_that_is_undone_is_named_by_its_last_closure_and_comes_again() -
     ended = EndedClosures(identities)
     ended.ended(numbered(3, 1), 2)
     ended.saved(CutCalls([snapshot((3, 0), final_below=5)]), lambda _: False)
-    assert len(ended) == 0, "it is final there"
+    assert ended.undone(CutCalls([snapshot()])) == Undone(), "it is final there"
     ended.ended(numbered(3, 1), 2)
     kept = LedgerState((), ((3, 0, 0, ("v",)),), 5, kept=((3, 1),))
     cut = CutCalls([SnapshotState((), (), {}, {}, {}, kept)])
@@ -132,7 +130,7 @@ def test_a_shard_whose_push_waits_for_its_step_in_the_first_cut_is_undone() -> N
     cut = CutCalls([SnapshotState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(3,))])
     identity.is_open = True
     ended.saved(cut, lambda _: False)
-    assert len(ended) == 0, "it runs, and will run again"
+    assert ended.undone(cut) == Undone(), "it runs, and will run again"
     identity.is_open = False
     ended.saved(cut, lambda _: False)
     assert ended.undone(cut).closures == (8,)
@@ -188,7 +186,7 @@ class TestKeptCalls:
             ended.ended(closure, 1)
             ended.kept.keep(closure, f"call {closure}", [])
         ended.saved(CutCalls([snapshot((3, 0))]), lambda _: False)
-        assert len(ended.kept) == 1
+        assert ended.kept.nbytes > 0
         assert ended.undone(CutCalls([snapshot((3, 0))])) == Undone((4,), 1)
         assert ended.kept.take((4,)) == ["call 4"]
 
@@ -211,9 +209,9 @@ class TestKeptCalls:
         end_with_call(ended, 3)
         ended.undone(CutCalls([snapshot()]))
         ended.saved(CutCalls([snapshot()]), lambda _: False)
-        assert len(ended.kept) == 1
+        assert ended.kept.nbytes > 0
         ended.saved(CutCalls([snapshot()]), lambda _: False)
-        assert len(ended.kept) == ended.kept.nbytes == 0
+        assert ended.kept.nbytes == 0
         assert ended.kept.dropped((3,)) == [3]
 
     def test_undone_calls_are_dropped_with_the_next_rollback(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import gc
 import sys
@@ -12,7 +11,6 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from psync.errors import SerializationError
@@ -22,7 +20,6 @@ from psync.serialization.functions import (
     is_coroutine_step,
     load_function,
 )
-from psync.serialization.payloads import INLINE_BYTES
 
 
 @pytest.fixture
@@ -66,29 +63,6 @@ def test_a_function_arrives_with_what_it_captured(table: FunctionTable) -> None:
     assert load(function)() == [1, 2]
 
 
-def test_captured_arrays_travel_beside_the_pickle_and_are_frozen(table: FunctionTable) -> None:
-    array = np.zeros(INLINE_BYTES)
-    function = table.register(make_step(array))
-    array[:] = 1
-    assert len(function.payload.buffers) == 1
-    captured = load(function)()
-    assert not captured.any()
-    assert captured.flags.writeable
-
-
-def test_a_function_is_pickled_once(table: FunctionTable) -> None:
-    pickled = []
-
-    class Counted:
-        def __reduce__(self) -> Any:
-            pickled.append(self)
-            return int, ()
-
-    step = make_step(Counted())
-    assert table.register(step) is table.register(step)
-    assert len(pickled) == 1
-
-
 def test_what_is_changed_after_the_first_schedule_is_not_captured(table: FunctionTable) -> None:
     state = {"a": 1}
     step = make_step(state)
@@ -101,11 +75,6 @@ def test_what_is_changed_after_the_first_schedule_is_not_captured(table: Functio
 def test_functions_of_equal_content_share_an_entry(table: FunctionTable) -> None:
     assert table.register(make_step(1)) is table.register(make_step(1))
     assert table.register(make_step(1)).key != table.register(make_step(2)).key
-
-
-def test_arrays_count_as_content(table: FunctionTable) -> None:
-    zeros, ones = make_step(np.zeros(INLINE_BYTES)), make_step(np.ones(INLINE_BYTES))
-    assert table.register(zeros).key != table.register(ones).key
 
 
 def test_bound_methods_partials_and_objects_are_known_by_content(table: FunctionTable) -> None:
@@ -125,13 +94,6 @@ def test_bound_methods_partials_and_objects_are_known_by_content(table: Function
     assert load(table.register(dict))(a=1) == {"a": 1}
 
 
-def test_the_table_finds_functions_by_key(table: FunctionTable) -> None:
-    step = make_step(1)
-    function = table.register(step)
-    assert table.lookup(function.key) is function
-    assert table.lookup(b"?" * 16) is None
-
-
 def test_a_function_leaves_the_table_with_its_callable_and_its_closures(
     table: FunctionTable,
 ) -> None:
@@ -145,18 +107,6 @@ def test_a_function_leaves_the_table_with_its_callable_and_its_closures(
     gc.collect()
     assert table.lookup(key) is None
     assert not table._by_key
-
-
-def test_a_recursive_function_leaves_the_table_too(table: FunctionTable) -> None:
-    def make() -> bytes:
-        def step() -> Any:
-            return step
-
-        return table.register(step).key
-
-    key = make()
-    gc.collect()
-    assert table.lookup(key) is None
 
 
 # --- coroutine or plain -----------------------------------------------------------------------
@@ -232,23 +182,6 @@ def test_a_capture_that_cannot_be_sent_is_named(table: FunctionTable) -> None:
         "hint: create it inside the step, or pass the data to create it from"
     )
     assert not table._by_key
-
-
-def test_objects_say_why_they_cannot_be_captured(table: FunctionTable) -> None:
-    class Coordinator:
-        __psync_capture_error__ = "it lives in the program, not on workers"
-
-        def __init__(self) -> None:
-            self.lock = threading.Lock()
-
-    with pytest.raises(
-        SerializationError,
-        match=r'^step "step" captures "value" \(.*Coordinator\), which cannot be sent to a worker: '
-        "it lives in the program, not on workers\n",
-    ):
-        table.register(make_step(Coordinator()))
-    with pytest.raises(SerializationError, match=r"belongs to the event loop of this process"):
-        table.register(make_step(asyncio.Event()))
 
 
 def test_a_captured_remote_value_is_refused_with_the_remedy(table: FunctionTable) -> None:
@@ -346,8 +279,3 @@ def test_a_step_that_cannot_be_loaded_says_why(table: FunctionTable) -> None:
         "hint: install its imports on this worker, and use the same script"
     )
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
-
-
-def test_a_pickle_of_something_else_is_no_step() -> None:
-    with pytest.raises(SerializationError, match=r'^step "f": expected a callable, got NoneType$'):
-        load_function(b"", (), "f")

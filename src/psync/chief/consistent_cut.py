@@ -25,7 +25,6 @@ are dropped when the connection of this coordinator is lost.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -75,11 +74,10 @@ class WrittenSnapshot(NamedTuple):
 class Cut:
     """What all ps tasks held at one instant; they hold it until the cut is over."""
 
-    links: Sequence[PsLink]
+    ps: PsClient
+    timeline: int  # in which it was taken
     number: int  # of the cut, from 1
     snapshots: Sequence[SnapshotState]  # the state of each ps
-    held_s: float  # seconds for which updates were held up
-    is_present: Callable[[], bool]  # whether no ps has gone back to an earlier instant
     is_over: bool = False
 
     async def write(
@@ -103,17 +101,14 @@ class Cut:
 
         Cancellation: The file may be written.
         """
-        self._check_held()
-        order = messages.WriteFrozen(self.number, path, nonce)
-        message, segments = await ask(
-            self.links[ps], order, messages.Written, [to_json(items)], cut=True
-        )
+        link, order = self._link(ps), messages.WriteFrozen(self.number, path, nonce)
+        message, segments = await ask(link, order, messages.Written, [to_json(items)], cut=True)
         if message.size is None:
             return None
-        places = read_json(b"".join(segments), list[tuple[int, int, int]], self.links[ps].task)
+        places = read_json(b"".join(segments), list[tuple[int, int, int]], link.task)
         if len(places) != len(items):
             raise RemoteProtocolError(
-                f"{self.links[ps].task} wrote {len(places)} items, expected {len(items)}"
+                f"{link.task} wrote {len(places)} items, expected {len(items)}"
             )
         return WrittenSnapshot(message.size, places)
 
@@ -124,17 +119,14 @@ class Cut:
             CutLost: The ps does not hold the cut any more.
             ParameterServerLost: It is gone.
         """
-        self._check_held()
-        nbytes = self.snapshots[ps].items[item].nbytes
+        link, nbytes = self._link(ps), self.snapshots[ps].items[item].nbytes
         for start in range(0, nbytes, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, nbytes)
-            received = await self.links[ps].call(
-                always(messages.ReadFrozen(self.number, item, start, stop)), cut=True
-            )
-            if sum(map(len, received.segments)) != stop - start:
+            order = messages.ReadFrozen(self.number, item, start, stop)
+            received = await link.call(always(order), cut=True)
+            if (got := sum(map(len, received.segments))) != stop - start:
                 raise RemoteProtocolError(
-                    f"{self.links[ps].task}: expected {stop - start} bytes of item {item}, got "
-                    f"{sum(map(len, received.segments))}"
+                    f"{link.task}: expected {stop - start} bytes of item {item}, got {got}"
                 )
             for segment in received.segments:
                 yield segment
@@ -145,12 +137,13 @@ class Cut:
         Raises:
             CutLost: What the cut holds is undone, and has been told so.
         """
-        if not self.is_present():
+        if self.ps.timeline != self.timeline or any(link.is_held for link in self.ps.links):
             raise CutLost(f"ps tasks have gone back to an earlier instant than cut {self.number}")
 
-    def _check_held(self) -> None:
+    def _link(self, ps: int) -> PsLink:
         if self.is_over:
             raise CutLost(f"cut {self.number} is over")
+        return self.ps.links[ps]
 
     async def read(self, ps: int, item: int) -> np.ndarray:
         """Return an item, of its shape and dtype; else as ``pieces``. Cancellation: safe."""
@@ -206,9 +199,11 @@ class Cuts:
     async def _take(self, at_instant: Callable[[], None] | None) -> Cut:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        for attempt in itertools.count(1):
+        attempt = 0
+        while True:
             await self._ensure_created()
             self.taken += 1
+            attempt += 1
             try:
                 return await self._try(self.taken, at_instant)
             except (CutLost, ConnectionLost) as exc:
@@ -218,16 +213,11 @@ class Cuts:
                 if self._ending:  # what waits at the gates goes on first
                     await asyncio.wait(list(self._ending), timeout=OPENED_WITHIN_S)
                 await asyncio.sleep(backoff(attempt, 0.5))
-        raise AssertionError("unreachable")
 
     async def _try(self, number: int, at_instant: Callable[[], None] | None) -> Cut:
         loop = asyncio.get_running_loop()
         began, doing = loop.time(), "updates under way have not ended"
         timeline, links = self._ps.timeline, self._links
-
-        def is_present() -> bool:
-            return self._ps.timeline == timeline and not any(link.is_held for link in links)
-
         try:
             try:
                 async with asyncio.timeout(PATIENCE_S):
@@ -244,7 +234,7 @@ class Cuts:
             finally:
                 opened = self._tell_all(messages.OpenGate(number))
             await asyncio.wait((opened,))
-            held_s = loop.time() - began
+            logger.debug("cut %d held updates up for %.1f ms", number, (loop.time() - began) * 1e3)
             snapshots = [  # read only now: that holds nobody up
                 SnapshotState.from_bytes(b"".join(segments), link.task)
                 for link, (_, segments) in zip(links, frozen, strict=True)
@@ -257,17 +247,15 @@ class Cuts:
                 f"no cut over all ps tasks within {PATIENCE_S:g} s: {doing}",
                 hint="save again; check that every worker reaches every ps",
             ) from exc
-        logger.debug("cut %d held updates up for %.1f ms", number, held_s * 1e3)
-        return Cut(links, number, snapshots, held_s, is_present)
+        return Cut(self._ps, timeline, number, snapshots)
 
     async def _admit(self, number: int, wanted: dict[int, list[tuple[str, int, int]]]) -> None:
         """Let through what belongs to updates that have begun somewhere; wait for its end."""
-        calls = []
-        for ps, updates in wanted.items():
+        for ps in wanted:
             if not 0 <= ps < len(self._links):
                 raise RemoteProtocolError(f"an update has a part on ps {ps}, which does not exist")
-            calls.append(self._links[ps].call(always(messages.Admit(number, updates)), cut=True))
-        if calls:
+        orders = ((self._links[ps], messages.Admit(number, each)) for ps, each in wanted.items())
+        if calls := [link.call(always(order), cut=True) for link, order in orders]:
             await all_of(calls)
 
     def _tell_all(self, message: Message) -> asyncio.Task[Any]:

@@ -13,13 +13,14 @@ import logging
 import math
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from psync.chief.enquiries import ServedSearch, absent, enquire
+from psync.backups.locate_ps import Found, Primary, places
 from psync.chief.events import Events
+from psync.client.calls import all_of
 from psync.client.optimizer_client import note_plugins
 from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, ask
+from psync.client.ps_link import PsLink, ask, expect
 from psync.closures.membership import (
     LIMIT,
     Fence,
@@ -31,15 +32,15 @@ from psync.closures.membership import (
 )
 from psync.closures.queue import ClosureQueue
 from psync.closures.scaling import Load
-from psync.cluster import ClusterSpec, parse_task_name, task_name
+from psync.cluster import CHIEF, ENQUIRER, ClusterSpec, parse_task_name, task_name
 from psync.errors import (
+    AttachError,
     ConnectFailed,
     ConnectionLost,
     FencedError,
     ParameterServerLost,
     PsyncError,
     TransportError,
-    UsageError,
     WorkerLost,
 )
 from psync.net.connection import Connection
@@ -47,11 +48,14 @@ from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
+from psync.store.reattach import BACK
 from psync.wire import messages
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
 
 logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
 
 
 @dataclass(slots=True, eq=False)
@@ -307,7 +311,7 @@ class WorkerLinks:
         """
         asked = {name: peer for name, peer in self.controls().items() if name in names}
         deadline = self._loop.time() + within_s
-        answers = await _answers(asked, messages.AskStatistics(), (PsyncError,), deadline)
+        answers = await self._ask(asked, messages.AskStatistics(), deadline)
         meters: dict[str, dict[str, float]] = {
             name: answer.counters["work"]
             for name, answer in answers.items()
@@ -322,8 +326,21 @@ class WorkerLinks:
 
         Cancellation: Safe.
         """
-        gone = TransportError, UsageError  # lost, or no worker of ours any more
-        return await _answers(self.controls(), message, gone)
+        return await self._ask(self.controls(), message)
+
+    async def _ask(
+        self, peers: Mapping[str, Connection], message: Message, deadline: float | None = None
+    ) -> dict[str, Message]:
+        """Return what each of these answers, without those whose call raises."""
+        calls = (peer.call(message, deadline=deadline) for peer in peers.values())
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        found: dict[str, Message] = {}
+        for name, answer in zip(peers, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                found[name] = answer.message
+            elif not isinstance(answer, PsyncError):
+                raise answer
+        return found
 
     # What workers say.
 
@@ -354,7 +371,10 @@ class WorkerLinks:
         while worker.is_kept:
             if failures:
                 await asyncio.sleep(backoff(failures, self._endpoint.platform.uniform()))
-            await self._wait_while_set_aside(worker.name)
+            while (seconds := self.flapping.remaining(worker.name, self._loop.time())) > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._one_less.wait()  # it may be needed now
             mine = self._endpoint.incarnation
             worker.leaving, worker.reason, worker.sent_away = False, "", None
             try:
@@ -404,9 +424,8 @@ class WorkerLinks:
         error = worker.peers[0].error or worker.peers[1].error or "it closed the connection"
         error = error.message if isinstance(error, PsyncError) else error
         worker.peers = None
-        missing = [task for task, _ in self._membership.missing()]
-        misses_ps = any(parse_task_name(task)[0] == "ps" for task in missing)
-        misses_ps = misses_ps or any(link.is_held for link in self._cluster.ps.links)
+        held = any(link.is_held for link in self._cluster.ps.links)
+        misses_ps = held or not self._membership.has_every_ps()
         end = SessionEnd.of(
             worker.name, worker.leaving, worker.sent_away, worker.reason, error, misses_ps=misses_ps
         )
@@ -416,7 +435,7 @@ class WorkerLinks:
             self._cluster.note("left", end.text)
             self._cluster.fence(self._membership.left(worker.name))
         else:
-            self._lost(worker.name)
+            self._cluster.fence(self._membership.disconnected(worker.name))
             if worker.missed:
                 logger.warning("%s; its closures run again", end.text)
                 self._cluster.note("lost", end.text)
@@ -433,12 +452,6 @@ class WorkerLinks:
     def _note_one_less(self) -> None:
         self._one_less.set()
         self._one_less.clear()
-
-    async def _wait_while_set_aside(self, name: str) -> None:
-        while (seconds := self.flapping.remaining(name, self._loop.time())) > 0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._one_less.wait()  # it may be needed now
 
     def _count_loss(self, worker: WorkerRecord) -> None:
         pause = self.flapping.lost(worker.name, self._loop.time())
@@ -481,7 +494,7 @@ class WorkerLinks:
                     logger.info("%s: attaching it failed: %s", worker.name, exc)
                 finally:
                     if not attached:
-                        self._lost(worker.name)
+                        self._cluster.fence(self._membership.disconnected(worker.name))
         finally:
             if not attached:  # also if it refuses: it has room for so many connections only
                 for lane in lanes:
@@ -495,9 +508,6 @@ class WorkerLinks:
             self._endpoint.incarnation, *self._tokens, list(self._cluster.ps_addresses.values()),
             self._cluster.ps_timeout_s,
         )  # fmt: skip
-
-    def _lost(self, worker: str) -> None:
-        self._cluster.fence(self._membership.disconnected(worker))
 
     async def _forget(self, worker: WorkerRecord) -> None:
         """Let go of a worker, whatever it does."""
@@ -520,39 +530,104 @@ class WorkerLinks:
         self.on_forgotten(worker.name)
 
 
-async def _answers(
-    peers: Mapping[str, Connection],
-    message: Message,
-    left_out: tuple[type[PsyncError], ...],
-    deadline: float | None = None,
-) -> dict[str, Message]:
-    """Return what each answers, without those whose call raises one of these errors."""
-
-    async def ask(peer: Connection) -> Message | None:
-        with contextlib.suppress(*left_out):
-            return (await peer.call(message, deadline=deadline)).message
-        return None
-
-    answers = zip(peers, await asyncio.gather(*map(ask, peers.values())), strict=True)
-    return {name: answer for name, answer in answers if answer is not None}
-
-
 async def wait_any_closed(*peers: Connection) -> None:
     """Wait until one of the connections is gone. Cancellation: safe."""
     gone = asyncio.Event()
-
-    def listener(_: Connection) -> None:
-        gone.set()
-
     for peer in peers:
-        if peer.is_closed:
-            return
-        peer.on_closed.append(listener)
-    await gone.wait()
+        peer.on_closed.append(lambda _: gone.set())
+    if not any(peer.is_closed for peer in peers):
+        await gone.wait()
+
+
+ANSWER_WITHIN_S = 1.0
+"""A task that is there accepts a connection sooner."""
+
+
+async def enquire(
+    platform: Platform, task: str, address: str, *, previous: int = 0, seen: int = 0
+) -> int:
+    """Ask ps 0 for a new incarnation, or another task for the highest that it has served.
+
+    Waits for the task as long as it takes, and asks again if a connection is lost.
+
+    Args:
+        platform: Network, secret, randomness.
+        task: Whom to ask.
+        address: Where it listens.
+        previous: What this coordinator was granted before; 0: nothing.
+        seen: The highest that another task has served; 0: none is known.
+
+    Raises:
+        FencedError: Another coordinator has asked after this one.
+        AuthenticationError, ProtocolError: Something else answers at that address.
+
+    Cancellation: Safe.
+    """
+    endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
+    try:
+        grant = messages.GrantCoordinator(previous, seen)
+        return (
+            await _ask_retrying(endpoint, task, address, grant, messages.CoordinatorGranted)
+        ).incarnation
+    finally:
+        await endpoint.close()
+
+
+async def _ask_retrying(
+    endpoint: Endpoint, task: str, address: str, message: Message, answer: type[M]
+) -> M:
+    """Return an answer, however often connections are lost."""
+    losses = 0
+    while True:
+        peer = await endpoint.connect_retrying(address, task)
+        try:
+            return expect(await peer.call(message), answer, task, type(message).__name__)
+        except ConnectionLost as exc:
+            logger.info("%s: the request is retried: %s", task, exc.message)
+            await asyncio.sleep(backoff(losses, endpoint.platform.uniform()))
+            losses += 1
+        finally:
+            peer.close()
+
+
+async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (name, address) of those that do not answer at once, for a message.
+
+    Args:
+        platform: Network, secret, randomness.
+        tasks: Address of each task, by its name.
+
+    Cancellation: Safe.
+    """
+    endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
+    missing: set[str] = set()
+
+    async def look(task: str, address: str) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                await endpoint.connect(address, task)
+        except (ConnectFailed, TimeoutError):
+            missing.add(task)
+        except PsyncError:
+            pass  # somebody answers
+
+    try:
+        await asyncio.gather(*(look(*item) for item in tasks.items()))
+    finally:
+        await endpoint.close()
+    return [item for item in tasks.items() if item[0] in missing]
 
 
 class ClusterLinks:
     """All connections of one coordinator.
+
+    A chief does not know yet under which incarnation it will be served, so it asks under
+    ``ENQUIRER``, which is never refused, on a connection that serves for nothing else. The process
+    at ps 0's own address grants incarnations (``ps.succession``), wherever ps 0 is served. If
+    another ps or a worker refuses the number, because ps 0 was restarted with a clock behind, the
+    chief asks for a higher one; if ps 0 has granted another chief since, it gives up: two that
+    start at once do not overtake each other for ever. With ``attach=True`` it also asks the ps
+    processes which ps tasks they serve, before it attaches any of them.
 
     Args:
         platform: Network, secret, randomness.
@@ -618,9 +693,12 @@ class ClusterLinks:
         self._ps_0_attached = asyncio.Event()
         self._attached: dict[int, int] = {}  # under which incarnation of ours each ps serves
         self.workers = WorkerLinks(self, workers, Flapping(max_flaps), (origin, program))
-        self._search = ServedSearch(self.endpoint, ps, self.ask_again, may_move=may_move)
+        self._may_move = may_move
+        self._served: dict[str, tuple[int, Found]] = {}  # in each process, and who was told so
+        self._silent: dict[str, str] = {}  # processes that have not answered yet
         self._min_workers = len(workers)  # wanted at the start, at most
         self._unlisten: Callable[[], object] = lambda: None
+        self._asking: asyncio.Timeout | None = None  # until ps 0 has granted an incarnation
 
     async def start(self, min_workers: int, timeout_s: float) -> None:
         """Connect to all tasks; return when every ps and ``min_workers`` workers are there.
@@ -631,26 +709,39 @@ class ClusterLinks:
 
         Cancellation: Safe; ``close`` still has to be called.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_s
         self.expect(min_workers)
-        self._unlisten = self._platform.given_up.listen(self._given_up)
-        await self._ask_ps_0(timeout_s)
-        if self._keep:
-            await self._find_served(deadline, timeout_s)
-        for link in self.ps.links:
-            link.on_lost = self.on_ps_lost
-            link.lost_after_s = math.inf  # one that was never here is late, not lost
-            self.supervise(self._keep_ps(link))
-        self.workers.start()
+        first = self.ps.links[0]
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout(timeout_s) as self._asking:
+                self._unlisten = self._platform.given_up.listen(self._given_up)
+                await self.enquire()  # nobody else is asked for anything before
+                self._asking = None
+                if self._keep:
+                    await self._find_served()
+                for link in self.ps.links:
+                    link.on_lost = self.on_ps_lost
+                    link.lost_after_s = math.inf  # one that was never here is late, not lost
+                    self.supervise(self._keep_ps(link))
+                self.workers.start()
                 await self._all_there()
                 if self._keep:
-                    await self._search.end_former()
+                    await all_of(
+                        [
+                            self._ask(task, messages.EndFormer(), messages.Done)
+                            for task in self._served
+                        ]
+                    )
                     await self._all_there()
         except TimeoutError as exc:
-            missing = self.membership.missing() or self._search.missing()
+            missing = list(self._silent.items()) or self.membership.missing()
+            if self._asking is not None:  # ps 0 has not answered, and nobody else was tried
+                if first.lost is not None:
+                    raise first.lost from exc
+                silent = await absent(self._platform, dict(missing))
+                missing = silent or [(first.task, first.address)]
             raise _did_not_come_up(timeout_s, missing) from exc
+        finally:
+            self._asking = None
         self.is_up = True
 
     async def _all_there(self) -> None:
@@ -698,40 +789,56 @@ class ClusterLinks:
         ]
         return [message.counters for message, _ in answers]
 
-    async def _ask_ps_0(self, timeout_s: float) -> None:
-        """Let ps 0 grant an incarnation: nobody else is asked for anything before."""
-        link = self.ps.links[0]
+    async def _find_served(self) -> None:
+        """Find where each ps is served; from then on no other one begins to serve it.
 
-        def given_up(at: str, _: str) -> None:
-            if at == link.address and not asking.expired():
-                asking.reschedule(asyncio.get_running_loop().time())
+        Waits for all processes as long as it takes.
 
-        unlisten = None
-        try:
-            async with asyncio.timeout(timeout_s) as asking:
-                unlisten = self._platform.given_up.listen(given_up)
-                await self.enquire()
-        except TimeoutError as exc:
-            if link.lost is not None:
-                raise link.lost from exc
-            tasks = dict(self.membership.missing())  # all of them: nobody has been tried
-            missing = await absent(self._platform, tasks) or [(link.task, link.address)]
-            raise _did_not_come_up(timeout_s, missing) from exc
-        finally:
-            if unlisten is not None:
-                unlisten()
+        Raises:
+            AttachError: It cannot be told, or it is where this program cannot keep it.
+            FencedError: A newer coordinator has come.
+            AuthenticationError, ProtocolError: Something else answers at an address.
 
-    async def _find_served(self, deadline: float, timeout_s: float) -> None:
-        """Find where each ps is served. Raises ConnectFailed, and as ``ServedSearch.run``."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                found = await self._search.run()
-        except TimeoutError as exc:
-            raise _did_not_come_up(timeout_s, self._search.missing()) from exc
+        Cancellation: Safe.
+        """
+        # What was asked under a lower incarnation does not bind those in between.
+        while late := [task for task in self.processes if not self._has_answered(task)]:
+            await all_of([self._find(task) for task in late])
+        found = places([self._served[task][1] for task in self.processes])
         for link, place in zip(self.ps.links, found, strict=True):
             self.homes[link.index] = place.process
-            if place.address:
-                self.move_ps(link, place.address)
+            if not place.address:
+                continue
+            where = list(self.processes)[place.process]
+            if not self._may_move:
+                raise AttachError(
+                    f"{link.task} has been replaced by its backup, in the process of {where}",
+                    hint='continue with ParameterServerStrategy(..., ps_recovery="backup"); or '
+                    f"{BACK}",
+                )
+            logger.info("%s is served in the process of %s, at %s", link.task, where, place.address)
+            self.move_ps(link, place.address)
+
+    def _has_answered(self, task: str) -> bool:
+        return self._served.get(task, (None,))[0] == self.endpoint.incarnation
+
+    async def _find(self, task: str) -> None:
+        mine = self.endpoint.incarnation
+        try:
+            answer = await self._ask(task, messages.AskServed(), messages.ServedHere)
+        except FencedError:
+            await self.ask_again(mine, task, self.processes[task])
+            return
+        primaries = tuple(Primary(*each) for each in answer.primaries)
+        copies = frozenset((ps, coordinator, epoch) for ps, coordinator, epoch in answer.copies)
+        self._served[task] = mine, Found(primaries, copies)
+
+    async def _ask(self, task: str, message: Message, answer: type[M]) -> M:
+        """Ask the process at a ps task's own address, wherever that is served."""
+        self._silent[task] = address = self.processes[task]
+        answered = await _ask_retrying(self.endpoint, task, address, message, answer)
+        del self._silent[task]
+        return answered
 
     def _given_up(self, address: str, reason: str) -> None:
         """Whoever has started the task at this address does not start it again."""
@@ -741,6 +848,8 @@ class ClusterLinks:
         for link in self.ps.links:
             if link.address == address:
                 link.give_up(f"at {address} is lost: it {reason}")
+                if not link.index and self._asking is not None and not self._asking.expired():
+                    self._asking.reschedule(0.0)
 
     async def _give_up_worker(self, name: str, reason: str) -> None:
         await self.workers.give_up(name, reason)

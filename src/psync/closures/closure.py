@@ -120,61 +120,24 @@ class State(Enum):
     __hash__ = object.__hash__  # Enum's own is written in Python: 100 ns in every move
 
 
-class Event(Enum):
-    """What happens to a closure."""
-
-    WAIT = "wait for its inputs"
-    QUEUE = "be queued"
-    DISPATCH = "be dispatched"
-    GIVE_BACK = "be given back"
-    LOSE = "lose its worker"
-    ASK_TO_STOP = "be asked to stop"
-    FINISH = "finish"
-    FAIL = "fail"
-    END_OF_DATA = "reach the end of data"
-    CANCEL = "be cancelled"
-
-    __hash__ = object.__hash__
-
-
 Needs: TypeAlias = frozenset[tuple[str, int]]
 """Per-worker data that a closure takes: (uid of the iterator, pass over its data) of each."""
 
 NO_DATA: Needs = frozenset()
 
-_IN_VAIN = {Event.FAIL: State.FAILED, Event.END_OF_DATA: State.EXHAUSTED}
-_RUN = {Event.FINISH: State.FINISHED, **_IN_VAIN}
+_UNSENT = frozenset({State.QUEUED, State.FAILED, State.EXHAUSTED, State.CANCELLED})
+_ENDED = frozenset({State.FINISHED, State.FAILED, State.EXHAUSTED})
 
-MOVES: dict[State, dict[Event, State]] = {
-    State.NEW: {
-        Event.WAIT: State.WAITING,
-        Event.QUEUE: State.QUEUED,
-        Event.CANCEL: State.CANCELLED,
-        **_IN_VAIN,
-    },
-    State.WAITING: {Event.QUEUE: State.QUEUED, Event.CANCEL: State.CANCELLED, **_IN_VAIN},
-    State.QUEUED: {
-        Event.DISPATCH: State.HELD,
-        Event.FAIL: State.FAILED,  # only one that was lost with too many workers
-        Event.CANCEL: State.CANCELLED,
-    },
-    State.HELD: {
-        Event.GIVE_BACK: State.QUEUED,
-        Event.LOSE: State.QUEUED,
-        Event.ASK_TO_STOP: State.CANCELLING,
-        **_RUN,
-    },
-    State.CANCELLING: {
-        Event.GIVE_BACK: State.CANCELLED,
-        Event.LOSE: State.CANCELLED,
-        Event.CANCEL: State.CANCELLED,
-        **_RUN,
-    },
-    State.FINISHED: {},
-    State.FAILED: {},
-    State.EXHAUSTED: {},
-    State.CANCELLED: {},
+MOVES: dict[State, frozenset[State]] = {
+    State.NEW: _UNSENT | {State.WAITING},
+    State.WAITING: _UNSENT,
+    # It fails where it was lost with too many workers.
+    State.QUEUED: frozenset({State.HELD, State.FAILED, State.CANCELLED}),
+    State.HELD: _ENDED | {State.QUEUED, State.CANCELLING},
+    State.CANCELLING: _ENDED | {State.CANCELLED},
+    **dict.fromkeys((*_ENDED, State.CANCELLED), frozenset()),
 }
+"""The states that may follow each one."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -227,15 +190,14 @@ class Replica(Closure):
     is_replica = True
 
 
-def move(closure: Closure, event: Event) -> None:
-    """Change the state of ``closure`` as ``event`` demands.
+def move(closure: Closure, state: State) -> None:
+    """Change the state of ``closure``.
 
     Raises:
-        LocalProtocolError: If that cannot happen in its state.
+        LocalProtocolError: If this one does not follow its state.
     """
-    try:
-        closure.state = MOVES[closure.state][event]
-    except KeyError:
+    if state not in MOVES[closure.state]:
         raise LocalProtocolError(
-            f"{closure} cannot {event.value}: it is {closure.state.value}"
-        ) from None
+            f"{closure} cannot become {state.value}: it is {closure.state.value}"
+        )
+    closure.state = state

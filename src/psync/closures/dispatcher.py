@@ -54,8 +54,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
 
-from psync.closures.closure import NO_DATA, Closure, Event, Needs, move
-from psync.errors import LocalProtocolError, RemoteProtocolError
+from psync.closures.closure import NO_DATA, Closure, Needs, State, move
+from psync.errors import RemoteProtocolError
 
 
 class ClosureOrder:
@@ -219,25 +219,16 @@ class Dispatcher:
     # --- workers ---
 
     def join(self, worker: str) -> None:
-        """A worker is ready for closures.
-
-        Raises:
-            LocalProtocolError: If it is already here.
-        """
-        if worker in self._workers:
-            raise LocalProtocolError(f"{worker} joined twice")
+        """A worker is ready for closures."""
+        assert worker not in self._workers, f"{worker} joined twice"
         self.will_not_return(worker)
         record = self._workers[worker] = _Worker(worker, self._groups[NO_DATA])
         record.group.num_here += 1
         record.group.idle.append(record)
 
     def retire(self, worker: str) -> None:
-        """A worker is about to leave: send it nothing more. What it holds it reports as ever.
-
-        Raises:
-            LocalProtocolError: If no such worker is here.
-        """
-        record = self._record(worker)
+        """A worker is about to leave: send it nothing more. What it holds it reports as ever."""
+        record = self._workers[worker]
         if not record.leaving:
             self._leave_group(record)
             record.leaving = True
@@ -245,7 +236,7 @@ class Dispatcher:
 
     def leave(self, worker: str, *, returns: bool = False) -> list[Closure]:
         """A worker is gone, and ``returns`` or not. Return what it held, in the order sent."""
-        record = self._record(worker)
+        record = self._workers[worker]
         self._leave_group(record)
         del self._workers[worker]
         ended = frozenset(self.ended.pop(worker, ()))
@@ -361,14 +352,8 @@ class Dispatcher:
         ]
 
     def give(self, worker: str, closure: Closure) -> Dispatch:
-        """Send a closure, which was not added, to a worker that holds nothing.
-
-        Raises:
-            LocalProtocolError: If no such worker is here, or it holds something.
-        """
-        record = self._record(worker)
-        if record.held or record.leaving:
-            raise LocalProtocolError(f"{closure} cannot be sent to {worker}, which is not idle")
+        """Send a closure, which was not added, to a worker that holds nothing."""
+        record = self._workers[worker]
         record.group.idle.remove(record)
         self._hold(record, (closure,))
         return Dispatch(worker, (closure,))
@@ -377,10 +362,9 @@ class Dispatcher:
         """Remove from a worker what it says has ended, and return it in the order of ``ids``.
 
         Raises:
-            LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold all of them; then nothing is removed.
         """
-        record = self._record(worker)
+        record = self._workers[worker]
         closures = record.take(ids, verb)
         record.sated = False
         self._released(record, closures)
@@ -390,11 +374,10 @@ class Dispatcher:
         """Do as ``take``, and note that they took ``mean_s`` seconds each, in the mean.
 
         Raises:
-            LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold all of them, or the mean is no duration; then
                 nothing is removed.
         """
-        record = self._record(worker)
+        record = self._workers[worker]
         if not 0 <= mean_s < math.inf:
             raise RemoteProtocolError(
                 f"{worker} reported {mean_s} s per closure, expected a finite duration"
@@ -419,10 +402,9 @@ class Dispatcher:
         What it had been asked for and keeps has started.
 
         Raises:
-            LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold all of them; then nothing is removed.
         """
-        record = self._record(worker)
+        record = self._workers[worker]
         closures = record.take(ids, "gave back")
         for closure_id in record.asked:
             kept = record.held.get(closure_id)
@@ -447,12 +429,6 @@ class Dispatcher:
             WorkerStatistics(w.name, len(w.held), w.finished, w.ahead, w.mean_s)
             for w in self._workers.values()
         )
-
-    def _record(self, worker: str) -> _Worker:
-        try:
-            return self._workers[worker]
-        except KeyError:
-            raise LocalProtocolError(f"{worker} has not joined, or was lost") from None
 
     # --- decisions ---
 
@@ -551,7 +527,7 @@ class Dispatcher:
     def _hold(self, record: _Worker, closures: Sequence[Closure]) -> None:
         held, kinds = record.held, self._kinds
         for closure in closures:
-            move(closure, Event.DISPATCH)
+            move(closure, State.HELD)
             closure.worker = record.name
             closure.known_started = False
             held[closure.id] = closure

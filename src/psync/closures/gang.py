@@ -34,7 +34,6 @@ from psync.errors import (
     ClosureCancelled,
     ContextError,
     EndOfData,
-    LocalProtocolError,
     PsyncError,
     WorkerLost,
 )
@@ -115,9 +114,6 @@ class Gang:
         self._cause: PsyncError | None = None  # as replicas are told of it
         self.error: BaseException | None = None  # the first
 
-    def __repr__(self) -> str:
-        return f"<Gang of {len(self._replicas)}{', ended' if self.has_ended else ''}>"
-
     @property
     def has_ended(self) -> bool:
         """Whether all replicas have ended, and nothing is being merged. Final."""
@@ -142,12 +138,8 @@ class Gang:
     # What replicas do.
 
     def arrive(self, replica: int, what: str) -> list[GangAction]:
-        """A replica has come to its next collective.
-
-        Raises:
-            LocalProtocolError: It has ended.
-        """
-        record = self._running(replica, "come to a collective")
+        """A replica has come to its next collective."""
+        record = self._replicas[replica]
         number = record.arrived
         record.arrived += 1
         if self._cause is not None:
@@ -171,14 +163,8 @@ class Gang:
         return [Merge(number)]
 
     def merged(self, number: int) -> list[GangAction]:
-        """The function of a collective has ended, whatever came of it.
-
-        Raises:
-            LocalProtocolError: None was running.
-        """
-        if number not in self._merging:
-            raise LocalProtocolError(f"collective {number} was not being merged")
-        self._merging.discard(number)
+        """The function of a collective has ended, whatever came of it."""
+        self._merging.remove(number)
         if self._cause is not None:
             return []
         del self._open[number]
@@ -197,12 +183,9 @@ class Gang:
         return self._fail(error, error)
 
     def finished(self, replica: int) -> list[GangAction]:
-        """A replica has returned.
-
-        Raises:
-            LocalProtocolError: It has ended before.
-        """
-        record = self._end(replica, "return")
+        """A replica has returned."""
+        record = self._replicas[replica]
+        record.ended = True
         if record.waits:
             return self.gave_up(replica)
         if not self._open:
@@ -212,12 +195,8 @@ class Gang:
         return self._fail(error, error)
 
     def failed(self, replica: int, error: BaseException) -> list[GangAction]:
-        """A replica has raised ``error``, was stopped, or its worker was lost (WorkerLost).
-
-        Raises:
-            LocalProtocolError: It has ended before.
-        """
-        self._end(replica, "fail")
+        """A replica has raised ``error``, was stopped, or its worker was lost (WorkerLost)."""
+        self._replicas[replica].ended = True
         return self._fail(error, self._cause_of(replica, error))
 
     def cancel(self, error: PsyncError) -> list[GangAction]:
@@ -268,14 +247,3 @@ class Gang:
 
     def _name(self, replica: int) -> str:
         return f"replica {replica} on {self._replicas[replica].worker}"
-
-    def _running(self, replica: int, verb: str) -> _Replica:
-        record = self._replicas[replica]
-        if record.ended:
-            raise LocalProtocolError(f"{self._name(replica)} cannot {verb}: it has ended")
-        return record
-
-    def _end(self, replica: int, verb: str) -> _Replica:
-        record = self._running(replica, verb)
-        record.ended = True
-        return record

@@ -89,25 +89,6 @@ class SessionEnd:
         return cls(f"{worker} is lost ({error})", blame=True, counts=sent_away is None)
 
 
-class TaskEvent(Enum):
-    CONNECT = "connect"
-    LOSE = "lose its connection"
-    LEAVE = "leave"
-    ADD = "be added"
-
-
-MOVES: dict[TaskState, dict[TaskEvent, TaskState]] = {
-    TaskState.CONNECTING: {TaskEvent.CONNECT: TaskState.ALIVE, TaskEvent.LEAVE: TaskState.LEFT},
-    TaskState.ALIVE: {TaskEvent.LOSE: TaskState.LOST, TaskEvent.LEAVE: TaskState.LEFT},
-    TaskState.LOST: {TaskEvent.CONNECT: TaskState.ALIVE, TaskEvent.LEAVE: TaskState.LEFT},
-    TaskState.LEFT: {
-        TaskEvent.CONNECT: TaskState.ALIVE,
-        TaskEvent.ADD: TaskState.CONNECTING,
-        TaskEvent.LEAVE: TaskState.LEFT,
-    },
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Fence:
     """Tell ``ps`` to refuse everything from incarnations of ``task`` below ``below``."""
@@ -140,20 +121,17 @@ class Membership:
         self._tasks = {name: _Task(address, is_ps=True) for name, address in ps.items()}
         self._tasks |= {name: _Task(address, is_ps=False) for name, address in workers.items()}
 
-    def __repr__(self) -> str:
-        tasks = ", ".join(f"{name} {task.state.value}" for name, task in self._tasks.items())
-        return f"<Membership: {tasks}>"
-
     def add_worker(self, task: str, address: str) -> None:
         """A worker belongs to the cluster from now on: one that is new, or that has left.
 
         Raises:
             LocalProtocolError: If it belongs to it already.
         """
-        if task in self._tasks:
-            self._move(task, TaskEvent.ADD).address = address
-        else:
+        if task not in self._tasks:
             self._tasks[task] = _Task(address, is_ps=False)
+            return
+        record = self._move(task, TaskState.CONNECTING, TaskState.LEFT)
+        record.address = address
 
     def connected(self, task: str, boot_incarnation: int) -> list[Fence]:
         """A connection to the task was made, whose handshake gave its boot incarnation.
@@ -161,9 +139,11 @@ class Membership:
         Its ``incarnation`` is another one from now on.
 
         Raises:
-            LocalProtocolError: If the task is unknown or already connected.
+            LocalProtocolError: If it is connected already.
         """
-        record = self._move(task, TaskEvent.CONNECT)
+        record = self._move(
+            task, TaskState.ALIVE, TaskState.CONNECTING, TaskState.LOST, TaskState.LEFT
+        )
         record.incarnation = max(boot_incarnation, record.incarnation + 1)
         return [Fence(task, *fence) for fence in self.fences()] if record.is_ps else []
 
@@ -171,22 +151,15 @@ class Membership:
         """The connection to the task ended: a worker is lost.
 
         Raises:
-            LocalProtocolError: If the task is unknown or not connected.
+            LocalProtocolError: If it is not connected.
         """
-        record = self._move(task, TaskEvent.LOSE)
+        record = self._move(task, TaskState.LOST, TaskState.ALIVE)
         return [] if record.is_ps else self._gone(task, record)
 
     def left(self, worker: str) -> list[Fence]:
-        """A worker has left in order, or is not wanted any more.
-
-        Raises:
-            LocalProtocolError: If it is unknown, or a ps.
-        """
-        record = self._record(worker)
-        if record.is_ps:
-            raise LocalProtocolError(f"{worker} cannot leave: it holds variables")
-        was_alive = record.state is TaskState.ALIVE
-        self._move(worker, TaskEvent.LEAVE)
+        """A worker has left in order, or is not wanted any more."""
+        record = self._tasks[worker]
+        was_alive, record.state = record.state is TaskState.ALIVE, TaskState.LEFT
         return self._gone(worker, record) if was_alive else []
 
     def _gone(self, worker: str, record: _Task) -> list[Fence]:
@@ -200,11 +173,11 @@ class Membership:
 
     def state(self, task: str) -> TaskState:
         """Return the state of a task of the cluster."""
-        return self._record(task).state
+        return self._tasks[task].state
 
     def incarnation(self, task: str) -> int:
         """Return the incarnation that a task was last assigned; -1 if it never connected."""
-        return self._record(task).incarnation
+        return self._tasks[task].incarnation
 
     def fences(self) -> list[tuple[str, int]]:
         """Return (task, lowest incarnation that may be served) of each worker that was lost."""
@@ -230,19 +203,14 @@ class Membership:
         """Return the names of the workers that have left and are not back."""
         return [name for name, record in self._tasks.items() if record.state is TaskState.LEFT]
 
-    def _record(self, task: str) -> _Task:
-        try:
-            return self._tasks[task]
-        except KeyError:
-            raise LocalProtocolError(f"{task} is not a task of the cluster") from None
-
-    def _move(self, task: str, event: TaskEvent) -> _Task:
-        record = self._record(task)
-        try:
-            record.state = MOVES[record.state][event]
-        except KeyError:
-            state = record.state.value
-            raise LocalProtocolError(f"{task} cannot {event.value}: it is {state}") from None
+    def _move(self, task: str, state: TaskState, *before: TaskState) -> _Task:
+        """Change the state of a task, which has to be in one of some others."""
+        record = self._tasks[task]
+        if record.state not in before:
+            raise LocalProtocolError(
+                f"{task} cannot become {state.value}: it is {record.state.value}"
+            )
+        record.state = state
         return record
 
 

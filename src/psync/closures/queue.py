@@ -32,14 +32,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from psync.closures.closure import Closure, Event, Identities, Replica, State, move
+from psync.closures.closure import Closure, Identities, Replica, State, move
 from psync.closures.dispatcher import Dispatch, Dispatcher, GiveBack, WorkerStatistics
 from psync.errors import (
     ClosureCancelled,
     ClosureError,
     ClosureInputError,
     EndOfData,
-    LocalProtocolError,
     PsyncError,
     RemoteProtocolError,
     WorkerLost,
@@ -59,7 +58,7 @@ class Barrier:
     behind: list[Closure] = field(default_factory=list)  # they wait until it is opened
 
 
-def without_input(closure: Closure, source: Closure) -> tuple[Event, ClosureInputError]:
+def without_input(closure: Closure, source: Closure) -> tuple[State, ClosureInputError]:
     """Return how a closure ends whose input ``source`` ended without a value."""
     cause = root_of(source)
     error = ClosureInputError(
@@ -67,7 +66,7 @@ def without_input(closure: Closure, source: Closure) -> tuple[Event, ClosureInpu
         f"{type(cause).__name__}: {cause.args[0] if cause.args else cause}"
     )
     error.__cause__ = cause
-    return (Event.END_OF_DATA if source.state is State.EXHAUSTED else Event.FAIL), error
+    return (State.EXHAUSTED if source.state is State.EXHAUSTED else State.FAILED), error
 
 
 WROTE_TO_PULLED = (
@@ -90,17 +89,12 @@ def loss_error(closure: Closure) -> ClosureError:
     return error
 
 
-def error_of(closure: Closure) -> BaseException:
-    """Return what a closure ended with that has no value."""
-    assert closure.error is not None, f"{closure} ended without a value and without an error"
-    return closure.error
-
-
 def root_of(closure: Closure) -> BaseException:
     """Return the error behind the error of a closure, so that those of inputs are never nested."""
-    error = error_of(closure)
+    error = closure.error
     while isinstance(error, ClosureInputError) and error.__cause__ is not None:
         error = error.__cause__
+    assert error is not None, f"{closure} ended without a value and without an error"
     return error
 
 
@@ -228,14 +222,6 @@ class ClosureQueue:
         self._num_put_back = 0
         self._num_given_back = 0
 
-    def __repr__(self) -> str:
-        counts = self.statistics()
-        text = (
-            f"{counts.waiting} waiting, {counts.queued} queued, {counts.in_flight} in flight, "
-            f"{counts.finished} finished, {len(counts.workers)} workers"
-        )
-        return f"<ClosureQueue: {text}{f'; {self.ending}' if self.ending else ''}>"
-
     # --- what the user does ---
 
     def schedule(self, closure: Closure) -> list[Action]:
@@ -243,19 +229,14 @@ class ClosureQueue:
 
         It is not sent at once, so that a hundred calls in a row become one message per worker.
 
-        Raises:
-            LocalProtocolError: If its id is not above all earlier ones, or it or a dependency is
-                in the wrong state: the one must be new, the other must have been scheduled.
+        Its id is above all earlier ones, and its dependencies were scheduled before.
         """
-        if closure.id <= self._last_id:
-            raise LocalProtocolError(
-                f"{closure} was scheduled after closure {self._last_id}, but ids must grow"
-            )
+        assert closure.id > self._last_id, f"{closure} comes after closure {self._last_id}"
         if closure.identity is not None:
             self.identities.begin(closure, closure.identity)
         if closure.dependencies or self.ending is not None or self._barriers:
             return self._schedule_unusual(closure)
-        move(closure, Event.QUEUE)
+        move(closure, State.QUEUED)
         closure_id = self._last_id = closure.id
         self._open[closure_id] = closure
         self._unsettled.append(closure_id)
@@ -265,17 +246,13 @@ class ClosureQueue:
     def _schedule_unusual(self, closure: Closure) -> list[Action]:
         """Schedule a closure with dependencies, behind a barrier, or after an error."""
         inputs = closure.dependencies
-        for dependency in inputs:
-            if dependency.state is State.NEW:
-                raise LocalProtocolError(
-                    f"{closure} takes the value of {dependency}, which was not scheduled"
-                )
         if self.ending is not None:
-            self._end(closure, Event.CANCEL, self._cancelled(closure))
+            self._end(closure, State.CANCELLED, self._cancelled(closure))
         elif failed := [c for c in inputs if c.is_final and c.state is not State.FINISHED]:
             self._end(closure, *without_input(closure, failed[0]))
         else:
-            move(closure, Event.WAIT if self._has_to_wait(closure) else Event.QUEUE)
+            self._note_missing(closure)
+            move(closure, State.WAITING if closure.num_missing else State.QUEUED)
             self._add(closure)
             if closure.state is State.QUEUED:
                 self.dispatcher.queued.add(closure)
@@ -288,24 +265,19 @@ class ClosureQueue:
         self._open[closure.id] = closure
         self._unsettled.append(closure.id)
 
-    def _has_to_wait(self, closure: Closure) -> bool:
-        """Return whether a new closure has to wait. It counts what it misses, also a barrier.
-
-        None of its inputs has ended without a value.
-        """
-        inputs = dict.fromkeys(closure.dependencies)
-        unfinished = [c for c in inputs if c.state is not State.FINISHED]
-        for dependency in unfinished:
-            if dependency.dependents is None:
-                dependency.dependents = []
-            dependency.dependents.append(closure)
-        closure.num_missing = len(unfinished)
+    def _note_missing(self, closure: Closure) -> None:
+        """Count what a new closure misses, also a barrier; no input has ended without a value."""
+        for dependency in dict.fromkeys(closure.dependencies):
+            if dependency.state is not State.FINISHED:
+                if dependency.dependents is None:
+                    dependency.dependents = []
+                dependency.dependents.append(closure)
+                closure.num_missing += 1
         if self._barriers:
             self._barriers[-1].behind.append(closure)
             closure.num_missing += 1
         if not closure.num_missing:
             closure.dependencies = ()
-        return closure.num_missing > 0
 
     def _miss_less(self, closures: Iterable[Closure]) -> None:
         """Each of these misses one thing less. Queue those that miss nothing now."""
@@ -313,7 +285,7 @@ class ClosureQueue:
             closure.num_missing -= 1
             if closure.num_missing == 0 and closure.state is State.WAITING:  # or it was cancelled
                 closure.dependencies = ()
-                move(closure, Event.QUEUE)
+                move(closure, State.QUEUED)
                 self.dispatcher.queued.add(closure)
 
     def dispatch(self) -> list[Action]:
@@ -330,10 +302,10 @@ class ClosureQueue:
         if closure is None or closure.state is State.CANCELLING:
             return []
         if closure.state is State.HELD:
-            move(closure, Event.ASK_TO_STOP)
+            move(closure, State.CANCELLING)
             self._cancels.append(Cancel(closure.worker, (closure.id,)))
         else:
-            self._end(closure, Event.CANCEL, self._cancelled(closure))
+            self._end(closure, State.CANCELLED, self._cancelled(closure))
         return self._actions()
 
     def pause(self) -> None:
@@ -341,13 +313,8 @@ class ClosureQueue:
         self._pauses += 1
 
     def resume(self) -> list[Action]:
-        """Take one ``pause`` back.
-
-        Raises:
-            LocalProtocolError: If none is left.
-        """
-        if not self._pauses:
-            raise LocalProtocolError("the closure queue was resumed more often than paused")
+        """Take one ``pause`` back."""
+        assert self._pauses, "the closure queue was resumed more often than paused"
         self._pauses -= 1
         return self._actions()
 
@@ -404,17 +371,10 @@ class ClosureQueue:
         return self._actions()
 
     def begin_gang(self, replicas: Sequence[tuple[str, Replica]]) -> list[Action]:
-        """Send each replica to its worker.
-
-        Raises:
-            LocalProtocolError: If an id is not above all earlier ones, or a worker is not idle.
-        """
+        """Send each replica to its worker, which is idle."""
         sent: list[Dispatch] = []
         for worker, replica in replicas:
-            if replica.id <= self._last_id:
-                raise LocalProtocolError(f"{replica} comes after closure {self._last_id}")
-            self._last_id = replica.id
-            move(replica, Event.QUEUE)
+            move(replica, State.QUEUED)
             sent.append(self.dispatcher.give(worker, replica))
             self._add(replica)
         return [*self._actions(dispatch=False), *sent]
@@ -422,11 +382,7 @@ class ClosureQueue:
     # --- what workers do ---
 
     def worker_joined(self, worker: str) -> list[Action]:
-        """A worker is ready for closures.
-
-        Raises:
-            LocalProtocolError: If it is already here.
-        """
+        """A worker is ready for closures."""
         self.dispatcher.join(worker)
         return self._actions()
 
@@ -434,9 +390,6 @@ class ClosureQueue:
         """A worker is about to leave: send it nothing more. It gives back what it has not started.
 
         What it runs it reports, and then it is lost, blamelessly.
-
-        Raises:
-            LocalProtocolError: If no such worker is here.
         """
         self.dispatcher.retire(worker)
         return self._actions()
@@ -451,27 +404,24 @@ class ClosureQueue:
             blame: Whether what it held may be the cause, and is given up when that has happened
                 too often. False where the reason is known: the worker left, or was sent away.
             returns: Whether it is expected back: then closures wait for the data that it had left.
-
-        Raises:
-            LocalProtocolError: If no such worker is here.
         """
         closures = self.dispatcher.leave(worker, returns=returns)
         if blame:
             self._losses.lost(closures)
         for closure in closures:
             if closure.is_replica:  # none other is held beside it; it does not run again
-                event = Event.FAIL if closure.state is State.HELD else Event.LOSE
+                state = State.FAILED if closure.state is State.HELD else State.CANCELLED
                 lost = f"was lost while it ran {closure}, a replica of a gang"
-                self._end(closure, event, WorkerLost(worker, lost))
+                self._end(closure, state, WorkerLost(worker, lost))
                 return self._actions()
             closure.times_back += 1
             if blame:
                 closure.lost_on += (worker,)
-        self._num_put_back += self._come_back(closures, Event.LOSE)
+        self._num_put_back += self._come_back(closures)
         for closure in closures:
             # The first one to be given up ends everything, and cancels the others.
             if closure.state is State.QUEUED and self._losses.is_killer(closure):
-                self._end(closure, Event.FAIL, loss_error(closure))
+                self._end(closure, State.FAILED, loss_error(closure))
         return self._actions()
 
     def worker_will_not_return(self, worker: str) -> list[Action]:
@@ -491,7 +441,6 @@ class ClosureQueue:
             mean_s: Mean of the seconds that these took, each from its start to its end.
 
         Raises:
-            LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold one of them, or the mean is no duration.
         """
         closures = self.dispatcher.take_finished(worker, ids, mean_s)
@@ -500,13 +449,13 @@ class ClosureQueue:
             self._finish(closures)
         else:  # ps tasks may have refused its updates since the error, and some of them not
             for closure in closures:
-                self._end(closure, Event.CANCEL, self._cancelled(closure))
+                self._end(closure, State.CANCELLED, self._cancelled(closure))
         return self._actions(worker)
 
     def failed(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
         """A closure raised ``error`` on a worker. Raises as ``finished`` does."""
         (closure,) = self.dispatcher.take(worker, (closure_id,), "failed")
-        self._end(closure, Event.FAIL, error)
+        self._end(closure, State.FAILED, error)
         return self._actions(worker)
 
     def end_of_data(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
@@ -516,7 +465,7 @@ class ClosureQueue:
             self.dispatcher.out_of(worker, error.data, error.batches)
             has_taker = self.dispatcher.has_taker(closure.needs)
             if has_taker and not error.updates:
-                self._num_given_back += self._come_back([closure], Event.GIVE_BACK)
+                self._num_given_back += self._come_back([closure])
                 return self._actions()
             if has_taker:
                 error.hint = (
@@ -525,22 +474,21 @@ class ClosureQueue:
                 )
             else:
                 self._name_batches(error, self.dispatcher.batches(error.data))
-        event = Event.FAIL if closure.is_replica else Event.END_OF_DATA
-        self._end(closure, event, error)
+        state = State.FAILED if closure.is_replica else State.EXHAUSTED
+        self._end(closure, state, error)
         return self._actions()
 
     def cancelled(self, worker: str, closure_id: int) -> list[Action]:
         """A worker stopped a closure, or did not start it, because it was asked to.
 
         Raises:
-            LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold the closure, or was not asked to stop it.
         """
         held = self._open.get(closure_id)
         if held is not None and held.state is State.HELD:
             raise RemoteProtocolError(f"{worker} cancelled {held}, which it was not asked to")
         (closure,) = self.dispatcher.take(worker, (closure_id,), "cancelled")
-        self._end(closure, Event.CANCEL, self._cancelled(closure))
+        self._end(closure, State.CANCELLED, self._cancelled(closure))
         return self._actions(worker)
 
     def given_back(self, worker: str, ids: Sequence[int]) -> list[Action]:
@@ -549,7 +497,6 @@ class ClosureQueue:
         The answer to a GiveBack may be empty, and must come all the same.
 
         Raises:
-            LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold one of them.
         """
         for closure_id in ids:
@@ -557,7 +504,7 @@ class ClosureQueue:
             if closure is not None and closure.is_replica:
                 raise RemoteProtocolError(f"{worker} gave back {closure}, which it has to run")
         closures = self.dispatcher.take_back(worker, ids)
-        self._num_given_back += self._come_back(closures, Event.GIVE_BACK)
+        self._num_given_back += self._come_back(closures)
         more = [] if self.requested_stop is None else self.dispatcher.ask_back()
         return [*self._actions(), *more]
 
@@ -600,15 +547,8 @@ class ClosureQueue:
 
         An end of data is the first if there was no error, else the last of the further ones. If
         several joins wait, one of them collects, and the others are told by the coordinator.
-
-        Raises:
-            LocalProtocolError: If there is an error and closures are still in flight.
         """
-        if self.pending_errors and self.dispatcher.num_in_flight:
-            raise LocalProtocolError(
-                f"the error was collected while {self.dispatcher.num_in_flight} closures were in "
-                "flight"
-            )
+        assert self.ready_to_raise or not self.pending_errors, "closures are in flight"
         errors, self.pending_errors = self.pending_errors, []
         if self._end_of_data is not None:
             errors.append(self._end_of_data)
@@ -649,7 +589,7 @@ class ClosureQueue:
 
     # --- how closures end ---
 
-    def _come_back(self, closures: list[Closure], event: Event) -> int:
+    def _come_back(self, closures: list[Closure]) -> int:
         """Queue again what no worker holds any more, or end it cancelled; return how many queued.
 
         All are queued first: one that ends cancelled can fail another, and that ends everything.
@@ -657,10 +597,10 @@ class ClosureQueue:
         stopped = [closure for closure in closures if closure.state is State.CANCELLING]
         back = [closure for closure in closures if closure.state is State.HELD]
         for closure in back:
-            move(closure, event)
+            move(closure, State.QUEUED)
             self.dispatcher.queued.add(closure)
         for closure in stopped:
-            self._end(closure, event, self._cancelled(closure))
+            self._end(closure, State.CANCELLED, self._cancelled(closure))
         if self.requested_stop is not None:
             self._cancel_queued(back)
             return 0
@@ -670,29 +610,22 @@ class ClosureQueue:
         """These have their values."""
         still_open = self._open
         for closure in closures:
-            move(closure, Event.FINISH)
+            move(closure, State.FINISHED)
             del still_open[closure.id]
             if closure.dependents is not None:
                 dependents, closure.dependents = closure.dependents, None
                 self._miss_less(dependents)
             if closure.identity is not None:
                 self.identities.end(closure, closure.identity)
-        if not still_open:
-            self._shrink()
         self._settled += closures
         self._totals[State.FINISHED] += len(closures)
 
-    def _shrink(self) -> None:
-        """Nothing is open: a dict keeps the largest table that it needed."""
-        self._open.clear()
-        self._unsettled.clear()
-
-    def _end(self, closure: Closure, event: Event, error: BaseException) -> None:
+    def _end(self, closure: Closure, state: State, error: BaseException) -> None:
         """A closure ends without a value, and those that needed it do. A replica concerns nobody.
 
         If one of them fails, that ends everything.
         """
-        self._settle(closure, event, error)
+        self._settle(closure, state, error)
         if closure.is_replica:
             return
         chain = [closure]
@@ -705,23 +638,22 @@ class ClosureQueue:
         # One error for the whole chain: the others have the same cause.
         failed = next((c for c in chain if c.state is State.FAILED), None)
         if failed is not None:
-            self.pending_errors.append(error_of(failed))
+            assert failed.error is not None
+            self.pending_errors.append(failed.error)
             self._end_all(f"{failed} failed{f' on {failed.worker}' if failed.worker else ''}")
         if closure.state is State.EXHAUSTED and self._end_of_data is None:
             self._end_of_data = root_of(closure)
 
-    def _settle(self, closure: Closure, event: Event, error: BaseException) -> None:
+    def _settle(self, closure: Closure, state: State, error: BaseException) -> None:
         """Make a closure final that has no value."""
         if closure.state is State.QUEUED:
             self.dispatcher.queued.discard(closure)
-        move(closure, event)
+        move(closure, state)
         closure.error = error
         closure.dependencies = ()
         if closure.identity is not None:
             self.identities.end(closure, closure.identity)
         self._open.pop(closure.id, None)
-        if not self._open:
-            self._shrink()
         self._totals[closure.state] += 1
         self._settled.append(closure)
 
@@ -735,14 +667,14 @@ class ClosureQueue:
         for worker, closures in self.dispatcher.held():
             running = [closure for closure in closures if closure.state is State.HELD]
             for closure in running:
-                move(closure, Event.ASK_TO_STOP)
+                move(closure, State.CANCELLING)
             if running:
                 self._cancels.append(Cancel(worker, tuple(closure.id for closure in running)))
 
     def _cancel_queued(self, closures: Sequence[Closure]) -> None:
         for closure in closures:
             if closure.state is State.WAITING or closure.state is State.QUEUED:
-                self._settle(closure, Event.CANCEL, self._cancelled(closure))
+                self._settle(closure, State.CANCELLED, self._cancelled(closure))
 
     def _cancelled(self, closure: Closure) -> ClosureCancelled:
         """Return the error of a closure that is cancelled, alone or with everything."""
@@ -768,6 +700,9 @@ class ClosureQueue:
         if self._settled:
             actions.append(Settle(tuple(self._settled)))
             self._settled = []
+            if not self._open:  # a dict keeps the largest table that it needed
+                self._open.clear()
+                self._unsettled.clear()
         if self._cancels:
             actions += self._cancels
             self._cancels = []

@@ -13,7 +13,7 @@ program need not schedule them again: the next rollback, or the second checkpoin
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -103,13 +103,10 @@ class KeptCalls:
     def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
         self.nbytes = 0
         self._most = most_bytes
-        self._calls: dict[int, Any] = {}  # by closure
-        self._parts: OrderedDict[int, Sequence[tuple[Hashable, int]]] = OrderedDict()
+        # By closure, the oldest first: its call, and what that holds.
+        self._calls: dict[int, tuple[Any, Sequence[tuple[Hashable, int]]]] = {}
         self._users: Counter[Hashable] = Counter()  # how many calls hold a part
         self._dropped: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._calls)
 
     def keep(self, closure: int, call: Any, parts: Sequence[tuple[Hashable, int]]) -> None:
         """Keep a call.
@@ -119,14 +116,13 @@ class KeptCalls:
             call: The call.
             parts: What it holds: a key, the same for all calls that share the part, and its bytes.
         """
-        self._calls[closure] = call
-        self._parts[closure] = parts
+        self._calls[closure] = call, parts
         self.nbytes += CALL_BYTES
         for key, nbytes in parts:
             self.nbytes += 0 if self._users[key] else nbytes
             self._users[key] += 1
         while self.nbytes > self._most:
-            self.drop(next(iter(self._parts)))
+            self.drop(next(iter(self._calls)))
 
     def drop(self, closure: int) -> None:
         """Note that the call of this closure is not kept, though it should be."""
@@ -143,10 +139,10 @@ class KeptCalls:
         """Keep the calls of these closures no longer."""
         for closure in closures:
             self._dropped.discard(closure)
-            if self._calls.pop(closure, None) is None:
+            if closure not in self._calls:
                 continue
             self.nbytes -= CALL_BYTES
-            for key, nbytes in self._parts.pop(closure):
+            for key, nbytes in self._calls.pop(closure)[1]:
                 self._users[key] -= 1
                 if not self._users[key]:
                     del self._users[key]
@@ -158,7 +154,7 @@ class KeptCalls:
 
     def take(self, closures: Sequence[int]) -> list[Any]:
         """Return, and forget, the calls of these closures, in order, without those not kept."""
-        calls = [self._calls[closure] for closure in closures if closure in self._calls]
+        calls = [self._calls[closure][0] for closure in closures if closure in self._calls]
         self.forget(closures)
         return calls
 
@@ -180,12 +176,6 @@ class EndedClosures:
         self._undone: Sequence[int] = ()  # by the last rollback; their calls are kept
         self._saves = 0  # since then
         self.kept = KeptCalls()
-
-    def __len__(self) -> int:
-        return len(self._ended)
-
-    def __contains__(self, closure: int) -> bool:
-        return closure in self._ended
 
     def ended(self, number: int, calls: int) -> None:
         """Note a closure that has just ended, by its number on ps tasks, and the calls it made."""

@@ -18,9 +18,9 @@ seen more than once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -29,14 +29,6 @@ from psync.errors import ConfigurationError, LocalProtocolError
 from psync.specs import checked_integer
 
 STATE_VERSION = 1
-
-
-class Mark(Enum):
-    """Where a shard of the present epoch is."""
-
-    PENDING = "pending"
-    HANDED_OUT = "handed out"
-    DONE = "done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,39 +69,19 @@ class EpochAccount:
 
 
 class _Epoch:
-    """The shards of one epoch."""
+    """The shards of one epoch. Of one that is over nothing is kept but its runs."""
 
-    def __init__(self, num_shards: int) -> None:
-        self.num_shards = num_shards
-        self.marks: list[Mark] | None = [Mark.PENDING] * num_shards  # None: all are done
-        self.num_undone = num_shards
-        self.unfinished: dict[int, int] = {}  # runs that did not finish their shard, or were undone
-
-    def mark(self, shard: int) -> Mark:
-        return Mark.DONE if self.marks is None else self.marks[shard]
-
-    def set(self, shard: int, mark: Mark) -> None:
-        if self.marks is None:
-            self.marks = [Mark.DONE] * self.num_shards
-        self.num_undone += (mark is not Mark.DONE) - (self.marks[shard] is not Mark.DONE)
-        self.marks[shard] = mark
-        if not self.num_undone:
-            self.marks = None
-
-    def having(self, *marks: Mark) -> list[int]:
-        """Return the shards with one of these marks."""
-        return [s for s in range(self.num_shards) if self.mark(s) in marks]
-
-    def note_runs(self, shard: int, count: int) -> None:
-        if count:
-            self.unfinished[shard] = self.unfinished.get(shard, 0) + count
+    def __init__(
+        self, num_shards: int, done: Iterable[int] = (), unfinished: Mapping[int, int] = {}
+    ) -> None:
+        self.undone = set(range(num_shards)).difference(done)
+        self.handed_out: set[int] = set()  # of these
+        self.unfinished = Counter(unfinished)  # runs that did not finish, or were undone
 
     def runs(self) -> dict[int, int]:
         """Return the runs of shards that some run has not finished, or that were undone."""
-        return {
-            shard: count + (self.mark(shard) is Mark.DONE)
-            for shard, count in sorted(self.unfinished.items())
-        }
+        runs = sorted(self.unfinished.items())
+        return {shard: count + (shard not in self.undone) for shard, count in runs if count}
 
 
 class Visitation:
@@ -151,8 +123,8 @@ class Visitation:
         present = self._epochs[self.epoch]
         return (
             f"<visitation: epoch {self.epoch} of {self.num_epochs}, "
-            f"{self.num_shards - present.num_undone} of {self.num_shards} shards done, "
-            f"{len(present.having(Mark.HANDED_OUT))} handed out>"
+            f"{self.num_shards - len(present.undone)} of {self.num_shards} shards done, "
+            f"{len(present.handed_out)} handed out>"
         )
 
     @property
@@ -167,19 +139,21 @@ class Visitation:
         present, order = self._epochs[self.epoch], range(self.num_shards)
         if self._seed is not None:  # the same in every program that has the seed
             order = np.random.default_rng((self._seed, self.epoch)).permutation(order).tolist()
-        return [shard for shard in order if present.mark(shard) is Mark.PENDING]
+        return [s for s in order if s in present.undone and s not in present.handed_out]
 
     # Shards are of the present epoch, if none is named. Each raises LocalProtocolError where the
     # shard is not what it says.
 
     def hand_out(self, shard: int) -> None:
         """A worker is to run ``shard``, which is pending."""
-        self._move(shard, None, Mark.PENDING, Mark.HANDED_OUT, "be handed out")
+        present = self._epochs[min(self.epoch, len(self._epochs) - 1)]
+        if shard not in present.undone or shard in present.handed_out:
+            raise LocalProtocolError(f"shard {shard} cannot be handed out: it is not pending")
+        present.handed_out.add(shard)
 
     def lose(self, shard: int, epoch: int | None = None) -> None:
         """Its worker was lost: it was handed out, and runs again."""
-        each = self._move(shard, epoch, Mark.HANDED_OUT, Mark.HANDED_OUT, "lose its worker")
-        each.note_runs(shard, 1)
+        self._running(shard, epoch).unfinished[shard] += 1
 
     def put_back(self, shard: int, epoch: int | None = None, *, begun: bool) -> None:
         """It was handed out, is not done, and is pending again.
@@ -189,32 +163,36 @@ class Visitation:
             epoch: Number of its epoch.
             begun: Whether a run may have seen a part of it.
         """
-        each = self._move(shard, epoch, Mark.HANDED_OUT, Mark.PENDING, "be put back")
-        each.note_runs(shard, begun)
+        each = self._running(shard, epoch)
+        each.handed_out.remove(shard)
+        each.unfinished[shard] += begun
 
     def finish(self, shard: int, epoch: int | None = None) -> None:
         """It was handed out, and is done; with the last one the next epoch begins."""
-        self._move(shard, epoch, Mark.HANDED_OUT, Mark.DONE, "finish")
+        each = self._running(shard, epoch)
+        each.handed_out.remove(shard)
+        each.undone.remove(shard)
         self._go_on()
 
     def undo(self, shard: int, epoch: int) -> None:
         """It was done, and a rollback has undone that: it is pending again."""
-        each = self._move(shard, epoch, Mark.DONE, Mark.PENDING, "be undone")
-        each.note_runs(shard, 1)
+        each = self._epochs[epoch]
+        if shard in each.undone:
+            raise LocalProtocolError(f"shard {shard} cannot be undone: it is not done")
+        each.undone.add(shard)
+        each.unfinished[shard] += 1
         self.epoch = min(self.epoch, epoch)
 
-    def _move(self, shard: int, epoch: int | None, before: Mark, after: Mark, verb: str) -> _Epoch:
-        number = min(self.epoch, len(self._epochs) - 1) if epoch is None else epoch
-        each = self._epochs[number]
-        if each.mark(shard) is not before:
-            mark = each.mark(shard).value
-            raise LocalProtocolError(f"shard {shard} cannot {verb}: it is {mark}")
-        each.set(shard, after)
+    def _running(self, shard: int, epoch: int | None) -> _Epoch:
+        """Return the epoch in which a shard is handed out."""
+        each = self._epochs[min(self.epoch, len(self._epochs) - 1) if epoch is None else epoch]
+        if shard not in each.handed_out:
+            raise LocalProtocolError(f"shard {shard} is not handed out")
         return each
 
     def _go_on(self) -> None:
         """Go to the first epoch that is not complete, if there is one."""
-        while not self.is_over and not self._epochs[self.epoch].num_undone:
+        while not self.is_over and not self._epochs[self.epoch].undone:
             self.epoch += 1
             if len(self._epochs) == self.epoch < self.num_epochs:
                 self._epochs.append(_Epoch(self.num_shards))
@@ -222,12 +200,7 @@ class Visitation:
     def account(self) -> list[EpochAccount]:
         """Return what became of every shard, for each epoch that has begun."""
         return [
-            EpochAccount(
-                number,
-                self.num_shards,
-                tuple(each.having(Mark.PENDING, Mark.HANDED_OUT) if each.num_undone else ()),
-                each.runs(),
-            )
+            EpochAccount(number, self.num_shards, tuple(sorted(each.undone)), each.runs())
             for number, each in enumerate(self._epochs)
         ]
 
@@ -254,10 +227,8 @@ class Visitation:
         }
 
     def _state_of(self, epoch: _Epoch) -> dict[str, Any]:
-        unfinished = dict(epoch.unfinished)
-        for shard in epoch.having(Mark.HANDED_OUT):
-            unfinished[shard] = unfinished.get(shard, 0) + 1
-        done = epoch.having(Mark.DONE)
+        unfinished = epoch.unfinished + Counter(epoch.handed_out)
+        done = [shard for shard in range(self.num_shards) if shard not in epoch.undone]
         return {"done": done, "unfinished": [list(each) for each in sorted(unfinished.items())]}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -300,12 +271,11 @@ class Visitation:
             raise ConfigurationError(
                 f"state: expected at most {self.num_epochs} epochs (num_epochs), got {len(epochs)}"
             )
-        self._epochs = [_Epoch(self.num_shards) for _ in epochs or (None,)]
-        for each, (done, unfinished) in zip(self._epochs, epochs, strict=False):
-            for shard in range(self.num_shards) if done is None else done:
-                each.set(shard, Mark.DONE)
-            for shard, count in unfinished.items():
-                each.note_runs(shard, count)
+        every = range(self.num_shards)
+        self._epochs = [
+            _Epoch(self.num_shards, every if done is None else done, unfinished)
+            for done, unfinished in epochs or [(set(), {})]
+        ]
         self._go_on()
 
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from psync.api.sync_replicas import wait_over
 from psync.chief.creation import MESSAGE_SHARDS, Creation, as_sent
 from psync.chief.declarations import Declaration
-from psync.chief.enquiries import enquire
+from psync.chief.links import enquire
 from psync.client.optimizer_client import note_plugins
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink, always, ask

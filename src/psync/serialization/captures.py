@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
+ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 """Types whose equal values are interchangeable: rebinding a name to one changes nothing."""
 
 _EMPTY = object()  # what a cell holds whose variable is not assigned yet
@@ -44,10 +44,15 @@ class StaleCaptureWarning(UserWarning):
 
 def name_of(fn: object) -> str:
     """Return what messages call a callable: its qualified name from the last function inwards."""
+    name = getattr(behind_partials(fn), "__qualname__", None)
+    return name.rpartition("<locals>.")[2] if isinstance(name, str) else type(fn).__name__
+
+
+def behind_partials(fn: Any) -> Any:
+    """Return the callable that partials lead to."""
     while isinstance(fn, functools.partial):
         fn = fn.func
-    name = getattr(fn, "__qualname__", None)
-    return name.rpartition("<locals>.")[2] if isinstance(name, str) else type(fn).__name__
+    return fn
 
 
 def type_name(obj: object) -> str:
@@ -104,8 +109,7 @@ def refers_to(fn: object, wanted: object) -> bool:
     same module that they name. What is found at run time alone, as by ``import`` inside of a
     function, is not seen.
     """
-    while isinstance(fn, functools.partial):
-        fn = fn.func
+    fn = behind_partials(fn)
     if isinstance(fn, MethodType):
         fn = fn.__func__
     todo = [fn] if isinstance(fn, FunctionType) else _special_methods(fn)
@@ -176,11 +180,10 @@ class CaptureWatch:
 
         Costs about 0.1 µs a name.
         """
+        names: list[str] = []
         for bindings in self._functions:
-            if not bindings.unchanged():
-                names = [name for each in self._functions for name in each.take_rebound()]
-                return list(dict.fromkeys(names))
-        return []
+            names += bindings.take_rebound()
+        return list(dict.fromkeys(names)) if names else names
 
 
 class _Bindings:
@@ -197,36 +200,30 @@ class _Bindings:
             if isinstance(value, ModuleType):
                 continue  # nobody rebinds np, and it is in every step
             self._was[name] = id(value), free.index(name) if name in free else -1
-            if type(value) in _ATOMS:
+            if type(value) in ATOMS:
                 self._atoms[name] = value
 
-    def unchanged(self) -> bool:
+    def take_rebound(self) -> list[str]:
+        """Return the names that were rebound to something else, and forget them."""
         fn = self._fn()
         if fn is None:  # then the name that led to it was rebound, and that is reported
-            return True
+            return []
         names, cells = fn.__globals__, fn.__closure__ or ()
+        rebound = []
         for name, (was, cell) in self._was.items():
             try:
                 now = names.get(name, _EMPTY) if cell < 0 else cells[cell].cell_contents
             except ValueError:  # not assigned
                 now = _EMPTY
-            if id(now) != was:
-                return False
-        return True
-
-    def take_rebound(self) -> list[str]:
-        """Return the names that were rebound to something else, and forget them."""
-        fn = self._fn()
-        if fn is None:
-            return []
-        now, rebound = captures_of(fn), []
-        for name, (was, cell) in list(self._was.items()):
-            value, atom = now.get(name, _EMPTY), self._atoms.get(name, _EMPTY)
-            if type(value) is type(atom) and atom is not _EMPTY and atom == value:
-                self._was[name] = id(value), cell  # does as well: workers' results do not change
-            elif id(value) != was:
-                del self._was[name]
+            if id(now) == was:
+                continue
+            atom = self._atoms.get(name, _EMPTY)
+            if atom is not _EMPTY and type(now) is type(atom) and now == atom:
+                self._was[name] = id(now), cell  # does as well: workers' results do not change
+            else:
                 rebound.append(name)
+        for name in rebound:
+            del self._was[name]
         return rebound
 
 

@@ -11,7 +11,6 @@ What arrives on a worker has come over an authenticated connection; see `payload
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import warnings
@@ -25,6 +24,7 @@ from psync.errors import SerializationError
 from psync.serialization.captures import (
     CaptureWatch,
     StaleCaptureWarning,
+    behind_partials,
     blame,
     name_of,
     type_name,
@@ -159,8 +159,7 @@ def _check_step(fn: object) -> None:
 
 def _code_of(fn: Any) -> Any:
     """Return the function behind partials and ``__call__``."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
+    fn = behind_partials(fn)
     return fn if inspect.isroutine(fn) or isinstance(fn, type) else type(fn).__call__
 
 

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from psync.errors import SerializationError
 from psync.net.platform import PerProcess
-from psync.serialization.captures import Refusal, blame, importable_from, resolves_by_name
+from psync.serialization.captures import ATOMS, Refusal, blame, importable_from, resolves_by_name
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 
 Segment = bytes | bytearray | memoryview
@@ -46,10 +46,7 @@ INLINE_BYTES = 4096  # smaller arrays stay in the pickle: a segment of its own c
 MAX_HANDLES = 4096  # that are kept although nobody uses them now; those that came last
 MAX_BUFFERS = 1024  # further arrays stay in the pickle: frames have a limit (65,536 segments)
 
-_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
-"""They contain nothing, so they need no pickler of ours."""
-
-_PLAIN = _ATOMS | {
+_PLAIN = ATOMS | {
     tuple, list, dict, set, bytearray, pickle.PickleBuffer, type, FunctionType,
     BuiltinFunctionType, np.ndarray, *(type(np.dtype(code)) for code in np.typecodes["All"]),
 }  # fmt: skip
@@ -246,9 +243,9 @@ def pack(
     if obj is None:
         return EMPTY
     cls = type(obj)
-    if cls in _ATOMS or isinstance(obj, np.number):
+    if cls in ATOMS or isinstance(obj, np.number):
         return Payload(pickle.dumps(obj, 5))
-    if cls is tuple and _ATOMS.issuperset(map(type, obj)):  # type: ignore[call-overload]
+    if cls is tuple and ATOMS.issuperset(map(type, obj)):  # type: ignore[call-overload]
         return Payload(pickle.dumps(obj, 5))
     try:
         return _pickle(obj, main_by_name)

@@ -21,8 +21,8 @@ from psync.api.data_shards import Visits
 from psync.backups.host import _Backup
 from psync.checkpoints import files
 from psync.chief import creation, links
-from psync.chief.backups import Backups
 from psync.chief.creation import Creation
+from psync.chief.recovery import Backups
 from psync.chief.recovery_rule import RecoveryRule
 from psync.client import optimizer_client, ps_client
 from psync.client.prefetch import PulledAhead
