@@ -21,7 +21,7 @@ from rich.console import Console
 from ports import claimed_ports
 from psync.checkpoints.files import Writer
 from psync.checkpoints.manifest import Planned
-from psync.cli import reports
+from psync.cli import main as command_line
 from psync.cli.main import main
 from psync.errors import ConfigurationError, DeadlineExceeded, RemoteProtocolError
 from psync.launch.process import run_loop
@@ -115,7 +115,7 @@ class Reader:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The run file of a program that does not run."""
-    monkeypatch.setattr(reports, "FIRST_WINDOW_S", 0.0)
+    monkeypatch.setattr(command_line, "FIRST_WINDOW_S", 0.0)
     with tempfile.TemporaryDirectory(dir="/tmp") as made:
         monkeypatch.setenv("XDG_RUNTIME_DIR", made)
         directory = Path(made, "psync")
@@ -206,7 +206,7 @@ def test_live_it_goes_on_when_the_run_is_silent_and_ends_with_it() -> None:
         STATUS, DeadlineExceeded("not answered for 5 s"), STATUS, ConfigurationError("has ended")
     )
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
-    asyncio.run(reports._follow(reader, console, 0.0))
+    asyncio.run(command_line._follow(reader, console, 0.0))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert reader.asked == 4
     assert "not answered for 5 s" in text
@@ -225,7 +225,7 @@ def test_sigterm_leaves_the_terminal_as_it_was() -> None:
     reader: Any = Stopped(STATUS, STATUS)
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
     with pytest.raises(SystemExit, match="143"):
-        run_loop(lambda: reports._follow(reader, console, 0.0))
+        run_loop(lambda: command_line._follow(reader, console, 0.0))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.rfind("\x1b[?1049l") > text.rfind("\x1b[?1049h") >= 0
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
@@ -235,7 +235,7 @@ def test_live_it_ends_with_code_0_when_the_run_has_ended(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answering(monkeypatch, STATUS, STATUS, ConfigurationError("has ended"))
-    assert asyncio.run(reports._show(str(run), False, False, 0.0)) == 0
+    assert asyncio.run(command_line._show(str(run), False, False, 0.0)) == 0
     assert capsys.readouterr().out.endswith("has ended\n")
 
 
@@ -357,7 +357,7 @@ def test_where_the_file_cannot_be_written_it_says_so(
 def test_what_was_dropped_and_how_well_clocks_are_aligned_is_said() -> None:
     trace = Trace(TracedRun().read_spans, "train.py")
     trace.summary = Summary(["chief", "ps-0"], 5.0, 100, {"ps-0": 7}, 0.0042)
-    assert reports._lines(Path("out.json"), trace) == [
+    assert command_line._lines(Path("out.json"), trace) == [
         "out.json: 100 events of 5.0 s, 2 tasks; open it at https://ui.perfetto.dev",
         "ps-0: 7 events were dropped, since more came than could be asked for",
         "clocks of tasks are aligned within 4.2 ms only",

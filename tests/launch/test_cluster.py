@@ -18,7 +18,7 @@ import pytest
 import psync
 from psync.errors import ConfigurationError, SerializationError, UsageError
 from psync.launch.cluster import Host, TaskCluster, TasksHere, TasksInProcesses
-from psync.launch.gpus import GpuShares
+from psync.launch.processes import GpuShares
 from psync.testing import MemoryNetwork, settle
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import psync
 from psync.errors import ConfigurationError
-from psync.launch.gpus import GpuShares, visible_gpus
+from psync.launch.processes import GpuShares, visible_gpus
 
 NONE = {"PATH": ""}
 

@@ -27,16 +27,19 @@ from hypothesis import strategies as st
 from process_tools import script, watching
 from psync.closures.scaling import Load
 from psync.errors import ConfigurationError
-from psync.launch import output, process
-from psync.launch.output import (
+from psync.launch import process
+from psync.launch.process import (
     MAX_LINE_CHARS,
     LineForwarder,
     configure_logging,
+    end_of_run,
+    following_launcher,
+    loop_factory,
+    run_loop,
     write_stderr,
     write_stdout,
     write_whole_lines,
 )
-from psync.launch.process import end_of_run, following_launcher, loop_factory, run_loop
 from psync.net.platform import Workforce
 from psync.net.resolvers import TFConfigClusterResolver
 from psync.testing import settle
@@ -587,7 +590,7 @@ def test_an_unbuffered_task_writes_each_line_in_one_piece(monkeypatch: pytest.Mo
 def test_lines_that_meet_a_full_disk_are_lost_and_told_of_once(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "_told", set())
+    monkeypatch.setattr(process, "_told", set())
     written: list[str] = []
     room = False
 
@@ -612,7 +615,7 @@ def test_a_record_that_meets_a_full_disk_is_lost_without_a_traceback(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with open("/dev/full", "w") as full:
-        handler = output._TaskLogHandler(full)
+        handler = process._TaskLogHandler(full)
         record = logging.LogRecord("psync", logging.INFO, "", 1, "lost", (), None)
         handler.emit(record)
         assert capfd.readouterr().err == ""
@@ -626,7 +629,7 @@ def test_a_record_that_meets_a_full_disk_is_lost_without_a_traceback(
 def test_a_blocked_write_goes_on_to_nowhere_and_others_stay() -> None:
     code = """
 import os, signal, sys
-from psync.launch.output import release_blocked_output
+from psync.launch.process import release_blocked_output
 signal.signal(signal.SIGALRM, release_blocked_output)
 signal.setitimer(signal.ITIMER_REAL, 0.2)
 os.write(1, b"x" * 1_000_000)
@@ -643,7 +646,7 @@ os.write(2, b"stderr has a reader\\n")
 def test_closed_descriptors_are_filled_and_open_ones_stay() -> None:
     code = """
 import os
-from psync.launch.output import fill_standard_streams
+from psync.launch.process import fill_standard_streams
 fill_standard_streams()
 other = os.open("/dev/null", os.O_RDONLY)
 assert other > 2, other
@@ -659,7 +662,7 @@ assert os.open("/dev/null", os.O_RDONLY) == other + 1
 
 def test_a_descriptor_that_does_not_wait_loses_nothing() -> None:
     """Some parents hand on such pipes."""
-    code = "from psync.launch.output import write_stdout; write_stdout('x' * 999_999 + chr(10))"
+    code = "from psync.launch.process import write_stdout; write_stdout('x' * 999_999 + chr(10))"
     read, write = os.pipe()
     os.set_blocking(write, False)
     with subprocess.Popen([sys.executable, "-c", code], stdout=write) as process:

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any
 
 from psync.closures.scaling import changes
 from psync.errors import ConfigurationError, PsyncError
-from psync.launch.gpus import GpuShares
-from psync.launch.output import release_blocked_output, say
 from psync.launch.plugins import check_found, plugins_environ
+from psync.launch.process import release_blocked_output, say
 from psync.launch.processes import (
     SERVE_COMMAND,
+    GpuShares,
     Output,
     Process,
     ProcessGroup,

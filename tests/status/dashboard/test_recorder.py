@@ -16,7 +16,8 @@ from psync.status.dashboard import recorder as recorder_module
 from psync.status.dashboard.recorder import Attached, Recorder, hosts_of
 from psync.status.dashboard.run_log import FinishedRun, RunLog
 from psync.status.model import ShardStatus, Status
-from statuses import status, worker
+from statuses import live_show, logged, status, worker
+from view_schema import check_view
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -26,6 +27,10 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "INTERVAL_S", 0.001)
 
 
+def recording(cluster: Any, log: RunLog | None = None) -> Recorder:
+    return Recorder(cluster, log)
+
+
 W, V = (ShardStatus(name, 0, (2,), "float32", 8, 0) for name in "wv")
 
 
@@ -33,7 +38,7 @@ class Cluster:
     """Has a status, and more variables as time goes on."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked = self.asks_workers = 0
         self.fails = False
         self.placed: tuple[ShardStatus, ...] = (W,)
         self.news = asyncio.Condition()
@@ -54,26 +59,37 @@ class Cluster:
 
 async def test_it_takes_one_after_the_other_and_a_last_one(tmp_path: Path) -> None:
     cluster, path = Cluster(), tmp_path / "run.jsonl"
-    recorder = Recorder(cluster.status, RunLog(path, "train.py"))
+    recorder = recording(cluster, RunLog(path, "train.py"))
     recorder.start()
     await cluster.asked_again(3)
     cluster.placed = (W, V)
     await cluster.asked_again(2)
     await recorder.close()
     await recorder.close()
-    assert recorder.show.newest == status(worker(), at=float(cluster.asked), placement=(W, V))
+    assert recorder.newest == status(worker(), at=float(cluster.asked), placement=(W, V))
     run = FinishedRun(path)
-    written = [each.time for each in run.statuses()]
+    written = [each.time for each in logged(run)]
     assert written == sorted(written)
     assert written[-1] == cluster.asked
     assert run.ended
-    assert {each.placement for each in run.statuses()} == {(W,), (W, V)}
+    assert {each.placement for each in logged(run)} == {(W,), (W, V)}
     assert path.read_text().count('{"placement"') == 2
+
+
+async def test_the_page_shows_the_newest_moment_of_a_run_that_goes_on() -> None:
+    show = live_show()
+    assert (await show.view("recent", None), await show.status(None)) == ("{}", None)
+    show.add(status(worker(), at=1.0))
+    show.add(status(worker(0, "lost"), at=2.0))
+    view = json.loads(await show.view("recent", None))
+    check_view(view)
+    assert (view["mode"], view["time"], view["series"]["time"]) == ("live", 2.0, [1.0, 2.0])
+    assert (await show.status(5.0)) is show.newest
 
 
 async def test_an_error_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     cluster = Cluster()
-    recorder = Recorder(cluster.status)
+    recorder = recording(cluster)
     cluster.fails = True
     recorder.start()
     await cluster.asked_again(3)
@@ -81,7 +97,7 @@ async def test_an_error_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     await cluster.asked_again(2)
     cluster.fails = True
     await recorder.close()
-    assert recorder.show.newest is not None
+    assert recorder.newest is not None
     assert caplog.text.count("the dashboard cannot read the status") == 2
 
 
@@ -94,7 +110,7 @@ async def test_a_full_disk_is_one_warning(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(log, "add", full)
-    recorder = Recorder(cluster.status, log)
+    recorder = recording(cluster, log)
     with caplog.at_level(logging.WARNING):
         recorder.start()
         await cluster.asked_again(4)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from psync.errors import ConfigurationError
+from psync.status.dashboard.recorder import Recorder
 from psync.status.dashboard.server import STATIC, check_can_serve, serving
-from psync.status.dashboard.shows import LiveShow
 from psync.status.http import CONNECTIONS, HEADERS
 from psync.status.model import Status
-from statuses import ps, status, worker
+from statuses import live_show, ps, status, worker
 from view_schema import check_view
 
 aiohttp = pytest.importorskip("aiohttp")
@@ -27,7 +27,7 @@ aiohttp = pytest.importorskip("aiohttp")
 class Page:
     """A dashboard that is served, and a browser without cookies."""
 
-    def __init__(self, show: LiveShow, url: str, client: Any) -> None:
+    def __init__(self, show: Recorder, url: str, client: Any) -> None:
         self.show = show
         self.url = url
         self.base, _, self.token = url.partition("?token=")
@@ -48,7 +48,7 @@ class Page:
 
 @pytest.fixture
 async def page() -> AsyncIterator[Page]:
-    show = LiveShow()
+    show = live_show()
     jar = aiohttp.DummyCookieJar()
     async with (
         serving(show, "127.0.0.1:0", ["Proxy.example.com"]) as url,
@@ -194,10 +194,10 @@ async def test_a_port_in_use_is_one_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigurationError, match="is in use by another program"):
-            async with serving(LiveShow(), address):
+            async with serving(live_show(), address):
                 pass
     with pytest.raises(ConfigurationError, match=r"cannot listen at 192\.0\.2\.1:0"):
-        async with serving(LiveShow(), "192.0.2.1:0"):
+        async with serving(live_show(), "192.0.2.1:0"):
             pass
 
 
@@ -210,21 +210,24 @@ def test_an_address_that_is_none() -> None:
 async def test_ipv6_and_all_interfaces_have_urls_that_open(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with serving(LiveShow(), "127.0.0.1:0"):
+    async with serving(live_show(), "127.0.0.1:0"):
         assert caplog.text == ""
-    async with serving(LiveShow(), "0.0.0.0:0") as url:
+    async with serving(live_show(), "0.0.0.0:0") as url:
         assert url.startswith("http://127.0.0.1:")
         assert "the dashboard at 0.0.0.0:0 has no TLS" in caplog.text
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         return  # this machine has no IPv6
-    async with serving(LiveShow(), "[::1]:0") as url:
+    async with serving(live_show(), "[::1]:0") as url:
         assert url.startswith("http://[::1]:")
 
 
 async def test_tokens_are_of_one_run() -> None:
-    async with serving(LiveShow(), "127.0.0.1:0") as one, serving(LiveShow(), "127.0.0.1:0") as two:
+    async with (
+        serving(live_show(), "127.0.0.1:0") as one,
+        serving(live_show(), "127.0.0.1:0") as two,
+    ):
         assert one.partition("token=")[2] != two.partition("token=")[2]
         assert len(one.partition("token=")[2]) == 48
 
@@ -232,7 +235,7 @@ async def test_tokens_are_of_one_run() -> None:
 async def test_without_aiohttp_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r'pip install "psync\[dashboard\]"'):
-        async with serving(LiveShow(), "127.0.0.1:0"):
+        async with serving(live_show(), "127.0.0.1:0"):
             pass
 
 

@@ -8,12 +8,12 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from psync.status.dashboard.run_log import INTERVAL_S, RunLog
 from psync.status.dashboard.server import serving
-from psync.status.dashboard.shows import LiveShow
+from psync.status.dashboard.view import History, to_json, view_of
 from psync.status.model import Status
 
 if TYPE_CHECKING:
@@ -23,25 +23,27 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Takes a status a second, from ``start`` to ``close``.
+    """Takes a status a second, from ``start`` to ``close``; the dashboard shows the newest one.
 
     Args:
-        read: Returns the status.
+        source: Of the status.
         log: Where statuses are written; None: nowhere. It is closed with this.
 
     Attributes:
-        show: What the dashboard shows.
+        newest: The newest status; None: there was none yet.
     """
 
-    def __init__(self, read: Callable[[], Awaitable[Status]], log: RunLog | None = None) -> None:
-        self.show = LiveShow()
-        self._read = read
+    def __init__(self, source: StatusSource, log: RunLog | None = None) -> None:
+        self._source = source
         self._log = log
+        self._history = History()
+        self.newest: Status | None = None
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None  # never cancelled: it may be writing
 
     def start(self) -> None:
         """Begin."""
+        self._source.asks_workers += 1
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
@@ -52,17 +54,34 @@ class Recorder:
         self._closing.set()
         if self._task is not None:
             await asyncio.wait((self._task,))
+            self._task = None
+            self._source.asks_workers -= 1
         log, self._log = self._log, None
         if log is not None:
             await self._write(log, log.close)
+
+    def add(self, status: Status) -> None:
+        """Show a status."""
+        self.newest = status
+        self._history.add(status)
+
+    async def view(self, span: str, time: float | None) -> str:
+        """Return the page as JSON; "{}" before the first status. Cancellation: safe."""
+        if self.newest is None:
+            return "{}"
+        return to_json(view_of(self.newest, self._history, span=span))
+
+    async def status(self, time: float | None) -> Status | None:
+        """Return the newest status. Cancellation: safe."""
+        return self.newest
 
     async def _run(self) -> None:
         fails = False
         while True:
             is_last = self._closing.is_set()
             try:
-                status = await self._read()
-                self.show.add(status)
+                status = await self._source.status()
+                self.add(status)
                 if self._log is not None:
                     await self._write(self._log, functools.partial(self._log.add, status))
                 fails = False
@@ -136,12 +155,11 @@ class Attached:
         if self._log:
             log = RunLog(self._log, self._source.program, append=self._continues)
             _begun.add(self._log)
-        recorder = Recorder(self._source.status, log)
+        recorder = Recorder(self._source, log)
         self._stack.push_async_callback(recorder.close)
         if self._address:
-            page = serving(recorder.show, self._address, hosts_of(os.environ))
+            page = serving(recorder, self._address, hosts_of(os.environ))
             self.url = await self._stack.enter_async_context(page)
-        self._source.asks_workers += 1
         recorder.start()
         if self.url:
             print(f"psync: dashboard at {self.url}", file=sys.stderr, flush=True)
