@@ -20,7 +20,7 @@ import pytest
 import psync
 from psync.checkpoints.files import Reader, stored_snapshots
 from psync.errors import CheckpointError
-from real_training import coordinated, run
+from real_training import ONE_LOOP, coordinated, run, training
 from tasks_by_hand import plain_environ, script
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -101,77 +101,68 @@ def test_what_is_saved_while_workers_train_goes_on_in_any_other_cluster(
         run(lambda num_ps=num_ps, num_shards=num_shards: restore(num_ps, num_shards))  # type: ignore[misc]
 
 
-def test_a_ps_that_cannot_write_goes_on_and_so_does_training(tmp_path: Path) -> None:
+@ONE_LOOP
+async def test_a_ps_that_cannot_write_goes_on_and_so_does_training(tmp_path: Path) -> None:
     """No file may be larger than 64 KiB, for one ps: as on a disk that is full."""
-
-    async def main() -> None:
-        async with psync.LocalCluster(2, 2) as cluster:
-            async with coordinated(cluster) as (strategy, coordinator):
-                program = Program(strategy, 100_000)
-                manager = psync.CheckpointManager(program.checkpoint, tmp_path)
-                program.schedule(coordinator, 5)
-                first = await manager.save()
-                pids = [task.pid for task in cluster.tasks.values()]
-                victim = cluster.tasks["ps-1"].pid
-                unlimited = resource.prlimit(victim, resource.RLIMIT_FSIZE)
-                resource.prlimit(victim, resource.RLIMIT_FSIZE, (1 << 16, unlimited[1]))
-                program.schedule(coordinator, 20)
-                with pytest.raises(CheckpointError, match="File too large"):
-                    await manager.save()
-                assert list(tmp_path.glob("ckpt-*")) == [first]
-                await coordinator.join()
-                resource.prlimit(victim, resource.RLIMIT_FSIZE, unlimited)
-                second = await manager.save()
-                assert await program.assert_whole(first) <= await program.assert_whole(second) == 25
-                assert [task.pid for task in cluster.tasks.values()] == pids
-
-    run(main)
+    async with training(2, 2) as (cluster, strategy, coordinator):
+        program = Program(strategy, 100_000)
+        manager = psync.CheckpointManager(program.checkpoint, tmp_path)
+        program.schedule(coordinator, 5)
+        first = await manager.save()
+        pids = [task.pid for task in cluster.tasks.values()]
+        victim = cluster.tasks["ps-1"].pid
+        unlimited = resource.prlimit(victim, resource.RLIMIT_FSIZE)
+        resource.prlimit(victim, resource.RLIMIT_FSIZE, (1 << 16, unlimited[1]))
+        program.schedule(coordinator, 20)
+        with pytest.raises(CheckpointError, match="File too large"):
+            await manager.save()
+        assert list(tmp_path.glob("ckpt-*")) == [first]
+        await coordinator.join()
+        resource.prlimit(victim, resource.RLIMIT_FSIZE, unlimited)
+        second = await manager.save()
+        assert await program.assert_whole(first) <= await program.assert_whole(second) == 25
+        assert [task.pid for task in cluster.tasks.values()] == pids
 
 
-def test_a_ps_that_is_killed_while_it_writes_takes_nothing_with_it_that_was_saved(
+@ONE_LOOP
+async def test_a_ps_that_is_killed_while_it_writes_takes_nothing_with_it_that_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PSYNC_FAILPOINTS", "checkpoint.ps.write=kill@2")
-
-    async def main() -> None:
-        async with psync.LocalCluster(2, 2) as cluster:
-            async with coordinated(cluster) as (strategy, coordinator):
-                program = Program(strategy)
-                manager = psync.CheckpointManager(program.checkpoint, tmp_path)
-                await coordinator.fetch(program.schedule(coordinator, 5))
-                first = await manager.save()
-                program.schedule(coordinator, 20)
-                # It fails, or is begun anew when both are back.
-                with contextlib.suppress(CheckpointError):
-                    await manager.save()
-                assert not list(tmp_path.glob("*.tmp"))
-                await coordinator.join()  # both have been recovered from the first one
-                last = await manager.save()
-                assert {first, last} <= set(manager.checkpoints)
-                assert await program.assert_whole(first) == 5
-                for path in manager.checkpoints:
-                    await program.assert_whole(path)
-
-    run(main)
+    async with training(2, 2) as (_, strategy, coordinator):
+        program = Program(strategy)
+        manager = psync.CheckpointManager(program.checkpoint, tmp_path)
+        await coordinator.fetch(program.schedule(coordinator, 5))
+        first = await manager.save()
+        program.schedule(coordinator, 20)
+        # It fails, or is begun anew when both are back.
+        with contextlib.suppress(CheckpointError):
+            await manager.save()
+        assert not list(tmp_path.glob("*.tmp"))
+        await coordinator.join()  # both have been recovered from the first one
+        last = await manager.save()
+        assert {first, last} <= set(manager.checkpoints)
+        assert await program.assert_whole(first) == 5
+        for path in manager.checkpoints:
+            await program.assert_whole(path)
 
 
 def test_before_its_first_save_a_program_goes_back_to_what_it_has_restored(tmp_path: Path) -> None:
     async def program(victim: str | None) -> None:
-        async with psync.LocalCluster(2, 2) as cluster:
-            async with coordinated(cluster) as (strategy, coordinator):
-                program = Program(strategy)
-                program.momentum.number = 1  # that of a process of its own
-                manager = psync.CheckpointManager(program.checkpoint, tmp_path)
-                await manager.restore_or_initialize()
-                await coordinator.fetch(program.schedule(coordinator, 5))
-                if victim is None:
-                    await manager.save()
-                    return
-                cluster.tasks[victim].kill()
-                await coordinator.fetch(program.schedule(coordinator, 3))
-                path = await manager.save()
-                # Five are there again, three were pushed since; the five in between are undone.
-                assert await program.assert_whole(path) == 8
+        async with training(2, 2) as (cluster, strategy, coordinator):
+            program = Program(strategy)
+            program.momentum.number = 1  # that of a process of its own
+            manager = psync.CheckpointManager(program.checkpoint, tmp_path)
+            await manager.restore_or_initialize()
+            await coordinator.fetch(program.schedule(coordinator, 5))
+            if victim is None:
+                await manager.save()
+                return
+            cluster.tasks[victim].kill()
+            await coordinator.fetch(program.schedule(coordinator, 3))
+            path = await manager.save()
+            # Five are there again, three were pushed since; the five in between are undone.
+            assert await program.assert_whole(path) == 8
 
     run(lambda: program(None))
     run(lambda: program("ps-1"))

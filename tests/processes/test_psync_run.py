@@ -133,14 +133,6 @@ def test_a_chief_that_crashes_gives_128_plus_the_signal() -> None:
         assert run.errors == "psync: the chief was killed by SIGABRT\n"
 
 
-def test_a_chief_that_is_killed_takes_everybody_along() -> None:
-    with launched() as run:
-        run.wait_ready(*ALL)
-        os.kill(run.pids["chief-0"], signal.SIGKILL)
-        assert run.wait() == 128 + signal.SIGKILL
-        assert run.errors == "psync: the chief was killed by SIGKILL\n"
-
-
 def test_each_worker_sees_gpus_of_its_own_also_when_it_is_started_again() -> None:
     visible = {"CUDA_VISIBLE_DEVICES": "4,5,6"}
     with launched(gpus_per_worker=1, environ=visible) as run:

@@ -15,9 +15,9 @@ import pytest
 
 import psync
 from psync import Outcome, PushResult
-from real_training import assert_nothing_is_staged, coordinated, run
+from real_training import ONE_LOOP, assert_nothing_is_staged, coordinated
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, ONE_LOOP]
 
 ACCEPTED, STALE = Outcome.ACCEPTED, Outcome.STALE
 
@@ -89,7 +89,7 @@ def stale(token: int) -> Became:
 REST: Became = []
 
 
-def test_two_workers_are_averaged_in_each_step() -> None:
+async def test_two_workers_are_averaged_in_each_step() -> None:
     every_step = [
         ("push push", (accepted(1), accepted(1)), 1, -1.5),  # - (1 + 2) / 2
         ("push push", (accepted(2), accepted(2)), 2, -4.5),  # - (2 + 4) / 2
@@ -105,20 +105,16 @@ def test_two_workers_are_averaged_in_each_step() -> None:
         ("twice twice", ([(ACCEPTED, 0), (ACCEPTED, 1)],) * 2, 1, -1.5),
         ("twice twice", ([(ACCEPTED, 1), (ACCEPTED, 2)],) * 2, 2, -4.5),
     ]
-
-    async def main() -> None:
-        async with psync.LocalCluster(2, 2) as cluster:
-            for result in await play(cluster, every_step, 2):
-                assert (result.staleness, result.partial, result.count) == (0, False, 2)
-            wasted = await play(cluster, second_wasted, 2, tensorflow_compat=True)
-            assert [result.staleness for result in wasted] == [0, 0, 1, 1, 0, 0, 0, 0]
-            pushes = await play(cluster, two_each, 4, 2, strict=True)
-            assert {result.count for result in pushes if result.step} == {0, 4}
-
-    run(main)
+    async with psync.LocalCluster(2, 2) as cluster:
+        for result in await play(cluster, every_step, 2):
+            assert (result.staleness, result.partial, result.count) == (0, False, 2)
+        wasted = await play(cluster, second_wasted, 2, tensorflow_compat=True)
+        assert [result.staleness for result in wasted] == [0, 0, 1, 1, 0, 0, 0, 0]
+        pushes = await play(cluster, two_each, 4, 2, strict=True)
+        assert {result.count for result in pushes if result.step} == {0, 4}
 
 
-def test_a_backup_worker_is_not_waited_for() -> None:
+async def test_a_backup_worker_is_not_waited_for() -> None:
     every_step = [
         ("push push late", (accepted(1), accepted(1), stale(1)), 1, -1.5),  # - (1 + 2) / 2
         ("late push push", (stale(2), accepted(2), accepted(2)), 2, -6.5),  # - (4 + 6) / 2
@@ -138,16 +134,12 @@ def test_a_backup_worker_is_not_waited_for() -> None:
         ("push push rest", (accepted(1), accepted(1), REST), 1, -1.5),
         ("twice rest rest", ([(ACCEPTED, 2), (ACCEPTED, 3)], REST, REST), 3, -5.5),  # - 2 - 2
     ]
-
-    async def main() -> None:
-        async with psync.LocalCluster(2, 3) as cluster:
-            for result in await play(cluster, every_step, 2, 3):
-                assert (result.count, result.staleness) in ((2, 0), (0, 1))
-                assert not result.partial
-            await play(cluster, second_wasted, 2, 3, tensorflow_compat=True)
-            twice = (await play(cluster, spare_token, 2, 3))[2:]
-            assert [(result.partial, result.count) for result in twice] == [(False, 0), (False, 2)]
-            alone = (await play(cluster, bound_tokens, 2, 3, strict=True))[2:]
-            assert [(result.partial, result.count) for result in alone] == [(True, 1), (True, 1)]
-
-    run(main)
+    async with psync.LocalCluster(2, 3) as cluster:
+        for result in await play(cluster, every_step, 2, 3):
+            assert (result.count, result.staleness) in ((2, 0), (0, 1))
+            assert not result.partial
+        await play(cluster, second_wasted, 2, 3, tensorflow_compat=True)
+        twice = (await play(cluster, spare_token, 2, 3))[2:]
+        assert [(result.partial, result.count) for result in twice] == [(False, 0), (False, 2)]
+        alone = (await play(cluster, bound_tokens, 2, 3, strict=True))[2:]
+        assert [(result.partial, result.count) for result in alone] == [(True, 1), (True, 1)]

@@ -26,10 +26,6 @@ def coordinator_of(strategy=None):
     )
 
 
-async def nothing():
-    """Neither connects nor prints."""
-
-
 async def prints():
     async def step():
         print("printed in a step")
@@ -48,21 +44,6 @@ async def fails():
     async with coordinator_of() as coordinator:
         coordinator.schedule(step)
         await coordinator.join()
-
-
-async def twice():
-    for number in (1, 2):
-        strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
-        async with coordinator_of(strategy) as coordinator:
-            with strategy.scope():
-                v = psync.Variable(number)
-
-            async def step():
-                return int(await v.read())  # noqa: B023
-
-            value = coordinator.schedule(step)
-            await coordinator.join()
-            print(await value)
 
 
 async def classes():
