@@ -121,7 +121,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         directory = Path(made, "psync")
         directory.mkdir(mode=0o700)
         path = directory / "7.json"
-        with run_file(path, Run(7, 1.0, "train.py", f"unix:{made}/7.sock", "ab" * 32)):
+        with run_file(Run(7, 1.0, "train.py", f"unix:{directory}/7.sock", "ab" * 32)):
             yield path
 
 
