@@ -16,7 +16,7 @@ import pytest
 
 import psync
 from psync.errors import ConfigurationError, EndOfData
-from shared_tasks import SharedTasks, on_each_worker, shared_tasks
+from shared_tasks import SharedTasks, on_each_worker, shared_tasks, trains
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -190,34 +190,32 @@ def test_an_evaluator_on_the_side_reads_checkpoints(tasks: SharedTasks, tmp_path
 # --- accumulators ------------------------------------------------------------------------------
 
 
-def test_accumulators_drop_what_is_stale(tasks: SharedTasks) -> None:
-    async def train(strategy: Any, coordinator: Any) -> None:
-        with strategy.scope():
-            dense = psync.ConditionalAccumulator(np.float32, shape=(2,), shared_name="dense")
-            sparse = psync.SparseConditionalAccumulator(np.float32, shape=(3, 2))
-            arrived = psync.Variable(0)
+@trains()
+async def test_accumulators_drop_what_is_stale(strategy: Any, coordinator: Any) -> None:
+    with strategy.scope():
+        dense = psync.ConditionalAccumulator(np.float32, shape=(2,), shared_name="dense")
+        sparse = psync.SparseConditionalAccumulator(np.float32, shape=(3, 2))
+        arrived = psync.Variable(0)
 
-        async def push(local_step: int) -> tuple[Any, Any]:
-            own = psync.get_worker_index() + 1.0
-            pushed = await dense.apply_grad(floats([own, 0]), local_step=local_step)
-            rows = psync.IndexedSlices(floats([[own, own]]), np.array([int(own)]), (3, 2))
-            await sparse.apply_indexed_slices_grad(rows, local_step=local_step)
-            return pushed.outcome.name, await dense.num_accumulated()
+    async def push(local_step: int) -> tuple[Any, Any]:
+        own = psync.get_worker_index() + 1.0
+        pushed = await dense.apply_grad(floats([own, 0]), local_step=local_step)
+        rows = psync.IndexedSlices(floats([[own, own]]), np.array([int(own)]), (3, 2))
+        await sparse.apply_indexed_slices_grad(rows, local_step=local_step)
+        return pushed.outcome.name, await dense.num_accumulated()
 
-        found = await on_each_worker(coordinator, arrived, push, 0)
-        assert [outcome for outcome, _ in found] == ["ACCEPTED", "ACCEPTED"]
-        assert await dense.num_accumulated() == 2
-        assert (await dense.take_grad(2)).tolist() == [1.5, 0]
-        taken = await sparse.take_indexed_slices_grad(2)
-        assert taken.indices.tolist() == [1, 2]
-        assert taken.values.tolist() == [[1, 1], [2, 2]]  # rows are divided by who has them
-        await dense.set_global_step(5)
-        found = await on_each_worker(coordinator, arrived, push, 4)
-        assert found == [("STALE", 0), ("STALE", 0)]
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await dense.take_grad(1)
-        assert dense.name == "dense"
-        assert dense.dtype == np.float32
-
-    tasks.train(train)
+    found = await on_each_worker(coordinator, arrived, push, 0)
+    assert [outcome for outcome, _ in found] == ["ACCEPTED", "ACCEPTED"]
+    assert await dense.num_accumulated() == 2
+    assert (await dense.take_grad(2)).tolist() == [1.5, 0]
+    taken = await sparse.take_indexed_slices_grad(2)
+    assert taken.indices.tolist() == [1, 2]
+    assert taken.values.tolist() == [[1, 1], [2, 2]]  # rows are divided by who has them
+    await dense.set_global_step(5)
+    found = await on_each_worker(coordinator, arrived, push, 4)
+    assert found == [("STALE", 0), ("STALE", 0)]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await dense.take_grad(1)
+    assert dense.name == "dense"
+    assert dense.dtype == np.float32
