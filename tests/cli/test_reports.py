@@ -8,7 +8,6 @@ import io
 import math
 import os
 import signal
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ports import claimed_ports
 from psync.checkpoints.files import Writer
 from psync.checkpoints.manifest import Planned
 from psync.cli import main as command_line
@@ -239,14 +237,6 @@ def test_live_it_ends_with_code_0_when_the_run_has_ended(
     assert capsys.readouterr().out.endswith("has ended\n")
 
 
-def test_a_url_at_which_nobody_answers_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with claimed_ports(1) as (port,):
-        assert main(["top", f"http://127.0.0.1:{port}/status?token=secret", "--once"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"psync: error: http://127.0.0.1:{port}/status does not answer")
-    assert "secret" not in error
-
-
 class TracedRun:
     """A run whose chief does nothing; after so many questions it has ended."""
 
@@ -388,18 +378,6 @@ def test_a_file_that_is_no_run_log_is_one_error(
     path.write_text("hello\n")
     assert f"{path}: expected a run log of psync, got something else" in error(capsys, str(path))
     assert "No such file" in error(capsys, str(tmp_path / "none"))
-
-
-def test_a_port_in_use_is_one_error(log: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("aiohttp")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        text = error(capsys, log, "--address", address)
-    assert f"dashboard: {address} is in use by another program" in text
-
-
-def test_an_address_that_is_none(log: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "expected \"HOST:PORT\", got '8787'" in error(capsys, log, "--address", "8787")
 
 
 def test_without_aiohttp_the_error_names_the_extra(

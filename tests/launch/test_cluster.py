@@ -19,7 +19,7 @@ import psync
 from psync.errors import ConfigurationError, SerializationError, UsageError
 from psync.launch.cluster import Host, TaskCluster, TasksHere, TasksInProcesses
 from psync.launch.processes import GpuShares
-from psync.testing import MemoryNetwork, settle
+from psync.testing import MemoryNetwork
 
 
 class Refusing(TasksHere):
@@ -105,27 +105,6 @@ async def test_a_process_leaves_with_code_0_also_if_it_is_still_starting() -> No
         again = await host.start("worker", 1)
         assert host.platform.given_up.reason(again) is None
         assert host.processes["worker-1"] is not process
-
-
-@pytest.mark.processes
-async def test_one_that_died_too_often_has_left() -> None:
-    async with contextlib.AsyncExitStack() as resources:
-        host = TasksInProcesses(
-            {"ps": 1, "worker": 1},
-            os.environ,
-            GpuShares(None, {}),
-            0,
-            security=False,
-            resources=resources,
-        )
-        address = await host.start("worker", 0)
-        given_up = asyncio.Event()
-        host.platform.given_up.listen(lambda *_: given_up.set())
-        os.kill(host.processes["worker-0"].pid, signal.SIGKILL)
-        await given_up.wait()
-        assert "restarts are off" in (host.platform.given_up.reason(address) or "")
-        await settle()
-        assert host.has_left(0)
 
 
 BOTH_KINDS = pytest.mark.parametrize(

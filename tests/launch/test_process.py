@@ -50,36 +50,46 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PSYNC_LOOP", raising=False)
 
 
-def test_without_a_name_the_loop_is_uvloops() -> None:
+def test_the_loop_is_uvloops_unless_the_standard_one_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert loop_factory() is uvloop.new_event_loop
-
-
-def test_the_standard_loop_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSYNC_LOOP", "asyncio")
     assert loop_factory() is None
-
-
-def test_another_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSYNC_LOOP", "trio")
     with pytest.raises(ConfigurationError, match="expected uvloop or asyncio, got 'trio'"):
         loop_factory()
 
 
-@pytest.mark.parametrize("code", [0, 143])
-def test_sigterm_cancels_what_runs_and_ends_the_process_with_its_code(code: int) -> None:
+@pytest.mark.parametrize(
+    ("signum", "terminated_code", "code"),
+    [
+        (signal.SIGTERM, 0, 0),
+        (signal.SIGTERM, 143, 143),
+        (signal.SIGHUP, 0, 0),
+        (signal.SIGHUP, 143, 129),
+        (signal.SIGINT, None, 130),
+    ],
+)
+def test_a_signal_cancels_what_runs_and_ends_the_process_with_its_code(
+    signum: signal.Signals, terminated_code: int | None, code: int
+) -> None:
     cleaned = []
+    before = signal.getsignal(signum)
 
     async def main() -> None:
         try:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signum)
             await asyncio.Event().wait()
         finally:
+            await asyncio.sleep(0)
             cleaned.append("yes")
 
     with pytest.raises(SystemExit) as caught:
-        run_loop(main, terminated_code=code)
+        run_loop(main, terminated_code=terminated_code)
     assert caught.value.code == code
     assert cleaned == ["yes"]
+    assert signal.getsignal(signum) is before
 
 
 def test_last_words_that_take_too_long_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,24 +278,6 @@ async def test_the_pipe_is_closed_with_the_context() -> None:
     assert not over.is_set()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(read_end)
-
-
-@pytest.mark.parametrize(("terminated_code", "code"), [(143, 129), (0, 0)])
-def test_a_hangup_ends_the_process_in_order(terminated_code: int, code: int) -> None:
-    cleaned = []
-
-    async def main() -> None:
-        try:
-            signal.raise_signal(signal.SIGHUP)
-            await asyncio.Event().wait()
-        finally:
-            cleaned.append("yes")
-
-    with pytest.raises(SystemExit) as caught:
-        run_loop(main, terminated_code=terminated_code)
-    assert caught.value.code == code
-    assert cleaned == ["yes"]
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])

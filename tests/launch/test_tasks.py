@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 import psync
 from memory_cluster import SECRET, MemoryCluster, cluster_of
@@ -98,17 +97,6 @@ def test_what_it_was_given_is_the_default_inside() -> None:
         psync.resolve_cluster({})
 
 
-@pytest.mark.parametrize(("name", "is_uvloop"), [("uvloop", True), ("asyncio", False)])
-def test_the_loop_is_the_one_that_was_asked_for(
-    name: str, is_uvloop: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main() -> bool:
-        return isinstance(asyncio.get_running_loop(), uvloop.Loop)
-
-    monkeypatch.setenv("PSYNC_LOOP", name)
-    assert run(main, resolver()) is is_uvloop
-
-
 def test_an_error_of_main_is_raised_as_it_is() -> None:
     async def main() -> None:
         raise KeyError("mine")
@@ -151,22 +139,6 @@ def test_such_an_error_is_the_programs_own_once_training_has_begun(
         run(main, resolver())
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_cancel_main_and_then_end_the_process(signum: signal.Signals, code: int) -> None:
-    cleaned: list[str] = []
-
-    async def main() -> None:
-        try:
-            signal.raise_signal(signum)
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0)
-            cleaned.append("yes")
-
-    assert exit_code(main, resolver()) == code
-    assert cleaned == ["yes"]
-
-
 def test_a_cancellation_that_no_signal_caused_is_mains_own() -> None:
     async def main() -> None:
         raise asyncio.CancelledError
@@ -186,21 +158,16 @@ def test_a_process_has_to_know_which_task_it_is(
 # --- run on an evaluator -----------------------------------------------------------------------
 
 
-def test_an_evaluator_runs_what_is_meant_for_it_and_exits() -> None:
+@pytest.mark.parametrize("index", [0, None])  # which none has that no launcher has counted
+def test_an_evaluator_runs_what_is_meant_for_it_and_exits(index: int | None) -> None:
     ran: list[str] = []
 
     async def evaluate() -> None:
         assert run_over.get() is None
         ran.append("evaluate")
 
-    assert exit_code(nothing, resolver("evaluator"), evaluator=evaluate) == 0
+    assert exit_code(nothing, resolver("evaluator", index), evaluator=evaluate) == 0
     assert ran == ["evaluate"]
-
-
-def test_an_evaluator_that_no_launcher_has_counted_needs_no_index() -> None:
-    async def evaluate() -> None: ...
-
-    assert exit_code(nothing, resolver("evaluator", None), evaluator=evaluate) == 0
 
 
 def test_it_hears_of_the_end_of_the_run_from_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,22 +181,6 @@ def test_it_hears_of_the_end_of_the_run_from_its_launcher(monkeypatch: pytest.Mo
         await over.wait()
 
     assert exit_code(nothing, resolver("evaluator"), evaluator=evaluate) == 0
-
-
-def test_sigterm_is_its_orderly_end() -> None:
-    async def evaluate() -> None:
-        signal.raise_signal(signal.SIGTERM)
-        await asyncio.Event().wait()
-
-    assert exit_code(nothing, resolver("evaluator"), evaluator=evaluate) == 0
-
-
-def test_an_error_of_the_evaluator_is_raised_as_it_is() -> None:
-    async def evaluate() -> None:
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        run(nothing, resolver("evaluator"), evaluator=evaluate)
 
 
 def test_an_option_that_is_wrong_is_an_error_of_the_setup_until_a_checkpoint_is_found(

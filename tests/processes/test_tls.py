@@ -183,30 +183,3 @@ def test_a_chief_with_certificates_of_another_authority_is_told(
         said = interrupt(ps).err
         assert "the peer refuses the certificate of this task: " in said
         assert "Traceback" not in said
-
-
-def test_a_key_that_others_can_read_is_one_error(certs: Certs, tmp_path: Path) -> None:
-    key = tmp_path / "key.pem"
-    key.write_bytes(Path(certs["PSYNC_TLS_KEY_FILE"]).read_bytes())
-    key.chmod(0o640)
-    environ = {**certs, "PSYNC_TLS_KEY_FILE": str(key)}
-    ended = run(environ)
-    assert ended.returncode == 2
-    assert ended.stderr == (
-        f"psync: error: PSYNC_TLS_KEY_FILE ({key}): users other than its owner can read or change "
-        f"it (mode 0640)\nhint: chmod 600 {key}\n"
-    )
-    with by_hand() as cluster:
-        for job in ("ps", "chief"):
-            task = cluster.run(job, 0, script("idle.py"), environ=environ)
-            assert task.code == 2
-            assert "users other than its owner can read or change it (mode 0640)" in task.err
-            assert "Traceback" not in task.err
-
-
-def test_a_missing_file_is_one_error(certs: Certs) -> None:
-    ended = run({**certs, "PSYNC_TLS_KEY_FILE": "/nowhere/key.pem"})
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(
-        "psync: error: PSYNC_TLS_KEY_FILE (/nowhere/key.pem): cannot be used: No such file"
-    )

@@ -10,15 +10,11 @@ import urllib.request
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
 import pytest
 
-import psync
-from memory_cluster import cluster_of
 from psync.errors import ClosedError, ConfigurationError
 from psync.net.handshake_limits import LINES_PER_MINUTE
 from psync.status import http
-from psync.status.exposition import task_exposition
 from psync.status.http import (
     CONNECTIONS,
     HEADERS,
@@ -283,34 +279,3 @@ async def test_it_is_asked_over_http(caplog: pytest.LogCaptureFixture) -> None:
     assert 'psync_task_sent_bytes_total{task="/job:worker/task:0"} 20.0' in text
     for name in ("cpu_seconds_total", "start_time_seconds", "resident_memory_bytes", "open_fds"):
         assert f"\nprocess_{name} " in text
-
-
-async def test_ps_and_worker_tell_what_they_have_done() -> None:
-    async with cluster_of(num_ps=1, num_workers=1) as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.zeros(8, np.float32), name="w")
-            sgd = psync.optimizers.SGD(0.5)
-
-            async def step() -> None:
-                value = await psync.pull(w)
-                await asyncio.sleep(1)
-                await sgd.apply_gradients([(value, w)])
-
-            tasks = list(cluster.tasks.values())
-            for task in tasks:  # seconds are counted while somebody reads them
-                task.statistics()
-            for _ in range(3):
-                coordinator.schedule(step)
-            await coordinator.join()
-            lines = "".join(
-                task_exposition(task.task, task.statistics()) for task in tasks
-            ).splitlines()
-    found = dict(line.rsplit(" ", 1) for line in lines if line[0] != "#")
-    ps, worker = 'task="/job:ps/task:0"', 'task="/job:worker/task:0"'
-    assert float(found[f"psync_task_pushes_total{{{ps}}}"]) == 3
-    assert float(found[f"psync_task_pulls_total{{{ps}}}"]) == 3
-    assert float(found[f"psync_task_bytes{{{ps}}}"]) == 32
-    assert float(found[f'psync_task_pushes_by_staleness_total{{staleness="0",{ps}}}']) >= 1
-    assert float(found[f'psync_task_work_seconds_total{{kind="compute",{worker}}}']) >= 3

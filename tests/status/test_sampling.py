@@ -293,20 +293,6 @@ async def test_right_after_a_join_it_counts_all_that_was_joined() -> None:
             assert (status.state, status.waits_for) == ("idle", "nothing")
 
 
-async def test_the_error_of_a_step_is_in_the_next_status() -> None:
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        def broken_step() -> None:
-            raise ValueError("broken")
-
-        await coordinator.status()
-        coordinator.schedule(broken_step)
-        with pytest.raises(ValueError, match="broken"):
-            await coordinator.join()
-        status = await coordinator.status()
-        assert (status.queue.failed, status.state) == (1, "idle")
-
-
 async def test_one_who_gives_up_takes_nothing_from_another_one() -> None:
     async with coordinating() as (_, coordinator):
         one = asyncio.ensure_future(coordinator.status())

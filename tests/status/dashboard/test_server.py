@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 import socket
@@ -15,8 +14,8 @@ import pytest
 
 from psync.errors import ConfigurationError
 from psync.status.dashboard.recorder import Recorder
-from psync.status.dashboard.server import STATIC, check_can_serve, serving
-from psync.status.http import CONNECTIONS, HEADERS
+from psync.status.dashboard.server import STATIC, serving
+from psync.status.http import HEADERS
 from psync.status.model import Status
 from statuses import live_show, ps, status, worker
 from view_schema import check_view
@@ -144,17 +143,6 @@ async def test_bytes_that_are_no_text_are_no_token(
     assert caplog.text == ""
 
 
-async def test_the_silent_keep_nobody_out(page: Page) -> None:
-    port = int(page.base.rstrip("/").rpartition(":")[2])
-    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * CONNECTIONS)]
-    for reader, _ in silent[:CONNECTIONS]:
-        with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
-    assert (await page.get("api/view"))[0] == 200
-    for _, writer in silent:
-        writer.close()
-
-
 async def test_a_name_that_no_file_can_have_is_not_found(page: Page) -> None:
     assert (await page.get(f"static/{'a' * 300}"))[0] == 404
 
@@ -201,12 +189,6 @@ async def test_a_port_in_use_is_one_error() -> None:
             pass
 
 
-def test_an_address_that_is_none() -> None:
-    for address in ["", "8787", "localhost", ":8787", "unix:/x", "a:b", "a:99999"]:
-        with pytest.raises(ConfigurationError, match='dashboard: expected "HOST:PORT"'):
-            check_can_serve(address)
-
-
 async def test_ipv6_and_all_interfaces_have_urls_that_open(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -230,20 +212,6 @@ async def test_tokens_are_of_one_run() -> None:
     ):
         assert one.partition("token=")[2] != two.partition("token=")[2]
         assert len(one.partition("token=")[2]) == 48
-
-
-async def test_without_aiohttp_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r'pip install "psync\[dashboard\]"'):
-        async with serving(live_show(), "127.0.0.1:0"):
-            pass
-
-
-def test_whether_it_can_be_served_is_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_can_serve("127.0.0.1:0")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="aiohttp must be installed"):
-        check_can_serve("127.0.0.1:0")
 
 
 def test_what_comes_from_others_has_its_licence() -> None:
