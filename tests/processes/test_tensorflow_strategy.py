@@ -385,3 +385,28 @@ def test_partitioners_cut_the_first_axis_evenly(tasks: SharedTasks) -> None:
     assert tasks.train(train, None) == whole
     with pytest.raises(PartitionError, match="variable_partitioner"):
         tasks.train(train, lambda shape, dtype: [0])
+
+
+@trains()
+async def test_three_plus_replica_id(distribution: Any, coordinator: Any) -> None:
+    """The example of ``call_for_each_replica``, and its other two names."""
+
+    def merge_fn(distribution: Any, three_plus_replica_id: Any) -> Any:
+        return sum(distribution.experimental_local_results(three_plus_replica_id))
+
+    async def fn(three: int) -> int:
+        replica_ctx = psync.get_replica_context()
+        assert replica_ctx is not None
+        v = three + replica_ctx.replica_id_in_sync_group
+        s = await replica_ctx.merge_call(merge_fn, args=(v,))
+        return int(s + v)
+
+    with distribution.scope():
+        for run in (
+            distribution.run,
+            distribution.experimental_run_v2,
+            distribution.extended.call_for_each_replica,
+        ):
+            merged_results = await run(fn, args=[3])
+            assert isinstance(merged_results, psync.PerReplica)
+            assert distribution.experimental_local_results(merged_results) == (10, 11)
