@@ -7,7 +7,7 @@ guide's example of placement, and two workers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from psync.errors import (
     ClosureCancelled,
     ClosureInputError,
     DeadlineExceeded,
-    PartitionError,
     SerializationError,
     UsageError,
 )
@@ -313,78 +312,6 @@ def test_the_dense_layer_of_two_shards(tasks: SharedTasks, tmp_path: Path) -> No
         assert len(w.variables) == 3
 
     tasks.train(restore, variable_partitioner=psync.FixedShardsPartitioner(num_shards=3))
-
-
-@trains(psync.FixedShardsPartitioner(3))
-async def test_rows_are_read_and_written_where_they_are(strategy: Any, coordinator: Any) -> None:
-    with strategy.scope():
-        table = psync.Variable(np.zeros((9, 2), np.float32))
-        arrived = psync.Variable(0)
-    optimizer = psync.optimizers.SGD(1.0)
-
-    async def step() -> tuple[bool, list[float]]:
-        slices = psync.IndexedSlices(np.ones((3, 2), np.float32), np.array([8, 0, 8]))
-        with psync.cache_variable_reads():
-            before = await table.read()
-            await table.scatter_add(slices)
-            kept = np.array_equal(before, await table.read())
-        await optimizer.apply_gradients([(slices, table)])
-        ids = np.array([[0, 0], [0, 1]]), np.array([4, 7]), (1, 2)  # one row of two ids
-        combined = await psync.embedding_lookup_sparse(table, ids, combiner="sum")
-        assert (await psync.safe_embedding_lookup_sparse(table, ids)).shape == (1, 2)
-        return kept and not combined.any(), (await table.sparse_read([4, 8]))[0].tolist()
-
-    assert await on_each_worker(coordinator, arrived, step) == [(True, [0, 0])] * 2
-    await table.scatter_add(psync.IndexedSlices(floats([[1, 2], [1, 2]]), np.array([7, 7])))
-    value = await table.read()
-    assert value[[0, 7, 8]].tolist() == [[0, 0], [2, 4], [0, 0]]  # duplicates are summed
-
-
-def test_partitioners_cut_the_first_axis_evenly(tasks: SharedTasks) -> None:
-    asked = []
-
-    class Halves(psync.Partitioner):
-        def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-            return [2 if axis == 0 else 1]
-
-    def any_callable(shape: tuple[int, ...], dtype: Any) -> list[int]:
-        asked.append((shape, np.dtype(dtype)))
-        return [5] + [1] * (len(shape) - 1)
-
-    async def train(strategy: Any, coordinator: Any) -> list[list[int]]:
-        values = np.arange(13, dtype=np.float32)
-        with strategy.scope():
-            v = psync.Variable(values, name="v")
-            scalar = psync.Variable(1.0)
-            with strategy.extended.colocate_vars_with(v):
-                beside = psync.Variable(values)
-        assert isinstance(scalar, psync.Variable)  # nothing to cut
-        assert not isinstance(scalar, psync.ShardedVariable)
-        shards = getattr(v, "variables", [v])
-        assert [s.device for s in shards] == [PS[i % 3] for i in range(len(shards))]
-        assert [s.device for s in getattr(beside, "variables", [beside])] == [
-            s.device for s in shards
-        ]
-
-        async def rows() -> list[list[int]]:
-            return [[int(row) for row in await shard.read()] for shard in shards]
-
-        return await coordinator.schedule(rows)
-
-    fifths = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10], [11, 12]]
-    halves = [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]]
-    whole = [list(range(13))]
-    assert tasks.train(train, any_callable) == fifths
-    assert asked == [((13,), np.dtype(np.float32))]
-    assert tasks.train(train, psync.FixedShardsPartitioner(5)) == fifths
-    assert tasks.train(train, Halves()) == halves
-    by_size = psync.partitioners.MinSizePartitioner(min_shard_bytes=26, max_shards=3)
-    assert tasks.train(train, by_size) == halves  # 52 bytes
-    assert tasks.train(train, psync.MinSizePartitioner(256 << 10, max_shards=3)) == whole
-    assert tasks.train(train, psync.MaxSizePartitioner(28)) == halves  # 7 rows fit
-    assert tasks.train(train, None) == whole
-    with pytest.raises(PartitionError, match="variable_partitioner"):
-        tasks.train(train, lambda shape, dtype: [0])
 
 
 @trains()

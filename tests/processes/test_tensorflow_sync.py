@@ -1,7 +1,7 @@
 """The usage example of TensorFlow's SyncReplicasOptimizer, on a chief and two workers.
 
 What docs/howto/tensorflow.md says of its names is run here, in scripts/tensorflow_sync.py. Backup
-replicas, late gradients and TensorFlow's own tokens: test_sync_sequences.py.
+replicas, late gradients and TensorFlow's own tokens: api/test_sync_replicas.py.
 """
 
 from __future__ import annotations
