@@ -16,6 +16,10 @@ ONE_LOOP = pytest.mark.asyncio(loop_factories=["uvloop"])
 """The other one is no different to processes that die."""
 
 
+DEADLY: dict[str, Any] = {"max_restarts": 1000, "max_losses": 100, "max_flaps": None}
+"""For tasks that die all the time."""
+
+
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

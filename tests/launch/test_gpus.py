@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -91,25 +90,6 @@ def test_without_it_the_driver_says_which_there_are(tmp_path: Path, broken: bool
         (driver / number / "information").write_text(f"Model: X\nGPU UUID: \t {uuid}\nIRQ: 1\n")
     assert visible_gpus(environ, driver) == (["GPU-aa", "GPU-bb"], "this machine")
     assert visible_gpus(environ, tmp_path / "none") == ([], "this machine")
-
-
-@pytest.mark.processes
-async def test_the_processes_of_a_local_cluster_see_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    async with psync.LocalCluster(1, 2, gpus_per_worker=1) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver)
-        async with psync.ClusterCoordinator(strategy):
-
-            async def seen() -> str:
-                return os.environ["CUDA_VISIBLE_DEVICES"]
-
-            results = strategy.experimental_local_results(await strategy.run(seen))
-            assert list(results) == ["4", "5"]
-        ps = Path(f"/proc/{cluster.tasks['ps-0'].pid}/environ").read_bytes().split(b"\0")
-        assert b"CUDA_VISIBLE_DEVICES=" in ps
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
 async def test_a_local_cluster_without_enough_does_not_start(

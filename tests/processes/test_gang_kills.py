@@ -11,7 +11,7 @@ import pytest
 
 import psync
 from psync import VariableAggregation
-from psync.errors import RemoteError, WorkerLost
+from psync.errors import WorkerLost
 from real_training import ONE_LOOP, training
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, ONE_LOOP]
@@ -85,42 +85,6 @@ async def test_a_worker_killed_in_a_collective_is_named_and_training_goes_on(
         assert {pids[0], pids[2]} <= set(found)
         assert pids[1] not in set(found)
         assert await told.read() == count
-
-
-async def test_merge_functions_of_a_script_run_on_the_coordinator_and_their_errors_come_back() -> (
-    None
-):
-    async with training(1, 2) as (_, strategy, _):
-        chief = os.getpid()
-
-        async def merge_fn(distribution: psync.ParameterServerStrategy, pids: object) -> object:
-            assert os.getpid() == chief
-            await asyncio.sleep(0)
-            return [os.getpid(), len(set(distribution.experimental_local_results(pids)))]
-
-        async def fn() -> object:
-            context = psync.get_replica_context()
-            return await context.merge_call(merge_fn, (os.getpid(),))
-
-        chiefs, counts = await strategy.run(fn)
-        assert list(chiefs) == [chief] * 2
-        assert list(counts) == [2, 2]
-
-        def plain(x: int) -> int:
-            context = psync.get_replica_context()
-            return psync.wait(context.all_reduce("sum", x + context.replica_id_in_sync_group))
-
-        assert list(await strategy.run(plain, (10,))) == [21, 21]
-
-        def broken(distribution: object) -> None:
-            raise ZeroDivisionError("nothing to divide by")
-
-        async def fails() -> None:
-            await psync.get_replica_context().merge_call(broken)
-
-        with pytest.raises(ZeroDivisionError, match="nothing to divide by") as caught:
-            await strategy.run(fails)
-        assert isinstance(caught.value.__cause__, RemoteError)
 
 
 async def test_a_gang_whose_ps_is_killed_ends_with_that_error(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 import psync
 from psync.errors import ParameterServerLost, WorkerLost
-from real_training import ONE_LOOP, training
+from real_training import DEADLY, ONE_LOOP, training
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, ONE_LOOP]
 
@@ -42,11 +42,7 @@ async def test_each_update_is_there_once_although_workers_die_all_the_time(
 ) -> None:
     count = 16
     monkeypatch.setenv("PSYNC_FAILPOINTS", f"{point}=kill@4")  # of each life of a worker
-    async with training(2, 2, max_restarts=1000, max_losses=100, max_flaps=None) as (
-        _,
-        strategy,
-        coordinator,
-    ):
+    async with training(2, 2, **DEADLY) as (_, strategy, coordinator):
         with strategy.scope():
             one = psync.Variable(0.0)
             both = psync.Variable(np.zeros(4, np.float32))
@@ -72,11 +68,7 @@ async def test_each_assign_is_there_once_although_workers_die_all_the_time(
 ) -> None:
     count = 12
     monkeypatch.setenv("PSYNC_FAILPOINTS", f"{point}=kill@4")
-    async with training(1, 2, max_restarts=1000, max_losses=100, max_flaps=None) as (
-        _,
-        strategy,
-        coordinator,
-    ):
+    async with training(1, 2, **DEADLY) as (_, strategy, coordinator):
         with strategy.scope():
             up, down = psync.Variable(0), psync.Variable(0)
 

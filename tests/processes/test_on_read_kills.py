@@ -8,7 +8,7 @@ import signal
 import pytest
 
 import psync
-from real_training import ONE_LOOP, training
+from real_training import DEADLY, ONE_LOOP, training
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, ONE_LOOP]
 
@@ -49,11 +49,7 @@ async def test_each_step_counts_once_although_workers_die_all_the_time(
 ) -> None:
     count = 12
     monkeypatch.setenv("PSYNC_FAILPOINTS", f"{point}=kill@4")  # of each life of a worker
-    async with training(1, 2, max_restarts=1000, max_losses=100, max_flaps=None) as (
-        _,
-        strategy,
-        coordinator,
-    ):
+    async with training(1, 2, **DEADLY) as (_, strategy, coordinator):
         with strategy.scope():
             seen = psync.Variable([0.0, 0.0], **KIND)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import psync
-from real_training import training
+from real_training import DEADLY, training
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -286,42 +286,6 @@ async def test_a_task_without_descriptors_goes_on_through_sockets(task: str) -> 
         assert mapped_kib(pid) < whole, "memory is shared with those who can"
 
 
-HELD: list[tuple[np.ndarray, np.ndarray]] = []
-
-
-async def test_what_a_worker_holds_is_free_again_when_it_is_killed() -> None:
-    async with training(2, 2, max_restarts=100, max_losses=100, max_flaps=None) as (
-        _,
-        strategy,
-        coordinator,
-    ):
-        with strategy.scope():
-            variable = psync.Variable(np.zeros(4 * SIZE + 10, np.float32), name="variable")
-
-        async def hold() -> tuple[int, bool]:
-            """Keep what is read, for ever; return whether all of it is what it was."""
-            value = await variable.read()
-            HELD.append((value, value.copy()))
-            await variable.assign_add(np.ones(4 * SIZE + 10, np.float32))
-            return os.getpid(), all(np.array_equal(*each) for each in HELD)
-
-        async def lent() -> int:
-            each = await coordinator.ps_statistics()
-            return sum(ps["network"]["bytes_lent_now"] for ps in each)
-
-        for number in range(3):
-            values = [coordinator.schedule(hold) for _ in range(12)]
-            await coordinator.join()
-            found = await coordinator.fetch(values)
-            assert all(is_whole for _, is_whole in found)
-            assert await lent() >= variable.spec.nbytes
-            assert (await variable.read() == 12 * (number + 1)).all()
-            for pid in {pid for pid, _ in found}:
-                os.kill(pid, signal.SIGKILL)
-            while await lent():  # the kernel ends its side channels
-                continue
-
-
 MOMENTS = (
     "read", "made", "computed", "begun", "1 turn", "3 turns", "9 turns", "pushed", "read again",
 )  # fmt: skip
@@ -343,11 +307,7 @@ async def test_a_worker_dies_at_each_moment_of_a_step_and_what_it_held_is_free_a
 ) -> None:
     survivors = Survivors()
     size = 4 * SIZE + 10
-    async with training(2, 2, max_restarts=100, max_losses=100, max_flaps=None) as (
-        cluster,
-        strategy,
-        coordinator,
-    ):
+    async with training(2, 2, **DEADLY) as (cluster, strategy, coordinator):
         with strategy.scope():
             variable = psync.Variable(np.zeros(size, np.float32), name="variable")
             count = psync.get_or_create_global_step()

@@ -20,7 +20,7 @@ import pytest
 import psync
 from psync import Outcome
 from psync.errors import ParameterServerLost
-from real_training import ONE_LOOP, assert_nothing_is_staged, group_of, training
+from real_training import DEADLY, ONE_LOOP, assert_nothing_is_staged, group_of, training
 from tasks_by_hand import by_hand, ended, script, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -102,11 +102,7 @@ async def test_a_push_counts_once_and_whole_although_workers_die_all_the_time(
 ) -> None:
     count = 8
     monkeypatch.setenv("PSYNC_FAILPOINTS", f"worker.push.{point}=kill@3")  # of each life
-    async with training(num_ps, 2, max_restarts=1000, max_losses=100, max_flaps=None) as (
-        _,
-        strategy,
-        coordinator,
-    ):
+    async with training(num_ps, 2, **DEADLY) as (_, strategy, coordinator):
         staged = point in ("between_ps", "staged")
         program = Program(strategy, count, tmp_path, num_ps, staged=staged, pull_ahead=pull_ahead)
         values = [coordinator.schedule(program.step, (n,)) for n in range(count)]
@@ -151,28 +147,6 @@ async def test_a_worker_that_is_killed_while_it_waits_has_contributed(tmp_path: 
         assert await program.global_step.read() == 2
         assert await program.counted() == [pid, last]
         await assert_nothing_is_staged(coordinator)
-
-
-@ONE_LOOP
-async def test_others_go_on_without_a_worker_that_dies_for_good_before_its_push(
-    tmp_path: Path,
-) -> None:
-    async with training(2, 2, max_restarts=0) as (cluster, strategy, coordinator):
-        program = Program(strategy, 3, tmp_path)
-        first = coordinator.schedule(program.step, (0, True))
-        coordinator.schedule(program.step, (1,))
-        while (await group_of(coordinator)).get("waiting") != 1 or not program.runs_of(0):
-            pass
-        (pid,) = program.runs_of(0)
-        (survivor,) = program.runs_of(1)
-        (victim,) = [task for task in cluster.tasks.values() if task.pid == pid]
-        victim.kill()
-        coordinator.schedule(program.step, (2,))
-        (tmp_path / "go on").touch()
-        await coordinator.join()
-        assert await first == (survivor, Outcome.ACCEPTED)
-        assert await program.counted() == [survivor] * 3
-        assert await program.global_step.read() == 3
 
 
 # --- a ps --------------------------------------------------------------------------------------
