@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import io
 import math
-import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -229,14 +228,6 @@ def test_sigterm_leaves_the_terminal_as_it_was() -> None:
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
 
 
-def test_live_it_ends_with_code_0_when_the_run_has_ended(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answering(monkeypatch, STATUS, STATUS, ConfigurationError("has ended"))
-    assert asyncio.run(command_line._show(str(run), False, False, 0.0)) == 0
-    assert capsys.readouterr().out.endswith("has ended\n")
-
-
 class TracedRun:
     """A run whose chief does nothing; after so many questions it has ended."""
 
@@ -274,18 +265,6 @@ def test_a_file_is_written_and_said_how_to_open(
     assert list(TraceFile(out).tasks.values()) == ["chief"]
     assert out.stat().st_mode & 0o777 == 0o600
     assert reader.last
-
-
-def test_ctrl_c_ends_it_sooner(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Interrupted(TracedRun):
-        async def read_spans(self, name: str, *, last: bool = False) -> list[Reading]:
-            if self._answers == 9:
-                os.kill(os.getpid(), signal.SIGINT)
-            return await super().read_spans(name, last=last)
-
-    asked(monkeypatch, Interrupted(10))
-    assert main(["trace", str(tmp_path / "out.json"), str(run), "--seconds", "1000"]) == 0
-    assert (tmp_path / "out.json").exists()
 
 
 def test_a_run_that_ends_meanwhile_leaves_what_there_was(

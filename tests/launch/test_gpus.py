@@ -98,5 +98,3 @@ async def test_a_local_cluster_without_enough_does_not_start(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     with pytest.raises(ConfigurationError, match="2 workers with 1 each need 2 GPUs, but CUDA_V"):
         await psync.LocalCluster(1, 2, gpus_per_worker=1).start()
-    with pytest.raises(ConfigurationError, match="tasks in one process see the same GPUs"):
-        psync.LocalCluster(1, 2, processes=False, gpus_per_worker=1)

@@ -279,14 +279,6 @@ async def test_there_is_a_door_beside_each_address_until_it_is_abandoned_or_clos
 
 
 @pytest.mark.processes
-async def test_a_task_gets_its_door() -> None:
-    screen = Screen()
-    async with group(screen) as processes:
-        report = await report_of(processes, screen, "ps", 0)
-        assert int(report["environ"]["PSYNC_DOOR_FD"]) != int(report["environ"]["PSYNC_LISTEN_FD"])
-
-
-@pytest.mark.processes
 async def test_a_task_that_is_not_started_here_opens_its_own_door() -> None:
     """In that of the group its peers would wait in vain."""
     async with group() as processes:

@@ -20,7 +20,6 @@ from psync.errors import ConfigurationError, ConnectFailed, PsyncError, Training
 from psync.launch.tasks import (
     SETUP_ERRORS,
     OwnTask,
-    make_task,
     own_task,
     run,
     run_task,
@@ -36,9 +35,7 @@ from psync.net.environment import (
 )
 from psync.net.platform import Platform
 from psync.net.secret import Secret
-from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork, settle
-from psync.worker_task import WorkerTask
 from tasks_by_hand import by_hand, ended, script, wait_for_line
 
 pytestmark = pytest.mark.usefixtures("own_log")
@@ -350,17 +347,6 @@ async def test_under_run_a_task_whose_cluster_has_no_chief_warns_ever_more_rarel
     }
     assert len(said) == 6  # after 10, 30, 70, 150, 310 and 630 s
     assert began == 0.0
-
-
-async def test_a_task_is_made_for_its_job() -> None:
-    async with psync.LocalCluster(1, 1, processes=False) as cluster:
-        platform = cluster.resolver.platform
-        ps = make_task(platform, "ps", 3, "ps-3:1")
-        worker = make_task(platform, "worker", 4, "worker-4:1")
-        assert (type(ps), ps.task) == (PsTask, "/job:ps/task:3")
-        assert (type(worker), worker.task) == (WorkerTask, "/job:worker/task:4")
-        await ps.close()
-        await worker.close()
 
 
 CLUSTER = {"chief": ["c:1"], "ps": ["p:1"], "worker": ["w:1", "w:2"]}

@@ -98,27 +98,6 @@ async def nobody_to_add():
         await coordinator.add_worker("127.0.0.1:1", timeout=0.2)
 
 
-async def endless():
-    """Say that steps run, and go on until killed."""
-    strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
-    async with coordinator_of(strategy) as coordinator:
-        with strategy.scope():
-            v = psync.Variable(0.0)
-        sgd = psync.optimizers.SGD(1.0)
-
-        async def step():
-            await sgd.apply_gradients([(1.0, v)])
-            return os.getpid()
-
-        first = coordinator.schedule(step)
-        await coordinator.join()
-        print("running", await first, flush=True)
-        while True:
-            for _ in range(100):
-                coordinator.schedule(step)
-            await coordinator.join()
-
-
 async def leaves():
     """Ask one of two workers to leave, and go on with the other."""
 
