@@ -198,12 +198,8 @@ async def over_http(
 ) -> AsyncIterator[tuple[str, str]]:
     """A server; its URL, and the token."""
     caplog.set_level(logging.INFO, "psync")
-    server = http_server(source or Source())
-    await server.start()
-    try:
-        yield f"{server.url}/status", caplog.text.rpartition("?token=")[2].strip()
-    finally:
-        await server.close()
+    async with http_server(source or Source()).serving() as url:
+        yield f"{url}/status", caplog.text.rpartition("?token=")[2].strip()
 
 
 async def test_a_url_gives_the_status_again_and_again(caplog: pytest.LogCaptureFixture) -> None:

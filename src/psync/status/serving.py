@@ -100,26 +100,28 @@ class ServedStatus:
         """
         url = ""
         if self._http is not None:
-            await self._http.start()
-            url = self._http.url
-        if not self._is_served:
-            return
-        try:
-            await self._serve(url)
-        except (OSError, ConfigurationError) as exc:
-            logger.info("the status of this run is not available: %s", exc)
-            await self._stack.aclose()
+            url = await self._stack.enter_async_context(self._http.serving())
+        if self._is_served:
+            try:
+                await self._stack.enter_async_context(self._found(url))
+            except (OSError, ConfigurationError) as exc:
+                logger.info("the status of this run is not available: %s", exc)
 
-    async def _serve(self, metrics: str) -> None:
+    @contextlib.asynccontextmanager
+    async def _found(self, metrics: str) -> AsyncIterator[None]:
+        """Return a context in which there is a run file, and who has read it may ask."""
         run = new_run(directory_of_runs(), self.source.program, metrics)
         handlers: dict[type[Message], Handler] = {
             AskStatistics: Handler(self._answer), AskSpans: Handler(self._answer_spans),
         }  # fmt: skip
         platform = Platform(SocketNetwork(), Secret(run.token.encode()))
         endpoint = Endpoint(platform, CHIEF, 0, handlers)
-        self._stack.push_async_callback(endpoint.close)
-        await endpoint.listen(run.address)
-        self._stack.enter_context(run_file(run))
+        try:
+            await endpoint.listen(run.address)
+            with run_file(run):
+                yield
+        finally:
+            await endpoint.close()
 
     async def _answer(self, request: Request[AskStatistics]) -> None:
         status = await self.source.status()
@@ -147,8 +149,6 @@ class ServedStatus:
         try:
             await self._stack.aclose()
         finally:
-            if self._http is not None:
-                await self._http.close()
             await self.source.close()
 
 
