@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,17 +38,6 @@ def hosts() -> Iterator[SshHosts]:
 def command(hosts: SshHosts, *args: str, named: str = "a:2,b:2") -> list[str]:
     ssh = ["--ssh", hosts.ssh, "--hosts", named]
     return [*PSYNC, "run", *ssh, *args, "--", SCRIPT]
-
-
-def refused(environ: dict[str, str], *args: str) -> str:
-    """What a run says that cannot begin."""
-    done = subprocess.run(
-        args, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-    return done.stderr
 
 
 def connections(run: Program) -> dict[str, int]:
@@ -222,39 +209,3 @@ def test_all_end_with_the_launcher(hosts: SshHosts, environ: dict[str, str], sig
         code = run.interrupt(signum)
         assert code == (-signum if signum == signal.SIGKILL else 128 + signum)
     gone(all_of_them)
-
-
-# --- what is wrong -----------------------------------------------------------------------------
-
-
-def test_a_run_that_cannot_begin_says_why_in_one_line(
-    hosts: SshHosts, environ: dict[str, str], tmp_path: Path
-) -> None:
-    def said(*args: str, named: str = "a,b") -> str:
-        return refused(environ, *command(hosts, *args, named=named))
-
-    nowhere = said(named="a,nobody.invalid")
-    assert "host nobody.invalid is unreachable: ssh: Could not resolve hostname" in nowhere
-    assert "`ssh nobody.invalid true` must work without a question" in nowhere
-    config = hosts.directory / "ssh_config"
-    other = hosts.directory / "other_config"
-    other.write_text(config.read_text().replace("user_key", "other_key"))
-    assert "Permission denied (publickey)" in said("--ssh", f"ssh -F {other}")
-    assert "cannot be run there" in said("--remote-python", "/no/such/python")
-    bare = tmp_path / "bare"
-    bare.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S -I "$@"\n')
-    bare.chmod(0o755)
-    assert f"{bare} there has no psync, or another version" in said("--remote-python", str(bare))
-    older = tmp_path / "older"
-    older.write_text(
-        '#!/bin/sh\necho welcome\necho \'PSYNC-HOST {"psync": "0.0.1", "python": "2.7"}\'\ncat\n'
-    )
-    older.chmod(0o755)
-    assert "psync 0.0.1 with Python 2.7, this machine has psync" in said(
-        "--remote-python", str(older)
-    )
-    assert "a is named twice" in said(named="a:1,a:1")
-    assert "expected a number of workers" in said(named="a:many")
-    assert "expected names with numbers of workers" in said(named="-oProxyCommand=x")
-    assert "3 workers, but a:1,b:1 has room for 2" in said("--workers", "3")
-    assert "psync: error: nossh: " in said("--ssh", "nossh")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -33,14 +32,6 @@ def end_of(worker: subprocess.Popen[str]) -> tuple[int, str]:
     """Its exit code, and what it has said."""
     _, said = worker.communicate()
     return worker.returncode, said
-
-
-def refused(environ: dict[str, str], *args: str) -> str:
-    """What a worker says that cannot join."""
-    code, said = end_of(join(environ, *args))
-    assert code == 2, said
-    assert "Traceback" not in said
-    return said
 
 
 @pytest.mark.smoke
@@ -97,24 +88,3 @@ def test_joined_workers_find_a_chief_that_is_started_again(environ: dict[str, st
         assert worker.pid in chief.there(2)
         assert chief.end()[0] == 0
         assert end_of(worker)[0] == 0
-
-
-def test_whoever_cannot_join_says_why_in_one_line(environ: dict[str, str]) -> None:
-    with program(RUN, environ) as chief:
-        at = chief.greeting
-        other = {**environ, "PSYNC_SECRET": "another secret of thirty-two bytes"}
-        assert "/job:chief/task:0 does not have the same secret" in refused(other, at)
-        none = {name: text for name, text in environ.items() if name != "PSYNC_SECRET"}
-        assert "no secret is set" in refused(none, at)
-        with socket.socket() as silent:  # it has a port, and does not listen there
-            silent.bind(("127.0.0.1", 0))
-            port = silent.getsockname()[1]
-            assert "connection refused" in refused(environ, f"127.0.0.1:{port}")
-        assert "expected a port" in refused(environ, "127.0.0.1")
-        assert "cannot listen on 192.0.2.1" in refused(environ, at, "--listen", "192.0.2.1")
-        wrong_port = refused(environ, chief.ask("ps"))
-        assert "expected /job:chief/task:0 at this address, /job:ps/task:0 answered" in wrong_port
-        assert chief.end()[0] == 0
-    ended = refused(environ, at)
-    assert "connection refused" in ended
-    assert "join only while it runs" in ended

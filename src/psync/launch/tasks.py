@@ -91,7 +91,6 @@ class OwnTask:
     cluster: ClusterSpec
     job: str
     index: int
-    is_found: bool = False  # in the surroundings, where nobody has described the cluster
     # A scheduler starts tasks again that end with another code than 0 (Kubernetes' Jobs). So a
     # worker that leaves because of SIGTERM does not end with 0, which would say that all is done,
     # and only a chief that does tells the others to exit.
@@ -136,7 +135,6 @@ def own_task(resolver: ClusterResolver | None) -> OwnTask:
             task it is; or ``PSYNC_SUPERVISED`` is malformed.
     """
     known = resolver or resolve_cluster()
-    is_found = resolver is None and not isinstance(known, TFConfigClusterResolver)
     cluster, job, index = training_cluster(known)
     if job == "evaluator" and index is None:
         index = 0
@@ -145,7 +143,7 @@ def own_task(resolver: ClusterResolver | None) -> OwnTask:
             "the cluster's description does not say which task this process is",
             hint='TF_CONFIG needs a task, such as "task": {"type": "worker", "index": 0}',
         )
-    return OwnTask(known, cluster, job, index, is_found, bool(flag(os.environ, "PSYNC_SUPERVISED")))
+    return OwnTask(known, cluster, job, index, bool(flag(os.environ, "PSYNC_SUPERVISED")))
 
 
 # Scripts.
@@ -226,7 +224,8 @@ def run(
         job = own.job
         launched = _prepare_process(f"{job}-{own.index}")
         # Who has written TF_CONFIG or a resolver knows.
-        level = logging.INFO if own.is_found else logging.DEBUG
+        is_known = resolver is not None or isinstance(own.resolver, TFConfigClusterResolver)
+        level = logging.DEBUG if is_known else logging.INFO
         logger.log(level, "this process is %s, as %s says", own.name, own.resolver.source)
         load_plugins(own.name)
         if job == "chief" or (on_workers and job == "worker"):
@@ -440,18 +439,15 @@ async def serve_as(
     level = logging.DEBUG if os.environ.get("PSYNC_LAUNCHED") else logging.INFO
     logger.log(level, "%s serves at %s", task.task, own.address)
     lacks_chief = not awaited and "chief" not in own.cluster.jobs
-    if lacks_chief and (shared or own.job == "worker"):
-        ways = []
-        if shared:
-            way = "a task of type chief, where psync.run(main) runs main, is to be described in "
-            ways.append(way + own.resolver.source)
-        if own.job == "worker":
-            way = f"a chief takes it in with add_worker({own.address!r}, index={own.index})"
-            ways.append(way)
-        awaited = (
-            f"{task.task} waits for a chief, and its cluster's description names none: "
-            + ", or ".join(ways)
-        )
+    ways = []
+    if lacks_chief and shared:
+        way = "a task of type chief, where psync.run(main) runs main, is to be described in "
+        ways.append(way + own.resolver.source)
+    if lacks_chief and own.job == "worker":
+        ways.append(f"a chief takes it in with add_worker({own.address!r}, index={own.index})")
+    if ways:
+        what = "waits for a chief, and its cluster's description names none"
+        awaited = f"{task.task} {what}: {', or '.join(ways)}"
     naming = naming_who_is_awaited(
         lambda: "" if task.chief.is_here else awaited, warn=shared and lacks_chief
     )
