@@ -146,22 +146,13 @@ def test_workers_whose_chief_is_killed_end_with_an_error() -> None:
         assert re.fullmatch(r"at .*/sessions.py:\d+, in main", said[1])
 
 
-def test_a_worker_whose_ps_tasks_are_killed_ends_with_an_error() -> None:
-    with by_hand(num_ps=1, num_workers=1) as cluster:
-        programs = begun(cluster, 100_000)
-        cluster.processes[0].kill()
-        ends = [ended(program) for program in programs.values()]
-    for end in ends:
-        assert end.code == 1
-        assert "ParameterServerLost: /job:ps/task:0" in end.err
-
-
 @pytest.mark.promise("failures.session-ps")
-def test_a_chief_that_does_not_train_ends_with_an_error_when_a_ps_is_killed() -> None:
-    with by_hand(num_ps=2, num_workers=1) as cluster:
+@pytest.mark.parametrize("num_ps", [1, 2])  # the last of which is killed
+def test_all_end_with_an_error_when_a_ps_is_killed(num_ps: int) -> None:
+    with by_hand(num_ps=num_ps, num_workers=1) as cluster:
         programs = begun(cluster, 100_000)
-        cluster.processes[1].kill()
+        cluster.processes[num_ps - 1].kill()
         ends = [ended(program) for program in programs.values()]
     for end in ends:
         assert end.code == 1
-        assert "ParameterServerLost: /job:ps/task:1" in end.err
+        assert f"ParameterServerLost: /job:ps/task:{num_ps - 1}" in end.err

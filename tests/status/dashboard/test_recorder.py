@@ -37,6 +37,8 @@ W, V = (ShardStatus(name, 0, (2,), "float32", 8, 0) for name in "wv")
 class Cluster:
     """Has a status, and more variables as time goes on."""
 
+    program = "train.py"
+
     def __init__(self) -> None:
         self.asked = self.asks_workers = 0
         self.fails = False
@@ -119,18 +121,8 @@ async def test_a_full_disk_is_one_warning(
     log.close()
 
 
-class Source:
-    """The status of a cluster that does not change."""
-
-    program = "train.py"
-    asks_workers = False
-
-    async def status(self) -> Status:
-        return status(worker())
-
-
 def attached(address: str = "", log: Path | str = "") -> Attached:
-    source: Any = Source()
+    source: Any = Cluster()
     return Attached(source, address, log)
 
 
@@ -139,7 +131,7 @@ async def test_coordinators_of_one_program_share_the_log_of_its_launcher(
 ) -> None:
     path = tmp_path / "run.jsonl"
     monkeypatch.setenv("PSYNC_RUN_LOG", str(path))
-    source: Any = Source()
+    source: Any = Cluster()
     for _ in range(2):
         run = Attached(source)
         await run.start()
