@@ -36,8 +36,8 @@ def status(
 
 def live_show() -> Recorder:
     """What a dashboard shows of a run that goes on; statuses are added by hand."""
-    source: Any = None
-    return Recorder(source)
+    read: Any = None
+    return Recorder(read)
 
 
 def logged(run: FinishedRun) -> list[Status]:

@@ -82,7 +82,8 @@ class report:
         """Note what happens in a run from now on."""
         from psync.status.dashboard.recorder import Recorder
 
-        recorder = self._recorders[run] = Recorder(run.source, self._log)
+        run.source.asks_workers += 1
+        recorder = self._recorders[run] = Recorder(run.source.status, self._log)
         recorder.start()
 
     async def _end_run(self, run: SeenRun) -> None:
@@ -90,6 +91,7 @@ class report:
         recorder = self._recorders.pop(run, None)
         if recorder is not None:
             await recorder.close()
+            run.source.asks_workers -= 1
 
     async def __aexit__(
         self,

@@ -115,8 +115,8 @@ async def test_what_the_server_says_stands_on_the_page() -> None:
         async def view(self, span: str, time: float | None) -> str:
             raise ConfigurationError("run.jsonl: expected a line of a run log at byte 7")
 
-    source: Any = None
-    page, _ = await browse(Broken(source), "--dump-dom")
+    read: Any = None
+    page, _ = await browse(Broken(read), "--dump-dom")
     assert "run.jsonl: expected a line of a run log at byte 7" in texts(page, "alert")
 
 

@@ -27,10 +27,6 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "INTERVAL_S", 0.001)
 
 
-def recording(cluster: Any, log: RunLog | None = None) -> Recorder:
-    return Recorder(cluster, log)
-
-
 W, V = (ShardStatus(name, 0, (2,), "float32", 8, 0) for name in "wv")
 
 
@@ -61,7 +57,7 @@ class Cluster:
 
 async def test_it_takes_one_after_the_other_and_a_last_one(tmp_path: Path) -> None:
     cluster, path = Cluster(), tmp_path / "run.jsonl"
-    recorder = recording(cluster, RunLog(path, "train.py"))
+    recorder = Recorder(cluster.status, RunLog(path, "train.py"))
     recorder.start()
     await cluster.asked_again(3)
     cluster.placed = (W, V)
@@ -91,7 +87,7 @@ async def test_the_page_shows_the_newest_moment_of_a_run_that_goes_on() -> None:
 
 async def test_an_error_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     cluster = Cluster()
-    recorder = recording(cluster)
+    recorder = Recorder(cluster.status)
     cluster.fails = True
     recorder.start()
     await cluster.asked_again(3)
@@ -112,7 +108,7 @@ async def test_a_full_disk_is_one_warning(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(log, "add", full)
-    recorder = recording(cluster, log)
+    recorder = Recorder(cluster.status, log)
     with caplog.at_level(logging.WARNING):
         recorder.start()
         await cluster.asked_again(4)

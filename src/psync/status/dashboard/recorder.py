@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from psync.status.dashboard.run_log import INTERVAL_S, RunLog
@@ -26,15 +26,15 @@ class Recorder:
     """Takes a status a second, from ``start`` to ``close``; the dashboard shows the newest one.
 
     Args:
-        source: Of the status.
+        read: Returns the status.
         log: Where statuses are written; None: nowhere. It is closed with this.
 
     Attributes:
         newest: The newest status; None: there was none yet.
     """
 
-    def __init__(self, source: StatusSource, log: RunLog | None = None) -> None:
-        self._source = source
+    def __init__(self, read: Callable[[], Awaitable[Status]], log: RunLog | None = None) -> None:
+        self._read = read
         self._log = log
         self._history = History()
         self.newest: Status | None = None
@@ -43,7 +43,6 @@ class Recorder:
 
     def start(self) -> None:
         """Begin."""
-        self._source.asks_workers += 1
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
@@ -54,8 +53,6 @@ class Recorder:
         self._closing.set()
         if self._task is not None:
             await asyncio.wait((self._task,))
-            self._task = None
-            self._source.asks_workers -= 1
         log, self._log = self._log, None
         if log is not None:
             await self._write(log, log.close)
@@ -80,7 +77,7 @@ class Recorder:
         while True:
             is_last = self._closing.is_set()
             try:
-                status = await self._source.status()
+                status = await self._read()
                 self.add(status)
                 if self._log is not None:
                     await self._write(self._log, functools.partial(self._log.add, status))
@@ -155,11 +152,12 @@ class Attached:
         if self._log:
             log = RunLog(self._log, self._source.program, append=self._continues)
             _begun.add(self._log)
-        recorder = Recorder(self._source, log)
+        recorder = Recorder(self._source.status, log)
         self._stack.push_async_callback(recorder.close)
         if self._address:
             page = serving(recorder, self._address, hosts_of(os.environ))
             self.url = await self._stack.enter_async_context(page)
+        self._source.asks_workers += 1
         recorder.start()
         if self.url:
             print(f"psync: dashboard at {self.url}", file=sys.stderr, flush=True)
