@@ -27,12 +27,12 @@ async def test_a_run_log_has_statuses_and_placement(tmp_path: Path) -> None:
             assert coordinator.dashboard_url == ""
             await _a_moment(coordinator)
     run = FinishedRun(path)
-    last = list(run.statuses())[-1]
+    last = run.status_at(len(run) - 1)
     assert last.placement == (
         ShardStatus("w", 0, (2, 2), "float32", 16, 0),
         ShardStatus("w", 1, (2, 2), "float32", 16, 1),
     )
-    assert (run.ended, len(last.workers), last.state) == (True, 2, "idle")
+    assert (run.ended, len(last.workers), last.state) == (True, 2, "ended")
 
 
 async def test_a_log_that_cannot_be_written_ends_the_start(tmp_path: Path) -> None:

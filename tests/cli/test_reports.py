@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import io
 import math
-import os
 import signal
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +16,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ports import claimed_ports
 from psync.checkpoints.files import Writer
 from psync.checkpoints.manifest import Planned
-from psync.cli import reports
+from psync.cli import main as command_line
 from psync.cli.main import main
 from psync.errors import ConfigurationError, DeadlineExceeded, RemoteProtocolError
 from psync.launch.process import run_loop
@@ -115,13 +112,13 @@ class Reader:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The run file of a program that does not run."""
-    monkeypatch.setattr(reports, "FIRST_WINDOW_S", 0.0)
+    monkeypatch.setattr(command_line, "FIRST_WINDOW_S", 0.0)
     with tempfile.TemporaryDirectory(dir="/tmp") as made:
         monkeypatch.setenv("XDG_RUNTIME_DIR", made)
         directory = Path(made, "psync")
         directory.mkdir(mode=0o700)
         path = directory / "7.json"
-        with run_file(path, Run(7, 1.0, "train.py", f"unix:{made}/7.sock", "ab" * 32)):
+        with run_file(Run(7, 1.0, "train.py", f"unix:{directory}/7.sock", "ab" * 32)):
             yield path
 
 
@@ -206,7 +203,7 @@ def test_live_it_goes_on_when_the_run_is_silent_and_ends_with_it() -> None:
         STATUS, DeadlineExceeded("not answered for 5 s"), STATUS, ConfigurationError("has ended")
     )
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
-    asyncio.run(reports._follow(reader, console, 0.0))
+    asyncio.run(command_line._follow(reader, console, 0.0))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert reader.asked == 4
     assert "not answered for 5 s" in text
@@ -225,26 +222,10 @@ def test_sigterm_leaves_the_terminal_as_it_was() -> None:
     reader: Any = Stopped(STATUS, STATUS)
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
     with pytest.raises(SystemExit, match="143"):
-        run_loop(lambda: reports._follow(reader, console, 0.0))
+        run_loop(lambda: command_line._follow(reader, console, 0.0))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.rfind("\x1b[?1049l") > text.rfind("\x1b[?1049h") >= 0
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
-
-
-def test_live_it_ends_with_code_0_when_the_run_has_ended(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answering(monkeypatch, STATUS, STATUS, ConfigurationError("has ended"))
-    assert asyncio.run(reports._show(str(run), False, False, 0.0)) == 0
-    assert capsys.readouterr().out.endswith("has ended\n")
-
-
-def test_a_url_at_which_nobody_answers_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with claimed_ports(1) as (port,):
-        assert main(["top", f"http://127.0.0.1:{port}/status?token=secret", "--once"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"psync: error: http://127.0.0.1:{port}/status does not answer")
-    assert "secret" not in error
 
 
 class TracedRun:
@@ -284,18 +265,6 @@ def test_a_file_is_written_and_said_how_to_open(
     assert list(TraceFile(out).tasks.values()) == ["chief"]
     assert out.stat().st_mode & 0o777 == 0o600
     assert reader.last
-
-
-def test_ctrl_c_ends_it_sooner(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Interrupted(TracedRun):
-        async def read_spans(self, name: str, *, last: bool = False) -> list[Reading]:
-            if self._answers == 9:
-                os.kill(os.getpid(), signal.SIGINT)
-            return await super().read_spans(name, last=last)
-
-    asked(monkeypatch, Interrupted(10))
-    assert main(["trace", str(tmp_path / "out.json"), str(run), "--seconds", "1000"]) == 0
-    assert (tmp_path / "out.json").exists()
 
 
 def test_a_run_that_ends_meanwhile_leaves_what_there_was(
@@ -357,7 +326,7 @@ def test_where_the_file_cannot_be_written_it_says_so(
 def test_what_was_dropped_and_how_well_clocks_are_aligned_is_said() -> None:
     trace = Trace(TracedRun().read_spans, "train.py")
     trace.summary = Summary(["chief", "ps-0"], 5.0, 100, {"ps-0": 7}, 0.0042)
-    assert reports._lines(Path("out.json"), trace) == [
+    assert command_line._lines(Path("out.json"), trace) == [
         "out.json: 100 events of 5.0 s, 2 tasks; open it at https://ui.perfetto.dev",
         "ps-0: 7 events were dropped, since more came than could be asked for",
         "clocks of tasks are aligned within 4.2 ms only",
@@ -388,18 +357,6 @@ def test_a_file_that_is_no_run_log_is_one_error(
     path.write_text("hello\n")
     assert f"{path}: expected a run log of psync, got something else" in error(capsys, str(path))
     assert "No such file" in error(capsys, str(tmp_path / "none"))
-
-
-def test_a_port_in_use_is_one_error(log: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("aiohttp")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        text = error(capsys, log, "--address", address)
-    assert f"dashboard: {address} is in use by another program" in text
-
-
-def test_an_address_that_is_none(log: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "expected \"HOST:PORT\", got '8787'" in error(capsys, log, "--address", "8787")
 
 
 def test_without_aiohttp_the_error_names_the_extra(

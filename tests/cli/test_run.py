@@ -243,7 +243,7 @@ def test_a_run_without_a_launcher_is_named(
     directory = directory_of_runs(environ)
     make_directory(directory)
     run = Run(7, 1.0, "spot.py", f"unix:{directory / 'a.sock'}", "ab" * 32)
-    with socket.socket(socket.AF_UNIX) as listening, run_file(directory / "a.json", run):
+    with socket.socket(socket.AF_UNIX) as listening, run_file(run):
         listening.bind(str(socket_of(run)))
         listening.listen()
         assert main(["scale", "3"]) == 2

@@ -6,7 +6,8 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 PSYNC = [sys.executable, "-m", "psync"]
 
@@ -14,7 +15,7 @@ PSYNC = [sys.executable, "-m", "psync"]
 class Program:
     """A chief under a launcher. The first line that it prints is its ``greeting``."""
 
-    def __init__(self, command: list[str], environ: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str | Path], environ: dict[str, str]) -> None:
         self.process = subprocess.Popen(
             command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True,
@@ -48,10 +49,10 @@ class Program:
         assert word == "workers"
         return {int(pid) for pid in pids}
 
-    def end(self) -> int:
-        """Close its stdin; return its exit code."""
-        self.process.communicate()
-        return self.process.returncode
+    def end(self) -> tuple[int, str]:
+        """Close its stdin; return its exit code, and what it has printed to its end."""
+        out, _ = self.process.communicate()
+        return self.process.returncode, out
 
     def interrupt(self, signum: int = signal.SIGINT) -> int:
         """Send it a signal; return its exit code."""
@@ -61,7 +62,7 @@ class Program:
 
 
 @contextlib.contextmanager
-def program(command: list[str], environ: dict[str, str]) -> Iterator[Program]:
+def program(command: Sequence[str | Path], environ: dict[str, str]) -> Iterator[Program]:
     running = Program(command, environ)
     try:
         yield running

@@ -36,6 +36,18 @@ class SharedTasks:
         return self._runner.run(main)
 
 
+def trains(*args: Any, **options: Any) -> Callable[[Program], Callable[[SharedTasks], None]]:
+    """Make a test of a program that the tasks of its module run; arguments of the strategy."""
+
+    def test_of(program: Program) -> Callable[[SharedTasks], None]:
+        def test(tasks: SharedTasks) -> None:
+            tasks.train(program, *args, **options)
+
+        return test
+
+    return test_of
+
+
 @contextlib.contextmanager
 def shared_tasks(num_ps: int, num_workers: int) -> Iterator[SharedTasks]:
     """Start the tasks, and stop them at the end."""

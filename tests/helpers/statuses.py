@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from psync import Status
+from psync.status.dashboard.recorder import Recorder
+from psync.status.dashboard.run_log import FinishedRun
 from psync.status.model import PsStatus, WorkerStatus, WorkShares
 
 
@@ -30,3 +32,13 @@ def status(
         at, 7, "train.py", 2.0, 5.0, state, changes.pop("waits_for", "nothing"),
         workers=workers, ps=servers, **changes,
     )  # fmt: skip
+
+
+def live_show() -> Recorder:
+    """What a dashboard shows of a run that goes on; statuses are added by hand."""
+    read: Any = None
+    return Recorder(read)
+
+
+def logged(run: FinishedRun) -> list[Status]:
+    return [run.status_at(index) for index in range(len(run))]

@@ -32,6 +32,24 @@ def plain_environ(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONUNBUFFERED": "1", **more}
 
 
+runs: list[subprocess.Popen[str]] = []
+"""What ``psync_run`` has started; killed when the test has ended."""
+
+
+def psync_run(*args: str, workers: int = 2, **environ: str) -> subprocess.Popen[str]:
+    """Start ``psync run`` with 2 ps tasks, and what it is to run."""
+    run = subprocess.Popen(
+        [sys.executable, "-m", "psync", "run", "--ps", "2", "--workers", str(workers), *args],
+        env=plain_environ(**environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    runs.append(run)
+    return run
+
+
 @dataclass
 class Ended:
     """What a process has left."""

@@ -18,8 +18,8 @@ import pytest
 import psync
 from psync.errors import ConfigurationError, SerializationError, UsageError
 from psync.launch.cluster import Host, TaskCluster, TasksHere, TasksInProcesses
-from psync.launch.gpus import GpuShares
-from psync.testing import MemoryNetwork, settle
+from psync.launch.processes import GpuShares
+from psync.testing import MemoryNetwork
 
 
 class Refusing(TasksHere):
@@ -107,27 +107,6 @@ async def test_a_process_leaves_with_code_0_also_if_it_is_still_starting() -> No
         assert host.processes["worker-1"] is not process
 
 
-@pytest.mark.processes
-async def test_one_that_died_too_often_has_left() -> None:
-    async with contextlib.AsyncExitStack() as resources:
-        host = TasksInProcesses(
-            {"ps": 1, "worker": 1},
-            os.environ,
-            GpuShares(None, {}),
-            0,
-            security=False,
-            resources=resources,
-        )
-        address = await host.start("worker", 0)
-        given_up = asyncio.Event()
-        host.platform.given_up.listen(lambda *_: given_up.set())
-        os.kill(host.processes["worker-0"].pid, signal.SIGKILL)
-        await given_up.wait()
-        assert "restarts are off" in (host.platform.given_up.reason(address) or "")
-        await settle()
-        assert host.has_left(0)
-
-
 BOTH_KINDS = pytest.mark.parametrize(
     "processes", [False, pytest.param(True, marks=pytest.mark.processes)]
 )
@@ -172,27 +151,26 @@ async def test_two_clusters_in_one_process_do_not_see_each_other() -> None:
     assert values == [0, 1]
 
 
-async def test_one_cluster_serves_one_coordinator_after_another() -> None:
-    async with psync.LocalCluster(1, 1, processes=False) as cluster:
-        for number in range(3):
-            strategy = psync.ParameterServerStrategy(cluster.resolver)
-            async with psync.ClusterCoordinator(strategy) as coordinator:
-                with strategy.scope():
-                    v = psync.Variable(number, name="v")
-                value = coordinator.schedule(lambda v=v: psync.wait(v.read()).item())
-                await coordinator.join()
-                assert await value == number
-
-
-def test_a_number_of_tasks_below_1_is_an_error() -> None:
-    for counts, text in [
-        ((0, 1), "num_ps: expected at least 1, got 0"),
-        ((1, -1), "num_workers: expected at least 1, got -1"),
-        ((1, "2"), "num_workers: expected at least 1, got '2'"),
-    ]:
-        with pytest.raises(ConfigurationError) as caught:
-            psync.LocalCluster(*counts)
-        assert caught.value.message == text
+@pytest.mark.parametrize(
+    ("counts", "options", "text"),
+    [
+        ((0, 1), {}, "num_ps: expected at least 1, got 0"),
+        ((1, -1), {}, "num_workers: expected at least 1, got -1"),
+        ((1, "2"), {}, "num_workers: expected at least 1, got '2'"),
+        ((1, 1), {"network": MemoryNetwork()}, "network: only tasks in one process can use it"),
+        ((1, 1, False), {"security": True}, "security: tasks in one process do not use it"),
+        (
+            (1, 1, False), {"gpus_per_worker": 1},
+            "gpus_per_worker: tasks in one process see the same GPUs",
+        ),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_are_errors(
+    counts: tuple[Any, ...], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        psync.LocalCluster(*counts, **options)
+    assert caught.value.message == text
 
 
 @pytest.mark.virtual_time
@@ -218,16 +196,6 @@ async def test_on_a_slow_network_under_a_virtual_clock_it_trains_and_survives_a_
             assert coordinator.statistics()["closures"].put_back >= 1
     assert asyncio.get_running_loop().time() > 150
     network.check()
-
-
-def test_a_network_is_for_tasks_in_one_process() -> None:
-    with pytest.raises(ConfigurationError, match="network: only tasks in one process"):
-        psync.LocalCluster(1, 1, network=psync.testing.MemoryNetwork())
-
-
-def test_tasks_in_one_process_have_nothing_to_hide() -> None:
-    with pytest.raises(ConfigurationError, match="security: tasks in one process"):
-        psync.LocalCluster(1, 1, processes=False, security=True)
 
 
 async def test_it_is_started_once_and_has_a_resolver_only_while_it_runs() -> None:
@@ -366,16 +334,6 @@ async def test_without_a_coordinator_the_next_strategy_is_of_the_workers_there_a
                 assert await workers_of(coordinator) == names(*range(number))
 
 
-@pytest.mark.virtual_time
-async def test_a_coordinator_takes_in_who_came_after_its_strategy_was_made() -> None:
-    async with psync.LocalCluster(1, 1, processes=False) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver)
-        await cluster.scale(3)
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            await asyncio.sleep(1)
-            assert await workers_of(coordinator) == names(0, 1, 2)
-
-
 @pytest.mark.promise("workers.scale-any-time")
 @pytest.mark.parametrize("sizes", [[1], [5], [1, 4], [4, 2, 3]], ids=str)
 async def test_it_is_scaled_at_any_moment_of_a_program(sizes: list[int]) -> None:
@@ -403,21 +361,6 @@ async def test_it_is_scaled_at_any_moment_of_a_program(sizes: list[int]) -> None
                     await cluster.scale(size)
                 assert await running == 30
             assert cluster.resolver.cluster_spec().num_tasks("worker") == sizes[-1]
-
-
-@pytest.mark.virtual_time
-async def test_a_coordinator_does_not_wait_for_who_left_after_its_strategy_was_made() -> None:
-    async with psync.LocalCluster(1, 3, processes=False) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver)
-        await cluster.scale(1)
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            assert await workers_of(coordinator) == names(0)
-        strategy = psync.ParameterServerStrategy(cluster.resolver)
-        await cluster.scale(3)
-        await cluster.scale(2)
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            await asyncio.sleep(1)
-            assert await workers_of(coordinator) == names(0, 1)
 
 
 @pytest.mark.virtual_time

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 import psync
 from psync.errors import ConfigurationError
-from psync.launch.gpus import GpuShares, visible_gpus
+from psync.launch.processes import GpuShares, visible_gpus
 
 NONE = {"PATH": ""}
 
@@ -93,30 +92,9 @@ def test_without_it_the_driver_says_which_there_are(tmp_path: Path, broken: bool
     assert visible_gpus(environ, tmp_path / "none") == ([], "this machine")
 
 
-@pytest.mark.processes
-async def test_the_processes_of_a_local_cluster_see_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    async with psync.LocalCluster(1, 2, gpus_per_worker=1) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver)
-        async with psync.ClusterCoordinator(strategy):
-
-            async def seen() -> str:
-                return os.environ["CUDA_VISIBLE_DEVICES"]
-
-            results = strategy.experimental_local_results(await strategy.run(seen))
-            assert list(results) == ["4", "5"]
-        ps = Path(f"/proc/{cluster.tasks['ps-0'].pid}/environ").read_bytes().split(b"\0")
-        assert b"CUDA_VISIBLE_DEVICES=" in ps
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
-
-
 async def test_a_local_cluster_without_enough_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     with pytest.raises(ConfigurationError, match="2 workers with 1 each need 2 GPUs, but CUDA_V"):
         await psync.LocalCluster(1, 2, gpus_per_worker=1).start()
-    with pytest.raises(ConfigurationError, match="tasks in one process see the same GPUs"):
-        psync.LocalCluster(1, 2, processes=False, gpus_per_worker=1)

@@ -10,9 +10,8 @@ import pytest
 
 from psync.closures.scaling import Load
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed
-from psync.launch.joining import FIRST_JOINED, FORGET_AFTER_S, Door, Membership
 from psync.launch.process import PYTHON
-from psync.launch.tasks import join
+from psync.launch.tasks import FIRST_JOINED, FORGET_AFTER_S, Door, Membership, join
 from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform, Workforce

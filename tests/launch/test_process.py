@@ -27,16 +27,19 @@ from hypothesis import strategies as st
 from process_tools import script, watching
 from psync.closures.scaling import Load
 from psync.errors import ConfigurationError
-from psync.launch import output, process
-from psync.launch.output import (
+from psync.launch import process
+from psync.launch.process import (
     MAX_LINE_CHARS,
     LineForwarder,
     configure_logging,
+    end_of_run,
+    following_launcher,
+    loop_factory,
+    run_loop,
     write_stderr,
     write_stdout,
     write_whole_lines,
 )
-from psync.launch.process import end_of_run, following_launcher, loop_factory, run_loop
 from psync.net.platform import Workforce
 from psync.net.resolvers import TFConfigClusterResolver
 from psync.testing import settle
@@ -47,36 +50,46 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PSYNC_LOOP", raising=False)
 
 
-def test_without_a_name_the_loop_is_uvloops() -> None:
+def test_the_loop_is_uvloops_unless_the_standard_one_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert loop_factory() is uvloop.new_event_loop
-
-
-def test_the_standard_loop_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSYNC_LOOP", "asyncio")
     assert loop_factory() is None
-
-
-def test_another_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSYNC_LOOP", "trio")
     with pytest.raises(ConfigurationError, match="expected uvloop or asyncio, got 'trio'"):
         loop_factory()
 
 
-@pytest.mark.parametrize("code", [0, 143])
-def test_sigterm_cancels_what_runs_and_ends_the_process_with_its_code(code: int) -> None:
+@pytest.mark.parametrize(
+    ("signum", "terminated_code", "code"),
+    [
+        (signal.SIGTERM, 0, 0),
+        (signal.SIGTERM, 143, 143),
+        (signal.SIGHUP, 0, 0),
+        (signal.SIGHUP, 143, 129),
+        (signal.SIGINT, None, 130),
+    ],
+)
+def test_a_signal_cancels_what_runs_and_ends_the_process_with_its_code(
+    signum: signal.Signals, terminated_code: int | None, code: int
+) -> None:
     cleaned = []
+    before = signal.getsignal(signum)
 
     async def main() -> None:
         try:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signum)
             await asyncio.Event().wait()
         finally:
+            await asyncio.sleep(0)
             cleaned.append("yes")
 
     with pytest.raises(SystemExit) as caught:
-        run_loop(main, terminated_code=code)
+        run_loop(main, terminated_code=terminated_code)
     assert caught.value.code == code
     assert cleaned == ["yes"]
+    assert signal.getsignal(signum) is before
 
 
 def test_last_words_that_take_too_long_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,24 +278,6 @@ async def test_the_pipe_is_closed_with_the_context() -> None:
     assert not over.is_set()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(read_end)
-
-
-@pytest.mark.parametrize(("terminated_code", "code"), [(143, 129), (0, 0)])
-def test_a_hangup_ends_the_process_in_order(terminated_code: int, code: int) -> None:
-    cleaned = []
-
-    async def main() -> None:
-        try:
-            signal.raise_signal(signal.SIGHUP)
-            await asyncio.Event().wait()
-        finally:
-            cleaned.append("yes")
-
-    with pytest.raises(SystemExit) as caught:
-        run_loop(main, terminated_code=terminated_code)
-    assert caught.value.code == code
-    assert cleaned == ["yes"]
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
@@ -587,7 +582,7 @@ def test_an_unbuffered_task_writes_each_line_in_one_piece(monkeypatch: pytest.Mo
 def test_lines_that_meet_a_full_disk_are_lost_and_told_of_once(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "_told", set())
+    monkeypatch.setattr(process, "_told", set())
     written: list[str] = []
     room = False
 
@@ -612,7 +607,7 @@ def test_a_record_that_meets_a_full_disk_is_lost_without_a_traceback(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with open("/dev/full", "w") as full:
-        handler = output._TaskLogHandler(full)
+        handler = process._TaskLogHandler(full)
         record = logging.LogRecord("psync", logging.INFO, "", 1, "lost", (), None)
         handler.emit(record)
         assert capfd.readouterr().err == ""
@@ -626,7 +621,7 @@ def test_a_record_that_meets_a_full_disk_is_lost_without_a_traceback(
 def test_a_blocked_write_goes_on_to_nowhere_and_others_stay() -> None:
     code = """
 import os, signal, sys
-from psync.launch.output import release_blocked_output
+from psync.launch.process import release_blocked_output
 signal.signal(signal.SIGALRM, release_blocked_output)
 signal.setitimer(signal.ITIMER_REAL, 0.2)
 os.write(1, b"x" * 1_000_000)
@@ -643,7 +638,7 @@ os.write(2, b"stderr has a reader\\n")
 def test_closed_descriptors_are_filled_and_open_ones_stay() -> None:
     code = """
 import os
-from psync.launch.output import fill_standard_streams
+from psync.launch.process import fill_standard_streams
 fill_standard_streams()
 other = os.open("/dev/null", os.O_RDONLY)
 assert other > 2, other
@@ -659,7 +654,7 @@ assert os.open("/dev/null", os.O_RDONLY) == other + 1
 
 def test_a_descriptor_that_does_not_wait_loses_nothing() -> None:
     """Some parents hand on such pipes."""
-    code = "from psync.launch.output import write_stdout; write_stdout('x' * 999_999 + chr(10))"
+    code = "from psync.launch.process import write_stdout; write_stdout('x' * 999_999 + chr(10))"
     read, write = os.pipe()
     os.set_blocking(write, False)
     with subprocess.Popen([sys.executable, "-c", code], stdout=write) as process:

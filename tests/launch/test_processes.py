@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from psync.cluster import split_address
 from psync.errors import BusyError, ClosedError, ConfigurationError
 from psync.launch.processes import (
     Output,
+    Process,
     ProcessGroup,
     RestartPolicy,
     TaskProcess,
@@ -279,14 +282,6 @@ async def test_there_is_a_door_beside_each_address_until_it_is_abandoned_or_clos
 
 
 @pytest.mark.processes
-async def test_a_task_gets_its_door() -> None:
-    screen = Screen()
-    async with group(screen) as processes:
-        report = await report_of(processes, screen, "ps", 0)
-        assert int(report["environ"]["PSYNC_DOOR_FD"]) != int(report["environ"]["PSYNC_LISTEN_FD"])
-
-
-@pytest.mark.processes
 async def test_a_task_that_is_not_started_here_opens_its_own_door() -> None:
     """In that of the group its peers would wait in vain."""
     async with group() as processes:
@@ -389,11 +384,19 @@ async def test_the_exit_code_of_a_task_is_returned(code: int) -> None:
         assert repr(task) == f"<TaskProcess worker-0: process {task.pid} exited with code {code}>"
 
 
-@pytest.mark.processes
-async def test_a_task_killed_by_a_signal_returns_minus_the_signal() -> None:
+@contextlib.asynccontextmanager
+async def sleeping(*kind: str) -> AsyncIterator[tuple[ProcessGroup, Process, Screen]]:
+    """A group whose worker 0 sleeps, that worker, and what it has printed."""
     screen = Screen()
     async with group(screen) as processes:
-        task = processes.start_task("worker", 0, script("sleeper.py"))
+        task = processes.start_task("worker", 0, script("sleeper.py", *kind))
+        await screen.wait_for("[worker-0] ready ")
+        yield processes, task, screen
+
+
+@pytest.mark.processes
+async def test_a_task_killed_by_a_signal_returns_minus_the_signal() -> None:
+    async with sleeping() as (_, task, screen):
         assert await screen.wait_for_number("[worker-0] ready ") == task.pid
         assert repr(task) == f"<TaskProcess worker-0: process {task.pid} is running>"
         assert task.returncode is None
@@ -405,11 +408,9 @@ async def test_a_task_killed_by_a_signal_returns_minus_the_signal() -> None:
 
 @pytest.mark.processes
 async def test_waiting_for_a_task_can_be_cancelled_and_the_task_runs_on() -> None:
-    screen = Screen()
-    async with group(screen) as processes:
-        task = processes.start_task("worker", 0, script("sleeper.py"))
+    async with sleeping() as (_, task, _):
         waiter = asyncio.create_task(task.wait())
-        await screen.wait_for("[worker-0] ready ")
+        await asyncio.sleep(0)
         waiter.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiter
@@ -422,10 +423,7 @@ async def test_waiting_for_a_task_can_be_cancelled_and_the_task_runs_on() -> Non
 async def test_a_task_that_ignores_sigterm_is_killed_after_its_grace_or_a_cancellation(
     cancelled: bool,
 ) -> None:
-    screen = Screen()
-    async with group(screen) as processes:
-        task = processes.start_task("worker", 0, script("sleeper.py", "stubborn"))
-        await screen.wait_for("[worker-0] ready ")
+    async with sleeping("stubborn") as (_, task, _):
         stop = asyncio.create_task(task.stop(grace_s=3600 if cancelled else 0.05))
         await asyncio.sleep(0)
         if cancelled:
@@ -439,12 +437,8 @@ async def test_a_task_that_ignores_sigterm_is_killed_after_its_grace_or_a_cancel
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", [(), ("stubborn",)])
 async def test_what_a_task_has_started_ends_with_it(kind: tuple[str, ...]) -> None:
-    screen = Screen()
-    async with group(screen) as processes:
-        task = processes.start_task("worker", 0, script("sleeper.py", "parent", *kind))
-        child = await screen.wait_for_number("[worker-0] child ")
-        await screen.wait_for("[worker-0] ready ")
-        with watching(child) as end:
+    async with sleeping("parent", *kind) as (_, task, screen):
+        with watching(await screen.wait_for_number("[worker-0] child ")) as end:
             os.kill(task.pid, signal.SIGKILL)
             assert await task.wait() == -signal.SIGKILL
             await asyncio.to_thread(end.poll)
@@ -452,10 +446,7 @@ async def test_what_a_task_has_started_ends_with_it(kind: tuple[str, ...]) -> No
 
 @pytest.mark.processes
 async def test_output_held_open_by_a_stranger_does_not_hold_up_the_end() -> None:
-    screen = Screen()
-    async with group(screen) as processes:
-        task = processes.start_task("worker", 0, script("sleeper.py", "daemon"))
-        await screen.wait_for("[worker-0] ready ")
+    async with sleeping("daemon") as (processes, task, screen):
         stranger = await screen.wait_for_number("[worker-0] child ")
         with watching(stranger) as end:
             await task.stop()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 import psync
 from memory_cluster import SECRET, MemoryCluster, cluster_of
@@ -21,7 +20,6 @@ from psync.errors import ConfigurationError, ConnectFailed, PsyncError, Training
 from psync.launch.tasks import (
     SETUP_ERRORS,
     OwnTask,
-    make_task,
     own_task,
     run,
     run_task,
@@ -37,10 +35,10 @@ from psync.net.environment import (
 )
 from psync.net.platform import Platform
 from psync.net.secret import Secret
-from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork, settle
-from psync.worker_task import WorkerTask
 from tasks_by_hand import by_hand, ended, script, wait_for_line
+
+pytestmark = pytest.mark.usefixtures("own_log")
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +57,15 @@ async def nothing() -> int:
     return 7
 
 
+def exit_code(main: Any, resolver: psync.ClusterResolver, **options: Any) -> object:
+    with pytest.raises(SystemExit) as caught:
+        run(main, resolver, **options)
+    return caught.value.code
+
+
 # --- run ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize("make", [lambda: lambda: None, nothing, lambda: None])
 def test_run_wants_a_coroutine_function(make: Any) -> None:
     main = make()
@@ -76,12 +79,10 @@ def test_run_wants_a_coroutine_function(make: Any) -> None:
         main.close()
 
 
-@pytest.mark.usefixtures("own_log")
 def test_on_the_chief_run_returns_what_main_does() -> None:
     assert run(nothing, resolver()) == 7
 
 
-@pytest.mark.usefixtures("own_log")
 def test_what_it_was_given_is_the_default_inside() -> None:
     given = resolver()
 
@@ -93,19 +94,6 @@ def test_what_it_was_given_is_the_default_inside() -> None:
         psync.resolve_cluster({})
 
 
-@pytest.mark.usefixtures("own_log")
-@pytest.mark.parametrize(("name", "is_uvloop"), [("uvloop", True), ("asyncio", False)])
-def test_the_loop_is_the_one_that_was_asked_for(
-    name: str, is_uvloop: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main() -> bool:
-        return isinstance(asyncio.get_running_loop(), uvloop.Loop)
-
-    monkeypatch.setenv("PSYNC_LOOP", name)
-    assert run(main, resolver()) is is_uvloop
-
-
-@pytest.mark.usefixtures("own_log")
 def test_an_error_of_main_is_raised_as_it_is() -> None:
     async def main() -> None:
         raise KeyError("mine")
@@ -114,23 +102,19 @@ def test_an_error_of_main_is_raised_as_it_is() -> None:
         run(main, resolver())
 
 
-@pytest.mark.usefixtures("own_log")
 def test_an_error_of_the_setup_is_said_and_ends_the_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def main() -> None:
         raise ConnectFailed("no task there", hint="start it")
 
-    with pytest.raises(SystemExit) as caught:
-        run(main, resolver())
-    assert caught.value.code == 2
+    assert exit_code(main, resolver()) == 2
     first, hint, place = capsys.readouterr().err.splitlines()
     assert first == "psync: error: no task there"
     assert hint == "hint: start it"
     assert re.fullmatch(rf"at {re.escape(__file__)}:\d+, in main", place)
 
 
-@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize("error", SETUP_ERRORS)
 @pytest.mark.parametrize(
     "member",
@@ -152,26 +136,6 @@ def test_such_an_error_is_the_programs_own_once_training_has_begun(
         run(main, resolver())
 
 
-@pytest.mark.usefixtures("own_log")
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_cancel_main_and_then_end_the_process(signum: signal.Signals, code: int) -> None:
-    cleaned: list[str] = []
-
-    async def main() -> None:
-        try:
-            signal.raise_signal(signum)
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0)
-            cleaned.append("yes")
-
-    with pytest.raises(SystemExit) as caught:
-        run(main, resolver())
-    assert caught.value.code == code
-    assert cleaned == ["yes"]
-
-
-@pytest.mark.usefixtures("own_log")
 def test_a_cancellation_that_no_signal_caused_is_mains_own() -> None:
     async def main() -> None:
         raise asyncio.CancelledError
@@ -180,44 +144,29 @@ def test_a_cancellation_that_no_signal_caused_is_mains_own() -> None:
         run(main, resolver())
 
 
-@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize(("job", "index"), [(None, None), ("ps", None)])
 def test_a_process_has_to_know_which_task_it_is(
     job: str | None, index: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run(nothing, resolver(job, index))
-    assert caught.value.code == 2
+    assert exit_code(nothing, resolver(job, index)) == 2
     assert "psync: error: " in capsys.readouterr().err
 
 
 # --- run on an evaluator -----------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("own_log")
-def test_an_evaluator_runs_what_is_meant_for_it_and_exits() -> None:
+@pytest.mark.parametrize("index", [0, None])  # which none has that no launcher has counted
+def test_an_evaluator_runs_what_is_meant_for_it_and_exits(index: int | None) -> None:
     ran: list[str] = []
 
     async def evaluate() -> None:
         assert run_over.get() is None
         ran.append("evaluate")
 
-    with pytest.raises(SystemExit) as caught:
-        run(nothing, resolver("evaluator"), evaluator=evaluate)
-    assert caught.value.code == 0
+    assert exit_code(nothing, resolver("evaluator", index), evaluator=evaluate) == 0
     assert ran == ["evaluate"]
 
 
-@pytest.mark.usefixtures("own_log")
-def test_an_evaluator_that_no_launcher_has_counted_needs_no_index() -> None:
-    async def evaluate() -> None: ...
-
-    with pytest.raises(SystemExit) as caught:
-        run(nothing, resolver("evaluator", None), evaluator=evaluate)
-    assert caught.value.code == 0
-
-
-@pytest.mark.usefixtures("own_log")
 def test_it_hears_of_the_end_of_the_run_from_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     monkeypatch.setenv("PSYNC_RUN_FD", str(read_end))
@@ -228,32 +177,9 @@ def test_it_hears_of_the_end_of_the_run_from_its_launcher(monkeypatch: pytest.Mo
         os.close(write_end)
         await over.wait()
 
-    with pytest.raises(SystemExit) as caught:
-        run(nothing, resolver("evaluator"), evaluator=evaluate)
-    assert caught.value.code == 0
+    assert exit_code(nothing, resolver("evaluator"), evaluator=evaluate) == 0
 
 
-@pytest.mark.usefixtures("own_log")
-def test_sigterm_is_its_orderly_end() -> None:
-    async def evaluate() -> None:
-        signal.raise_signal(signal.SIGTERM)
-        await asyncio.Event().wait()
-
-    with pytest.raises(SystemExit) as caught:
-        run(nothing, resolver("evaluator"), evaluator=evaluate)
-    assert caught.value.code == 0
-
-
-@pytest.mark.usefixtures("own_log")
-def test_an_error_of_the_evaluator_is_raised_as_it_is() -> None:
-    async def evaluate() -> None:
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        run(nothing, resolver("evaluator"), evaluator=evaluate)
-
-
-@pytest.mark.usefixtures("own_log")
 def test_an_option_that_is_wrong_is_an_error_of_the_setup_until_a_checkpoint_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,25 +207,19 @@ def test_an_option_that_is_wrong_is_an_error_of_the_setup_until_a_checkpoint_is_
     run(main, resolver())
     with pytest.raises(ConfigurationError, match="of the program"):
         run(nothing, resolver("evaluator"), evaluator=evaluate)
-    with pytest.raises(SystemExit) as caught:
-        run(nothing, resolver("evaluator"), evaluator=evaluate_wrongly)
-    assert caught.value.code == 2
+    assert exit_code(nothing, resolver("evaluator"), evaluator=evaluate_wrongly) == 2
     assert "psync: error: of the set-up\n" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("own_log")
 def test_an_evaluator_without_a_program_is_said_to_have_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run(nothing, resolver("evaluator"))
-    assert caught.value.code == 2
+    assert exit_code(nothing, resolver("evaluator")) == 2
     text = capsys.readouterr().err
     assert "this process is the evaluator, but the program has no evaluate function" in text
     assert "hint: psync.run(main, evaluator=evaluate)" in text
 
 
-@pytest.mark.usefixtures("own_log")
 def test_everybody_else_has_no_use_of_the_evaluator() -> None:
     async def evaluate() -> None:
         raise AssertionError
@@ -312,38 +232,30 @@ def test_everybody_else_has_no_use_of_the_evaluator() -> None:
 # --- run on workers ----------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("own_log")
 def test_on_a_worker_too_run_returns_what_main_does_if_it_is_told_to() -> None:
     assert run(nothing, resolver("worker"), on_workers=True) == 7
 
 
-@pytest.mark.usefixtures("own_log")
 def test_training_that_ended_before_its_time_is_said_and_ends_the_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def main() -> None:
         raise TrainingEnded("the chief was lost")
 
-    with pytest.raises(SystemExit) as caught:
-        run(main, resolver("worker"), on_workers=True)
-    assert caught.value.code == 1
+    assert exit_code(main, resolver("worker"), on_workers=True) == 1
     assert capsys.readouterr().err.startswith("psync: error: the chief was lost\nat ")
     with pytest.raises(TrainingEnded):
         run(main, resolver())
 
 
-@pytest.mark.usefixtures("own_log")
 def test_a_worker_that_is_told_to_exit_in_its_training_does_so_at_once() -> None:
     async def main() -> None:
         signal.raise_signal(signal.SIGTERM)
         await asyncio.Event().wait()
 
-    with pytest.raises(SystemExit) as caught:
-        run(main, resolver("worker"), on_workers=True)
-    assert caught.value.code == 143
+    assert exit_code(main, resolver("worker"), on_workers=True) == 143
 
 
-@pytest.mark.usefixtures("own_log")
 def test_a_worker_that_is_told_to_exit_after_its_training_may_say_its_last_words() -> None:
     async def main() -> str:
         over = training_over.get()
@@ -359,7 +271,6 @@ def test_a_worker_that_is_told_to_exit_after_its_training_may_say_its_last_words
 # --- serve -------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("own_log")
 async def test_serve_refuses_to_be_the_chief() -> None:
     with pytest.raises(
         ConfigurationError, match="only ps and worker tasks serve, but this process is"
@@ -369,7 +280,6 @@ async def test_serve_refuses_to_be_the_chief() -> None:
         await run_task(resolver("evaluator"), insecure=True)
 
 
-@pytest.mark.usefixtures("own_log")
 async def test_serve_serves_until_it_is_cancelled() -> None:
     async with psync.LocalCluster(1, 1, processes=False) as cluster:
         spec = psync.ClusterSpec(
@@ -390,7 +300,6 @@ async def test_serve_serves_until_it_is_cancelled() -> None:
             await serving
 
 
-@pytest.mark.usefixtures("own_log")
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("job", ["worker", "chief"])
 async def test_a_worker_whose_cluster_has_no_chief_says_every_ten_seconds_what_it_waits_for(
@@ -413,7 +322,6 @@ async def test_a_worker_whose_cluster_has_no_chief_says_every_ten_seconds_what_i
     assert said == ([text] * 3 if job == "worker" else [])
 
 
-@pytest.mark.usefixtures("own_log")
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("job", ["worker", "ps"])
 async def test_under_run_a_task_whose_cluster_has_no_chief_warns_ever_more_rarely(
@@ -439,18 +347,6 @@ async def test_under_run_a_task_whose_cluster_has_no_chief_warns_ever_more_rarel
     }
     assert len(said) == 6  # after 10, 30, 70, 150, 310 and 630 s
     assert began == 0.0
-
-
-@pytest.mark.usefixtures("own_log")
-async def test_a_task_is_made_for_its_job() -> None:
-    async with psync.LocalCluster(1, 1, processes=False) as cluster:
-        platform = cluster.resolver.platform
-        ps = make_task(platform, "ps", 3, "ps-3:1")
-        worker = make_task(platform, "worker", 4, "worker-4:1")
-        assert (type(ps), ps.task) == (PsTask, "/job:ps/task:3")
-        assert (type(worker), worker.task) == (WorkerTask, "/job:worker/task:4")
-        await ps.close()
-        await worker.close()
 
 
 CLUSTER = {"chief": ["c:1"], "ps": ["p:1"], "worker": ["w:1", "w:2"]}

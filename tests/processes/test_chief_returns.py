@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tasks_by_hand import by_hand, children_of, ended, plain_environ, script, wait_for_line
+from tasks_by_hand import (
+    by_hand,
+    children_of,
+    ended,
+    plain_environ,
+    psync_run,
+    script,
+    wait_for_line,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -99,12 +107,7 @@ def test_it_finds_ps_tasks_that_backups_serve_since_others_were_killed(tmp_path:
 @pytest.mark.promise("failures.chief-restarts")
 def test_psync_run_starts_it_again_and_it_goes_on(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    run = subprocess.Popen(
-        [sys.executable, "-m", "psync", "run", "--ps", "2", "--workers", "2", "--chief-restarts",
-         "2", *script("returning.py"), "--", str(journal), "960"],
-        env=plain_environ(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    run = psync_run("--chief-restarts", "2", *script("returning.py"), "--", str(journal), "960")
     try:
         for _ in range(2):
             wait_for_lines(journal, len(lines(journal)) + 40, run)

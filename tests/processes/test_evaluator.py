@@ -107,14 +107,6 @@ def test_without_a_program_it_says_so_and_training_goes_on() -> None:
         assert run.popen.wait() == 0
 
 
-def test_ctrl_c_ends_everybody(tmp_path: Path) -> None:
-    with running("evaluated.py", str(tmp_path)) as run:
-        run.wait_for("[evaluator-0] evaluator ")
-        run.popen.send_signal(signal.SIGINT)
-        run.wait_for("[evaluator-0] evaluator ends")
-        assert run.popen.wait() == 128 + signal.SIGINT
-
-
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_one_that_is_started_by_hand_needs_no_secret_and_ends_on_signals(
     tmp_path: Path, signum: signal.Signals, code: int

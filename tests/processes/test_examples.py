@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tasks_by_hand import Ended, ended, plain_environ, wait_for_line
+from tasks_by_hand import Ended, children_of, ended, psync_run, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -23,37 +21,17 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def started(name: str, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "psync", "run", "--ps", "2", "--workers", "2"]
-    return subprocess.Popen(
-        [*command, str(EXAMPLES / name), "--", *options],
-        env=plain_environ(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return psync_run(str(EXAMPLES / name), "--", *options)
 
 
 def run(name: str, *options: str) -> Ended:
     return ended(started(name, *options))
 
 
-def task_of(pid: int) -> object:
-    """What TF_CONFIG tells a process about itself."""
-    environ = Path(f"/proc/{pid}/environ").read_text().rstrip("\0").split("\0")
-    return json.loads(dict(text.split("=", 1) for text in environ)["TF_CONFIG"])["task"]
-
-
-def pid_of(launcher: subprocess.Popen[str], job: str, index: int) -> int:
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    task = {"type": job, "index": index}
-    return next(pid for pid in map(int, children) if task_of(pid) == task)
-
-
 def test_ratings_are_learned_as_well_as_noise_allows_though_a_worker_is_killed() -> None:
     running = started("gallery/matrix_factorization.py")
     wait_for_line(running, "epoch  RMSE", "stdout")
-    os.kill(pid_of(running, "worker", 1), signal.SIGKILL)
+    os.kill(children_of(running.pid)["worker-1"], signal.SIGKILL)
     end = ended(running)
     assert end.code == 0, end.err
     assert "worker-1 was killed by SIGKILL and is started again" in end.err

@@ -112,17 +112,6 @@ def test_a_chief_that_hangs_up_tells_the_others_to_exit() -> None:
         assert [ended(task).code for task in tasks] == [0, 0]
 
 
-def test_a_hangup_that_is_ignored_ends_no_task() -> None:
-    with by_hand() as cluster:
-        ignoring = "import signal, runpy; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
-        serving = "import sys; sys.argv = ['psync', 'serve']; runpy.run_module('psync')"
-        task = cluster.start("ps", 0, ("-c", ignoring + serving))
-        wait_for_line(task, " serves at ")
-        task.send_signal(signal.SIGHUP)
-        task.send_signal(signal.SIGTERM)
-        assert ended(task).code == 0
-
-
 def test_who_cannot_start_ends_with_code_2() -> None:
     with by_hand() as cluster:
         for job in ("ps", "worker"):

@@ -12,24 +12,16 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import uvloop
 
 import psync
 from psync.errors import ParameterServerLost, WorkerLost
+from real_training import DEADLY, ONE_LOOP, training
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
-
-
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run on one loop: the other one is no different to processes that die."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+pytestmark = [pytest.mark.processes, pytest.mark.slow, ONE_LOOP]
 
 
 # --- workers -----------------------------------------------------------------------------------
@@ -45,235 +37,158 @@ POINTS = [
 
 @pytest.mark.promise("updates.at-most-once")
 @pytest.mark.parametrize("point", POINTS)
-def test_each_update_is_there_once_although_workers_die_all_the_time(
+async def test_each_update_is_there_once_although_workers_die_all_the_time(
     point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 16
     monkeypatch.setenv("PSYNC_FAILPOINTS", f"{point}=kill@4")  # of each life of a worker
+    async with training(2, 2, **DEADLY) as (_, strategy, coordinator):
+        with strategy.scope():
+            one = psync.Variable(0.0)
+            both = psync.Variable(np.zeros(4, np.float32))
+        sgd = psync.optimizers.SGD(1.0)
 
-    async def main() -> None:
-        async with psync.LocalCluster(2, 2, max_restarts=1000) as cluster:
-            strategy = psync.ParameterServerStrategy(
-                cluster.resolver, psync.FixedShardsPartitioner(2)
-            )
-            async with psync.ClusterCoordinator(
-                strategy, max_losses=100, max_flaps=None
-            ) as coordinator:
-                with strategy.scope():
-                    one = psync.Variable(0.0)
-                    both = psync.Variable(np.zeros(4, np.float32))
-                sgd = psync.optimizers.SGD(1.0)
+        async def step() -> int:
+            await sgd.apply_gradients([(-1.0, one), (np.full(4, -1, np.float32), both)])
+            return os.getpid()
 
-                async def step() -> int:
-                    await sgd.apply_gradients([(-1.0, one), (np.full(4, -1, np.float32), both)])
-                    return os.getpid()
-
-                values = [coordinator.schedule(step) for _ in range(count)]
-                await coordinator.join()
-                lives = Counter(await coordinator.fetch(values))
-                assert await one.read() == count
-                assert (await both.read()).tolist() == [count] * 4
-                assert len(lives) > 2  # workers that were started again took part
-                assert max(lives.values()) <= 4
-
-    run(main)
+        values = [coordinator.schedule(step) for _ in range(count)]
+        await coordinator.join()
+        lives = Counter(await coordinator.fetch(values))
+        assert await one.read() == count
+        assert (await both.read()).tolist() == [count] * 4
+        assert len(lives) > 2  # workers that were started again took part
+        assert max(lives.values()) <= 4
 
 
 @pytest.mark.promise("updates.assign-at-most-once")
 @pytest.mark.parametrize("point", ["worker.push.begun", "worker.push.answered"])
-def test_each_assign_is_there_once_although_workers_die_all_the_time(
+async def test_each_assign_is_there_once_although_workers_die_all_the_time(
     point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 12
     monkeypatch.setenv("PSYNC_FAILPOINTS", f"{point}=kill@4")
+    async with training(1, 2, **DEADLY) as (_, strategy, coordinator):
+        with strategy.scope():
+            up, down = psync.Variable(0), psync.Variable(0)
 
-    async def main() -> None:
-        async with psync.LocalCluster(1, 2, max_restarts=1000) as cluster:
-            strategy = psync.ParameterServerStrategy(cluster.resolver)
-            async with psync.ClusterCoordinator(
-                strategy, max_losses=100, max_flaps=None
-            ) as coordinator:
-                with strategy.scope():
-                    up, down = psync.Variable(0), psync.Variable(0)
+        async def step() -> None:  # a worker dies between its two updates, too
+            await up.assign_add(1)
+            await down.assign_sub(1)
 
-                async def step() -> None:  # a worker dies between its two updates, too
-                    await up.assign_add(1)
-                    await down.assign_sub(1)
-
-                for _ in range(count):
-                    coordinator.schedule(step)
-                await coordinator.join()
-                assert await psync.pull((up, down)) == (count, -count)
-
-    run(main)
+        for _ in range(count):
+            coordinator.schedule(step)
+        await coordinator.join()
+        assert await psync.pull((up, down)) == (count, -count)
 
 
 @pytest.mark.promise("errors.updates-stop")
-def test_after_an_error_updates_of_a_step_that_has_not_heard_of_it_are_refused(
+async def test_after_an_error_updates_of_a_step_that_has_not_heard_of_it_are_refused(
     tmp_path: Path,
 ) -> None:
     """It computes on its worker's loop, which does not read that it is cancelled."""
     begun, go_on = tmp_path / "begun", tmp_path / "go on"
+    async with training(1, 2) as (_, strategy, coordinator):
+        with strategy.scope():
+            counter = psync.Variable(0)
 
-    async def main() -> None:
-        async with psync.LocalCluster(1, 2) as cluster:
-            strategy = psync.ParameterServerStrategy(cluster.resolver)
-            async with psync.ClusterCoordinator(strategy) as coordinator:
-                with strategy.scope():
-                    counter = psync.Variable(0)
+        async def computing() -> None:
+            begun.touch()
+            while not go_on.exists():
+                pass
+            await counter.assign_add(1)
 
-                async def computing() -> None:
-                    begun.touch()
-                    while not go_on.exists():
-                        pass
-                    await counter.assign_add(1)
+        def failing() -> None:
+            while not begun.exists():
+                pass
+            raise ValueError("no luck")
 
-                def failing() -> None:
-                    while not begun.exists():
-                        pass
-                    raise ValueError("no luck")
-
-                coordinator.schedule(computing)
-                with pytest.raises(ValueError, match="no luck"):
-                    await coordinator.schedule(failing)
-                assert await counter.read() == 0  # also: the ps has read what was sent before
-                go_on.touch()
-                with pytest.raises(ValueError, match="no luck"):
-                    await coordinator.join()
-                assert await counter.read() == 0
-                await coordinator.schedule(computing)
-                assert await counter.read() == 1
-
-    run(main)
+        coordinator.schedule(computing)
+        with pytest.raises(ValueError, match="no luck"):
+            await coordinator.schedule(failing)
+        assert await counter.read() == 0  # also: the ps has read what was sent before
+        go_on.touch()
+        with pytest.raises(ValueError, match="no luck"):
+            await coordinator.join()
+        assert await counter.read() == 0
+        await coordinator.schedule(computing)
+        assert await counter.read() == 1
 
 
 @pytest.mark.promise("closures.at-least-once")
 @pytest.mark.smoke
-def test_closures_of_a_killed_worker_run_elsewhere_and_it_takes_part_again(
+async def test_closures_of_a_killed_worker_run_elsewhere_and_it_takes_part_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def main() -> None:
-        async with psync.LocalCluster(1, 2) as cluster:
-            strategy = psync.ParameterServerStrategy(cluster.resolver)
-            async with psync.ClusterCoordinator(strategy) as coordinator:
-                with strategy.scope():
-                    done = psync.Variable(0)
+    caplog.set_level(logging.INFO, "psync")
+    async with training(1, 2) as (cluster, strategy, coordinator):
+        with strategy.scope():
+            done = psync.Variable(0)
 
-                victim = cluster.tasks["worker-0"]
-                pid = victim.pid
+        victim = cluster.tasks["worker-0"]
+        pid = victim.pid
 
-                async def slow() -> int:
-                    if os.getpid() == pid:
-                        await asyncio.Event().wait()  # until it is killed
-                    await done.assign_add(1)
-                    return psync.get_worker_index()
+        async def slow() -> int:
+            if os.getpid() == pid:
+                await asyncio.Event().wait()  # until it is killed
+            await done.assign_add(1)
+            return psync.get_worker_index()
 
-                values = [coordinator.schedule(slow) for _ in range(6)]
-                while await done.read() < 5:  # all but the one that the victim runs
-                    continue
-                victim.kill()
-                await coordinator.join()
-                assert await done.read() == 6
-                assert set(await coordinator.fetch(values)) <= {0, 1}
+        values = [coordinator.schedule(slow) for _ in range(6)]
+        while await done.read() < 5:  # all but the one that the victim runs
+            continue
+        victim.kill()
+        await coordinator.join()
+        assert await done.read() == 6
+        assert set(await coordinator.fetch(values)) <= {0, 1}
 
-                async def where() -> int:
-                    await asyncio.sleep(0.01)
-                    return psync.get_worker_index()
+        async def where() -> int:
+            await asyncio.sleep(0.01)
+            return psync.get_worker_index()
 
-                workers: set[int] = set()
-                while workers != {0, 1}:
-                    again = [coordinator.schedule(where) for _ in range(10)]
-                    await coordinator.join()
-                    workers = set(await coordinator.fetch(again))
-                assert cluster.tasks["worker-0"].pid != victim.pid
-
-    with caplog.at_level(logging.INFO, "psync"):
-        run(main)
+        workers: set[int] = set()
+        while workers != {0, 1}:
+            again = [coordinator.schedule(where) for _ in range(10)]
+            await coordinator.join()
+            workers = set(await coordinator.fetch(again))
+        assert cluster.tasks["worker-0"].pid != victim.pid
     assert "worker-0 was killed by SIGKILL and is started again" in caplog.text
     assert "/job:worker/task:0 has rejoined" in caplog.text
 
 
-def test_a_worker_that_dies_too_often_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with psync.LocalCluster(1, 2, max_restarts=0) as cluster:
-            strategy = psync.ParameterServerStrategy(cluster.resolver)
-            async with psync.ClusterCoordinator(strategy) as coordinator:
-                cluster.tasks["worker-0"].kill()
-                await cluster.tasks["worker-0"].wait()
-                values = [coordinator.schedule(psync.get_worker_index) for _ in range(4)]
+async def test_join_ends_when_the_last_worker_is_given_up_and_says_so() -> None:
+    async with training(1, 1, max_restarts=1, max_losses=10) as (_, _, coordinator):
+        coordinator.schedule(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        for _ in range(2):
+            with pytest.raises(WorkerLost) as caught:
                 await coordinator.join()
-                assert await coordinator.fetch(values) == [1, 1, 1, 1]
-
-    run(main)
-    assert "worker-0 was killed by SIGKILL and is not started again" in caplog.text
-
-
-def test_join_ends_when_the_last_worker_is_given_up_and_says_so() -> None:
-    async def main() -> None:
-        async with psync.LocalCluster(1, 1, max_restarts=1) as cluster:
-            strategy = psync.ParameterServerStrategy(cluster.resolver)
-            async with psync.ClusterCoordinator(strategy, max_losses=10) as coordinator:
-                coordinator.schedule(lambda: os.kill(os.getpid(), signal.SIGKILL))
-                for _ in range(2):
-                    with pytest.raises(WorkerLost) as caught:
-                        await coordinator.join()
-                    assert caught.value.message == (
-                        "/job:worker/task:0 was killed by SIGKILL and is not started again "
-                        "(2 deaths within a minute), and there is no other worker"
-                    )
-                    coordinator.schedule(os.getpid)
-                await coordinator.close()
-
-    run(main)
+            assert caught.value.message == (
+                "/job:worker/task:0 was killed by SIGKILL and is not started again "
+                "(2 deaths within a minute), and there is no other worker"
+            )
+            coordinator.schedule(os.getpid)
+        await coordinator.close()
 
 
 @pytest.mark.promise("closures.not-blamed")
-def test_training_goes_on_while_every_worker_is_killed_and_no_step_is_blamed() -> None:
+async def test_training_goes_on_while_every_worker_is_killed_and_no_step_is_blamed() -> None:
     rounds, per_round = 6, 1.0
+    async with training(1, 3, max_restarts=1000) as (cluster, strategy, coordinator):
+        with strategy.scope():
+            done = psync.Variable(np.zeros(1, np.int64))
 
-    async def main() -> None:
-        async with psync.LocalCluster(1, 3, max_restarts=1000) as cluster:
-            strategy = psync.ParameterServerStrategy(cluster.resolver)
-            async with psync.ClusterCoordinator(strategy) as coordinator:
-                with strategy.scope():
-                    done = psync.Variable(np.zeros(1, np.int64))
+        async def step() -> None:
+            await asyncio.sleep(0.3)
+            await done.assign_add([1])
 
-                async def step() -> None:
-                    await asyncio.sleep(0.3)
-                    await done.assign_add([1])
-
-                for _ in range(40):
-                    coordinator.schedule(step)
-                for _ in range(rounds):
-                    await asyncio.sleep(per_round)
-                    for index in range(3):
-                        cluster.tasks[f"worker-{index}"].kill()
-                await coordinator.join(timeout=40)
-                assert (await done.read() == 40).all()
-
-    run(main)
-
-
-def test_a_step_that_kills_its_worker_with_a_signal_is_run_again() -> None:
-    async def main() -> None:
-        async with psync.LocalCluster(1, 1, max_restarts=5) as cluster:
-            strategy = psync.ParameterServerStrategy(cluster.resolver)
-            async with psync.ClusterCoordinator(strategy) as coordinator:
-                with strategy.scope():
-                    tries = psync.Variable(0)
-
-                async def step() -> int:
-                    before = int(await tries.read())
-                    await tries.assign(before + 1)
-                    if not before:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return before
-
-                value = coordinator.schedule(step)
-                await coordinator.join()
-                assert await value == 1
-
-    run(main)
+        for _ in range(40):
+            coordinator.schedule(step)
+        for _ in range(rounds):
+            await asyncio.sleep(per_round)
+            for index in range(3):
+                cluster.tasks[f"worker-{index}"].kill()
+        await coordinator.join(timeout=40)
+        assert (await done.read() == 40).all()
 
 
 # --- a ps --------------------------------------------------------------------------------------
@@ -284,7 +199,7 @@ def test_a_step_that_kills_its_worker_with_a_signal_is_run_again() -> None:
     ("point", "max_restarts"),
     [("", 0), ("", 3), ("ps.push.received", 0), ("ps.push.applied", 3)],
 )
-def test_a_killed_ps_ends_the_run_with_a_clear_error_soon(
+async def test_a_killed_ps_ends_the_run_with_a_clear_error_soon(
     point: str,
     max_restarts: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -292,39 +207,35 @@ def test_a_killed_ps_ends_the_run_with_a_clear_error_soon(
 ) -> None:
     if point:
         monkeypatch.setenv("PSYNC_FAILPOINTS", f"{point}=kill@3")
+    async with psync.LocalCluster(2, 2, max_restarts=max_restarts) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                v = psync.Variable(0.0)
+            sgd = psync.optimizers.SGD(1.0)
 
-    async def main() -> None:
-        async with psync.LocalCluster(2, 2, max_restarts=max_restarts) as cluster:
-            strategy = psync.ParameterServerStrategy(cluster.resolver)
-            async with psync.ClusterCoordinator(strategy) as coordinator:
-                with strategy.scope():
-                    v = psync.Variable(0.0)
-                sgd = psync.optimizers.SGD(1.0)
+            async def step() -> None:
+                await sgd.apply_gradients([(1.0, v)])
 
-                async def step() -> None:
-                    await sgd.apply_gradients([(1.0, v)])
-
-                values = [coordinator.schedule(step) for _ in range(2000)]
-                if not point:
-                    await values[0]  # something was computed
-                    cluster.tasks["ps-0"].kill()
-                began = time.monotonic()
-                what = "was restarted and has lost" if max_restarts else "is lost: it was killed by"
-                address = cluster.resolver.cluster_spec().task_address("ps", 0)
-                with pytest.raises(ParameterServerLost) as caught:
-                    await coordinator.join()
-                assert time.monotonic() - began < 15
-                assert caught.value.task == "/job:ps/task:0"
-                assert f"/job:ps/task:0 at {address} {what}" in caught.value.message
-                assert "no checkpoint or complete backup: restart" in caught.value.hint
-                assert coordinator.done()
-                assert all(value.done() for value in values)
-                with pytest.raises(ParameterServerLost):
-                    await v.read()
-                coordinator.schedule(step)
-                with pytest.raises(ParameterServerLost):
-                    await coordinator.join()
-
-    run(main)
+            values = [coordinator.schedule(step) for _ in range(2000)]
+            if not point:
+                await values[0]  # something was computed
+                cluster.tasks["ps-0"].kill()
+            began = time.monotonic()
+            what = "was restarted and has lost" if max_restarts else "is lost: it was killed by"
+            address = cluster.resolver.cluster_spec().task_address("ps", 0)
+            with pytest.raises(ParameterServerLost) as caught:
+                await coordinator.join()
+            assert time.monotonic() - began < 15
+            assert caught.value.task == "/job:ps/task:0"
+            assert f"/job:ps/task:0 at {address} {what}" in caught.value.message
+            assert "no checkpoint or complete backup: restart" in caught.value.hint
+            assert coordinator.done()
+            assert all(value.done() for value in values)
+            with pytest.raises(ParameterServerLost):
+                await v.read()
+            coordinator.schedule(step)
+            with pytest.raises(ParameterServerLost):
+                await coordinator.join()
     again = "is started again" if max_restarts else "is not started again"
     assert f"ps-0 was killed by SIGKILL and {again}" in caplog.text

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import psync
 from listening import descendants, listening
 from ports import claimed_ports
+from real_training import training
 from tasks_by_hand import SERVE, by_hand, plain_environ, script, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -60,10 +60,8 @@ def test_a_run_with_an_evaluator_listens_on_the_loopback_address_alone(tmp_path:
 
 def test_a_local_cluster_listens_on_the_loopback_address_alone() -> None:
     async def look() -> set[str]:
-        async with psync.LocalCluster(1, 1) as cluster:
-            strategy = psync.ParameterServerStrategy(cluster.resolver)
-            async with psync.ClusterCoordinator(strategy):
-                return listening(descendants(os.getpid()))
+        async with training(1, 1) as (_, _, _):
+            return listening(descendants(os.getpid()))
 
     assert asyncio.run(look()) == {"127.0.0.1"}
 

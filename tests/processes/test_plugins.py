@@ -17,6 +17,7 @@ import psync
 from own_rules import check_bits, declared, train
 from psync import FailoverEvent
 from psync.errors import ConfigurationError, RuleError
+from real_training import training
 from tasks_by_hand import SERVE, by_hand
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -54,21 +55,19 @@ async def test_training_goes_on_to_the_same_bits_when_a_ps_is_killed_and_after_a
             await check_bits(w, optimizer, 40)
             checkpoint = psync.Checkpoint(w=w, optimizer=optimizer)
             path = await checkpoint.save(str(tmp_path / "ckpt"))
-    async with psync.LocalCluster(1, 1, plugins=[PLUGIN]) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver)
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            w, optimizer = declared(strategy.scope())
-            await psync.Checkpoint(w=w, optimizer=optimizer).restore(path)
-            await check_bits(w, optimizer, 40)
-            for number in range(40, 45):
-                coordinator.schedule(train, args=(w, optimizer, number))
-                await coordinator.join()
-            await check_bits(w, optimizer, 45)
-            coordinator.schedule(
-                optimizer.apply_gradients, args=([(np.full(w.shape, 1e9, np.float32), w)],)
-            )
-            with pytest.raises(RuleError, match=r"\"tests.momentum\" for \"w/part_0\" raised"):
-                await coordinator.join()
+    async with training(1, 1, plugins=[PLUGIN]) as (_, strategy, coordinator):
+        w, optimizer = declared(strategy.scope())
+        await psync.Checkpoint(w=w, optimizer=optimizer).restore(path)
+        await check_bits(w, optimizer, 40)
+        for number in range(40, 45):
+            coordinator.schedule(train, args=(w, optimizer, number))
+            await coordinator.join()
+        await check_bits(w, optimizer, 45)
+        coordinator.schedule(
+            optimizer.apply_gradients, args=([(np.full(w.shape, 1e9, np.float32), w)],)
+        )
+        with pytest.raises(RuleError, match=r"\"tests.momentum\" for \"w/part_0\" raised"):
+            await coordinator.join()
 
 
 async def test_ps_tasks_that_lack_a_rule_are_named() -> None:

@@ -92,7 +92,11 @@ ALL = ("chief-0", "ps-0", "worker-0", "worker-1")
 
 @contextlib.contextmanager
 def launched(
-    *args: str, prelude: Sequence[str] = (), environ: Mapping[str, str] = {}, **options: Any
+    *args: str,
+    ready: Sequence[str] = ALL,
+    prelude: Sequence[str] = (),
+    environ: Mapping[str, str] = {},
+    **options: Any,
 ) -> Iterator[Run]:
     options = {"num_workers": 2, **options}
     command = [sys.executable, str(SCRIPTS / "launch.py"), json.dumps(options), *args]
@@ -107,6 +111,7 @@ def launched(
     ) as popen:
         run = Run(popen)
         try:
+            run.wait_ready(*ready)
             yield run
         finally:
             run.close()
@@ -116,35 +121,25 @@ def launched(
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("code", [0, 3])
-def test_the_run_ends_when_the_chief_does_with_its_exit_code(code: int) -> None:
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("exit 0", 0, ""),
+        ("exit 3", 3, ""),
+        ("abort", 128 + signal.SIGABRT, "psync: the chief was killed by SIGABRT\n"),
+    ],
+)
+def test_the_run_ends_when_the_chief_does_with_its_exit_code(
+    command: str, code: int, said: str
+) -> None:
     with launched() as run:
-        run.wait_ready(*ALL)
-        run.tell_chief(f"exit {code}")
-        assert run.wait() == code
-        assert run.errors == ""
-
-
-def test_a_chief_that_crashes_gives_128_plus_the_signal() -> None:
-    with launched() as run:
-        run.wait_ready(*ALL)
-        run.tell_chief("abort")
-        assert run.wait() == 128 + signal.SIGABRT
-        assert run.errors == "psync: the chief was killed by SIGABRT\n"
-
-
-def test_a_chief_that_is_killed_takes_everybody_along() -> None:
-    with launched() as run:
-        run.wait_ready(*ALL)
-        os.kill(run.pids["chief-0"], signal.SIGKILL)
-        assert run.wait() == 128 + signal.SIGKILL
-        assert run.errors == "psync: the chief was killed by SIGKILL\n"
+        run.tell_chief(command)
+        assert (run.wait(), run.errors) == (code, said)
 
 
 def test_each_worker_sees_gpus_of_its_own_also_when_it_is_started_again() -> None:
     visible = {"CUDA_VISIBLE_DEVICES": "4,5,6"}
     with launched(gpus_per_worker=1, environ=visible) as run:
-        run.wait_ready(*ALL)
         assert [gpus_of(run.pids[name]) for name in ALL] == ["4,5,6", "", "4", "5"]
         os.kill(run.pids["worker-1"], signal.SIGKILL)
         run.wait_ready("worker-1")
@@ -162,40 +157,35 @@ def gpus_of(pid: int) -> str:
 
 
 @pytest.mark.smoke
-def test_a_worker_that_is_killed_is_started_again() -> None:
+@pytest.mark.parametrize("name", ["worker-1", "ps-0"])
+def test_a_task_that_is_killed_is_started_again(name: str) -> None:
     with launched() as run:
-        run.wait_ready(*ALL)
-        first = run.pids["worker-1"]
+        first = run.pids[name]
         os.kill(first, signal.SIGKILL)
-        run.wait_ready("worker-1")
-        assert run.pids["worker-1"] != first
+        run.wait_ready(name)
+        assert run.pids[name] != first
         run.tell_chief("exit 0")
         assert run.wait() == 0
-        assert run.errors == (
-            "psync: worker-1 was killed by SIGKILL and is started again "
-            "(at most 3 times a minute)\n"
-        )
+        again = "was killed by SIGKILL and is started again (at most 3 times a minute)"
+        assert run.errors == f"psync: {name} {again}\n"
 
 
-def test_a_worker_that_dies_too_often_ends_the_run() -> None:
-    with launched("workers-exit", "7", num_workers=1, max_restarts=2) as run:
+@pytest.mark.parametrize(
+    ("max_restarts", "why"), [(2, "3 deaths within a minute"), (0, "restarts are off")]
+)
+def test_a_worker_that_dies_too_often_ends_the_run(max_restarts: int, why: str) -> None:
+    options = {"num_workers": 1, "max_restarts": max_restarts, "quiet": not max_restarts}
+    with launched("workers-exit", "7", ready=(), **options) as run:
         assert run.wait() == 1
         again = "psync: worker-0 exited with code 7 and is started again (at most 2 times a minute)"
-        end = "psync: error: worker-0 exited with code 7, 3 deaths within a minute: the run ends"
-        assert run.errors.splitlines() == [again, again, end]
-
-
-def test_without_restarts_the_first_worker_that_dies_ends_the_run() -> None:
-    with launched("workers-exit", "7", num_workers=1, max_restarts=0, quiet=True) as run:
-        assert run.wait() == 1
-        assert run.errors == (
-            "psync: error: worker-0 exited with code 7, restarts are off: the run ends; "
-            "run without --quiet to see what it prints\n"
-        )
+        end = f"psync: error: worker-0 exited with code 7, {why}: the run ends"
+        if not max_restarts:
+            end += "; run without --quiet to see what it prints"
+        assert run.errors.splitlines() == [*[again] * max_restarts, end]
 
 
 def test_a_worker_that_ends_by_itself_is_not_started_again() -> None:
-    with launched("workers-exit", "0", num_workers=1) as run:
+    with launched("workers-exit", "0", ready=(), num_workers=1) as run:
         run.wait_error(
             "psync: worker-0 exited with code 0: it has ended by itself and is not started again\n"
         )
@@ -203,49 +193,23 @@ def test_a_worker_that_ends_by_itself_is_not_started_again() -> None:
         assert run.wait() == 0
 
 
-@pytest.mark.smoke
-def test_a_ps_that_is_killed_is_started_again() -> None:
-    with launched() as run:
-        run.wait_ready(*ALL)
-        first = run.pids["ps-0"]
-        os.kill(first, signal.SIGKILL)
-        run.wait_ready("ps-0")
-        assert run.pids["ps-0"] != first
-        run.tell_chief("exit 0")
-        assert run.wait() == 0
-        assert run.errors == (
-            "psync: ps-0 was killed by SIGKILL and is started again (at most 3 times a minute)\n"
-        )
-
-
-def test_a_ps_that_dies_too_often_is_left_to_the_chief() -> None:
-    with launched(max_restarts=1) as run:
-        run.wait_ready(*ALL)
-        for _ in range(2):
-            os.kill(run.pids.pop("ps-0"), signal.SIGKILL)
-            if "is started again" not in run.errors:
-                run.wait_error("is started again (at most 1 times a minute)\n")
-                run.wait_ready("ps-0")
-        run.wait_error(
-            "psync: ps-0 was killed by SIGKILL, 2 deaths within a minute: it is not started again\n"
-        )
-        run.tell_chief("exit 4")
-        assert run.wait() == 4
-
-
-def test_without_restarts_a_ps_that_dies_is_left_to_the_chief() -> None:
-    with launched(max_restarts=0) as run:
-        run.wait_ready(*ALL)
+@pytest.mark.parametrize(
+    ("max_restarts", "why"), [(1, "2 deaths within a minute"), (0, "restarts are off")]
+)
+def test_a_ps_that_dies_too_often_is_left_to_the_chief(max_restarts: int, why: str) -> None:
+    with launched(max_restarts=max_restarts) as run:
+        for _ in range(max_restarts):
+            os.kill(run.pids["ps-0"], signal.SIGKILL)
+            run.wait_error("is started again (at most 1 times a minute)\n")
+            run.wait_ready("ps-0")
         os.kill(run.pids["ps-0"], signal.SIGKILL)
-        run.wait_error(
-            "psync: ps-0 was killed by SIGKILL, restarts are off: it is not started again\n"
-        )
+        run.wait_error(f"psync: ps-0 was killed by SIGKILL, {why}: it is not started again\n")
         run.tell_chief("exit 4")
         assert run.wait() == 4
 
 
 def test_a_ps_whose_setup_is_wrong_is_not_started_again() -> None:
-    with launched(ps_command=[sys.executable, "-c", "raise SystemExit(2)"]) as run:
+    with launched(ready=(), ps_command=[sys.executable, "-c", "raise SystemExit(2)"]) as run:
         run.wait_error("psync: ps-0 exited with code 2: it is not started again\n")
         run.tell_chief("exit 1")
         assert run.wait() == 1
@@ -256,7 +220,6 @@ def test_a_ps_whose_setup_is_wrong_is_not_started_again() -> None:
 
 def test_a_chief_that_fails_is_started_again_and_told_how_often() -> None:
     with launched(chief_restarts=2) as run:
-        run.wait_ready(*ALL)
         others = {name: pid for name, pid in run.pids.items() if name != "chief-0"}
         counts = []
         for command in ("exit 1", "abort", "exit 0"):
@@ -276,7 +239,6 @@ def test_a_chief_that_fails_is_started_again_and_told_how_often() -> None:
 
 def test_a_chief_that_fails_too_often_ends_the_run_with_its_exit_code() -> None:
     with launched(chief_restarts=1) as run:
-        run.wait_ready(*ALL)
         run.tell_chief("exit 3")
         run.wait_ready("chief-0")
         run.tell_chief("exit 5")
@@ -289,7 +251,6 @@ def test_a_chief_that_fails_too_often_ends_the_run_with_its_exit_code() -> None:
 @pytest.mark.parametrize("code", [0, 2])
 def test_a_chief_that_has_ended_or_whose_setup_is_wrong_is_not_started_again(code: int) -> None:
     with launched(chief_restarts=2) as run:
-        run.wait_ready(*ALL)
         run.tell_chief(f"exit {code}")
         assert run.wait() == code
         assert run.errors == ""
@@ -297,7 +258,6 @@ def test_a_chief_that_has_ended_or_whose_setup_is_wrong_is_not_started_again(cod
 
 def test_a_signal_ends_the_run_although_the_chief_could_be_started_again() -> None:
     with launched(chief_restarts=9) as run:
-        run.wait_ready(*ALL)
         run.popen.send_signal(signal.SIGINT)
         assert run.wait() == 130
         assert run.errors == "psync: SIGINT: stopping all tasks; once more to kill them\n"
@@ -307,7 +267,7 @@ def test_a_signal_ends_the_run_although_the_chief_could_be_started_again() -> No
 
 
 def test_a_task_that_cannot_be_started_ends_the_run() -> None:
-    with launched(ps_command=["/nonexistent/program"]) as run:
+    with launched(ready=(), ps_command=["/nonexistent/program"]) as run:
         assert run.wait() == 1
         assert run.errors == (
             "psync: error: ps-0 could not be started: "
@@ -319,8 +279,7 @@ def test_a_task_that_cannot_be_started_ends_the_run() -> None:
 
 
 def test_an_evaluator_that_does_not_end_with_the_run_is_named_and_ctrl_c_ends_it() -> None:
-    with launched(evaluator=True) as run:
-        run.wait_ready(*ALL, "evaluator-0")
+    with launched(ready=(*ALL, "evaluator-0"), evaluator=True) as run:
         run.tell_chief("exit 0")
         run.wait_error(
             "psync: waiting for evaluator-0, which evaluates the last checkpoint; Ctrl-C ends it\n"
@@ -330,16 +289,14 @@ def test_an_evaluator_that_does_not_end_with_the_run_is_named_and_ctrl_c_ends_it
 
 
 def test_a_run_that_fails_does_not_wait_for_its_evaluator() -> None:
-    with launched(evaluator=True) as run:
-        run.wait_ready(*ALL, "evaluator-0")
+    with launched(ready=(*ALL, "evaluator-0"), evaluator=True) as run:
         run.tell_chief("exit 3")
         assert run.wait() == 3
         assert run.errors == ""
 
 
 def test_an_evaluator_that_is_killed_too_often_is_left_alone() -> None:
-    with launched(evaluator=True, max_restarts=1) as run:
-        run.wait_ready(*ALL, "evaluator-0")
+    with launched(ready=(*ALL, "evaluator-0"), evaluator=True, max_restarts=1) as run:
         os.kill(run.pids["evaluator-0"], signal.SIGKILL)
         run.wait_ready("evaluator-0")
         os.kill(run.pids["evaluator-0"], signal.SIGKILL)
@@ -357,7 +314,6 @@ def test_an_evaluator_that_is_killed_too_often_is_left_alone() -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_all_tasks(signum: signal.Signals) -> None:
     with launched() as run:
-        run.wait_ready(*ALL)
         run.popen.send_signal(signum)
         assert run.wait() == 128 + signum
         assert run.errors == (f"psync: {signum.name}: stopping all tasks; once more to kill them\n")
@@ -365,7 +321,6 @@ def test_a_signal_stops_all_tasks(signum: signal.Signals) -> None:
 
 def test_a_second_signal_kills_tasks_that_do_not_stop() -> None:
     with launched("stubborn") as run:
-        run.wait_ready(*ALL)
         run.popen.send_signal(signal.SIGINT)
         run.wait_error("psync: SIGINT: stopping all tasks; once more to kill them\n")
         run.popen.send_signal(signal.SIGTERM)
@@ -374,7 +329,6 @@ def test_a_second_signal_kills_tasks_that_do_not_stop() -> None:
 
 def test_a_hangup_that_is_ignored_stays_ignored() -> None:
     with launched(prelude=["sh", "-c", "trap '' HUP; exec \"$@\"", "nohup"]) as run:
-        run.wait_ready(*ALL)
         run.popen.send_signal(signal.SIGHUP)
         run.tell_chief("exit 5")
         assert run.wait() == 5
@@ -385,7 +339,6 @@ def test_a_hangup_that_is_ignored_stays_ignored() -> None:
 @pytest.mark.parametrize("kind", [(), ("stubborn",)])
 def test_a_launcher_that_is_killed_leaves_no_task_behind(kind: tuple[str, ...]) -> None:
     with launched(*kind) as run:
-        run.wait_ready(*ALL)
         run.popen.kill()
         run.wait_for_all_tasks()
 
@@ -405,8 +358,6 @@ def secrets_of(run: Run) -> set[str]:
 
 def test_a_secret_of_its_own_is_given_to_each_run_and_shown_to_nobody() -> None:
     with launched() as run, launched() as other:
-        run.wait_ready(*ALL)
-        other.wait_ready(*ALL)
         (secret,), (other_secret,) = secrets_of(run), secrets_of(other)
         assert secret != other_secret
         assert len(secret) >= 32
@@ -419,13 +370,11 @@ def test_a_secret_of_its_own_is_given_to_each_run_and_shown_to_nobody() -> None:
 
 def test_the_secret_of_the_user_is_kept() -> None:
     with launched(environ={"PSYNC_SECRET": "hunter2 hunter2 hunter2"}) as run:
-        run.wait_ready(*ALL)
         assert secrets_of(run) == {"hunter2 hunter2 hunter2"}
 
 
 def test_quiet_shows_the_output_of_the_chief_alone() -> None:
-    with launched(quiet=True) as run:
-        run.wait_ready("chief-0")
+    with launched(ready=["chief-0"], quiet=True) as run:
         run.tell_chief("exit 0")
         assert run.wait() == 0
         assert run.pids.keys() == {"chief-0"}

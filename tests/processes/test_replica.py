@@ -11,6 +11,7 @@ import pytest
 
 import psync
 from psync import FailoverEvent
+from real_training import training
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -23,26 +24,26 @@ async def test_kills_lose_no_update_and_double_none() -> None:
     async def add(counter: Any) -> None:
         await counter.assign_add(np.ones(2, np.int64))
 
-    async with psync.LocalCluster(2, 2, max_restarts=100) as cluster:
-        strategy = psync.ParameterServerStrategy(
-            cluster.resolver, psync.FixedShardsPartitioner(2), ps_recovery="backup"
-        )
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                counter = psync.Variable(np.zeros(2, np.int64), name="counter")
-            scheduled = 0
-            for number in range(KILLS):
-                await coordinator.backed_up()
-                for _ in range(200):
-                    coordinator.schedule(add, args=(counter,))
-                scheduled += 200
-                while (await counter.read()).max() < scheduled - 190:  # it is in the middle of them
-                    continue
-                os.kill(cluster.tasks[f"ps-{number % 2}"].pid, signal.SIGKILL)
-                await coordinator.join()
-                assert (await counter.read()).tolist() == [scheduled] * 2
-            events = coordinator.events()
-            for _ in range(KILLS):
-                event = await anext(events)
-                assert isinstance(event, FailoverEvent)
-                assert event.seconds < 5
+    async with training(2, 2, max_restarts=100, ps_recovery="backup") as (
+        cluster,
+        strategy,
+        coordinator,
+    ):
+        with strategy.scope():
+            counter = psync.Variable(np.zeros(2, np.int64), name="counter")
+        scheduled = 0
+        for number in range(KILLS):
+            await coordinator.backed_up()
+            for _ in range(200):
+                coordinator.schedule(add, args=(counter,))
+            scheduled += 200
+            while (await counter.read()).max() < scheduled - 190:  # it is in the middle of them
+                continue
+            os.kill(cluster.tasks[f"ps-{number % 2}"].pid, signal.SIGKILL)
+            await coordinator.join()
+            assert (await counter.read()).tolist() == [scheduled] * 2
+        events = coordinator.events()
+        for _ in range(KILLS):
+            event = await anext(events)
+            assert isinstance(event, FailoverEvent)
+            assert event.seconds < 5

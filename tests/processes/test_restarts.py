@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,39 +17,13 @@ from tasks_by_hand import (
     children_of,
     ended,
     interrupt,
-    plain_environ,
+    psync_run,
     script,
     wait_for_line,
     wait_until_gone,
 )
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-
-
-_runs: list[subprocess.Popen[str]] = []
-
-
-@pytest.fixture(autouse=True)
-def _end_runs() -> Iterator[None]:
-    yield
-    while _runs:
-        run = _runs.pop()
-        run.kill()
-        run.communicate()
-
-
-def psync_run(*args: str, **environ: str) -> subprocess.Popen[str]:
-    """Start `psync run` of a script of ours with 2 ps tasks and 2 workers."""
-    run = subprocess.Popen(
-        [sys.executable, "-m", "psync", "run", "--ps", "2", "--workers", "2", *args],
-        env=plain_environ(**environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    _runs.append(run)
-    return run
 
 
 def counting(directory: Path, *options: str) -> subprocess.Popen[str]:
@@ -225,21 +197,6 @@ def test_a_step_that_writes_past_numpy_to_what_it_has_pulled_is_told_of_copy() -
     assert re.search(r"\[worker-\d\] +File \".*writes_pulled.py\", line \d+ in step", end.err)
 
 
-def test_a_chief_that_is_killed_too_often_ends_the_run() -> None:
-    run = psync_run("--chief-restarts", "1", *script("steps.py"), "--", "endless")
-    tasks: dict[str, int] = {}
-    for _ in range(2):
-        wait_for_line(run, "running", "stdout")
-        tasks |= {f"{name} {pid}": pid for name, pid in children_of(run.pid).items()}
-        kill(run, "chief-0")
-    end = ended(run)
-    assert end.code == 128 + signal.SIGKILL
-    first, last = (line for line in end.err.splitlines() if line.startswith("psync: the chief"))
-    assert first.endswith("is started again (1 of at most 1 times)")
-    assert last == "psync: the chief was killed by SIGKILL, after 1 restart"
-    wait_until_gone(tasks)
-
-
 @pytest.mark.parametrize("victim", ["launcher", "chief-0"])
 def test_a_launcher_that_is_killed_leaves_nobody_whatever_it_would_start_again(
     victim: str, tmp_path: Path
@@ -251,17 +208,6 @@ def test_a_launcher_that_is_killed_leaves_nobody_whatever_it_would_start_again(
         wait_for_line(run, "is started again")
     os.kill(run.pid, signal.SIGKILL)
     assert ended(run).code == -signal.SIGKILL  # also: nobody holds its stdout, the chief's own
-    wait_until_gone(before)
-
-
-def test_a_ps_that_dies_without_a_checkpoint_fails_the_chief_which_then_begins_anew() -> None:
-    run = psync_run("--chief-restarts", "1", *script("steps.py"), "--", "endless")
-    wait_for_line(run, "running", "stdout")
-    kill(run, "ps-1")
-    wait_for_line(run, "the chief exited with code 1 and is started again")
-    wait_for_line(run, "running", "stdout")
-    before = children_of(run.pid)
-    assert interrupt(run).code == 130
     wait_until_gone(before)
 
 

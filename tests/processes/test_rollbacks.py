@@ -8,23 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import uvloop
 
 import psync
 from psync import blocking
+from real_training import ONE_LOOP, training
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-
-
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
 
 
 def batches() -> Any:
@@ -39,107 +33,99 @@ def minus_one(values: Any, batch: Any) -> Any:
 @pytest.mark.promise("fit.makes-all-steps")
 @pytest.mark.smoke
 @pytest.mark.parametrize("num_ps", [1, 2])
-def test_a_fit_has_all_its_steps_although_a_ps_is_killed_in_an_epoch_and_another_in_a_save(
+@ONE_LOOP
+async def test_a_fit_has_all_its_steps_although_a_ps_is_killed_in_an_epoch_and_another_in_a_save(
     num_ps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
 ) -> None:
     steps, epochs = 200, 4
+    caplog.set_level(logging.INFO, "psync")
+    async with psync.LocalCluster(num_ps, 2) as cluster:
+        strategy = psync.ParameterServerStrategy(
+            cluster.resolver, psync.FixedShardsPartitioner(num_ps)
+        )
 
-    async def main() -> None:
-        async with psync.LocalCluster(num_ps, 2) as cluster:
-            strategy = psync.ParameterServerStrategy(
-                cluster.resolver, psync.FixedShardsPartitioner(num_ps)
-            )
+        class Kill(psync.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any) -> None:
+                if (self.epoch, batch) == (1, 99):
+                    cluster.tasks["ps-0"].kill()
 
-            class Kill(psync.callbacks.Callback):
-                def on_train_batch_end(self, batch: int, logs: Any) -> None:
-                    if (self.epoch, batch) == (1, 99):
-                        cluster.tasks["ps-0"].kill()
+            def on_epoch_begin(self, epoch: int) -> None:
+                self.epoch = epoch
 
-                def on_epoch_begin(self, epoch: int) -> None:
-                    self.epoch = epoch
+            def on_epoch_end(self, epoch: int, logs: Any) -> None:
+                if epoch == epochs - 1:  # the save of the last epoch finds it dead
+                    cluster.tasks[f"ps-{num_ps - 1}"].kill()
 
-                def on_epoch_end(self, epoch: int, logs: Any) -> None:
-                    if epoch == epochs - 1:  # the save of the last epoch finds it dead
-                        cluster.tasks[f"ps-{num_ps - 1}"].kill()
-
-            async with psync.ClusterCoordinator(strategy):
-                with strategy.scope():
-                    count = psync.Variable(np.zeros(2), name="count")
-                optimizer = psync.optimizers.SGD(1.0)
-                trainer = psync.Trainer(
-                    strategy, count, lambda values, batch: (1.0, -np.ones(2)), optimizer,
-                    checkpoint_directory=tmp_path,
-                )  # fmt: skip
-                history = await trainer.fit(
-                    batches, epochs=epochs, steps_per_epoch=steps, callbacks=[Kill()],
-                    verbose="lines",
-                )  # fmt: skip
-                assert (await count.read()).tolist() == [steps * epochs] * 2
-                assert history.epoch == [*range(epochs)]
-                assert history.repeated[0] == history.repeated[2] == 0
-                assert history.repeated[1] >= 100
-                assert history.repeated[3] == steps
-                assert trainer.manager is not None
-                newest = trainer.manager.latest_checkpoint
-                assert newest is not None
-                saved = await trainer.checkpoint.read(newest)
-                assert saved["model"].tolist() == [steps * epochs] * 2
-                if num_ps == 1:
-                    assert await optimizer.iterations.read() == steps * epochs
-
-    with caplog.at_level(logging.INFO, "psync"):
-        run(main)
+        async with psync.ClusterCoordinator(strategy):
+            with strategy.scope():
+                count = psync.Variable(np.zeros(2), name="count")
+            optimizer = psync.optimizers.SGD(1.0)
+            trainer = psync.Trainer(
+                strategy, count, lambda values, batch: (1.0, -np.ones(2)), optimizer,
+                checkpoint_directory=tmp_path,
+            )  # fmt: skip
+            history = await trainer.fit(
+                batches, epochs=epochs, steps_per_epoch=steps, callbacks=[Kill()],
+                verbose="lines",
+            )  # fmt: skip
+            assert (await count.read()).tolist() == [steps * epochs] * 2
+            assert history.epoch == [*range(epochs)]
+            assert history.repeated[0] == history.repeated[2] == 0
+            assert history.repeated[1] >= 100
+            assert history.repeated[3] == steps
+            assert trainer.manager is not None
+            newest = trainer.manager.latest_checkpoint
+            assert newest is not None
+            saved = await trainer.checkpoint.read(newest)
+            assert saved["model"].tolist() == [steps * epochs] * 2
+            if num_ps == 1:
+                assert await optimizer.iterations.read() == steps * epochs
     assert "undone by a rollback and trained again" in capsys.readouterr().out
     assert "lost: back to step" in caplog.text or "lost: from step" in caplog.text
 
 
 @pytest.mark.promise("closures.reschedule")
-def test_a_loop_over_closures_that_reschedules_has_each_of_them_once(tmp_path: Path) -> None:
+@ONE_LOOP
+async def test_a_loop_over_closures_that_reschedules_has_each_of_them_once(tmp_path: Path) -> None:
     count = 400
+    async with training(1, 2) as (cluster, strategy, coordinator):
+        with strategy.scope():
+            done = psync.Variable(np.zeros(count), name="done")
+        optimizer = psync.optimizers.SGD(1.0)
+        manager = psync.CheckpointManager(
+            psync.Checkpoint(done=done, optimizer=optimizer), tmp_path
+        )
+        undone = []
 
-    async def main() -> None:
-        async with psync.LocalCluster(1, 2) as cluster:
-            strategy = psync.ParameterServerStrategy(cluster.resolver)
-            async with psync.ClusterCoordinator(strategy) as coordinator:
-                with strategy.scope():
-                    done = psync.Variable(np.zeros(count), name="done")
-                optimizer = psync.optimizers.SGD(1.0)
-                manager = psync.CheckpointManager(
-                    psync.Checkpoint(done=done, optimizer=optimizer), tmp_path
-                )
-                undone = []
+        async def make_up() -> None:
+            async for event in coordinator.events():
+                if isinstance(event, psync.RollbackEvent):
+                    undone.append(len(event.closures))
+                    coordinator.reschedule(event)
 
-                async def make_up() -> None:
-                    async for event in coordinator.events():
-                        if isinstance(event, psync.RollbackEvent):
-                            undone.append(len(event.closures))
-                            coordinator.reschedule(event)
+        making_up = asyncio.create_task(make_up())
 
-                making_up = asyncio.create_task(make_up())
+        async def step(number: int) -> None:
+            gradient = np.zeros(count)
+            gradient[number] = -1
+            await optimizer.apply_gradients([(gradient, done)])
 
-                async def step(number: int) -> None:
-                    gradient = np.zeros(count)
-                    gradient[number] = -1
-                    await optimizer.apply_gradients([(gradient, done)])
-
-                await coordinator.fetch([coordinator.schedule(step, (n,)) for n in range(100)])
-                await manager.save()
-                values = [coordinator.schedule(step, (n,)) for n in range(100, count)]
-                await values[100]
-                cluster.tasks["ps-0"].kill()
-                await coordinator.join()
-                cluster.tasks["ps-0"].kill()  # once more, when all have ended
-                await manager.save()
-                while not coordinator.done():
-                    await coordinator.join()
-                    await manager.save()
-                assert (await done.read()).tolist() == [1.0] * count
-                assert await optimizer.iterations.read() == count
-                assert len(undone) == 2
-                assert undone[1] >= count - 100 - undone[0]
-                making_up.cancel()
-
-    run(main)
+        await coordinator.fetch([coordinator.schedule(step, (n,)) for n in range(100)])
+        await manager.save()
+        values = [coordinator.schedule(step, (n,)) for n in range(100, count)]
+        await values[100]
+        cluster.tasks["ps-0"].kill()
+        await coordinator.join()
+        cluster.tasks["ps-0"].kill()  # once more, when all have ended
+        await manager.save()
+        while not coordinator.done():
+            await coordinator.join()
+            await manager.save()
+        assert (await done.read()).tolist() == [1.0] * count
+        assert await optimizer.iterations.read() == count
+        assert len(undone) == 2
+        assert undone[1] >= count - 100 - undone[0]
+        making_up.cancel()
 
 
 def test_a_program_without_async_hears_of_it_and_schedules_again(tmp_path: Path) -> None:

@@ -63,19 +63,6 @@ def test_a_mistake_in_tf_config_is_named(
     assert reason in reason_of(run)
 
 
-def test_the_chief_does_not_serve() -> None:
-    with by_hand() as cluster:
-        run = cluster.run("chief", 0)
-    assert reason_of(run) == "only ps and worker tasks serve, but this process is /job:chief/task:0"
-
-
-def test_two_tasks_with_one_address_are_found_in_the_description() -> None:
-    with by_hand(2) as cluster:
-        cluster.cluster["ps"][1] = cluster.cluster["ps"][0]
-        run = cluster.run("ps", 0)
-    assert cluster.cluster["ps"][0] in reason_of(run)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
@@ -113,17 +100,6 @@ def test_without_a_secret_no_task_starts(job: str) -> None:
     assert "--insecure" in run.err
 
 
-def test_insecure_tasks_say_what_that_means() -> None:
-    with by_hand() as cluster:
-        task = cluster.start("ps", 0, (*SERVE, "--insecure"), secret=None)
-        line = wait_for_line(task, "running without a secret")
-        address = cluster.cluster["ps"][0]
-    assert line.endswith(
-        "WARNING psync.net.environment: running without a secret: every user of this machine can "
-        f"run code on this task ({address})\n"
-    )
-
-
 def test_a_whole_cluster_runs_without_a_secret_if_that_is_asked_for() -> None:
     with by_hand() as cluster:
         insecure = {"PSYNC_INSECURE": "1"}
@@ -154,13 +130,6 @@ def test_a_chief_with_another_secret_or_none_is_turned_away(secret: str | None) 
             assert SECRET not in interrupt(task).err
 
 
-def test_a_secret_that_is_too_short_is_an_error_everywhere() -> None:
-    with by_hand() as cluster:
-        for job in ("chief", "ps", "worker"):
-            run = cluster.run(job, 0, IDLE, secret="abc")
-            assert reason_of(run) == "PSYNC_SECRET: expected at least 16 bytes, got 3"
-
-
 # --- addresses ---------------------------------------------------------------------------------
 
 
@@ -172,13 +141,6 @@ def test_an_address_that_is_taken_is_named(command: tuple[str, ...]) -> None:
         with socket.create_server((host, int(port))):
             run = cluster.run("ps", 0, command)
     assert reason_of(run) == f"/job:ps/task:0 cannot listen on {address}: address already in use"
-
-
-def test_an_address_of_another_machine_is_named() -> None:
-    with by_hand() as cluster:
-        cluster.cluster["ps"][0] = "192.0.2.1:4711"
-        run = cluster.run("ps", 0)
-    assert reason_of(run).startswith("/job:ps/task:0 cannot listen on 192.0.2.1:4711: ")
 
 
 def test_tasks_that_are_not_there_are_named_with_their_addresses() -> None:
@@ -211,13 +173,6 @@ def test_a_task_that_answers_at_the_address_of_another_is_not_taken_for_it() -> 
     )
 
 
-def test_a_worker_is_waited_for_by_a_task_that_came_first() -> None:
-    with by_hand() as cluster:
-        chief = cluster.start("chief", 0, IDLE)
-        cluster.serve_all()
-        wait_for_line(chief, "connected", "stdout")
-
-
 # --- once training has begun ---------------------------------------------------------------------
 
 
@@ -243,35 +198,6 @@ def test_after_a_mistake_in_the_set_up_the_others_wait_for_a_chief_that_has_none
 
 
 # --- strangers ---------------------------------------------------------------------------------
-
-GARBAGE = {
-    "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "zeros": bytes(4096),
-    "noise": bytes(range(256)) * 64,
-    "a frame too large": b"PSYN\x01\x00" + bytes(10) + b"\xff" * 16,
-    "the start of a frame": b"PSYN",
-}
-
-
-@pytest.mark.slow
-def test_garbage_and_silence_at_the_port_disturb_nobody() -> None:
-    with by_hand() as cluster:
-        tasks = cluster.serve_all()
-        strangers = []
-        for job in ("ps", "worker"):
-            host, port = cluster.cluster[job][0].split(":")
-            for garbage in (*GARBAGE.values(), b""):
-                stranger = socket.create_connection((host, int(port)))
-                stranger.sendall(garbage)
-                strangers.append(stranger)
-        chief = cluster.run("chief", 0, script("steps.py", "counts"))
-        assert (chief.code, chief.out) == (0, "40.0 [40.0, 40.0, 40.0]\n"), chief.err
-        for task in tasks:
-            run = ended(task)
-            assert run.code == 0, run.err
-            assert "Traceback" not in run.err
-        for stranger in strangers:
-            stranger.close()
 
 
 @pytest.mark.promise("input.connections-bounded")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import psync
+from real_training import DEADLY, training
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -168,21 +169,19 @@ async def test_a_ps_is_killed_and_its_memory_goes_with_it() -> None:
 async def test_values_of_two_ps_tasks_stay_as_they_were_read_while_updates_go_on() -> None:
     """They lie in one array, of which each half is the memory of another process."""
     held: list[np.ndarray] = []
-    async with psync.LocalCluster(2, 1) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver, psync.FixedShardsPartitioner(2))
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                variable = psync.Variable(np.zeros((2 * SIZE, 2), np.float32), name="variable")
+    async with training(2, 1) as (_, strategy, coordinator):
+        with strategy.scope():
+            variable = psync.Variable(np.zeros((2 * SIZE, 2), np.float32), name="variable")
 
-            async def more() -> None:
-                await variable.assign_add(np.ones((2 * SIZE, 2), np.float32))
+        async def more() -> None:
+            await variable.assign_add(np.ones((2 * SIZE, 2), np.float32))
 
-            for number in range(8):
-                held.append(await psync.pull(variable))
-                await coordinator.schedule(more)
-                if number == 5:
-                    del held[1:4]
-            assert mapped_kib(os.getpid()), "memory is shared"
+        for number in range(8):
+            held.append(await psync.pull(variable))
+            await coordinator.schedule(more)
+            if number == 5:
+                del held[1:4]
+        assert mapped_kib(os.getpid()), "memory is shared"
     assert [float(each[0, 0]) for each in held] == [0, 4, 5, 6, 7]
     for each in held:  # also when the processes have ended
         assert (each == each[0, 0]).all()
@@ -190,25 +189,23 @@ async def test_values_of_two_ps_tasks_stay_as_they_were_read_while_updates_go_on
 
 @pytest.mark.promise("memory.stable-while-read")
 async def test_a_stopped_worker_holds_up_nobody_and_what_it_has_stays_as_it_is() -> None:
-    async with psync.LocalCluster(1, 2) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver)
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                variable = psync.Variable(np.zeros(SIZE, np.float32), name="variable")
-            values: list[Any] = []
-            stopped = cluster.tasks["worker-0"].pid
-            for _ in range(4):
-                values += [coordinator.schedule(add, args=(variable,)) for _ in range(40)]
-                while (await variable.read()).max() < len(values) - 30:
-                    continue
-                os.kill(stopped, signal.SIGSTOP)
-                # The other one goes on, until nothing is left but what the stopped one has.
-                while (await variable.read()).min() < len(values) - held_by(coordinator, 0):
-                    continue
-                os.kill(stopped, signal.SIGCONT)
-                await coordinator.join()
-                assert (await variable.read() == len(values)).all()
-            assert all(await coordinator.fetch(values))
+    async with training(1, 2) as (cluster, strategy, coordinator):
+        with strategy.scope():
+            variable = psync.Variable(np.zeros(SIZE, np.float32), name="variable")
+        values: list[Any] = []
+        stopped = cluster.tasks["worker-0"].pid
+        for _ in range(4):
+            values += [coordinator.schedule(add, args=(variable,)) for _ in range(40)]
+            while (await variable.read()).max() < len(values) - 30:
+                continue
+            os.kill(stopped, signal.SIGSTOP)
+            # The other one goes on, until nothing is left but what the stopped one has.
+            while (await variable.read()).min() < len(values) - held_by(coordinator, 0):
+                continue
+            os.kill(stopped, signal.SIGCONT)
+            await coordinator.join()
+            assert (await variable.read() == len(values)).all()
+        assert all(await coordinator.fetch(values))
 
 
 STRANGER = """
@@ -224,27 +221,25 @@ with socket.socket(socket.AF_UNIX) as sock:
 
 @pytest.mark.promise("memory.same-user-only", "memory.one-writer")
 async def test_another_user_is_let_in_by_no_door_and_nobody_else_can_write() -> None:
-    async with psync.LocalCluster(1, 1) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver)
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                variable = psync.Variable(np.zeros(SIZE, np.float32), name="variable")
-            await coordinator.schedule(add, args=(variable,))
-            folder = Path(f"/proc/{cluster.tasks['ps-0'].pid}/fd")
-            regions = [each for each in folder.iterdir() if "memfd:psync" in os.readlink(each)]
-            assert regions
-            for region in regions:
-                with pytest.raises(PermissionError), open(region, "r+b") as file:
-                    mmap.mmap(file.fileno(), 4096)
-            doors = [door.split(" @")[1] for door in left_of(addresses_of(cluster)) if " @" in door]
-            for door in doors if os.getuid() == 0 else ():  # who else can be another user?
-                stranger = await asyncio.create_subprocess_exec(
-                    sys.executable, "-c", STRANGER, door, stderr=asyncio.subprocess.PIPE
-                )
-                await stranger.communicate()
-                assert stranger.returncode in (1, 10), "an error, or no descriptor"
-            await coordinator.schedule(add, args=(variable,))
-            assert (await variable.read() == 2).all()
+    async with training(1, 1) as (cluster, strategy, coordinator):
+        with strategy.scope():
+            variable = psync.Variable(np.zeros(SIZE, np.float32), name="variable")
+        await coordinator.schedule(add, args=(variable,))
+        folder = Path(f"/proc/{cluster.tasks['ps-0'].pid}/fd")
+        regions = [each for each in folder.iterdir() if "memfd:psync" in os.readlink(each)]
+        assert regions
+        for region in regions:
+            with pytest.raises(PermissionError), open(region, "r+b") as file:
+                mmap.mmap(file.fileno(), 4096)
+        doors = [door.split(" @")[1] for door in left_of(addresses_of(cluster)) if " @" in door]
+        for door in doors if os.getuid() == 0 else ():  # who else can be another user?
+            stranger = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", STRANGER, door, stderr=asyncio.subprocess.PIPE
+            )
+            await stranger.communicate()
+            assert stranger.returncode in (1, 10), "an error, or no descriptor"
+        await coordinator.schedule(add, args=(variable,))
+        assert (await variable.read() == 2).all()
 
 
 @pytest.mark.parametrize("text", ["0", "1"])
@@ -252,83 +247,43 @@ async def test_a_cluster_shares_memory_unless_it_is_switched_off(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PSYNC_SHARED_MEMORY", text)
-    async with psync.LocalCluster(1, 1) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver)
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                variable = psync.Variable(np.zeros(SIZE, np.float32), name="variable")
-            await coordinator.schedule(add, args=(variable,))
-            assert (await variable.read() == 1).all()
-            pids = [cluster.tasks[name].pid for name in ("ps-0", "worker-0")]
-            assert [mapped_kib(pid) > 0 for pid in pids] == [text == "1"] * 2
+    async with training(1, 1) as (cluster, strategy, coordinator):
+        with strategy.scope():
+            variable = psync.Variable(np.zeros(SIZE, np.float32), name="variable")
+        await coordinator.schedule(add, args=(variable,))
+        assert (await variable.read() == 1).all()
+        pids = [cluster.tasks[name].pid for name in ("ps-0", "worker-0")]
+        assert [mapped_kib(pid) > 0 for pid in pids] == [text == "1"] * 2
 
 
 @pytest.mark.parametrize("task", ["worker-0", "ps-0"])
 async def test_a_task_without_descriptors_goes_on_through_sockets(task: str) -> None:
-    async with psync.LocalCluster(2, 1) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver, psync.FixedShardsPartitioner(2))
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                variables = [
-                    psync.Variable(np.zeros(9 * SIZE, np.float32), name=f"variable_{number}")
-                    for number in range(8)  # each has a region on either ps
-                ]
-            sgd = psync.optimizers.SGD(1.0)
+    async with training(2, 1) as (cluster, strategy, coordinator):
+        with strategy.scope():
+            variables = [
+                psync.Variable(np.zeros(9 * SIZE, np.float32), name=f"variable_{number}")
+                for number in range(8)  # each has a region on either ps
+            ]
+        sgd = psync.optimizers.SGD(1.0)
 
-            async def step() -> bool:
-                values = await psync.pull(variables)
-                gradients = psync.empty_like(variables)  # each has a region
-                for gradient in gradients:
-                    gradient.fill(-1)
-                pairs = list(zip(gradients, variables, strict=True))
-                await sgd.apply_gradients(pairs)
-                return all((value == value[0]).all() for value in values)
+        async def step() -> bool:
+            values = await psync.pull(variables)
+            gradients = psync.empty_like(variables)  # each has a region
+            for gradient in gradients:
+                gradient.fill(-1)
+            pairs = list(zip(gradients, variables, strict=True))
+            await sgd.apply_gradients(pairs)
+            return all((value == value[0]).all() for value in values)
 
-            pid = cluster.tasks[task].pid
-            _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_fds(pid) + 6, hard))
-            for number in range(1, 4):
-                assert await coordinator.schedule(step)
-                values = await psync.pull(variables)
-                assert all((value == number).all() for value in values)
-            whole = mapped_kib(cluster.tasks["ps-1"].pid)
-            assert mapped_kib(pid) < whole, "memory is shared with those who can"
-
-
-HELD: list[tuple[np.ndarray, np.ndarray]] = []
-
-
-async def test_what_a_worker_holds_is_free_again_when_it_is_killed() -> None:
-    async with psync.LocalCluster(2, 2, max_restarts=100) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver, psync.FixedShardsPartitioner(2))
-        async with psync.ClusterCoordinator(
-            strategy, max_losses=100, max_flaps=None
-        ) as coordinator:
-            with strategy.scope():
-                variable = psync.Variable(np.zeros(4 * SIZE + 10, np.float32), name="variable")
-
-            async def hold() -> tuple[int, bool]:
-                """Keep what is read, for ever; return whether all of it is what it was."""
-                value = await variable.read()
-                HELD.append((value, value.copy()))
-                await variable.assign_add(np.ones(4 * SIZE + 10, np.float32))
-                return os.getpid(), all(np.array_equal(*each) for each in HELD)
-
-            async def lent() -> int:
-                each = await coordinator.ps_statistics()
-                return sum(ps["network"]["bytes_lent_now"] for ps in each)
-
-            for number in range(3):
-                values = [coordinator.schedule(hold) for _ in range(12)]
-                await coordinator.join()
-                found = await coordinator.fetch(values)
-                assert all(is_whole for _, is_whole in found)
-                assert await lent() >= variable.spec.nbytes
-                assert (await variable.read() == 12 * (number + 1)).all()
-                for pid in {pid for pid, _ in found}:
-                    os.kill(pid, signal.SIGKILL)
-                while await lent():  # the kernel ends its side channels
-                    continue
+        pid = cluster.tasks[task].pid
+        _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_fds(pid) + 6, hard))
+        for number in range(1, 4):
+            assert await coordinator.schedule(step)
+            values = await psync.pull(variables)
+            assert all((value == number).all() for value in values)
+        whole = mapped_kib(cluster.tasks["ps-1"].pid)
+        assert mapped_kib(pid) < whole, "memory is shared with those who can"
 
 
 MOMENTS = (
@@ -352,54 +307,50 @@ async def test_a_worker_dies_at_each_moment_of_a_step_and_what_it_held_is_free_a
 ) -> None:
     survivors = Survivors()
     size = 4 * SIZE + 10
-    async with psync.LocalCluster(2, 2, max_restarts=100) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver, psync.FixedShardsPartitioner(2))
-        async with psync.ClusterCoordinator(
-            strategy, max_losses=100, max_flaps=None
-        ) as coordinator:
-            with strategy.scope():
-                variable = psync.Variable(np.zeros(size, np.float32), name="variable")
-                count = psync.get_or_create_global_step()
-            optimizer: Any = psync.optimizers.SGD(1.0)
-            if synchronous:
-                optimizer = psync.SyncReplicasOptimizer(optimizer, 2)
+    async with training(2, 2, **DEADLY) as (cluster, strategy, coordinator):
+        with strategy.scope():
+            variable = psync.Variable(np.zeros(size, np.float32), name="variable")
+            count = psync.get_or_create_global_step()
+        optimizer: Any = psync.optimizers.SGD(1.0)
+        if synchronous:
+            optimizer = psync.SyncReplicasOptimizer(optimizer, 2)
 
-            async def step(moment: str) -> None:
-                def now(name: str) -> None:
-                    if name == moment:
-                        die_once(tmp_path / moment)
+        async def step(moment: str) -> None:
+            def now(name: str) -> None:
+                if name == moment:
+                    die_once(tmp_path / moment)
 
-                value = await variable.read()  # lent by both ps tasks
-                now("read")
-                (gradient,) = psync.empty_like([variable])  # to be lent to both
-                now("made")
-                gradient.fill(-1)
-                now("computed")
-                pairs = [(gradient, variable)]
-                push = asyncio.ensure_future(optimizer.apply_gradients(pairs, global_step=count))
-                now("begun")
-                for turn in range(1, 10):
-                    await asyncio.sleep(0)
-                    now(f"{turn} turn{'s' if turn > 1 else ''}")
-                await push
-                now("pushed")
-                again = await variable.read()
-                now("read again")
-                assert (again >= value).all()  # equal if an earlier run of it has counted
+            value = await variable.read()  # lent by both ps tasks
+            now("read")
+            (gradient,) = psync.empty_like([variable])  # to be lent to both
+            now("made")
+            gradient.fill(-1)
+            now("computed")
+            pairs = [(gradient, variable)]
+            push = asyncio.ensure_future(optimizer.apply_gradients(pairs, global_step=count))
+            now("begun")
+            for turn in range(1, 10):
+                await asyncio.sleep(0)
+                now(f"{turn} turn{'s' if turn > 1 else ''}")
+            await push
+            now("pushed")
+            again = await variable.read()
+            now("read again")
+            assert (again >= value).all()  # equal if an earlier run of it has counted
 
-            async def lent(what: str) -> int:
-                each = await coordinator.ps_statistics()
-                return sum(int(ps["network"][what]) for ps in each)
+        async def lent(what: str) -> int:
+            each = await coordinator.ps_statistics()
+            return sum(int(ps["network"][what]) for ps in each)
 
-            for number, moment in enumerate(MOMENTS, 1):
-                for _ in range(12):
-                    coordinator.schedule(step, args=(moment,))
-                await coordinator.join()
-                assert (tmp_path / moment).exists()
-                updates = await count.read()
-                assert updates == 12 * number or (synchronous and updates >= 6 * number)
-                assert (await variable.read() == updates).all()
-                while await lent("bytes_lent_now") or await lent("bytes_kept_now"):
-                    continue  # the kernel ends the side channels of who has died
-                survivors.note(*(cluster.tasks[f"ps-{index}"].pid for index in (0, 1)), os.getpid())
+        for number, moment in enumerate(MOMENTS, 1):
+            for _ in range(12):
+                coordinator.schedule(step, args=(moment,))
+            await coordinator.join()
+            assert (tmp_path / moment).exists()
+            updates = await count.read()
+            assert updates == 12 * number or (synchronous and updates >= 6 * number)
+            assert (await variable.read() == updates).all()
+            while await lent("bytes_lent_now") or await lent("bytes_kept_now"):
+                continue  # the kernel ends the side channels of who has died
+            survivors.note(*(cluster.tasks[f"ps-{index}"].pid for index in (0, 1)), os.getpid())
     survivors.check()

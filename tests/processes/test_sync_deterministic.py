@@ -11,9 +11,9 @@ import psync
 from psync import optimizers
 from psync.numerics.memory import Scratch
 from psync.numerics.rules import Adam, RuleOptions, clipped_by_norm
-from real_training import coordinated, run
+from real_training import ONE_LOOP, coordinated
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, ONE_LOOP]
 
 WORKERS = 3
 STEPS = 20
@@ -72,13 +72,10 @@ CASES: list[tuple[optimizers.Optimizer, Callable[[np.ndarray], Apply], int]] = [
 
 
 @pytest.mark.promise("steps.deterministic")
-def test_workers_compute_what_one_process_does_that_sums_in_their_order() -> None:
-    async def main() -> None:
-        async with psync.LocalCluster(2, WORKERS) as cluster:
-            for optimizer, reference, rows in CASES:
-                await compare(cluster, optimizer, reference, (rows, 2))
-
-    run(main)
+async def test_workers_compute_what_one_process_does_that_sums_in_their_order() -> None:
+    async with psync.LocalCluster(2, WORKERS) as cluster:
+        for optimizer, reference, rows in CASES:
+            await compare(cluster, optimizer, reference, (rows, 2))
 
 
 async def compare(

@@ -20,7 +20,7 @@ import pytest
 import psync
 from psync import Outcome
 from psync.errors import ParameterServerLost
-from real_training import assert_nothing_is_staged, coordinated, group_of, run
+from real_training import DEADLY, ONE_LOOP, assert_nothing_is_staged, group_of, training
 from tasks_by_hand import by_hand, ended, script, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -92,7 +92,8 @@ class Program:
         ("answered", 2, True),
     ],
 )
-def test_a_push_counts_once_and_whole_although_workers_die_all_the_time(
+@ONE_LOOP
+async def test_a_push_counts_once_and_whole_although_workers_die_all_the_time(
     point: str,
     num_ps: int,
     pull_ahead: bool,
@@ -101,121 +102,76 @@ def test_a_push_counts_once_and_whole_although_workers_die_all_the_time(
 ) -> None:
     count = 8
     monkeypatch.setenv("PSYNC_FAILPOINTS", f"worker.push.{point}=kill@3")  # of each life
-
-    async def main() -> None:
-        async with (
-            psync.LocalCluster(num_ps, 2, max_restarts=1000) as cluster,
-            coordinated(cluster, num_ps, max_losses=100, max_flaps=None) as (strategy, coordinator),
-        ):
-            staged = point in ("between_ps", "staged")
-            program = Program(
-                strategy, count, tmp_path, num_ps, staged=staged, pull_ahead=pull_ahead
-            )
-            values = [coordinator.schedule(program.step, (n,)) for n in range(count)]
-            await coordinator.join()
-            outcomes = set()
-            results = await coordinator.fetch(values)
-            for closure, mark in enumerate((await program.counted())[:count]):
-                last, outcome = results[closure]
-                outcomes.add(outcome)
-                if outcome is Outcome.ACCEPTED:
-                    assert mark == last
-                elif outcome is Outcome.DUPLICATE:
-                    assert mark in program.runs_of(closure) - {last}
-                else:
-                    assert mark == 0
-            assert (Outcome.DUPLICATE in outcomes) == (point == "answered")
-            assert len({last for last, _ in results}) > 2  # workers came back and took part
-            if point != "answered":  # a duplicate's parts lie there until the next step
-                await assert_nothing_is_staged(coordinator)
-
-    run(main)
+    async with training(num_ps, 2, **DEADLY) as (_, strategy, coordinator):
+        staged = point in ("between_ps", "staged")
+        program = Program(strategy, count, tmp_path, num_ps, staged=staged, pull_ahead=pull_ahead)
+        values = [coordinator.schedule(program.step, (n,)) for n in range(count)]
+        await coordinator.join()
+        outcomes = set()
+        results = await coordinator.fetch(values)
+        for closure, mark in enumerate((await program.counted())[:count]):
+            last, outcome = results[closure]
+            outcomes.add(outcome)
+            if outcome is Outcome.ACCEPTED:
+                assert mark == last
+            elif outcome is Outcome.DUPLICATE:
+                assert mark in program.runs_of(closure) - {last}
+            else:
+                assert mark == 0
+        assert (Outcome.DUPLICATE in outcomes) == (point == "answered")
+        assert len({last for last, _ in results}) > 2  # workers came back and took part
+        if point != "answered":  # a duplicate's parts lie there until the next step
+            await assert_nothing_is_staged(coordinator)
 
 
 @pytest.mark.smoke
-def test_a_worker_that_is_killed_while_it_waits_has_contributed(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with (
-            psync.LocalCluster(2, 2) as cluster,
-            coordinated(cluster) as (strategy, coordinator),
-        ):
-            program = Program(strategy, 2, tmp_path)
-            first = coordinator.schedule(program.step, (0,))
-            second = coordinator.schedule(program.step, (1, True))
-            while (await group_of(coordinator)).get("waiting") != 1:
-                pass
-            (pid,) = program.runs_of(0)
-            (victim,) = [task for task in cluster.tasks.values() if task.pid == pid]
-            victim.kill()
-            last, outcome = await first  # its step did not wait for the second closure
-            assert (outcome, last != pid) == (Outcome.DUPLICATE, True)
-            assert await program.global_step.read() == 1
-            assert await program.counted() == [pid, 0]
-            (tmp_path / "go on").touch()
-            await coordinator.join()
-            last, outcome = await second
-            assert outcome is Outcome.ACCEPTED
-            assert await program.global_step.read() == 2
-            assert await program.counted() == [pid, last]
-            await assert_nothing_is_staged(coordinator)
-
-    run(main)
-
-
-def test_others_go_on_without_a_worker_that_dies_for_good_before_its_push(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with (
-            psync.LocalCluster(2, 2, max_restarts=0) as cluster,
-            coordinated(cluster) as (strategy, coordinator),
-        ):
-            program = Program(strategy, 3, tmp_path)
-            first = coordinator.schedule(program.step, (0, True))
-            coordinator.schedule(program.step, (1,))
-            while (await group_of(coordinator)).get("waiting") != 1 or not program.runs_of(0):
-                pass
-            (pid,) = program.runs_of(0)
-            (survivor,) = program.runs_of(1)
-            (victim,) = [task for task in cluster.tasks.values() if task.pid == pid]
-            victim.kill()
-            coordinator.schedule(program.step, (2,))
-            (tmp_path / "go on").touch()
-            await coordinator.join()
-            assert await first == (survivor, Outcome.ACCEPTED)
-            assert await program.counted() == [survivor] * 3
-            assert await program.global_step.read() == 3
-
-    run(main)
+@ONE_LOOP
+async def test_a_worker_that_is_killed_while_it_waits_has_contributed(tmp_path: Path) -> None:
+    async with training(2, 2) as (cluster, strategy, coordinator):
+        program = Program(strategy, 2, tmp_path)
+        first = coordinator.schedule(program.step, (0,))
+        second = coordinator.schedule(program.step, (1, True))
+        while (await group_of(coordinator)).get("waiting") != 1:
+            pass
+        (pid,) = program.runs_of(0)
+        (victim,) = [task for task in cluster.tasks.values() if task.pid == pid]
+        victim.kill()
+        last, outcome = await first  # its step did not wait for the second closure
+        assert (outcome, last != pid) == (Outcome.DUPLICATE, True)
+        assert await program.global_step.read() == 1
+        assert await program.counted() == [pid, 0]
+        (tmp_path / "go on").touch()
+        await coordinator.join()
+        last, outcome = await second
+        assert outcome is Outcome.ACCEPTED
+        assert await program.global_step.read() == 2
+        assert await program.counted() == [pid, last]
+        await assert_nothing_is_staged(coordinator)
 
 
 # --- a ps --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("point", ["", "ps.step.applied", "ps0.step.decided", "ps0.step.applied"])
-def test_a_killed_ps_ends_synchronous_training_with_a_clear_error_soon(
+@ONE_LOOP
+async def test_a_killed_ps_ends_synchronous_training_with_a_clear_error_soon(
     point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if point:
         monkeypatch.setenv("PSYNC_FAILPOINTS", f"{point}=kill@2")
-
-    async def main() -> None:
-        async with (
-            psync.LocalCluster(2, 2) as cluster,
-            coordinated(cluster) as (strategy, coordinator),
-        ):
-            program = Program(strategy, 200, tmp_path)
-            waits = not point  # one replica for the other, and that one for a word of this test
-            values = [coordinator.schedule(program.step, (n, waits and not n)) for n in range(200)]
-            if waits:
-                while (await group_of(coordinator)).get("waiting") != 1:
-                    pass
-                cluster.tasks["ps-1"].kill()
-            began = time.monotonic()
-            with pytest.raises(ParameterServerLost, match="no checkpoint or complete backup"):
-                await coordinator.join()
-            assert time.monotonic() - began < 15  # two seconds, on a machine that does nothing else
-            assert all(value.done() for value in values)
-
-    run(main)
+    async with training(2, 2) as (cluster, strategy, coordinator):
+        program = Program(strategy, 200, tmp_path)
+        waits = not point  # one replica for the other, and that one for a word of this test
+        values = [coordinator.schedule(program.step, (n, waits and not n)) for n in range(200)]
+        if waits:
+            while (await group_of(coordinator)).get("waiting") != 1:
+                pass
+            cluster.tasks["ps-1"].kill()
+        began = time.monotonic()
+        with pytest.raises(ParameterServerLost, match="no checkpoint or complete backup"):
+            await coordinator.join()
+        assert time.monotonic() - began < 15  # two seconds, on a machine that does nothing else
+        assert all(value.done() for value in values)
 
 
 # --- the coordinator ---------------------------------------------------------------------------

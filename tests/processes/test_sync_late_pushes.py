@@ -11,9 +11,9 @@ import pytest
 
 import psync
 from psync import Outcome
-from real_training import assert_nothing_is_staged, group_of, run
+from real_training import ONE_LOOP, assert_nothing_is_staged, group_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, ONE_LOOP]
 
 KIB = 1024
 
@@ -92,7 +92,7 @@ async def rounds(
 
 
 @pytest.mark.promise("steps.stale-dropped")
-def test_a_late_push_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_late_push_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSYNC_SHARED_MEMORY", "0")  # of what is lent nothing travels: nobody asks
 
     def is_about(received: np.ndarray, *kib: int) -> Any:
@@ -100,15 +100,12 @@ def test_a_late_push_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyP
             received < np.multiply(kib, KIB) + 4 * KIB  # what messages and pings take
         ).all()
 
-    async def main() -> None:
-        async with psync.LocalCluster(2, 3) as cluster:
-            step, late, found_late = await rounds(cluster, tmp_path, 30)
-            assert is_about(step, 2 * 40, 2 * 10)  # they go whole to ps 0, which hands on shares
-            assert is_about(late, 40, 0)
-            assert found_late == [2, 0]
-            step, late, found_late = await rounds(cluster, tmp_path, 960)  # above a MiB
-            assert is_about(step, 2 * 960, 2 * 320)
-            assert is_about(late, 0, 0)  # its worker has asked before it sent anything
-            assert found_late == [0, 0]  # not even that of the first round
-
-    run(main)
+    async with psync.LocalCluster(2, 3) as cluster:
+        step, late, found_late = await rounds(cluster, tmp_path, 30)
+        assert is_about(step, 2 * 40, 2 * 10)  # they go whole to ps 0, which hands on shares
+        assert is_about(late, 40, 0)
+        assert found_late == [2, 0]
+        step, late, found_late = await rounds(cluster, tmp_path, 960)  # above a MiB
+        assert is_about(step, 2 * 960, 2 * 320)
+        assert is_about(late, 0, 0)  # its worker has asked before it sent anything
+        assert found_late == [0, 0]  # not even that of the first round

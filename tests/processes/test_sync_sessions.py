@@ -6,27 +6,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tasks_by_hand import ByHand, Ended, by_hand, ended, plain_environ, script, wait_for_line
+from tasks_by_hand import ByHand, Ended, by_hand, ended, psync_run, script, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sync_replicas.py"
-
-
-def psync_run(*args: str, workers: int = 2) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "psync", "run", "--ps", "2", "--workers", str(workers), *args],
-        env=plain_environ(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def sessions(steps: int, workers: int = 2) -> subprocess.Popen[str]:
@@ -114,43 +99,6 @@ def test_a_worker_without_further_data_leaves_and_the_others_train_on() -> None:
     assert "chief-0: step 20, w [20.0, 20.0, 20.0, 20.0]" in run.out.splitlines()
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_that_is_stopped_leaves_nobody(signum: signal.Signals, code: int) -> None:
-    running = sessions(100_000)
-    worker = pid_in(wait_for_line(running, " is at work as ", "stdout"))
-    running.send_signal(signum)
-    run = ended(running)
-    assert run.code == code
-    assert "Traceback" not in run.err
-    assert_gone(worker)
-
-
-def test_a_chief_that_is_killed_ends_the_run() -> None:
-    running = sessions(100_000)
-    chief = pid_in(wait_for_line(running, "chief-0 begins as ", "stdout"))
-    worker = pid_in(wait_for_line(running, " is at work as ", "stdout"))
-    os.kill(chief, signal.SIGKILL)
-    run = ended(running)
-    assert run.code == 128 + signal.SIGKILL
-    assert "psync: the chief was killed by SIGKILL" in run.err
-    assert_gone(chief, worker)
-
-
-def test_the_example_runs_to_its_known_answer() -> None:
-    run = ended(psync_run(str(EXAMPLE), workers=3))
-    assert run.code == 0, run.err
-    steps, loss = re.findall(r"^step (\d+): loss ([\d.]+) \(noise alone: 0.0100\)", run.out, re.M)[
-        0
-    ]
-    assert int(steps) == 300
-    assert float(loss) < 0.012
-    counts = re.findall(
-        r"^\[worker-\d\] worker \d: (\d+) gradients accepted, \d+ dropp", run.out, re.M
-    )
-    assert len(counts) == 3
-    assert sum(map(int, counts)) == 2 * int(steps)  # no step is made of more, or of fewer
-
-
 # --- tasks that are started by hand ------------------------------------------------------------
 
 
@@ -198,22 +146,13 @@ def test_workers_whose_chief_is_killed_end_with_an_error() -> None:
         assert re.fullmatch(r"at .*/sessions.py:\d+, in main", said[1])
 
 
-def test_a_worker_whose_ps_tasks_are_killed_ends_with_an_error() -> None:
-    with by_hand(num_ps=1, num_workers=1) as cluster:
-        programs = begun(cluster, 100_000)
-        cluster.processes[0].kill()
-        ends = [ended(program) for program in programs.values()]
-    for end in ends:
-        assert end.code == 1
-        assert "ParameterServerLost: /job:ps/task:0" in end.err
-
-
 @pytest.mark.promise("failures.session-ps")
-def test_a_chief_that_does_not_train_ends_with_an_error_when_a_ps_is_killed() -> None:
-    with by_hand(num_ps=2, num_workers=1) as cluster:
+@pytest.mark.parametrize("num_ps", [1, 2])  # the last of which is killed
+def test_all_end_with_an_error_when_a_ps_is_killed(num_ps: int) -> None:
+    with by_hand(num_ps=num_ps, num_workers=1) as cluster:
         programs = begun(cluster, 100_000)
-        cluster.processes[1].kill()
+        cluster.processes[num_ps - 1].kill()
         ends = [ended(program) for program in programs.values()]
     for end in ends:
         assert end.code == 1
-        assert "ParameterServerLost: /job:ps/task:1" in end.err
+        assert f"ParameterServerLost: /job:ps/task:{num_ps - 1}" in end.err

@@ -5,7 +5,6 @@ What docs/howto/tensorflow.md says of these names is run here.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -151,73 +150,4 @@ def test_fit_needs_steps_per_epoch_and_calls_callbacks(tasks: SharedTasks, tmp_p
     tasks.train(train)
 
 
-def test_an_evaluator_on_the_side_reads_checkpoints(tasks: SharedTasks, tmp_path: Path) -> None:
-    def declare(strategy: Any) -> tuple[Any, psync.Checkpoint]:
-        with strategy.scope():
-            w = psync.Variable(np.zeros(4, np.float32), name="w")
-        return w, psync.Checkpoint(w=w)
-
-    async def evaluate() -> list[psync.Evaluation]:  # a process of its own, as a rule
-        _, checkpoint = declare(psync.ParameterServerStrategy(tasks.resolver))  # not sharded here
-        evaluator = psync.SidecarEvaluator(
-            checkpoint, lambda values: {"mean": values["w"].mean()}, tmp_path, max_evaluations=3,
-            poll_interval=0.01,
-        )  # fmt: skip
-        return await evaluator.run()
-
-    async def train(strategy: Any, coordinator: Any) -> list[psync.Evaluation]:
-        evaluating = asyncio.create_task(evaluate())
-        w, checkpoint = declare(strategy)
-        manager = psync.CheckpointManager(checkpoint, tmp_path)
-
-        async def step() -> None:
-            await w.assign_add(np.ones(4, np.float32))
-
-        for _ in range(3):
-            for _ in range(2):
-                coordinator.schedule(step)
-            await coordinator.join()
-            await manager.save()
-        return await evaluating
-
-    found = tasks.train(train, psync.FixedShardsPartitioner(2))
-    numbers = [evaluation.number for evaluation in found]
-    assert numbers == sorted(set(numbers))
-    assert numbers[-1] == 3  # those that are not the newest any more may be skipped
-    assert [evaluation.logs for evaluation in found] == [{"mean": 2.0 * n} for n in numbers]
-
-
 # --- accumulators ------------------------------------------------------------------------------
-
-
-def test_accumulators_drop_what_is_stale(tasks: SharedTasks) -> None:
-    async def train(strategy: Any, coordinator: Any) -> None:
-        with strategy.scope():
-            dense = psync.ConditionalAccumulator(np.float32, shape=(2,), shared_name="dense")
-            sparse = psync.SparseConditionalAccumulator(np.float32, shape=(3, 2))
-            arrived = psync.Variable(0)
-
-        async def push(local_step: int) -> tuple[Any, Any]:
-            own = psync.get_worker_index() + 1.0
-            pushed = await dense.apply_grad(floats([own, 0]), local_step=local_step)
-            rows = psync.IndexedSlices(floats([[own, own]]), np.array([int(own)]), (3, 2))
-            await sparse.apply_indexed_slices_grad(rows, local_step=local_step)
-            return pushed.outcome.name, await dense.num_accumulated()
-
-        found = await on_each_worker(coordinator, arrived, push, 0)
-        assert [outcome for outcome, _ in found] == ["ACCEPTED", "ACCEPTED"]
-        assert await dense.num_accumulated() == 2
-        assert (await dense.take_grad(2)).tolist() == [1.5, 0]
-        taken = await sparse.take_indexed_slices_grad(2)
-        assert taken.indices.tolist() == [1, 2]
-        assert taken.values.tolist() == [[1, 1], [2, 2]]  # rows are divided by who has them
-        await dense.set_global_step(5)
-        found = await on_each_worker(coordinator, arrived, push, 4)
-        assert found == [("STALE", 0), ("STALE", 0)]
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await dense.take_grad(1)
-        assert dense.name == "dense"
-        assert dense.dtype == np.float32
-
-    tasks.train(train)

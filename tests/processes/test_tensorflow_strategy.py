@@ -7,7 +7,7 @@ guide's example of placement, and two workers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from psync.errors import (
     ClosureCancelled,
     ClosureInputError,
     DeadlineExceeded,
-    PartitionError,
     SerializationError,
     UsageError,
 )
-from shared_tasks import SharedTasks, on_each_worker, shared_tasks
+from shared_tasks import SharedTasks, on_each_worker, shared_tasks, trains
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -136,115 +135,111 @@ def test_the_strategy_stays_with_the_coordinator(tasks: SharedTasks) -> None:
     tasks.train(train)
 
 
-def test_schedule_returns_at_once_and_values_are_fetched_in_their_nesting(
-    tasks: SharedTasks,
+@trains()
+async def test_schedule_returns_at_once_and_values_are_fetched_in_their_nesting(
+    strategy: Any, coordinator: Any
 ) -> None:
-    async def train(strategy: Any, coordinator: Any) -> None:
-        with strategy.scope():
-            v = psync.Variable(np.zeros(3, np.float32))
+    with strategy.scope():
+        v = psync.Variable(np.zeros(3, np.float32))
 
-        async def fn(x: int, *, y: int) -> dict[str, Any]:
-            await v.assign_add(np.ones(3, np.float32))
-            return {"sum": x + y}
+    async def fn(x: int, *, y: int) -> dict[str, Any]:
+        await v.assign_add(np.ones(3, np.float32))
+        return {"sum": x + y}
 
-        def plain(x: int) -> int:  # in a thread of the worker
-            return int(psync.wait(v.read())[0]) * 0 + x
+    def plain(x: int) -> int:  # in a thread of the worker
+        return int(psync.wait(v.read())[0]) * 0 + x
 
-        values = [coordinator.schedule(fn, args=(i,), kwargs={"y": 10}) for i in range(4)]
-        assert not coordinator.done()
-        assert not any(value.done() for value in values)
-        await coordinator.join()
-        assert await coordinator.fetch({"all": values, "other": 7}) == {
-            "all": [{"sum": 10 + i} for i in range(4)], "other": 7,
-        }  # fmt: skip
-        assert (await v.read()).tolist() == [4, 4, 4]
-        assert await values[3].fetch() == await values[3] == {"sum": 13}
-        assert await coordinator.schedule(plain, args=(5,)) == 5
-        later = coordinator.schedule(
-            fn, args=(coordinator.schedule(plain, args=(1,)),), kwargs={"y": 1}
-        )
-        assert await later == {"sum": 2}
+    values = [coordinator.schedule(fn, args=(i,), kwargs={"y": 10}) for i in range(4)]
+    assert not coordinator.done()
+    assert not any(value.done() for value in values)
+    await coordinator.join()
+    assert await coordinator.fetch({"all": values, "other": 7}) == {
+        "all": [{"sum": 10 + i} for i in range(4)], "other": 7,
+    }  # fmt: skip
+    assert (await v.read()).tolist() == [4, 4, 4]
+    assert await values[3].fetch() == await values[3] == {"sum": 13}
+    assert await coordinator.schedule(plain, args=(5,)) == 5
+    later = coordinator.schedule(
+        fn, args=(coordinator.schedule(plain, args=(1,)),), kwargs={"y": 1}
+    )
+    assert await later == {"sum": 2}
 
-        async def fails() -> None:
-            raise KeyError("of the step")
+    async def fails() -> None:
+        raise KeyError("of the step")
 
-        for _ in range(3):
-            coordinator.schedule(fails)
-        with pytest.raises(KeyError, match="of the step"):
-            await coordinator.join()
-        await coordinator.join()  # raised once
-
-    tasks.train(train)
-
-
-def test_errors_have_types_of_their_own(tasks: SharedTasks) -> None:
-    async def train(strategy: Any, coordinator: Any) -> None:
-        with strategy.scope():
-            go_on = psync.Variable(False)
-
-        async def waits() -> None:
-            while not await go_on.read():
-                pass
-
-        async def fails() -> None:
-            raise KeyError("of the step")
-
-        def dataset_fn() -> None:
-            raise OSError("no such file")
-
-        async def first(iterator: Any) -> Any:
-            return next(iterator)
-
-        waiting = coordinator.schedule(waits)
-        with pytest.raises(DeadlineExceeded):  # what is scheduled goes on
-            await coordinator.join(timeout=0.1)
+    for _ in range(3):
         coordinator.schedule(fails)
-        with pytest.raises(KeyError, match="of the step"):
-            await coordinator.join()
-        with pytest.raises(ClosureCancelled):
-            await waiting
-        iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
-        with pytest.raises(ClosureInputError) as caught:
-            await coordinator.schedule(first, args=(iterator,))
-        assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(KeyError, match="of the step"):
+        await coordinator.join()
+    await coordinator.join()  # raised once
 
-    tasks.train(train)
+
+@trains()
+async def test_errors_have_types_of_their_own(strategy: Any, coordinator: Any) -> None:
+    with strategy.scope():
+        go_on = psync.Variable(False)
+
+    async def waits() -> None:
+        while not await go_on.read():
+            pass
+
+    async def fails() -> None:
+        raise KeyError("of the step")
+
+    def dataset_fn() -> None:
+        raise OSError("no such file")
+
+    async def first(iterator: Any) -> Any:
+        return next(iterator)
+
+    waiting = coordinator.schedule(waits)
+    with pytest.raises(DeadlineExceeded):  # what is scheduled goes on
+        await coordinator.join(timeout=0.1)
+    coordinator.schedule(fails)
+    with pytest.raises(KeyError, match="of the step"):
+        await coordinator.join()
+    with pytest.raises(ClosureCancelled):
+        await waiting
+    iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
+    with pytest.raises(ClosureInputError) as caught:
+        await coordinator.schedule(first, args=(iterator,))
+    assert isinstance(caught.value.__cause__, OSError)
 
 
 # --- variables ---------------------------------------------------------------------------------
 
 
-def test_variables_of_the_scope_go_to_one_ps_after_the_other(tasks: SharedTasks) -> None:
-    async def train(strategy: Any, coordinator: Any) -> None:
-        with pytest.raises(UsageError, match="outside a strategy's scope"):
-            psync.Variable(initial_value=0.0)
-        with strategy.scope():
-            v2 = psync.Variable(initial_value=1.0)
-            v3 = psync.Variable(initial_value=2.0)
-            v4 = psync.Variable(initial_value=3.0)
-            v5 = psync.Variable(initial_value=4.0)
-            with strategy.pinned(2), strategy.pinned("/job:ps/task:1"):
-                assert psync.Variable(5.0).device == PS[1]  # takes nobody's turn
-        assert v2.device == "/job:ps/replica:0/task:0/device:CPU:0"
-        assert v3.device == "/job:ps/replica:0/task:1/device:CPU:0"
-        assert v4.device == "/job:ps/replica:0/task:2/device:CPU:0"
-        assert v5.device == "/job:ps/replica:0/task:0/device:CPU:0"
+@trains()
+async def test_variables_of_the_scope_go_to_one_ps_after_the_other(
+    strategy: Any, coordinator: Any
+) -> None:
+    with pytest.raises(UsageError, match="outside a strategy's scope"):
+        psync.Variable(initial_value=0.0)
+    with strategy.scope():
+        v2 = psync.Variable(initial_value=1.0)
+        v3 = psync.Variable(initial_value=2.0)
+        v4 = psync.Variable(initial_value=3.0)
+        v5 = psync.Variable(initial_value=4.0)
+        with strategy.pinned(2), strategy.pinned("/job:ps/task:1"):
+            assert psync.Variable(5.0).device == PS[1]  # takes nobody's turn
+    assert v2.device == "/job:ps/replica:0/task:0/device:CPU:0"
+    assert v3.device == "/job:ps/replica:0/task:1/device:CPU:0"
+    assert v4.device == "/job:ps/replica:0/task:2/device:CPU:0"
+    assert v5.device == "/job:ps/replica:0/task:0/device:CPU:0"
 
-        async def reads() -> tuple[list[str], list[float]]:
-            values = await psync.pull([v2, v3, v4, v5])
-            await v5.assign_sub(1.0)
-            return [v.device for v in (v2, v3, v4, v5)], [float(value) for value in values]
+    async def reads() -> tuple[list[str], list[float]]:
+        values = await psync.pull([v2, v3, v4, v5])
+        await v5.assign_sub(1.0)
+        return [v.device for v in (v2, v3, v4, v5)], [float(value) for value in values]
 
-        places = [PS[0], PS[1], PS[2], PS[0]]
-        assert await coordinator.schedule(reads) == (places, [1, 2, 3, 4])
-        assert await v5.read() == await v5.read_value() == await v5.value() == 3
-        held = [ps["store"]["shards"] for ps in await coordinator.ps_statistics()]
-        assert held == [2, 2, 1]
-        assert strategy.extended.parameter_devices == tuple(PS)
-        worker = "/job:worker/replica:0/task:{}/device:CPU:0"
-        assert strategy.extended.worker_devices == (worker.format(0), worker.format(1))
-
-    tasks.train(train)
+    places = [PS[0], PS[1], PS[2], PS[0]]
+    assert await coordinator.schedule(reads) == (places, [1, 2, 3, 4])
+    assert await v5.read() == await v5.read_value() == await v5.value() == 3
+    held = [ps["store"]["shards"] for ps in await coordinator.ps_statistics()]
+    assert held == [2, 2, 1]
+    assert strategy.extended.parameter_devices == tuple(PS)
+    worker = "/job:worker/replica:0/task:{}/device:CPU:0"
+    assert strategy.extended.worker_devices == (worker.format(0), worker.format(1))
 
 
 def test_the_dense_layer_of_two_shards(tasks: SharedTasks, tmp_path: Path) -> None:
@@ -319,75 +314,26 @@ def test_the_dense_layer_of_two_shards(tasks: SharedTasks, tmp_path: Path) -> No
     tasks.train(restore, variable_partitioner=psync.FixedShardsPartitioner(num_shards=3))
 
 
-def test_rows_are_read_and_written_where_they_are(tasks: SharedTasks) -> None:
-    async def train(strategy: Any, coordinator: Any) -> None:
-        with strategy.scope():
-            table = psync.Variable(np.zeros((9, 2), np.float32))
-            arrived = psync.Variable(0)
-        optimizer = psync.optimizers.SGD(1.0)
+@trains()
+async def test_three_plus_replica_id(distribution: Any, coordinator: Any) -> None:
+    """The example of ``call_for_each_replica``, and its other two names."""
 
-        async def step() -> tuple[bool, list[float]]:
-            slices = psync.IndexedSlices(np.ones((3, 2), np.float32), np.array([8, 0, 8]))
-            with psync.cache_variable_reads():
-                before = await table.read()
-                await table.scatter_add(slices)
-                kept = np.array_equal(before, await table.read())
-            await optimizer.apply_gradients([(slices, table)])
-            ids = np.array([[0, 0], [0, 1]]), np.array([4, 7]), (1, 2)  # one row of two ids
-            combined = await psync.embedding_lookup_sparse(table, ids, combiner="sum")
-            assert (await psync.safe_embedding_lookup_sparse(table, ids)).shape == (1, 2)
-            return kept and not combined.any(), (await table.sparse_read([4, 8]))[0].tolist()
+    def merge_fn(distribution: Any, three_plus_replica_id: Any) -> Any:
+        return sum(distribution.experimental_local_results(three_plus_replica_id))
 
-        assert await on_each_worker(coordinator, arrived, step) == [(True, [0, 0])] * 2
-        await table.scatter_add(psync.IndexedSlices(floats([[1, 2], [1, 2]]), np.array([7, 7])))
-        value = await table.read()
-        assert value[[0, 7, 8]].tolist() == [[0, 0], [2, 4], [0, 0]]  # duplicates are summed
+    async def fn(three: int) -> int:
+        replica_ctx = psync.get_replica_context()
+        assert replica_ctx is not None
+        v = three + replica_ctx.replica_id_in_sync_group
+        s = await replica_ctx.merge_call(merge_fn, args=(v,))
+        return int(s + v)
 
-    tasks.train(train, psync.FixedShardsPartitioner(3))
-
-
-def test_partitioners_cut_the_first_axis_evenly(tasks: SharedTasks) -> None:
-    asked = []
-
-    class Halves(psync.Partitioner):
-        def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-            return [2 if axis == 0 else 1]
-
-    def any_callable(shape: tuple[int, ...], dtype: Any) -> list[int]:
-        asked.append((shape, np.dtype(dtype)))
-        return [5] + [1] * (len(shape) - 1)
-
-    async def train(strategy: Any, coordinator: Any) -> list[list[int]]:
-        values = np.arange(13, dtype=np.float32)
-        with strategy.scope():
-            v = psync.Variable(values, name="v")
-            scalar = psync.Variable(1.0)
-            with strategy.extended.colocate_vars_with(v):
-                beside = psync.Variable(values)
-        assert isinstance(scalar, psync.Variable)  # nothing to cut
-        assert not isinstance(scalar, psync.ShardedVariable)
-        shards = getattr(v, "variables", [v])
-        assert [s.device for s in shards] == [PS[i % 3] for i in range(len(shards))]
-        assert [s.device for s in getattr(beside, "variables", [beside])] == [
-            s.device for s in shards
-        ]
-
-        async def rows() -> list[list[int]]:
-            return [[int(row) for row in await shard.read()] for shard in shards]
-
-        return await coordinator.schedule(rows)
-
-    fifths = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10], [11, 12]]
-    halves = [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]]
-    whole = [list(range(13))]
-    assert tasks.train(train, any_callable) == fifths
-    assert asked == [((13,), np.dtype(np.float32))]
-    assert tasks.train(train, psync.FixedShardsPartitioner(5)) == fifths
-    assert tasks.train(train, Halves()) == halves
-    by_size = psync.partitioners.MinSizePartitioner(min_shard_bytes=26, max_shards=3)
-    assert tasks.train(train, by_size) == halves  # 52 bytes
-    assert tasks.train(train, psync.MinSizePartitioner(256 << 10, max_shards=3)) == whole
-    assert tasks.train(train, psync.MaxSizePartitioner(28)) == halves  # 7 rows fit
-    assert tasks.train(train, None) == whole
-    with pytest.raises(PartitionError, match="variable_partitioner"):
-        tasks.train(train, lambda shape, dtype: [0])
+    with distribution.scope():
+        for run in (
+            distribution.run,
+            distribution.experimental_run_v2,
+            distribution.extended.call_for_each_replica,
+        ):
+            merged_results = await run(fn, args=[3])
+            assert isinstance(merged_results, psync.PerReplica)
+            assert distribution.experimental_local_results(merged_results) == (10, 11)

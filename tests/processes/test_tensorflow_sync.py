@@ -1,20 +1,18 @@
 """The usage example of TensorFlow's SyncReplicasOptimizer, on a chief and two workers.
 
 What docs/howto/tensorflow.md says of its names is run here, in scripts/tensorflow_sync.py. Backup
-replicas, late gradients and TensorFlow's own tokens: test_sync_sequences.py.
+replicas, late gradients and TensorFlow's own tokens: api/test_sync_replicas.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tasks_by_hand import ended, plain_environ, script
+from tasks_by_hand import ended, psync_run, script
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -32,17 +30,7 @@ REFUSED = [  # all of them are ValueErrors, too
 
 def found_by(aggregated: int) -> list[dict[str, Any]]:
     """Run the example; return what the chief, worker 0 and worker 1 have found."""
-    command = ["psync", "run", "--ps", "2", "--workers", "2", *script("tensorflow_sync.py")]
-    run = ended(
-        subprocess.Popen(
-            [sys.executable, "-m", *command, "--", str(aggregated)],
-            env=plain_environ(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    )
+    run = ended(psync_run(*script("tensorflow_sync.py"), "--", str(aggregated)))
     assert run.code == 0, run.err
     lines = dict(re.findall(r"^(?:\[(worker-\d)\] )?({.*})$", run.out, flags=re.M))
     assert sorted(lines) == ["", "worker-0", "worker-1"], run.out

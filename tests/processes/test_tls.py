@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import subprocess
 import sys
@@ -13,7 +12,18 @@ from pathlib import Path
 import pytest
 
 import psync
-from tasks_by_hand import SERVE, by_hand, ended, interrupt, plain_environ, script, wait_for_line
+from real_training import ONE_LOOP
+from tasks_by_hand import (
+    SERVE,
+    Ended,
+    by_hand,
+    ended,
+    interrupt,
+    plain_environ,
+    psync_run,
+    script,
+    wait_for_line,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -43,16 +53,8 @@ def certs(make_certs: Callable[..., Certs]) -> Certs:
     return make_certs()
 
 
-def run(environ: Certs, *args: str) -> subprocess.CompletedProcess[str]:
-    command = ["-m", "psync", "run", *args, "--ps", "2", "--workers", "2"]
-    return subprocess.run(
-        [sys.executable, *command, *script("steps.py", "--", "counts")],
-        env=plain_environ(**environ),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run(environ: Certs, *args: str) -> Ended:
+    return ended(psync_run(*args, *script("steps.py", "--", "counts"), **environ))
 
 
 # --- with TLS --------------------------------------------------------------------------------
@@ -70,10 +72,9 @@ def test_a_run_trains_with_certificates_of_psync_certs_new(way: str, certs: Cert
         options = ["--no-tls-mutual"]
     elif way == "asyncio":
         environ["PSYNC_LOOP"] = "asyncio"
-    ended = run(environ, *options)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "40.0 [40.0, 40.0, 40.0]\n"
-    assert "TLS" not in ended.stderr
+    end = run(environ, *options)
+    assert (end.code, end.out) == (0, "40.0 [40.0, 40.0, 40.0]\n"), end.err
+    assert "TLS" not in end.err
 
 
 @pytest.mark.smoke
@@ -132,36 +133,28 @@ async def read_on(cluster: psync.LocalCluster) -> list[float]:
         async def step() -> list[float]:
             return [float(x) for x in await v.read()]
 
-        result = coordinator.schedule(step)
-        await coordinator.join()
-        fetched: list[float] = await coordinator.fetch(result)
+        fetched: list[float] = await coordinator.schedule(step)
         return fetched
 
 
-def test_a_local_cluster_makes_its_own_certificates_and_removes_them() -> None:
+@ONE_LOOP
+async def test_a_local_cluster_makes_its_own_certificates_and_removes_them() -> None:
     before = temporary_directories()
-
-    async def train() -> list[float]:
-        async with psync.LocalCluster(1, 1, security=True) as cluster:
-            (directory,) = temporary_directories() - before
-            assert directory.stat().st_mode & 0o077 == 0
-            return await read_on(cluster)
-
-    assert asyncio.run(train()) == [1.0, 2.0]
+    async with psync.LocalCluster(1, 1, security=True) as cluster:
+        (directory,) = temporary_directories() - before
+        assert directory.stat().st_mode & 0o077 == 0
+        assert await read_on(cluster) == [1.0, 2.0]
     assert temporary_directories() == before
 
 
-def test_a_local_cluster_uses_the_certificates_of_its_environment(
+@ONE_LOOP
+async def test_a_local_cluster_uses_the_certificates_of_its_environment(
     certs: Certs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, path in certs.items():
         monkeypatch.setenv(name, path)
-
-    async def train() -> list[float]:
-        async with psync.LocalCluster(1, 1) as cluster:
-            return await read_on(cluster)
-
-    assert asyncio.run(train()) == [1.0, 2.0]
+    async with psync.LocalCluster(1, 1) as cluster:
+        assert await read_on(cluster) == [1.0, 2.0]
 
 
 # --- without what TLS needs ------------------------------------------------------------------
@@ -183,30 +176,3 @@ def test_a_chief_with_certificates_of_another_authority_is_told(
         said = interrupt(ps).err
         assert "the peer refuses the certificate of this task: " in said
         assert "Traceback" not in said
-
-
-def test_a_key_that_others_can_read_is_one_error(certs: Certs, tmp_path: Path) -> None:
-    key = tmp_path / "key.pem"
-    key.write_bytes(Path(certs["PSYNC_TLS_KEY_FILE"]).read_bytes())
-    key.chmod(0o640)
-    environ = {**certs, "PSYNC_TLS_KEY_FILE": str(key)}
-    ended = run(environ)
-    assert ended.returncode == 2
-    assert ended.stderr == (
-        f"psync: error: PSYNC_TLS_KEY_FILE ({key}): users other than its owner can read or change "
-        f"it (mode 0640)\nhint: chmod 600 {key}\n"
-    )
-    with by_hand() as cluster:
-        for job in ("ps", "chief"):
-            task = cluster.run(job, 0, script("idle.py"), environ=environ)
-            assert task.code == 2
-            assert "users other than its owner can read or change it (mode 0640)" in task.err
-            assert "Traceback" not in task.err
-
-
-def test_a_missing_file_is_one_error(certs: Certs) -> None:
-    ended = run({**certs, "PSYNC_TLS_KEY_FILE": "/nowhere/key.pem"})
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(
-        "psync: error: PSYNC_TLS_KEY_FILE (/nowhere/key.pem): cannot be used: No such file"
-    )

@@ -5,40 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from live_program import PSYNC, program
 from psync.status.run_files import read_run
+from tasks_by_hand import children_of
 from trace_events import TraceFile
 
 SCRIPTS = Path(__file__).parent / "scripts"
-PSYNC = [sys.executable, "-m", "psync"]
 WORKERS = ["worker-0", "worker-1"]
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 @pytest.fixture
-def environ() -> Iterator[dict[str, str]]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as made:
-        yield {**os.environ, "XDG_RUNTIME_DIR": made}
-
-
-@pytest.fixture
 def run(environ: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [*PSYNC, "run", str(SCRIPTS / "traced.py"), "--workers", "2"],
-        env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as run:  # fmt: skip
-        assert run.stdout is not None
-        assert run.stdout.readline() == "ready\n"
-        yield run
-        if run.poll() is None:
-            run.communicate("\n")
+    with program([*PSYNC, "run", str(SCRIPTS / "traced.py"), "--workers", "2"], environ) as run:
+        yield run.process
 
 
 def trace(environ: dict[str, str], *args: str) -> subprocess.Popen[str]:
@@ -55,15 +41,6 @@ def trace(environ: dict[str, str], *args: str) -> subprocess.Popen[str]:
 def chief_of(environ: dict[str, str]) -> int:
     (file,) = Path(environ["XDG_RUNTIME_DIR"], "psync").glob("*.json")
     return read_run(file).pid
-
-
-def worker_of(run: subprocess.Popen[str]) -> int:
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    return next(
-        int(child)
-        for child in children
-        if b'"type": "worker"' in Path(f"/proc/{child}/environ").read_bytes()
-    )
 
 
 @pytest.mark.smoke
@@ -91,7 +68,7 @@ def test_a_worker_that_is_killed_ends_and_others_go_on(
     environ: dict[str, str], run: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     tracing = trace(environ, str(tmp_path / "t.json"), "--seconds", "60")
-    os.kill(worker_of(run), signal.SIGKILL)
+    os.kill(children_of(run.pid)["worker-0"], signal.SIGKILL)
     tracing.send_signal(signal.SIGINT)  # it writes what there is
     out, _ = tracing.communicate()
     assert tracing.returncode == 0, out

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.status import run_files
 from psync.status.run_files import (
     Run,
     chosen_run,
@@ -49,57 +48,47 @@ def listening(run: Run) -> socket.socket:
 # The directory.
 
 
-def test_it_is_in_the_runtime_directory_of_the_user(directory: Path) -> None:
-    assert directory_of_runs({"XDG_RUNTIME_DIR": str(directory)}) == directory / "psync"
-
-
-def test_without_one_it_is_in_the_directory_for_temporary_files() -> None:
-    for runtime in ["", "/nonexistent", "relative"]:
-        expected = Path(tempfile.gettempdir(), f"psync-{os.getuid()}")
-        assert directory_of_runs({"XDG_RUNTIME_DIR": runtime}) == expected
-        assert directory_of_runs({}) == expected
-
-
-def test_the_runtime_directory_of_another_user_is_not_used(
+def test_it_is_in_the_runtime_directory_of_this_user_or_in_that_for_temporary_files(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def found(runtime: object) -> Path:
+        return directory_of_runs({"XDG_RUNTIME_DIR": str(runtime)})
+
+    assert found(directory) == directory / "psync"
+    elsewhere = Path(tempfile.gettempdir(), f"psync-{os.getuid()}")
+    assert [found(each) for each in ("", "/nonexistent", "relative")] == [elsewhere] * 3
+    assert directory_of_runs({}) == elsewhere
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)
-    found = directory_of_runs({"XDG_RUNTIME_DIR": str(directory)})
-    assert found == Path(tempfile.gettempdir(), f"psync-{other}")
+    assert found(directory) == Path(tempfile.gettempdir(), f"psync-{other}")
 
 
 def test_nobody_else_can_enter_it(directory: Path) -> None:
     make_directory(directory / "psync")
     make_directory(directory / "psync")  # it may be there
     assert stat.S_IMODE((directory / "psync").stat().st_mode) == 0o700
-
-
-def test_one_that_others_can_enter_is_refused(directory: Path) -> None:
-    (directory / "psync").mkdir()
-    (directory / "psync").chmod(0o755)
-    with pytest.raises(PermissionError, match="owned by this user, with mode 0700"):
-        make_directory(directory / "psync")
-
-
-def test_a_link_is_refused(directory: Path) -> None:
-    (directory / "other").mkdir(mode=0o700)
-    (directory / "psync").symlink_to("other")
-    with pytest.raises(PermissionError):
-        make_directory(directory / "psync")
+    (directory / "link").symlink_to("psync")
+    (directory / "open").mkdir()
+    (directory / "open").chmod(0o755)
+    for name in ("link", "open"):
+        with pytest.raises(PermissionError, match="owned by this user, with mode 0700"):
+            make_directory(directory / name)
 
 
 # Files.
 
 
 def test_a_run_file_says_what_it_was_given_and_goes_with_its_context(directory: Path) -> None:
-    path, run = directory / "7.json", run_of(directory, "train.py")
-    with run_file(path, run):
+    path, run = directory / "7.json", Run(7, 1.0, "train.py", f"unix:{directory}/7.sock", "ab")
+    with run_file(run):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert read_run(path) == run
         assert str(run) == "train.py (process 7)"
     assert list(directory.iterdir()) == []
-    with run_file(path, run):
+    with run_file(run):
+        listening(run).close()  # its socket goes with it
+    assert list(directory.iterdir()) == []
+    with run_file(run):
         path.unlink()  # somebody has tidied up
 
 
@@ -110,7 +99,7 @@ def test_one_that_cannot_be_written_leaves_nothing(
         raise OSError("no")
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(OSError, match="no"), run_file(directory / "7.json", run_of(directory, "a")):
+    with pytest.raises(OSError, match="no"), run_file(run_of(directory, "a")):
         pass
     assert list(directory.iterdir()) == []
 
@@ -150,15 +139,10 @@ def test_a_run_file_of_another_version_says_so(directory: Path) -> None:
 
 
 def test_what_a_later_version_adds_is_passed_over(directory: Path) -> None:
-    path, run = directory / "7.json", run_of(directory, "a")
-    with run_file(path, run):
+    path, run = directory / "a.json", run_of(directory, "a")
+    with run_file(run):
         written(path, json.dumps({**json.loads(path.read_text()), "colour": "red"}))
         assert read_run(path) == run
-
-
-def test_a_directory_is_no_run_file(directory: Path) -> None:
-    with pytest.raises(ConfigurationError):
-        read_run(directory)
 
 
 # Which run.
@@ -166,10 +150,7 @@ def test_a_directory_is_no_run_file(directory: Path) -> None:
 
 def test_the_only_run_that_is_there_is_found(directory: Path) -> None:
     runs = [run_of(directory, name, at) for at, name in enumerate(("a", "b", "c"))]
-    with (
-        run_file(directory / "x.json", runs[1]), run_file(directory / "y.json", runs[0]),
-        run_file(directory / "z.json", runs[2]), listening(runs[1]),
-    ):  # fmt: skip
+    with run_file(runs[1]), run_file(runs[0]), run_file(runs[2]), listening(runs[1]):
         written(directory / "w.json", "nonsense")
         assert has_ended(runs[2])
         assert chosen_run(directory=directory) == runs[1]
@@ -177,12 +158,12 @@ def test_the_only_run_that_is_there_is_found(directory: Path) -> None:
 
 def test_of_several_one_is_chosen_by_id_process_or_name(directory: Path) -> None:
     runs = [
-        Run(pid, pid, name, f"unix:{directory}/{pid}.sock", "ab")
+        Run(pid, pid, name, f"unix:{directory}/{pid}-1f.sock", "ab")
         for pid, name in ((7, "train.py"), (8, "train.py"), (9, "other.py"))
     ]
     with contextlib.ExitStack() as stack:
         for run in runs:
-            stack.enter_context(run_file(directory / f"{run.pid}-1f.json", run))
+            stack.enter_context(run_file(run))
             stack.enter_context(listening(run))
         for named, run in (("7-1f", runs[0]), ("8", runs[1]), ("other.py", runs[2])):
             assert chosen_run(named, directory) == run
@@ -207,7 +188,7 @@ def test_of_several_one_is_chosen_by_id_process_or_name(directory: Path) -> None
 
 
 def test_where_only_ended_ones_are_left_the_newest_is_named(directory: Path) -> None:
-    with run_file(directory / "x.json", run_of(directory, "train.py")):
+    with run_file(run_of(directory, "train.py")):
         with pytest.raises(ConfigurationError, match=r"the newest run, train.py .*, has ended"):
             chosen_run(directory=directory)
 
@@ -229,32 +210,22 @@ def test_a_directory_that_others_can_enter_is_not_looked_into(directory: Path) -
         chosen_run(directory=directory)
 
 
-def test_this_user_s_directory_is_where_it_looks(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_files, "directory_of_runs", lambda: directory)
-    with pytest.raises(ConfigurationError, match=str(directory)):
-        chosen_run()
-
-
 def test_what_killed_runs_have_left_is_taken_away(directory: Path) -> None:
     killed, alive = run_of(directory, "killed"), run_of(directory, "alive")
     listening(killed).close()
-    with (
-        run_file(directory / "x.json", killed), run_file(directory / "y.json", alive),
-        listening(alive),
-    ):  # fmt: skip
+    with run_file(killed), run_file(alive), listening(alive):
         take_away_ended(directory)
-        assert {path.name for path in directory.iterdir()} == {"y.json", "alive.sock"}
+        assert {path.name for path in directory.iterdir()} == {"alive.json", "alive.sock"}
 
 
 def test_what_lies_elsewhere_is_left_alone(directory: Path, tmp_path: Path) -> None:
     precious = tmp_path / "precious.sock"
     precious.write_text("not a socket, and nobody listens there")
-    with run_file(directory / "x.json", Run(7, 1.0, "a", f"unix:{precious}", "ab")):
-        take_away_ended(directory)
-        assert list(directory.iterdir()) == []
-        assert precious.exists()
+    said = {"pid": 7, "started": 1.0, "program": "a", "address": f"unix:{precious}", "token": "ab"}
+    written(directory / "x.json", json.dumps({"schema": 1, **said}))
+    take_away_ended(directory)
+    assert list(directory.iterdir()) == []
+    assert precious.exists()
 
 
 def test_files_of_others_do_not_hide_a_run(directory: Path) -> None:
@@ -262,7 +233,7 @@ def test_files_of_others_do_not_hide_a_run(directory: Path) -> None:
     os.mkfifo(directory / "pipe.json", 0o600)
     (directory / "link.json").symlink_to("/etc/passwd")
     run = run_of(directory, "a")
-    with run_file(directory / "a.json", run), listening(run):
+    with run_file(run), listening(run):
         assert chosen_run(directory=directory) == run
 
 
@@ -279,13 +250,6 @@ def test_sockets_without_a_file_are_taken_away_when_they_are_old(directory: Path
     take_away_ended(directory)
     assert {path.name for path in directory.iterdir()} == {"new.sock", "alive.sock"}
     alive.close()
-
-
-def test_the_socket_goes_with_the_file(directory: Path) -> None:
-    run = run_of(directory, "a")
-    with run_file(directory / "a.json", run):
-        listening(run).close()
-    assert list(directory.iterdir()) == []
 
 
 def test_a_socket_of_which_nothing_is_known_is_not_ended(directory: Path) -> None:

@@ -72,18 +72,6 @@ async def test_where_the_file_cannot_be_written_the_log_says_so_and_that_is_all(
         assert "the status of this run is not available: " in caplog.text
 
 
-async def test_what_a_killed_run_has_left_is_taken_away(runtime: Path) -> None:
-    (runtime / "psync").mkdir(mode=0o700)
-    left = runtime / "psync" / "1-0.json"
-    left.write_text(
-        '{"schema": 1, "pid": 1, "started": 1, "program": "a", "token": "", '
-        f'"address": "unix:{runtime}/1-0.sock"}}'
-    )
-    left.chmod(0o600)
-    async with serving_of():
-        assert not left.exists()
-
-
 async def test_it_can_be_turned_off(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for value, count in (("", 2), ("1", 2), ("0", 0)):
         monkeypatch.setenv("PSYNC_STATUS", value)
@@ -210,12 +198,8 @@ async def over_http(
 ) -> AsyncIterator[tuple[str, str]]:
     """A server; its URL, and the token."""
     caplog.set_level(logging.INFO, "psync")
-    server = http_server(source or Source())
-    await server.start()
-    try:
-        yield f"{server.url}/status", caplog.text.rpartition("?token=")[2].strip()
-    finally:
-        await server.close()
+    async with http_server(source or Source()).serving() as url:
+        yield f"{url}/status", caplog.text.rpartition("?token=")[2].strip()
 
 
 async def test_a_url_gives_the_status_again_and_again(caplog: pytest.LogCaptureFixture) -> None:

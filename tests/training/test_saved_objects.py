@@ -17,7 +17,7 @@ from local_training import in_step, strategy_of, training
 from loops import for_each
 from psync.checkpoints.files import COMMIT, MANIFEST, Reader
 from psync.checkpoints.manifest import commit_line
-from psync.cli.reports import checkpoint as command
+from psync.cli.main import checkpoint as command
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,

@@ -21,7 +21,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -32,11 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 from psync.closures.scaling import changes
 from psync.errors import ConfigurationError, PsyncError
-from psync.launch.gpus import GpuShares
-from psync.launch.output import release_blocked_output, say
 from psync.launch.plugins import check_found, plugins_environ
+from psync.launch.process import release_blocked_output, say
 from psync.launch.processes import (
     SERVE_COMMAND,
+    GpuShares,
     Output,
     Process,
     ProcessGroup,
@@ -44,7 +43,7 @@ from psync.launch.processes import (
     describe_exit,
     hint_of_crash,
 )
-from psync.net.platform import MISPLACED, named_file, new_pipe, random_hex
+from psync.net.platform import MISPLACED, named_file, new_pipe
 from psync.net.secret import load_secret, mint_secret
 from psync.status import run_files
 from psync.status.http import is_token
@@ -143,7 +142,7 @@ class Launcher:
         self._working = set(range(self.num_workers))  # workers that are kept running
         self._leaving: set[int] = set()  # of these, those that were asked to leave
         self._left = asyncio.Event()  # one of these has
-        self._workers: dict[int, Process] = {}
+        self._processes: dict[tuple[str, int], Process] = {}  # the newest of each task
         self._explained = False
         self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._scaling = asyncio.Lock()
@@ -207,8 +206,8 @@ class Launcher:
                 self._leaving.update(leave)
                 self._tell_chief(added, leave)
                 for index in leave:
-                    if index in self._workers:
-                        self._workers[index].send_signal(signal.SIGTERM)
+                    if (worker := self._processes.get(("worker", index))) is not None:
+                        worker.send_signal(signal.SIGTERM)
         if leave:
             return f"{number} workers; {len(leave)} leave when what they run has ended"
         return f"{number} workers; {len(come)} more are started" if come else f"{number} workers"
@@ -260,13 +259,19 @@ class Launcher:
             say(death)
         self._finish(code if code >= 0 else 128 - code)
 
-    async def _watch_ps(self, index: int) -> None:
-        policy = RestartPolicy(self.max_restarts)
-        while (ps := self._start("ps", index)) is not None:
-            code = await ps.wait()
+    async def _lives(
+        self, job: str, index: int, env: Mapping[str, str] | None = None, *pass_fds: int
+    ) -> AsyncIterator[tuple[int, str]]:
+        """Start a task again and again; yield how each life of it ends, until the run is over."""
+        while (process := self._start(job, index, env, *pass_fds)) is not None:
+            code = await process.wait()
             if self._outcome.done():
                 return
-            death = f"{ps.name} {describe_exit(code)}"
+            yield code, f"{process.name} {describe_exit(code)}"
+
+    async def _watch_ps(self, index: int) -> None:
+        policy = RestartPolicy(self.max_restarts)
+        async for code, death in self._lives("ps", index):
             if code == SETUP_ERROR or not policy.allow():
                 why = "" if code == SETUP_ERROR else f", {policy.exceeded}"
                 say(f"{death}{why}: it is not started again")
@@ -283,26 +288,20 @@ class Launcher:
             self._left.set()
 
     async def _keep_worker(self, index: int) -> None:
-        policy = RestartPolicy(self.max_restarts)
-        while (worker := self._start("worker", index)) is not None:
-            self._workers[index] = worker
-            chiefs = self.num_chiefs
-            code = await worker.wait()
-            if self._outcome.done():
-                return
+        policy, chiefs = RestartPolicy(self.max_restarts), self.num_chiefs
+        async for code, death in self._lives("worker", index):
             if code == MISPLACED:
                 say(
-                    f"error: {worker.name} runs main instead of serving: the run ends; end "
+                    f"error: worker-{index} runs main instead of serving: the run ends; end "
                     f"{self.program} in psync.run(main), not in asyncio.run(main())"
                 )
                 self._finish(SETUP_ERROR)
                 return
             if index in self._leaving:
                 self._group.remove_task("worker", index)
-                say(f"{worker.name} has left")
+                say(f"worker-{index} has left")
                 return
             self._explain(code)
-            death = f"{worker.name} {describe_exit(code)}"
             if code == 0:
                 # As a rule a worker that runs the program itself ends just before the chief.
                 await asyncio.wait([self._outcome], timeout=ALONE_S)
@@ -313,29 +312,21 @@ class Launcher:
                 return
             if code > 0 and chiefs < self.num_chiefs:  # it ran the program, and lost its chief
                 say(f"{death} and is started again, as the chief was")
-                continue
-            if not policy.allow():
+            elif policy.allow():
+                say(f"{death} and is started again ({policy.at_most})")
+            else:
                 self._give_up(f"{death}, {policy.exceeded}")
                 return
-            say(f"{death} and is started again ({policy.at_most})")
+            chiefs = self.num_chiefs
 
     async def _watch_evaluator(self, index: int) -> None:
         policy = RestartPolicy(self.max_restarts)
         heard = self._heard.fileno()
-        while not self._outcome.done():
-            try:
-                evaluator = self._group.start_task(
-                    "evaluator", index, self.command,
-                    env={"PSYNC_RUN_FD": str(heard)}, pass_fds=(heard,),
-                    output="discarded" if self.quiet else "prefixed",
-                )  # fmt: skip
-            except OSError as error:
-                say(f"evaluator-{index} could not be started: {error}; training goes on")
+        async for code, death in self._lives(
+            "evaluator", index, {"PSYNC_RUN_FD": str(heard)}, heard
+        ):
+            if code == 0:
                 return
-            code = await evaluator.wait()
-            if code == 0 or self._outcome.done():
-                return
-            death = f"{evaluator.name} {describe_exit(code)}"
             if code > 0 or not policy.allow():
                 say(f"{death} and is not started again; training goes on")
                 return
@@ -366,13 +357,19 @@ class Launcher:
         env = {**self.gpus.environ_of(job, index), **(env or {})}
         command = self.ps_command if job == "ps" else self.command
         try:
-            return self._group.start_task(
+            process = self._group.start_task(
                 job, index, command, env=env, output=output, pass_fds=pass_fds
             )
         except OSError as error:
             hint = RAISE_LIMIT if _too_many_files(error) else ""
-            self._give_up(f"{job}-{index} could not be started: {error}{hint}")
+            failed = f"{job}-{index} could not be started: {error}{hint}"
+            if job == "evaluator":
+                say(f"{failed}; training goes on")
+            else:
+                self._give_up(failed)
             return None
+        self._processes[job, index] = process
+        return process
 
     # What decides the outcome: the first call wins.
 
@@ -526,13 +523,12 @@ async def scaled_on_request(
         program: Name of the script.
         environ: See ``directory_of_runs``.
     """
-    token = random_hex(32)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):
             async with asyncio.timeout(REQUEST_WITHIN_S):
                 line = await reader.readline()
-            reply = await _reply(line, token, scale)
+            reply = await _reply(line, run.token, scale)
             writer.write(json.dumps(reply).encode() + b"\n")
             await writer.drain()
 
@@ -541,10 +537,8 @@ async def scaled_on_request(
             with contextlib.suppress(OSError):
                 directory = _directory(environ)
                 run_files.make_directory(directory.parent)
-                run_files.make_directory(directory)
-                run_files.take_away_ended(directory)
-                path = directory / f"{os.getpid()}-{random_hex(4)}{run_files.SUFFIX}"
-                where = path.with_suffix(".sock")
+                run = run_files.new_run(directory, program)
+                where = run_files.socket_of(run)
                 bound = stack.enter_context(socket.socket(socket.AF_UNIX))
                 bound.bind(os.fspath(where))
                 os.chmod(where, 0o600)
@@ -552,8 +546,7 @@ async def scaled_on_request(
                     answer, sock=bound, limit=MAX_REQUEST_BYTES
                 )
                 stack.callback(server.close)
-                run = run_files.Run(os.getpid(), time.time(), program, f"unix:{where}", token)
-                stack.enter_context(run_files.run_file(path, run))
+                stack.enter_context(run_files.run_file(run))
         yield
 
 

@@ -19,7 +19,7 @@ from distributed.comm import get_address_host
 
 from psync.errors import ClosedError
 from psync.integrations.engines import HostedTask, Order
-from psync.launch.output import configure_logging
+from psync.launch.process import configure_logging
 
 LOOK_EVERY_S = 0.5
 """How often it is looked whether a task is still wanted."""

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from psync.errors import ConfigurationError
 from psync.integrations.engines import HostedTask, Order, SeatLost, TasksOnEngine
 from psync.launch.cluster import Host, TaskCluster
-from psync.launch.output import configure_logging
+from psync.launch.process import configure_logging
 from psync.net.chief_presence import naming_who_is_awaited
 
 try:

@@ -42,10 +42,16 @@ from typing import Any
 
 from psync.cluster import MAX_TASKS, is_loopback, join_address, split_address
 from psync.errors import ConfigurationError
-from psync.launch.gpus import GpuShares
-from psync.launch.output import Sink, release_blocked_output, say, write_stderr, write_stdout
-from psync.launch.process import GRACE_S, PYTHON
-from psync.launch.processes import TUNING, Output, Process, ProcessGroup, describe_exit
+from psync.launch.process import (
+    GRACE_S,
+    PYTHON,
+    Sink,
+    release_blocked_output,
+    say,
+    write_stderr,
+    write_stdout,
+)
+from psync.launch.processes import TUNING, GpuShares, Output, Process, ProcessGroup, describe_exit
 from psync.net.resolvers import interface_towards
 from psync.wire.handshake import RELEASE
 

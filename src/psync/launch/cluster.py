@@ -25,17 +25,16 @@ from typing import Self
 from psync.closures.scaling import AdaptiveRule, changes
 from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConfigurationError, PsyncError, UsageError, other_loop
-from psync.launch.gpus import GpuShares
-from psync.launch.joining import Door
 from psync.launch.plugins import load_plugins, plugins_environ
 from psync.launch.processes import (
+    GpuShares,
     Process,
     ProcessGroup,
     RestartPolicy,
     describe_exit,
     hint_of_crash,
 )
-from psync.launch.tasks import make_task, tell_to_end
+from psync.launch.tasks import Door, make_task, tell_to_end
 from psync.net import certificates
 from psync.net.environment import network_of, newest_incarnation
 from psync.net.notebook_cells import of_no_cell

@@ -9,6 +9,7 @@ import inspect
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from psync.cluster import CHIEF, ClusterSpec, task_name
+from psync.cluster import CHIEF, ClusterSpec, join_address, split_address, task_name
 from psync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -24,17 +25,20 @@ from psync.errors import (
     PsyncError,
     RemoteProtocolError,
     TrainingEnded,
+    TransportError,
     UsageError,
 )
-from psync.launch.joining import JOINING, Door, Membership, listen_towards
-from psync.launch.output import configure_logging, fill_standard_streams, write_whole_lines
 from psync.launch.plugins import load_plugins, users_frame
 from psync.launch.process import (
+    PYTHON,
     asked_first,
+    configure_logging,
     end_of_run,
+    fill_standard_streams,
     following_launcher,
     run_loop,
     watch_launcher,
+    write_whole_lines,
 )
 from psync.net import environment
 from psync.net.chief_presence import (
@@ -43,20 +47,23 @@ from psync.net.chief_presence import (
     naming_who_is_awaited,
     until_told,
 )
+from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, flag, workforce_of_launcher
+from psync.net.platform import Platform, Workforce, flag, workforce_of_launcher
 from psync.net.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
+    interface_towards,
     opened,
     resolve_cluster,
     training_cluster,
 )
 from psync.net.secret import load_secret
+from psync.net.shared.door_names import BACKLOG
 from psync.net.task_reports import add_description
 from psync.net.transport import SocketNetwork
-from psync.wire.messages import Shutdown
+from psync.wire.messages import Done, JoinCluster, Joined, LeaveCluster, Shutdown
 
 if TYPE_CHECKING:
     from psync.ps_task import PsTask
@@ -84,7 +91,6 @@ class OwnTask:
     cluster: ClusterSpec
     job: str
     index: int
-    is_found: bool = False  # in the surroundings, where nobody has described the cluster
     # A scheduler starts tasks again that end with another code than 0 (Kubernetes' Jobs). So a
     # worker that leaves because of SIGTERM does not end with 0, which would say that all is done,
     # and only a chief that does tells the others to exit.
@@ -129,7 +135,6 @@ def own_task(resolver: ClusterResolver | None) -> OwnTask:
             task it is; or ``PSYNC_SUPERVISED`` is malformed.
     """
     known = resolver or resolve_cluster()
-    is_found = resolver is None and not isinstance(known, TFConfigClusterResolver)
     cluster, job, index = training_cluster(known)
     if job == "evaluator" and index is None:
         index = 0
@@ -138,7 +143,7 @@ def own_task(resolver: ClusterResolver | None) -> OwnTask:
             "the cluster's description does not say which task this process is",
             hint='TF_CONFIG needs a task, such as "task": {"type": "worker", "index": 0}',
         )
-    return OwnTask(known, cluster, job, index, is_found, bool(flag(os.environ, "PSYNC_SUPERVISED")))
+    return OwnTask(known, cluster, job, index, bool(flag(os.environ, "PSYNC_SUPERVISED")))
 
 
 # Scripts.
@@ -219,7 +224,8 @@ def run(
         job = own.job
         launched = _prepare_process(f"{job}-{own.index}")
         # Who has written TF_CONFIG or a resolver knows.
-        level = logging.INFO if own.is_found else logging.DEBUG
+        is_known = resolver is not None or isinstance(own.resolver, TFConfigClusterResolver)
+        level = logging.DEBUG if is_known else logging.INFO
         logger.log(level, "this process is %s, as %s says", own.name, own.resolver.source)
         load_plugins(own.name)
         if job == "chief" or (on_workers and job == "worker"):
@@ -433,18 +439,15 @@ async def serve_as(
     level = logging.DEBUG if os.environ.get("PSYNC_LAUNCHED") else logging.INFO
     logger.log(level, "%s serves at %s", task.task, own.address)
     lacks_chief = not awaited and "chief" not in own.cluster.jobs
-    if lacks_chief and (shared or own.job == "worker"):
-        ways = []
-        if shared:
-            way = "a task of type chief, where psync.run(main) runs main, is to be described in "
-            ways.append(way + own.resolver.source)
-        if own.job == "worker":
-            way = f"a chief takes it in with add_worker({own.address!r}, index={own.index})"
-            ways.append(way)
-        awaited = (
-            f"{task.task} waits for a chief, and its cluster's description names none: "
-            + ", or ".join(ways)
-        )
+    ways = []
+    if lacks_chief and shared:
+        way = "a task of type chief, where psync.run(main) runs main, is to be described in "
+        ways.append(way + own.resolver.source)
+    if lacks_chief and own.job == "worker":
+        ways.append(f"a chief takes it in with add_worker({own.address!r}, index={own.index})")
+    if ways:
+        what = "waits for a chief, and its cluster's description names none"
+        awaited = f"{task.task} {what}: {', or '.join(ways)}"
     naming = naming_who_is_awaited(
         lambda: "" if task.chief.is_here else awaited, warn=shared and lacks_chief
     )
@@ -557,3 +560,205 @@ async def _open_to_joiners(
             await stack.enter_async_context(door)
         except ConfigurationError as exc:
             logger.info("workers cannot join this program: %s", exc.message)
+
+
+JOINING = "/job:worker/joining"
+"""What a worker calls itself to the door, before it has an index."""
+
+SAY_GOODBYE_S = 2.0
+"""A chief that has not heard by then that a worker has left, notices it."""
+
+FIRST_JOINED = 10_000
+"""Index of the first worker that joins: whoever started the others goes on numbering below it."""
+
+FORGET_AFTER_S = 60.0
+"""A worker that was lost silently has been killed, or is back by then."""
+
+
+class Membership:
+    """That of this process, which listens at ``address``, in the cluster of a ``chief``."""
+
+    def __init__(self, platform: Platform, chief: str, address: str) -> None:
+        self._endpoint = Endpoint(platform, JOINING, platform.new_incarnation(), {})
+        self._chief = chief
+        self._address = address
+        self.index = -1
+        self._peer: Connection | None = None
+
+    async def begin(self) -> None:
+        """Join the cluster.
+
+        Raises:
+            ConnectFailed: The chief does not answer.
+            AuthenticationError: The chief has another secret.
+            RemoteProtocolError: Something else answers, or another version of psync.
+            ConfigurationError: The chief refuses this worker.
+        """
+        try:
+            self._peer = await self._endpoint.connect(self._chief, CHIEF)
+        except ConnectFailed as exc:
+            raise ConnectFailed(
+                exc.message,
+                hint="is the program running, and is this the address of its chief? Workers can "
+                "join only while it runs, and only if it ends in psync.run(main)",
+            ) from exc
+        await self._ask(self._peer)
+
+    async def _ask(self, peer: Connection) -> None:
+        received = (await peer.call(JoinCluster(self._address, self.index, PYTHON))).message
+        if not isinstance(received, Joined):
+            raise RemoteProtocolError(
+                f"{CHIEF} answered JoinCluster with {type(received).__name__}"
+            )
+        if self.index not in (-1, received.index):
+            raise ConfigurationError(
+                f"worker {self.index} was away from {self._chief} for so long that another worker "
+                "has its index",
+                hint="restart it: it joins as a new worker",
+            )
+        self.index = received.index
+
+    async def keep(self) -> None:
+        """Come back to the door whenever the connection is lost, until cancelled.
+
+        Raises:
+            PsyncError: The chief does not want this worker any more.
+        """
+        while True:
+            assert self._peer is not None, "it has begun"
+            await self._peer.wait_closed()
+            logger.debug("the connection to the door of %s is lost", self._chief)
+            self._peer = await self._endpoint.connect_retrying(
+                self._chief, CHIEF, level=logging.INFO
+            )
+            with contextlib.suppress(TransportError):
+                await self._ask(self._peer)
+
+    async def end(self) -> None:
+        """Say that this worker has left, and close. Cancellation: the chief misses it."""
+        try:
+            if self._peer is not None and self._peer.is_open:
+                async with asyncio.timeout(SAY_GOODBYE_S):
+                    await self._peer.call(LeaveCluster("it has left"))
+        except (TimeoutError, PsyncError) as exc:
+            logger.debug("the chief was not told that this worker has left: %s", exc)
+        finally:
+            await self._endpoint.close()
+
+
+def listen_towards(chief: str, listen: str) -> tuple[socket.socket, str]:
+    """Return a listening socket, and its address as others have to know it."""
+    chief_host, chief_port = split_address(chief)
+    if not chief_port:
+        raise ConfigurationError(f"expected host:port of the chief, got {chief!r}")
+    if load_secret(os.environ) is None:  # whatever PSYNC_INSECURE says
+        raise ConfigurationError(
+            "no secret is set, and joining requires the cluster's secret",
+            hint="set PSYNC_SECRET, or PSYNC_SECRET_FILE to the path of a file with it",
+        )
+    if listen:
+        host, port = split_address(listen if ":" in listen else f"{listen}:0")
+    else:
+        port = 0
+        try:
+            host, _ = interface_towards(chief_host, chief_port)
+        except OSError as exc:
+            raise ConfigurationError(f"{chief} is unreachable: {exc.strerror or exc}") from exc
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port or 0), family=family, backlog=BACKLOG)
+    except OSError as exc:
+        raise ConfigurationError(
+            f"this worker cannot listen on {listen or host}: {exc.strerror or exc}"
+        ) from exc
+    return listener, join_address(host, listener.getsockname()[1])
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A worker that has joined."""
+
+    address: str
+    peer: Connection  # its newest connection
+    forgetting: asyncio.TimerHandle | None = None  # while it is missed
+
+
+class Door:
+    """Takes in workers that join. An async context manager; it listens while it is entered.
+
+    Args:
+        platform: Network, secret.
+        address: Of the chief.
+        workforce: Told of workers that come and leave.
+        added: Gets the address of each worker that is present, by name: for the program's end.
+
+    Raises:
+        ConfigurationError: From entering it: the address is in use, or not this machine's.
+    """
+
+    def __init__(
+        self, platform: Platform, address: str, workforce: Workforce, added: dict[str, str]
+    ) -> None:
+        self._address = address
+        self._workforce = workforce
+        self._added = added
+        self._members: dict[int, _Member] = {}
+        self._next = FIRST_JOINED
+        self._endpoint = Endpoint(
+            platform, CHIEF, platform.new_incarnation(),
+            {JoinCluster: Handler(self._join), LeaveCluster: Handler(self._leave)},
+        )  # fmt: skip
+
+    async def __aenter__(self) -> None:
+        await self._endpoint.listen(self._address)
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for member in self._members.values():
+            if member.forgetting is not None:
+                member.forgetting.cancel()
+        self._members.clear()
+        await self._endpoint.close()
+
+    def _join(self, request: Request[JoinCluster]) -> None:
+        peer, message = request.peer, request.message
+        if message.python != PYTHON:
+            raise ConfigurationError(
+                f"the chief runs Python {PYTHON}, but the worker at {message.address} runs "
+                f"{message.python} and could not read the program's functions",
+                hint="start the worker with the same Python version as the chief",
+            )
+        split_address(message.address)  # is it one?
+        index, known = message.index, self._members.get(message.index)
+        if index < FIRST_JOINED or (known is not None and known.address != message.address):
+            index, known = self._next, None
+        self._next = max(self._next, index + 1)
+        if known is not None and known.forgetting is not None:
+            known.forgetting.cancel()
+        self._members[index] = _Member(message.address, peer)
+        peer.on_closed.append(lambda _: self._miss(index, peer))
+        name = task_name("worker", index)
+        logger.info("%s joins, from %s", name, message.address)
+        self._added[name] = message.address
+        self._workforce.change({index: message.address}, ())
+        request.answer(Joined(index))
+
+    def _leave(self, request: Request[LeaveCluster]) -> None:
+        peer, message = request.peer, request.message
+        for index, member in list(self._members.items()):
+            if member.peer is peer:
+                self._forget(index, message.reason)
+        request.answer(Done())
+
+    def _miss(self, index: int, peer: Connection) -> None:
+        member = self._members.get(index)
+        if member is not None and member.peer is peer:
+            loop = asyncio.get_running_loop()
+            why = f"it was lost {FORGET_AFTER_S:g} s ago"
+            member.forgetting = loop.call_later(FORGET_AFTER_S, self._forget, index, why)
+
+    def _forget(self, index: int, reason: str) -> None:
+        del self._members[index]
+        name = task_name("worker", index)
+        logger.info("%s is no longer a worker of the cluster: %s", name, reason)
+        self._added.pop(name, None)
+        self._workforce.change({}, (index,))

@@ -249,9 +249,6 @@ class StatusServer:
         pages: What else there is, for whoever has the token, by path. The first one is logged.
         who: Whose they are, for the log.
 
-    Attributes:
-        url: "http://127.0.0.1:9400"; "" before ``start``.
-
     Raises:
         ConfigurationError: The address is none, or the extra ``metrics`` is not installed.
     """
@@ -266,14 +263,13 @@ class StatusServer:
     ) -> None:
         self._host, self._port = host_and_port(address, "metrics")
         check_metrics()
-        self.url = ""
         self._metrics, self._pages = metrics, pages
         self._who = f"{who}: " if who else ""
         self._token = random_hex(TOKEN_BYTES)
-        self._stack = contextlib.AsyncExitStack()
 
-    async def start(self) -> None:
-        """Listen. Cancellation: safe.
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Return a context in which it answers; it yields the URL, "http://127.0.0.1:9400".
 
         Raises:
             ConfigurationError: The address is in use, or not this machine's.
@@ -282,25 +278,22 @@ class StatusServer:
 
         application = web.Application()
         application.router.add_route("*", "/{path:.*}", self._respond)
-        try:
-            port = await self._stack.enter_async_context(
-                listening(application, self._host, self._port)
-            )
-        except OSError as exc:
-            from psync.net.transport import reason  # with numpy, which a launcher never loads
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                here = listening(application, self._host, self._port)
+                port = await stack.enter_async_context(here)
+            except OSError as exc:
+                from psync.net.transport import reason  # with numpy, which a launcher never loads
 
-            raise ConfigurationError(
-                f"metrics: cannot listen on {self._host}:{self._port}: {reason(exc)}",
-                hint="port 0 takes a free one",
-            ) from exc
-        self.url = f"http://{shown(self._host)}:{port}"
-        first = next(iter(self._pages), "")
-        more = f", {first[1:]} at {self.url}{first}?token={self._token}" if first else ""
-        logger.info("%smetrics at %s/metrics%s", self._who, self.url, more)
-
-    async def close(self) -> None:
-        """Answer nobody any more. Cancellation: safe."""
-        await self._stack.aclose()
+                raise ConfigurationError(
+                    f"metrics: cannot listen on {self._host}:{self._port}: {reason(exc)}",
+                    hint="port 0 takes a free one",
+                ) from exc
+            url = f"http://{shown(self._host)}:{port}"
+            first = next(iter(self._pages), "")
+            more = f", {first[1:]} at {url}{first}?token={self._token}" if first else ""
+            logger.info("%smetrics at %s/metrics%s", self._who, url, more)
+            yield url
 
     async def _respond(self, request: web.Request) -> web.Response:
         from aiohttp import web
@@ -339,10 +332,9 @@ class StatusServer:
 # Metrics of one ps or worker, served by its own process.
 
 
-@contextlib.asynccontextmanager
-async def serving_metrics(
+def serving_metrics(
     address: str, task: str, statistics: Callable[[], Mapping[str, Any]]
-) -> AsyncIterator[None]:
+) -> contextlib.AbstractAsyncContextManager[str]:
     """Return a context in which Prometheus may ask a task; the log has the URL.
 
     Args:
@@ -361,9 +353,4 @@ async def serving_metrics(
         ProcessCollector(registry=process)
         return task_exposition(task, statistics()) + generate_latest(process).decode()
 
-    server = StatusServer(address, metrics, who=task)
-    await server.start()
-    try:
-        yield
-    finally:
-        await server.close()
+    return StatusServer(address, metrics, who=task).serving()

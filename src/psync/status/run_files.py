@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from psync.errors import ConfigurationError
-from psync.net.platform import is_deserted
+from psync.net.platform import is_deserted, random_hex
 from psync.net.secret import read_private
 from psync.status.model import from_plain
 from psync.status.units import seconds_text
@@ -33,6 +33,8 @@ SCHEMA = 1
 """Of run files."""
 
 SUFFIX = ".json"
+
+TOKEN_BYTES = 32
 
 MAX_BYTES = 1 << 16
 """Of a run file, which has some 250; what is larger is something else."""
@@ -104,17 +106,29 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-@contextlib.contextmanager
-def run_file(path: Path, run: Run) -> Iterator[None]:
-    """Return a context in which a run can be found; its socket goes with the file.
+def new_run(directory: Path, program: str, metrics: str = "") -> Run:
+    """Return a run of this process, which is to listen at its address and then has a ``run_file``.
 
-    Args:
-        path: Of the file, in a directory that ``make_directory`` has made.
-        run: What it says.
+    The directory is made, and what killed runs have left there is taken away.
+
+    Raises:
+        OSError: As of ``make_directory``.
+    """
+    make_directory(directory)
+    take_away_ended(directory)
+    where = directory / f"{os.getpid()}-{random_hex(4)}.sock"
+    token = random_hex(TOKEN_BYTES)
+    return Run(os.getpid(), time.time(), program, f"unix:{where}", token, metrics)
+
+
+@contextlib.contextmanager
+def run_file(run: Run) -> Iterator[None]:
+    """Return a context in which a run can be found; its socket goes with the file beside it.
 
     Raises:
         OSError: It cannot be written.
     """
+    path = socket_of(run).with_suffix(SUFFIX)
     with replacing(path) as file:
         file.write(json.dumps({"schema": SCHEMA, **dataclasses.asdict(run)}).encode())
     try:

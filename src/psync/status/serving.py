@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
@@ -34,7 +33,7 @@ from psync.errors import (
 )
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.platform import Platform, flag, random_hex
+from psync.net.platform import Platform, flag
 from psync.net.secret import Secret
 from psync.net.tls_channel import TlsNetwork
 from psync.net.trace_file import Reading
@@ -42,14 +41,7 @@ from psync.net.transport import SocketNetwork
 from psync.status.exposition import exposition
 from psync.status.http import StatusServer
 from psync.status.model import Status
-from psync.status.run_files import (
-    SUFFIX,
-    Run,
-    directory_of_runs,
-    make_directory,
-    run_file,
-    take_away_ended,
-)
+from psync.status.run_files import Run, directory_of_runs, new_run, run_file
 from psync.wire.codec import Message
 from psync.wire.frames import Frame
 from psync.wire.messages import AskSpans, AskStatistics, Statistics
@@ -58,8 +50,6 @@ if TYPE_CHECKING:
     from psync.status.sampling import ClusterSource
 
 logger = logging.getLogger(__name__)
-
-TOKEN_BYTES = 32
 
 READER = "/job:status/task:0"
 """What whoever asks calls itself."""
@@ -110,31 +100,28 @@ class ServedStatus:
         """
         url = ""
         if self._http is not None:
-            await self._http.start()
-            url = self._http.url
-        if not self._is_served:
-            return
-        try:
-            await self._serve(url)
-        except (OSError, ConfigurationError) as exc:
-            logger.info("the status of this run is not available: %s", exc)
-            await self._stack.aclose()
+            url = await self._stack.enter_async_context(self._http.serving())
+        if self._is_served:
+            try:
+                await self._stack.enter_async_context(self._found(url))
+            except (OSError, ConfigurationError) as exc:
+                logger.info("the status of this run is not available: %s", exc)
 
-    async def _serve(self, metrics: str) -> None:
-        directory = directory_of_runs()
-        make_directory(directory)
-        take_away_ended(directory)
-        path = directory / f"{os.getpid()}-{random_hex(4)}{SUFFIX}"
-        token, address = random_hex(TOKEN_BYTES), f"unix:{path.with_suffix('.sock')}"
+    @contextlib.asynccontextmanager
+    async def _found(self, metrics: str) -> AsyncIterator[None]:
+        """Return a context in which there is a run file, and who has read it may ask."""
+        run = new_run(directory_of_runs(), self.source.program, metrics)
         handlers: dict[type[Message], Handler] = {
             AskStatistics: Handler(self._answer), AskSpans: Handler(self._answer_spans),
         }  # fmt: skip
-        platform = Platform(SocketNetwork(), Secret(token.encode()))
+        platform = Platform(SocketNetwork(), Secret(run.token.encode()))
         endpoint = Endpoint(platform, CHIEF, 0, handlers)
-        self._stack.push_async_callback(endpoint.close)
-        await endpoint.listen(address)
-        run = Run(os.getpid(), time.time(), self.source.program, address, token, metrics)
-        self._stack.enter_context(run_file(path, run))
+        try:
+            await endpoint.listen(run.address)
+            with run_file(run):
+                yield
+        finally:
+            await endpoint.close()
 
     async def _answer(self, request: Request[AskStatistics]) -> None:
         status = await self.source.status()
@@ -162,8 +149,6 @@ class ServedStatus:
         try:
             await self._stack.aclose()
         finally:
-            if self._http is not None:
-                await self._http.close()
             await self.source.close()
 
 

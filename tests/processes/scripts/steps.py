@@ -26,10 +26,6 @@ def coordinator_of(strategy=None):
     )
 
 
-async def nothing():
-    """Neither connects nor prints."""
-
-
 async def prints():
     async def step():
         print("printed in a step")
@@ -48,21 +44,6 @@ async def fails():
     async with coordinator_of() as coordinator:
         coordinator.schedule(step)
         await coordinator.join()
-
-
-async def twice():
-    for number in (1, 2):
-        strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
-        async with coordinator_of(strategy) as coordinator:
-            with strategy.scope():
-                v = psync.Variable(number)
-
-            async def step():
-                return int(await v.read())  # noqa: B023
-
-            value = coordinator.schedule(step)
-            await coordinator.join()
-            print(await value)
 
 
 async def classes():
@@ -115,27 +96,6 @@ async def wrong_option():
 async def nobody_to_add():
     async with coordinator_of() as coordinator:
         await coordinator.add_worker("127.0.0.1:1", timeout=0.2)
-
-
-async def endless():
-    """Say that steps run, and go on until killed."""
-    strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
-    async with coordinator_of(strategy) as coordinator:
-        with strategy.scope():
-            v = psync.Variable(0.0)
-        sgd = psync.optimizers.SGD(1.0)
-
-        async def step():
-            await sgd.apply_gradients([(1.0, v)])
-            return os.getpid()
-
-        first = coordinator.schedule(step)
-        await coordinator.join()
-        print("running", await first, flush=True)
-        while True:
-            for _ in range(100):
-                coordinator.schedule(step)
-            await coordinator.join()
 
 
 async def leaves():

@@ -16,7 +16,8 @@ from psync.status.dashboard import recorder as recorder_module
 from psync.status.dashboard.recorder import Attached, Recorder, hosts_of
 from psync.status.dashboard.run_log import FinishedRun, RunLog
 from psync.status.model import ShardStatus, Status
-from statuses import status, worker
+from statuses import live_show, logged, status, worker
+from view_schema import check_view
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -32,8 +33,10 @@ W, V = (ShardStatus(name, 0, (2,), "float32", 8, 0) for name in "wv")
 class Cluster:
     """Has a status, and more variables as time goes on."""
 
+    program = "train.py"
+
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked = self.asks_workers = 0
         self.fails = False
         self.placed: tuple[ShardStatus, ...] = (W,)
         self.news = asyncio.Condition()
@@ -61,14 +64,25 @@ async def test_it_takes_one_after_the_other_and_a_last_one(tmp_path: Path) -> No
     await cluster.asked_again(2)
     await recorder.close()
     await recorder.close()
-    assert recorder.show.newest == status(worker(), at=float(cluster.asked), placement=(W, V))
+    assert recorder.newest == status(worker(), at=float(cluster.asked), placement=(W, V))
     run = FinishedRun(path)
-    written = [each.time for each in run.statuses()]
+    written = [each.time for each in logged(run)]
     assert written == sorted(written)
     assert written[-1] == cluster.asked
     assert run.ended
-    assert {each.placement for each in run.statuses()} == {(W,), (W, V)}
+    assert {each.placement for each in logged(run)} == {(W,), (W, V)}
     assert path.read_text().count('{"placement"') == 2
+
+
+async def test_the_page_shows_the_newest_moment_of_a_run_that_goes_on() -> None:
+    show = live_show()
+    assert (await show.view("recent", None), await show.status(None)) == ("{}", None)
+    show.add(status(worker(), at=1.0))
+    show.add(status(worker(0, "lost"), at=2.0))
+    view = json.loads(await show.view("recent", None))
+    check_view(view)
+    assert (view["mode"], view["time"], view["series"]["time"]) == ("live", 2.0, [1.0, 2.0])
+    assert (await show.status(5.0)) is show.newest
 
 
 async def test_an_error_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,7 +95,7 @@ async def test_an_error_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     await cluster.asked_again(2)
     cluster.fails = True
     await recorder.close()
-    assert recorder.show.newest is not None
+    assert recorder.newest is not None
     assert caplog.text.count("the dashboard cannot read the status") == 2
 
 
@@ -103,18 +117,8 @@ async def test_a_full_disk_is_one_warning(
     log.close()
 
 
-class Source:
-    """The status of a cluster that does not change."""
-
-    program = "train.py"
-    asks_workers = False
-
-    async def status(self) -> Status:
-        return status(worker())
-
-
 def attached(address: str = "", log: Path | str = "") -> Attached:
-    source: Any = Source()
+    source: Any = Cluster()
     return Attached(source, address, log)
 
 
@@ -123,7 +127,7 @@ async def test_coordinators_of_one_program_share_the_log_of_its_launcher(
 ) -> None:
     path = tmp_path / "run.jsonl"
     monkeypatch.setenv("PSYNC_RUN_LOG", str(path))
-    source: Any = Source()
+    source: Any = Cluster()
     for _ in range(2):
         run = Attached(source)
         await run.start()

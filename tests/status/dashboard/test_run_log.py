@@ -13,8 +13,10 @@ import pytest
 from psync.errors import ConfigurationError
 from psync.status.dashboard import run_log
 from psync.status.dashboard.run_log import FinishedRun, RunLog, check_head
+from psync.status.dashboard.view import LANE_CELLS
 from psync.status.model import ShardStatus
-from statuses import status, worker
+from statuses import logged, shares, status, worker
+from view_schema import check_view
 
 PLACED = (ShardStatus("w", 0, (2, 3), "float32", 24, 1),)
 
@@ -32,7 +34,7 @@ def written(path: Path, moments: int = 3, **options: object) -> RunLog:
 
 
 def times(run: FinishedRun) -> list[float]:
-    return [each.time for each in run.statuses()]
+    return [each.time for each in logged(run)]
 
 
 def test_what_is_written_is_read(path: Path) -> None:
@@ -43,12 +45,39 @@ def test_what_is_written_is_read(path: Path) -> None:
     log.close()
     run = FinishedRun(path)
     assert (len(run), run.ended) == (2, True)
-    assert list(run.statuses()) == [
+    assert logged(run) == [
         status(worker(), at=1.0),
-        status(worker(1, "lost"), at=2.0, reported={"loss": 0.5}, placement=PLACED),
-    ]  # fmt: skip
-    assert [each.time for each in run.statuses(1, 2)] == [2.0]
+        status(worker(1, "lost"), at=2.0, state="ended", reported={"loss": 0.5}, placement=PLACED),
+    ]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+async def test_the_end_or_any_moment_of_it_is_shown(path: Path) -> None:
+    log = RunLog(path, "train.py")
+    for at in range(400):
+        state = "lost" if at >= 200 else "busy"
+        log.add(status(worker(0, state, work=shares(0.5)), at=1000.0 + at, placement=PLACED))
+    log.close()
+    run = FinishedRun(path)
+    view = json.loads(await run.view("run", None))
+    check_view(view)
+    assert (view["mode"], view["ended"], view["time"]) == ("log", True, 1399.0)
+    assert view["state"] == "ended"
+    assert view["moments"] == {"first": 1000.0, "last": 1399.0}
+    assert (view["series"]["time"][0], view["series"]["time"][-1]) == (1000.0, 1399.0)
+    assert [each["total"] for each in view["placement"]] == ["24 B, 1 shards"]
+    assert len(view["lanes"]["times"]) == LANE_CELLS
+    view = json.loads(await run.view("recent", 1210.7))
+    assert (view["time"], view["workers"][0]["state"]) == (1210.0, "lost")
+    assert view["state"] == "running"
+    assert (view["series"]["time"][0], view["series"]["time"][-1]) == (1000.0, 1210.0)
+    (lane,) = view["lanes"]["rows"]
+    assert [cell[0] for cell in lane[-12:]] == ["busy"] + ["lost"] * 11
+    for time, found in ((0.0, 1000.0), (1000.0, 1000.0), (9e9, 1399.0), (None, 1399.0)):
+        seen = await run.status(time)
+        assert seen is not None
+        assert seen.time == found
+    assert json.loads(await run.view("recent", 0.0))["series"]["time"] == [1000.0]
 
 
 def test_the_format_is_lines_of_json(path: Path) -> None:
@@ -104,7 +133,7 @@ def test_a_log_is_bounded_and_tells_of_the_whole_run(
     assert seen[0] < 40
     assert seen[-1] > 260
     assert sorted(seen) == seen
-    assert {each.placement for each in run.statuses()} == {PLACED}
+    assert {each.placement for each in logged(run)} == {PLACED}
     assert os.listdir(path.parent) == [path.name]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -117,7 +146,7 @@ def test_thinning_keeps_where_variables_lay(path: Path, monkeypatch: pytest.Monk
         assert path.stat().st_size <= 12_000
     log.close()
     run = FinishedRun(path)
-    assert all(len(each.placement) == each.time // 20 for each in run.statuses())
+    assert all(len(each.placement) == each.time // 20 for each in logged(run))
 
 
 def test_a_disk_that_is_full_leaves_no_draft(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +238,7 @@ def test_a_line_that_is_broken_is_one_error(path: Path, line: str) -> None:
     with path.open("a") as file:
         file.write(line + "\n")
     with pytest.raises(ConfigurationError, match=r"expected a line of a run log at byte \d+"):
-        list(FinishedRun(path).statuses())
+        FinishedRun(path)
 
 
 def test_what_a_newer_version_writes_is_passed_over(path: Path) -> None:
@@ -262,5 +291,5 @@ def test_deep_nesting_is_no_run_log(path: Path, depth: int) -> None:
         with open(path, "a") as file:
             file.write(f"{line}\n")
         with pytest.raises(ConfigurationError, match="expected a line of a run log at byte"):
-            list(FinishedRun(path).statuses())
+            FinishedRun(path)
         path.unlink()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from psync.status.dashboard.run_log import INTERVAL_S, RunLog
 from psync.status.dashboard.server import serving
-from psync.status.dashboard.shows import LiveShow
+from psync.status.dashboard.view import History, to_json, view_of
 from psync.status.model import Status
 
 if TYPE_CHECKING:
@@ -23,20 +23,21 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Takes a status a second, from ``start`` to ``close``.
+    """Takes a status a second, from ``start`` to ``close``; the dashboard shows the newest one.
 
     Args:
         read: Returns the status.
         log: Where statuses are written; None: nowhere. It is closed with this.
 
     Attributes:
-        show: What the dashboard shows.
+        newest: The newest status; None: there was none yet.
     """
 
     def __init__(self, read: Callable[[], Awaitable[Status]], log: RunLog | None = None) -> None:
-        self.show = LiveShow()
         self._read = read
         self._log = log
+        self._history = History()
+        self.newest: Status | None = None
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None  # never cancelled: it may be writing
 
@@ -56,13 +57,28 @@ class Recorder:
         if log is not None:
             await self._write(log, log.close)
 
+    def add(self, status: Status) -> None:
+        """Show a status."""
+        self.newest = status
+        self._history.add(status)
+
+    async def view(self, span: str, time: float | None) -> str:
+        """Return the page as JSON; "{}" before the first status. Cancellation: safe."""
+        if self.newest is None:
+            return "{}"
+        return to_json(view_of(self.newest, self._history, span=span))
+
+    async def status(self, time: float | None) -> Status | None:
+        """Return the newest status. Cancellation: safe."""
+        return self.newest
+
     async def _run(self) -> None:
         fails = False
         while True:
             is_last = self._closing.is_set()
             try:
                 status = await self._read()
-                self.show.add(status)
+                self.add(status)
                 if self._log is not None:
                     await self._write(self._log, functools.partial(self._log.add, status))
                 fails = False
@@ -139,7 +155,7 @@ class Attached:
         recorder = Recorder(self._source.status, log)
         self._stack.push_async_callback(recorder.close)
         if self._address:
-            page = serving(recorder.show, self._address, hosts_of(os.environ))
+            page = serving(recorder, self._address, hosts_of(os.environ))
             self.url = await self._stack.enter_async_context(page)
         self._source.asks_workers += 1
         recorder.start()

@@ -17,7 +17,7 @@ from pathlib import Path
 from psync.errors import ConfigurationError
 from psync.status.dashboard.run_log import FinishedRun, RunLog
 from psync.status.dashboard.server import STATIC
-from psync.status.dashboard.shows import LogShow, to_json
+from psync.status.dashboard.view import to_json
 from psync.status.model import Status
 from psync.status.run_files import replacing
 
@@ -115,7 +115,6 @@ def write_report(log: str | os.PathLike[str], path: Path) -> Path:
 
 
 def _page(run: FinishedRun) -> str:
-    show = LogShow(run)
     count = min(len(run), MAX_MOMENTS)
     while True:
         places = [round(at * (len(run) - 1) / max(count - 1, 1)) for at in range(count)]
@@ -123,14 +122,14 @@ def _page(run: FinishedRun) -> str:
             places = [len(run) - 1]
         moments, size = [], 0
         for place in places:
-            moments.append(show.view_at("recent", place))
+            moments.append(run.view_at("recent", place))
             size += len(moments[-1])
             if size > MAX_BYTES and count > 1:
                 break
         else:
             break
         count = max(1, count * MAX_BYTES // (2 * size))
-    series = to_json(show.series())
+    series = to_json(run.series())
     data = f'{{"moments":[{",".join(moments)}],"series":{series}}}'
     return _filled(data)
 

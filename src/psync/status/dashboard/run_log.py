@@ -11,19 +11,23 @@ from then on only every second one is written. So it always tells of the whole r
 
 from __future__ import annotations
 
+import asyncio
+import bisect
 import contextlib
 import dataclasses
+import functools
 import json
+import math
 import os
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 from psync.checkpoints.files import regular
 from psync.checkpoints.ownership import Owner, own
 from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.status.dashboard.view import Thinned
+from psync.status.dashboard import view as page
 from psync.status.model import ShardStatus, Status, from_plain
 from psync.status.run_files import replacing
 
@@ -42,6 +46,9 @@ MAX_MOMENTS = 50_000
 """So many are read of a log that is larger than one can be, several in one file for example."""
 
 KEY = "psync_run_log"
+
+_Moment: TypeAlias = tuple[float, int, tuple[ShardStatus, ...], page.Row]
+"""A status in the file: its time, where it is, the placement that holds there, and its row."""
 
 STATUS, PLACEMENT = b'{"status":', b'{"placement":'
 """How lines begin."""
@@ -178,73 +185,117 @@ def check_head(path: Path) -> None:
         )
 
 
+def _status_in(line: bytes) -> Status:
+    return Status.from_json(line.rstrip()[len(STATUS) : -1])
+
+
 class FinishedRun:
-    """A run log that is read: all moments of it, each loaded when it is wanted.
+    """A run log that is read: every moment of it can be shown, and is loaded when it is wanted.
 
     Args:
-        path: Of the file.
+        path: Of the file. All of it is read once.
 
     Raises:
-        ConfigurationError: It is no run log, cannot be read, or has no status.
+        ConfigurationError: It is no run log, cannot be read, has a broken line or no status.
 
     Attributes:
         ended: Whether the run was closed in order; False: it was killed, or goes on.
         close: Closes the file; so does the end of this value.
+        status_at: Returns the status of a moment, by its number.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         check_head(self.path)
-        self._found: Thinned[tuple[int, tuple[ShardStatus, ...]]] = Thinned(MAX_MOMENTS)
-        """Where each moment is, and the placement that holds there."""
+        self._moments: page.Thinned[_Moment] = page.Thinned(MAX_MOMENTS)
+        self._whole = page.History()
         self._placement: tuple[ShardStatus, ...] = ()
+        self.status_at = functools.lru_cache(2 * page.LANE_CELLS)(self._loaded)
+        self._reading = asyncio.Lock()
         self.ended = False
-        offset = 0
         # It stays open: the program may go on, and put another file in its place.
         self._file = file = open(self.path, "rb", opener=regular)
         self.close = weakref.finalize(self, file.close)
+        offset = 0
         while line := file.readline(MAX_LINE_BYTES):
             if line.endswith(b"\n"):  # the last one may be half
                 self._note(offset, line)
             elif len(line) == MAX_LINE_BYTES:
                 raise self._broken(offset)
             offset += len(line)
-        if not self._found.kept:
+        if not self._moments.kept:
             self.close()
             raise ConfigurationError(f"{self.path}: the run log has no status: nothing ran")
 
     def __len__(self) -> int:
-        return len(self._found.kept)
+        return len(self._moments.kept)
 
     def _note(self, offset: int, line: bytes) -> None:
-        if line.startswith(STATUS):
-            self.ended = False
-            self._found.add((offset, self._placement))
-            return
         try:
+            if line.startswith(STATUS):
+                self.ended = False
+                status = _status_in(line)
+                self._whole.add(status)
+                self._moments.add((status.time, offset, self._placement, page.row_of(status)))
+                return
             data = json.loads(line)
             if not isinstance(data, dict):
-                raise self._broken(offset)
+                raise TypeError("expected an object")
             if "placement" in data:
                 self._placement = from_plain(tuple[ShardStatus, ...], data["placement"])
             self.ended = self.ended or "end" in data
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as exc:
-            raise self._broken(offset) from exc  # a status is looked at when it is wanted
+        except (
+            ValueError, TypeError, AttributeError, OverflowError, RecursionError,
+            RemoteProtocolError,
+        ) as exc:  # fmt: skip
+            raise self._broken(offset) from exc
 
     def _broken(self, offset: int) -> ConfigurationError:
         return ConfigurationError(f"{self.path}: expected a line of a run log at byte {offset}")
 
-    def statuses(self, first: int = 0, last: int | None = None) -> Iterator[Status]:
-        """Yield statuses from ``first`` to before ``last``, in order.
+    def _loaded(self, index: int) -> Status:
+        _, offset, placement, _ = self._moments.kept[index]
+        self._file.seek(offset)
+        try:
+            status = _status_in(self._file.readline(MAX_LINE_BYTES))
+        except RemoteProtocolError as exc:  # it was written over
+            raise self._broken(offset) from exc
+        if self.ended and index == len(self) - 1:
+            status = dataclasses.replace(status, state="ended")
+        return dataclasses.replace(status, placement=placement)
 
-        Raises:
-            ConfigurationError: A line is none.
-        """
-        for offset, placement in self._found.kept[first:last]:
-            self._file.seek(offset)
-            line = self._file.readline(MAX_LINE_BYTES)
-            try:
-                status = Status.from_json(line.rstrip()[len(STATUS) : -1])
-            except RemoteProtocolError as exc:
-                raise self._broken(offset) from exc
-            yield dataclasses.replace(status, placement=placement)
+    def _index(self, time: float | None) -> int:
+        """Return the number of the last moment that is not after a time."""
+        if time is None:
+            return len(self) - 1
+        return max(0, bisect.bisect_left(self._moments.kept, (math.nextafter(time, math.inf),)) - 1)
+
+    async def view(self, span: str, time: float | None) -> str:
+        """Return the page as JSON. Cancellation: safe."""
+        async with self._reading:
+            return await asyncio.to_thread(self.view_at, span, self._index(time))
+
+    async def status(self, time: float | None) -> Status | None:
+        """Return the status of a moment. Cancellation: safe."""
+        async with self._reading:
+            return await asyncio.to_thread(self.status_at, self._index(time))
+
+    def series(self) -> dict[str, list[float | None]]:
+        """Return the charts of the whole run."""
+        return self._whole.series("run")
+
+    def view_at(self, span: str, index: int) -> str:
+        """Return the page of a moment, by its number, as JSON."""
+        lanes = page.History()
+        for at in range(max(0, index + 1 - page.LANE_CELLS), index + 1):
+            lanes.add_lanes(self.status_at(at))
+        status, kept = self.status_at(index), self._moments.kept
+        view = page.view_of(status, lanes, span=span, mode="log")
+        if span == "run":
+            view["series"] = self.series()
+        else:
+            first = bisect.bisect_left(kept, (status.time - page.RECENT_S,))
+            view["series"] = page.columns([row for *_, row in kept[first : index + 1]])
+        view["moments"] = {"first": kept[0][0], "last": kept[-1][0]}
+        view["ended"] = self.ended
+        return page.to_json(view)

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from psync.cluster import is_loopback
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.platform import random_hex
-from psync.status.dashboard.shows import Show
 from psync.status.http import (
     HEADERS,
     bearer_of,
@@ -37,6 +36,9 @@ from psync.status.http import (
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+    from psync.status.dashboard.recorder import Recorder
+    from psync.status.dashboard.run_log import FinishedRun
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +67,13 @@ def check_can_serve(address: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(show: Show, address: str, names: Sequence[str] = ()) -> AsyncIterator[str]:
+async def serving(
+    show: Recorder | FinishedRun, address: str, names: Sequence[str] = ()
+) -> AsyncIterator[str]:
     """Return a context in which a page is served; it yields the URL, with the token.
 
     Args:
-        show: What it is about.
+        show: What it is about: a run that goes on, or a run log.
         address: "HOST:PORT"; port 0: any that is free.
         names: Hosts by which it may be asked for, beside addresses and localhost: of a proxy.
 
@@ -106,7 +110,7 @@ async def serving(show: Show, address: str, names: Sequence[str] = ()) -> AsyncI
 class _Pages:
     """The answers of one server."""
 
-    def __init__(self, show: Show, token: str, names: frozenset[str]) -> None:
+    def __init__(self, show: Recorder | FinishedRun, token: str, names: frozenset[str]) -> None:
         self._show = show
         self._token = token
         self._names = names

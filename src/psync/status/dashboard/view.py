@@ -6,6 +6,7 @@ nothing. Everything is plain data for JSON. ``VIEW_SCHEMA`` of the page and of t
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,6 +81,11 @@ def view_of(
         "notes": [short_names(note) for note in status.notes],
         "missing": missing(status),
     }
+
+
+def to_json(value: Any) -> str:
+    """Return JSON that a browser reads: no NaN."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
 def tiles(status: Status) -> list[dict[str, str]]:
