@@ -16,7 +16,7 @@ from local_training import in_step, training
 from psync import optimizers, schedules
 from psync.checkpoints.manifest import commit_line
 from psync.errors import CheckpointCorrupt, CheckpointMismatch
-from psync.training.epochs import FitState, History
+from psync.training.trainer import FitState, History
 
 pytestmark = pytest.mark.virtual_time
 

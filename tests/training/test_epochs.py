@@ -21,7 +21,7 @@ from local_training import training
 from memory_cluster import MemoryCluster, coordinating
 from psync.callbacks import Callback
 from psync.chief.consistent_cut import Cut
-from psync.training.epochs import FitState, History
+from psync.training.trainer import FitState, History
 
 
 def test_steps_that_were_trained_again_belong_to_the_last_epoch() -> None:

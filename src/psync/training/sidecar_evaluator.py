@@ -36,7 +36,7 @@ from psync.errors import CheckpointError, CheckpointMismatch, ConfigurationError
 from psync.net.environment import note_training_began, run_over, training_presence
 from psync.specs import checked_integer, checked_kind
 from psync.training.checkpoint import PREFIX, Checkpoint
-from psync.training.epochs import awaited, call_back
+from psync.training.trainer import awaited, call_back
 from psync.worker.step_thread import StepThread
 
 logger = logging.getLogger(__name__)
