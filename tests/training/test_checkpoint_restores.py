@@ -105,6 +105,7 @@ def assert_same(got: dict[Any, Any], expected: dict[Any, Any], *, exactly: bool 
             )
 
 
+@pytest.mark.promise("checkpoints.any-cluster-size")
 @pytest.mark.parametrize(("num_ps", "num_shards"), [(3, 5), (1, 1)])
 @pytest.mark.parametrize("saved", OPTIMIZERS, indirect=True)
 async def test_training_goes_on_with_the_same_next_value_of_everything(
