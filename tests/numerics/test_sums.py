@@ -11,12 +11,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loops import for_each
 from psync.errors import (
-    BusyError,
     PartitionError,
     UnknownVariableError,
     UsageError,
@@ -294,13 +293,6 @@ class TestPieces:
             assert results() == whole
 
 
-def test_the_size_of_a_sparse_sum_is_that_of_its_rows() -> None:
-    total = sums.SparseSum((2,), np.dtype(np.float32))
-    assert total.nbytes == 0
-    add(total, np.array([3, 1]), np.ones((2, 2), np.float32))
-    assert total.nbytes == 2 * 2 * 4 + 2 * 8 + 2 * 8  # rows, weights, indices
-
-
 @each_dtype
 def test_a_sum_goes_on_from_what_another_one_holds(dtype: np.dtype) -> None:
     first, second = DenseSum((2, 3), dtype), DenseSum((2, 3), dtype)
@@ -452,23 +444,6 @@ class TestApplyMean:
             )
         assert store.statistics()["applies"] == store.version(KEY) == 3
 
-    def test_does_one_block_per_next_and_the_shard_is_busy_meanwhile(self) -> None:
-        store = store_of(np.zeros(LARGE, np.float32))
-        ones = np.ones(LARGE, np.float32)
-        work = store.apply_checked(0, KEY, store.mean_of([ones, ones], [1.0, 1.0]), 0)
-        steps = 0
-        while store.busy(KEY):
-            for call in (
-                lambda: store.read(KEY),
-                lambda: store.apply_checked(0, KEY, store.mean_of([ones], [1.0]), 0),
-            ):
-                with pytest.raises(BusyError):
-                    call()
-            steps += 1
-            next(work, None)
-        assert steps == 3
-        assert (value(store) == -0.5).all()
-
     def test_refuses_before_the_shard_is_busy(self) -> None:
         store = store_of(np.zeros(3, np.float32))
         with pytest.raises(UsageError, match="expected gradients"):
@@ -504,19 +479,6 @@ class TestApplyMeanAtOnce:
             assert not at_once.busy(key)
         assert at_once.statistics()["applies"] == len(keys)
         assert [b"".join(snapshot) for snapshot in snapshots] == before
-
-    def test_sums_where_that_is_asked_for(self) -> None:
-        store = store_of(np.zeros(3, np.float32), SGD(1.0))
-        store.apply_mean_at_once(0, [KEY], [[np.ones(3, np.float32)]] * 3, [1.0] * 3, 0, "sum")
-        assert value(store).tolist() == [-3, -3, -3]
-
-    def test_a_busy_shard_is_an_error(self) -> None:
-        store = store_of(np.zeros(LARGE, np.float32))
-        ones = np.ones(LARGE, np.float32)
-        work = store.assign(KEY, "add", ones)
-        with pytest.raises(BusyError):
-            store.apply_mean_at_once(0, [KEY], [[ones]], [1.0], 0)
-        run(work)
 
     @for_each(
         "pushes, weights, message",
@@ -558,12 +520,6 @@ class TestAverage:
         assert (store.statistics()["assigns"], store.version(KEY)) == (3, 3)
         assert (store.version(self.OTHER), store.statistics()["copies"]) == (0, 0)
 
-    def test_of_itself_changes_nothing(self) -> None:
-        values = numbers(LARGE, "float32", 0)
-        store = store_of(values)
-        run(store.average(KEY, KEY, 0.5))
-        assert same_bits(value(store), values)
-
     def test_is_of_the_value_at_its_beginning(self) -> None:
         store = self.stores(np.zeros(LARGE, np.float32), np.ones(LARGE, np.float32))
         work = store.average(KEY, self.OTHER, 0.5)
@@ -573,16 +529,6 @@ class TestAverage:
         run(work)
         assert (value(store) == 0.5).all()
         assert (value(store, self.OTHER) == 9).all()
-
-    def test_only_the_average_is_busy(self) -> None:
-        store = self.stores(np.zeros(LARGE, np.float32), np.ones(LARGE, np.float32))
-        work = store.average(KEY, self.OTHER, 0.5)
-        assert (store.busy(KEY), store.busy(self.OTHER)) == (True, False)
-        for keys in ((KEY, self.OTHER), (self.OTHER, KEY)):
-            with pytest.raises(BusyError):
-                store.average(*keys, 0.5)
-        run(work)
-        assert not store.busy(KEY)
 
     def test_refuses_what_does_not_fit(self) -> None:
         store = self.stores(np.zeros(3, np.float32), np.zeros(4, np.float32))
@@ -611,49 +557,6 @@ class TestAverage:
         out = np.empty(1, np.float32)
         move_average(infinite, infinite, out, 0.5, Scratch())
         assert np.isnan(out).all()
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    size=st.sampled_from([3, BLOCK_ELEMENTS + 7]),
-    steps=st.lists(
-        st.tuples(
-            st.sampled_from(["read", "drop", "mean", "at once", "average", "assign"]),
-            st.integers(0, 3),
-        ),
-        max_size=20,
-    ),
-)
-def test_every_snapshot_stays_what_it_was(size: int, steps: list[tuple[str, int]]) -> None:
-    """Any interleaving of reads that are kept and updates, against plain numpy."""
-    store = store_of(np.zeros(size, np.float32), SGD(0.5))
-    store.create(spec_of(size, variable_id=1))
-    model, shadow = np.zeros((2, size), np.float32)
-    kept: list[tuple[list[memoryview], np.ndarray]] = []
-    half = np.float32(0.5)
-    for op, number in steps:
-        gradients = [np.arange(size, dtype=np.float32) * np.float32(i) for i in range(number + 1)]
-        weights = [1.0] * len(gradients)
-        if op == "read":
-            kept += [(store.read(KEY), model), (store.read((1, 0)), shadow)]
-        elif op == "drop" and kept:
-            kept.pop(number % len(kept))
-        elif op == "average":
-            run(store.average((1, 0), KEY, 0.5))
-            shadow = shadow - half * (shadow - model)
-        elif op == "assign":
-            run(store.assign(KEY, "assign", gradients[-1]))
-            model = gradients[-1]
-        elif op in ("mean", "at once"):
-            if op == "mean":
-                run(store.apply_checked(0, KEY, store.mean_of(gradients, weights), 0))
-            else:
-                store.apply_mean_at_once(0, [KEY], [[grad] for grad in gradients], weights, 0)
-            model = model - half * mean_of(gradients, weights)
-        for snapshot, expected in kept:
-            assert b"".join(snapshot) == expected.tobytes()
-        assert same_bits(value(store), model)
-        assert same_bits(value(store, (1, 0)), shadow)
 
 
 @for_each("step, decay", [(0, 0.1), (8, 0.5), (80, 0.9), (10**9, 0.9)])

@@ -67,7 +67,7 @@ async def test_the_directory_is_not_read_on_the_loop(
         monkeypatch.setattr(checkpoints, "checkpoints_in", noting)
         await manager.save(last=True)
         await manager.restore_or_initialize()
-    assert len(threads) == 3
+    assert len(threads) == 4
     assert threading.get_ident() not in threads
 
 

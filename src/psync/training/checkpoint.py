@@ -684,7 +684,8 @@ async def _written(
     try:
         with disk_errors(str(directory)):
             if number is None:
-                number = max((n for n, _ in checkpoints_in(directory, PREFIX)), default=0) + 1
+                found = await in_thread(checkpoints_in, directory, PREFIX)
+                number = found[-1][0] + 1 if found else 1
             name = f"{PREFIX}-{number:08d}"
             await in_thread(
                 lambda: begun.append(make(directory, name, number, shapes, states, nonce))

@@ -205,7 +205,8 @@ class SidecarEvaluator:
                 logs = _numbers(await self._evaluated(values, thread))
                 del values  # as large as the model
                 self._done = number
-                logger.info("%s: %s", path.name, _shown(logs))
+                shown = ", ".join(f"{name} {value:.6g}" for name, value in logs.items())
+                logger.info("%s: %s", path.name, shown)
                 await call_back(self, self._callbacks, "on_epoch_end", number, logs)
                 yield Evaluation(number, path, dict(logs))
         finally:
@@ -296,7 +297,3 @@ def _numbers(made: Any) -> dict[str, float]:
                 hint="one number for each name: mean over the examples",
             ) from exc
     return logs
-
-
-def _shown(logs: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.6g}" for name, value in logs.items())

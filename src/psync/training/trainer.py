@@ -34,7 +34,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -145,12 +145,7 @@ class History:
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the history as plain data."""
-        return {
-            "epoch": self.epoch,
-            "history": self.history,
-            "repeated": self.repeated,
-            "stop_reason": self.stop_reason,
-        }
+        return asdict(self)
 
     def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Restore a saved history."""
