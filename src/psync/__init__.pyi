@@ -132,12 +132,12 @@ from psync.serialization.remote_value import RemoteValueStatus as RemoteValueSta
 from psync.specs import Outcome as Outcome
 from psync.status.model import Status as Status
 from psync.training.checkpoint import Checkpoint as Checkpoint
-from psync.training.checkpoint_manager import CheckpointManager as CheckpointManager
-from psync.training.checkpoint_manager import latest_checkpoint as latest_checkpoint
-from psync.training.epochs import History as History
+from psync.training.checkpoint import CheckpointManager as CheckpointManager
+from psync.training.checkpoint import latest_checkpoint as latest_checkpoint
 from psync.training.saved_objects import SavedState as SavedState
 from psync.training.sidecar_evaluator import Evaluation as Evaluation
 from psync.training.sidecar_evaluator import SidecarEvaluator as SidecarEvaluator
+from psync.training.trainer import History as History
 from psync.training.trainer import Trainer as Trainer
 from psync.worker.element_specs import TensorSpec as TensorSpec
 from psync.worker.input_contexts import InputContext as InputContext

@@ -19,7 +19,7 @@ from psync.api.pulls import pull
 from psync.errors import ConfigurationError
 from psync.schedules import Schedule
 from psync.specs import checked_integer, checked_kind
-from psync.training.checkpoint_manager import CheckpointManager
+from psync.training.checkpoint import CheckpointManager
 from psync.training.event_file import EventFile
 
 if TYPE_CHECKING:

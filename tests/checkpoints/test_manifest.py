@@ -18,7 +18,6 @@ from psync.checkpoints.manifest import (
     Layout,
     Manifest,
     Place,
-    Planned,
     Slice,
     Snapshot,
     Tensor,
@@ -225,11 +224,6 @@ def test_what_does_not_fit_is_listed() -> None:
     assert difference.extra == ("gone",)
     assert compare(saved, wanted, ["epoch", "batch"], ["gone", "rate"]).extra == ()
     assert difference.misshaped == ("other: saved as (10, 2) int8, declared as (10, 2) int16",)
-
-
-def test_a_planned_slice_has_a_size() -> None:
-    assert Planned("w", (3, 2), "float32", 0).nbytes == 24
-    assert Planned("s", (), "int64", 0).rows == 1
 
 
 def shard(name: str, number: int, index: int, offset: int, rows: int, ps: int) -> ShardSpec:

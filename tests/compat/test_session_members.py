@@ -54,17 +54,6 @@ def opened(*workers: str, trains: bool = True) -> SessionMembers:
 # --- beginning ---------------------------------------------------------------------------------
 
 
-def test_a_worker_waits_until_the_chief_has_declared() -> None:
-    members = SessionMembers()
-    assert members.ask("a", A, 50, 0.0) == []
-    assert members.attached(100) == []
-    assert members.declared("open", CHIEF, True, 1, 0.0) == [
-        SetMembers({CHIEF: 100, A: 101}, ()),
-        entering("a", 101),
-        Answer("open", Done()),
-    ]
-
-
 def test_the_chief_waits_for_its_workers_and_all_enter_together() -> None:
     members = SessionMembers()
     members.attached(100)
@@ -193,16 +182,6 @@ def test_a_replica_that_is_started_again_replaces_its_earlier_life() -> None:
     assert members.next_deadline() is None
 
 
-def test_a_lost_replica_comes_back_under_a_higher_incarnation_than_the_fence() -> None:
-    members = opened(A)
-    members.disconnected(A, 101, 0.0)
-    (fence,) = only(members.tick(GRACE_S), FenceTask)
-    actions = members.ask("again", A, 50, 9.0)
-    (entered,) = only(actions, SessionEntered)
-    assert entered.answer.incarnation >= fence.below
-    assert only(actions, SetMembers) == [SetMembers({CHIEF: 100, A: 102}, ())]
-
-
 # --- the end -----------------------------------------------------------------------------------
 
 
@@ -248,18 +227,6 @@ def test_who_asks_when_a_chief_that_failed_has_gone_waits_for_the_next_one() -> 
     members.attached(200)
     assert only(members.declared("open", CHIEF, True, 1, 0.0), SessionEntered) == [
         entering("b again", 201)
-    ]
-
-
-def test_who_asks_when_the_chief_is_lost_waits_for_the_next_one() -> None:
-    members = opened(A)
-    members.connected(CHIEF, 100)
-    members.disconnected(CHIEF, 100, 1.0)
-    members.tick(1.0 + GRACE_S)
-    assert members.ask("a", A, 150, 9.0) == []
-    members.attached(200)
-    assert only(members.declared("open", CHIEF, True, 1, 10.0), SessionEntered) == [
-        entering("a", 201)
     ]
 
 
@@ -346,11 +313,6 @@ def test_a_replica_that_leaves_by_an_error_ends_training_for_all() -> None:
         SetMembers({B: 101}, ()),
     ]
     assert members.await_end("later") == [told_over("later", FAILED, True, (A, *ERROR))]
-
-
-def test_an_error_without_a_text_is_told_by_its_type() -> None:
-    members = opened(A, trains=False)
-    assert CloseTokens(f"{A} failed: KeyError") in members.fail(A, 101, ("KeyError", "", ""), 1.0)
 
 
 def test_the_first_error_counts() -> None:

@@ -19,6 +19,7 @@ import pytest
 import psync
 from memory_cluster import session_cluster, until
 from psync import MonitoredTrainingSession, SessionHook
+from psync.net.secret import Secret
 
 Strategy = psync.ParameterServerStrategy
 GRACE_S = 5.0  # after which a task without a connection is lost
@@ -428,12 +429,27 @@ async def test_a_startup_delay_passes_before_the_first_step() -> None:
             assert now() - began == pytest.approx(7.5, abs=0.1)
 
 
-async def test_variables_that_differ_from_the_chiefs_are_an_error() -> None:
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (
+            True,
+            'the chief has declared variable "w" (float32, shard 0 of shape (4,)), but this task '
+            'declared variable "extra" (float32, shard 0 of shape (2,))',
+        ),
+        (
+            False,
+            'the chief did not declare variable "extra" (float32, shard 0 of shape (2,)) before '
+            "training began",
+        ),
+    ],
+)
+async def test_variables_that_differ_from_the_chiefs_are_an_error(first: bool, said: str) -> None:
     async def main(strategy: Strategy) -> None:
         with strategy.scope():
-            if strategy.cluster_resolver.task_id == 1:
-                psync.Variable(np.zeros(2, np.float32), name="extra")
-            psync.Variable(np.zeros(4, np.float32), name="w")
+            names = ["w"] if strategy.cluster_resolver.task_id == 0 else ["w", "extra"]
+            for name in reversed(names) if first else names:
+                psync.Variable(np.zeros(4 if name == "w" else 2, np.float32), name=name)
         async with MonitoredTrainingSession(strategy) as session:
             await session.wait_until_stopped()
 
@@ -441,12 +457,64 @@ async def test_variables_that_differ_from_the_chiefs_are_an_error() -> None:
         chief, other = cluster.run(main, "worker", 0), cluster.run(main, "worker", 1)
         with pytest.raises(psync.ConfigurationError) as caught:
             await other
-        assert caught.value.message == (
-            'the chief has declared variable "w" (float32, shard 0 of shape (4,)), but this task '
-            'declared variable "extra" (float32, shard 0 of shape (2,))'
-        )
-        with pytest.raises(psync.RemoteError, match="the chief has declared variable"):
+        assert caught.value.message == said
+        with pytest.raises(psync.RemoteError, match="the chief "):
             await chief
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("job", "stopped", "said"),
+    [
+        (
+            "worker",
+            "",
+            "the chief has not begun a training session within 5 s\n"
+            "hint: is the chief running, and does it wait for others?",
+        ),
+        ("worker", "ps-0", "no connection to /job:ps/task:0 at ps-0:1 within 5 s\nhint: is "),
+        ("chief", "ps-0", "no connection within 5 s to /job:ps/task:0 at ps-0:1\nhint: is "),
+        (
+            "chief",
+            "ps-1",
+            "no connection within 5 s to /job:ps/task:1 at ps-1:1\n"
+            "hint: are these tasks running, and are these their addresses?",
+        ),
+    ],
+)
+async def test_who_misses_another_task_says_which(job: str, stopped: str, said: str) -> None:
+    program = Program(psync.optimizers.SGD(1.0), connect_timeout=5.0)
+    async with session_cluster(2, 1, chief=True) as cluster:
+        if stopped:
+            await cluster.stop(stopped)
+        with pytest.raises(psync.ConnectFailed) as caught:
+            await cluster.run(program, job)
+        assert str(caught.value).startswith(said)
+
+
+@pytest.mark.virtual_time
+async def test_a_chief_whose_workers_do_not_come_says_who_has() -> None:
+    hasty, patient = (Program(psync.optimizers.SGD(1.0), connect_timeout=s) for s in (5.0, 100.0))
+    async with session_cluster(1, 2, chief=True) as cluster:
+        chief, worker = cluster.run(hasty, "chief"), cluster.run(patient, "worker", 1)
+        with pytest.raises(psync.ConnectFailed) as caught:
+            await chief
+        assert str(caught.value) == (
+            "2 workers were to take part in training, and within 5 s there came "
+            "/job:worker/task:1\n"
+            "hint: check that each of them runs this program: psync.run(main, on_workers=True)"
+        )
+        with pytest.raises(psync.TrainingEnded, match="the chief failed: ConnectFailed"):
+            await worker
+
+
+async def test_another_secret_is_an_error_at_once() -> None:
+    program = Program(psync.optimizers.SGD(1.0))
+    async with session_cluster(chief=True) as cluster:
+        cluster.secret = Secret(b"another secret of the whole cluster")
+        for job in ("worker", "chief"):
+            with pytest.raises(psync.AuthenticationError):
+                await cluster.run(program, job)
 
 
 async def test_outside_its_session_a_strategy_serves_no_more() -> None:

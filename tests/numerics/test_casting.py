@@ -88,23 +88,18 @@ def test_python_integers_fit_unsigned_variables_if_they_are_in_range() -> None:
         (np.array([1, 3.4e38], np.float32), "bfloat16", "3.4e+38"),
         (np.array([1, 1e38], ml_dtypes.bfloat16), "float16", "9.96921e+37"),
         (np.array([1, np.finfo(np.longdouble).max]), "float64", "1.189731495357231765e+4932"),
+        (300, "int8", "300"),
+        (np.int64(300), "int8", "300"),
+        (1e300, "float32", "1e+300"),
+        (np.array(-1e300), "float16", "-1e+300"),
     ],
 )
 def test_an_operand_that_the_dtype_cannot_hold_is_refused(
     value: Any, dtype: str, came: str
 ) -> None:
     with pytest.raises(ValueMismatchError) as caught:
-        fitted(value, spec_of((2,), dtype))
+        fitted(value, spec_of(np.shape(value), dtype))
     assert caught.value.message == f"assign: expected values in the range of {dtype}, got {came}"
-
-
-@for_each("value, dtype", [
-        (300, "int8"), (np.int64(300), "int8"), (np.array(300), "int8"), (1e300, "float32"),
-        (np.float64(1e300), "float32"), (np.array(-1e300), "float16"), (70000, "float16"),
-    ])  # fmt: skip
-def test_a_single_number_that_the_dtype_cannot_hold_is_refused(value: Any, dtype: str) -> None:
-    with pytest.raises(ValueMismatchError, match=f"expected values in the range of {dtype}, got "):
-        fitted(value, spec_of((), dtype))
 
 
 @for_each(
@@ -155,13 +150,6 @@ def test_a_lower_kind_is_refused_whatever_the_numbers_are(value: Any, dtype: str
         fitted(value, spec_of((2,), dtype))
 
 
-def test_a_gradient_of_numbers_that_the_dtype_cannot_hold_is_refused() -> None:
-    with pytest.raises(
-        ValueMismatchError, match=r"expected values in the range of float32, got 1e\+300"
-    ):
-        fitted([1, 1e300], spec_of((2,)), casting="no")
-
-
 @for_each(
     "value, options, text",
     [
@@ -169,6 +157,7 @@ def test_a_gradient_of_numbers_that_the_dtype_cannot_hold_is_refused() -> None:
         ([[1], [2, 3], [4]], {}, "assign: the value is not an array"),
         (np.zeros((3, 2), complex), {}, "assign: expected dtype float32, got complex128"),
         (np.zeros((3, 2)), {"casting": "no"}, "assign: expected dtype float32, got float64"),
+        ([[1, 1e300]] * 3, {"casting": "no"}, r"in the range of float32, got 1e\+300"),
     ],
 )
 def test_what_does_not_fit_is_named(value: Any, options: dict[str, Any], text: str) -> None:
@@ -186,12 +175,7 @@ def test_a_target_is_taken_as_it_is_or_told_what_is_wrong_with_it() -> None:
         (np.asfortranarray(target), "not C-contiguous"),
         (np.zeros(3), r"got shape \(3,\) float64"),
         ([[0]], "got list"),
+        (np.ma.masked_array(target, np.ones((3, 2), bool)), "got a masked array"),
     ]:
         with pytest.raises(ValueMismatchError, match=text):
             checked_target(wrong, SPEC)
-
-
-def test_a_masked_array_is_no_target() -> None:
-    out = np.ma.masked_array(np.zeros((3, 2), np.float32), np.ones((3, 2), bool))
-    with pytest.raises(ValueMismatchError, match=r'out for "v": expected .*, got a masked array'):
-        checked_target(out, SPEC)

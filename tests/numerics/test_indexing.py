@@ -169,17 +169,6 @@ def test_any_index_is_numpys(drawn: tuple[np.ndarray, Any]) -> None:
     agrees_with_numpy(value, index)
 
 
-def test_an_empty_result_keeps_the_trailing_axes() -> None:
-    assert through_rows(value_of(10, 3), slice(5, 5)).shape == (0, 3)
-    assert through_rows(value_of(10, 3), [False] * 10).shape == (0, 3)
-    assert through_rows(value_of(10, 3), []).shape == (0, 3)
-
-
-def test_one_element_is_a_number_of_numpys() -> None:
-    assert type(through_rows(value_of(10), 3)) is np.float32
-    assert through_rows(value_of(10), (..., 3)).shape == ()
-
-
 # --- errors ----------------------------------------------------------------------------------
 
 

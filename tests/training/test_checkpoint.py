@@ -2,131 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import psync
-from local_training import at_once, in_step, strategy_of, training
+from local_training import at_once, strategy_of, training
 from psync.errors import (
-    CheckpointCorrupt,
     CheckpointMismatch,
-    CheckpointNotFound,
-    ClosedError,
     ConfigurationError,
     UsageError,
 )
 from psync.serialization.functions import FunctionTable
 
 pytestmark = pytest.mark.virtual_time
-
-TABLE = np.arange(26, dtype=np.float32).reshape(13, 2)
-
-
-class Model(psync.Module):
-    """Variables of several kinds."""
-
-    def __init__(self, start: float = 0.0) -> None:
-        self.table = psync.Variable(TABLE + start, name="table")
-        self.layers = [
-            psync.Variable(np.full(3, start, ml_dtypes.bfloat16), name="layer"),
-            {"bias": psync.Variable(np.float64(start), name="bias")},
-        ]
-        self.settings = {"rate": 0.5, "names": ["a"]}
-
-
-def shards(count: int) -> psync.FixedShardsPartitioner:
-    return psync.FixedShardsPartitioner(count)
-
-
-async def train(coordinator: Any, model: Model, optimizer: Any) -> None:
-    async def step() -> None:
-        values = await psync.pull(model.table)
-        await optimizer.apply_gradients([(values + 1, model.table)])
-
-    for _ in range(3):
-        coordinator.schedule(step)
-    await coordinator.join()
-
-
-@pytest.mark.promise("checkpoints.any-cluster-size")
-@pytest.mark.parametrize(("num_ps", "num_shards"), [(3, 5), (1, 1), (2, 3)])
-async def test_it_is_restored_into_any_number_of_ps_tasks_and_shards(
-    tmp_path: Path, num_ps: int, num_shards: int
-) -> None:
-    async with training(2, 1, shards(3)) as (strategy, coordinator):
-        with strategy.scope():
-            model = Model(1.0)
-        adam = psync.optimizers.Adam(0.1)
-        await train(coordinator, model, adam)
-        path = await psync.Checkpoint(model=model, optimizer=adam).save(tmp_path)
-        await train(coordinator, model, adam)
-        expected = await psync.pull((model.table, model.layers))
-    async with training(num_ps, 1, shards(num_shards)) as (strategy, coordinator):
-        with strategy.scope():
-            model = Model()
-        adam = psync.optimizers.Adam(0.1)
-        restored = await psync.Checkpoint(model=model, optimizer=adam).restore(path)
-        assert (restored.number, restored.extra, restored.missing) == (1, (), ())
-        assert await adam.iterations.read() == 3
-        await train(coordinator, model, adam)
-        got = await psync.pull((model.table, model.layers))
-    np.testing.assert_array_equal(got[0], expected[0])
-    np.testing.assert_array_equal(got[1][0], expected[1][0])
-    assert got[1][1]["bias"] == expected[1][1]["bias"] == 1.0
-
-
-async def test_metrics_averages_and_states_come_along(tmp_path: Path) -> None:
-    async def save_or_restore(start: float, path: Path | None) -> Any:
-        async with training() as (strategy, coordinator):
-            with strategy.scope():
-                w = psync.Variable(np.full(4, start, np.float32), name="w")
-                loss = psync.metrics.Mean("loss")
-                ema = psync.ExponentialMovingAverage(0.5)
-                ema.apply([w])
-            progress = psync.SavedState(epoch=int(start), notes=["a"])
-            checkpoint = psync.Checkpoint(w=w, loss=loss, ema=ema, progress=progress)
-            if path is None:
-
-                async def step() -> None:
-                    await loss.update_state([1.0, 4.0])
-                    await w.assign_add(np.full(4, 2, np.float32))
-                    await ema.update()
-
-                await in_step(coordinator, step)
-                path = await checkpoint.save(tmp_path)
-            else:
-                await checkpoint.restore(path)
-            average = await psync.pull(ema.averages(w))
-            return path, await loss.result(), average.tolist(), progress.epoch, progress.notes
-
-    saved = await save_or_restore(5.0, None)
-    assert saved[1:] == (2.5, [6.0] * 4, 5, ["a"])
-    assert await save_or_restore(0.0, saved[0]) == saved
-
-
-async def test_half_precision_has_slots_in_single(tmp_path: Path) -> None:
-    async with training() as (strategy, coordinator):
-        with strategy.scope():
-            w = psync.Variable(np.zeros(3, np.float16), name="w")
-        momentum = psync.optimizers.SGD(0.5, momentum=0.5)
-
-        async def step() -> None:
-            await momentum.apply_gradients([(np.full(3, 2, np.float16), w)])
-
-        await in_step(coordinator, step)
-        checkpoint = psync.Checkpoint(w=w, optimizer=momentum)
-        path = await checkpoint.save(tmp_path)
-        slot = momentum.get_slot(w, "momentum")
-        assert slot is not None
-        assert slot.dtype == "float32"
-        await slot.assign(np.zeros(3))
-        await checkpoint.restore(path)
-        np.testing.assert_array_equal(await slot.read(), np.full(3, -1, np.float32))
 
 
 class TestMismatch:
@@ -222,27 +112,3 @@ class TestMistakes:
         with pytest.raises(AttributeError, match="no value 'epoch'"):
             _ = psync.SavedState().epoch
         assert repr(psync.SavedState(epoch=3)) == "SavedState(epoch=3)"
-
-
-async def test_no_checkpoint_and_damaged_ones_are_told_apart(tmp_path: Path) -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            w = psync.Variable(np.zeros(1), name="w")
-        checkpoint = psync.Checkpoint(w=w, progress=psync.SavedState(epoch=1))
-        with pytest.raises(CheckpointNotFound, match="no checkpoint here"):
-            await checkpoint.restore(tmp_path / "ckpt-00000001")
-        path = await checkpoint.save(tmp_path)
-        manifest = json.loads((path / "manifest.json").read_bytes())
-        manifest["states"]["progress"]["epoch"] = 2
-        (path / "manifest.json").write_text(json.dumps(manifest))
-        with pytest.raises(CheckpointCorrupt, match="not the one that was committed"):
-            await checkpoint.restore(path)
-
-
-def test_after_the_end_nothing_can_be_saved(tmp_path: Path) -> None:
-    strategy = strategy_of()
-    with strategy.scope():
-        w = psync.Variable(np.zeros(1), name="w")
-    strategy._created = True  # as a coordinator leaves it
-    with pytest.raises(ClosedError):
-        at_once(psync.Checkpoint(w=w).save(tmp_path))

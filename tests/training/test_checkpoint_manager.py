@@ -15,12 +15,10 @@ import pytest
 
 import psync
 from local_training import at_once, training
-from loops import for_each
 from psync.api.cluster_coordinator import coordinator_of
 from psync.checkpoints.files import remove
 from psync.errors import CheckpointError, ConfigurationError
 from psync.store.snapshot_state import SnapshotState
-from psync.training.checkpoint_manager import superseded
 
 pytestmark = pytest.mark.virtual_time
 
@@ -30,7 +28,7 @@ async def test_the_newest_are_kept_and_some_for_ever(tmp_path: Path) -> None:
         with strategy.scope():
             w = psync.Variable(np.zeros(1), name="w")
         manager = psync.CheckpointManager(
-            psync.Checkpoint(w=w), tmp_path / "run", max_to_keep=2, keep_every_n_steps=3
+            psync.Checkpoint(w=w), tmp_path / "run", max_to_keep=np.uint8(2), keep_every_n_steps=3
         )
         assert manager.latest_checkpoint is None
         assert await manager.restore_or_initialize() is None
@@ -98,39 +96,6 @@ def test_how_many_are_kept_is_a_whole_number(name: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=f"expected {name} above 0, or None, got"):
             psync.CheckpointManager(checkpoint, tmp_path, **{name: number})
     psync.CheckpointManager(checkpoint, tmp_path, **{name: np.int64(2)})
-
-
-async def test_a_number_of_numpy_that_has_no_sign_is_taken(tmp_path: Path) -> None:
-    async with training():
-        manager = psync.CheckpointManager(
-            psync.Checkpoint(state=psync.SavedState(x=1)), tmp_path,
-            max_to_keep=np.uint8(2),  # type: ignore[arg-type]
-        )  # fmt: skip
-        saved = [await manager.save() for _ in range(3)]
-        assert manager.checkpoints == saved[1:]
-
-
-@for_each(
-    "max_to_keep, keep_every, in_use, removed",
-    [
-        (1, None, (), [0, 1, 2, 5, 8]),
-        (3, None, (), [0, 1, 2]),
-        (6, None, (), []),
-        (9, None, (), []),
-        (1, 1, (), []),
-        (1, 2, (), [1, 5]),  # 0 is a multiple, too
-        (2, None, (1, 9), [0, 2, 5]),
-        (2, 5, (2, None), [1]),
-    ],
-)
-def test_superseded_are_the_oldest_but_for_some(
-    max_to_keep: int, keep_every: int | None, in_use: Any, removed: list[int]
-) -> None:
-    found = [(number, Path(f"ckpt-{number}")) for number in (0, 1, 2, 5, 8, 9)]
-    used = [None if number is None else Path(f"ckpt-{number}") for number in in_use]
-    assert superseded(found, max_to_keep, keep_every, used) == [
-        Path(f"ckpt-{number}") for number in removed
-    ]
 
 
 def source_of(strategy: psync.ParameterServerStrategy) -> Any:
@@ -231,7 +196,7 @@ class TestRecovery:
                 sgd = psync.optimizers.SGD(each or 0.1)
                 sgd.number = 1 if each else 2  # that of a process of its own
                 manager = psync.CheckpointManager(psync.Checkpoint(w=w, sgd=sgd), tmp_path)
-                with caplog.at_level(logging.INFO, "psync.training.checkpoint_manager"):
+                with caplog.at_level(logging.INFO, "psync.training.checkpoint"):
                     found = await manager.restore_or_initialize()
                 if found is not None:
                     assert source_of(strategy) is None

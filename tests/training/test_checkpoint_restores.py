@@ -16,7 +16,7 @@ from local_training import in_step, training
 from psync import optimizers, schedules
 from psync.checkpoints.manifest import commit_line
 from psync.errors import CheckpointCorrupt, CheckpointMismatch
-from psync.training.epochs import FitState, History
+from psync.training.trainer import FitState, History
 
 pytestmark = pytest.mark.virtual_time
 
@@ -105,6 +105,7 @@ def assert_same(got: dict[Any, Any], expected: dict[Any, Any], *, exactly: bool 
             )
 
 
+@pytest.mark.promise("checkpoints.any-cluster-size")
 @pytest.mark.parametrize(("num_ps", "num_shards"), [(3, 5), (1, 1)])
 @pytest.mark.parametrize("saved", OPTIMIZERS, indirect=True)
 async def test_training_goes_on_with_the_same_next_value_of_everything(

@@ -243,17 +243,6 @@ class TestFailure:
             with pytest.raises(CheckpointNotFound, match=str(first)):
                 await checkpoint.restore(first)
 
-    async def test_says_of_which_path_where_the_name_is_too_long(self, tmp_path: Path) -> None:
-        path = tmp_path / ("x" * 300)
-        async with training(1, 1) as (strategy, _):
-            with strategy.scope():
-                checkpoint = psync.Checkpoint(w=psync.Variable(np.ones(4), name="w"))
-            with pytest.raises(CheckpointError, match=f"saving checkpoint 7: making {path}/"):
-                await checkpoint.save(path, number=7)
-            for read in (checkpoint.restore, checkpoint.read):
-                with pytest.raises(CheckpointError, match=f"looking at {path}: File name too long"):
-                    await read(path)
-
     @pytest.mark.parametrize("always", [False, True])
     async def test_if_a_ps_is_cut_off_another_cut_is_taken(
         self, tmp_path: Path, always: bool
@@ -459,26 +448,6 @@ async def test_what_goes_through_the_program_is_the_same(
     assert [snapshot.places for snapshot in one] == [snapshot.places for snapshot in other]
 
 
-async def test_a_ps_that_does_not_see_the_directory_sends_its_arrays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Path] = []
-
-    def only_the_second(path: Path, text: str) -> bool:
-        seen.append(path)
-        return len(seen) == 2
-
-    monkeypatch.setattr(frozen_snapshots, "has_text", only_the_second)
-    async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, coordinator):
-        program = Program(strategy)
-        await program.train(coordinator)
-        path = await program.checkpoint.save(tmp_path)
-        written = [ps["snapshot"]["written_bytes"] > 0 for ps in await coordinator.ps_statistics()]
-    assert sorted(written) == [False, True]
-    assert FILES < {found.name for found in path.iterdir()}
-    assert inspection(path)
-
-
 async def test_ps_tasks_find_out_at_each_save_whether_they_see_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -572,24 +541,6 @@ async def test_a_mean_of_integers_is_rounded(tmp_path: Path) -> None:
         await mean.assign(0)
         await checkpoint.restore(path)
         assert await mean.read() == 7
-
-
-async def test_when_one_file_cannot_be_written_the_others_are_given_up(tmp_path: Path) -> None:
-    ended: list[str] = []
-
-    async def waits() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("waits")
-
-    async def fails() -> None:
-        await asyncio.sleep(0)
-        raise CheckpointError("full")
-
-    with pytest.raises(CheckpointError, match="full"):
-        await checkpoints._together([waits(), fails(), waits()])
-    assert ended == ["waits", "waits"]
 
 
 async def test_an_older_checkpoint_is_read(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import dataclasses
 import gc
 import itertools
@@ -21,7 +20,7 @@ from local_training import training
 from memory_cluster import MemoryCluster, coordinating
 from psync.callbacks import Callback
 from psync.chief.consistent_cut import Cut
-from psync.training.epochs import FitState, History
+from psync.training.trainer import FitState, History
 
 
 def test_steps_that_were_trained_again_belong_to_the_last_epoch() -> None:
@@ -39,24 +38,6 @@ def test_a_checkpoint_of_an_earlier_version_says_nothing_of_them() -> None:
     assert history == History([0, 1], {"loss": [2.0, 1.0]}, [0, 0])
 
 
-def test_what_it_saves_is_restored() -> None:
-    saved, restored = History([0], {"loss": [2.0]}, [5]), History()
-    restored.restore_checkpoint_state(saved.checkpoint_state())
-    assert restored == saved
-    copied = copy.deepcopy(restored)
-    copied._add(1, {"loss": 1.0})
-    assert restored == saved
-    restored._clear()
-    assert restored == History()
-
-
-def test_a_history_has_what_it_says_and_nothing_else() -> None:
-    history = History([0], {"loss": [2.0]}, [5])
-    assert dataclasses.asdict(history) == {
-        "epoch": [0], "history": {"loss": [2.0]}, "repeated": [5], "stop_reason": None,
-    }  # fmt: skip
-
-
 def test_a_checkpoint_has_the_steps_that_are_owed_and_nothing_is_kept_alive_after_the_fit() -> None:
     class Counts:
         def owed(self) -> int:
@@ -64,7 +45,7 @@ def test_a_checkpoint_has_the_steps_that_are_owed_and_nothing_is_kept_alive_afte
 
     counts, state = Counts(), FitState(History([0], {"loss": [2.0]}, [5]))
     assert state.checkpoint_state()["owed"] == 0
-    state.begin(counts.owed)
+    state.now = counts.owed
     saved = state.checkpoint_state()
     assert saved == {**dataclasses.asdict(state.history), "owed": 7}
     state.close()

@@ -14,13 +14,11 @@ from click.testing import CliRunner
 
 import psync
 from local_training import in_step, strategy_of, training
-from loops import for_each
 from psync.checkpoints.files import COMMIT, MANIFEST, Reader
 from psync.checkpoints.manifest import commit_line
 from psync.cli.main import checkpoint as command
 from psync.errors import (
     CheckpointCorrupt,
-    CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
     ConfigurationError,
@@ -64,24 +62,6 @@ def test_an_object_with_a_state_is_asked_for_it() -> None:
     assert contents.states == {"progress/one": state}
     state.restore_checkpoint_state({"epoch": 4, "best": 0.5})
     assert state.checkpoint_state() == {"epoch": 4, "best": 0.5}
-
-
-@for_each("value", [np.float32(1), {1: 2}, (1, 2), [{"a": (1,)}]])
-def test_a_state_that_would_not_come_back_is_refused(value: Any) -> None:
-    contents = Contents()
-    contents.add("state", psync.SavedState(x=value))
-    with pytest.raises(CheckpointError, match="'state'"):
-        contents.present_states()
-
-
-def test_a_metric_is_held_as_its_aggregate() -> None:
-    with strategy_of().scope():
-        metric = psync.metrics.AUC(10)
-    contents = Contents()
-    contents.add("auc", metric)
-    array = contents.arrays["auc/sums"]
-    assert array.shape == (4, 10)
-    assert len(array.parts) == 1
 
 
 def test_a_saved_value_cannot_take_the_name_of_a_method() -> None:

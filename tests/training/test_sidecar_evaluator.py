@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -426,43 +426,6 @@ async def test_a_callback_may_end_it(tmp_path: Path) -> None:
     assert result.number == 2
 
 
-async def test_tensorboard_writes_them_too(tmp_path: Path) -> None:
-    board = psync.callbacks.TensorBoard(tmp_path / "logs")
-    async with saving(tmp_path / "run") as save:
-        await save(1, last=True)
-        await psync.SidecarEvaluator(
-            declared(), value_of, tmp_path / "run", callbacks=[board]
-        ).run()
-    (events,) = (tmp_path / "logs").glob("events*")
-    assert b"epoch_w/" in events.read_bytes()
-
-
-async def test_a_fit_that_has_ended_has_marked_its_last_checkpoint(tmp_path: Path) -> None:
-    def batches(context: Any) -> Iterator[float]:
-        while True:
-            yield 1.0
-
-    def value_and_grad(values: Any, batch: Any) -> tuple[float, Any]:
-        return float(values.sum()), np.ones(2)
-
-    async with training(1, 1) as (strategy, _):
-        with strategy.scope():
-            w = psync.Variable(np.zeros(2), name="w")
-        trainer = psync.Trainer(
-            strategy, w, value_and_grad, psync.optimizers.SGD(1.0), checkpoint_directory=tmp_path
-        )
-        await trainer.fit(batches, epochs=2, steps_per_epoch=1, verbose=False)
-        assert trainer.manager is not None
-        assert [is_last(path) for path in trainer.manager.checkpoints] == [False, True]
-        checkpoint = trainer.checkpoint
-
-    def sums(values: dict[str, Any]) -> dict[str, float]:
-        return {"w": values["model"].sum(), "epochs": len(values["history"]["epoch"])}
-
-    (found,) = await psync.SidecarEvaluator(checkpoint, sums, tmp_path).run()
-    assert (found.number, found.logs) == (2, {"w": -4.0, "epochs": 2.0})
-
-
 # --- arguments -----------------------------------------------------------------------------------
 
 
@@ -488,8 +451,3 @@ def test_arguments_out_of_range_are_refused(
     first, *others = arguments
     with pytest.raises(ConfigurationError, match=text):
         psync.SidecarEvaluator(declared() if first is None else first, *others, **options)
-
-
-def test_it_says_what_it_evaluates() -> None:
-    evaluator = psync.SidecarEvaluator(declared(), value_of, "run/checkpoints")
-    assert repr(evaluator) == "<SidecarEvaluator of Checkpoint(w) in 'run/checkpoints'>"

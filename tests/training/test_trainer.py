@@ -101,14 +101,6 @@ async def test_it_trains_and_says_how_each_epoch_went(capsys: Any) -> None:
     assert "val_mae" in lines[1]
 
 
-async def test_synchronous_optimizers_train_as_well() -> None:
-    async with training(num_workers=2) as (strategy, _):
-        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.1), 2)
-        trainer = make(strategy, optimizer)
-        history = await trainer.fit(batches, epochs=2, steps_per_epoch=30, verbose=False)
-        assert history.history["loss"][-1] < history.history["loss"][0]
-
-
 class TestEvaluation:
     @pytest.mark.parametrize(
         ("data", "options", "made", "logs"),
@@ -309,22 +301,6 @@ class TestEnds:
             )  # fmt: skip
         assert (history.epoch, history.stop_reason) == ([0], "loss is nan in batch 3")
 
-    async def test_an_error_of_a_step_comes_out_and_callbacks_end(self) -> None:
-        ended = []
-
-        class Note(psync.callbacks.Callback):
-            def on_train_end(self, logs: Any) -> None:
-                ended.append(dict(logs))
-
-        def broken(values: Any, batch: Any) -> Any:
-            raise ZeroDivisionError("in the step")
-
-        async with training() as (strategy, _):
-            trainer = make(strategy, compute=broken)
-            with pytest.raises(ZeroDivisionError, match="in the step"):
-                await trainer.fit(batches, steps_per_epoch=2, callbacks=[Note()], verbose=False)
-        assert ended == [{}]
-
     async def test_an_error_of_a_callback_at_the_end_keeps_neither_others_from_ending_nor_the_cause(
         self, tmp_path: Path
     ) -> None:
@@ -377,16 +353,6 @@ class TestWithoutACoordinator:
             ):
                 with pytest.raises(ClosedError):
                     await late
-
-    async def test_the_next_program_goes_on_from_its_checkpoint(self, tmp_path: Path) -> None:
-        async with psync.LocalCluster(2, 1, processes=False) as cluster:
-            for epochs in (1, 3):
-                strategy = psync.ParameterServerStrategy(cluster.resolver)
-                trainer = make(strategy, checkpoint_directory=tmp_path)
-                history = await trainer.fit(
-                    batches, epochs=epochs, steps_per_epoch=10, verbose=False
-                )
-                assert history.epoch == list(range(epochs))
 
     async def test_it_is_closed_when_a_step_or_a_dataset_is_wrong(self) -> None:
         def broken(values: Any, batch: Any) -> Any:
@@ -726,13 +692,6 @@ class TestCallbacks:
             newest = trainer.manager.latest_checkpoint
             assert newest is not None
             assert not (await trainer.checkpoint.read(newest))["model"]["w"].any()
-
-    async def test_a_whole_number_is_a_learning_rate(self) -> None:
-        rates = psync.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
-        async with training() as (strategy, _):
-            trainer = make(strategy, psync.optimizers.SGD(1))
-            await trainer.fit(batches, steps_per_epoch=1, callbacks=[rates], verbose=False)
-            assert trainer.optimizer.learning_rate == 0.5
 
     async def test_a_negative_learning_rate_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="learning rate: expected a number from 0"):

@@ -9,28 +9,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from types import TracebackType
-from typing import ParamSpec, Self, TypeVar
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 from psync.api.global_step import get_or_create_global_step
 from psync.api.seeing import placed
 from psync.api.strategy import ParameterServerStrategy
-from psync.api.sync_replicas import SessionHook
+from psync.api.sync_replicas import SessionHook, wait_over
 from psync.api.variables import Variable
+from psync.chief.creation import MESSAGE_SHARDS, Creation, as_sent
+from psync.chief.links import enquire
 from psync.client.context import forbid_in_step
+from psync.client.optimizer_client import note_plugins
+from psync.client.ps_client import PsClient
+from psync.client.ps_link import PsLink, always, ask
 from psync.client.runtime import Runtime
-from psync.cluster import CHIEF, task_name
-from psync.compat.session_links import SessionLinks
+from psync.cluster import CHIEF, ENQUIRER, task_name
 from psync.errors import (
     ClosedError,
     ConfigurationError,
+    ConnectFailed,
     EndOfData,
     FencedError,
     ParameterServerLost,
     PsyncError,
     RemoteError,
+    RemoteProtocolError,
     TaskLost,
     TrainingEnded,
     TransportError,
@@ -38,11 +45,20 @@ from psync.errors import (
     other_loop,
 )
 from psync.net.chief_presence import naming_who_is_awaited
-from psync.net.environment import note_training_began, platform_of, training_over
+from psync.net.endpoint import Endpoint
+from psync.net.environment import (
+    note_incarnation,
+    note_training_began,
+    platform_of,
+    training_over,
+)
 from psync.net.resolvers import training_cluster
+from psync.numerics.memory import BlockPool
+from psync.serialization.failures import describe_exception
 from psync.status.sampling import SessionSource
 from psync.status.serving import ServedStatus
 from psync.wire import messages
+from psync.wire.codec import Message
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +74,13 @@ GOODBYE_TIMEOUT_S = 2.0
 
 NETWORK_ERRORS = (TransportError, TaskLost, FencedError)
 """A worker that ends by one of these may take part again, if it is started again."""
+
+PS_HINT = "is this task running, and is this its address?"
+PS_LOST_HINT = (
+    "its shards are gone, and a training session does not return to a checkpoint automatically: "
+    "start the program again, as `psync run --chief-restarts` does, with a chief that restores the "
+    'newest one: docs/howto/tensorflow.md, "What a session survives"'
+)
 
 
 class MonitoredTrainingSession:
@@ -167,7 +190,13 @@ class MonitoredTrainingSession:
         self._connect_timeout_s = connect_timeout
         self._ps_timeout_s = ps_timeout
         self._insecure = insecure
-        self._links: SessionLinks | None = None  # None before it begins and after it has ended
+        self._task = task_name(self._job, self._index)
+        self._is_open = False  # between its begin and its end
+        self._ps: PsClient  # once it is connected, like the next
+        self._endpoint: Endpoint
+        self._pool = BlockPool()
+        self._connections = contextlib.AsyncExitStack()
+        self._comparing = asyncio.Lock()
         self._global_step: Variable | None = None  # None: nobody has asked for a last step
         self._watchers: list[asyncio.Task[None]] = []
         self._seen: ServedStatus | None = None  # of a chief that has attached the ps tasks
@@ -176,9 +205,9 @@ class MonitoredTrainingSession:
         self._failure: Exception | None = None  # why ps 0 will not say it any more
 
     def __repr__(self) -> str:
-        state = "running" if self._links is not None else "not running"
+        state = "running" if self._is_open else "not running"
         role = "chief" if self.is_chief else "worker"
-        return f"<MonitoredTrainingSession of {task_name(self._job, self._index)}, {role}, {state}>"
+        return f"<MonitoredTrainingSession of {self._task}, {role}, {state}>"
 
     # Begin.
 
@@ -197,7 +226,7 @@ class MonitoredTrainingSession:
 
         Cancellation: Closes everything again.
         """
-        if self._links is not None or self.strategy._runtime is not None:
+        if self._is_open or self.strategy._runtime is not None:
             raise UsageError("a session or coordinator of this strategy is already running")
         if self.strategy._created:
             raise ClosedError(
@@ -209,41 +238,34 @@ class MonitoredTrainingSession:
                 self._global_step = get_or_create_global_step()
         for hook in self._hooks:
             hook.begin()
-        cluster = self.strategy.cluster
-        platform = platform_of(
+        self._platform = platform_of(
             self.strategy.cluster_resolver,
-            cluster.task_address(self._job, self._index),
+            self.strategy.cluster.task_address(self._job, self._index),
             insecure=self._insecure,
         )
-        self._links = SessionLinks(
-            platform,
-            task_name(self._job, self._index),
-            [cluster.task_address("ps", index) for index in cluster.task_indices("ps")],
-            self.strategy._uncreated,
-            origin=self.strategy._origin,
-            connect_timeout_s=self._connect_timeout_s,
-            ps_timeout_s=self._ps_timeout_s,
-        )
+        self._is_open = True
         try:
-            await self._begin(self._links)
+            await self._begin()
         except BaseException as exc:
             await self._finish(exc)
             raise
         note_training_began()
         return self
 
-    async def _begin(self, links: SessionLinks) -> None:
+    async def _begin(self) -> None:
         if self.is_chief:
-            await self._use(await links.attach(trains=self._trains))
-            source = await self._show(links)
-            await links.declare(self._min_workers, trains=self._trains)
+            await self._use(await self._attach())
+            source = await self._show()
+            await self._declare()
             source.begun = True
         else:
-            text = f"{task_name(self._job, self._index)} waits for {self._leader()} to let it begin"
+            text = f"{self._task} waits for {self._leader()} to let it begin"
             with naming_who_is_awaited(lambda: text):
-                await self._use(await links.enter())
-        loop = asyncio.get_running_loop()
-        self._watchers = [loop.create_task(self._watch(end)) for end in links.ends()]
+                await self._enter()
+                await self._use(self._compare)
+        ends: list[Coroutine[Any, Any, messages.TrainingOver]]
+        ends = [wait_over(self._ps, self._task), *map(_until_lost, self._ps.links[1:])]
+        self._watchers = [asyncio.create_task(self._watch(end)) for end in ends]
         if await self._is_at_last_step():
             await self._end_training(f"step {self._stop_at_step} is reached")
         if self._startup_delay_s:
@@ -251,15 +273,20 @@ class MonitoredTrainingSession:
                 async with asyncio.timeout(self._startup_delay_s):
                     await self._stopping.wait()
 
-    async def _use(self, runtime: Runtime) -> None:
-        self.strategy._runtime = runtime
+    async def _use(self, ensure_created: Callable[[], Awaitable[None]]) -> None:
+        """Let the program use its variables, which are there once ``ensure_created`` returns."""
+        self.strategy._runtime = Runtime(
+            self._ps,
+            self.strategy._origin,
+            ensure_created=ensure_created,
+            in_session=self._trains,
+        )
         self.strategy._created = True
-        if runtime.ensure_created is not None:
-            await runtime.ensure_created()
+        await ensure_created()
         for hook in self._hooks:
             await hook.after_create_session(self)
 
-    async def _show(self, links: SessionLinks) -> SessionSource:
+    async def _show(self) -> SessionSource:
         """Let processes of this user ask for the status."""
         cluster = self.strategy.cluster
         own = self._job, self._index
@@ -269,13 +296,13 @@ class MonitoredTrainingSession:
                 workers[task_name("worker", index)] = cluster.task_address("worker", index)
         last = self._stop_at_step
         source = SessionSource(
-            links.endpoint, partial(placed, self.strategy), links.ps.links, workers,
+            self._endpoint, partial(placed, self.strategy), self._ps.links, workers,
             "the program" if last is None else f"step {last}",
         )  # fmt: skip
         source.variables = lambda: {
             variable.spec.variable_id: variable.spec.name for variable in self.strategy.variables
         }
-        self._seen = ServedStatus(source, links.endpoint.platform)
+        self._seen = ServedStatus(source, self._platform)
         await self._seen.start()
         return source
 
@@ -289,6 +316,134 @@ class MonitoredTrainingSession:
             if self._over is None:
                 self._failure = exc
         self._stopping.set()
+
+    # Connections of the chief, which attaches the ps tasks and lets workers enter.
+
+    async def _attach(self) -> Callable[[], Awaitable[None]]:
+        """Become the chief of all ps tasks; return what creates there what was declared."""
+        addresses = self._ps_addresses()
+        where = f"/job:ps/task:0 at {addresses[0]}"
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                incarnation = await enquire(self._platform, "/job:ps/task:0", addresses[0])
+        except TimeoutError as exc:
+            raise ConnectFailed(
+                f"no connection within {self._connect_timeout_s:g} s to {where}", hint=PS_HINT
+            ) from exc
+        note_incarnation(incarnation)
+        self._connect_as(CHIEF, incarnation)
+        message = messages.AttachPs(incarnation, addresses, self._ps_timeout_s)
+
+        async def attach(link: PsLink) -> None:
+            note_plugins(link, await link.call(always(message)))
+
+        await self._to_each_ps(attach)
+        return Creation(self.strategy._uncreated, self._ps).ensure
+
+    async def _declare(self) -> None:
+        """Let the workers enter, when so many have come."""
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                await self._tell(messages.Declared(self._trains, self._min_workers))
+        except TimeoutError:
+            link = self._ps.links[0]
+            said, _ = await ask(link, messages.AskStatistics(), messages.Statistics)
+            came = said.counters["session"].get("asking", ())
+            raise ConnectFailed(
+                f"{self._min_workers} workers were to take part in training, and within "
+                f"{self._connect_timeout_s:g} s there came {', '.join(came) or 'none'}",
+                hint="check that each of them runs this program: psync.run(main, on_workers=True)",
+            ) from None
+
+    # Connections of a worker, which compares what it has declared with what the chief has.
+
+    async def _enter(self) -> None:
+        """Take part, once the chief has declared its variables."""
+        message = messages.EnterSession(self._platform.new_incarnation())
+        endpoint = Endpoint(self._platform, self._task, ENQUIRER, {})
+        first = self._ps_addresses()[:1]
+        enquirer = self._platform.parts.of(PsClient)(endpoint, first, self._pool, math.inf)
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                answer = (await enquirer.links[0].call(always(message))).message
+        except TimeoutError:
+            what = "the chief has not begun a training session"
+            hint = "is the chief running, and does it wait for others?"
+            if enquirer.links[0].incarnation is None:
+                what, hint = f"no connection to /job:ps/task:0 at {first[0]}", PS_HINT
+            raise ConnectFailed(f"{what} within {self._connect_timeout_s:g} s", hint=hint) from None
+        finally:
+            await enquirer.close()
+            await endpoint.close()
+        if isinstance(answer, messages.TrainingOver):
+            raise TrainingEnded(answer.reason)
+        if not isinstance(answer, messages.SessionEntered):
+            raise RemoteProtocolError("ps 0 sent a wrong answer to EnterSession")
+        self._connect_as(self._task, answer.incarnation)
+        await self._to_each_ps(lambda link: link.peer("control"))
+
+    async def _compare(self) -> None:
+        """Compare what was declared with what the ps tasks hold for the chief, but once.
+
+        Raises:
+            ConfigurationError: The chief has declared something else, or nothing.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe; goes on with the next call.
+        """
+        declared = self.strategy._uncreated
+        while declared:
+            async with self._comparing:
+                batch = declared[:MESSAGE_SHARDS]
+                by_ps: dict[int, list[tuple[str, int, int, int, list[int], str]]] = {}
+                for shard in (shard for each in batch for shard in each.spec.shards):
+                    by_ps.setdefault(shard.ps, []).append(as_sent(shard))
+                for index, shards in by_ps.items():
+                    for start in range(0, len(shards), MESSAGE_SHARDS):
+                        message = messages.CheckShards(shards[start : start + MESSAGE_SHARDS])
+                        await self._ps.links[index].call(always(message))
+                del declared[: len(batch)]
+
+    # Connections of both.
+
+    def _ps_addresses(self) -> list[str]:
+        cluster = self.strategy.cluster
+        return [cluster.task_address("ps", index) for index in cluster.task_indices("ps")]
+
+    def _connect_as(self, task: str, incarnation: int) -> None:
+        self._endpoint = Endpoint(self._platform, task, incarnation, {}, self._pool)
+        self._connections.push_async_callback(self._endpoint.close)
+        client = self._platform.parts.of(PsClient)
+        # One that was never here is late, not lost.
+        self._ps = client(self._endpoint, self._ps_addresses(), self._pool, math.inf)
+        self._connections.push_async_callback(self._ps.close)
+        for link in self._ps.links:
+            link.on_lost = lambda error: setattr(error, "hint", PS_LOST_HINT)
+
+    async def _to_each_ps(self, act: Callable[[PsLink], Awaitable[object]]) -> None:
+        """Do something at every ps for the first time."""
+        missing = dict.fromkeys(self._ps.links)
+
+        async def one(link: PsLink) -> None:
+            await act(link)
+            link.lost_after_s = self._ps_timeout_s
+            del missing[link]
+
+        try:
+            async with asyncio.timeout(self._connect_timeout_s), asyncio.TaskGroup() as group:
+                for link in self._ps.links:
+                    group.create_task(one(link))
+        except TimeoutError as exc:
+            names = ", ".join(f"{link.task} at {link.address}" for link in missing)
+            raise ConnectFailed(
+                f"no connection within {self._connect_timeout_s:g} s to {names}",
+                hint="are these tasks running, and are these their addresses?",
+            ) from exc
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
+
+    async def _tell(self, message: Message) -> Message:
+        return (await self._ps.links[0].call(always(message))).message
 
     # The loop.
 
@@ -316,7 +471,7 @@ class MonitoredTrainingSession:
 
         Cancellation: Cancels the step.
         """
-        if self._links is None:
+        if not self._is_open:
             raise UsageError(
                 "run outside the training session",
                 hint="use it inside `async with psync.MonitoredTrainingSession(strategy):`",
@@ -349,7 +504,7 @@ class MonitoredTrainingSession:
         await self._stopping.wait()
 
     def _check_loop(self, operation: str) -> None:
-        if self._links is not None and asyncio.get_running_loop() is not self._links.ps.loop:
+        if self._is_open and asyncio.get_running_loop() is not self._ps.loop:
             raise other_loop(f"{operation} of a training session")
 
     async def _is_at_last_step(self) -> bool:
@@ -359,8 +514,8 @@ class MonitoredTrainingSession:
 
     async def _end_training(self, reason: str) -> None:
         self._stopping.set()
-        if self._links is not None:
-            await self._links.end_training(reason, failed=False)
+        if self._is_open:
+            await self._tell(messages.EndTraining(reason, False))
 
     # The end.
 
@@ -406,15 +561,14 @@ class MonitoredTrainingSession:
 
         Cancellation: Connections may still be closing.
         """
-        links, self._links = self._links, None
-        assert links is not None, "begun"
+        self._is_open = False
         self._stopping.set()
         if (last_words := training_over.get()) is not None:
             last_words.set()
         training = self.strategy._runtime is not None
         try:
             if training and self._failure is None:
-                await self._say_goodbye(links, error)
+                await self._say_goodbye(error)
         finally:
             for watcher in self._watchers:
                 watcher.cancel()
@@ -422,20 +576,22 @@ class MonitoredTrainingSession:
             self.strategy._runtime = None
             if self._seen is not None:
                 await self._seen.close()
-            await links.close()
+            await self._connections.aclose()
 
-    async def _say_goodbye(self, links: SessionLinks, error: BaseException | None) -> None:
+    async def _say_goodbye(self, error: BaseException | None) -> None:
         waits = self.is_chief and error is None and self._failure_elsewhere() is None
         timeout_s = LEAVE_TIMEOUT_S if waits else GOODBYE_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
-                await links.ps.outgoing.drain()
+                await self._ps.outgoing.drain()
                 if self.is_chief and error is not None:
-                    await links.end_training(_failure_of_chief(error), failed=True)
+                    await self._tell(messages.EndTraining(_failure_of_chief(error), True))
                 elif error is not None and _is_failure(error):
-                    await links.fail(error)
+                    await self._tell(messages.ReplicaFailed(*describe_exception(error).texts))
                 elif not isinstance(error, NETWORK_ERRORS):  # else it is lost, and may come back
-                    self._over = await links.leave() or self._over
+                    answer = await self._tell(messages.LeaveSession())
+                    if isinstance(answer, messages.TrainingOver):  # it is the chief's
+                        self._over = answer
                 # On the same connection: the watcher has heard of the end before, if there is one.
         except TimeoutError:
             if waits:
@@ -460,6 +616,12 @@ class MonitoredTrainingSession:
         cluster = self.strategy.cluster
         workers = cluster.num_tasks("worker") if "worker" in cluster.jobs else 0
         return workers - (self._job == "worker")
+
+
+async def _until_lost(link: PsLink) -> NoReturn:
+    """Raise what a call would raise, even if there are no calls."""
+    while True:
+        await (await link.peer("control")).wait_closed()
 
 
 def _own_task(strategy: ParameterServerStrategy) -> tuple[str, int]:

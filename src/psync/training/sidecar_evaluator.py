@@ -36,7 +36,7 @@ from psync.errors import CheckpointError, CheckpointMismatch, ConfigurationError
 from psync.net.environment import note_training_began, run_over, training_presence
 from psync.specs import checked_integer, checked_kind
 from psync.training.checkpoint import PREFIX, Checkpoint
-from psync.training.epochs import awaited, call_back
+from psync.training.trainer import awaited, call_back
 from psync.worker.step_thread import StepThread
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,8 @@ class SidecarEvaluator:
                 logs = _numbers(await self._evaluated(values, thread))
                 del values  # as large as the model
                 self._done = number
-                logger.info("%s: %s", path.name, _shown(logs))
+                shown = ", ".join(f"{name} {value:.6g}" for name, value in logs.items())
+                logger.info("%s: %s", path.name, shown)
                 await call_back(self, self._callbacks, "on_epoch_end", number, logs)
                 yield Evaluation(number, path, dict(logs))
         finally:
@@ -296,7 +297,3 @@ def _numbers(made: Any) -> dict[str, float]:
                 hint="one number for each name: mean over the examples",
             ) from exc
     return logs
-
-
-def _shown(logs: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.6g}" for name, value in logs.items())
