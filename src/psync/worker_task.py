@@ -39,8 +39,8 @@ from psync.net.transport import Listener
 from psync.numerics.memory import BlockPool
 from psync.wire import messages
 from psync.wire.codec import Message
-from psync.worker.iterators import IteratorTable
-from psync.worker.session import Session, watch_session
+from psync.worker.iterators import WorkerIterator
+from psync.worker.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -231,14 +231,14 @@ class WorkerTask:
         ps = parts.of(PsClient)(clients, message.ps_addresses, self._pool, message.ps_timeout_s)
         for link in ps.links:
             link.on_lost = self._lost_ps
-        iterators = IteratorTable()
+        iterators: dict[str, WorkerIterator] = {}
         runtime = Runtime(ps, message.origin, message.program, None, iterators.get)
         self._clients = clients
         self._session = parts.of(Session)(
             message, peer, bulk, runtime, iterators, self._platform, self._main_by_name
         )
         self._unwatch.callback(self._recorder.watch_endpoint(clients))
-        self._unwatch.callback(watch_session(self._recorder, self._session))
+        self._unwatch.callback(self._recorder.watch(self._session.record))
         request.answer(messages.Done())
 
     def _lost_ps(self, error: ParameterServerLost) -> None:

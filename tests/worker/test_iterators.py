@@ -17,7 +17,7 @@ from psync import InputContext, get_worker_index
 from psync.client.context import ClosureContext, forbid_in_dataset, inside
 from psync.client.runtime import Runtime
 from psync.errors import ClosedError, ClosureInputError, EndOfData, UsageError
-from psync.worker.iterators import IteratorHandle, IteratorTable, WorkerIterator, arriving
+from psync.worker.iterators import IteratorHandle, WorkerIterator, arriving
 
 ONE = InputContext()
 
@@ -424,46 +424,11 @@ def test_an_error_while_closing_a_dataset_is_logged(
     assert caplog.messages == ["dataset dataset_fn raised when it was closed"]
 
 
-# --- the table --------------------------------------------------------------------------------
-
-
-def test_the_table_holds_iterators_until_they_are_released(
-    make: Callable[..., WorkerIterator],
-) -> None:
-    table = IteratorTable()
-    iterator = make(itertools.count)
-    assert table.get("a") is None
-    table.add("a", iterator)
-    assert table.get("a") is iterator
-    table.release("a")
-    table.release("a")
-    assert table.get("a") is None
-    with pytest.raises(ClosedError):
-        next(iterator)
-
-
-def test_closing_the_table_closes_all_and_refuses_more(
-    make: Callable[..., WorkerIterator],
-) -> None:
-    table = IteratorTable()
-    iterators = [make(itertools.count) for _ in range(3)]
-    for uid, iterator in zip("ab", iterators[:2], strict=True):
-        table.add(uid, iterator)
-    table.close()
-    table.close()
-    assert table.get("a") is table.get("b") is None
-    with pytest.raises(ClosedError, match=r"^this worker's iterators are closed$"):
-        table.add("c", iterators[2])
-    for iterator in iterators:
-        with pytest.raises(ClosedError):
-            next(iterator)
-
-
 # --- what a step holds ------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def in_step(table: IteratorTable | None) -> Iterator[None]:
+def in_step(table: dict[str, WorkerIterator] | None) -> Iterator[None]:
     """Be a step of a worker that has these iterators; None: of no worker."""
     find = None if table is None else table.get
     runtime = Runtime(None, "strategy", find_iterator=find)  # type: ignore[arg-type]
@@ -477,9 +442,7 @@ class TestIteratorHandle:
     ) -> None:
         handle = IteratorHandle("it", b"key", 2)
         assert iter(handle) is handle
-        table = IteratorTable()
-        table.add("it", make(lambda: range(1, 3)))
-        with in_step(table):
+        with in_step({"it": make(lambda: range(1, 3))}):
             assert [next(handle), await handle.next_in(0)] == [1, 2]
             with pytest.raises(EndOfData):
                 next(handle)
@@ -493,7 +456,7 @@ class TestIteratorHandle:
         )
 
     def test_one_that_came_by_a_hidden_way_is_an_error(self) -> None:
-        with in_step(IteratorTable()), pytest.raises(UsageError) as caught:
+        with in_step({}), pytest.raises(UsageError) as caught:
             next(IteratorHandle("it", b"key", 2))
         assert str(caught.value) == (
             "a per-worker iterator was passed to the step in an unsupported way\n"

@@ -201,3 +201,18 @@ async def test_context_variables_of_the_program_are_not_seen_by_steps():
         memory_cluster.shared["marker"] = marker
         marker.set(7)
         assert await coordinator.schedule(lambda: memory_cluster.shared["marker"].get()) == 0
+
+
+async def test_whoever_writes_to_a_value_hears_that_it_is_read_only_and_what_to_do():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        kept = ValueError("assignment destination is read-only")
+
+        def step():
+            memory_cluster.shared.setdefault("kept", kept)
+            raise memory_cluster.shared["kept"]
+
+        for _ in range(2):  # the same exception of two closures
+            coordinator.schedule(step)
+            with pytest.raises(ValueError, match="read-only") as caught:
+                await coordinator.join()
+            assert str(caught.value.__cause__).count("copy=True, out=, or value.copy()") == 1

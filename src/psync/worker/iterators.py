@@ -290,40 +290,6 @@ def _end_waiting(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-class IteratorTable:
-    """The iterators of one worker, by uid. Owned by its loop; closes what it holds."""
-
-    def __init__(self) -> None:
-        self._iterators: dict[str, WorkerIterator] = {}
-        self._closed = False
-
-    def get(self, uid: str) -> WorkerIterator | None:
-        """Return the iterator, or None: it has to be built."""
-        return self._iterators.get(uid)
-
-    def add(self, uid: str, iterator: WorkerIterator) -> None:
-        """Take over ``iterator``; there is none of that uid.
-
-        Raises:
-            ClosedError: If the table is closed; the iterator is closed too.
-        """
-        if self._closed:
-            iterator.close()
-            raise ClosedError("this worker's iterators are closed")
-        self._iterators[uid] = iterator
-
-    def release(self, uid: str) -> None:
-        """Close the iterator, if there is one: nobody refers to it any more."""
-        if (iterator := self._iterators.pop(uid, None)) is not None:
-            iterator.close()
-
-    def close(self) -> None:
-        """Close all iterators. Does not block; idempotent."""
-        self._closed = True
-        for uid in list(self._iterators):
-            self.release(uid)
-
-
 NOWHERE: Mapping[int, int] = {}
 """The positions of iterators that start from the beginning."""
 
