@@ -220,27 +220,22 @@ class GangMember:
             main_by_name=self.main_by_name,
         )
         check_size(payload, subject, self.limits)
-        received = await self._ask(ReachCollective(self.closure.closure_id, what), payload.segments)
+        request = ReachCollective(self.closure.closure_id, what)
+        call = asyncio.ensure_future(self.call(request, payload.segments))
+        try:
+            received = await shielded(call)
+        except asyncio.CancelledError:
+            # A step that is stopped has not given up: the coordinator knows of it, or of the end of
+            # this worker, which is what the others should hear.
+            if not self.closure.cancelled:
+                call.cancel()
+            raise
         answer, result = received.message, Payload.from_segments(received.segments)
         if not isinstance(answer, Merged):
             raise RemoteProtocolError(f"{what}: expected Merged, got {type(answer).__name__}")
         if answer.error is not None:
             raise rebuild_exception(CHIEF, *answer.error, result)
         return unpack(result.data, result.buffers)
-
-    async def _ask(self, message: Message, segments: Sequence[Segment]) -> Frame:
-        """Call the coordinator, and tell it if the step gives up.
-
-        A step that is stopped has not given up: the coordinator knows of it, or of the end of this
-        worker, which is what the others should hear.
-        """
-        call = asyncio.ensure_future(self.call(message, segments))
-        try:
-            return await shielded(call)
-        except asyncio.CancelledError:
-            if not self.closure.cancelled:
-                call.cancel()
-            raise
 
 
 class ReplicaContext:

@@ -71,7 +71,7 @@ class WorkerIterator:
         # What loader and steps share. Re-entrant: without a thread, a step is the loader.
         self._changed = threading.Condition(threading.RLock())
         self._batches: deque[Any] = deque()
-        self._build_error: BaseException | None = None
+        self._is_built = True  # False: it could not be, and ``_end`` says why
         self._end: BaseException | None = None  # raised once all batches are handed out
         self._end_traceback: TracebackType | None = None
         self._closed = False
@@ -117,7 +117,7 @@ class WorkerIterator:
                     self._changed.notify_all()  # there is room for another one
                     return self._batches.popleft()
                 if self._end is not None:
-                    raise self._error(self._end)
+                    raise self._end.with_traceback(self._end_traceback)  # else it grows
                 if self.thread is None:
                     self._load()
                 else:
@@ -176,18 +176,8 @@ class WorkerIterator:
                         self._waiters.remove(waiter)
         if self._closed:
             raise ClosedError(f"the iterator over dataset {self.name} was released")
-        if self._build_error is not None:
-            raise self._error(self._build_error)
-
-    def _error(self, end: BaseException) -> BaseException:
-        """Return what a step is told about the end."""
-        if end is self._build_error:
-            error = ClosureInputError(
-                f"dataset {self.name} could not be built: {type(end).__name__}: {end}"
-            )
-            error.__cause__ = end
-            return error
-        return end.with_traceback(self._end_traceback)  # each time it is raised adds to it
+        if self._end is not None and not self._is_built:
+            raise self._end.with_traceback(self._end_traceback)
 
     # The loader.
 
@@ -214,7 +204,12 @@ class WorkerIterator:
                 if self._source is None:
                     self._source = open_dataset(self._dataset_fn, self._context)
             except BaseException as exc:  # `next` raises it where somebody asks for a batch
-                self._settle(exc, built=False)
+                self._is_built = False
+                error = ClosureInputError(
+                    f"dataset {self.name} could not be built: {type(exc).__name__}: {exc}"
+                )
+                error.__cause__ = exc
+                self._settle(error)
                 return
             try:
                 while self._to_skip and not self._closed:
@@ -234,11 +229,10 @@ class WorkerIterator:
                         self._batches.append(batch)
                     self._wake()
 
-    def _settle(self, end: BaseException, *, built: bool = True) -> None:
+    def _settle(self, end: BaseException) -> None:
         """Note the end, and wake whoever waits for it."""
         with self._changed:
             self._end, self._end_traceback = end, end.__traceback__
-            self._build_error = None if built else end
             self._wake()
         if self.thread is None:
             self._close_source()
