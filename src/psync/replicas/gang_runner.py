@@ -20,7 +20,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from psync.closures.closure import Closure, Replica
 from psync.closures.gang import Answer, Gang, GangAction, Merge, Refuse, Stop, StopMerging
@@ -36,7 +36,6 @@ from psync.errors import (
 )
 from psync.net.connection import Answer as Reached
 from psync.net.connection import Connection, Request, fail
-from psync.net.shielding import shielded
 from psync.numerics.replicas import local_results, regroup
 from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures
 from psync.replicas.context import cross_replica, forbid_in_merge
@@ -48,13 +47,6 @@ from psync.wire.limits import Limits
 from psync.wire.messages import Merged, ReachCollective
 
 logger = logging.getLogger(__name__)
-
-
-class Arrival(NamedTuple):
-    """A replica in a collective, until it is answered."""
-
-    payload: Payload  # (function, value)
-    answer: asyncio.Future[Reached]
 
 
 @dataclass(slots=True, eq=False)
@@ -74,10 +66,9 @@ class GangRun:
     gang: Gang | None = None
     closures: list[Replica] = field(default_factory=list)
     values: list[RemoteValue[Any]] = field(default_factory=list)
-    arrivals: list[dict[int, Arrival]] = field(default_factory=list)
-    """Of each replica, by number, those not answered."""
+    arrivals: list[dict[int, Request[ReachCollective]]] = field(default_factory=list)
+    """Of each replica, by number, those not answered; their bodies are (function, value)."""
     num_arrived: list[int] = field(default_factory=list)  # collectives that each has come to
-    replies: dict[int, list[Reached]] = field(default_factory=dict)  # by number; for each replica
     merges: dict[int, asyncio.Task[list[Reached]]] = field(default_factory=dict)
 
     @property
@@ -346,8 +337,8 @@ class GangRunner:
             actions = run.begun.finished(replica)
         else:
             actions = run.begun.failed(replica, closure.error)
-        for arrival in run.arrivals[replica].values():
-            arrival.answer.cancel()  # nobody waits there any more
+        for request in run.arrivals[replica].values():
+            request.fail(ClosureCancelled("the replica has ended"))
         self._perform(run, actions)
 
     # Collectives.
@@ -362,30 +353,24 @@ class GangRunner:
         closure = run.closures[replica]
         if self.current(peer) is None or closure.worker != peer.task or closure.is_final:
             raise FencedError(f"{message.what}: {peer.task} does not run {closure}")
-        answer: asyncio.Future[Reached] = asyncio.get_running_loop().create_future()
-        arrival = Arrival(Payload.from_segments(request.segments), answer)
-        run.arrivals[replica][run.num_arrived[replica]] = arrival
+        request.on_given_up = functools.partial(self._gave_up, run, replica)
+        run.arrivals[replica][run.num_arrived[replica]] = request
         run.num_arrived[replica] += 1
         self._perform(run, run.gang.arrive(replica, message.what))
-        request.start(self._answer(request, run, replica, answer))
 
-    async def _answer(
-        self, request: Request[Any], run: GangRun, replica: int, answer: asyncio.Future[Reached]
+    def _gave_up(self, run: GangRun, replica: int, request: Request[Any]) -> None:
+        if not request.peer.is_closed and not run.closures[replica].is_final:
+            self._perform(run, run.begun.gave_up(replica))
+
+    def _perform(
+        self, run: GangRun, actions: Sequence[GangAction], replies: Sequence[Reached] = ()
     ) -> None:
-        try:
-            request.answer(*await shielded(answer))
-        except asyncio.CancelledError:
-            if answer.cancelled():
-                raise ClosureCancelled("the replica has ended") from None
-            if not answer.done() and not run.closures[replica].is_final:
-                self._perform(run, run.begun.gave_up(replica))
-            raise
-
-    def _perform(self, run: GangRun, actions: Sequence[GangAction]) -> None:
+        """Carry out what the gang decided; ``replies``: of a collective, for each replica."""
         gang = run.begun
         for action in actions:
             if isinstance(action, Merge):
-                brought = [arrived[action.number].payload for arrived in run.arrivals]
+                requests = [arrived[action.number] for arrived in run.arrivals]
+                brought = [Payload.from_segments(request.segments) for request in requests]
                 task = asyncio.get_running_loop().create_task(
                     merge(run.strategy, brought, self.limits, main_by_name=self.main_by_name),
                     context=run.context.copy(),
@@ -393,15 +378,12 @@ class GangRunner:
                 run.merges[action.number] = task
                 task.add_done_callback(functools.partial(self._merged, run, action.number))
             elif isinstance(action, Answer):
-                replies = run.replies.pop(action.number)
                 for arrived, reply in zip(run.arrivals, replies, strict=True):
-                    answer = arrived.pop(action.number).answer
-                    if not answer.done():
-                        answer.set_result(reply)
+                    arrived.pop(action.number).answer(*reply)
             elif isinstance(action, Refuse):
                 for replica in action.replicas:
-                    for arrival in run.arrivals[replica].values():
-                        fail(arrival.answer, action.error)
+                    for request in run.arrivals[replica].values():
+                        request.fail(action.error)
             elif isinstance(action, StopMerging):
                 for task in run.merges.values():
                     task.cancel()
@@ -420,9 +402,9 @@ class GangRunner:
     def _merged(self, run: GangRun, number: int, task: asyncio.Task[list[Reached]]) -> None:
         """The function of a collective has ended, was cancelled, or has cancelled itself."""
         del run.merges[number]
+        replies: list[Reached] = []
         if task.cancelled() or task.exception() is not None:
-            stopped = ClosureCancelled("a merge function was stopped")
-            self._perform(run, run.begun.cancel(stopped))
+            self._perform(run, run.begun.cancel(ClosureCancelled("a merge function was stopped")))
         else:
-            run.replies[number] = task.result()
-        self._perform(run, run.begun.merged(number))
+            replies = task.result()
+        self._perform(run, run.begun.merged(number), replies)
