@@ -11,6 +11,7 @@ that was lost starts where its iterator started.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 from collections import deque
@@ -75,7 +76,7 @@ class WorkerIterator:
         self._end: BaseException | None = None  # raised once all batches are handed out
         self._end_traceback: TracebackType | None = None
         self._closed = False
-        self._waiters: list[asyncio.Future[None]] = []  # of `ready`
+        self._waiters: list[concurrent.futures.Future[None]] = []  # of `ready`
         self._epoch: int | None = None  # in which the dataset was begun, of those who count them
         self.thread: threading.Thread | None = None  # in which dataset code runs
         self._start_thread()
@@ -159,21 +160,16 @@ class WorkerIterator:
 
         Cancellation: safe; no batch is lost.
         """
-        waiter: asyncio.Future[None] | None = None
+        waiter: concurrent.futures.Future[None] | None = None
         with self._changed:
             if not (self._batches or self._end is not None or self._closed):
                 if self.thread is None:
                     self._load()
                 else:
-                    waiter = asyncio.get_running_loop().create_future()
+                    waiter = concurrent.futures.Future()
                     self._waiters.append(waiter)
         if waiter is not None:
-            try:
-                await waiter
-            finally:
-                with self._changed:
-                    if waiter in self._waiters:
-                        self._waiters.remove(waiter)
+            await asyncio.wrap_future(waiter)
         if self._closed:
             raise ClosedError(f"the iterator over dataset {self.name} was released")
         if self._end is not None and not self._is_built:
@@ -240,10 +236,8 @@ class WorkerIterator:
     def _wake(self) -> None:
         self._changed.notify_all()
         for waiter in self._waiters:
-            try:
-                waiter.get_loop().call_soon_threadsafe(_end_waiting, waiter)
-            except RuntimeError:
-                continue  # its loop is closed: nobody waits any more
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_result(None)
         self._waiters.clear()
 
     # The end.
@@ -277,11 +271,6 @@ class WorkerIterator:
                     close()
                 except Exception:  # of user code, where nobody asks for anything any more
                     logger.warning("dataset %s raised when it was closed", self.name, exc_info=True)
-
-
-def _end_waiting(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 NOWHERE: Mapping[int, int] = {}
