@@ -210,20 +210,16 @@ class GangRunner:
         self.runs.append(run)
         self.look(())
         try:
-            await self._wait(run)
+            while not run.ended.done():
+                await asyncio.wait((run.ended,), timeout=REPORT_EVERY_S)
+                if not run.ended.done():
+                    logger.warning('run of "%s" waits: %s', function.name, self.waits_for())
         except asyncio.CancelledError:
             if not run.ended.done():
                 self._abandon(run, ClosureCancelled(f'run of "{function.name}" was cancelled'))
             raise
         run.ended.result()
         return regroup([value.get_nowait() for value in run.values])
-
-    async def _wait(self, run: GangRun) -> None:
-        """Wait until nothing is left of a gang; say on whom, if it takes long."""
-        while not run.ended.done():
-            await asyncio.wait((run.ended,), timeout=REPORT_EVERY_S)
-            if not run.ended.done():
-                logger.warning('run of "%s" waits: %s', run.function.name, self.waits_for())
 
     def describe(self) -> list[str]:
         """Say what the first gang waits for."""
