@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
 from local_training import at_once
 from psync.errors import ReplicaValueError
 from psync.numerics.replicas import ReduceOp
+from psync.numerics.sums import Pieces
 from psync.replicas import context
 
 
@@ -42,21 +45,21 @@ def test_the_first_replicas_function_gets_the_arguments_of_all():
     assert context.merge_all("the strategy", calls) == ([1, 2], shared, ["a", "b"])
 
 
-def test_one_replicas_arguments_are_its_own():
-    assert context.merge_all(None, [(lambda _, value: value, (3,), {})]) == 3
-
-
-def test_a_merge_function_may_be_a_coroutine_function():
-    async def later(strategy):
-        return 1
-
-    made = context.merge_all(None, [(later, (), {})])
-    made.close()
-
-
 def test_replicas_with_other_arguments_are_refused():
     def merge_fn(*args):
         raise AssertionError
 
     with pytest.raises(ReplicaValueError, match="do not agree"):
         context.merge_all(None, [(merge_fn, (1,), {}), (merge_fn, (1, 2), {})])
+
+
+async def test_work_in_pieces_that_is_cancelled_ends_where_it_is() -> None:
+    def endless() -> Pieces[None]:
+        while True:
+            yield
+
+    task = asyncio.create_task(context.in_turns(endless()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

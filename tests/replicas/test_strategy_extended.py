@@ -38,6 +38,8 @@ def test_devices_have_their_long_names() -> None:
         "/job:ps/replica:0/task:0/device:CPU:0",
         "/job:ps/replica:0/task:1/device:CPU:0",
     )
+    assert extended.experimental_require_static_shapes is False
+    assert extended.experimental_between_graph is True
 
 
 @pytest.mark.parametrize(
@@ -49,20 +51,9 @@ def test_the_chief_saves_and_nobody_else(job: str | None, index: int | None, lea
     assert extended.should_checkpoint is leads
     assert extended.should_save_summary is leads
     assert extended.experimental_should_init is leads
-
-
-def test_without_a_chief_worker_0_saves() -> None:
-    cluster = {"ps": ["a:2"], "worker": ["a:4", "a:5"]}
-    assert [strategy("worker", n, cluster).extended.should_checkpoint for n in (0, 1)] == [
-        True,
-        False,
-    ]
-
-
-def test_shapes_may_vary_and_workers_compute_by_themselves() -> None:
-    extended = strategy().extended
-    assert extended.experimental_require_static_shapes is False
-    assert extended.experimental_between_graph is True
+    without = {job: CLUSTER[job] for job in ("ps", "worker")}
+    if job == "worker":  # where there is no chief, worker 0 is the first of all
+        assert strategy(job, index, without).extended.should_checkpoint is (index == 0)
 
 
 def test_variables_go_beside_a_variable_or_on_a_device() -> None:

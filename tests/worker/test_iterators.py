@@ -95,11 +95,6 @@ def test_an_iterator_can_go_on_where_another_one_was(make: Callable[..., WorkerI
     assert beyond.position == 6
 
 
-def test_the_dataset_function_gets_its_context(make: Callable[..., WorkerIterator]) -> None:
-    context = InputContext(3, 2)
-    assert next(make(lambda context: [context], context)) is context
-
-
 def test_dataset_code_knows_its_worker_and_must_not_call_psync(
     make: Callable[..., WorkerIterator],
 ) -> None:
@@ -241,7 +236,7 @@ def test_an_error_of_dataset_code_is_raised_in_its_turn_with_its_traceback(
     assert len(set(lengths)) == 1  # the same exception is raised again; its traceback stays short
 
 
-def test_a_dataset_that_cannot_be_built_is_a_failed_input(
+async def test_a_dataset_that_cannot_be_built_is_a_failed_input(
     make: Callable[..., WorkerIterator],
 ) -> None:
     original = StopIteration("not the end of data")
@@ -251,21 +246,14 @@ def test_a_dataset_that_cannot_be_built_is_a_failed_input(
 
     iterator = make(dataset_fn)
     for _ in range(2):
+        with pytest.raises(ClosureInputError):
+            await iterator.ready()
         with pytest.raises(ClosureInputError) as caught:
             next(iterator)
         assert str(caught.value) == (
             "dataset dataset_fn could not be built: StopIteration: not the end of data"
         )
         assert caught.value.__cause__ is original
-
-
-async def test_ready_raises_if_the_dataset_cannot_be_built(
-    make: Callable[..., WorkerIterator],
-) -> None:
-    iterator = make(lambda: None)
-    for _ in range(2):
-        with pytest.raises(ClosureInputError, match=r"could not be built: UsageError: dataset_fn"):
-            await iterator.ready()
 
 
 async def test_ready_waits_for_a_batch_without_taking_it(
@@ -378,12 +366,6 @@ def test_close_ends_the_thread_and_closes_the_generator(
     assert closed.is_set()
 
 
-def test_the_thread_ends_with_the_data(make: Callable[..., WorkerIterator]) -> None:
-    iterator = make(lambda: iter([1]))
-    assert has_ended(iterator, 20)
-    assert next(iterator) == 1
-
-
 async def test_close_wakes_who_waits(made: list[WorkerIterator]) -> None:
     dataset = Gated()
     made.append(iterator := WorkerIterator(dataset, ONE))
@@ -398,14 +380,6 @@ async def test_close_wakes_who_waits(made: list[WorkerIterator]) -> None:
     dataset.gate.release()
     assert has_ended(iterator, 20)
     assert dataset.closed.is_set()
-
-
-def test_a_stuck_dataset_does_not_keep_the_process_alive(made: list[WorkerIterator]) -> None:
-    dataset = Gated()
-    made.append(WorkerIterator(dataset, ONE))
-    (thread,) = [t for t in threading.enumerate() if t.name == "psync dataset Gated"]
-    assert thread.daemon
-    dataset.gate.release(5)
 
 
 def test_an_error_while_closing_a_dataset_is_logged(
@@ -462,10 +436,6 @@ class TestIteratorHandle:
             "a per-worker iterator was passed to the step in an unsupported way\n"
             "hint: pass it as an argument of the step, or let the step capture it"
         )
-
-    def test_a_runtime_without_iterators_is_no_worker(self) -> None:
-        with in_step(None), pytest.raises(UsageError, match="outside a step"):
-            next(IteratorHandle("it", b"key", 2))
 
     def test_those_that_arrive_are_noted(self) -> None:
         sent = pickle.dumps([IteratorHandle("it", b"key", 2)])
