@@ -19,7 +19,7 @@ from psync import (
 )
 from psync.api.scopes import current_scope
 from psync.client.context import ClosureContext, DatasetContext, inside
-from psync.errors import ReplicaValueError, UsageError
+from psync.errors import UsageError
 from psync.replicas.context import (
     cross_replica,
     current_gang,
@@ -34,11 +34,6 @@ class Member:
 
     def __init__(self, replica_id: int, num_replicas: int) -> None:
         self.replica_id, self.num_replicas = replica_id, num_replicas
-        self.asked: list[tuple[str, Any]] = []
-
-    async def collective(self, what, function, value):
-        self.asked.append((what, value))
-        return "merged"
 
 
 def strategy() -> psync.ParameterServerStrategy:
@@ -190,20 +185,6 @@ async def test_one_replica_merges_at_once_with_its_own_values_and_gets_what_is_r
         assert gathered.shape == (1, 2)
 
 
-def test_a_member_asks_the_others():
-    member = Member(1, 2)
-    with step(member):
-        context = get_replica_context()
-        assert at_once(context.all_reduce("Sum", 3)) == "merged"
-        assert at_once(context.all_gather(4, 1)) == "merged"
-        assert at_once(context.merge_call(print, (5,))) == "merged"
-    assert member.asked == [
-        ("all_reduce SUM", (psync.ReduceOp.SUM, 3)),
-        ("all_gather along 1", (4, 1)),
-        ("merge_call", (print, (5,), {})),
-    ]
-
-
 def test_a_collective_in_cross_replica_context_is_an_error():
     context = get_replica_context()
     with cross_replica(strategy()):
@@ -231,13 +212,6 @@ def test_other_attributes_that_are_missing_in_cross_replica_context_are_as_ever(
     for thing, name in ((None, "shape"), (object(), "merge_call")):
         with pytest.raises(AttributeError), strategy().scope():
             getattr(thing, name)
-
-
-def test_an_unknown_reduction_is_an_error_before_anybody_waits():
-    member = Member(0, 2)
-    with step(member), pytest.raises(ReplicaValueError):
-        at_once(get_replica_context().all_reduce("max", 1))
-    assert not member.asked
 
 
 # --- the strategy of one replica -------------------------------------------------------------

