@@ -24,6 +24,7 @@ from psync.replicas.context import (
     cross_replica,
     current_gang,
     forbid_in_merge,
+    in_turns,
     replicas_in_sync,
     update_context,
 )
@@ -217,25 +218,10 @@ def test_other_attributes_that_are_missing_in_cross_replica_context_are_as_ever(
 # --- the strategy of one replica -------------------------------------------------------------
 
 
-def test_run_in_a_step_is_local():
-    async def fn(a, b):
-        context = get_replica_context()
-        return a + b + context.replica_id_in_sync_group, context.num_replicas_in_sync
-
-    with step():
-        assert at_once(get_strategy().run(fn, args=(1,), kwargs={"b": 2})) == (3, 1)
-        assert at_once(get_strategy().experimental_run_v2(lambda: 4)) == 4
-
-        async def merge_fn(strategy):
-            return await strategy.run(fn, (1, 1))
-
-        assert at_once(get_replica_context().merge_call(merge_fn)) == (2, 1)
-
-
 def test_a_member_cannot_run_others_or_reduce_what_it_does_not_know():
     with step(Member(0, 2)):
         with pytest.raises(UsageError, match="one of several"):
-            at_once(get_strategy().run(print))
+            at_once(get_strategy().experimental_run_v2(print))
         with pytest.raises(UsageError, match="all_reduce"):
             at_once(get_strategy().reduce("SUM", 1))
 
@@ -249,3 +235,15 @@ def test_what_would_wait_for_the_gang_is_refused_in_a_merge_function():
         pytest.raises(UsageError, match="join in a merge function"),
     ):
         forbid_in_merge("join")
+
+
+async def test_work_in_pieces_that_is_cancelled_ends_where_it_is():
+    def endless():
+        while True:
+            yield
+
+    task = asyncio.create_task(in_turns(endless()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

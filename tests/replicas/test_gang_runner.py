@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -515,19 +516,25 @@ async def test_the_loss_of_a_ps_ends_runs_with_that_error():
 # --- with synchronous steps ------------------------------------------------------------------
 
 
+def synchronous(coordinator: psync.ClusterCoordinator) -> tuple[psync.Variable, Any]:
+    """A variable, and what pulls it and pushes 1 to it in a synchronous step of two."""
+    with coordinator.strategy.scope():
+        w = psync.Variable(np.zeros(1, np.float32), name="w")
+        step = psync.get_or_create_global_step()
+    optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
+
+    async def push() -> tuple[str, bool]:
+        await w.read()
+        result = await optimizer.apply_gradients([(np.ones(1, np.float32), w)], step)
+        return result.outcome.value, result.partial
+
+    return w, push
+
+
 @pytest.mark.virtual_time
 async def test_synchronous_steps_before_a_gang_do_not_wait_for_what_comes_after_it():
     async with coordinating(num_workers=2) as (_, coordinator):
-        with coordinator.strategy.scope():
-            w = psync.Variable(np.zeros(1, np.float32), name="w")
-            step = psync.get_or_create_global_step()
-        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
-
-        async def push():
-            await w.read()
-            result = await optimizer.apply_gradients([(np.ones(1, np.float32), w)], step)
-            return result.outcome.value
-
+        w, push = synchronous(coordinator)
         coordinator.schedule(push)  # nobody else will push before the gang
         run = asyncio.create_task(coordinator.strategy.run(reduced))
         await asyncio.sleep(0)
@@ -540,26 +547,17 @@ async def test_synchronous_steps_before_a_gang_do_not_wait_for_what_comes_after_
 @pytest.mark.virtual_time
 async def test_a_replica_that_waits_for_a_token_is_not_kept_by_one_that_waits_for_it():
     async with coordinating(num_workers=2) as (_, coordinator):
-        with coordinator.strategy.scope():
-            w = psync.Variable(np.zeros(1, np.float32), name="w")
-            step = psync.get_or_create_global_step()
-        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
+        w, push = synchronous(coordinator)
 
         async def fn():
             if await replica_id() == 0:
-                await w.read()
-                await optimizer.apply_gradients([(np.ones(1, np.float32), w)], step)
+                await push()
             return await reduced()
 
         assert list(await coordinator.strategy.run(fn)) == [2, 2]
         assert float((await w.read())[0]) == -1
 
-        async def both():
-            await w.read()
-            result = await optimizer.apply_gradients([(np.ones(1, np.float32), w)], step)
-            return result.outcome.value, result.partial
-
-        outcomes, partial = await coordinator.strategy.run(both)
+        outcomes, partial = await coordinator.strategy.run(push)
         assert (list(outcomes), list(partial)) == (["accepted"] * 2, [False, False])
         assert float((await w.read())[0]) == -2
 
@@ -568,17 +566,13 @@ async def test_a_replica_that_waits_for_a_token_is_not_kept_by_one_that_waits_fo
 @pytest.mark.parametrize("first", [0, 1])
 async def test_ps_0_learns_who_waits_in_a_collective_whenever_that_begins(first):
     async with coordinating(num_workers=2) as (_, coordinator):
-        with coordinator.strategy.scope():
-            w = psync.Variable(np.zeros(1, np.float32), name="w")
-            step = psync.get_or_create_global_step()
-        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
+        w, push = synchronous(coordinator)
 
         async def fn():
             if await replica_id() == first:
                 await asyncio.sleep(3)
             if await replica_id():
-                await w.read()
-                await optimizer.apply_gradients([(np.ones(1, np.float32), w)], step)
+                await push()
             return await reduced()
 
         async with asyncio.timeout(20):

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync import InputContext, TensorSpec
+from psync import InputContext, TensorSpec, data
 from psync.errors import ConfigurationError, UsageError
 from psync.worker.data_sources import (
     ArrayDataset,
@@ -138,6 +138,8 @@ def test_what_are_no_rows_is_refused(arrays: Any, message: str) -> None:
 def test_a_number_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ArrayDataset(Y, **{"batch_size": 2, **options})
+    with pytest.raises(ConfigurationError, match=r"^batch_size: expected an integer"):
+        data.from_arrays(Y, None)  # type: ignore[arg-type]
 
 
 # --- files ------------------------------------------------------------------------------------

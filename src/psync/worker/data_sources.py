@@ -99,9 +99,7 @@ def batches_of(returned: Any, fn: Callable[..., Any], role: str = "dataset_fn") 
             f"{name} returned a tuple of {len(returned)} arrays, expected an iterable of batches",
             hint="a list of one batch is [(x, y)]",
         )
-    if isinstance(returned, (str, bytes, Mapping)) or not (
-        hasattr(returned, "__iter__") or hasattr(returned, "__getitem__")
-    ):
+    if isinstance(returned, str | bytes | Mapping) or not _is_iterable(returned):
         raise UsageError(f"{name} returned {type_name(returned)}, expected an iterable of batches")
     return iter(returned)
 
@@ -364,9 +362,7 @@ def dataset_of(source: Any) -> Callable[..., Any]:
 
 
 def _is_iterable(source: Any) -> bool:
-    return hasattr(source, "__iter__") or (
-        hasattr(source, "__getitem__") and not isinstance(source, str | bytes)
-    )
+    return hasattr(source, "__iter__") or hasattr(source, "__getitem__")
 
 
 def iterable_of(source: Any) -> Dataset:
