@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +49,10 @@ class TestSteps:
             assert message == f"expected an integer as step, got {step!r}"
 
 
+WRONG = np.ones(5, np.int8)
+"""Of another dtype and shape than what is accumulated below."""
+
+
 class TestOrderOfChecks:
     """Argument types, then staleness, then shape, then values."""
 
@@ -58,12 +63,35 @@ class TestOrderOfChecks:
         apply_grad(held, array(1, 1), 3)
         return held
 
-    @pytest.mark.parametrize("step", [1.0, "1", None, False, [3], np.array([3])], ids=repr)
-    def test_a_local_step_that_is_no_integer_is_refused_first(
-        self, held: ConditionalAccumulator, step: object
+    @pytest.mark.parametrize(
+        ("gradient", "step", "weight", "said"),
+        [
+            *(
+                (WRONG, step, -1.0, f"expected an integer scalar as local_step, got {step!r}")
+                for step in (1.0, "1", None, False, [3], np.array([3]))
+            ),
+            (WRONG, 0, 0.0, "expected a weight from 1e-30 to 1e+30, got 0.0"),
+            (np.ones(2), 0, 1.0, "expected a gradient of float32, got float64"),
+            (np.ones(2, np.float16), 0, 1.0, "expected a gradient of float32, got float16"),
+            ([True, False], 0, 1.0, "expected a gradient of float32, got bool"),
+            ([None, None], 0, 1.0, "expected a gradient of float32, got object"),
+            (["1", "2"], 0, 1.0, "expected a gradient of float32, got <U1"),
+            ([[1.0], [1.0, 2.0]], 0, 1.0, "expected an array as gradient, got [[1.0], [1.0, 2.0]]"),
+            (Unconvertible(), 0, 1.0, "expected an array as gradient, got Unconvertible()"),
+            (array(1, 2, math.nan), 3, 1.0, "shape mismatch: expected (2,), got (3,)"),
+            (array(math.nan, 1), 3, 1.0, "expected finite values, got 1 of 2 that are not"),
+            (array(-math.inf, math.nan), 3, 1.0, "expected finite values, got 2 of 2 that are not"),
+        ],
+        ids=str,
+    )
+    def test_what_is_refused_changes_nothing(
+        self, held: ConditionalAccumulator, gradient: Any, step: Any, weight: float, said: str
     ) -> None:
-        message = refusal(apply_grad, held, np.ones(5, np.int8), step, -1.0)
-        assert message == f"expected an integer scalar as local_step, got {step!r}"
+        take = take_grad(held, 2)
+        assert refusal(apply_grad, held, gradient, step, weight) == said
+        assert (held.step, held.num_accumulated(), take.state) == (3, 1, WAITING)
+        apply_grad(held, array(3, 3), 3)
+        assert take.result().tolist() == [2, 2]
 
     @pytest.mark.parametrize("step", [3, np.int32(3), np.array(3)], ids=repr)
     def test_an_integer_of_any_kind_is_a_local_step(
@@ -71,59 +99,8 @@ class TestOrderOfChecks:
     ) -> None:
         assert apply_grad(held, array(1, 1), step).outcome is ACCEPTED
 
-    def test_then_a_weight_that_is_none(self, held: ConditionalAccumulator) -> None:
-        message = refusal(apply_grad, held, np.ones(5, np.int8), 0, 0.0)
-        assert message == "expected a weight from 1e-30 to 1e+30, got 0.0"
-
-    @pytest.mark.parametrize(
-        ("gradient", "dtype"),
-        [
-            (np.ones(2), "float64"),
-            (np.ones(2, np.float16), "float16"),
-            (np.ones(2, np.int32), "int32"),
-            ([True, False], "bool"),
-            ([None, None], "object"),
-            (["1", "2"], "<U1"),
-        ],
-        ids=str,
-    )
-    def test_then_another_dtype_though_it_were_stale(
-        self, held: ConditionalAccumulator, gradient: object, dtype: str
-    ) -> None:
-        message = refusal(apply_grad, held, gradient, 0)
-        assert message == f"expected a gradient of float32, got {dtype}"
-
-    def test_what_is_no_array_has_no_dtype(self, held: ConditionalAccumulator) -> None:
-        message = refusal(apply_grad, held, [[1.0], [1.0, 2.0]], 0)
-        assert message == "expected an array as gradient, got [[1.0], [1.0, 2.0]]"
-        message = refusal(apply_grad, held, Unconvertible(), 0)
-        assert message == "expected an array as gradient, got Unconvertible()"
-
-    def test_then_staleness_so_a_stale_malformed_gradient_is_no_error(
-        self, held: ConditionalAccumulator
-    ) -> None:
+    def test_a_stale_malformed_gradient_is_no_error(self, held: ConditionalAccumulator) -> None:
         assert apply_grad(held, array(1, 2, math.nan), 2) == Applied(STALE, 1, 3)
-
-    def test_then_the_shape(self, held: ConditionalAccumulator) -> None:
-        message = refusal(apply_grad, held, array(1, 2, math.nan), 3)
-        assert message == "shape mismatch: expected (2,), got (3,)"
-
-    def test_then_infinities_and_nan_where_they_are_forbidden(
-        self, held: ConditionalAccumulator
-    ) -> None:
-        message = refusal(apply_grad, held, array(math.nan, 1), 3)
-        assert message == "expected finite values, got 1 of 2 that are not"
-        refusal(apply_grad, held, array(-math.inf, math.nan), 3)
-
-    def test_a_refused_gradient_changes_nothing(self, held: ConditionalAccumulator) -> None:
-        take = take_grad(held, 2)
-        for gradient, step in [
-            (array(9, 9), "3"), (np.ones(2), 3), (array(9, 9, 9), 3), (array(9, math.nan), 3),
-        ]:  # fmt: skip
-            refusal(apply_grad, held, gradient, step)
-        assert (held.step, held.num_accumulated(), take.state) == (3, 1, WAITING)
-        apply_grad(held, array(3, 3), 3)
-        assert take.result().tolist() == [2, 2]
 
 
 class TestOptions:

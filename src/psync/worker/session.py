@@ -656,7 +656,7 @@ class Session:
         self._soon.cancel()
         self._soon = None
         mean = sum(self._seconds) / len(self._seconds) if self._seconds else 0.0
-        late = [(*what, times) for what, times in self._late.items()] or None
+        late = [(*what, times) for what, times in self._late.items()] if self._late else None
         lane = self.bulk if self._nbytes > SMALL_BODY_BYTES else self.control
         lane.notify(
             messages.ClosureResults(self._results, mean, self._updates or None, late, self._stop),
