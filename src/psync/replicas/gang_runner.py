@@ -62,20 +62,14 @@ class GangRun:
     ended: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    # Once it has begun:
-    gang: Gang | None = None
+    # Once it has begun, then there are closures:
+    gang: Gang = field(init=False)
     closures: list[Replica] = field(default_factory=list)
     values: list[RemoteValue[Any]] = field(default_factory=list)
     arrivals: list[dict[int, Request[ReachCollective]]] = field(default_factory=list)
     """Of each replica, by number, those not answered; their bodies are (function, value)."""
     num_arrived: list[int] = field(default_factory=list)  # collectives that each has come to
     merges: dict[int, asyncio.Task[list[Reached]]] = field(default_factory=dict)
-
-    @property
-    def begun(self) -> Gang:
-        """The gang, which has begun."""
-        assert self.gang is not None, f'run of "{self.function.name}" has not begun'
-        return self.gang
 
     def replica_of(self, closure_id: int) -> int | None:
         """Return which of its replicas a closure is; None: it is none of them."""
@@ -224,7 +218,7 @@ class GangRunner:
     def describe(self) -> list[str]:
         """Say what the first gang waits for."""
         for run in self.runs:
-            if run.gang is None:
+            if not run.closures:
                 return [f'run of "{run.function.name}" waits for its turn']
             waiting = run.gang.describe()
             return [f'in run of "{run.function.name}" {waiting}'] if waiting else []
@@ -238,7 +232,7 @@ class GangRunner:
             return
         self._looking = True
         try:
-            while self.runs and self.runs[0].gang is None:
+            while self.runs and not self.runs[0].closures:
                 run = self.runs[0]
                 if self.queue.ending is not None:
                     self._end(run, self._cancelled())
@@ -255,9 +249,9 @@ class GangRunner:
         The queue must know of it, so that nothing begins because they have ended.
         """
         for run in self.runs:
-            if run.gang is None:  # the end of one of them would cancel those behind it
+            if not run.closures:  # the end of one of them would cancel those behind it
                 run.tell(error)
-        while self.runs and self.runs[-1].gang is None:
+        while self.runs and not self.runs[-1].closures:
             self._end(self.runs[-1], error)
         if self.runs:
             self._abandon(self.runs[0], error)
@@ -271,7 +265,7 @@ class GangRunner:
         if merges:
             await asyncio.wait(merges)
         for run in list(self.runs):
-            error = run.gang.error if run.gang is not None else None
+            error = run.gang.error if run.closures else None
             self._end(run, error or ClosedError("the coordinator was closed"))
 
     # Begin and end.
@@ -311,7 +305,7 @@ class GangRunner:
 
     def _abandon(self, run: GangRun, error: Exception) -> None:
         """The caller, or the coordinator, wants no more of it; replicas may take time to stop."""
-        if run.gang is None:
+        if not run.closures:
             self._end(run, error)
             return
         if not isinstance(error, PsyncError):
@@ -330,9 +324,9 @@ class GangRunner:
         replica = run.replica_of(closure.id)
         assert replica is not None, f"{closure} is of another gang"
         if closure.error is None:
-            actions = run.begun.finished(replica)
+            actions = run.gang.finished(replica)
         else:
-            actions = run.begun.failed(replica, closure.error)
+            actions = run.gang.failed(replica, closure.error)
         for request in run.arrivals[replica].values():
             request.fail(ClosureCancelled("the replica has ended"))
         self._perform(run, actions)
@@ -344,7 +338,7 @@ class GangRunner:
         peer, message = request.peer, request.message
         run = self.runs[0] if self.runs else None
         replica = run.replica_of(message.closure) if run is not None else None
-        if run is None or run.gang is None or replica is None:
+        if run is None or replica is None:
             raise UsageError(f"{message.what}: closure {message.closure} has ended")
         closure = run.closures[replica]
         if self.current(peer) is None or closure.worker != peer.task or closure.is_final:
@@ -356,13 +350,13 @@ class GangRunner:
 
     def _gave_up(self, run: GangRun, replica: int, request: Request[Any]) -> None:
         if not request.peer.is_closed and not run.closures[replica].is_final:
-            self._perform(run, run.begun.gave_up(replica))
+            self._perform(run, run.gang.gave_up(replica))
 
     def _perform(
         self, run: GangRun, actions: Sequence[GangAction], replies: Sequence[Reached] = ()
     ) -> None:
         """Carry out what the gang decided; ``replies``: of a collective, for each replica."""
-        gang = run.begun
+        gang = run.gang
         for action in actions:
             if isinstance(action, Merge):
                 requests = [arrived[action.number] for arrived in run.arrivals]
@@ -400,7 +394,7 @@ class GangRunner:
         del run.merges[number]
         replies: list[Reached] = []
         if task.cancelled() or task.exception() is not None:
-            self._perform(run, run.begun.cancel(ClosureCancelled("a merge function was stopped")))
+            self._perform(run, run.gang.cancel(ClosureCancelled("a merge function was stopped")))
         else:
             replies = task.result()
-        self._perform(run, run.begun.merged(number), replies)
+        self._perform(run, run.gang.merged(number), replies)
