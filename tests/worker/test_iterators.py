@@ -414,7 +414,7 @@ class TestIteratorHandle:
     async def test_it_stands_for_the_iterator_of_the_worker_it_is_on(
         self, make: Callable[..., WorkerIterator]
     ) -> None:
-        handle = IteratorHandle("it", b"key", 2)
+        handle = IteratorHandle("it", b"key", 2, {})
         assert iter(handle) is handle
         with in_step({"it": make(lambda: range(1, 3))}):
             assert [next(handle), await handle.next_in(0)] == [1, 2]
@@ -423,7 +423,7 @@ class TestIteratorHandle:
 
     def test_the_program_has_no_data(self) -> None:
         with pytest.raises(UsageError) as caught:
-            next(IteratorHandle("it", b"key", 2))
+            next(IteratorHandle("it", b"key", 2, {}))
         assert str(caught.value) == (
             "next() on a per-worker iterator outside a step: each worker has its own data\n"
             "hint: pass the iterator to a step: schedule(step, args=(iterator,))"
@@ -431,14 +431,14 @@ class TestIteratorHandle:
 
     def test_one_that_came_by_a_hidden_way_is_an_error(self) -> None:
         with in_step({}), pytest.raises(UsageError) as caught:
-            next(IteratorHandle("it", b"key", 2))
+            next(IteratorHandle("it", b"key", 2, {}))
         assert str(caught.value) == (
             "a per-worker iterator was passed to the step in an unsupported way\n"
             "hint: pass it as an argument of the step, or let the step capture it"
         )
 
     def test_those_that_arrive_are_noted(self) -> None:
-        sent = pickle.dumps([IteratorHandle("it", b"key", 2)])
+        sent = pickle.dumps([IteratorHandle("it", b"key", 2, {})])
         (unnoted,) = pickle.loads(sent)
         noted: list[IteratorHandle] = []
         token = arriving.set(noted)

@@ -273,10 +273,6 @@ class WorkerIterator:
                     logger.warning("dataset %s raised when it was closed", self.name, exc_info=True)
 
 
-NOWHERE: Mapping[int, int] = {}
-"""The positions of iterators that start from the beginning."""
-
-
 class IteratorHandle(Generic[T]):
     """A per-worker iterator as steps see it; it stands for the iterator of the step's worker.
 
@@ -287,9 +283,7 @@ class IteratorHandle(Generic[T]):
         starts: Number of batches to skip, by worker index; 0 for a missing worker.
     """
 
-    def __init__(
-        self, uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int] = NOWHERE
-    ) -> None:
+    def __init__(self, uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int]) -> None:
         self.uid = uid
         self.key = key
         self.num_pipelines = num_pipelines
