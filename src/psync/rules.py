@@ -180,7 +180,7 @@ class UpdateRule(_AnyRule):
         results: list[np.ndarray] = []
         for dtype in PROBED:
             first, again = (self._probed(dtype, [slice(None)]) for _ in range(2))
-            if any(a.tobytes() != b.tobytes() for a, b in zip(first, again, strict=True)):
+            if any(_bits(a) != _bits(b) for a, b in zip(first, again, strict=True)):
                 raise ConfigurationError(
                     f"{self.name}: update returned a different result when called again with the "
                     "same arguments",
@@ -275,6 +275,10 @@ def _readonly(array: np.ndarray) -> np.ndarray:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+def _bits(array: np.ndarray) -> bytes:
+    return bytes(array.view(np.uint8).data)
 
 
 def _shown(value: object) -> str:

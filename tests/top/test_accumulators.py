@@ -103,27 +103,25 @@ class TestOrderOfChecks:
         assert apply_grad(held, array(1, 2, math.nan), 2) == Applied(STALE, 1, 3)
 
 
-class TestOptions:
-    def test_dtypes_are_floating(self) -> None:
-        for dtype in ["int32", "complex64", np.bool_, "nonsense", object]:
-            message = refusal(accumulator, dtype=dtype, error=ConfigurationError)
-            known = "float16, bfloat16, float32, float64"
-            assert message == f"expected one of {known} as dtype, got {dtype!r}"
-
-    def test_reduction_types_are_exact(self) -> None:
-        for reduction in ["mean", "Sum", "MAX", "", None, ["MEAN"]]:
-            message = refusal(accumulator, reduction_type=reduction, error=ConfigurationError)
-            assert message == f"expected reduction_type 'MEAN' or 'SUM', got {reduction!r}"
-
-    def test_dimensions_are_counts(self) -> None:
-        for dim in [-1, 2.0, "2", True]:
-            message = refusal(accumulator, (2, dim), error=ConfigurationError)
-            assert message == f"expected dimensions of 0 or more, or None, got {dim!r}"
-
-    def test_staleness_is_a_count(self) -> None:
-        for staleness in [-1, 0.5, None]:
-            message = refusal(accumulator, max_staleness=staleness, error=ConfigurationError)
-            assert message == f"expected max_staleness of 0 or more, got {staleness!r}"
+@pytest.mark.parametrize(
+    ("option", "values", "said"),
+    [
+        (
+            "dtype", ["int32", "complex64", np.bool_, "nonsense", object],
+            "expected one of float16, bfloat16, float32, float64 as dtype, got {!r}",
+        ),
+        (
+            "reduction_type", ["mean", "Sum", "MAX", "", None, ["MEAN"]],
+            "expected reduction_type 'MEAN' or 'SUM', got {!r}",
+        ),
+        ("shape", [-1, 2.0, "2", True], "expected dimensions of 0 or more, or None, got {!r}"),
+        ("max_staleness", [-1, 0.5, None], "expected max_staleness of 0 or more, got {!r}"),
+    ],
+)  # fmt: skip
+def test_options_have_their_ranges(option: str, values: list[Any], said: str) -> None:
+    for value in values:
+        given = {option: (2, value) if option == "shape" else value}
+        assert refusal(accumulator, **given, error=ConfigurationError) == said.format(value)
 
 
 class TestTakes:
