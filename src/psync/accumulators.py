@@ -74,11 +74,6 @@ class Take(Generic[ResultT]):
         self._result = yield from self._making
         self.state = TakeState.READY
 
-    def _completed(self, making: Pieces[ResultT], count: int, step: int) -> None:
-        assert self.state is TakeState.WAITING, "it is among those that wait"
-        self._making, self.count, self.step = making, count, step
-        self.state = TakeState.COMPLETE
-
 
 @dataclass(frozen=True, slots=True)
 class Applied(Generic[ResultT]):
@@ -260,10 +255,10 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         take = next(iter(self._takes), None)
         if take is None or self._count < take.num_required:
             return None
-        making = self._reduce()
+        take._making = self._reduce()
         del self._takes[take]
         self._step += 1
-        take._completed(making, self._count, self._step)
+        take.count, take.step, take.state = self._count, self._step, TakeState.COMPLETE
         self._count = 0
         self._clear()
         return take

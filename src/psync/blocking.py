@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import contextvars
 import functools
 import inspect
 import os
@@ -100,11 +99,10 @@ class _Waits:
                 f"wait expected an awaitable, got {type(awaitable).__name__}",
                 hint="psync.blocking needs no wait: its methods return values",
             )
-        context = contextvars.copy_context()
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def begin() -> None:
-            self._task = task = self._loop.create_task(result_of(awaitable), context=context)
+            self._task = task = self._loop.create_task(result_of(awaitable))
             task.add_done_callback(ended)
             if self._interrupts:
                 self.interrupt()
@@ -122,7 +120,7 @@ class _Waits:
                 outcome.set_result(task.result())
 
         try:
-            self._loop.call_soon_threadsafe(begin)
+            self._loop.call_soon_threadsafe(begin)  # in a copy of this context
             return outcome.result()
         except KeyboardInterrupt:
             self._loop.call_soon_threadsafe(self.interrupt)
@@ -143,14 +141,14 @@ class _LoopThread:
     def __init__(self) -> None:
         self._users = 0
         self._lock = threading.Lock()
-        self._end: Callable[[], None] = lambda: None
+        self._loop = contextlib.ExitStack()  # while somebody uses it
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Return a context manager inside which a loop runs for ``wait``."""
         with self._lock:
             if not self._users and not program_waits():
-                self._end = _start_loop()
+                self._loop.enter_context(_loop_in_thread())
             self._users += 1
         try:
             yield
@@ -158,8 +156,7 @@ class _LoopThread:
             with self._lock:
                 self._users -= 1
                 if not self._users:
-                    end, self._end = self._end, lambda: None
-                    end()
+                    self._loop.close()
 
 
 _loop_thread = PerProcess(_LoopThread)
@@ -172,8 +169,9 @@ def _begin_child() -> None:
 os.register_at_fork(after_in_child=_begin_child)
 
 
-def _start_loop() -> Callable[[], None]:
-    """Run a loop in a thread; return what ends it."""
+@contextlib.contextmanager
+def _loop_in_thread() -> Iterator[None]:
+    """Run a loop in a thread; threads wait for what runs there."""
     runner = asyncio.Runner(loop_factory=loop_factory())
     loop = runner.get_loop()
     over = asyncio.Event()
@@ -187,13 +185,12 @@ def _start_loop() -> Callable[[], None]:
     thread.daemon = True  # a program that does not close what it has opened ends all the same
     thread.start()
     program_waits().append(waits)
-
-    def end() -> None:
+    try:
+        yield
+    finally:
         program_waits().remove(waits)
         loop.call_soon_threadsafe(over.set)
         thread.join()
-
-    return end
 
 
 class _Blocking:

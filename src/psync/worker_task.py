@@ -39,8 +39,8 @@ from psync.net.transport import Listener
 from psync.numerics.memory import BlockPool
 from psync.wire import messages
 from psync.wire.codec import Message
-from psync.worker.iterators import IteratorTable
-from psync.worker.session import Session, watch_session
+from psync.worker.iterators import WorkerIterator
+from psync.worker.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +75,10 @@ class WorkerTask:
         self._recorder = SpanRecorder(platform, self.task)
         self._recorder.watch_endpoint(self._endpoint)
         self._endpoint.handlers[messages.AskSpans] = Handler(self._recorder.answer)
-        self._unwatch = contextlib.ExitStack()  # the session
         self._session: Session | None = None
+        self._unwatch = contextlib.ExitStack()  # the session
+        self._end = contextlib.AsyncExitStack()  # of the session, and what it has
         self._newest_coordinator = 0  # the highest incarnation of one that was served
-        self._clients: Endpoint | None = None  # makes the session's connections to ps tasks
         self._endpoint.on_peer.append(lambda peer: peer.on_closed.append(self._lane_closed))
         self.chief = ChiefPresence(self._endpoint)
         self._ending: set[asyncio.Task[None]] = set()
@@ -231,14 +231,18 @@ class WorkerTask:
         ps = parts.of(PsClient)(clients, message.ps_addresses, self._pool, message.ps_timeout_s)
         for link in ps.links:
             link.on_lost = self._lost_ps
-        iterators = IteratorTable()
+        iterators: dict[str, WorkerIterator] = {}
         runtime = Runtime(ps, message.origin, message.program, None, iterators.get)
-        self._clients = clients
-        self._session = parts.of(Session)(
+        self._session = session = parts.of(Session)(
             message, peer, bulk, runtime, iterators, self._platform, self._main_by_name
         )
         self._unwatch.callback(self._recorder.watch_endpoint(clients))
-        self._unwatch.callback(watch_session(self._recorder, self._session))
+        self._unwatch.callback(self._recorder.watch(session.record))
+        # A ps may still compute from what a push has lent it, and keep that update.
+        self._end.push_async_callback(clients.close, goes_on=True)
+        # Of a push that is given up one ps may have its part, and another not yet.
+        self._end.push_async_callback(ps.close, UPDATES_END_WITHIN_S)
+        self._end.push_async_callback(session.close)
         request.answer(messages.Done())
 
     def _lost_ps(self, error: ParameterServerLost) -> None:
@@ -273,21 +277,10 @@ class WorkerTask:
         )
 
     def _end_session(self) -> None:
-        session, self._session = self._session, None
-        clients, self._clients = self._clients, None
-        self._unwatch.close()
-        if session is None or clients is None:
-            return
-
-        async def end() -> None:
-            async with contextlib.AsyncExitStack() as stack:
-                # A ps may still compute from what a push has lent it, and keep that update.
-                stack.push_async_callback(clients.close, goes_on=True)
-                # Of a push that is given up one ps may have its part, and another not yet.
-                stack.push_async_callback(session.runtime.ps.close, UPDATES_END_WITHIN_S)
-                await session.close()
-
-        self._await_end(asyncio.get_running_loop().create_task(end()))
+        if self._session is not None:
+            self._session = None
+            self._unwatch.close()
+            self._await_end(asyncio.get_running_loop().create_task(self._end.pop_all().aclose()))
 
     def _await_end(self, task: asyncio.Task[None]) -> None:
         self._ending.add(task)

@@ -106,4 +106,4 @@ def session_of(worker: Any) -> Any:
 
 def iterators_of(worker: Any) -> list[Any]:
     """The iterators of datasets that it holds."""
-    return list(session_of(worker)._iterators._iterators.values())
+    return list(session_of(worker)._iterators.values())

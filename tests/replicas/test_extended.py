@@ -78,12 +78,6 @@ def test_a_destination_is_one_thing(destinations: Any, said: str) -> None:
         at_once(extended.broadcast_to(THREE, destinations))
 
 
-def test_an_aggregation_is_no_reduction() -> None:
-    made, (v,) = variables()
-    with pytest.raises(ReplicaValueError, match=r"got <VariableAggregation.SUM.*\nhint: psync.Red"):
-        at_once(made.extended.reduce_to(psync.VariableAggregation.SUM, THREE, v))
-
-
 def test_what_is_broadcast_is_what_all_replicas_have() -> None:
     made, (v,) = variables()
     value = at_once(made.extended.broadcast_to([1.0, 2.0], v))

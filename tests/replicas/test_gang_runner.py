@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,9 +119,9 @@ async def test_who_is_not_there_yet_is_named(caplog):
         with caplog.at_level(logging.WARNING):
             await asyncio.sleep(11)
         assert (
-            'in run of "test_who_is_not_there_yet_is_named.<locals>.fn" replica 0 on '
-            "/job:worker/task:0 in all_reduce SUM, and not yet replica 1 on /job:worker/task:1"
-        ) in caplog.text or "replica 0 on /job:worker/task:0 in all_reduce SUM" in caplog.text
+            'in run of "fn" replica 0 on /job:worker/task:0 in all_reduce SUM, and not yet '
+            "replica 1 on /job:worker/task:1"
+        ) in caplog.text
         event_of("go on").set()
         assert list(await run) == list(await later) == [2, 2]
 
@@ -175,6 +175,8 @@ async def test_what_cannot_be_sent_is_named_before_anything_runs():
             await coordinator.strategy.run(reduced, (coordinator.strategy,))
         with pytest.raises(SerializationError, match="args: expected a tuple"):
             await coordinator.strategy.run(reduced, psync.PerReplica((1, 2)))
+        with pytest.raises(ReplicaValueError, match="arguments for 3 replicas, but 2 workers"):
+            await coordinator.strategy.run(reduced, (psync.PerReplica((1, 2, 3)),))
         limits = Limits(segment_bytes=1 << 20, body_bytes=1 << 20)
     async with coordinating(num_workers=2, limits=limits) as (_, coordinator):
         with pytest.raises(SerializationError, match="too large"):
@@ -514,19 +516,25 @@ async def test_the_loss_of_a_ps_ends_runs_with_that_error():
 # --- with synchronous steps ------------------------------------------------------------------
 
 
+def synchronous(coordinator: psync.ClusterCoordinator) -> tuple[psync.Variable, Any]:
+    """A variable, and what pulls it and pushes 1 to it in a synchronous step of two."""
+    with coordinator.strategy.scope():
+        w = psync.Variable(np.zeros(1, np.float32), name="w")
+        step = psync.get_or_create_global_step()
+    optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
+
+    async def push() -> tuple[str, bool]:
+        await w.read()
+        result = await optimizer.apply_gradients([(np.ones(1, np.float32), w)], step)
+        return result.outcome.value, result.partial
+
+    return w, push
+
+
 @pytest.mark.virtual_time
 async def test_synchronous_steps_before_a_gang_do_not_wait_for_what_comes_after_it():
     async with coordinating(num_workers=2) as (_, coordinator):
-        with coordinator.strategy.scope():
-            w = psync.Variable(np.zeros(1, np.float32), name="w")
-            step = psync.get_or_create_global_step()
-        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
-
-        async def push():
-            await w.read()
-            result = await optimizer.apply_gradients([(np.ones(1, np.float32), w)], step)
-            return result.outcome.value
-
+        w, push = synchronous(coordinator)
         coordinator.schedule(push)  # nobody else will push before the gang
         run = asyncio.create_task(coordinator.strategy.run(reduced))
         await asyncio.sleep(0)
@@ -539,26 +547,17 @@ async def test_synchronous_steps_before_a_gang_do_not_wait_for_what_comes_after_
 @pytest.mark.virtual_time
 async def test_a_replica_that_waits_for_a_token_is_not_kept_by_one_that_waits_for_it():
     async with coordinating(num_workers=2) as (_, coordinator):
-        with coordinator.strategy.scope():
-            w = psync.Variable(np.zeros(1, np.float32), name="w")
-            step = psync.get_or_create_global_step()
-        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
+        w, push = synchronous(coordinator)
 
         async def fn():
             if await replica_id() == 0:
-                await w.read()
-                await optimizer.apply_gradients([(np.ones(1, np.float32), w)], step)
+                await push()
             return await reduced()
 
         assert list(await coordinator.strategy.run(fn)) == [2, 2]
         assert float((await w.read())[0]) == -1
 
-        async def both():
-            await w.read()
-            result = await optimizer.apply_gradients([(np.ones(1, np.float32), w)], step)
-            return result.outcome.value, result.partial
-
-        outcomes, partial = await coordinator.strategy.run(both)
+        outcomes, partial = await coordinator.strategy.run(push)
         assert (list(outcomes), list(partial)) == (["accepted"] * 2, [False, False])
         assert float((await w.read())[0]) == -2
 
@@ -567,17 +566,13 @@ async def test_a_replica_that_waits_for_a_token_is_not_kept_by_one_that_waits_fo
 @pytest.mark.parametrize("first", [0, 1])
 async def test_ps_0_learns_who_waits_in_a_collective_whenever_that_begins(first):
     async with coordinating(num_workers=2) as (_, coordinator):
-        with coordinator.strategy.scope():
-            w = psync.Variable(np.zeros(1, np.float32), name="w")
-            step = psync.get_or_create_global_step()
-        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
+        w, push = synchronous(coordinator)
 
         async def fn():
             if await replica_id() == first:
                 await asyncio.sleep(3)
             if await replica_id():
-                await w.read()
-                await optimizer.apply_gradients([(np.ones(1, np.float32), w)], step)
+                await push()
             return await reduced()
 
         async with asyncio.timeout(20):
@@ -596,72 +591,5 @@ async def test_a_slow_replica_is_given_up_and_not_those_who_wait_for_it():
 
         with pytest.raises(WorkerLost, match="task:2"):
             await coordinator.strategy.run(fn)
-        statistics = coordinator.statistics()["closures"]
-        assert {worker.worker for worker in statistics.workers} >= {
-            "/job:worker/task:0",
-            "/job:worker/task:1",
-        }
-
-
-# --- whatever happens ------------------------------------------------------------------------
-
-
-@pytest.mark.virtual_time
-@pytest.mark.parametrize("seed", range(6))
-async def test_whatever_dies_and_whenever_every_run_ends_and_counts_all_or_none(seed):
-    draw = random.Random(seed)
-    network = psync.testing.MemoryNetwork(seed, latency=(0.0, 0.01), chunk=(1 << 10, 1 << 14))
-    async with (
-        memory_cluster.cluster_of(2, 3, network=network) as cluster,
-        psync.ClusterCoordinator(cluster.strategy()) as coordinator,
-    ):
-        strategy = coordinator.strategy
-        with strategy.scope():
-            total = psync.Variable(0.0, name="total", aggregation=psync.VariableAggregation.SUM)
-            steps = psync.Variable(0.0, name="steps")
-
-        async def fn(seed, number):
-            own = random.Random(f"{seed} {number} {await replica_id()}")
-            for _ in range(3):
-                await asyncio.sleep(own.random() * 0.1)
-                await total.assign_add(1.0)
-                await reduced(np.ones(100))
-            if own.random() < 0.2:
-                raise Custom("boom")
-            return psync.get_replica_context().num_replicas_in_sync
-
-        async def step():
-            await asyncio.sleep(0.01)
-            await steps.assign_add(1.0)
-
-        async def kill():
-            while True:
-                await asyncio.sleep(draw.random() * 2)
-                name = f"worker-{draw.randrange(3)}"
-                if draw.random() < 0.5:
-                    cluster.network.cut(name)
-                elif name in cluster.tasks:
-                    await cluster.stop(name)
-                    await asyncio.sleep(draw.random())
-                    await cluster.start(name)
-
-        killer = asyncio.create_task(kill())
-        expected, num_steps, ends = 0.0, 0, set()
-        for number in range(15):
-            for _ in range(draw.randrange(4)):
-                coordinator.schedule(step)
-                num_steps += 1
-            try:
-                async with asyncio.timeout(draw.choice((0.1, 600, 600, 600))):
-                    count = await strategy.run(fn, (seed, number))
-            except (Custom, WorkerLost, TimeoutError, ClosureCancelled) as exc:
-                ends.add(type(exc))
-            else:
-                count = count[0] if isinstance(count, psync.PerReplica) else count
-                expected += 3 * count
-        await coordinator.join()
-        killer.cancel()
-        await asyncio.wait((killer,))
-        assert await steps.read() == num_steps
-        assert await total.read() >= expected  # and more, of those that ended with an error
-        assert ends & {WorkerLost, Custom}
+        others = {worker.worker for worker in coordinator.statistics()["closures"].workers}
+        assert others >= {"/job:worker/task:0", "/job:worker/task:1"}

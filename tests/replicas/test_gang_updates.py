@@ -22,17 +22,11 @@ class Target:
         self.name, self.aggregation = name, VariableAggregation[aggregation]
         self.written: list[tuple[str, Any]] = []
 
-    async def assign(self, value: Any) -> None:
-        self.written.append(("assign", value))
+    def __getattr__(self, method: str) -> Any:
+        async def write(value: Any) -> None:
+            self.written.append((method, value))
 
-    async def assign_add(self, value: Any) -> None:
-        self.written.append(("assign_add", value))
-
-    async def scatter_add(self, value: Any) -> None:
-        self.written.append(("scatter_add", value))
-
-    async def scatter_max(self, value: Any) -> None:
-        self.written.append(("scatter_max", value))
+        return write
 
 
 class Optimizer:

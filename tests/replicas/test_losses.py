@@ -62,27 +62,27 @@ def test_an_empty_batch_has_no_loss() -> None:
     assert psync.compute_average_loss(LOSSES, global_batch_size=0) == 0.0
 
 
-@pytest.mark.parametrize("weight", [[1.0, 2.0], np.ones((3, 2)), np.ones((1, 3))])
-def test_weights_that_do_not_fit_are_refused_and_never_broadcast(weight: Any) -> None:
-    with pytest.raises(ReplicaValueError, match=r"sample_weight for losses of shape \(3,\)"):
-        psync.compute_average_loss(LOSSES, weight)
-
-
-def test_a_scalar_is_no_batch() -> None:
-    with pytest.raises(ReplicaValueError, match="a loss for each example, got a scalar"):
-        psync.compute_average_loss(3.0)
-
-
-@pytest.mark.parametrize("losses", [["a"], [[1], [1, 2]], [None], [1j]])
-def test_what_is_no_number_is_no_loss(losses: Any) -> None:
-    with pytest.raises(ReplicaValueError, match="a loss: expected numbers, got"):
-        psync.compute_average_loss(losses)
-
-
-@pytest.mark.parametrize("size", [-1, 2.5, True, "4", [4]])
-def test_the_size_of_a_batch_is_a_whole_number(size: Any) -> None:
-    with pytest.raises(ReplicaValueError, match="expected global_batch_size to be a whole number"):
-        psync.compute_average_loss(LOSSES, global_batch_size=size)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(
+            ((LOSSES, weight), r"sample_weight for losses of shape \(3,\)")
+            for weight in ([1.0, 2.0], np.ones((3, 2)), np.ones((1, 3)))  # never broadcast
+        ),
+        ((3.0,), "a loss for each example, got a scalar"),
+        *(
+            ((losses,), "a loss: expected numbers")
+            for losses in (["a"], [[1], [1, 2]], [None], [1j])
+        ),
+        *(
+            ((LOSSES, None, size), "expected global_batch_size to be a whole number")
+            for size in (-1, 2.5, True, "4", [4])
+        ),
+    ],
+)
+def test_what_is_no_loss_weight_or_size_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ReplicaValueError, match=message):
+        psync.compute_average_loss(*arguments)
 
 
 def test_in_cross_replica_context_it_is_not_known_whose_losses_these_are() -> None:

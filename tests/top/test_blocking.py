@@ -59,13 +59,6 @@ def test_steps_are_scheduled_joined_and_fetched(coordinator: blocking.ClusterCoo
     assert coordinator.dashboard_url == ""
 
 
-def test_shards_are_visited_in_plain_calls(coordinator: blocking.ClusterCoordinator) -> None:
-    visits = coordinator.distribute_once([1, 2, 3], num_epochs=2)
-    visits.run(square)
-    assert visits.done()
-    assert [account.num_done for account in visits.account()] == [3, 3]
-
-
 def test_an_error_of_a_step_is_raised_with_its_own_type(
     coordinator: blocking.ClusterCoordinator,
 ) -> None:
@@ -176,6 +169,8 @@ def test_handles_return_values(coordinator: blocking.ClusterCoordinator) -> None
     value = coordinator.schedule(square, (3,))
     assert value.fetch() == value.get() == psync.wait(value) == coordinator.fetch(value) == 9
     assert coordinator.schedule(square, (value,)).fetch() == 81
+    with pytest.raises(UsageError, match="wait expected an awaitable, got int"):
+        psync.wait(value.fetch())  # type: ignore[arg-type]
     failed = coordinator.schedule(square, ("two",))
     with pytest.raises(TypeError, match="can't multiply"):
         failed.fetch()
@@ -214,6 +209,9 @@ def test_visits_go_epoch_by_epoch_in_plain_calls(coordinator: blocking.ClusterCo
     found = [sorted(value.fetch() for value in visits.schedule(square)) for _ in visits]
     assert found == [[1, 4, 9]] * 2
     assert visits.done()
+    visits = coordinator.distribute_once([1, 2, 3], num_epochs=2)
+    visits.run(square)
+    assert [account.num_done for account in visits.account()] == [3, 3]
 
 
 def test_a_value_is_there_when_all_is_closed() -> None:
@@ -223,12 +221,6 @@ def test_a_value_is_there_when_all_is_closed() -> None:
             value = coordinator.schedule(square, (3,))
             coordinator.join()
     assert value.fetch() == 9
-
-
-def test_what_is_no_awaitable_is_named(coordinator: blocking.ClusterCoordinator) -> None:
-    value = coordinator.schedule(square, (3,))
-    with pytest.raises(UsageError, match="wait expected an awaitable, got int"):
-        psync.wait(value.fetch())  # type: ignore[arg-type]
 
 
 def test_on_another_loop_than_its_own_it_says_so(coordinator: blocking.ClusterCoordinator) -> None:

@@ -109,12 +109,3 @@ def test_a_callback_wants_batches_if_it_has_the_method() -> None:
 
     assert OfBatches().wants_batches
     assert not callbacks.EarlyStopping().wants_batches
-
-
-def test_a_callback_that_does_nothing_may_be_told_everything() -> None:
-    callback = callbacks.Callback()
-    callback.on_train_begin()
-    callback.on_epoch_begin(0)
-    callback.on_train_batch_end(0, {})
-    callback.on_epoch_end(0, {})
-    callback.on_train_end({})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections import UserDict
+from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,6 +29,8 @@ from psync.cluster import (
 from psync.errors import ConfigurationError
 
 FULL = {"chief": ["c:1"], "ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1", "w2:1"]}
+WITHOUT_CHIEF = {job: FULL[job] for job in ("ps", "worker")}
+EVALUATED = {**FULL, "evaluator": ["e:1"]}
 SPARSE = {"ps": ["p0:1", "p1:1"], "worker": {1: "w1:1", 4: "w4:1"}}
 
 
@@ -40,15 +44,7 @@ def test_names_of_tasks_and_devices() -> None:
 
 
 def test_what_is_no_task_name_is_an_error() -> None:
-    for name in [
-        "",
-        "ps",
-        "/job:ps",
-        "/job:ps/task:",
-        "/job:ps/task:-1",
-        "/job:ps/task:0\n",
-        "/job:/task:0",
-    ]:
+    for name in ["", "ps", "/job:ps", "/job:ps/task:", "/job:ps/task:-1", "/job:ps/task:0\n"]:
         with pytest.raises(ConfigurationError) as caught:
             parse_task_name(name)
         assert str(caught.value) == f"expected a task name such as /job:ps/task:0, got {name!r}"
@@ -74,64 +70,44 @@ def test_address_is_split() -> None:
 
 
 def test_malformed_address_is_an_error() -> None:
+    long = "x" * 64
+    too_long = "unix:/" + "ä" * 54
+    no_port = "expected a port from 0 to 65535 at its end"
+    no_path = "expected an absolute path after 'unix:'"
     for address, message in [
-        ("", "address '': expected a port from 0 to 65535 at its end"),
-        ("host", "address 'host': expected a port from 0 to 65535 at its end"),
-        ("host:", "address 'host:': expected a port from 0 to 65535 at its end"),
-        ("host:65536", "address 'host:65536': expected a port from 0 to 65535 at its end"),
-        ("host:0x10", "address 'host:0x10': expected a port from 0 to 65535 at its end"),
-        ("host:-1", "address 'host:-1': expected a port from 0 to 65535 at its end"),
-        ("host:٣", "address 'host:٣': expected a port from 0 to 65535 at its end"),
-        ("::1:2222", "address '::1:2222': '::1' is not a host"),
-        ("grpc://host:1", "address 'grpc://host:1': 'grpc://host' is not a host"),
-        ("my host:1", "address 'my host:1': 'my host' is not a host"),
-        ("[::g]:1", "address '[::g]:1': Only hex digits permitted in 'g' in '::g'"),
-        ("[::1]", "address '[::1]': '[:' is not a host"),
-        ("a..b:1", "address 'a..b:1': 'a..b' is not a host name"),
-        (".:1", "address '.:1': '.' is not a host name"),
-        ("\udcff:1", "address '\\udcff:1': '\\udcff' is not a host name"),
-        (f"{'x' * 64}.de:1", f"address '{'x' * 64}.de:1': '{'x' * 64}.de' is not a host name"),
-        (
-            f"[fe80::1%{'x' * 64}]:1",
-            f"address '[fe80::1%{'x' * 64}]:1': 'fe80::1%{'x' * 64}' is not a host name",
-        ),
-        ("unix:run/ps", "address 'unix:run/ps': expected an absolute path after 'unix:'"),
-        ("unix:/a\0b", "address 'unix:/a\\x00b': expected an absolute path after 'unix:'"),
-        (
-            "unix:/" + "ä" * 54,
-            f"address {'unix:/' + 'ä' * 54!r}: the path of a Unix socket has at most 107 bytes, "
-            "got 109",
-        ),
+        ("", no_port),
+        ("host", no_port),
+        ("host:", no_port),
+        ("host:65536", no_port),
+        ("host:0x10", no_port),
+        ("host:-1", no_port),
+        ("host:٣", no_port),
+        ("::1:2222", "'::1' is not a host"),
+        ("grpc://host:1", "'grpc://host' is not a host"),
+        ("my host:1", "'my host' is not a host"),
+        ("[::g]:1", "Only hex digits permitted in 'g' in '::g'"),
+        ("[::1]", "'[:' is not a host"),
+        ("a..b:1", "'a..b' is not a host name"),
+        (".:1", "'.' is not a host name"),
+        ("\udcff:1", "'\\udcff' is not a host name"),
+        (f"{long}.de:1", f"'{long}.de' is not a host name"),
+        (f"[fe80::1%{long}]:1", f"'fe80::1%{long}' is not a host name"),
+        ("unix:run/ps", no_path),
+        ("unix:/a\0b", no_path),
+        (too_long, "the path of a Unix socket has at most 107 bytes, got 109"),
     ]:
         with pytest.raises(ConfigurationError) as caught:
             split_address(address)
-        assert caught.value.message == message
+        assert caught.value.message == f"address {address!r}: {message}"
         assert caught.value.hint is not None
 
 
-def test_loopback_addresses() -> None:
-    for address in [
-        "127.0.0.1:1",
-        "127.8.8.8:1",
-        "localhost:1",
-        "LOCALHOST:1",
-        "[::1]:1",
-        "[::ffff:127.0.0.1]:1",
-        "unix:/run/ps",
-    ]:
-        assert is_loopback(address)
-
-
-def test_addresses_that_others_reach() -> None:
-    for address in [
-        "10.0.0.1:1",
-        ":1",
-        "0.0.0.0:1",
-        "[::]:1",
-        "[::ffff:10.0.0.1]:1",
-        "localhost.example.com:1",
-    ]:
-        assert not is_loopback(address)
+def test_loopback_addresses_are_told_from_those_that_others_reach() -> None:
+    for host in ["127.0.0.1", "127.8.8.8", "localhost", "LOCALHOST", "[::1]", "[::ffff:127.0.0.1]"]:
+        assert is_loopback(f"{host}:1")
+    assert is_loopback("unix:/run/ps")
+    for host in ["10.0.0.1", "", "0.0.0.0", "[::]", "[::ffff:10.0.0.1]", "localhost.example.com"]:
+        assert not is_loopback(f"{host}:1")
 
 
 @settings(max_examples=200, deadline=None)
@@ -149,78 +125,50 @@ def test_any_text_is_an_address_or_a_configuration_error(text: str) -> None:
 # --- the cluster -------------------------------------------------------------------------------
 
 
-def test_dense_cluster_answers_every_question() -> None:
-    spec = ClusterSpec(FULL)
-    assert spec.jobs == ["chief", "ps", "worker"]
-    assert spec.as_dict() == FULL
-    assert spec.num_tasks("worker") == 3
-    assert spec.task_indices("worker") == [0, 1, 2]
-    assert spec.task_address("ps", 1) == "p1:1"
-    assert spec.job_tasks("ps") == ["p0:1", "p1:1"]
-
-
-def test_sparse_cluster_has_holes() -> None:
-    spec = ClusterSpec(SPARSE)
-    assert spec.as_dict() == SPARSE
-    assert spec.num_tasks("worker") == 2
-    assert spec.task_indices("worker") == [1, 4]
-    assert spec.job_tasks("worker") == [None, "w1:1", None, None, "w4:1"]
-
-
-def test_indices_may_be_text_and_in_any_order() -> None:
-    spec = ClusterSpec({"worker": UserDict({"1": "b:1", 0: "a:1"})})
-    assert spec.as_dict() == {"worker": ["a:1", "b:1"]}
-    assert spec == ClusterSpec({"worker": ("a:1", "b:1")})
-
-
-def test_empty_job_is_an_empty_dict() -> None:
-    spec = ClusterSpec({"worker": []})
-    assert spec.as_dict() == {"worker": {}}
-    assert spec.num_tasks("worker") == 0
-    assert spec.job_tasks("worker") == []
-
-
-def test_cluster_is_true_if_it_has_jobs() -> None:
-    assert ClusterSpec(FULL)
-    assert not ClusterSpec({})
-
-
-def test_clusters_are_equal_by_content() -> None:
-    spec = ClusterSpec(FULL)
-    assert spec == ClusterSpec(dict(reversed(FULL.items())))
-    assert hash(spec) == hash(ClusterSpec(dict(reversed(FULL.items()))))
-    assert spec != ClusterSpec({"ps": ["p0:1"]})
-    assert spec != FULL
-
-
-def test_cluster_is_copied_from_another_and_through_a_pickle() -> None:
-    spec = ClusterSpec(SPARSE)
-    assert ClusterSpec(spec) == spec
-    assert pickle.loads(pickle.dumps(spec)) == spec
-    assert repr(spec) == f"ClusterSpec({SPARSE!r})"
-
-
-def test_what_as_dict_returns_belongs_to_the_caller() -> None:
-    spec = ClusterSpec(SPARSE)
-    for tasks in spec.as_dict().values():
+@given(
+    st.dictionaries(
+        st.sampled_from(["chief", "ps", "worker", "gpu"]),
+        st.dictionaries(st.integers(0, 5), st.integers(1, 9), max_size=4),
+    ),
+    st.randoms(),
+)
+def test_a_cluster_is_what_it_was_made_of(made: Any, random: Random) -> None:
+    jobs = {job: {i: f"{job}{i}:{port}" for i, port in sorted(made[job].items())} for job in made}
+    spec = ClusterSpec(jobs)
+    assert spec.jobs == list(jobs)
+    assert bool(spec) is bool(jobs)
+    for job, tasks in jobs.items():
+        assert spec.task_indices(job) == list(tasks)
+        assert spec.num_tasks(job) == len(tasks)
+        assert [spec.task_address(job, index) for index in tasks] == list(tasks.values())
+        assert spec.job_tasks(job) == [tasks.get(i) for i in range(max(tasks, default=-1) + 1)]
+        dense = tasks and list(tasks) == list(range(len(tasks)))
+        assert spec.as_dict()[job] == (list(tasks.values()) if dense else tasks)
+    for tasks in spec.as_dict().values():  # it belongs to the caller
         tasks.clear()
-    assert spec.as_dict() == SPARSE
+    shuffled = random.sample(list(jobs.items()), len(jobs))
+    texts = {job: UserDict({str(i): tasks[i] for i in reversed(tasks)}) for job, tasks in shuffled}
+    for same in (ClusterSpec(spec), ClusterSpec(texts), ClusterSpec(spec.as_dict())):
+        assert (same, hash(same)) == (spec, hash(spec))
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    assert repr(spec) == f"ClusterSpec({spec.as_dict()!r})"
+
+
+def test_a_cluster_is_no_other_one_and_no_dict() -> None:
+    assert ClusterSpec(FULL) != ClusterSpec({"ps": ["p0:1"]})
+    assert ClusterSpec(FULL) != FULL
+    assert ClusterSpec({"worker": ("a:1", "b:1")}) == ClusterSpec({"worker": ["a:1", "b:1"]})
 
 
 def test_wrong_python_types_are_type_errors() -> None:
+    no_cluster = "a cluster is a mapping from job name to addresses or another ClusterSpec"
+    no_list = "job 'ps': expected a list of addresses or a mapping from index to address"
     for cluster, message in [
-        ([("ps", [])], "a cluster is a mapping from job name to addresses or another ClusterSpec"),
-        (
-            None,
-            "a cluster is a mapping from job name to addresses or another ClusterSpec, got None",
-        ),
+        ([("ps", [])], no_cluster),
+        (None, f"{no_cluster}, got None"),
         ({1: []}, "the name of a job is a str, got 1"),
-        (
-            {"ps": "p0:1"},
-            "job 'ps': expected a list of addresses or a mapping from index to address",
-        ),
-        ({"ps": None}, "job 'ps': expected a list of addresses or a mapping from index to address"),
-        ({"ps": [1]}, "/job:ps/task:0: an address is a str, got 1"),
+        ({"ps": "p0:1"}, no_list),
+        ({"ps": None}, no_list),
         ({"ps": ["a:1", None]}, "/job:ps/task:1: an address is a str, got None"),
         ({"ps": {1.5: "a:1"}}, "job 'ps': a task index is an int or a str of digits, got 1.5"),
         ({"ps": {True: "a:1"}}, "job 'ps': a task index is an int or a str of digits, got True"),
@@ -231,21 +179,17 @@ def test_wrong_python_types_are_type_errors() -> None:
 
 
 def test_malformed_cluster_names_the_place() -> None:
+    no_job = "expected a letter, then letters, digits, '_', '.' or '-'"
+    no_index = "job 'ps': expected a task index from 0 to 1048575, got"
     for cluster, message in [
-        ({"": []}, "job name '': expected a letter, then letters, digits, '_', '.' or '-'"),
-        ({"a/b": []}, "job name 'a/b': expected a letter, then letters, digits, '_', '.' or '-'"),
+        ({"": []}, f"job name '': {no_job}"),
+        ({"a/b": []}, f"job name 'a/b': {no_job}"),
         ({"ps": {"one": "a:1"}}, "job 'ps': expected a task index, got 'one'"),
         ({"ps": {"-1": "a:1"}}, "job 'ps': expected a task index, got '-1'"),
-        ({"ps": {-1: "a:1"}}, "job 'ps': expected a task index from 0 to 1048575, got -1"),
-        (
-            {"ps": {MAX_TASKS: "a:1"}},
-            "job 'ps': expected a task index from 0 to 1048575, got 1048576",
-        ),
+        ({"ps": {-1: "a:1"}}, f"{no_index} -1"),
+        ({"ps": {MAX_TASKS: "a:1"}}, f"{no_index} 1048576"),
         ({"ps": {1: "a:1", "1": "b:1"}}, "/job:ps/task:1 is listed twice"),
-        (
-            {"ps": ["host"]},
-            "/job:ps/task:0: address 'host': expected a port from 0 to 65535 at its end",
-        ),
+        ({"ps": ["h"]}, "/job:ps/task:0: address 'h': expected a port from 0 to 65535 at its end"),
         (
             {"ps": ["host:0"]},
             "/job:ps/task:0: address 'host:0' has no port that the other tasks could connect to",
@@ -304,30 +248,18 @@ def test_unknown_task_is_an_error_that_lists_the_known() -> None:
         assert str(caught.value) == message
 
 
-def test_complete_cluster_suits_every_task() -> None:
-    for task_type, task_id in [("chief", 0), ("worker", 2), ("ps", 1), (None, None), (None, 3)]:
-        spec = ClusterSpec(FULL)
-        assert validate_for_training(spec, task_type, task_id) == (spec, task_type, task_id)
-
-
-def test_cluster_without_chief_suits_a_program_that_is_no_task() -> None:
-    spec = ClusterSpec({"ps": ["p:1"], "worker": ["w:1"]})
-    assert validate_for_training(spec, None, None) == (spec, None, None)
-
-
-def test_worker_and_ps_may_know_only_themselves() -> None:
+def test_clusters_that_suit_a_task() -> None:
     for cluster, task_type, task_id in [
-        ({"ps": ["p0:1"], "worker": {3: "w3:1"}}, "worker", 3),
+        *((FULL, *task) for task in [("chief", 0), ("worker", 2), ("ps", 1), (None, 3)]),
+        (WITHOUT_CHIEF, None, None),
+        (FULL, "evaluator", 0),
+        ({"ps": ["p0:1"], "worker": {3: "w3:1"}}, "worker", 3),  # it may know only itself
         ({"worker": {3: "w3:1"}}, "worker", 3),
         ({"ps": {1: "p1:1"}}, "ps", 1),
     ]:
         spec = ClusterSpec(cluster)
         assert validate_for_training(spec, task_type, task_id) == (spec, task_type, task_id)
-
-
-def test_index_may_be_left_out_where_the_job_has_one_task() -> None:
-    spec = ClusterSpec(FULL)
-    assert validate_for_training(spec, "chief", None) == (spec, "chief", 0)
+    assert validate_for_training(ClusterSpec(FULL), "chief", None)[2] == 0, "the only one"
 
 
 def test_master_is_accepted_for_chief() -> None:
@@ -339,68 +271,38 @@ def test_master_is_accepted_for_chief() -> None:
 
 
 def test_evaluator_is_left_out_of_the_training_cluster() -> None:
-    spec = ClusterSpec({**FULL, "evaluator": ["e:1"]})
+    spec = ClusterSpec(EVALUATED)
     for task_type in ("chief", "evaluator"):
         assert validate_for_training(spec, task_type, 0) == (ClusterSpec(FULL), task_type, 0)
 
 
-def test_evaluator_need_not_be_listed() -> None:
-    spec = ClusterSpec(FULL)
-    assert validate_for_training(spec, "evaluator", 0) == (spec, "evaluator", 0)
-
-
 def test_unfit_cluster_is_an_error_that_names_the_field() -> None:
+    known, two = "'chief', 'worker', 'ps' or 'evaluator'", ["d:1", "d:2"]
     for cluster, task_type, task_id, message in [
         ({}, "worker", 0, "cluster is missing or empty"),
+        ({**FULL, "gpu": []}, "worker", 0, f"cluster.gpu: expected the jobs {known}, got 'gpu'"),
         (
-            {**FULL, "gpu": []},
-            "worker",
-            0,
-            "cluster.gpu: expected the jobs 'chief', 'worker', 'ps' or 'evaluator', got 'gpu'",
-        ),
-        (
-            {**FULL, "master": ["m:1"]},
-            "chief",
-            0,
+            {**FULL, "master": ["m:1"]}, "chief", 0,
             "cluster: the cluster has both a 'chief' and a 'master', which are the same job",
         ),
+        ({**FULL, "chief": two}, "chief", 0, "cluster.chief: expected at most one chief, got 2"),
         (
-            {**FULL, "chief": ["c:1", "d:1"]},
-            "chief",
-            0,
-            "cluster.chief: expected at most one chief, got 2",
-        ),
-        (
-            {**FULL, "evaluator": ["c:2", "d:2"]},
-            "chief",
-            0,
+            {**FULL, "evaluator": two}, "chief", 0,
             "cluster.evaluator: expected at most one evaluator, got 2",
         ),
         ({"worker": ["w:1"]}, None, None, "cluster.ps: expected at least one ps, got none"),
         (
-            {"chief": ["c:1"], "ps": ["p:1"], "worker": []},
-            "chief",
-            0,
+            {"chief": ["c:1"], "ps": ["p:1"], "worker": []}, "chief", 0,
             "cluster.worker: expected at least one worker, got none",
         ),
-        (
-            FULL,
-            "foobar",
-            0,
-            "task.type: expected 'chief', 'worker', 'ps' or 'evaluator', got 'foobar'",
-        ),
+        (FULL, "foobar", 0, f"task.type: expected {known}, got 'foobar'"),
         (SPARSE, "chief", 0, "task.type is 'chief', but the cluster has only 'ps', 'worker'"),
         (FULL, "ps", 2, "task.index is 2, and the job 'ps' has tasks 0 to 1"),
         (FULL, "ps", -1, "task.index is -1, and the job 'ps' has tasks 0 to 1"),
         (FULL, "ps", None, "task.index is missing, and the job 'ps' has tasks 0 to 1"),
         (SPARSE, "worker", 0, "task.index is 0, and the job 'worker' has tasks 1, 4"),
-        (
-            {**FULL, "evaluator": ["e:1"]},
-            "evaluator",
-            1,
-            "task.index is 1, and the job 'evaluator' has only task 0",
-        ),
-    ]:
+        (EVALUATED, "evaluator", 1, "task.index is 1, and the job 'evaluator' has only task 0"),
+    ]:  # fmt: skip
         with pytest.raises(ConfigurationError) as caught:
             validate_for_training(ClusterSpec(cluster), task_type, task_id, source="TF_CONFIG")
         assert caught.value.message == f"TF_CONFIG: {message}"
@@ -417,9 +319,6 @@ def test_task_of_the_wrong_python_type_is_a_type_error() -> None:
 
 
 # --- who is who --------------------------------------------------------------------------------
-
-WITHOUT_CHIEF = {job: FULL[job] for job in ("ps", "worker")}
-EVALUATED = {**FULL, "evaluator": ["e:1"]}
 
 
 def test_the_chief_is_the_chief_or_worker_0() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import memory_cluster
 import psync
-from memory_cluster import cluster_of, coordinating, event_of
+from memory_cluster import coordinating, event_of
 from psync.errors import (
     ClosureCancelled,
     ClosureError,
@@ -87,46 +87,40 @@ async def test_a_worker_whose_step_computes_has_little_unread():
 
 
 async def test_a_model_does_not_pass_through_the_coordinator():
-    async with cluster_of(num_ps=2) as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.zeros(16 << 20, np.float32), name="w")  # 64 MiB
-            optimizer = psync.optimizers.SGD(0.1)
+    async with coordinating(2) as (_, coordinator):
+        with coordinator.strategy.scope():
+            w = psync.Variable(np.zeros(16 << 20, np.float32), name="w")  # 64 MiB
+        optimizer = psync.optimizers.SGD(0.1)
 
-            async def step():
-                value = await w.read()
-                await optimizer.apply_gradients([(value, w)])
+        async def step():
+            await optimizer.apply_gradients([(await w.read(), w)])
 
-            await coordinator.schedule(step)
+        def nbytes() -> int:
             network = coordinator.statistics()["network"]
-            before = network["bytes_sent"] + network["bytes_received"]
-            num = 6
-            for _ in range(num):
-                coordinator.schedule(step)
-            await coordinator.join()
-            network = coordinator.statistics()["network"]
-            used = network["bytes_sent"] + network["bytes_received"] - before
-            assert used < num * 4096
+            return network["bytes_sent"] + network["bytes_received"]
+
+        await coordinator.schedule(step)
+        before = nbytes()
+        for _ in range(6):
+            coordinator.schedule(step)
+        await coordinator.join()
+        assert nbytes() - before < 6 * 4096
 
 
 # --- variables come first --------------------------------------------------------------------
 
 
 async def test_a_variable_that_cannot_be_created_fails_what_is_scheduled():
-    async with cluster_of() as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                psync.Variable(lambda: np.ones(3), name="w", shape=(4,), dtype="float32")
-
-            value = coordinator.schedule(lambda: 1)
-            with pytest.raises(PartitionError):
-                await coordinator.join()
-            with pytest.raises(psync.errors.ClosureCancelled):
-                await value
-            with pytest.raises(PartitionError):  # for ever
-                await coordinator.join()
+    async with coordinating() as (_, coordinator):
+        with coordinator.strategy.scope():
+            psync.Variable(lambda: np.ones(3), name="w", shape=(4,), dtype="float32")
+        value = coordinator.schedule(lambda: 1)
+        with pytest.raises(PartitionError):
+            await coordinator.join()
+        with pytest.raises(psync.errors.ClosureCancelled):
+            await value
+        with pytest.raises(PartitionError):  # for ever
+            await coordinator.join()
 
 
 # --- workers that are lost -------------------------------------------------------------------
@@ -309,21 +303,19 @@ async def test_a_result_leaves_although_the_next_step_waits_for_something_else()
 @pytest.mark.virtual_time
 async def test_a_ps_that_is_away_for_a_moment_is_waited_for(caplog):
     caplog.set_level("INFO")
-    async with cluster_of() as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.ones(4, np.float32), name="w")
+    async with coordinating() as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            w = psync.Variable(np.ones(4, np.float32), name="w")
 
-            async def step():
-                await w.assign_add(np.ones(4, np.float32))
+        async def step():
+            await w.assign_add(np.ones(4, np.float32))
 
-            await coordinator.schedule(step)
-            cluster.network.cut("ps-0:1")
-            await coordinator.schedule(step)
-            assert (await w.read() == 3).all()
-            await asyncio.sleep(3)
-            assert "/job:ps/task:0 is reachable again" in caplog.text
+        await coordinator.schedule(step)
+        cluster.network.cut("ps-0:1")
+        await coordinator.schedule(step)
+        assert (await w.read() == 3).all()
+        await asyncio.sleep(3)
+        assert "/job:ps/task:0 is reachable again" in caplog.text
 
 
 # --- a step asks for the end -------------------------------------------------------------------

@@ -78,12 +78,6 @@ def test_loss_and_gradients_are_right_and_the_values_stay_as_they_are(library: A
     assert [array.tobytes() for array in (w, b, x, y)] == before
 
 
-def test_without_data_it_is_a_function_of_the_values(library: Any) -> None:
-    loss, (grad,) = library(lambda w: (w * w).sum())(np.array([1, 2], np.float32))
-    assert loss == 5
-    assert grad.tolist() == [2, 4]
-
-
 def test_integers_have_no_gradient(library: Any) -> None:
     def picked(table: Any, rows: Any) -> Any:
         return table[rows].sum()
@@ -102,29 +96,6 @@ def test_it_survives_the_way_to_a_worker(library: Any) -> None:
         pickle.loads(pickle.dumps(function)),
     ):
         assert arrived.on(x, y)(w, b)[0] == pytest.approx(expected(w, b, x, y)[0], rel=1e-5)
-
-
-def test_it_has_a_name(library: Any) -> None:
-    assert repr(library(linear)) == "<gradients of linear>"
-
-
-async def test_a_step_trains_with_it(library: Any) -> None:
-    rng = np.random.default_rng(4)
-    x = rng.standard_normal((64, 3)).astype(np.float32)
-    y = (x @ np.array([[1], [-2], [3]], np.float32)) + np.float32(0.5)
-    value_and_grad, sgd = library(linear), optimizers.SGD(0.2)
-    async with training() as (strategy, coordinator):
-        with strategy.scope():
-            w = psync.Variable(np.zeros((3, 1), np.float32), name="w")
-            b = psync.Variable(np.zeros(1, np.float32), name="b")
-
-        async def step() -> float:
-            return float(await sgd.minimize(value_and_grad.on(x, y), (w, b)))
-
-        for _ in range(100):
-            loss = await in_step(coordinator, step)
-        assert loss < 1e-4
-        np.testing.assert_allclose((await w.read()).ravel(), [1, -2, 3], atol=0.02)
 
 
 class Differences(gradients.GradientFunction):

@@ -233,12 +233,6 @@ def test_other_names_for_the_same(made: optimizers.Optimizer, same: optimizers.O
     assert made.get_config() == same.get_config()
 
 
-def test_the_learning_rate_is_what_was_given() -> None:
-    schedule = schedules.CosineDecay(0.1, 10)
-    assert optimizers.Adam(0.25).learning_rate == 0.25
-    assert optimizers.Adam(schedule).learning_rate is schedule
-
-
 def test_arguments_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="expected at most one of clipnorm, global_clipnorm, clip"):
         optimizers.Adam(clipnorm=1.0, clipvalue=1.0)

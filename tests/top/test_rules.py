@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import itertools
-import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import own_rules
-import psync
 from psync import optimizers, rules, schedules
 from psync.errors import ConfigurationError
 from psync.numerics.memory import Scratch
@@ -139,21 +134,14 @@ def test_what_it_raises_is_the_cause_and_nothing_is_written() -> None:
     assert not slots[0].any()
 
 
-@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, ValueError])
-def test_whatever_it_raises_is_its_error(error: type[BaseException]) -> None:
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, ValueError, MemoryError])
+def test_whatever_it_raises_is_its_error_but_out_of_memory(error: type[BaseException]) -> None:
     """A ps that let it through would answer nobody."""
     rule = Plain()
     rule.update = lambda *_: (_ for _ in ()).throw(error)  # type: ignore[method-assign]
-    with pytest.raises(RuleRaised) as caught:
+    with pytest.raises(MemoryError if error is MemoryError else RuleRaised) as caught:
         run(rule, FLOAT32, chunk=1000)
-    assert type(caught.value.__cause__) is error
-
-
-def test_out_of_memory_is_no_error_of_the_rule() -> None:
-    rule = Plain()
-    rule.update = lambda *_: (_ for _ in ()).throw(MemoryError)  # type: ignore[method-assign]
-    with pytest.raises(MemoryError):
-        run(rule, FLOAT32, chunk=1000)
+    assert error in (type(caught.value), type(caught.value.__cause__))
 
 
 # What is refused.
@@ -230,46 +218,3 @@ def test_an_optimizer_refuses_a_schedule_that_is_not_registered() -> None:
 
     with pytest.raises(ConfigurationError, match="unknown schedule 'Other'"):
         optimizers.SGD(Other(0.1))
-
-
-# The page that tells users.
-
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "rules.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-
-
-def load(place: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> Any:
-    """A module of the page."""
-    (place / "myrules.py").write_text(text)
-    monkeypatch.syspath_prepend(str(place))
-    monkeypatch.delitem(sys.modules, "myrules", raising=False)
-    return importlib.import_module("myrules")
-
-
-def test_the_rule_of_the_page_has_at_most_twenty_lines_and_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert len([line for line in BLOCKS[0].splitlines() if line]) <= 20
-    module = load(tmp_path, monkeypatch, BLOCKS[0])
-    names: dict[str, Any] = {"psync": psync}
-    exec(BLOCKS[1], names)
-    assert names["optimizer"].get_slot_names() == ["momentum"]
-    param, (slot,) = run(module.SignMomentum(0.5), FLOAT32, chunk=1000)
-    moved = param - np.linspace(-2, 2, 1000).astype(np.float32)
-    np.testing.assert_allclose(moved * 2, (moved * 2).round(), atol=1e-4)
-    assert slot.any()
-
-
-def test_the_schedule_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    schedules._SCHEDULES.pop("Halving")
-    module = load(tmp_path, monkeypatch, f"import psync\n{BLOCKS[2]}")
-    assert module.optimizer.learning_rate(1499) == 0.01 / 4
-
-
-def test_the_metric_of_the_page() -> None:
-    names: dict[str, Any] = {"psync": psync, "__name__": "script"}
-    exec(BLOCKS[3].partition("with strategy")[0], names)
-    rule = names["Within"]()
-    sums = rule.contribution(np.array([1.0, 2.0, 3.0]), np.array([1.2, 2.7, 3.0]))
-    sums += rule.contribution(np.array([0.0]), np.array([9.0]))
-    assert rule.result(sums) == 0.5

@@ -1,6 +1,9 @@
+"""Learning rates: the formulas, what travels, what is refused."""
+
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from fractions import Fraction
 
 import msgpack
@@ -25,7 +28,7 @@ from psync.schedules import (
     as_schedule,
     from_config,
 )
-from psync.specs import as_number, shortened
+from psync.specs import shortened
 
 ONE_OF_EACH = [
     Constant(0.1),
@@ -45,9 +48,7 @@ of_each = pytest.mark.parametrize("schedule", ONE_OF_EACH, ids=lambda s: type(s)
 
 
 class TestFormulas:
-    """V
-    from __future__ import annotations
-    alues worked out by hand from the formulas in Keras' documentation."""
+    """Values worked out by hand from the formulas in Keras' documentation."""
 
     def test_value(self) -> None:
         for schedule, step, rate in [
@@ -112,57 +113,13 @@ class TestFormulas:
 
     @of_each
     @given(step=st.integers(0, 2**63))
-    def test_any_step_gives_a_finite_float(self, schedule: Schedule, step: int) -> None:
-        rate = schedule(step)
-        assert type(rate) is float
-        assert math.isfinite(rate)
+    def test_any_step_gives_a_finite_float_from_0(self, schedule: Schedule, step: int) -> None:
+        for rate in (schedule(step), schedule(step % 300)):
+            assert type(rate) is float
+            assert math.inf > rate >= 0
 
     def test_growth_without_bound_is_infinity_not_an_error(self) -> None:
         assert ExponentialDecay(1.0, 1, 10.0)(10**6) == math.inf
-
-
-class TestNegativeRates:
-    """A rate below 0 would climb, and let weights grow that are to decay."""
-
-    def test_are_refused_where_a_schedule_is_made(self) -> None:
-        for make, said in [
-            (lambda: Constant(-0.1), "Constant: expected value >= 0, got -0.1"),
-            (lambda: as_schedule(-1), "learning rate: expected a number from 0, got -1"),
-            (lambda: ExponentialDecay(-0.1, 10, 0.5), "initial_learning_rate >= 0, got -0.1"),
-            (lambda: InverseTimeDecay(-0.1, 10, 0.5), "initial_learning_rate >= 0, got -0.1"),
-            (lambda: PolynomialDecay(-0.1, 10), "initial_learning_rate >= 0, got -0.1"),
-            (lambda: PolynomialDecay(0.1, 10, -0.1), "end_learning_rate >= 0, got -0.1"),
-            (lambda: CosineDecay(-0.1, 10), "initial_learning_rate >= 0, got -0.1"),
-            (lambda: CosineDecay(0.1, 10, -0.5), "alpha >= 0, got -0.5"),
-            (lambda: CosineDecay(0.1, 10, warmup_target=-1), "warmup_target >= 0, got -1"),
-            (lambda: CosineDecayRestarts(-0.1, 10), "initial_learning_rate >= 0, got -0.1"),
-            (lambda: CosineDecayRestarts(0.1, 10, m_mul=2, alpha=1.5), "alpha <= 1, got 1.5"),
-            (lambda: PiecewiseConstantDecay([1], [0.1, -0.2]), "expected values >= 0, got -0.2"),
-            (lambda: Warmup(0.1, 10, -0.1), "initial_learning_rate >= 0, got -0.1"),
-            (lambda: Warmup(-0.1, 10), "learning rate: expected a number from 0, got -0.1"),
-        ]:
-            with pytest.raises(ConfigurationError) as caught:
-                make()
-            assert said in str(caught.value)
-
-    def test_so_is_what_is_not_finite(self) -> None:
-        for value in [math.nan, math.inf, -math.inf, np.float32("nan")]:
-            with pytest.raises(ConfigurationError, match="learning rate: expected a finite number"):
-                as_schedule(value)
-
-    def test_so_are_those_that_come_over_the_wire(self) -> None:
-        with pytest.raises(ConfigurationError, match="expected value >= 0"):
-            from_config({"kind": "Constant", "value": -1.0})
-
-    def test_zero_is_a_rate(self) -> None:
-        assert as_schedule(0)(5) == 0.0
-        assert PolynomialDecay(0.1, 10, 0.0)(10) == 0.0
-        assert PiecewiseConstantDecay([1], [0.1, 0.0])(2) == 0.0
-        assert CosineDecay(0.0, 10, 0.0)(5) == 0.0
-
-    @of_each
-    def test_no_schedule_has_one(self, schedule: Schedule) -> None:
-        assert all(schedule(step) >= 0 for step in (*range(300), 10**6, 10**9))
 
 
 class TestConfig:
@@ -202,12 +159,7 @@ class TestConfig:
     def test_refuses_endless_nesting(self) -> None:
         config: object = Constant(1).to_config()
         for _ in range(2000):
-            config = {
-                "kind": "Warmup",
-                "schedule": config,
-                "warmup_steps": 1,
-                "initial_learning_rate": 0,
-            }
+            config = {**Warmup(1, 1).to_config(), "schedule": config}
         with pytest.raises(ConfigurationError, match="nested more than 8 deep"):
             from_config(config)
 
@@ -232,43 +184,42 @@ class TestConfig:
 class TestArguments:
     def test_refused(self) -> None:
         for make, message in [
-            (
-                lambda: ExponentialDecay(0.1, 0, 0.5),
-                "ExponentialDecay: expected decay_steps > 0, got",
-            ),
-            (
-                lambda: ExponentialDecay(0.1, 1, -1),
-                "ExponentialDecay: expected decay_rate >= 0, got",
-            ),
-            (
-                lambda: ExponentialDecay(0.1, 1, 1, 1),
-                "expected staircase to be True or False, got 1",
-            ),
+            (lambda: ExponentialDecay(0.1, 0, 0.5), "ExponentialDecay: expected decay_steps > 0, "),
+            (lambda: ExponentialDecay(0.1, 1, -1), "expected decay_rate >= 0, got -1"),
+            (lambda: ExponentialDecay(0.1, 1, 1, 1), "expected staircase to be True or False, got"),
             (lambda: PolynomialDecay(0.1, 1, power=-1), "PolynomialDecay: expected power >= 0"),
             (lambda: CosineDecayRestarts(0.1, 0), "expected first_decay_steps > 0, got 0"),
             (lambda: CosineDecayRestarts(0.1, 1, 0.5), "expected t_mul >= 1, got 0.5"),
             (lambda: CosineDecayRestarts(0.1, 1, 1, -1), "expected m_mul >= 0, got -1"),
             (lambda: CosineDecay(0.1, 1, warmup_steps=-1), "expected warmup_steps >= 0, got -1"),
-            (
-                lambda: PiecewiseConstantDecay(3, [1]),
-                "expected a list of numbers as boundaries, got 3",
-            ),
+            (lambda: PiecewiseConstantDecay(3, [1]), "a list of numbers as boundaries, got 3"),
             (lambda: PiecewiseConstantDecay([1], [1]), "got 1 boundaries and 1 values"),
             (lambda: PiecewiseConstantDecay([], [1]), "got 0 boundaries and 1 values"),
             (lambda: PiecewiseConstantDecay([2, 2], [1, 2, 3]), r"increasing order, got \[2, 2\]"),
+            # A rate below 0 would climb, and let weights grow that are to decay.
+            (lambda: Constant(-0.1), "Constant: expected value >= 0, got -0.1"),
+            (lambda: as_schedule(-1), "learning rate: expected a number from 0, got -1"),
+            (lambda: ExponentialDecay(-0.1, 10, 0.5), "initial_learning_rate >= 0, got -0.1"),
+            (lambda: InverseTimeDecay(-0.1, 10, 0.5), "initial_learning_rate >= 0, got -0.1"),
+            (lambda: PolynomialDecay(-0.1, 10), "initial_learning_rate >= 0, got -0.1"),
+            (lambda: PolynomialDecay(0.1, 10, -0.1), "end_learning_rate >= 0, got -0.1"),
+            (lambda: CosineDecay(-0.1, 10), "initial_learning_rate >= 0, got -0.1"),
+            (lambda: CosineDecay(0.1, 10, -0.5), "alpha >= 0, got -0.5"),
+            (lambda: CosineDecay(0.1, 10, warmup_target=-1), "warmup_target >= 0, got -1"),
+            (lambda: CosineDecayRestarts(-0.1, 10), "initial_learning_rate >= 0, got -0.1"),
+            (lambda: CosineDecayRestarts(0.1, 10, m_mul=2, alpha=1.5), "alpha <= 1, got 1.5"),
+            (lambda: PiecewiseConstantDecay([1], [0.1, -0.2]), "expected values >= 0, got -0.2"),
+            (lambda: Warmup(0.1, 10, -0.1), "initial_learning_rate >= 0, got -0.1"),
+            (lambda: Warmup(-0.1, 10), "learning rate: expected a number from 0, got -0.1"),
         ]:
             with pytest.raises(ConfigurationError, match=message):
-                make()  # type: ignore[operator]
+                make()
 
     def test_number_is_a_constant_schedule(self) -> None:
         for number in [1, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 2)]:
             schedule = as_schedule(number)
             assert schedule == Constant(float(number))
             assert type(schedule.to_config()["value"]) in (int, float)
-
-    def test_schedule_is_kept(self) -> None:
-        schedule = Constant(1)
-        assert as_schedule(schedule) is schedule
 
     def test_function_is_refused_with_the_names_of_what_exists(self) -> None:
         with pytest.raises(ConfigurationError) as caught:
@@ -277,10 +228,6 @@ class TestArguments:
         assert "got the callable <function" in text
         assert "a ps evaluates the learning rate and runs no user code" in text
         assert "PiecewiseConstantDecay, PolynomialDecay, Warmup" in text
-
-    def test_anything_else_is_refused(self) -> None:
-        with pytest.raises(ConfigurationError, match="learning rate: expected a number, got 'x'"):
-            as_schedule("x")
 
 
 @pytest.fixture
@@ -305,57 +252,10 @@ def test_without_plugins_nothing_is_registered() -> None:
     assert schedules.registered_in(schedules.Warmup(0.5, 3)) == []
 
 
-@dataclass(frozen=True)
-class Line(Schedule):
-    """As somebody would write one."""
-
-    slope: float = field(metadata={">=": 0, ">": -1})
-    bends: tuple[float, ...] = ()
-    inner: Schedule | None = None
-    up: bool = True
-
-    def rate(self, step: float) -> float:
-        return self.slope**step
-
-
-def test_the_configuration_is_plain_data() -> None:
-    assert Line(1, (1.0, 2.0), Line(2)).to_config() == {
-        "kind": "Line",
-        "slope": 1,
-        "bends": [1.0, 2.0],
-        "inner": {"kind": "Line", "slope": 2, "bends": [], "inner": None, "up": True},
-        "up": True,
-    }
-
-
-def test_a_rate_beyond_the_range_is_infinite() -> None:
-    assert Line(2.5)(3) == 15.625
-    assert Line(10.0)(400) == math.inf
-
-
-def test_arguments_out_of_range_are_refused() -> None:
-    for slope, up, message in [
-        (-0.5, True, "Line: expected slope >= 0, got -0.5"),
-        (-2, True, "Line: expected slope >= 0, got -2"),
-        ("x", True, "Line: slope: expected a number, got 'x'"),
-        (1, 1, "Line: expected up to be True or False, got 1"),
-    ]:
-        with pytest.raises(ConfigurationError) as caught:
-            Line(slope, up=up)
-        assert caught.value.message == message
-
-
-def test_a_number_becomes_a_plain_one() -> None:
-    for value in [1, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 2)]:
-        number = as_number("it", value)
-        assert number == value
-        assert type(number) in (int, float)
-
-
 def test_what_is_no_finite_number_is_refused() -> None:
     for value in [True, "1", None, math.nan, math.inf, 10**400, Fraction(10**400)]:
-        with pytest.raises(ConfigurationError, match=r"^it: expected a "):
-            as_number("it", value)
+        with pytest.raises(ConfigurationError, match=r"^learning rate: expected a "):
+            as_schedule(value)
 
 
 def test_long_values_are_shortened_in_messages() -> None:

@@ -92,17 +92,8 @@ def test_integers_of_all_kinds_are_integers() -> None:
 
 
 def test_nothing_else_is_an_integer() -> None:
-    for value in [
-        True,
-        np.True_,
-        1.0,
-        np.float32(1),
-        "1",
-        None,
-        [1],
-        np.array([1]),
-        np.array(True),
-    ]:
+    array = np.array
+    for value in [True, np.True_, 1.0, np.float32(1), "1", None, [1], array([1]), array(True)]:
         assert as_integer(value) is None
 
 

@@ -17,7 +17,7 @@ from psync import InputContext, get_worker_index
 from psync.client.context import ClosureContext, forbid_in_dataset, inside
 from psync.client.runtime import Runtime
 from psync.errors import ClosedError, ClosureInputError, EndOfData, UsageError
-from psync.worker.iterators import IteratorHandle, IteratorTable, WorkerIterator, arriving
+from psync.worker.iterators import IteratorHandle, WorkerIterator, arriving
 
 ONE = InputContext()
 
@@ -93,11 +93,6 @@ def test_an_iterator_can_go_on_where_another_one_was(make: Callable[..., WorkerI
     with pytest.raises(EndOfData, match="has no further batch"):
         next(beyond)
     assert beyond.position == 6
-
-
-def test_the_dataset_function_gets_its_context(make: Callable[..., WorkerIterator]) -> None:
-    context = InputContext(3, 2)
-    assert next(make(lambda context: [context], context)) is context
 
 
 def test_dataset_code_knows_its_worker_and_must_not_call_psync(
@@ -222,7 +217,7 @@ async def test_a_dataset_that_has_failed_does_not_begin_again(
             await iterator.next_in(epoch)
 
 
-def test_an_error_of_dataset_code_is_raised_in_its_turn_with_its_traceback(
+async def test_an_error_of_dataset_code_is_raised_in_its_turn_with_its_traceback(
     make: Callable[..., WorkerIterator],
 ) -> None:
     def dataset_fn() -> Iterator[int]:
@@ -233,6 +228,7 @@ def test_an_error_of_dataset_code_is_raised_in_its_turn_with_its_traceback(
     assert next(iterator) == 1
     lengths = []
     for _ in range(3):
+        await iterator.ready()  # which leaves it to next
         with pytest.raises(OSError, match=r"^file is gone$") as caught:
             next(iterator)
         frames = traceback.extract_tb(caught.value.__traceback__)
@@ -241,7 +237,7 @@ def test_an_error_of_dataset_code_is_raised_in_its_turn_with_its_traceback(
     assert len(set(lengths)) == 1  # the same exception is raised again; its traceback stays short
 
 
-def test_a_dataset_that_cannot_be_built_is_a_failed_input(
+async def test_a_dataset_that_cannot_be_built_is_a_failed_input(
     make: Callable[..., WorkerIterator],
 ) -> None:
     original = StopIteration("not the end of data")
@@ -251,21 +247,14 @@ def test_a_dataset_that_cannot_be_built_is_a_failed_input(
 
     iterator = make(dataset_fn)
     for _ in range(2):
+        with pytest.raises(ClosureInputError):
+            await iterator.ready()
         with pytest.raises(ClosureInputError) as caught:
             next(iterator)
         assert str(caught.value) == (
             "dataset dataset_fn could not be built: StopIteration: not the end of data"
         )
         assert caught.value.__cause__ is original
-
-
-async def test_ready_raises_if_the_dataset_cannot_be_built(
-    make: Callable[..., WorkerIterator],
-) -> None:
-    iterator = make(lambda: None)
-    for _ in range(2):
-        with pytest.raises(ClosureInputError, match=r"could not be built: UsageError: dataset_fn"):
-            await iterator.ready()
 
 
 async def test_ready_waits_for_a_batch_without_taking_it(
@@ -278,19 +267,6 @@ async def test_ready_waits_for_a_batch_without_taking_it(
     assert next(iterator) == 1
     await iterator.ready()  # the end is something that next need not wait for
     with pytest.raises(EndOfData):
-        next(iterator)
-
-
-async def test_ready_leaves_errors_of_dataset_code_to_next(
-    make: Callable[..., WorkerIterator],
-) -> None:
-    def dataset_fn() -> Iterator[int]:
-        raise OSError("file is gone")
-        yield
-
-    iterator = make(dataset_fn)
-    await iterator.ready()
-    with pytest.raises(OSError, match="file is gone"):
         next(iterator)
 
 
@@ -378,12 +354,6 @@ def test_close_ends_the_thread_and_closes_the_generator(
     assert closed.is_set()
 
 
-def test_the_thread_ends_with_the_data(make: Callable[..., WorkerIterator]) -> None:
-    iterator = make(lambda: iter([1]))
-    assert has_ended(iterator, 20)
-    assert next(iterator) == 1
-
-
 async def test_close_wakes_who_waits(made: list[WorkerIterator]) -> None:
     dataset = Gated()
     made.append(iterator := WorkerIterator(dataset, ONE))
@@ -398,14 +368,6 @@ async def test_close_wakes_who_waits(made: list[WorkerIterator]) -> None:
     dataset.gate.release()
     assert has_ended(iterator, 20)
     assert dataset.closed.is_set()
-
-
-def test_a_stuck_dataset_does_not_keep_the_process_alive(made: list[WorkerIterator]) -> None:
-    dataset = Gated()
-    made.append(WorkerIterator(dataset, ONE))
-    (thread,) = [t for t in threading.enumerate() if t.name == "psync dataset Gated"]
-    assert thread.daemon
-    dataset.gate.release(5)
 
 
 def test_an_error_while_closing_a_dataset_is_logged(
@@ -424,46 +386,11 @@ def test_an_error_while_closing_a_dataset_is_logged(
     assert caplog.messages == ["dataset dataset_fn raised when it was closed"]
 
 
-# --- the table --------------------------------------------------------------------------------
-
-
-def test_the_table_holds_iterators_until_they_are_released(
-    make: Callable[..., WorkerIterator],
-) -> None:
-    table = IteratorTable()
-    iterator = make(itertools.count)
-    assert table.get("a") is None
-    table.add("a", iterator)
-    assert table.get("a") is iterator
-    table.release("a")
-    table.release("a")
-    assert table.get("a") is None
-    with pytest.raises(ClosedError):
-        next(iterator)
-
-
-def test_closing_the_table_closes_all_and_refuses_more(
-    make: Callable[..., WorkerIterator],
-) -> None:
-    table = IteratorTable()
-    iterators = [make(itertools.count) for _ in range(3)]
-    for uid, iterator in zip("ab", iterators[:2], strict=True):
-        table.add(uid, iterator)
-    table.close()
-    table.close()
-    assert table.get("a") is table.get("b") is None
-    with pytest.raises(ClosedError, match=r"^this worker's iterators are closed$"):
-        table.add("c", iterators[2])
-    for iterator in iterators:
-        with pytest.raises(ClosedError):
-            next(iterator)
-
-
 # --- what a step holds ------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def in_step(table: IteratorTable | None) -> Iterator[None]:
+def in_step(table: dict[str, WorkerIterator] | None) -> Iterator[None]:
     """Be a step of a worker that has these iterators; None: of no worker."""
     find = None if table is None else table.get
     runtime = Runtime(None, "strategy", find_iterator=find)  # type: ignore[arg-type]
@@ -475,37 +402,31 @@ class TestIteratorHandle:
     async def test_it_stands_for_the_iterator_of_the_worker_it_is_on(
         self, make: Callable[..., WorkerIterator]
     ) -> None:
-        handle = IteratorHandle("it", b"key", 2)
+        handle = IteratorHandle("it", b"key", 2, {})
         assert iter(handle) is handle
-        table = IteratorTable()
-        table.add("it", make(lambda: range(1, 3)))
-        with in_step(table):
+        with in_step({"it": make(lambda: range(1, 3))}):
             assert [next(handle), await handle.next_in(0)] == [1, 2]
             with pytest.raises(EndOfData):
                 next(handle)
 
     def test_the_program_has_no_data(self) -> None:
         with pytest.raises(UsageError) as caught:
-            next(IteratorHandle("it", b"key", 2))
+            next(IteratorHandle("it", b"key", 2, {}))
         assert str(caught.value) == (
             "next() on a per-worker iterator outside a step: each worker has its own data\n"
             "hint: pass the iterator to a step: schedule(step, args=(iterator,))"
         )
 
     def test_one_that_came_by_a_hidden_way_is_an_error(self) -> None:
-        with in_step(IteratorTable()), pytest.raises(UsageError) as caught:
-            next(IteratorHandle("it", b"key", 2))
+        with in_step({}), pytest.raises(UsageError) as caught:
+            next(IteratorHandle("it", b"key", 2, {}))
         assert str(caught.value) == (
             "a per-worker iterator was passed to the step in an unsupported way\n"
             "hint: pass it as an argument of the step, or let the step capture it"
         )
 
-    def test_a_runtime_without_iterators_is_no_worker(self) -> None:
-        with in_step(None), pytest.raises(UsageError, match="outside a step"):
-            next(IteratorHandle("it", b"key", 2))
-
     def test_those_that_arrive_are_noted(self) -> None:
-        sent = pickle.dumps([IteratorHandle("it", b"key", 2)])
+        sent = pickle.dumps([IteratorHandle("it", b"key", 2, {})])
         (unnoted,) = pickle.loads(sent)
         noted: list[IteratorHandle] = []
         token = arriving.set(noted)

@@ -17,8 +17,20 @@ pytestmark = pytest.mark.virtual_time
 CHIEF, W0, W1 = "/job:chief/task:0", "/job:worker/task:0", "/job:worker/task:1"
 
 
-def worker(cluster: MemoryCluster, name: str) -> Any:
-    return cluster.tasks[name]
+def leaving_of(cluster: MemoryCluster) -> asyncio.Task[None]:
+    """Ask worker 0 to leave."""
+    worker: Any = cluster.tasks["worker-0"]
+    return asyncio.create_task(worker.leave("SIGTERM"))
+
+
+async def held() -> None:
+    event_of("begun").set()
+    await event_of("go on").wait()
+
+
+async def where(seconds: float = 0.0) -> int:
+    await asyncio.sleep(seconds)
+    return psync.get_worker_index()
 
 
 def counts(coordinator: psync.ClusterCoordinator) -> tuple[int, int, int]:
@@ -43,7 +55,7 @@ async def test_a_worker_that_leaves_finishes_its_closure_and_its_update_counts_o
         await event_of("begun 1").wait()
         values += [coordinator.schedule(step) for _ in range(4)]
         with caplog.at_level(logging.INFO):
-            leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+            leaving = leaving_of(cluster)
             await asyncio.sleep(5)
             assert not leaving.done()
             event_of("go on").set()
@@ -63,19 +75,11 @@ async def test_a_worker_that_leaves_finishes_its_closure_and_its_update_counts_o
 
 async def test_what_has_not_begun_is_given_back_and_runs_elsewhere():
     async with coordinating(1, 1) as (cluster, coordinator):
-
-        async def first():
-            event_of("begun").set()
-            await event_of("go on").wait()
-
-        async def later():
-            return psync.get_worker_index()
-
-        coordinator.schedule(first)
+        coordinator.schedule(held)
         await event_of("begun").wait()
-        values = [coordinator.schedule(later) for _ in range(5)]
+        values = [coordinator.schedule(where) for _ in range(5)]
         await asyncio.sleep(1)
-        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+        leaving = leaving_of(cluster)
         await asyncio.sleep(1)
         assert counts(coordinator) == (0, 0, 1)
         event_of("go on").set()
@@ -91,21 +95,17 @@ async def test_what_has_not_begun_is_given_back_and_runs_elsewhere():
 async def test_nothing_begins_while_the_coordinator_has_not_answered():
     async with coordinating(1, 1) as (cluster, coordinator):
 
-        async def first():
-            event_of("begun").set()
-            await event_of("go on").wait()
-
         async def later():
             event_of("later").set()
 
-        coordinator.schedule(first)
+        coordinator.schedule(held)
         await event_of("begun").wait()
         values = [coordinator.schedule(later) for _ in range(5)]
         await asyncio.sleep(1)
         links = cluster.network.links("worker-0:1")
         for link in links:
             link.to_server.stall()  # the answer is on its way
-        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+        leaving = leaving_of(cluster)
         await asyncio.sleep(1)
         event_of("go on").set()
         await asyncio.sleep(1)
@@ -121,13 +121,10 @@ async def test_nothing_begins_while_the_coordinator_has_not_answered():
 async def test_an_idle_worker_leaves_at_once_and_nobody_waits_for_it():
     async with coordinating(1, 2) as (cluster, coordinator):
         before = asyncio.get_running_loop().time()
-        await worker(cluster, "worker-0").leave("SIGTERM")
+        await leaving_of(cluster)
         assert asyncio.get_running_loop().time() - before < 0.1
-        assert worker(cluster, "worker-0").stopped.is_set()
+        assert cluster.tasks["worker-0"].stopped.is_set()
         await cluster.stop("worker-0")
-
-        async def where():
-            return psync.get_worker_index()
 
         values = [coordinator.schedule(where) for _ in range(4)]
         await coordinator.join(timeout=60)
@@ -137,7 +134,7 @@ async def test_an_idle_worker_leaves_at_once_and_nobody_waits_for_it():
 async def test_a_worker_without_a_coordinator_leaves_at_once():
     cluster = MemoryCluster(1, 1)
     await cluster.start_all()
-    task = worker(cluster, "worker-0")
+    task = cluster.tasks["worker-0"]
     await task.leave("SIGTERM")
     await task.leave("SIGTERM")
     assert task.stopped.is_set()
@@ -146,7 +143,7 @@ async def test_a_worker_without_a_coordinator_leaves_at_once():
 
 async def test_a_worker_that_left_is_not_attached_and_may_come_back_later(caplog):
     async with coordinating(1, 2) as (cluster, coordinator):
-        await worker(cluster, "worker-0").leave("SIGTERM")
+        await leaving_of(cluster)
         await asyncio.sleep(30)  # it still listens
         await cluster.stop("worker-0")
         with caplog.at_level(logging.WARNING):
@@ -155,24 +152,17 @@ async def test_a_worker_that_left_is_not_attached_and_may_come_back_later(caplog
         await cluster.start("worker-0")
         await asyncio.sleep(20)
 
-        async def where():
-            await asyncio.sleep(1)
-            return psync.get_worker_index()
-
-        values = [coordinator.schedule(where) for _ in range(4)]
+        values = [coordinator.schedule(where, (1.0,)) for _ in range(4)]
         await coordinator.join()
         assert sorted(await coordinator.fetch(values)) == [0, 0, 1, 1]
 
 
 async def test_join_says_that_all_workers_have_left():
     async with coordinating(1, 1) as (cluster, coordinator):
-        await worker(cluster, "worker-0").leave("SIGTERM")
+        await leaving_of(cluster)
         await cluster.stop("worker-0")
 
-        async def step():
-            return None
-
-        coordinator.schedule(step)
+        coordinator.schedule(where)
         with pytest.raises(psync.errors.DeadlineExceeded, match=f"no worker .* \\({W0} left"):
             await coordinator.join(timeout=5)
 
@@ -190,7 +180,7 @@ async def test_a_step_that_ends_while_its_worker_leaves_ends_like_any_other(ends
 
         value = coordinator.schedule(step)
         await event_of("begun").wait()
-        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+        leaving = leaving_of(cluster)
         await asyncio.sleep(1)
         event_of("go on").set()
         await leaving
@@ -214,7 +204,7 @@ async def test_a_worker_that_dies_while_it_leaves_is_no_loss_to_its_closure(capl
 
         value = coordinator.schedule(step)
         await event_of("begun 0").wait()
-        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+        leaving = leaving_of(cluster)
         await asyncio.sleep(1)
         await cluster.stop("worker-0")
         await asyncio.gather(leaving, return_exceptions=True)
@@ -238,7 +228,7 @@ async def test_a_push_that_the_step_did_not_wait_for_is_answered_before_its_work
 
         value = coordinator.schedule(step)
         await event_of("begun").wait()
-        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+        leaving = leaving_of(cluster)
         links = cluster.network.links("ps-0:1")
         for link in links:
             link.to_server.stall()
@@ -272,7 +262,7 @@ async def test_synchronous_steps_need_fewer_gradients_as_soon_as_a_worker_has_le
         for index in range(2):
             await event_of(f"begun {index}").wait()
         rest = [coordinator.schedule(step, args=(False,)) for _ in range(10)]
-        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+        leaving = leaving_of(cluster)
         await asyncio.sleep(1)
         event_of("go on").set()
         await leaving
@@ -296,7 +286,7 @@ async def test_a_replica_that_runs_is_finished_before_its_worker_leaves_and_gang
         strategy = coordinator.strategy
         running = asyncio.create_task(strategy.run(replica))
         await event_of("begun").wait()
-        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+        leaving = leaving_of(cluster)
         await asyncio.sleep(1)
         second = asyncio.create_task(strategy.run(replica))
         event_of("go on").set()
@@ -312,7 +302,7 @@ async def test_a_worker_whose_coordinator_does_not_answer_leaves_all_the_same():
         await coordinator.schedule(int)
         cluster.network.partition("chief-0", "worker-0:1")
         began = asyncio.get_running_loop().time()
-        await worker(cluster, "worker-0").leave("SIGTERM")
+        await leaving_of(cluster)
         assert asyncio.get_running_loop().time() - began < 60
         cluster.network.heal("chief-0", "worker-0:1")
 
@@ -328,7 +318,7 @@ async def test_results_that_are_on_their_way_come_before_the_word_that_their_wor
         for link in cluster.network.links("worker-0:1"):
             link.to_client.stall()
         await asyncio.sleep(1)
-        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+        leaving = leaving_of(cluster)
         await asyncio.sleep(1)
         assert not leaving.done()
         for link in cluster.network.links("worker-0:1"):

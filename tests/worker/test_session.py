@@ -1,17 +1,20 @@
-"""One closure after the other, and each of them reported."""
+"""One closure after the other, each of them reported, and traced if asked; how sessions end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
+from typing import Any
 
 import pytest
 
 import memory_cluster
 import psync
 from memory_cluster import coordinating, event_of, until
-from psync.errors import RemoteError
+from psync.errors import ParameterServerLost, RemoteError
 from psync.testing import MemoryNetwork
+from traced_by_hand import entries_of
 
 
 async def test_closures_of_one_worker_run_one_at_a_time():
@@ -201,3 +204,107 @@ async def test_context_variables_of_the_program_are_not_seen_by_steps():
         memory_cluster.shared["marker"] = marker
         marker.set(7)
         assert await coordinator.schedule(lambda: memory_cluster.shared["marker"].get()) == 0
+
+
+async def test_whoever_writes_to_a_value_hears_that_it_is_read_only_and_what_to_do():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        kept = ValueError("assignment destination is read-only")
+
+        def step():
+            memory_cluster.shared.setdefault("kept", kept)
+            raise memory_cluster.shared["kept"]
+
+        for _ in range(2):  # the same exception of two closures
+            coordinator.schedule(step)
+            with pytest.raises(ValueError, match="read-only") as caught:
+                await coordinator.join()
+            assert str(caught.value.__cause__).count("copy=True, out=, or value.copy()") == 1
+
+
+@pytest.mark.virtual_time
+async def test_a_step_that_does_not_stop_keeps_no_worker_from_closing(caplog):
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+
+        async def stubborn():
+            event_of("started").set()
+            while not event_of("go on").is_set():
+                try:
+                    await event_of("go on").wait()
+                except asyncio.CancelledError:
+                    continue
+
+        coordinator.schedule(stubborn)
+        await event_of("started").wait()
+        with caplog.at_level(logging.WARNING):
+            await cluster.stop("worker-0")
+        assert "closure 0 does not stop although it was cancelled" in caplog.text
+        event_of("go on").set()
+        await asyncio.sleep(1)
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_cannot_reach_a_ps_begins_anew_and_the_step_never_knows(caplog):
+    async with coordinating(2, 2, ps_timeout=15, max_losses=1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            counters = [psync.Variable(0, name=f"v{i}") for i in range(2)]  # one on each ps
+
+        async def step():
+            try:
+                for counter in counters:
+                    await counter.assign_add(1)
+            except ParameterServerLost:
+                event_of("a step has seen it").set()
+                raise
+            return psync.get_worker_index()
+
+        assert {await coordinator.schedule(step).fetch() for _ in range(2)} <= {0, 1}
+        before = coordinator.statistics()["closures"].finished
+        cluster.network.partition("worker-0", "ps-1")
+        cluster.network.cut("ps-1:1")
+        with caplog.at_level(logging.WARNING):
+            values = [coordinator.schedule(step) for _ in range(6)]
+            await coordinator.join(timeout=200)
+        assert set(await coordinator.fetch(values)) == {1}
+        assert not event_of("a step has seen it").is_set()
+        assert "/job:worker/task:0 cannot go on (/job:ps/task:1 at ps-1:1 " in caplog.text
+        cluster.network.heal("worker-0", "ps-1")
+        await asyncio.sleep(400)  # it may have been set aside
+
+        async def slow():
+            await asyncio.sleep(1)
+            return await step()
+
+        values = [coordinator.schedule(slow) for _ in range(6)]
+        await coordinator.join(timeout=200)
+        assert set(await coordinator.fetch(values)) == {0, 1}
+        assert [int(await counter.read()) for counter in counters] == [before + 12] * 2
+
+
+@pytest.mark.virtual_time
+async def test_closures_are_told_with_their_names_and_ends() -> None:
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        async def good() -> None: ...
+
+        async def bad() -> None:
+            raise ValueError("mine")
+
+        await coordinator.schedule(good)  # before anybody reads
+        collector: Any = coordinator._seen.source.spans
+        await collector.read("r")
+        await coordinator.schedule(good)
+        coordinator.schedule(bad)
+        with pytest.raises(ValueError, match="mine"):
+            await coordinator.join()
+        told = [
+            entry[1:]
+            for task, body, *_ in await collector.read("r", last=True)
+            for entry in entries_of(body)
+            if task == "/job:worker/task:0" and not isinstance(entry[1], int)
+        ]
+        ended = [each for each in told if each[0] == "ended"]
+        assert [(each[1], each[2].rpartition(".")[2], each[3]) for each in ended] == [
+            (1, "good", "ok"), (2, "bad", "error"),
+        ]  # fmt: skip
+        assert [each for each in told if each[0] == "work"] == [["work", 0], ["work", -1]] * 2
+        await coordinator.schedule(good)  # nobody reads any more

@@ -14,31 +14,21 @@ from psync.worker.step_thread import StepThread
 where: contextvars.ContextVar[str] = contextvars.ContextVar("where", default="nowhere")
 
 
-async def test_functions_run_in_order_in_one_thread_of_their_own():
-    thread = StepThread()
-    seen: list[tuple[int, int]] = []
-    jobs = [thread.run(lambda i=i: seen.append((i, threading.get_ident()))) for i in range(20)]
-    await asyncio.gather(*jobs)
+async def test_functions_run_in_order_in_one_daemon_thread_that_ends_when_it_is_closed():
+    thread, seen = StepThread(), []
+    thread.close()  # there was none
+    for i in range(20):
+        await thread.call(lambda i=i: seen.append((i, threading.current_thread())))
     assert [i for i, _ in seen] == list(range(20))
-    idents = {ident for _, ident in seen}
-    assert len(idents) == 1
-    assert threading.get_ident() not in idents
+    (ran_in,) = {thread for _, thread in seen}
+    assert ran_in is not threading.current_thread()
+    assert ran_in.daemon
     thread.close()
+    await asyncio.to_thread(ran_in.join, 20)
+    assert not ran_in.is_alive()
 
 
-async def test_an_outcome_is_a_value_or_an_exception():
-    thread = StepThread()
-    assert await thread.run(lambda: 3) == (3, None)
-    error = SystemExit("no")
-
-    def fail() -> None:
-        raise error
-
-    assert await thread.run(fail) == (None, error)
-    thread.close()
-
-
-async def test_the_callers_context_is_seen_and_not_changed():
+async def test_a_call_returns_or_raises_what_the_function_does_which_sees_the_context():
     thread = StepThread()
     where.set("here")
 
@@ -47,36 +37,12 @@ async def test_the_callers_context_is_seen_and_not_changed():
         where.set("there")
         return found
 
-    assert await thread.run(step) == ("here", None)
-    assert where.get() == "here"
+    assert await thread.call(step) == where.get() == "here"
+    with pytest.raises(ZeroDivisionError):
+        await thread.call(lambda: 1 // 0)
+    with pytest.raises(SystemExit, match="no"):
+        await thread.call(lambda: exit("no"))
     thread.close()
-
-
-async def test_a_cancelled_future_stops_nothing_and_harms_nothing():
-    thread = StepThread()
-    started, go_on = threading.Event(), threading.Event()
-
-    def slow() -> None:
-        started.set()
-        go_on.wait(20)
-
-    job = thread.run(slow)
-    await asyncio.to_thread(started.wait, 20)
-    job.cancel()
-    go_on.set()
-    assert await thread.run(lambda: 1) == (1, None)
-    thread.close()
-
-
-async def test_the_thread_starts_with_the_first_function_and_ends_when_it_is_closed():
-    thread = StepThread()
-    thread.close()  # there was none
-    found: list[threading.Thread] = []
-    await thread.run(lambda: found.append(threading.current_thread()))
-    assert found[0].daemon
-    thread.close()
-    await asyncio.to_thread(found[0].join, 20)
-    assert not found[0].is_alive()
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop])
@@ -91,8 +57,9 @@ def test_a_loop_that_is_closed_meanwhile_ends_the_thread(new_loop):
         go_on.wait(20)
 
     async def main() -> None:
-        StepThread().run(slow)
+        call = asyncio.create_task(StepThread().call(slow))
         await asyncio.to_thread(started.wait, 20)
+        call.cancel()
 
     loop.run_until_complete(main())
     loop.run_until_complete(loop.shutdown_default_executor())
@@ -100,14 +67,6 @@ def test_a_loop_that_is_closed_meanwhile_ends_the_thread(new_loop):
     go_on.set()
     found[0].join(20)
     assert not found[0].is_alive()
-
-
-async def test_a_call_returns_or_raises_what_the_function_does():
-    thread = StepThread()
-    assert await thread.call(lambda: 3, lambda: False) == 3
-    with pytest.raises(ZeroDivisionError):
-        await thread.call(lambda: 1 // 0, lambda: False)
-    thread.close()
 
 
 @pytest.mark.parametrize("is_over", [True, False])
@@ -128,4 +87,5 @@ async def test_a_call_that_is_cancelled_waits_for_the_function_unless_all_is_ove
         await call
     if not is_over:
         assert ran == [True]
+    assert await thread.call(lambda: 1) == 1, "the thread has come to no harm"
     thread.close()

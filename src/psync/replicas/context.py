@@ -72,29 +72,22 @@ async def in_turns(pieces: Pieces[T]) -> T:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CrossReplica:
-    """All replicas are meant."""
+    """All replicas are meant; or a variable is being updated where it lives."""
 
     strategy: Any  # whose replicas
     num_replicas: int  # how many there are
     is_default: bool = False  # it was set for all that follows; no block ends it
     merging: bool = False  # a gang waits for what is done here: the function of a collective
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Updating:
-    """A variable is being updated where it lives."""
-
-    strategy: Any  # whose variable
-    num_replicas: int
+    updating: bool = False
 
 
 REPLICAS_ONLY = ("merge_call", "all_reduce", "all_gather", "replica_id_in_sync_group")
 """Attributes of a replica context that nothing else has."""
 
 
-def no_replica(what: str, state: CrossReplica | Updating) -> ContextError:
+def no_replica(what: str, state: CrossReplica) -> ContextError:
     """Return the error for what needs a replica and is done where there is none."""
-    kind = "update" if isinstance(state, Updating) else "cross-replica"
+    kind = "update" if state.updating else "cross-replica"
     return ContextError(
         f"{what} in {kind} context, which has no replicas to wait for",
         hint="call it in the function given to strategy.run, not in a merge function",
@@ -104,21 +97,10 @@ def no_replica(what: str, state: CrossReplica | Updating) -> ContextError:
 open_scope: contextvars.ContextVar[Any] = contextvars.ContextVar("psync_scope", default=None)
 """The strategy whose scope is open; None: none is."""
 
-_entered: contextvars.ContextVar[tuple[Running, Any] | None] = contextvars.ContextVar(
-    "psync_replica_state", default=None
+_entered: contextvars.ContextVar[tuple[Running, ReplicaContext | CrossReplica] | None] = (
+    contextvars.ContextVar("psync_replica_state", default=None)
 )
 """What was entered last, and in which step or dataset code."""
-
-
-def entered() -> Any:
-    """Return what was entered last and holds here; None: nothing."""
-    entry = _entered.get()
-    return entry[1] if entry is not None and entry[0] is here.get() else None
-
-
-def enter_for_good(state: Any) -> None:
-    """Enter a state that no block ends; None: nothing is entered any more."""
-    _entered.set(None if state is None else (here.get(), state))
 
 
 class Enter:
@@ -135,7 +117,7 @@ class Enter:
 
     __slots__ = ("_entry", "_token", "_value")
 
-    def __init__(self, state: Any, value: Any = None) -> None:
+    def __init__(self, state: ReplicaContext | CrossReplica, value: Any = None) -> None:
         self._entry = (here.get(), state)
         self._value = value
         self._token: contextvars.Token[Any]
@@ -153,7 +135,7 @@ class Enter:
         _entered.reset(self._token)
         state = self._entry[1]
         if isinstance(exc, AttributeError) and exc.obj is None and exc.name in REPLICAS_ONLY:
-            if isinstance(state, CrossReplica | Updating):
+            if isinstance(state, CrossReplica):
                 raise no_replica(exc.name, state) from exc
 
 
@@ -220,27 +202,22 @@ class GangMember:
             main_by_name=self.main_by_name,
         )
         check_size(payload, subject, self.limits)
-        received = await self._ask(ReachCollective(self.closure.closure_id, what), payload.segments)
+        request = ReachCollective(self.closure.closure_id, what)
+        call = asyncio.ensure_future(self.call(request, payload.segments))
+        try:
+            received = await shielded(call)
+        except asyncio.CancelledError:
+            # A step that is stopped has not given up: the coordinator knows of it, or of the end of
+            # this worker, which is what the others should hear.
+            if not self.closure.cancelled:
+                call.cancel()
+            raise
         answer, result = received.message, Payload.from_segments(received.segments)
         if not isinstance(answer, Merged):
             raise RemoteProtocolError(f"{what}: expected Merged, got {type(answer).__name__}")
         if answer.error is not None:
             raise rebuild_exception(CHIEF, *answer.error, result)
         return unpack(result.data, result.buffers)
-
-    async def _ask(self, message: Message, segments: Sequence[Segment]) -> Frame:
-        """Call the coordinator, and tell it if the step gives up.
-
-        A step that is stopped has not given up: the coordinator knows of it, or of the end of this
-        worker, which is what the others should hear.
-        """
-        call = asyncio.ensure_future(self.call(message, segments))
-        try:
-            return await shielded(call)
-        except asyncio.CancelledError:
-            if not self.closure.cancelled:
-                call.cancel()
-            raise
 
 
 class ReplicaContext:
@@ -348,15 +325,12 @@ class ReplicaContext:
 
 # --- where one is --------------------------------------------------------------------------------
 
-_State = ReplicaContext | CrossReplica | Updating
 
-
-def _state() -> _State:
-    """Return the context of this code."""
-    state: _State | None = entered()
-    if state is not None:
-        return state
-    closure = here.get()
+def _state() -> ReplicaContext | CrossReplica:
+    """Return the context of this code: what was entered last and holds here, or the default."""
+    entry, closure = _entered.get(), here.get()
+    if entry is not None and entry[0] is closure:
+        return entry[1]
     if type(closure) is not ClosureContext:
         return _OUTSIDE
     return ReplicaContext(_IN_STEP, closure.gang) if closure.gang is not None else _ALONE
@@ -378,7 +352,7 @@ def cross_replica(
 
 def update_context(strategy: Any) -> Enter:
     """Return a context manager inside which a variable is updated where it lives."""
-    return Enter(Updating(strategy, replicas_in_sync()))
+    return Enter(CrossReplica(strategy, replicas_in_sync(), updating=True))
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -418,7 +392,8 @@ def in_cross_replica_context() -> bool:
 
     Source: ``tf.distribute.in_cross_replica_context``.
     """
-    return isinstance(_state(), CrossReplica)
+    state = _state()
+    return isinstance(state, CrossReplica) and not state.updating
 
 
 def get_strategy() -> Any:
@@ -488,7 +463,8 @@ def experimental_set_strategy(strategy: Any) -> None:
             hint="call it at the start, outside any `with strategy.scope():`",
         )
     open_scope.set(strategy)
-    enter_for_good(None if strategy is None else CrossReplica(strategy, 1, is_default=True))
+    default = CrossReplica(strategy, 1, is_default=True)
+    _entered.set(None if strategy is None else (here.get(), default))
 
 
 async def run_alone(

@@ -56,24 +56,24 @@ class Extended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The device of each worker, known to the program.
+        """The device of each worker: "/job:worker/replica:0/task:0/device:CPU:0".
 
         Raises:
-            ContextError: Called in a step, or outside of every scope.
+            ContextError: Called in a step, or outside of every scope: only the program knows.
         """
-        raise self._unknown("worker_devices")
+        return self._devices("worker_devices", "worker")
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The device of each ps, known to the program.
+        """The device of each ps, where variables are.
 
         Raises:
-            ContextError: Called in a step, or outside of every scope.
+            ContextError: Called in a step, or outside of every scope: only the program knows.
         """
-        raise self._unknown("parameter_devices")
+        return self._devices("parameter_devices", "ps")
 
-    def _unknown(self, operation: str) -> ContextError:
-        return ContextError(
+    def _devices(self, operation: str, job: str) -> tuple[str, ...]:
+        raise ContextError(
             f"{operation} of {self._strategy!r}",
             hint="use the strategy itself, in the program: strategy.extended",
         )
@@ -362,19 +362,7 @@ class StrategyExtended(Extended):
     Source: ``tf.distribute.StrategyExtended``.
     """
 
-    # Devices.
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The device of each worker: "/job:worker/replica:0/task:0/device:CPU:0"."""
-        return self._devices("worker")
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The device of each ps, where variables are."""
-        return self._devices("ps")
-
-    def _devices(self, job: str) -> tuple[str, ...]:
+    def _devices(self, operation: str, job: str) -> tuple[str, ...]:
         return tuple(device_name(job, index) for index in self._strategy.cluster.task_indices(job))
 
     # Who does what.

@@ -20,7 +20,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from psync.closures.closure import Closure, Replica
 from psync.closures.gang import Answer, Gang, GangAction, Merge, Refuse, Stop, StopMerging
@@ -36,7 +36,6 @@ from psync.errors import (
 )
 from psync.net.connection import Answer as Reached
 from psync.net.connection import Connection, Request, fail
-from psync.net.shielding import shielded
 from psync.numerics.replicas import local_results, regroup
 from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures
 from psync.replicas.context import cross_replica, forbid_in_merge
@@ -48,13 +47,6 @@ from psync.wire.limits import Limits
 from psync.wire.messages import Merged, ReachCollective
 
 logger = logging.getLogger(__name__)
-
-
-class Arrival(NamedTuple):
-    """A replica in a collective, until it is answered."""
-
-    payload: Payload  # (function, value)
-    answer: asyncio.Future[Reached]
 
 
 @dataclass(slots=True, eq=False)
@@ -70,21 +62,14 @@ class GangRun:
     ended: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    # Once it has begun:
-    gang: Gang | None = None
+    # Once it has begun, then there are closures:
+    gang: Gang = field(init=False)
     closures: list[Replica] = field(default_factory=list)
     values: list[RemoteValue[Any]] = field(default_factory=list)
-    arrivals: list[dict[int, Arrival]] = field(default_factory=list)
-    """Of each replica, by number, those not answered."""
+    arrivals: list[dict[int, Request[ReachCollective]]] = field(default_factory=list)
+    """Of each replica, by number, those not answered; their bodies are (function, value)."""
     num_arrived: list[int] = field(default_factory=list)  # collectives that each has come to
-    replies: dict[int, list[Reached]] = field(default_factory=dict)  # by number; for each replica
     merges: dict[int, asyncio.Task[list[Reached]]] = field(default_factory=dict)
-
-    @property
-    def begun(self) -> Gang:
-        """The gang, which has begun."""
-        assert self.gang is not None, f'run of "{self.function.name}" has not begun'
-        return self.gang
 
     def replica_of(self, closure_id: int) -> int | None:
         """Return which of its replicas a closure is; None: it is none of them."""
@@ -219,7 +204,10 @@ class GangRunner:
         self.runs.append(run)
         self.look(())
         try:
-            await self._wait(run)
+            while not run.ended.done():
+                await asyncio.wait((run.ended,), timeout=REPORT_EVERY_S)
+                if not run.ended.done():
+                    logger.warning('run of "%s" waits: %s', function.name, self.waits_for())
         except asyncio.CancelledError:
             if not run.ended.done():
                 self._abandon(run, ClosureCancelled(f'run of "{function.name}" was cancelled'))
@@ -227,17 +215,10 @@ class GangRunner:
         run.ended.result()
         return regroup([value.get_nowait() for value in run.values])
 
-    async def _wait(self, run: GangRun) -> None:
-        """Wait until nothing is left of a gang; say on whom, if it takes long."""
-        while not run.ended.done():
-            await asyncio.wait((run.ended,), timeout=REPORT_EVERY_S)
-            if not run.ended.done():
-                logger.warning('run of "%s" waits: %s', run.function.name, self.waits_for())
-
     def describe(self) -> list[str]:
         """Say what the first gang waits for."""
         for run in self.runs:
-            if run.gang is None:
+            if not run.closures:
                 return [f'run of "{run.function.name}" waits for its turn']
             waiting = run.gang.describe()
             return [f'in run of "{run.function.name}" {waiting}'] if waiting else []
@@ -251,7 +232,7 @@ class GangRunner:
             return
         self._looking = True
         try:
-            while self.runs and self.runs[0].gang is None:
+            while self.runs and not self.runs[0].closures:
                 run = self.runs[0]
                 if self.queue.ending is not None:
                     self._end(run, self._cancelled())
@@ -268,9 +249,9 @@ class GangRunner:
         The queue must know of it, so that nothing begins because they have ended.
         """
         for run in self.runs:
-            if run.gang is None:  # the end of one of them would cancel those behind it
+            if not run.closures:  # the end of one of them would cancel those behind it
                 run.tell(error)
-        while self.runs and self.runs[-1].gang is None:
+        while self.runs and not self.runs[-1].closures:
             self._end(self.runs[-1], error)
         if self.runs:
             self._abandon(self.runs[0], error)
@@ -284,7 +265,7 @@ class GangRunner:
         if merges:
             await asyncio.wait(merges)
         for run in list(self.runs):
-            error = run.gang.error if run.gang is not None else None
+            error = run.gang.error if run.closures else None
             self._end(run, error or ClosedError("the coordinator was closed"))
 
     # Begin and end.
@@ -324,7 +305,7 @@ class GangRunner:
 
     def _abandon(self, run: GangRun, error: Exception) -> None:
         """The caller, or the coordinator, wants no more of it; replicas may take time to stop."""
-        if run.gang is None:
+        if not run.closures:
             self._end(run, error)
             return
         if not isinstance(error, PsyncError):
@@ -343,11 +324,11 @@ class GangRunner:
         replica = run.replica_of(closure.id)
         assert replica is not None, f"{closure} is of another gang"
         if closure.error is None:
-            actions = run.begun.finished(replica)
+            actions = run.gang.finished(replica)
         else:
-            actions = run.begun.failed(replica, closure.error)
-        for arrival in run.arrivals[replica].values():
-            arrival.answer.cancel()  # nobody waits there any more
+            actions = run.gang.failed(replica, closure.error)
+        for request in run.arrivals[replica].values():
+            request.fail(ClosureCancelled("the replica has ended"))
         self._perform(run, actions)
 
     # Collectives.
@@ -357,35 +338,29 @@ class GangRunner:
         peer, message = request.peer, request.message
         run = self.runs[0] if self.runs else None
         replica = run.replica_of(message.closure) if run is not None else None
-        if run is None or run.gang is None or replica is None:
+        if run is None or replica is None:
             raise UsageError(f"{message.what}: closure {message.closure} has ended")
         closure = run.closures[replica]
         if self.current(peer) is None or closure.worker != peer.task or closure.is_final:
             raise FencedError(f"{message.what}: {peer.task} does not run {closure}")
-        answer: asyncio.Future[Reached] = asyncio.get_running_loop().create_future()
-        arrival = Arrival(Payload.from_segments(request.segments), answer)
-        run.arrivals[replica][run.num_arrived[replica]] = arrival
+        request.on_given_up = functools.partial(self._gave_up, run, replica)
+        run.arrivals[replica][run.num_arrived[replica]] = request
         run.num_arrived[replica] += 1
         self._perform(run, run.gang.arrive(replica, message.what))
-        request.start(self._answer(request, run, replica, answer))
 
-    async def _answer(
-        self, request: Request[Any], run: GangRun, replica: int, answer: asyncio.Future[Reached]
+    def _gave_up(self, run: GangRun, replica: int, request: Request[Any]) -> None:
+        if not request.peer.is_closed and not run.closures[replica].is_final:
+            self._perform(run, run.gang.gave_up(replica))
+
+    def _perform(
+        self, run: GangRun, actions: Sequence[GangAction], replies: Sequence[Reached] = ()
     ) -> None:
-        try:
-            request.answer(*await shielded(answer))
-        except asyncio.CancelledError:
-            if answer.cancelled():
-                raise ClosureCancelled("the replica has ended") from None
-            if not answer.done() and not run.closures[replica].is_final:
-                self._perform(run, run.begun.gave_up(replica))
-            raise
-
-    def _perform(self, run: GangRun, actions: Sequence[GangAction]) -> None:
-        gang = run.begun
+        """Carry out what the gang decided; ``replies``: of a collective, for each replica."""
+        gang = run.gang
         for action in actions:
             if isinstance(action, Merge):
-                brought = [arrived[action.number].payload for arrived in run.arrivals]
+                requests = [arrived[action.number] for arrived in run.arrivals]
+                brought = [Payload.from_segments(request.segments) for request in requests]
                 task = asyncio.get_running_loop().create_task(
                     merge(run.strategy, brought, self.limits, main_by_name=self.main_by_name),
                     context=run.context.copy(),
@@ -393,15 +368,12 @@ class GangRunner:
                 run.merges[action.number] = task
                 task.add_done_callback(functools.partial(self._merged, run, action.number))
             elif isinstance(action, Answer):
-                replies = run.replies.pop(action.number)
                 for arrived, reply in zip(run.arrivals, replies, strict=True):
-                    answer = arrived.pop(action.number).answer
-                    if not answer.done():
-                        answer.set_result(reply)
+                    arrived.pop(action.number).answer(*reply)
             elif isinstance(action, Refuse):
                 for replica in action.replicas:
-                    for arrival in run.arrivals[replica].values():
-                        fail(arrival.answer, action.error)
+                    for request in run.arrivals[replica].values():
+                        request.fail(action.error)
             elif isinstance(action, StopMerging):
                 for task in run.merges.values():
                     task.cancel()
@@ -420,9 +392,9 @@ class GangRunner:
     def _merged(self, run: GangRun, number: int, task: asyncio.Task[list[Reached]]) -> None:
         """The function of a collective has ended, was cancelled, or has cancelled itself."""
         del run.merges[number]
+        replies: list[Reached] = []
         if task.cancelled() or task.exception() is not None:
-            stopped = ClosureCancelled("a merge function was stopped")
-            self._perform(run, run.begun.cancel(stopped))
+            self._perform(run, run.gang.cancel(ClosureCancelled("a merge function was stopped")))
         else:
-            run.replies[number] = task.result()
-        self._perform(run, run.begun.merged(number))
+            replies = task.result()
+        self._perform(run, run.gang.merged(number), replies)

@@ -6,12 +6,11 @@ mean over that batch; a mean over the own part would count it as often as there 
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from psync.errors import ContextError, ReplicaValueError
 from psync.replicas.context import in_cross_replica_context, replicas_in_sync
-from psync.specs import check_not_masked, plain_array
+from psync.specs import as_integer, check_not_masked, plain_array
 
 
 def compute_average_loss(
@@ -45,9 +44,14 @@ def compute_average_loss(
         loss = loss * _fitting_weight(_as_array(sample_weight), tuple(loss.shape))
     if global_batch_size is None:
         _check_in_replica("compute_average_loss", "; or give global_batch_size")
-        size = int(loss.shape[0]) * replicas_in_sync()
+        size: int | None = int(loss.shape[0]) * replicas_in_sync()
     else:
-        size = _checked_size(global_batch_size)
+        size = as_integer(global_batch_size)
+        if size is None or size < 0:
+            raise ReplicaValueError(
+                "compute_average_loss: expected global_batch_size to be a whole number, got "
+                f"{global_batch_size!r}"
+            )
     return loss.sum() / size if size else loss.sum() * 0.0
 
 
@@ -95,18 +99,6 @@ def _fitting_weight(weight: Any, shape: tuple[int, ...]) -> Any:
             f"{shape[:1]}, of that of the losses, or one number; got {got}"
         )
     return weight
-
-
-def _checked_size(size: Any) -> int:
-    try:
-        number = -1 if isinstance(size, bool) else operator.index(size)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ReplicaValueError(
-            f"compute_average_loss: expected global_batch_size to be a whole number, got {size!r}"
-        )
-    return number
 
 
 def _check_in_replica(operation: str, instead: str) -> None:

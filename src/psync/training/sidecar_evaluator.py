@@ -268,10 +268,7 @@ class SidecarEvaluator:
     async def _evaluated(self, values: dict[str, Any], thread: StepThread) -> Any:
         if inspect.iscoroutinefunction(self._eval_fn):
             return await self._eval_fn(values)
-        made, error = await thread.run(lambda: self._eval_fn(values))
-        if error is not None:
-            raise error
-        return await awaited(made)
+        return await awaited(await thread.call(lambda: self._eval_fn(values)))
 
 
 def _numbers(made: Any) -> dict[str, float]:

@@ -40,8 +40,7 @@ def takes_context(dataset_fn: Callable[..., Any]) -> bool:
     """
     if not callable(dataset_fn):
         raise UsageError(f"dataset_fn: expected a function, got {type_name(dataset_fn)}")
-    if inspect.iscoroutinefunction(dataset_fn) or inspect.isasyncgenfunction(dataset_fn):
-        raise asynchronous(f"dataset_fn {name_of(dataset_fn)}")
+    _check_plain(f"dataset_fn {name_of(dataset_fn)}", dataset_fn)
     try:
         parameters = inspect.signature(dataset_fn).parameters.values()
     except ValueError:  # some built-in types tell nothing; calling tells
@@ -90,10 +89,7 @@ def batches_of(returned: Any, fn: Callable[..., Any], role: str = "dataset_fn") 
         UsageError: If it cannot be a sequence of batches.
     """
     name = f"{role} {name_of(fn)}"
-    if inspect.iscoroutine(returned) or hasattr(returned, "__aiter__"):
-        if inspect.iscoroutine(returned):
-            returned.close()  # one clear error, not also "was never awaited"
-        raise asynchronous(name)
+    _check_plain(name, returned)
     if (
         isinstance(returned, tuple)
         and returned
@@ -103,16 +99,22 @@ def batches_of(returned: Any, fn: Callable[..., Any], role: str = "dataset_fn") 
             f"{name} returned a tuple of {len(returned)} arrays, expected an iterable of batches",
             hint="a list of one batch is [(x, y)]",
         )
-    if isinstance(returned, (str, bytes, Mapping)) or not (
-        hasattr(returned, "__iter__") or hasattr(returned, "__getitem__")
-    ):
+    if isinstance(returned, str | bytes | Mapping) or not _is_iterable(returned):
         raise UsageError(f"{name} returned {type_name(returned)}, expected an iterable of batches")
     return iter(returned)
 
 
-def asynchronous(name: str) -> UsageError:
-    """Return the error for a function of the user that is asynchronous."""
-    return UsageError(
+def _check_plain(name: str, made: Any) -> None:
+    """Refuse what runs on an event loop: a function of the user, or what it has returned."""
+    if inspect.iscoroutine(made):
+        made.close()  # one clear error, not also "was never awaited"
+    elif not (
+        inspect.iscoroutinefunction(made)
+        or inspect.isasyncgenfunction(made)
+        or hasattr(made, "__aiter__")
+    ):
+        return
+    raise UsageError(
         f"{name} is asynchronous",
         hint="write a plain function or generator: it runs in a thread, ahead of the steps",
     )
@@ -148,7 +150,25 @@ class Dataset(ABC):
         return spec_of(itertools.islice(self, 2))
 
 
-class ArrayDataset(Dataset):
+class _Shuffled(Dataset):
+    """Parts that are read in each epoch, in an order of its own if there is a seed."""
+
+    def __init__(self, shuffle_seed: int | None, num_epochs: int | None) -> None:
+        self.shuffle_seed = (
+            None if shuffle_seed is None else integer("shuffle_seed", shuffle_seed, 0, ", or None")
+        )
+        self.num_epochs = None if num_epochs is None else integer("num_epochs", num_epochs, 1)
+
+    def _orders(self, size: int, order: int) -> Iterator[Any]:
+        """Yield the indices of each epoch, a range or an array; ``order``: see ``elements``."""
+        for epoch in itertools.count() if self.num_epochs is None else range(self.num_epochs):
+            if self.shuffle_seed is None:
+                yield range(size)
+            else:
+                yield np.random.default_rng((self.shuffle_seed, order, epoch)).permutation(size)
+
+
+class ArrayDataset(_Shuffled):
     """Batches of rows of arrays; see ``psync.data.from_arrays``."""
 
     def __init__(
@@ -163,9 +183,8 @@ class ArrayDataset(Dataset):
         self._arrays = _stacked(arrays)
         self.num_rows = _common_length(leaves_of(self._arrays))
         self.batch_size = None if batch_size is None else integer("batch_size", batch_size, 1)
-        self.shuffle_seed = _optional("shuffle_seed", shuffle_seed, 0, ", or None")
+        super().__init__(shuffle_seed, num_epochs)
         self.drop_remainder = drop_remainder
-        self.num_epochs = _optional("num_epochs", num_epochs, 1)
         if drop_remainder and self.num_rows < (self.batch_size or 1):
             raise ConfigurationError(
                 f"batch_size: expected at most {self.num_rows}, the number of rows, because of "
@@ -183,13 +202,10 @@ class ArrayDataset(Dataset):
         """Yield what indexes the rows of each batch, or of each single row."""
         size = self.batch_size or 1
         end = self.num_rows - self.num_rows % size if self.drop_remainder else self.num_rows
-        for epoch in _count(self.num_epochs):
-            rows: Any = None
-            if self.shuffle_seed is not None:
-                rows = _permutation(self.num_rows, self.shuffle_seed, order, epoch)
+        for rows in self._orders(self.num_rows, order):
             for start in range(0, end, size):
                 batch = start if self.batch_size is None else slice(start, start + size)
-                yield batch if rows is None else rows[batch]
+                yield batch if self.shuffle_seed is None else rows[batch]
 
     @property
     def element_spec(self) -> Any:
@@ -205,7 +221,7 @@ class ArrayDataset(Dataset):
         return map_nest(spec, self._arrays)
 
 
-class FileDataset(Dataset):
+class FileDataset(_Shuffled):
     """Batches that a reader yields from files; see ``psync.data.from_files``."""
 
     def __init__(
@@ -228,12 +244,10 @@ class FileDataset(Dataset):
                 f"reader: expected a function that takes a file name and returns its batches, "
                 f"got {type_name(reader)}"
             )
-        if inspect.iscoroutinefunction(reader) or inspect.isasyncgenfunction(reader):
-            raise asynchronous(f"reader {name_of(reader)}")
+        _check_plain(f"reader {name_of(reader)}", reader)
+        super().__init__(shuffle_seed, num_epochs)
         self.files = tuple(files)
         self.reader = reader
-        self.shuffle_seed = _optional("shuffle_seed", shuffle_seed, 0, ", or None")
-        self.num_epochs = _optional("num_epochs", num_epochs, 1)
 
     def __repr__(self) -> str:
         return f"<dataset of {len(self.files)} files, read by {name_of(self.reader)}>"
@@ -246,11 +260,8 @@ class FileDataset(Dataset):
         return self._batches(self.files[first::step], first)
 
     def _batches(self, files: Sequence[Any], order: int) -> Iterator[Any]:
-        for epoch in _count(self.num_epochs):
+        for indices in self._orders(len(files), order):
             empty = True
-            indices: Sequence[int] = range(len(files))
-            if self.shuffle_seed is not None:
-                indices = _permutation(len(files), self.shuffle_seed, order, epoch).tolist()
             for index in indices:
                 for batch in batches_of(self.reader(files[index]), self.reader, "reader"):
                     empty = False
@@ -351,9 +362,7 @@ def dataset_of(source: Any) -> Callable[..., Any]:
 
 
 def _is_iterable(source: Any) -> bool:
-    return hasattr(source, "__iter__") or (
-        hasattr(source, "__getitem__") and not isinstance(source, str | bytes)
-    )
+    return hasattr(source, "__iter__") or hasattr(source, "__getitem__")
 
 
 def iterable_of(source: Any) -> Dataset:
@@ -409,10 +418,6 @@ def integer(name: str, value: Any, least: int, also: str = "") -> int:
     return checked_integer(f"{name}: expected an integer of at least {least}{also}", value, least)
 
 
-def _optional(name: str, value: Any, least: int, also: str = "") -> int | None:
-    return None if value is None else integer(name, value, least, also)
-
-
 def _stacked(arrays: Any) -> Any:
     """Return a nest of arrays in which what is a list is stacked."""
     if isinstance(arrays, Mapping):
@@ -444,11 +449,3 @@ def _common_length(arrays: Sequence[NDArray[Any]]) -> int:
 def _taken(rows: Any, array: NDArray[Any]) -> Any:
     """Return a copy of these rows: a step may change its batch."""
     return array[rows] if isinstance(rows, np.ndarray) else array[rows].copy()
-
-
-def _count(num_epochs: int | None) -> Iterator[int]:
-    return iter(range(num_epochs)) if num_epochs is not None else itertools.count()
-
-
-def _permutation(size: int, seed: int, order: int, epoch: int) -> NDArray[Any]:
-    return np.random.default_rng((seed, order, epoch)).permutation(size)

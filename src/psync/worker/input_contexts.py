@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from psync.errors import ConfigurationError
 from psync.specs import checked_integer
 
+_REPLICAS = "num_replicas_in_sync: expected at least 1"
+
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
@@ -26,8 +28,9 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
-        _check_id("input_pipeline_id", self.input_pipeline_id, self.num_input_pipelines)
-        _check_replicas(self.num_replicas_in_sync)
+        last = self.num_input_pipelines - 1
+        checked_integer(f"input_pipeline_id: expected 0 to {last}", self.input_pipeline_id, 0, last)
+        checked_integer(_REPLICAS, self.num_replicas_in_sync, 1)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return the number of examples of a global batch for each replica.
@@ -67,23 +70,13 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
-        _check_replicas(self.num_replicas_in_sync)
-        _check_id(
-            "replica_id_in_sync_group", self.replica_id_in_sync_group, self.num_replicas_in_sync
-        )
+        checked_integer(_REPLICAS, self.num_replicas_in_sync, 1)
+        last = self.num_replicas_in_sync - 1
+        expected = f"replica_id_in_sync_group: expected 0 to {last}"
+        checked_integer(expected, self.replica_id_in_sync_group, 0, last)
 
     def __str__(self) -> str:  # as of InputContext
         return (
             f"tf.distribute.ValueContext(replica id {self.replica_id_in_sync_group}, "
             f"total replicas in sync: {self.num_replicas_in_sync})"
         )
-
-
-def _check_id(name: str, number: int, count: int) -> None:
-    if not 0 <= number < count:
-        raise ConfigurationError(f"{name}: expected 0 to {count - 1}, got {number}")
-
-
-def _check_replicas(count: int) -> None:
-    if count < 1:
-        raise ConfigurationError(f"num_replicas_in_sync: expected at least 1, got {count}")

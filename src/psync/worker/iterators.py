@@ -11,6 +11,7 @@ that was lost starts where its iterator started.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 from collections import deque
@@ -71,11 +72,11 @@ class WorkerIterator:
         # What loader and steps share. Re-entrant: without a thread, a step is the loader.
         self._changed = threading.Condition(threading.RLock())
         self._batches: deque[Any] = deque()
-        self._build_error: BaseException | None = None
+        self._is_built = True  # False: it could not be, and ``_end`` says why
         self._end: BaseException | None = None  # raised once all batches are handed out
         self._end_traceback: TracebackType | None = None
         self._closed = False
-        self._waiters: list[asyncio.Future[None]] = []  # of `ready`
+        self._waiters: list[concurrent.futures.Future[None]] = []  # of `ready`
         self._epoch: int | None = None  # in which the dataset was begun, of those who count them
         self.thread: threading.Thread | None = None  # in which dataset code runs
         self._start_thread()
@@ -117,7 +118,7 @@ class WorkerIterator:
                     self._changed.notify_all()  # there is room for another one
                     return self._batches.popleft()
                 if self._end is not None:
-                    raise self._error(self._end)
+                    raise self._end.with_traceback(self._end_traceback)  # else it grows
                 if self.thread is None:
                     self._load()
                 else:
@@ -159,35 +160,20 @@ class WorkerIterator:
 
         Cancellation: safe; no batch is lost.
         """
-        waiter: asyncio.Future[None] | None = None
+        waiter: concurrent.futures.Future[None] | None = None
         with self._changed:
             if not (self._batches or self._end is not None or self._closed):
                 if self.thread is None:
                     self._load()
                 else:
-                    waiter = asyncio.get_running_loop().create_future()
+                    waiter = concurrent.futures.Future()
                     self._waiters.append(waiter)
         if waiter is not None:
-            try:
-                await waiter
-            finally:
-                with self._changed:
-                    if waiter in self._waiters:
-                        self._waiters.remove(waiter)
+            await asyncio.wrap_future(waiter)
         if self._closed:
             raise ClosedError(f"the iterator over dataset {self.name} was released")
-        if self._build_error is not None:
-            raise self._error(self._build_error)
-
-    def _error(self, end: BaseException) -> BaseException:
-        """Return what a step is told about the end."""
-        if end is self._build_error:
-            error = ClosureInputError(
-                f"dataset {self.name} could not be built: {type(end).__name__}: {end}"
-            )
-            error.__cause__ = end
-            return error
-        return end.with_traceback(self._end_traceback)  # each time it is raised adds to it
+        if self._end is not None and not self._is_built:
+            raise self._end.with_traceback(self._end_traceback)
 
     # The loader.
 
@@ -214,7 +200,12 @@ class WorkerIterator:
                 if self._source is None:
                     self._source = open_dataset(self._dataset_fn, self._context)
             except BaseException as exc:  # `next` raises it where somebody asks for a batch
-                self._settle(exc, built=False)
+                self._is_built = False
+                error = ClosureInputError(
+                    f"dataset {self.name} could not be built: {type(exc).__name__}: {exc}"
+                )
+                error.__cause__ = exc
+                self._settle(error)
                 return
             try:
                 while self._to_skip and not self._closed:
@@ -234,11 +225,10 @@ class WorkerIterator:
                         self._batches.append(batch)
                     self._wake()
 
-    def _settle(self, end: BaseException, *, built: bool = True) -> None:
+    def _settle(self, end: BaseException) -> None:
         """Note the end, and wake whoever waits for it."""
         with self._changed:
             self._end, self._end_traceback = end, end.__traceback__
-            self._build_error = None if built else end
             self._wake()
         if self.thread is None:
             self._close_source()
@@ -246,10 +236,8 @@ class WorkerIterator:
     def _wake(self) -> None:
         self._changed.notify_all()
         for waiter in self._waiters:
-            try:
-                waiter.get_loop().call_soon_threadsafe(_end_waiting, waiter)
-            except RuntimeError:
-                continue  # its loop is closed: nobody waits any more
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_result(None)
         self._waiters.clear()
 
     # The end.
@@ -285,49 +273,6 @@ class WorkerIterator:
                     logger.warning("dataset %s raised when it was closed", self.name, exc_info=True)
 
 
-def _end_waiting(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
-
-
-class IteratorTable:
-    """The iterators of one worker, by uid. Owned by its loop; closes what it holds."""
-
-    def __init__(self) -> None:
-        self._iterators: dict[str, WorkerIterator] = {}
-        self._closed = False
-
-    def get(self, uid: str) -> WorkerIterator | None:
-        """Return the iterator, or None: it has to be built."""
-        return self._iterators.get(uid)
-
-    def add(self, uid: str, iterator: WorkerIterator) -> None:
-        """Take over ``iterator``; there is none of that uid.
-
-        Raises:
-            ClosedError: If the table is closed; the iterator is closed too.
-        """
-        if self._closed:
-            iterator.close()
-            raise ClosedError("this worker's iterators are closed")
-        self._iterators[uid] = iterator
-
-    def release(self, uid: str) -> None:
-        """Close the iterator, if there is one: nobody refers to it any more."""
-        if (iterator := self._iterators.pop(uid, None)) is not None:
-            iterator.close()
-
-    def close(self) -> None:
-        """Close all iterators. Does not block; idempotent."""
-        self._closed = True
-        for uid in list(self._iterators):
-            self.release(uid)
-
-
-NOWHERE: Mapping[int, int] = {}
-"""The positions of iterators that start from the beginning."""
-
-
 class IteratorHandle(Generic[T]):
     """A per-worker iterator as steps see it; it stands for the iterator of the step's worker.
 
@@ -338,9 +283,7 @@ class IteratorHandle(Generic[T]):
         starts: Number of batches to skip, by worker index; 0 for a missing worker.
     """
 
-    def __init__(
-        self, uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int] = NOWHERE
-    ) -> None:
+    def __init__(self, uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int]) -> None:
         self.uid = uid
         self.key = key
         self.num_pipelines = num_pipelines

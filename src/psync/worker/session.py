@@ -22,9 +22,9 @@ import logging
 import math
 import traceback
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from psync.client.context import ClosureContext, here
@@ -50,18 +50,14 @@ from psync.serialization.functions import is_coroutine_step, load_function
 from psync.serialization.payloads import EMPTY, Payload, check_size, pack, unpack
 from psync.wire import messages
 from psync.wire.codec import Message
-from psync.wire.frames import SMALL_BODY_BYTES, Frame
+from psync.wire.frames import SMALL_BODY_BYTES
 from psync.worker.input_contexts import InputContext
-from psync.worker.iterators import (
-    BATCHES_AHEAD,
-    IteratorHandle,
-    IteratorTable,
-    WorkerIterator,
-    arriving,
-)
+from psync.worker.iterators import BATCHES_AHEAD, IteratorHandle, WorkerIterator, arriving
 from psync.worker.step_thread import StepThread
 
 logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
 
 
 class ClosureEnd(NamedTuple):
@@ -82,103 +78,6 @@ READ_ONLY_HINT = (
     "of your own use copy=True, out=, or value.copy()"
 )
 
-
-def failed(kind: str, exc: BaseException, *, main_by_name: bool) -> ClosureEnd:
-    """Return the end of a closure that has raised.
-
-    Args:
-        kind: "error" or "end_of_data".
-        exc: What it has raised.
-        main_by_name: Whether this process runs the coordinator's script.
-    """
-    if type(exc) is ValueError and "read-only" in text_of(exc):  # numpy's, which says no more
-        if READ_ONLY_HINT not in getattr(exc, "__notes__", ()):
-            exc.add_note(READ_ONLY_HINT)
-    described = describe_exception(exc, main_by_name=main_by_name)
-    return ClosureEnd(kind, described.payload, described.texts)
-
-
-class ResultsToSend:
-    """Results that the coordinator has not been sent yet.
-
-    Args:
-        control: The connection on which small results leave.
-        bulk: The one on which large ones do.
-    """
-
-    def __init__(self, control: Connection, bulk: Connection) -> None:
-        self._control = control
-        self._bulk = bulk
-        self._loop = asyncio.get_running_loop()
-        self._results: list[tuple[int, str, int, tuple[str, str, str] | None]] = []
-        self._segments: list[Any] = []
-        self.nbytes = 0  # of the segments
-        self._seconds: list[float] = []  # of the closures in ``_results`` that succeeded
-        self._updates: list[tuple[int, int]] = []  # of these: (number, calls) where any
-        self.stop: tuple[int, str] | None = None  # the closure that asks for the end, and why
-        self._late = Counter[tuple[str, str]]()  # by step and operation, see ``add_late``
-        self._soon: asyncio.Handle | None = None  # flushes, while there are results
-
-    def __len__(self) -> int:
-        return len(self._results)
-
-    def add(
-        self, closure: HeldClosure, end: ClosureEnd, seconds: float = 0.0, calls: int = 0
-    ) -> None:
-        """Gather a result; it leaves with the next turn of the loop at the latest.
-
-        Args:
-            closure: The closure.
-            end: How it ended.
-            seconds: That it took, if it succeeded.
-            calls: Updates that it has made then.
-        """
-        if self._soon is None:
-            self._soon = self._loop.call_soon(self.flush)
-        segments = end.payload.segments
-        self._results.append((closure.id, end.kind, len(segments), end.error))
-        if segments:
-            self._segments += segments
-            self.nbytes += end.payload.nbytes
-        if end.kind == "ok":
-            self._seconds.append(seconds)
-            if calls:
-                self._updates.append((closure.id if closure.number < 0 else closure.number, calls))
-        if end.error is not None:  # texts add up in the header, whose size is limited
-            self.flush()
-
-    def add_late(self, step: str, operation: str) -> None:
-        """Gather an operation that was refused, because its step had returned."""
-        if self._soon is None:
-            self._soon = self._loop.call_soon(self.flush)
-        self._late[step, operation] += 1
-        if len(self._late) >= MAX_LATE:
-            self.flush()
-
-    def flush(self) -> None:
-        """Send the results that have gathered."""
-        if self._soon is None:
-            return
-        self._soon.cancel()
-        self._soon = None
-        mean = sum(self._seconds) / len(self._seconds) if self._seconds else 0.0
-        lane = self._bulk if self.nbytes > SMALL_BODY_BYTES else self._control
-        late = [(*what, times) for what, times in self._late.items()] if self._late else None
-        message = messages.ClosureResults(
-            self._results, mean, self._updates or None, late, self.stop
-        )
-        lane.notify(message, self._segments)
-        self._results, self._segments, self.nbytes = [], [], 0
-        self._seconds, self._updates, self.stop = [], [], None
-        self._late.clear()
-
-
-def is_signal(error: KeyboardInterrupt) -> bool:
-    """Whether a second Ctrl-C ends this process, and the step only happened to be computing."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__") == "asyncio.runners"
-
-
 MAX_STEPS = 256
 """Loaded functions that a worker keeps; the one loaded longest ago goes first."""
 
@@ -197,7 +96,6 @@ class HeldClosure:
     replica: tuple[int, int] | None = None  # which one of how many, if it is of a gang
     context: ClosureContext | None = None  # once it runs
     began: float = 0.0  # loop time at which it did
-    name: str = ""  # of its step, once that is here
 
 
 @dataclass(slots=True, eq=False)
@@ -210,114 +108,6 @@ class LoadedStep:
     handles: Sequence[IteratorHandle[Any]]  # per-worker iterators that it captured
     is_coroutine: bool
     seconds: float = math.inf  # that its last run took; inf: it has never been run to its end
-
-
-@dataclass(slots=True, eq=False)
-class ClosureInputs:
-    """Fetches, unpickles and builds inputs for the closures of one session."""
-
-    fetch: Callable[[Message], Awaitable[Frame]]  # a request to the coordinator
-    iterators: IteratorTable  # this worker's; new ones are added
-    worker_index: int
-    ahead: int  # batches that datasets load ahead in threads
-    steps: dict[bytes, LoadedStep] = field(default_factory=dict)  # by key, as they were loaded
-
-    async def load(self, key: bytes) -> LoadedStep:
-        """Fetch the step function of that key, which is not among ``steps``.
-
-        Raises:
-            SerializationError: It cannot be loaded here.
-
-        Cancellation: Safe.
-        """
-        handles: list[IteratorHandle[Any]] = []
-        fn, name = await self._load(key, handles)
-        if len(self.steps) >= MAX_STEPS:
-            del self.steps[next(iter(self.steps))]
-        result = f'the result of step "{name}"'
-        self.steps[key] = LoadedStep(fn, name, result, handles, is_coroutine_step(fn))
-        return self.steps[key]
-
-    async def arguments(
-        self, closure: HeldClosure, step: LoadedStep
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return args and kwargs, with every per-worker iterator built and its next batch there.
-
-        Raises:
-            ClosureInputError: A dataset could not be built.
-            Exception: What the arguments raise when they are unpickled.
-
-        Cancellation: Safe; no batch is lost.
-        """
-        handles: Sequence[IteratorHandle[Any]] = step.handles
-        args: tuple[Any, ...] = ()
-        kwargs: dict[str, Any] = {}
-        if closure.num_segments:
-            segments, counts, own = closure.segments, closure.counts, closure.num_segments
-            if own < 0:
-                segments, counts, own = await self._fetch_arguments(closure.id)
-            values, at = [], own
-            for count in counts:
-                values.append(Payload.from_segments(segments[at : at + count]))
-                at += count
-            arrived: list[IteratorHandle[Any]] = []
-            token = arriving.set(arrived)
-            try:
-                args, kwargs = unpack(segments[0], segments[1:own], values) or ((), {})
-            finally:
-                arriving.reset(token)
-            if arrived:
-                handles = (*handles, *arrived)
-        for handle in handles:
-            await self._prepare(handle)
-        return args, kwargs
-
-    async def _fetch_arguments(
-        self, closure_id: int
-    ) -> tuple[Sequence[memoryview], Sequence[int], int]:
-        received = await self.fetch(messages.FetchArguments(closure_id))
-        message = received.message
-        if not isinstance(message, messages.Arguments):
-            raise RemoteProtocolError(
-                f"expected the arguments of closure {closure_id}, got {type(message).__name__}"
-            )
-        return received.segments, message.remote_values, message.segments
-
-    async def _load(
-        self, key: bytes, handles: list[IteratorHandle[Any]]
-    ) -> tuple[Callable[..., Any], str]:
-        """Return a function and its name; iterators that it captured are added to ``handles``."""
-        received = await self.fetch(messages.FetchFunction(key))
-        message = received.message
-        if not isinstance(message, messages.Function) or not received.segments:
-            raise RemoteProtocolError(f"expected a function, got {type(message).__name__}")
-        token = arriving.set(handles)
-        try:
-            data, *buffers = received.segments
-            return load_function(data, buffers, message.name), message.name
-        finally:
-            arriving.reset(token)
-
-    async def _prepare(self, handle: IteratorHandle[Any]) -> None:
-        """Build a per-worker iterator where it is first needed, and wait for its next batch."""
-        iterator = self.iterators.get(handle.uid)
-        if iterator is None:
-            try:
-                dataset_fn, _ = await self._load(handle.key, [])
-            except SerializationError as exc:
-                error = ClosureInputError(f"a dataset could not be built: {exc.message}")
-                raise error from exc
-            # A worker that was added after the dataset was made reads the share of another one.
-            share = self.worker_index % handle.num_pipelines
-            iterator = WorkerIterator(
-                dataset_fn,
-                InputContext(handle.num_pipelines, share, 1),
-                ahead=self.ahead,
-                position=handle.starts.get(self.worker_index, 0),
-                worker_index=self.worker_index,
-            )
-            self.iterators.add(handle.uid, iterator)
-        await iterator.ready()
 
 
 SHORT_S = 200e-6
@@ -348,7 +138,7 @@ class Session:
         control: Its control connection: closures come and results go here.
         bulk: Its bulk connection: large arguments and results.
         runtime: The way to the ps tasks.
-        iterators: Per-worker iterators; closed with the session.
+        iterators: Per-worker iterators by uid; new ones are added, all are closed with the session.
         platform: Limits, and whether there are threads.
         main_by_name: Whether this process runs the coordinator's script.
     """
@@ -359,7 +149,7 @@ class Session:
         control: Connection,
         bulk: Connection,
         runtime: Runtime,
-        iterators: IteratorTable,
+        iterators: dict[str, WorkerIterator],
         platform: Platform,
         main_by_name: bool,
     ) -> None:
@@ -368,17 +158,23 @@ class Session:
         self.runtime = runtime
         self.bulk = bulk
         self._iterators = iterators
-        self._inputs = ClosureInputs(
-            self._fetch, iterators, attach.worker_index, BATCHES_AHEAD if platform.threads else 0
-        )
+        self._ahead = BATCHES_AHEAD if platform.threads else 0  # that datasets load in threads
+        self._steps: dict[bytes, LoadedStep] = {}  # by key, as they were loaded
         self._thread = StepThread() if platform.threads else None
         self._limits = platform.limits
         self._main_by_name = main_by_name
         self._queue: deque[HeldClosure] = deque()
         self.running: HeldClosure | None = None
         self._wake = asyncio.Event()
-        self._results = ResultsToSend(control, bulk)
-        self._failed = functools.partial(failed, main_by_name=main_by_name)
+        # What the coordinator has not been told yet; it leaves with ``_flush``.
+        self._results: list[tuple[int, str, int, tuple[str, str, str] | None]] = []
+        self._segments: list[Any] = []
+        self._nbytes = 0  # of the segments
+        self._seconds: list[float] = []  # of the closures in ``_results`` that succeeded
+        self._updates: list[tuple[int, int]] = []  # of these: (number, calls) where any
+        self._stop: tuple[int, str] | None = None  # the closure that asks for the end, and why
+        self._late = Counter[tuple[str, str]]()  # refused operations, by step and operation
+        self._soon: asyncio.Handle | None = None  # flushes, while there is something
         self._loop = asyncio.get_running_loop()
         self._now = 0.0  # loop time when the last step ended
         self._last_turn = 0.0  # loop time when other callbacks had their turn
@@ -386,8 +182,7 @@ class Session:
         self._leaving = False  # begins nothing but replicas, which nobody else can run
         self._told = False  # and the coordinator knows
         self._idle = asyncio.Event()  # set when nothing runs that leaving waits for
-        # Told of each closure that begins, and with its end, while somebody traces.
-        self.watch: Callable[[HeldClosure, str], None] | None = None
+        self._recorder: SpanRecorder | None = None  # while somebody traces
         self._runner = self._loop.create_task(self._run())
 
     # What the coordinator says.
@@ -442,19 +237,17 @@ class Session:
             logger.info("the coordinator is busy; leaving anyway")
         self._told = True
         self._give_back_all()
-        waiting = asyncio.ensure_future(self._wait_idle())
         try:
-            await asyncio.wait((waiting,), timeout=SILENCE_S)
-            running = self.running
-            if not waiting.done() and running is not None:
-                name = f" ({running.name})" if running.name else ""
+            async with asyncio.timeout(SILENCE_S):
+                await self._wait_idle()
+        except TimeoutError:
+            if (running := self.running) is not None:
+                step = running.context.step if running.context is not None else ""
                 logger.info(
                     "worker %d leaves when closure %d%s has ended%s",
-                    self.attach.worker_index, running.id, name, hint,
+                    self.attach.worker_index, running.id, f" ({step})" if step else "", hint,
                 )  # fmt: skip
-            await waiting
-        finally:
-            waiting.cancel()
+            await self._wait_idle()
         await self.runtime.ps.outgoing.drain()
         await self.bulk.wait_writable()  # what is said next would overtake large results
         for lane in (self.bulk, self.control):
@@ -471,26 +264,27 @@ class Session:
         while not self._ended and (self.running is not None or self._queue):
             self._idle.clear()
             await self._idle.wait()
-        self._results.flush()
+        self._flush()
 
     def cancel_closures(self, message: messages.CancelClosures, _: Sequence[memoryview]) -> None:
         """Stop closures; those that have not started end at once."""
         for closure in self._take_queued(message.closures):
-            self._results.add(closure, CANCELLED)
+            self._add(closure, CANCELLED)
         running = self.running
         if running is not None and running.id in message.closures:
             assert running.context is not None, "a running closure has a context"
             if not running.context.cancelled:
                 running.context.cancel()
                 self._runner.cancel()
-        self._results.flush()
+        self._flush()
 
     def release_iterators(
         self, message: messages.ReleaseIterators, _: Sequence[memoryview]
     ) -> None:
         """Close iterators that nobody refers to any more."""
         for uid in message.uids:
-            self._iterators.release(uid)
+            if (iterator := self._iterators.pop(uid, None)) is not None:
+                iterator.close()
 
     def iterator_position(self, message: messages.AskPosition) -> Message:
         """Return how many batches of an iterator steps have been handed."""
@@ -506,13 +300,24 @@ class Session:
         else:
             asked = ", asked to stop" if running.context.cancelled else ""
             seconds = self._loop.time() - running.began
-            name = running.name or "whose function or arguments are being fetched"
+            name = running.context.step or "whose function or arguments are being fetched"
             lines.append(f"runs closure {running.id} ({name}) since {seconds:.1f} s{asked}, at")
             lines += [f"  {line}" for line in stack_of_task(self._runner)]
-        queued, results = len(self._queue), len(self._results)
-        lines.append(f"queue: {queued} closures; results to be sent: {results}")
+        lines.append(
+            f"queue: {len(self._queue)} closures; results to be sent: {len(self._results)}"
+        )
         links = self.runtime.ps.links
         return lines + [f"link to {link.task} at {link.address}: {link.state}" for link in links]
+
+    def record(self, recorder: SpanRecorder | None) -> None:
+        """Note closures and kinds of work in a recorder from now on; None: nobody traces."""
+        self._recorder = recorder
+        if recorder is None:
+            self.runtime.ps.work.watch(None)
+            return
+        self.runtime.ps.work.watch(functools.partial(recorder.note, "work"))
+        if self.running is not None:
+            recorder.note("began", self.running.id)
 
     def stop(self, reason: str) -> None:
         """Say that this session cannot go on, and nothing more; ``close`` has yet to be called."""
@@ -534,7 +339,8 @@ class Session:
         self._runner.cancel()
         if self._thread is not None:
             self._thread.close()
-        self._iterators.close()
+        for iterator in self._iterators.values():
+            iterator.close()
         await asyncio.wait((self._runner,), timeout=CLOSE_TIMEOUT_S)
         if not self._runner.done():
             logger.warning(
@@ -580,7 +386,7 @@ class Session:
                 await self._run_one(self.running)
             finally:
                 self.running = None
-            if self._results.nbytes > SMALL_BODY_BYTES:
+            if self._nbytes > SMALL_BODY_BYTES:
                 await self._turn()
                 self.runtime.ahead.begin_closure()  # none, but it may wait
                 await self.bulk.wait_writable()
@@ -597,15 +403,15 @@ class Session:
         # Without keywords, which cost as much again.
         context = closure.context = ClosureContext(
             self.attach.worker_index, closure.id, self.runtime, self._loop, closure.arrival,
-            closure.number, self._late,
+            closure.number, self._refused,
         )  # fmt: skip
         if closure.replica is not None:
             context.gang = GangMember(
                 *closure.replica, context, self.bulk.call, self._limits, self._main_by_name
             )  # fmt: skip
         closure.began = self._loop.time()
-        if self.watch is not None:
-            self.watch(closure, "")
+        if self._recorder is not None:
+            self._recorder.note("began", closure.id)
         try:
             with self.runtime.ps.work.compute:
                 end = await self._end(closure, context)
@@ -619,31 +425,31 @@ class Session:
                 self._uncancel()
         self.running = None  # from here on there is nothing to cancel
         self._now = self._loop.time()
-        if self.watch is not None:
-            self.watch(closure, end.kind)
-        if context.stop_reason and self._results.stop is None:
-            self._results.stop = closure.id, context.stop_reason
-        calls = next(context.ordinals) - context.dropped  # its number: those before it
-        self._results.add(closure, end, self._now - closure.began, calls)
+        if self._recorder is not None:
+            self._recorder.note("ended", closure.id, context.step, end.kind)
         if context.stop_reason:
-            self._results.flush()
+            self._stop = closure.id, context.stop_reason
+        calls = next(context.ordinals) - context.dropped  # its number: those before it
+        self._add(closure, end, self._now - closure.began, calls)
+        if context.stop_reason:
+            self._flush()
             self._give_back_all()
 
     async def _end(self, closure: HeldClosure, context: ClosureContext) -> ClosureEnd:
         """Run a closure to its end; whatever user code raises is one."""
-        name, ahead = "the step", self.runtime.ahead
+        ahead = self.runtime.ahead
         try:
-            step = self._inputs.steps.get(closure.key)
+            step = self._steps.get(closure.key)
             args: tuple[Any, ...] = ()
             kwargs: dict[str, Any] = {}
             may_wait = step is None or closure.num_segments or step.handles
             if may_wait:
                 ahead.begin_closure()
             if step is None:
-                step = await self._inputs.load(closure.key)
-            name = closure.name = context.step = step.name
+                step = await self._load_step(closure.key)
+            context.step = step.name
             if may_wait:
-                args, kwargs = await self._inputs.arguments(closure, step)
+                args, kwargs = await self._arguments(closure, step)
                 ahead.end_closure()
             if step.seconds > SHORT_S:
                 await self._turn()
@@ -665,6 +471,7 @@ class Session:
                 raise
             if context.cancelled:
                 return CANCELLED
+            name = context.step or "the step"
             return self._failed("error", ClosureCancelled(f'step "{name}" cancelled itself'))
         except _CoordinatorGone:
             raise
@@ -676,8 +483,10 @@ class Session:
             exc.updates = next(context.ordinals)  # its number: those before it
             return CANCELLED if context.cancelled else self._failed("end_of_data", exc)
         except BaseException as exc:
-            if isinstance(exc, KeyboardInterrupt) and is_signal(exc):
-                raise
+            if isinstance(exc, KeyboardInterrupt):
+                *_, (frame, _) = traceback.walk_tb(exc.__traceback__)
+                if frame.f_globals.get("__name__") == "asyncio.runners":
+                    raise  # a second Ctrl-C ends this process, the step only happened to compute
             return CANCELLED if context.cancelled else self._failed("error", exc)
         return ClosureEnd("ok", payload)
 
@@ -703,15 +512,13 @@ class Session:
         step.seconds = self._loop.time() - closure.began
         return value
 
-    def _late(self, context: ClosureContext, operation: str) -> None:
-        """An operation is refused whose step had returned; perhaps in a thread."""
-        with contextlib.suppress(RuntimeError):  # there is no loop here, or ours is closed
-            if asyncio.get_running_loop() is self._loop:
-                self._results.add_late(context.step, operation)
-                return
-        with contextlib.suppress(RuntimeError):
-            add = self._results.add_late
-            self._loop.call_soon_threadsafe(add, context.step, operation)
+    def _failed(self, kind: str, exc: BaseException) -> ClosureEnd:
+        """Return the end, "error" or "end_of_data", of a closure that has raised."""
+        if type(exc) is ValueError and "read-only" in text_of(exc):  # numpy's, which says no more
+            if READ_ONLY_HINT not in getattr(exc, "__notes__", ()):
+                exc.add_note(READ_ONLY_HINT)
+        described = describe_exception(exc, main_by_name=self._main_by_name)
+        return ClosureEnd(kind, described.payload, described.texts)
 
     async def _drain_pushes(self) -> None:
         """Wait for updates that the step has begun and not waited for, as when it is cancelled."""
@@ -728,27 +535,133 @@ class Session:
         while self._runner.uncancel() > 0:
             pass
 
-    async def _fetch(self, message: Message) -> Frame:
+    # What a closure needs.
+
+    async def _fetch(self, request: Message, expected: type[M]) -> tuple[M, Sequence[memoryview]]:
+        """Return the coordinator's answer, and its segments."""
         try:
-            return await self.bulk.call(message)
+            received = await self.bulk.call(request)
         except TransportError as exc:
             raise _CoordinatorGone from exc
+        message = received.message
+        if not isinstance(message, expected):
+            raise RemoteProtocolError(f"expected {expected.__name__}, got {type(message).__name__}")
+        return message, received.segments
 
+    async def _load(
+        self, key: bytes, handles: list[IteratorHandle[Any]]
+    ) -> tuple[Callable[..., Any], str]:
+        """Return a function and its name; iterators that it captured are added to ``handles``."""
+        message, (data, *buffers) = await self._fetch(
+            messages.FetchFunction(key), messages.Function
+        )
+        token = arriving.set(handles)
+        try:
+            return load_function(data, buffers, message.name), message.name
+        finally:
+            arriving.reset(token)
 
-def watch_session(recorder: SpanRecorder, session: Session) -> Callable[[], None]:
-    """Let a session tell a recorder, whenever that records. Returns what ends that."""
+    async def _load_step(self, key: bytes) -> LoadedStep:
+        handles: list[IteratorHandle[Any]] = []
+        fn, name = await self._load(key, handles)
+        if len(self._steps) >= MAX_STEPS:
+            del self._steps[next(iter(self._steps))]
+        result = f'the result of step "{name}"'
+        self._steps[key] = LoadedStep(fn, name, result, handles, is_coroutine_step(fn))
+        return self._steps[key]
 
-    def told(closure: HeldClosure, end: str) -> None:
-        if end:
-            recorder.note("ended", closure.id, closure.name, end)
-        else:
-            recorder.note("began", closure.id)
+    async def _arguments(
+        self, closure: HeldClosure, step: LoadedStep
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return args and kwargs, with every per-worker iterator built and its next batch there."""
+        handles: list[IteratorHandle[Any]] = list(step.handles)
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
+        if closure.num_segments:
+            segments, counts, own = closure.segments, closure.counts, closure.num_segments
+            if own < 0:
+                request = messages.FetchArguments(closure.id)
+                message, segments = await self._fetch(request, messages.Arguments)
+                counts, own = message.remote_values, message.segments
+            values, at = [], own
+            for count in counts:
+                values.append(Payload.from_segments(segments[at : at + count]))
+                at += count
+            token = arriving.set(handles)
+            try:
+                args, kwargs = unpack(segments[0], segments[1:own], values) or ((), {})
+            finally:
+                arriving.reset(token)
+        for handle in handles:
+            iterator = self._iterators.get(handle.uid) or await self._build(handle)
+            await iterator.ready()
+        return args, kwargs
 
-    def record(recorder: SpanRecorder | None) -> None:
-        session.watch = None if recorder is None else told
-        meter = session.runtime.ps.work
-        meter.watch(None if recorder is None else lambda kind: recorder.note("work", kind))
-        if recorder is not None and (running := session.running) is not None:
-            recorder.note("began", running.id)
+    async def _build(self, handle: IteratorHandle[Any]) -> WorkerIterator:
+        """Build a per-worker iterator, where it is first needed."""
+        try:
+            dataset_fn, _ = await self._load(handle.key, [])
+        except SerializationError as exc:
+            raise ClosureInputError(f"a dataset could not be built: {exc.message}") from exc
+        # A worker that was added after the dataset was made reads the share of another one.
+        share = self.attach.worker_index % handle.num_pipelines
+        made = self._iterators[handle.uid] = WorkerIterator(
+            dataset_fn,
+            InputContext(handle.num_pipelines, share, 1),
+            ahead=self._ahead,
+            position=handle.starts.get(self.attach.worker_index, 0),
+            worker_index=self.attach.worker_index,
+        )
+        return made
 
-    return recorder.watch(record)
+    # What the coordinator is told.
+
+    def _add(
+        self, closure: HeldClosure, end: ClosureEnd, seconds: float = 0.0, calls: int = 0
+    ) -> None:
+        """Gather an end, with the updates that it has made; it leaves soon, see ``_flush``."""
+        if self._soon is None:
+            self._soon = self._loop.call_soon(self._flush)
+        segments = end.payload.segments
+        self._results.append((closure.id, end.kind, len(segments), end.error))
+        if segments:
+            self._segments += segments
+            self._nbytes += end.payload.nbytes
+        if end.kind == "ok":
+            self._seconds.append(seconds)
+            if calls:
+                self._updates.append((closure.id if closure.number < 0 else closure.number, calls))
+        if end.error is not None:  # texts add up in the header, whose size is limited
+            self._flush()
+
+    def _refused(self, context: ClosureContext, operation: str) -> None:
+        """An operation is refused whose step had returned; perhaps in a thread."""
+        with contextlib.suppress(RuntimeError):  # our loop is closed
+            if asyncio._get_running_loop() is self._loop:
+                self._add_refused(context.step, operation)
+            else:
+                self._loop.call_soon_threadsafe(self._add_refused, context.step, operation)
+
+    def _add_refused(self, step: str, operation: str) -> None:
+        if self._soon is None:
+            self._soon = self._loop.call_soon(self._flush)
+        self._late[step, operation] += 1
+        if len(self._late) >= MAX_LATE:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what has gathered; with the next turn of the loop at the latest."""
+        if self._soon is None:
+            return
+        self._soon.cancel()
+        self._soon = None
+        mean = sum(self._seconds) / len(self._seconds) if self._seconds else 0.0
+        late = [(*what, times) for what, times in self._late.items()] if self._late else None
+        lane = self.bulk if self._nbytes > SMALL_BODY_BYTES else self.control
+        lane.notify(
+            messages.ClosureResults(self._results, mean, self._updates or None, late, self._stop),
+            self._segments,
+        )
+        self._results, self._segments, self._nbytes = [], [], 0
+        self._seconds, self._updates, self._stop = [], [], None
+        self._late.clear()

@@ -24,37 +24,29 @@ class StepThread:
         self._thread: threading.Thread | None = None
         self._loop = asyncio.get_running_loop()
 
-    def run(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Run ``function`` in the thread, in a copy of this context.
-
-        Returns:
-            A future of (value, exception), one of which is None. It is the caller's to
-            shield: cancelling it does not stop the thread.
-        """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="psync step", daemon=True)
-            self._thread.start()
-        future: asyncio.Future[Any] = self._loop.create_future()
-        self._jobs.put((function, contextvars.copy_context(), future))
-        return future
-
-    async def call(self, function: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
-        """Run ``function`` in the thread and return its value; a thread cannot be stopped.
+    async def call(
+        self, function: Callable[[], Any], is_over: Callable[[], bool] = lambda: True
+    ) -> Any:
+        """Run ``function`` in the thread, in a copy of this context, and return its value.
 
         Args:
-            function: As of ``run``.
+            function: A thread cannot be stopped: it goes on, whatever becomes of who waits.
             is_over: Whether nobody waits for it any more: then a cancellation is raised at once.
 
         Raises:
             BaseException: What it raises.
 
-        Cancellation: Raised once the function has returned.
+        Cancellation: Raised once the function has returned, unless ``is_over``.
         """
-        work = self.run(function)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="psync step", daemon=True)
+            self._thread.start()
+        work: asyncio.Future[Any] = self._loop.create_future()
+        self._jobs.put((function, contextvars.copy_context(), work))
         cancelled = False
         while not work.done():
             try:
-                await asyncio.shield(work)
+                await asyncio.wait((work,))
             except asyncio.CancelledError:
                 if is_over():
                     raise
@@ -82,11 +74,6 @@ class StepThread:
                 outcome = (None, exc)
             del job, function, context
             try:
-                self._loop.call_soon_threadsafe(_settle, future, outcome)
+                self._loop.call_soon_threadsafe(future.set_result, outcome)
             except RuntimeError:
                 return  # the loop is closed: nobody waits any more
-
-
-def _settle(future: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]) -> None:
-    if not future.done():
-        future.set_result(outcome)
