@@ -16,6 +16,7 @@ from psync.api.accumulators import (
     SparseConditionalAccumulator as SparseConditionalAccumulator,
 )
 from psync.api.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
+from psync.api.cluster_coordinator import report as report
 from psync.api.datasets import DistributedDataset as DistributedDataset
 from psync.api.datasets import InputOptions as InputOptions
 from psync.api.datasets import PerWorkerDataset as PerWorkerDataset
@@ -32,7 +33,6 @@ from psync.api.optimizers import StalenessBound as StalenessBound
 from psync.api.optimizers import empty_like as empty_like
 from psync.api.pulls import pull as pull
 from psync.api.reads import cache_variable_reads as cache_variable_reads
-from psync.api.seeing import report as report
 from psync.api.strategy import ParameterServerStrategy as ParameterServerStrategy
 from psync.api.sync_replicas import ChiefQueueRunner as ChiefQueueRunner
 from psync.api.sync_replicas import SessionHook as SessionHook

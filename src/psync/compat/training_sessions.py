@@ -14,8 +14,8 @@ from functools import partial
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
+from psync.api.cluster_coordinator import placed
 from psync.api.global_step import get_or_create_global_step
-from psync.api.seeing import placed
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SessionHook
 from psync.api.variables import Variable
