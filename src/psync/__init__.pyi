@@ -24,8 +24,6 @@ from psync.api.datasets import PerWorkerIterator as PerWorkerIterator
 from psync.api.embeddings import embedding_lookup as embedding_lookup
 from psync.api.embeddings import embedding_lookup_sparse as embedding_lookup_sparse
 from psync.api.embeddings import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
-from psync.api.global_step import get_global_step as get_global_step
-from psync.api.global_step import get_or_create_global_step as get_or_create_global_step
 from psync.api.modules import Module as Module
 from psync.api.moving_averages import ExponentialMovingAverage as ExponentialMovingAverage
 from psync.api.optimizers import PushResult as PushResult
@@ -42,6 +40,8 @@ from psync.api.variables import ShardedVariable as ShardedVariable
 from psync.api.variables import Variable as Variable
 from psync.api.variables import VariableAggregation as VariableAggregation
 from psync.api.variables import VariableSynchronization as VariableSynchronization
+from psync.api.variables import get_global_step as get_global_step
+from psync.api.variables import get_or_create_global_step as get_or_create_global_step
 from psync.api.variables import variable_creator_scope as variable_creator_scope
 from psync.chief.events import FailoverEvent as FailoverEvent
 from psync.chief.events import RollbackEvent as RollbackEvent

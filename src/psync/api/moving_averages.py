@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from psync.api.global_step import check_step, global_step_of
 from psync.api.pulls import mapped
 from psync.api.reads import runtime_of, scope_of
 from psync.api.scopes import Scope, current_scope, place_of
@@ -22,7 +21,9 @@ from psync.api.variables import (
     OnReadVariable,
     ShardedVariable,
     Variable,
+    check_step,
     declared_in,
+    global_step_of,
 )
 from psync.client.context import forbid_in_step
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError

@@ -19,12 +19,11 @@ from typing import Any, ClassVar, Self, TypeVar, overload
 
 import numpy as np
 
-from psync.api.global_step import check_step
 from psync.api.pulls import NamedFields, is_flat, leaves, mapped, pairs
 from psync.api.pulls import pull as pull_values
 from psync.api.reads import kept_here, runtime_of, scope_of
 from psync.api.scopes import running_scopes, runtime_here
-from psync.api.variables import Handle, OnReadVariable, ShardedVariable, Variable
+from psync.api.variables import Handle, OnReadVariable, ShardedVariable, Variable, check_step
 from psync.client.context import forbid_in_step
 from psync.client.optimizer_client import (
     check_plugins,

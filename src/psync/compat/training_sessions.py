@@ -15,10 +15,9 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from psync.api.cluster_coordinator import placed
-from psync.api.global_step import get_or_create_global_step
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SessionHook
-from psync.api.variables import Variable
+from psync.api.variables import Variable, get_or_create_global_step
 from psync.client.context import forbid_in_step
 from psync.client.runtime import Runtime
 from psync.cluster import CHIEF, task_name
