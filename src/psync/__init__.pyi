@@ -28,7 +28,7 @@ from psync.api.modules import Module as Module
 from psync.api.moving_averages import ExponentialMovingAverage as ExponentialMovingAverage
 from psync.api.optimizers import PushResult as PushResult
 from psync.api.optimizers import StalenessBound as StalenessBound
-from psync.api.optimizers import empty_like as empty_like
+from psync.api.pulls import empty_like as empty_like
 from psync.api.pulls import pull as pull
 from psync.api.reads import cache_variable_reads as cache_variable_reads
 from psync.api.strategy import ParameterServerStrategy as ParameterServerStrategy

@@ -19,8 +19,7 @@ import numpy as np
 
 from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.api.embeddings import embedding_lookup
-from psync.api.optimizers import empty_like
-from psync.api.pulls import pull
+from psync.api.pulls import empty_like, pull
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SyncReplicasOptimizer
 from psync.api.variables import Variable, get_or_create_global_step
