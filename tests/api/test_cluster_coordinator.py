@@ -76,15 +76,6 @@ async def test_values_come_back_in_the_order_of_schedule(calls):
         assert await coordinator.fetch(values) == [expected for *_, expected in calls]
 
 
-async def test_values_are_fetched_in_the_nesting_in_which_they_stand():
-    async with coordinating() as (_, coordinator):
-        one, two = coordinator.schedule(double, (1,)), coordinator.schedule(double, (2,))
-        await coordinator.join()
-        found = await coordinator.fetch({"x": [one, (two, "text")], "y": None})
-        assert found == {"x": [2, (4, "text")], "y": None}
-        assert one.get_nowait() == 2
-
-
 @pytest.mark.promise("schedule.never-blocks")
 async def test_schedule_never_blocks_and_nothing_runs_before_the_program_awaits():
     async with coordinating(num_workers=1) as (_, coordinator):
@@ -579,30 +570,6 @@ async def test_a_step_that_cancels_itself_fails_its_closure_and_the_worker_goes_
         assert await coordinator.fetch(values) == [5, 5, 5, 6]
 
 
-async def test_a_task_left_running_by_a_step_cannot_push():
-    async with cluster_of() as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.zeros(4, np.float32), name="w")
-
-            async def step():
-                async def later():
-                    await event_of("returned").wait()
-                    try:
-                        await w.assign_add(np.ones(4, np.float32))
-                    except UsageError as exc:
-                        memory_cluster.shared["error"] = str(exc)
-                    event_of("refused").set()
-
-                memory_cluster.shared["task"] = asyncio.create_task(later())
-
-            await coordinator.schedule(step)
-            event_of("returned").set()
-            await event_of("refused").wait()
-            assert "after the step has returned" in memory_cluster.shared["error"]
-
-
 @pytest.mark.parametrize("kind", ["task", "pull", "thread"])
 async def test_join_raises_an_update_that_was_refused_because_its_step_had_returned(
     kind: str, caplog: pytest.LogCaptureFixture
@@ -700,17 +667,23 @@ async def test_what_a_failed_step_has_left_running_is_no_error_of_a_later_join()
 # --- bad input -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "text"),
-    [
-        (3, None, "args: expected a tuple, got int"),
-        ((), ["x"], "kwargs: expected a dict, got list"),
-    ],
-)
-def test_arguments_of_a_step_are_a_tuple_and_a_dict(args, kwargs, text):
+def test_arguments_of_a_step_are_a_tuple_and_a_dict():
     coordinator = psync.ClusterCoordinator(strategy_of())
-    with pytest.raises(SerializationError, match=text):
-        coordinator.schedule(double, args=args, kwargs=kwargs)
+    with pytest.raises(SerializationError, match="args: expected a tuple, got int"):
+        coordinator.schedule(double, args=3)
+    with pytest.raises(SerializationError, match="kwargs: expected a dict, got list"):
+        coordinator.schedule(double, kwargs=["x"])
+
+
+async def test_what_is_no_step_or_cannot_be_sent_is_refused() -> None:
+    async with coordinating() as (_, coordinator):
+        with pytest.raises(SerializationError, match="expected a function, got int"):
+            coordinator.submit(5)
+        with pytest.raises(SerializationError, match="lock"):
+            coordinator.submit(told, threading.Lock())
+        assert coordinator.done()
+    with pytest.raises(TypeError, match="step"):
+        coordinator.submit()
 
 
 async def test_what_no_message_can_carry_is_refused_with_its_size():
@@ -838,17 +811,18 @@ async def test_what_a_capture_error_says_to_do_works(tmp_path: Path) -> None:
             await coordinator.join()
 
 
-async def test_a_captured_name_that_is_rebound_is_warned_of_at_the_call():
+@pytest.mark.parametrize("method", ["schedule", "submit"])
+async def test_a_captured_name_that_is_rebound_is_warned_of_at_the_call(method):
     async with coordinating() as (_, coordinator):
-        rate = 1
+        rate, call = 1, getattr(coordinator, method)
 
         async def step():
             return rate
 
-        assert await coordinator.schedule(step) == 1
+        assert await call(step) == 1
         rate = 2
         with pytest.warns(StaleCaptureWarning, match='"rate"') as seen:
-            assert await coordinator.schedule(step) == 1
+            assert await call(step) == 1
         assert seen[0].filename == __file__
 
 
@@ -859,6 +833,7 @@ def test_before_it_runs_everything_says_so() -> None:
     coordinator = psync.ClusterCoordinator(strategy_of())
     for call in (
         lambda: coordinator.schedule(lambda: 1),
+        lambda: coordinator.submit(lambda: 1),
         coordinator.done,
         coordinator.statistics,
         lambda: coordinator.create_per_worker_dataset(lambda: [1]),
@@ -877,32 +852,39 @@ def test_there_is_one_coordinator_for_a_strategy() -> None:
     assert psync.ClusterCoordinator(strategy_of()) is not coordinator
 
 
-def test_bad_options_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="expected a ParameterServerStrategy, got int"):
-        psync.ClusterCoordinator(3)
-    with pytest.raises(ConfigurationError, match="min_workers: expected 1 to 1, got 3"):
-        psync.ClusterCoordinator(strategy_of(), min_workers=3)
-    with pytest.raises(ConfigurationError, match="closure_timeout: expected seconds above 0"):
-        psync.ClusterCoordinator(strategy_of(), closure_timeout=0)
-
-
-@pytest.mark.parametrize("job", ["ps", "worker"])
-def test_a_task_that_serves_opens_no_coordinator(job):
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        ("ps", r"(?s)this process is a ps, .*psync\.run"),
+        ("worker", r"(?s)this process is a worker, .*psync\.run"),
+        ("evaluator", "the evaluator, which takes no part in training"),
+    ],
+)
+def test_a_task_that_is_not_the_chief_opens_no_coordinator(job, text):
     cluster = psync.ClusterSpec({"chief": ["c:1"], "ps": ["a:1"], "worker": ["b:1"]})
     strategy = psync.ParameterServerStrategy(
         psync.SimpleClusterResolver(cluster, task_type=job, task_id=0)
     )
-    with pytest.raises(ConfigurationError, match=rf"(?s)this process is a {job}, .*psync\.run"):
+    with pytest.raises(ConfigurationError, match=text):
         psync.ClusterCoordinator(strategy)
 
 
-def test_an_evaluator_cannot_take_training_away_from_the_chief():
-    cluster = {"chief": ["localhost:1"], "ps": ["localhost:2"], "worker": ["localhost:3"]}
-    strategy = psync.ParameterServerStrategy(
-        psync.SimpleClusterResolver(psync.ClusterSpec(cluster), task_type="evaluator", task_id=0)
-    )
-    with pytest.raises(ConfigurationError, match="the evaluator, which takes no part in training"):
-        psync.ClusterCoordinator(strategy)
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"min_workers": 0}, "min_workers: expected 1 to 1, got 0"),
+        ({"min_workers": 3}, "min_workers: expected 1 to 1, got 3"),
+        ({"closure_timeout": 0}, "closure_timeout: expected seconds above 0, got 0"),
+        ({"max_losses": 0}, "max_losses: expected at least 1, got 0"),
+        ({"max_flaps": -1}, "max_flaps"),
+        ({"watchdog_timeout": -1}, "watchdog_timeout: expected seconds, 0 or above, got -1"),
+        ({"watchdog_timeout": float("inf")}, "watchdog_timeout: expected seconds"),
+        ({"watchdog_timeout": float("nan")}, "watchdog_timeout: expected seconds"),
+    ],
+)
+def test_options_out_of_range_are_refused(given, text):
+    with pytest.raises(ConfigurationError, match=text):
+        psync.ClusterCoordinator(strategy_of(), **given)
 
 
 async def test_it_is_used_on_its_own_loop_only():
@@ -1057,3 +1039,31 @@ async def test_leaving_without_join_says_what_is_thrown_away(caplog):
     with pytest.raises(KeyError):
         await breaks()
     assert not caplog.records  # the program has an error of its own
+
+
+async def told(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    return args, kwargs
+
+
+async def test_arguments_go_to_the_step_as_they_are() -> None:
+    async with coordinating() as (_, coordinator):
+        calls = [
+            coordinator.submit(told),
+            coordinator.submit(told, 1, (2, 3), a=(1,)),
+            # Names that methods here have for arguments of their own.
+            coordinator.submit(told, self=1, step=2, fn=3, args=4, kwargs=5),
+        ]
+        assert await coordinator.fetch(calls) == [
+            ((), {}),
+            ((1, (2, 3)), {"a": (1,)}),
+            ((), {"self": 1, "step": 2, "fn": 3, "args": 4, "kwargs": 5}),
+        ]
+
+
+async def test_fetch_takes_any_nesting_and_returns_what_is_no_remote_value() -> None:
+    async with coordinating() as (_, coordinator):
+        one = coordinator.submit(int, "1")
+        array = np.ones(2)
+        found = await coordinator.fetch({"x": [(one, "text")], "y": {"z": [one, array]}})
+        assert found == {"x": [(1, "text")], "y": {"z": [1, array]}}
+        assert await coordinator.fetch(5) == 5

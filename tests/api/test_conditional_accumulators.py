@@ -1,9 +1,11 @@
-"""Both kinds, in whole clusters."""
+"""Accumulators of both kinds: handles that are declared once; gradients in whole clusters."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import pickle
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 import memory_cluster
 import psync
-from local_training import at_once, in_step, strategy_of, training
+from local_training import at_once, inside_a_step, strategy_of, training
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, session_cluster
 from psync.errors import (
     ClosureCancelled,
@@ -211,25 +213,6 @@ async def test_a_step_that_is_cancelled_while_it_takes_consumes_nothing():
 
 
 @pytest.mark.virtual_time
-async def test_a_step_that_has_returned_takes_nothing_any_more():
-    async with scene_of() as scene:
-        held = scene.held
-
-        async def step() -> None:
-            async def late() -> None:
-                await event_of("over").wait()
-                await held.take_grad(1)
-
-            memory_cluster.shared["late"] = asyncio.create_task(late())
-
-        scene.coordinator.schedule(step)
-        await scene.coordinator.join()
-        event_of("over").set()
-        with pytest.raises(UsageError, match=r'take_grad of accumulator ".*" after the step has'):
-            await memory_cluster.shared["late"]
-
-
-@pytest.mark.virtual_time
 async def test_a_worker_that_dies_after_its_apply_has_applied_once():
     async with scene_of() as scene:
         held = scene.held
@@ -413,19 +396,6 @@ async def test_a_shape_that_the_first_gradient_decides_is_checked_on_the_ps():
 # --- plain steps, large gradients -------------------------------------------------------------
 
 
-async def test_plain_steps_apply_and_take_too():
-    async with training(1, 2) as (strategy, coordinator):
-        with strategy.scope():
-            held = psync.ConditionalAccumulator(np.float32, (3,))
-
-        def step() -> list[float]:
-            psync.wait(held.apply_grad(np.ones(3, np.float32)))
-            taken: list[float] = psync.wait(held.take_grad(1)).tolist()
-            return taken
-
-        assert await in_step(coordinator, step) == [1.0, 1.0, 1.0]
-
-
 async def test_large_gradients_go_both_ways():
     async with training(1, 2) as (strategy, coordinator):
         with strategy.scope():
@@ -448,3 +418,89 @@ async def test_large_gradients_go_both_ways():
         assert taken.indices.tolist() == list(range(1000))
         assert (taken.values == 2).all()
         await coordinator.join()
+
+
+# --- handles ---------------------------------------------------------------------------------
+
+
+def test_accumulators_are_placed_one_ps_after_the_other_apart_from_variables():
+    strategy = strategy_of(2)
+    with strategy.scope():
+        held = [psync.ConditionalAccumulator("float32") for _ in range(3)]
+        variables = [psync.Variable(0.0) for _ in range(2)]
+    assert [each.place.ps for each in held] == [0, 1, 0]
+    assert [each.device for each in variables] == [each.device for each in held[:2]]
+    assert [each.name for each in held] == [
+        "conditional_accumulator", "conditional_accumulator_1", "conditional_accumulator_2",
+    ]  # fmt: skip
+
+
+def test_a_handle_says_what_it_stands_for():
+    with strategy_of(1).scope():
+        held = psync.ConditionalAccumulator(np.float16, [None, 3], name="g")
+        rows = psync.SparseConditionalAccumulator("bfloat16")
+    assert (held.dtype, held.shape, held.name) == (np.float16, (None, 3), "g")
+    assert (rows.dtype.name, rows.shape) == ("bfloat16", None)
+    assert rows.name == "sparse_conditional_accumulator"
+    assert repr(held) == "<ConditionalAccumulator 'g' shape=(None, 3) dtype=float16 on ps 0>"
+
+
+def test_a_shared_name_stands_for_one_accumulator_of_one_kind():
+    with strategy_of(2).scope():
+        held = psync.ConditionalAccumulator("float32", (2,), shared_name="g")
+        assert psync.ConditionalAccumulator(np.float32, [2], shared_name="g") is held
+        with pytest.raises(ConfigurationError, match=r"expected shape=\[2\], got shape=None"):
+            psync.ConditionalAccumulator("float32", shared_name="g")
+        with pytest.raises(
+            ConfigurationError, match=r"expected kind='dense', .* got kind='sparse'"
+        ):
+            psync.SparseConditionalAccumulator("float32", (2,), shared_name="g")
+        assert psync.ConditionalAccumulator("float32", name="g").name == "g_1"
+
+
+@pytest.mark.parametrize("options", [{"shared_name": ""}, {"shared_name": 3}, {"name": ""}])
+def test_a_name_that_is_none_is_refused(options):
+    with strategy_of(1).scope(), pytest.raises(ConfigurationError, match="expected a text as"):
+        psync.ConditionalAccumulator("float32", **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("int32",), "as dtype, got 'int32'"),
+        (("float32", (2, -1)), "expected dimensions"),
+        (("float32", None, None, "g", "mean"), "'MEAN' or 'SUM', got 'mean'"),
+    ],
+)
+def test_parameters_of_no_accumulator_are_refused(arguments, text):
+    with strategy_of(1).scope():
+        with pytest.raises(ConfigurationError, match=text):
+            psync.ConditionalAccumulator(*arguments)
+
+
+def test_outside_a_scope_and_in_a_step_none_is_declared():
+    with pytest.raises(UsageError, match="outside a strategy's scope"):
+        psync.ConditionalAccumulator("float32")
+    with inside_a_step(), pytest.raises(UsageError, match="inside a step"):
+        psync.ConditionalAccumulator("float32")
+
+
+def test_without_a_coordinator_and_in_a_step_of_another_strategy_there_is_no_way_to_the_ps():
+    with strategy_of(1).scope():
+        held = psync.ConditionalAccumulator("float32")
+    with pytest.raises(UsageError, match=r'take_grad of accumulator "conditional_accumulator": no'):
+        at_once(held.take_grad(1))
+    with inside_a_step(), pytest.raises(UsageError, match="belongs to another program or strat"):
+        at_once(held.apply_grad(1.0))
+
+
+def test_a_handle_that_arrives_twice_is_one_object():
+    with strategy_of(1).scope():
+        held = psync.ConditionalAccumulator("float32", (2,))
+    sent = pickle.dumps(held)
+    assert pickle.loads(sent) is held
+    del held
+    gc.collect()
+    one, two = pickle.loads(sent), pickle.loads(sent)
+    assert one is two
+    assert (type(one), one.shape) == (psync.ConditionalAccumulator, (2,))

@@ -12,7 +12,6 @@ import pytest
 
 import psync
 from memory_cluster import TWO_SHARDS, MemoryCluster, running
-from psync.errors import UsageError
 from psync.testing import MemoryNetwork
 
 pytestmark = pytest.mark.timeout(30)
@@ -51,14 +50,6 @@ async def test_arrays_are_nested_and_shaped_as_the_variables() -> None:
         assert made["again"][0] is large
         assert made["other"] == "x"
         assert psync.empty_like(model.large) is not large
-
-
-async def test_without_a_connection_to_ps_tasks_it_says_so() -> None:
-    strategy = MemoryCluster(1, 1).strategy()
-    with strategy.scope():
-        v = psync.Variable(np.zeros(3), name="v")
-    with pytest.raises(UsageError, match="empty_like: no connection to the ps tasks here"):
-        psync.empty_like(v)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,19 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import at_once, in_step, inside_a_step, strategy_of, training
+from local_training import (
+    at_once,
+    declared,
+    in_step,
+    inside_a_step,
+    strategy_of,
+    training,
+    training_of,
+)
 from psync import optimizers, schedules
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 
-
-def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
-    return [2, *[1] * (len(shape) - 1)]
+halves = psync.FixedShardsPartitioner(2)
 
 
 # --- what comes back ---------------------------------------------------------------------------
@@ -26,9 +32,7 @@ def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
 
 async def test_two_optimizers_on_one_variable_count_their_own_steps() -> None:
     slow, fast = optimizers.SGD(0.1), optimizers.SGD(1.0)
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.float32(10))
+    async with training_of(v=np.float32(10)) as (_, v):
         assert (await slow.apply_gradients([(np.float32(1), v)])).step == 1
         assert (await slow.apply_gradients([(np.float32(1), v)])).step == 2
         assert (await fast.apply_gradients([(np.float32(1), v)])).step == 1
@@ -36,9 +40,7 @@ async def test_two_optimizers_on_one_variable_count_their_own_steps() -> None:
 
 
 async def test_a_shard_can_be_pushed_alone() -> None:
-    async with training(partitioner=halves) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros(4, np.float32))
+    async with training_of(2, 1, halves, v=np.zeros(4, np.float32)) as (_, v):
         await optimizers.SGD(1.0).apply_gradients([(np.ones(2, np.float32), v.variables[1])])
         assert (await v.read()).tolist() == [0, 0, -1, -1]
 
@@ -151,9 +153,7 @@ REFUSED: dict[str, Refusal] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_gradients_that_do_not_fit_are_refused_before_the_push(name: str) -> None:
     make, text = REFUSED[name]
-    with strategy_of().scope():
-        v = psync.Variable(np.zeros(2, np.float32), name="v")
-        w = psync.Variable(np.zeros(2, np.float32), name="w")
+    v, w = declared(v=np.zeros(2, np.float32), w=np.zeros(2, np.float32))
     with pytest.raises(ValueMismatchError) as caught:
         at_once(optimizers.SGD(0.1).apply_gradients(make(v, w)))
     assert str(caught.value) == text
@@ -178,9 +178,7 @@ async def test_a_learning_rate_that_is_none_is_refused_and_changes_nothing(rate:
         with pytest.raises(ConfigurationError, match="learning rate: expected a"):
             make(rate)
     optimizer = optimizers.SGD(0.5)
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.float32(10))
+    async with training_of(v=np.float32(10)) as (_, v):
         with pytest.raises(ConfigurationError, match="learning rate: expected a"):
             await optimizer.set_learning_rate(rate)
         await optimizer.apply_gradients([(np.float32(4), v)])
@@ -222,8 +220,7 @@ def test_what_one_ps_would_refuse_changes_nothing_on_the_others(
 
 
 def test_a_whole_variable_and_one_of_its_shards_are_the_same_twice() -> None:
-    with strategy_of(2, halves).scope():
-        v = psync.Variable(np.zeros(4, np.float32), name="v")
+    v = declared(2, halves, v=np.zeros(4, np.float32))
     pairs = [(np.zeros(4, np.float32), v), (np.zeros(2, np.float32), v.variables[0])]
     with pytest.raises(ValueMismatchError, match='variable "v/part_0" appears twice'):
         at_once(optimizers.SGD(0.1).apply_gradients(pairs))
@@ -231,8 +228,7 @@ def test_a_whole_variable_and_one_of_its_shards_are_the_same_twice() -> None:
 
 def test_gradients_that_are_not_finite_are_refused_where_that_is_asked_for() -> None:
     bad = np.array([1, np.nan, -np.inf], np.float32)
-    with strategy_of().scope():
-        v = psync.Variable(np.zeros(3, np.float32), name="v")
+    v = declared(v=np.zeros(3, np.float32))
     with pytest.raises(ValueMismatchError) as caught:
         at_once(optimizers.SGD(1.0, forbid_nonfinite=True).apply_gradients([(bad, v)]))
     assert str(caught.value) == (
@@ -245,8 +241,7 @@ def test_gradients_that_are_not_finite_are_refused_where_that_is_asked_for() -> 
 
 
 def test_slots_have_names_and_others_are_none() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(np.float32(0))
+    v = declared(v=np.float32(0))
     assert optimizers.SGD(0.1).get_slot_names() == []
     assert optimizers.SGD(0.1, momentum=0.5).get_slot_names() == ["momentum"]
     assert optimizers.SGD(0.1).get_slot(v, "momentum") is None
@@ -372,8 +367,7 @@ async def test_with_two_strategies_a_program_says_which_variables() -> None:
 
 
 def test_only_variables_can_be_optimized() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(np.float32(3))
+    v = declared(v=np.float32(3))
     with pytest.raises(ValueMismatchError, match="var_list: expected variables, got str"):
         at_once(optimizers.SGD(0.1).compute_gradients(lambda a: (0, [a]), [v, "w"]))  # type: ignore[list-item]
 
@@ -400,9 +394,7 @@ def test_a_process_that_does_not_have_it_makes_it_again() -> None:
 
 async def test_a_shard_that_does_not_decay_stands_for_its_variable() -> None:
     sgd = optimizers.SGD(0.5, weight_decay=0.5)
-    async with training(2, partitioner=halves) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.ones(4, np.float32), name="v")
+    async with training_of(2, 1, halves, v=np.ones(4, np.float32)) as (_, v):
         sgd.exclude_from_weight_decay(v.variables[:1])
         await sgd.apply_gradients([(np.zeros(4, np.float32), v)])
         assert (await v.read()).tolist() == [1, 1, 1, 1]
@@ -425,9 +417,7 @@ def test_an_optimizer_made_in_a_step_is_an_error() -> None:
 async def test_an_optimizer_that_another_process_made_is_refused() -> None:
     elsewhere = optimizers.SGD(0.1, name="mine")
     elsewhere.origin = "another process"
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.float32(0))
+    async with training_of(v=np.float32(0)) as (_, v):
         with pytest.raises(UsageError) as caught:
             await elsewhere.apply_gradients([(np.float32(1), v)])
     assert str(caught.value) == (

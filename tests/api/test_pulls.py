@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import at_once, strategy_of, training
-from psync.errors import UsageError, ValueMismatchError
+from local_training import at_once, declared, training, training_of
+from psync.errors import ValueMismatchError
 
 
 class Layer(NamedTuple):
@@ -18,15 +18,11 @@ class Layer(NamedTuple):
     bias: Any
 
 
-def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
-    return [2, *[1] * (len(shape) - 1)]
+halves = psync.FixedShardsPartitioner(2)
 
 
 async def test_variables_become_arrays_in_the_nesting_of_the_caller() -> None:
-    async with training(partitioner=halves) as (strategy, _):
-        with strategy.scope():
-            w = psync.Variable(np.arange(4), name="w")
-            b = psync.Variable(5, name="b")
+    async with training_of(2, 1, halves, w=np.arange(4), b=5) as (_, w, b):
         alone = await psync.pull(w)
         value = await psync.pull({"layers": [Layer(w, b), (b, None)], "rate": 0.5, "empty": ()})
     assert isinstance(alone, np.ndarray)
@@ -46,9 +42,7 @@ def test_without_variables_the_tree_itself_comes_back_even_without_a_cluster() -
 
 
 async def test_a_variable_that_stands_twice_is_pulled_once() -> None:
-    async with training() as (strategy, coordinator):
-        with strategy.scope():
-            v = psync.Variable([1, 2])
+    async with training_of(v=[1, 2]) as (coordinator, v):
         first, second = await psync.pull((v, v))
         assert first is second
         mine = np.zeros(2, np.int64)
@@ -69,9 +63,7 @@ async def test_a_pull_is_one_request_to_each_ps() -> None:
 
 
 async def test_a_shard_and_its_whole_are_pulled_together() -> None:
-    async with training(partitioner=halves) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.arange(4))
+    async with training_of(2, 1, halves, v=np.arange(4)) as (_, v):
         for tree in ([v, *v.variables], [*v.variables], [v.variables[1]], [v]):
             wanted = {4: [0, 1, 2, 3], 2: [0, 1]}
             for handle, value in zip(tree, await psync.pull(tree), strict=True):
@@ -79,25 +71,11 @@ async def test_a_shard_and_its_whole_are_pulled_together() -> None:
                 assert value.tolist() == expected
 
 
-async def test_pulled_arrays_are_read_only_unless_copies_are_asked_for() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            small, large = psync.Variable(np.zeros(3)), psync.Variable(np.zeros(100_000))
-        for array in await psync.pull((small, large)):
-            with pytest.raises(ValueError, match="read-only"):
-                array += 1
-        for array in await psync.pull((small, large), copy=True):
-            array += 1
-        assert [array.max() for array in await psync.pull((small, large))] == [0, 0]
-
-
 # --- out= --------------------------------------------------------------------------------------
 
 
 async def test_arrays_of_the_caller_are_filled_and_returned() -> None:
-    async with training(partitioner=halves) as (strategy, _):
-        with strategy.scope():
-            w, b = psync.Variable(np.arange(4.0)), psync.Variable(np.float32(7))
+    async with training_of(2, 1, halves, w=np.arange(4.0), b=np.float32(7)) as (_, w, b):
         out = {"w": np.empty(4), "rest": [np.empty((), np.float32)]}
         pulled = await psync.pull({"w": w, "rest": (b,)}, out=out)
         assert pulled["w"] is out["w"]
@@ -120,32 +98,22 @@ async def test_arrays_of_the_caller_are_filled_and_returned() -> None:
     ],
 )
 def test_another_nesting_in_out_is_an_error(out: Any, text: str) -> None:
-    with strategy_of().scope():
-        w, b = psync.Variable(np.zeros(2), name="w"), psync.Variable(np.zeros(2), name="b")
+    w, b = declared(w=np.zeros(2), b=np.zeros(2))
     with pytest.raises(ValueMismatchError, match=re.escape(text)):
         at_once(psync.pull({"w": w, "rest": [b]}, out=out))
 
 
 def test_an_array_in_out_that_stands_for_two_variables_is_an_error() -> None:
-    with strategy_of().scope():
-        w, b = psync.Variable(np.zeros(2), name="w"), psync.Variable(np.zeros(2), name="b")
+    w, b = declared(w=np.zeros(2), b=np.zeros(2))
     room = np.zeros(2)
     with pytest.raises(ValueMismatchError, match='out has one array for variables "w" and "b"'):
         at_once(psync.pull([w, b], out=[room, room]))
 
 
 def test_a_variable_that_stands_twice_has_one_array_in_out() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(np.ones(2), name="v")
+    v = declared(v=np.ones(2))
     with pytest.raises(ValueMismatchError, match='out has two arrays for variable "v"'):
         at_once(psync.pull([v, v], out=[np.zeros(2), np.zeros(2)]))
 
 
 # --- where it cannot work ----------------------------------------------------------------------
-
-
-def test_without_a_coordinator_there_is_no_connection() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(0)
-    with pytest.raises(UsageError, match="pull: no connection to the ps tasks here"):
-        at_once(psync.pull([v]))

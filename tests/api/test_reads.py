@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, training
+from local_training import in_step, training_of
 
 
 async def test_rows_are_not_kept_and_consistent_reads_neither() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable([1.0, 2.0])
+    async with training_of(v=[1.0, 2.0]) as (_, v):
         with psync.cache_variable_reads():
             await v.read()
             await v.assign([5.0, 6.0])
@@ -26,9 +24,7 @@ async def test_rows_are_not_kept_and_consistent_reads_neither() -> None:
 
 
 async def test_what_is_kept_is_copied_for_those_who_change_it() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable([1.0, 2.0])
+    async with training_of(v=[1.0, 2.0]) as (_, v):
         with psync.cache_variable_reads():
             mine = await v.read(copy=True)
             mine[:] = 0
@@ -42,9 +38,7 @@ async def test_what_is_kept_is_copied_for_those_who_change_it() -> None:
 
 
 async def test_of_two_reads_at_once_one_is_kept() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(1.0)
+    async with training_of(v=1.0) as (_, v):
         with psync.cache_variable_reads():
             first, second = await asyncio.gather(v.read(), v.read())
             third = await v.read()
@@ -53,9 +47,7 @@ async def test_of_two_reads_at_once_one_is_kept() -> None:
 
 
 async def test_nested_scopes_are_an_error_and_change_nothing() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(1.0)
+    async with training_of(v=1.0) as (_, v):
         with psync.cache_variable_reads():
             await v.read()
             with pytest.raises(ValueError, match="cannot be nested"):
@@ -76,9 +68,7 @@ def test_a_scope_ends_with_an_error_too() -> None:
 
 
 async def test_other_tasks_have_scopes_of_their_own() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(1.0)
+    async with training_of(v=1.0) as (_, v):
         opened, assigned = asyncio.Event(), asyncio.Event()
 
         async def reader() -> tuple[float, float]:
@@ -98,9 +88,7 @@ async def test_other_tasks_have_scopes_of_their_own() -> None:
 
 
 async def test_a_step_has_its_own_scope_and_not_that_in_which_it_was_scheduled() -> None:
-    async with training() as (strategy, coordinator):
-        with strategy.scope():
-            v = psync.Variable(1.0)
+    async with training_of(v=1.0) as (coordinator, v):
 
         async def step() -> Any:
             await v.assign(2.0)
@@ -118,9 +106,7 @@ async def test_a_step_has_its_own_scope_and_not_that_in_which_it_was_scheduled()
 
 
 async def test_a_plain_step_keeps_reads_too() -> None:
-    async with training() as (strategy, coordinator):
-        with strategy.scope():
-            v = psync.Variable(1.0)
+    async with training_of(v=1.0) as (coordinator, v):
 
         def step() -> Any:
             with psync.cache_variable_reads():

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import at_once, strategy_of, training
-from psync.errors import UsageError, ValueMismatchError
+from local_training import at_once, declared, strategy_of, training, training_of
+from psync.errors import ValueMismatchError
 
-
-def two_shards(shape: tuple[int, ...], dtype: object) -> list[int]:
-    return [2, *[1] * (len(shape) - 1)]
+two_shards = psync.FixedShardsPartitioner(2)
 
 
 async def test_an_atomic_assign_sets_all_shards_and_returns_the_variable() -> None:
-    async with training(2, partitioner=two_shards) as (strategy, _):
-        with strategy.scope():
-            v, scalar = psync.Variable(np.zeros(4, np.float32)), psync.Variable(0.0)
+    async with training_of(2, 1, two_shards, v=np.zeros(4, np.float32), scalar=0.0) as (
+        _,
+        v,
+        scalar,
+    ):
         assert await v.assign([1, 2, 3, 4], atomic=True) is v
         assert (await v.read(consistent=True)).tolist() == [1, 2, 3, 4]
         await scalar.assign(5, atomic=True)
@@ -30,9 +30,7 @@ async def test_an_atomic_assign_sets_all_shards_and_returns_the_variable() -> No
 
 
 async def test_steps_assign_and_read_as_one() -> None:
-    async with training(2, 2, two_shards) as (strategy, coordinator):
-        with strategy.scope():
-            v = psync.Variable(np.zeros(4, np.float32))
+    async with training_of(2, 2, two_shards, v=np.zeros(4, np.float32)) as (coordinator, v):
 
         async def step(number: int) -> list[float]:
             await v.assign(np.full(4, number, np.float32), atomic=True)
@@ -46,9 +44,7 @@ async def test_steps_assign_and_read_as_one() -> None:
 
 
 async def test_a_consistent_pull_fills_what_it_is_given() -> None:
-    async with training(2, partitioner=two_shards) as (strategy, _):
-        with strategy.scope():
-            v, w = psync.Variable([1.0, 2.0]), psync.Variable([3.0, 4.0])
+    async with training_of(2, 1, two_shards, v=[1.0, 2.0], w=[3.0, 4.0]) as (_, v, w):
         out = {"v": np.zeros(2, np.float32), "w": np.zeros(2, np.float32)}
         assert await psync.pull({"v": v, "w": w}, out=out, consistent=True) is not None
         assert out["v"].tolist() == [1, 2]
@@ -59,8 +55,7 @@ async def test_a_consistent_pull_fills_what_it_is_given() -> None:
 
 
 def test_a_value_that_does_not_fit_locks_nothing() -> None:
-    with strategy_of(2, two_shards).scope():
-        v = psync.Variable([1.0, 2.0], name="v")
+    v = declared(2, two_shards, v=[1.0, 2.0])
     with pytest.raises(ValueMismatchError, match=r'assign to "v": expected shape \(2,\)'):
         at_once(v.assign([1, 2, 3], atomic=True))
 
@@ -93,9 +88,7 @@ async def test_overflow_of_a_result_is_numpys() -> None:
 
 
 async def test_many_at_once_all_end() -> None:
-    async with training(2, partitioner=two_shards) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros(4, np.float32))
+    async with training_of(2, 1, two_shards, v=np.zeros(4, np.float32)) as (_, v):
         calls: list[Any] = [v.assign(np.full(4, 100.0 * n), atomic=True) for n in range(10)]
         calls += [v.assign_add(np.ones(4)) for _ in range(10)]
         calls += [v.read(consistent=True) for _ in range(10)]
@@ -107,10 +100,3 @@ async def test_many_at_once_all_end() -> None:
         assert (value % 100).max() <= 10
         await v.assign(np.zeros(4), atomic=True)
         assert (await v.read()).tolist() == [0] * 4
-
-
-def test_without_a_connection_there_is_an_error() -> None:
-    with strategy_of(2, two_shards).scope():
-        v = psync.Variable([1.0, 2.0], name="v")
-    with pytest.raises(UsageError, match='assign to "v": no connection'):
-        at_once(v.assign([1, 2], atomic=True))
