@@ -17,7 +17,7 @@ import pytest
 
 import memory_cluster
 import psync
-from local_training import at_once, strategy_of, training
+from local_training import at_once, declare, strategy_of, training
 from memory_cluster import cluster_of, coordinating, event_of, until
 from psync import StaleCaptureWarning
 from psync.errors import (
@@ -486,8 +486,7 @@ async def test_pushes_of_a_plain_step_are_refused_from_the_error_on():
     async with cluster_of() as cluster:
         strategy = cluster.strategy()
         async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.zeros(4, np.float32), name="w")
+            w = declare(strategy, w=np.zeros(4, np.float32))
             released = memory_cluster.shared["released"] = threading.Event()
 
             def plain():
@@ -648,8 +647,7 @@ async def test_what_a_failed_step_has_left_running_is_no_error_of_a_later_join()
     async with cluster_of(num_workers=1) as cluster:
         strategy = cluster.strategy()
         async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.zeros(4, np.float32), name="w")
+            w = declare(strategy, w=np.zeros(4, np.float32))
 
             async def step():
                 memory_cluster.shared["left"] = asyncio.create_task(w.assign_add(np.ones(4)))
@@ -725,8 +723,7 @@ async def test_what_lives_on_the_coordinator_cannot_be_captured(tmp_path: Path) 
     async with coordinating() as (_, coordinator):
         strategy = coordinator.strategy
         dataset = coordinator.create_per_worker_dataset(lambda: [1])
-        with strategy.scope():
-            variable = psync.Variable(1.0)
+        variable = declare(strategy, variable=1.0)
         checkpoint = psync.Checkpoint(v=variable)
         trainer = psync.Trainer(strategy, [variable], print, psync.optimizers.SGD(1.0))
         for captured, text, hint in (
@@ -789,8 +786,7 @@ async def test_what_a_capture_error_says_to_do_works(tmp_path: Path) -> None:
         dataset = coordinator.create_per_worker_dataset(lambda: [7])
         path = tmp_path / "file"
         path.write_text("contents")
-        with other.strategy.scope():
-            foreign = psync.Variable(np.ones(2))
+        foreign = declare(other.strategy, foreign=np.ones(2))
 
         async def step(iterator: Any, value: Any) -> tuple[Any, ...]:
             async def replica() -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import psync
+from local_training import declare
 from memory_cluster import TWO_SHARDS, MemoryCluster, running
 from psync.testing import MemoryNetwork
 
@@ -136,8 +137,7 @@ async def test_a_backup_has_what_was_pushed(monkeypatch: pytest.MonkeyPatch) -> 
     cluster = MemoryCluster(2, 2, network=network)
     async with running(cluster):
         strategy = cluster.replica_strategy()
-        with strategy.scope():
-            v = psync.Variable(np.zeros(LARGE, np.float32), name="v")
+        v = declare(strategy, v=np.zeros(LARGE, np.float32))
 
         async def step() -> None:
             gradient = psync.empty_like(v)

@@ -12,15 +12,13 @@ import pytest
 
 import memory_cluster
 import psync
-from local_training import at_once, declared, in_step, inside_a_step, strategy_of, training
+from local_training import at_once, declare, declared, in_step, inside_a_step, strategy_of, training
 from loops import for_each
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 
 
 def variables(strategy: psync.ParameterServerStrategy) -> tuple[Any, Any]:
-    with strategy.scope():
-        w = psync.Variable(np.arange(12, dtype=np.float32).reshape(6, 2), name="w")
-        b = psync.Variable(np.ones(2), name="b")
+    w, b = declare(strategy, w=np.arange(12, dtype=np.float32).reshape(6, 2), b=np.ones(2))
     return w, b
 
 
@@ -109,8 +107,7 @@ class TestPlaces:
     def test_what_cannot_be_averaged_is_an_error_before_anything_is_declared(self) -> None:
         strategy = strategy_of(2, psync.FixedShardsPartitioner(2))
         w, _ = variables(strategy)
-        with strategy.scope():
-            count = psync.Variable([1, 2], name="count")
+        count = declare(strategy, count=[1, 2])
         ema = psync.ExponentialMovingAverage(0.9)
         with pytest.raises(
             ValueMismatchError, match='"count": expected a float variable, got int64'
@@ -266,8 +263,7 @@ class TestUpdating:
     @pytest.mark.virtual_time
     async def test_an_update_in_a_closure_that_runs_twice_happens_once(self) -> None:
         async with memory_cluster.coordinating(num_ps=2) as (cluster, coordinator):
-            with coordinator.strategy.scope():
-                v = psync.Variable(np.zeros(2), name="v")
+            v = declare(coordinator.strategy, v=np.zeros(2))
             ema = psync.ExponentialMovingAverage(0.5)
             ema.apply([v])
             await v.assign([1.0, 1.0])

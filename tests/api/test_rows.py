@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import at_once, in_step, strategy_of, training, training_of
+from local_training import at_once, declare, in_step, strategy_of, training, training_of
 from memory_cluster import coordinating
 from psync.errors import (
     IndexTypeError,
@@ -234,8 +234,7 @@ def test_a_scalar_has_no_rows() -> None:
 async def test_more_rows_than_a_ps_gathers_at_once_are_an_error_that_says_what_to_do() -> None:
     limits = Limits(gathered_bytes=1 << 10)
     async with coordinating(1, 1, limits) as (_, coordinator):
-        with coordinator.strategy.scope():
-            v = psync.Variable(np.zeros((1000, 8), np.float32), name="v")
+        v = declare(coordinator.strategy, v=np.zeros((1000, 8), np.float32))
         assert (await v[0:30]).shape == (30, 8)
         with pytest.raises(UsageError, match="at most 1024 are gathered"):
             await v[0:500:2]

@@ -13,6 +13,7 @@ import pytest
 
 import memory_cluster
 import psync
+from local_training import declare
 from loops import for_each
 from memory_cluster import MemoryCluster, cluster_of, event_of, session_cluster
 from psync.errors import ConfigurationError, EndOfData
@@ -54,8 +55,7 @@ async def race(bound: psync.StalenessBound | None, num_ps: int = 2) -> AsyncIter
         memory_cluster.shared.update(rounds=Counter(), leads=[], pauses=PAUSES)
         strategy = cluster.strategy()
         async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                v = psync.Variable(np.zeros(4, np.float32), name="v")
+            v = declare(strategy, v=np.zeros(4, np.float32))
             optimizer = psync.optimizers.SGD(1.0, staleness_bound=bound)
 
             async def step(num_rounds: int = 1) -> None:
@@ -283,8 +283,7 @@ async def test_optimizers_have_clocks_of_their_own_and_the_program_has_none():
     async with cluster_of(1, 2) as cluster:
         strategy = cluster.strategy()
         async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                v = psync.Variable(np.zeros(4, np.float32), name="v")
+            v = declare(strategy, v=np.zeros(4, np.float32))
             bounds = [psync.StalenessBound(rounds) for rounds in (0, 3)]
             optimizers = [psync.optimizers.SGD(1.0, staleness_bound=bound) for bound in bounds]
 
@@ -313,8 +312,7 @@ async def test_programs_that_train_in_sessions_have_clocks_until_they_leave():
     both_are_here = asyncio.Barrier(2)
 
     async def main(strategy: psync.ParameterServerStrategy) -> None:
-        with strategy.scope():
-            v = psync.Variable(np.zeros(4, np.float32), name="v")
+        v = declare(strategy, v=np.zeros(4, np.float32))
         worker = strategy.cluster_resolver.task_id
         async with psync.MonitoredTrainingSession(strategy) as session:
             await both_are_here.wait()

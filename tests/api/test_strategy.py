@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import declared, in_step, inside_a_step, strategy_of, training
+from local_training import declare, declared, in_step, inside_a_step, strategy_of, training
 from psync.errors import ConfigurationError, PartitionError, SerializationError, UsageError
 
 
@@ -190,12 +190,11 @@ def test_a_place_of_one_strategy_is_none_of_another() -> None:
 
 def test_outside_of_the_scope_or_beside_what_is_not_of_it_is_an_error() -> None:
     strategy, other = strategy_of(), strategy_of()
-    with strategy.scope():
-        v = psync.Variable(0.0)
+    v = declare(strategy, v=0.0)
     with pytest.raises(UsageError, match="the strategy's scope is not open here"):
         strategy.colocate_vars_with(v)
     with other.scope():
-        with pytest.raises(UsageError, match=r'variable "Variable" belongs to another strategy'):
+        with pytest.raises(UsageError, match=r'variable "v" belongs to another strategy'):
             other.colocate_vars_with(v)
         with pytest.raises(UsageError, match="expected a variable, got str"):
             other.colocate_vars_with("v")  # type: ignore[arg-type]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import pickle
 import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 import local_training
 import memory_cluster
 import psync
-from local_training import at_once, in_step, inside_a_step, strategy_of, training
+from local_training import at_once, declare, declared, in_step, strategy_of, training
 from loops import for_each
 from memory_cluster import coordinating, until
 from psync import Outcome, PushResult, SyncReplicasOptimizer, optimizers
@@ -424,6 +422,7 @@ async def test_a_cancelled_step_leaves_the_token_channel() -> None:
 # --- what it takes -----------------------------------------------------------------------------
 
 SGD = optimizers.SGD(0.5)
+ONES = [np.ones(2, np.float32)]
 AVERAGE = psync.ExponentialMovingAverage(0.9)
 
 
@@ -532,10 +531,8 @@ async def test_the_global_step_stays_the_same_and_is_that_of_its_averages() -> N
 
 
 def test_averages_are_of_one_strategy() -> None:
-    variables = []
-    for name in "vw":
-        with strategy_of().scope():
-            variables.append(psync.Variable(np.zeros(2, np.float32), name=name))
+    one, other = strategy_of(), strategy_of()
+    variables = [declare(one, v=ONES[0]), declare(other, w=ONES[0])]
     with pytest.raises(ConfigurationError, match='averages of "v" and variable "w"'):
         SyncReplicasOptimizer(SGD, 2, None, psync.ExponentialMovingAverage(0.75), variables)
     with pytest.raises(UsageError, match='expected a list of variables, got variable "v"'):
@@ -594,54 +591,28 @@ def test_what_a_wrapped_optimizer_excludes_is_settled() -> None:
             optimizer.exclude_from_weight_decay(var_names=["bias"])
 
 
-def test_one_that_is_made_in_a_step_is_an_error() -> None:
-    inner = sgd()
-    with (
-        inside_a_step(),
-        pytest.raises(UsageError, match=r"an optimizer \(SyncReplicasOptimizer\) inside"),
-    ):
-        SyncReplicasOptimizer(inner, 1)
-
-
 @for_each(
-    "make, error, text",
+    "gradients, step, error, text",
     [
-        (lambda m: ([], m.step), ValueMismatchError, "no gradients given"),
-        (lambda m: ([(None, m.v)], m.step), ValueMismatchError, "all gradients are None (v)"),
+        ([], "step", ValueMismatchError, "no gradients given"),
+        ([None], "step", ValueMismatchError, "all gradients are None (v)"),
+        ([{"a": 1}], "step", ValueMismatchError, 'gradient for "v": expected shape (2,), got ()'),
+        (ONES, None, ConfigurationError, "global_step is None, and stale gradients are detected"),
+        (ONES, 3, ConfigurationError, "expected a variable as global_step, got int"),
         (
-            lambda m: ([({"a": 1}, m.v)], m.step),
-            ValueMismatchError,
-            'gradient for "v": expected shape (2,), got ()',
-        ),
-        (
-            lambda m: ([(np.ones(2, np.float32), m.v)], None),
-            ConfigurationError,
-            "global_step is None, and stale gradients are detected by it",
-        ),
-        (
-            lambda m: ([(np.ones(2, np.float32), m.v)], 3),
-            ConfigurationError,
-            "expected a variable as global_step, got int",
-        ),
-        (
-            lambda m: ([(np.ones(2, np.float32), m.v)], m.v),
-            ConfigurationError,
+            ONES, "v", ConfigurationError,
             'expected an int64 scalar as global_step, got "v" of shape (2,) float32',
         ),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_pushed_is_a_value_error(
-    make: Callable[[Any], Any], error: type[Exception], text: str
+    gradients: list[Any], step: Any, error: type[Exception], text: str
 ) -> None:
-    class Declared:
-        pass
-
-    m: Any = Declared()
-    with strategy_of().scope():
-        m.v = psync.Variable(np.zeros(2, np.float32), name="v")
-        m.step = psync.get_or_create_global_step()
+    variables = dict(zip(("v", "step"), declared(v=np.zeros(2, np.float32), step=0), strict=True))
+    pairs = [(gradient, variables["v"]) for gradient in gradients]
+    given = variables.get(step, step)
     with pytest.raises(ValueError, match=re.escape(text)) as caught:
-        at_once(SyncReplicasOptimizer(sgd(), 2).apply_gradients(*make(m)))
+        at_once(SyncReplicasOptimizer(sgd(), 2).apply_gradients(pairs, given))
     assert type(caught.value) is error
 
 
@@ -661,8 +632,7 @@ async def test_the_program_is_no_replica() -> None:
 
 async def test_minimize_takes_the_trainable_variables_and_returns_the_loss() -> None:
     async with model(1) as m:
-        with m.strategy.scope():
-            w = psync.Variable(np.float32(4), name="w")
+        w = declare(m.strategy, w=np.float32(4))
         optimizer = SyncReplicasOptimizer(sgd(), 1)
         global_step = m.step
 
@@ -731,21 +701,6 @@ def test_it_says_its_name_and_configuration() -> None:
     assert config["total_num_replicas"] == 3
     assert config["optimizer"]["learning_rate"] == {"kind": "Constant", "value": 0.5}
     assert repr(optimizer).startswith("<SyncReplicasOptimizer 'mine' 2 of 3, <SGD 'inner' ")
-
-
-def test_a_handle_is_one_object_and_can_be_made_again_elsewhere() -> None:
-    made = SyncReplicasOptimizer(
-        optimizers.SGD(0.5, momentum=0.9), 2, 3, strict=True, min_replicas=2, name="mine"
-    )
-    assert pickle.loads(pickle.dumps(made)) is made
-    assert copy.deepcopy(made) is copy.copy(made) is made
-    text, number, config = pickle.dumps(made), made.number, made.get_config()
-    del made
-    again = pickle.loads(text)
-    assert type(again) is SyncReplicasOptimizer
-    assert (again.number, again.get_name(), again.get_config()) == (number, "mine", config)
-    assert again.get_slot_names() == ["momentum"]
-    assert again.local_step is None
 
 
 # --- tokens, and what programs for TensorFlow call ---------------------------------------------

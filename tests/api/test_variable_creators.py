@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import inside_a_step, strategy_of
+from local_training import declare, inside_a_step, strategy_of
 from psync.errors import UsageError
 
 Creator = Callable[..., Any]
@@ -69,8 +69,7 @@ def test_one_around_the_scope_says_where_and_takes_nobodys_turn() -> None:
     strategy = strategy_of(3, psync.FixedShardsPartitioner(2))
     with psync.variable_creator_scope(pinning(strategy, 2)), strategy.scope():
         v = psync.Variable(np.zeros(4))
-    with strategy.scope():
-        following = psync.Variable(0.0)
+    following = declare(strategy, following=0.0)
     assert (v.spec.shards[0].ps, len(v.spec.shards)) == (2, 1)
     assert following.spec.shards[0].ps == 0
 

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import at_once, declared, in_step, inside_a_step, strategy_of, training, training_of
+from local_training import (
+    at_once,
+    declared,
+    in_step,
+    inside_a_step,
+    strategy_of,
+    training,
+    training_of,
+)
 from loops import for_each
 from psync.errors import ClosedError, PartitionError, UsageError, ValueMismatchError
 

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from psync.api.data_shards import Visits
@@ -802,12 +801,7 @@ class report:
             await recorder.close()
             run._seen.source.asks_workers -= 1
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         log, path = self._log, self._path
         assert log is not None, "it was entered"
         if asyncio.get_running_loop() is not self._loop:
