@@ -343,10 +343,7 @@ class ParameterServerStrategy(Scope):
             raise UsageError(
                 f'colocate_vars_with: variable "{variable.name}" belongs to another strategy'
             )
-        spec = variable.spec
-        if len(spec.shards) > 1:
-            return elsewhere(Elsewhere(self, beside=spec))
-        return elsewhere(Elsewhere(self, spec.shards[0].ps))
+        return elsewhere(Elsewhere(self, beside=variable.spec))
 
     def placement(self) -> PlacementReport:
         """Return the ps of each shard declared so far; ``str()`` of it is a table."""
