@@ -483,38 +483,36 @@ async def test_a_step_that_swallows_cancellation_is_waited_for_and_named(caplog)
 
 
 async def test_pushes_of_a_plain_step_are_refused_from_the_error_on():
-    async with cluster_of() as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            w = declare(strategy, w=np.zeros(4, np.float32))
-            released = memory_cluster.shared["released"] = threading.Event()
+    async with coordinating() as (cluster, coordinator):
+        w = declare(coordinator.strategy, w=np.zeros(4, np.float32))
+        released = memory_cluster.shared["released"] = threading.Event()
 
-            def plain():
-                psync.wait(memory_cluster.note("plain"))
-                memory_cluster.shared["released"].wait(30)
-                try:
-                    psync.wait(w.assign_add(np.ones(4, np.float32)))
-                except psync.errors.ClosureCancelled as exc:
-                    memory_cluster.shared["refused"] = str(exc)
-                    raise
+        def plain():
+            psync.wait(memory_cluster.note("plain"))
+            memory_cluster.shared["released"].wait(30)
+            try:
+                psync.wait(w.assign_add(np.ones(4, np.float32)))
+            except psync.errors.ClosureCancelled as exc:
+                memory_cluster.shared["refused"] = str(exc)
+                raise
 
-            async def bad():
-                await event_of("plain").wait()
-                raise Custom(1)
+        async def bad():
+            await event_of("plain").wait()
+            raise Custom(1)
 
-            coordinator.schedule(plain)
-            failed = coordinator.schedule(bad)
-            with pytest.raises(Custom):
-                await failed
-            join = asyncio.create_task(coordinator.join())
-            workers = [cluster.tasks[f"worker-{index}"] for index in range(2)]
-            await until(lambda: "asked to stop" in str([each.describe() for each in workers]))
-            assert not join.done()
-            released.set()
-            with pytest.raises(Custom):
-                await join
-            assert "cancelled" in memory_cluster.shared["refused"]
-            assert (await w.read() == 0).all()
+        coordinator.schedule(plain)
+        failed = coordinator.schedule(bad)
+        with pytest.raises(Custom):
+            await failed
+        join = asyncio.create_task(coordinator.join())
+        workers = [cluster.tasks[f"worker-{index}"] for index in range(2)]
+        await until(lambda: "asked to stop" in str([each.describe() for each in workers]))
+        assert not join.done()
+        released.set()
+        with pytest.raises(Custom):
+            await join
+        assert "cancelled" in memory_cluster.shared["refused"]
+        assert (await w.read() == 0).all()
 
 
 # --- cancelling one value ---------------------------------------------------------------------
@@ -573,47 +571,45 @@ async def test_a_step_that_cancels_itself_fails_its_closure_and_the_worker_goes_
 async def test_join_raises_an_update_that_was_refused_because_its_step_had_returned(
     kind: str, caplog: pytest.LogCaptureFixture
 ):
-    async with cluster_of(num_workers=1) as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w, b = (psync.Variable(np.zeros(4, np.float32), name=name) for name in "wb")
-            sgd = psync.optimizers.SGD(1.0)
-            left: list[asyncio.Task] = memory_cluster.shared.setdefault("left", [])
+    async with coordinating(num_workers=1) as (_, coordinator):
+        with coordinator.strategy.scope():
+            w, b = (psync.Variable(np.zeros(4, np.float32), name=name) for name in "wb")
+        sgd = psync.optimizers.SGD(1.0)
+        left: list[asyncio.Task] = memory_cluster.shared.setdefault("left", [])
 
-            async def background_push():
-                grads = [(np.ones(4, np.float32), variable) for variable in (w, b)]
-                if kind == "pull":
-                    await psync.pull((w, b))
-                if kind == "thread":
-                    await asyncio.to_thread(lambda: psync.wait(sgd.apply_gradients(grads)))
-                await sgd.apply_gradients(grads)
-
-            async def step():
-                memory_cluster.shared["left"].append(asyncio.create_task(background_push()))
-
-            async def fine():
-                return 1
-
-            values = [coordinator.schedule(fine) for _ in range(3)]
-            steps = [coordinator.schedule(step) for _ in range(3)]
+        async def background_push():
+            grads = [(np.ones(4, np.float32), variable) for variable in (w, b)]
+            if kind == "pull":
+                await psync.pull((w, b))
             if kind == "thread":
-                await coordinator.fetch(steps)
-                await asyncio.wait(left)
-                coordinator.schedule(fine)  # its result comes after what was refused before
-            operation = "pull" if kind == "pull" else "apply_gradients"
-            with pytest.raises(UsageError) as caught:
-                await coordinator.join()
-            text = f'refused, because the step had returned: {operation} ("w", "b") in step "'
-            assert caught.value.message.startswith(text)
-            assert caught.value.message.endswith('step" (3 times)')
-            assert "await, inside the step, every task" in str(caught.value)
-            assert await coordinator.fetch(values) == [1] * 3, "it ends nothing else"
+                await asyncio.to_thread(lambda: psync.wait(sgd.apply_gradients(grads)))
+            await sgd.apply_gradients(grads)
+
+        async def step():
+            memory_cluster.shared["left"].append(asyncio.create_task(background_push()))
+
+        async def fine():
+            return 1
+
+        values = [coordinator.schedule(fine) for _ in range(3)]
+        steps = [coordinator.schedule(step) for _ in range(3)]
+        if kind == "thread":
+            await coordinator.fetch(steps)
+            await asyncio.wait(left)
+            coordinator.schedule(fine)  # its result comes after what was refused before
+        operation = "pull" if kind == "pull" else "apply_gradients"
+        with pytest.raises(UsageError) as caught:
             await coordinator.join()
-            assert not any(await w.read())
-            assert [isinstance(task.exception(), UsageError) for task in left] == [True] * 3
-            warnings = [each for each in caplog.records if "was refused" in each.getMessage()]
-            assert len(warnings) == 1, "when it happens, and once"
+        text = f'refused, because the step had returned: {operation} ("w", "b") in step "'
+        assert caught.value.message.startswith(text)
+        assert caught.value.message.endswith('step" (3 times)')
+        assert "await, inside the step, every task" in str(caught.value)
+        assert await coordinator.fetch(values) == [1] * 3, "it ends nothing else"
+        await coordinator.join()
+        assert not any(await w.read())
+        assert [isinstance(task.exception(), UsageError) for task in left] == [True] * 3
+        warnings = [each for each in caplog.records if "was refused" in each.getMessage()]
+        assert len(warnings) == 1, "when it happens, and once"
 
 
 made: str | None = None  # a global of the script, as it were
@@ -644,22 +640,20 @@ async def test_a_step_keeps_its_own_globals_and_shares_those_of_imported_modules
 
 
 async def test_what_a_failed_step_has_left_running_is_no_error_of_a_later_join():
-    async with cluster_of(num_workers=1) as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            w = declare(strategy, w=np.zeros(4, np.float32))
+    async with coordinating(num_workers=1) as (_, coordinator):
+        w = declare(coordinator.strategy, w=np.zeros(4, np.float32))
 
-            async def step():
-                memory_cluster.shared["left"] = asyncio.create_task(w.assign_add(np.ones(4)))
-                raise Custom(1)
+        async def step():
+            memory_cluster.shared["left"] = asyncio.create_task(w.assign_add(np.ones(4)))
+            raise Custom(1)
 
-            coordinator.schedule(step)
-            with pytest.raises(Custom):
-                await coordinator.join()
-            with pytest.raises(UsageError, match="after the step has returned"):
-                await memory_cluster.shared["left"]
-            coordinator.schedule(lambda: 1)
+        coordinator.schedule(step)
+        with pytest.raises(Custom):
             await coordinator.join()
+        with pytest.raises(UsageError, match="after the step has returned"):
+            await memory_cluster.shared["left"]
+        coordinator.schedule(lambda: 1)
+        await coordinator.join()
 
 
 # --- bad input -------------------------------------------------------------------------------

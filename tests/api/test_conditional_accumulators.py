@@ -7,6 +7,7 @@ import contextlib
 import gc
 import pickle
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import memory_cluster
 import psync
 from local_training import at_once, inside_a_step, strategy_of, training
-from memory_cluster import MemoryCluster, cluster_of, event_of, note, session_cluster
+from memory_cluster import MemoryCluster, coordinating, event_of, note, session_cluster
 from psync.errors import (
     ClosureCancelled,
     ConfigurationError,
@@ -24,27 +25,19 @@ from psync.errors import (
     ValueMismatchError,
 )
 
-ACCEPTED, STALE, DUPLICATE = (
-    psync.Outcome.ACCEPTED,
-    psync.Outcome.STALE,
-    psync.Outcome.DUPLICATE,
-)
+ACCEPTED, STALE, DUPLICATE = (psync.Outcome(name) for name in ("accepted", "stale", "duplicate"))
 
 ONES = np.ones((1, 3), np.float32)
 
 
+@dataclass
 class Scene:
     """A running coordinator, and an accumulator of two numbers."""
 
-    def __init__(
-        self,
-        cluster: MemoryCluster,
-        strategy: psync.ParameterServerStrategy,
-        coordinator: psync.ClusterCoordinator,
-        held: psync.ConditionalAccumulator,
-    ) -> None:
-        self.cluster, self.strategy, self.coordinator = cluster, strategy, coordinator
-        self.held = held
+    cluster: MemoryCluster
+    strategy: psync.ParameterServerStrategy
+    coordinator: psync.ClusterCoordinator
+    held: psync.ConditionalAccumulator
 
     def counters(self, ps: int = 0) -> dict[str, int]:
         counters: dict[str, int] = self.cluster.tasks[f"ps-{ps}"].statistics()["accumulators"]
@@ -53,12 +46,10 @@ class Scene:
 
 @contextlib.asynccontextmanager
 async def scene_of(num_ps: int = 1, **options: Any) -> AsyncIterator[Scene]:
-    async with cluster_of(num_ps, 2) as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                held = psync.ConditionalAccumulator(np.float32, (2,), **options)
-            yield Scene(cluster, strategy, coordinator, held)
+    async with coordinating(num_ps, 2) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            held = psync.ConditionalAccumulator(np.float32, (2,), **options)
+        yield Scene(cluster, coordinator.strategy, coordinator, held)
 
 
 # --- steps -----------------------------------------------------------------------------------

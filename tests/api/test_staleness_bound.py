@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import memory_cluster
 import psync
 from local_training import declare
 from loops import for_each
-from memory_cluster import MemoryCluster, cluster_of, event_of, session_cluster
+from memory_cluster import MemoryCluster, coordinating, event_of, session_cluster
 from psync.errors import ConfigurationError, EndOfData
 
 PAUSES = (0.1, 1.0)  # seconds per round of the fast worker and of the slow one
@@ -23,6 +24,7 @@ PAUSES = (0.1, 1.0)  # seconds per round of the fast worker and of the slow one
 Step = Callable[..., Coroutine[Any, Any, None]]
 
 
+@dataclass
 class Race:
     """A running coordinator, and a step that does one round at its worker's pace.
 
@@ -30,14 +32,11 @@ class Race:
     far ahead of the other one it was each time it was allowed to go on.
     """
 
-    def __init__(
-        self, cluster: MemoryCluster, coordinator: psync.ClusterCoordinator, step: Step
-    ) -> None:
-        self.cluster = cluster
-        self.coordinator = coordinator
-        self.step = step
-        self.rounds: Counter[int] = memory_cluster.shared["rounds"]
-        self.leads: list[int] = memory_cluster.shared["leads"]
+    cluster: MemoryCluster
+    coordinator: psync.ClusterCoordinator
+    step: Step
+    rounds: Counter[int]
+    leads: list[int]
 
     def schedule(self, count: int, *args: Any) -> list[psync.RemoteValue]:
         return [self.coordinator.schedule(self.step, args=args) for _ in range(count)]
@@ -51,23 +50,22 @@ class Race:
 
 @contextlib.asynccontextmanager
 async def race(bound: psync.StalenessBound | None, num_ps: int = 2) -> AsyncIterator[Race]:
-    async with cluster_of(num_ps, 2) as cluster:
-        memory_cluster.shared.update(rounds=Counter(), leads=[], pauses=PAUSES)
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            v = declare(strategy, v=np.zeros(4, np.float32))
-            optimizer = psync.optimizers.SGD(1.0, staleness_bound=bound)
+    async with coordinating(num_ps, 2) as (cluster, coordinator):
+        shared = memory_cluster.shared
+        shared.update(rounds=Counter(), leads=[], pauses=PAUSES)
+        v = declare(coordinator.strategy, v=np.zeros(4, np.float32))
+        optimizer = psync.optimizers.SGD(1.0, staleness_bound=bound)
 
-            async def step(num_rounds: int = 1) -> None:
-                shared, worker = memory_cluster.shared, psync.get_worker_index()
-                for _ in range(num_rounds):
-                    await asyncio.sleep(shared["pauses"][worker])
-                    shared["rounds"][worker] += 1
-                    await optimizer.apply_gradients([(np.ones(4, np.float32), v)])
-                    rounds = shared["rounds"]
-                    shared["leads"].append(rounds[worker] - rounds[1 - worker])
+        async def step(num_rounds: int = 1) -> None:
+            shared, worker = memory_cluster.shared, psync.get_worker_index()
+            for _ in range(num_rounds):
+                await asyncio.sleep(shared["pauses"][worker])
+                shared["rounds"][worker] += 1
+                await optimizer.apply_gradients([(np.ones(4, np.float32), v)])
+                rounds = shared["rounds"]
+                shared["leads"].append(rounds[worker] - rounds[1 - worker])
 
-            yield Race(cluster, coordinator, step)
+        yield Race(cluster, coordinator, step, shared["rounds"], shared["leads"])
 
 
 # --- the bound -------------------------------------------------------------------------------
@@ -280,28 +278,26 @@ async def test_a_round_that_another_run_has_done_is_not_done_again():
 
 @pytest.mark.virtual_time
 async def test_optimizers_have_clocks_of_their_own_and_the_program_has_none():
-    async with cluster_of(1, 2) as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            v = declare(strategy, v=np.zeros(4, np.float32))
-            bounds = [psync.StalenessBound(rounds) for rounds in (0, 3)]
-            optimizers = [psync.optimizers.SGD(1.0, staleness_bound=bound) for bound in bounds]
+    async with coordinating(1, 2) as (cluster, coordinator):
+        v = declare(coordinator.strategy, v=np.zeros(4, np.float32))
+        bounds = [psync.StalenessBound(rounds) for rounds in (0, 3)]
+        optimizers = [psync.optimizers.SGD(1.0, staleness_bound=bound) for bound in bounds]
 
-            async def step() -> None:
-                for optimizer in optimizers:
-                    await optimizer.apply_gradients([(np.ones(4, np.float32), v)])
+        async def step() -> None:
+            for optimizer in optimizers:
+                await optimizer.apply_gradients([(np.ones(4, np.float32), v)])
 
-            for _ in range(3):
-                await step()
-            assert (await v.read() == -6).all()
-            assert cluster.tasks["ps-0"].statistics()["clocks"] == {}
-            for _ in range(6):
-                coordinator.schedule(step)
-            await coordinator.join()
-            clocks = cluster.tasks["ps-0"].statistics()["clocks"]
-            assert {int(number) for number in clocks} == {o.number for o in optimizers}
-            assert [c["max_staleness"] for c in clocks.values()] == [0, 3]
-            assert [c["ticks"] for c in clocks.values()] == [6, 6]
+        for _ in range(3):
+            await step()
+        assert (await v.read() == -6).all()
+        assert cluster.tasks["ps-0"].statistics()["clocks"] == {}
+        for _ in range(6):
+            coordinator.schedule(step)
+        await coordinator.join()
+        clocks = cluster.tasks["ps-0"].statistics()["clocks"]
+        assert {int(number) for number in clocks} == {o.number for o in optimizers}
+        assert [c["max_staleness"] for c in clocks.values()] == [0, 3]
+        assert [c["ticks"] for c in clocks.values()] == [6, 6]
 
 
 @pytest.mark.virtual_time
