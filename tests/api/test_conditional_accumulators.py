@@ -25,6 +25,8 @@ from psync.errors import (
     ValueMismatchError,
 )
 
+pytestmark = pytest.mark.virtual_time
+
 ACCEPTED, STALE, DUPLICATE = (psync.Outcome(name) for name in ("accepted", "stale", "duplicate"))
 
 ONES = np.ones((1, 3), np.float32)
@@ -55,7 +57,6 @@ async def scene_of(num_ps: int = 1, **options: Any) -> AsyncIterator[Scene]:
 # --- steps -----------------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 async def test_steps_apply_and_the_program_takes_their_mean():
     async with scene_of(2) as scene:
         held = scene.held
@@ -72,7 +73,6 @@ async def test_steps_apply_and_the_program_takes_their_mean():
         assert await held.step() == 1
 
 
-@pytest.mark.virtual_time
 async def test_both_workers_apply_and_take_at_once_and_nothing_is_lost_or_counted_twice():
     async with scene_of(reduction_type="SUM", max_staleness=1000) as scene:
         held = scene.held
@@ -100,7 +100,6 @@ async def test_both_workers_apply_and_take_at_once_and_nothing_is_lost_or_counte
         assert total == 5 * 1111
 
 
-@pytest.mark.virtual_time
 async def test_a_gradient_of_an_earlier_step_is_stale_within_the_bound_it_counts():
     async with scene_of() as scene, scene_of_another(scene, max_staleness=1) as tolerant:
         for held, outcomes in ((scene.held, [STALE, STALE]), (tolerant, [ACCEPTED, STALE])):
@@ -121,7 +120,6 @@ async def scene_of_another(
         yield psync.ConditionalAccumulator(np.float32, (2,), **options)
 
 
-@pytest.mark.virtual_time
 async def test_steps_and_weights_are_passed_on():
     async with scene_of() as scene:
         held = scene.held
@@ -137,7 +135,6 @@ async def test_steps_and_weights_are_passed_on():
         assert (await held.take_grad(2)).tolist() == [2.0, 3.0]
 
 
-@pytest.mark.virtual_time
 async def test_programs_that_train_in_sessions_share_what_all_of_them_declare():
     async def main(strategy: psync.ParameterServerStrategy) -> float:
         with strategy.scope():
@@ -156,7 +153,6 @@ async def test_programs_that_train_in_sessions_share_what_all_of_them_declare():
 # --- what fails ------------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("ends", ["cancelled", "timeout"])
 async def test_a_take_that_is_cancelled_or_whose_timeout_passes_consumes_nothing(ends: str):
     async with scene_of() as scene:
@@ -179,7 +175,6 @@ async def test_a_take_that_is_cancelled_or_whose_timeout_passes_consumes_nothing
         assert (await scene.held.take_grad(1)).tolist() == [2.0, 2.0]
 
 
-@pytest.mark.virtual_time
 async def test_a_step_that_is_cancelled_while_it_takes_consumes_nothing():
     async with scene_of() as scene:
         held = scene.held
@@ -203,7 +198,6 @@ async def test_a_step_that_is_cancelled_while_it_takes_consumes_nothing():
         assert (await held.apply_grad([1.0, 1.0])).count == 1
 
 
-@pytest.mark.virtual_time
 async def test_a_worker_that_dies_after_its_apply_has_applied_once():
     async with scene_of() as scene:
         held = scene.held
@@ -227,7 +221,6 @@ async def test_a_worker_that_dies_after_its_apply_has_applied_once():
         assert (await held.take_grad(1)).tolist() == [1.0, 1.0]
 
 
-@pytest.mark.virtual_time
 async def test_a_worker_that_dies_while_it_takes_consumes_nothing():
     async with scene_of() as scene:
         held = scene.held
@@ -247,7 +240,6 @@ async def test_a_worker_that_dies_while_it_takes_consumes_nothing():
         await scene.coordinator.join()
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("cut", [False, True])
 async def test_a_take_survives_a_lost_connection_and_a_ps_keeps_no_value_that_has_arrived(
     cut: bool,
@@ -265,7 +257,6 @@ async def test_a_take_survives_a_lost_connection_and_a_ps_keeps_no_value_that_ha
         assert scene.counters()["kept"] == 0
 
 
-@pytest.mark.virtual_time
 async def test_an_apply_that_was_begun_ends_though_its_caller_is_cancelled():
     async with scene_of() as scene:
         await scene.held.num_accumulated()
@@ -280,7 +271,6 @@ async def test_an_apply_that_was_begun_ends_though_its_caller_is_cancelled():
 # --- sparse ----------------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 async def test_sparse_gradients_of_steps_become_the_means_of_their_rows():
     async with scene_of() as scene:
         with scene.strategy.scope():
@@ -369,7 +359,6 @@ def test_rows_that_do_not_fit_are_refused_at_once(arguments: tuple[Any, ...], te
         at_once(rows.apply_grad(*arguments))
 
 
-@pytest.mark.virtual_time
 async def test_a_shape_that_the_first_gradient_decides_is_checked_on_the_ps():
     async with scene_of() as scene:
         with scene.strategy.scope():

@@ -19,6 +19,8 @@ from loops import for_each
 from memory_cluster import MemoryCluster, coordinating, event_of, session_cluster
 from psync.errors import ConfigurationError, EndOfData
 
+pytestmark = pytest.mark.virtual_time
+
 PAUSES = (0.1, 1.0)  # seconds per round of the fast worker and of the slow one
 
 Step = Callable[..., Coroutine[Any, Any, None]]
@@ -71,7 +73,6 @@ async def race(bound: psync.StalenessBound | None, num_ps: int = 2) -> AsyncIter
 # --- the bound -------------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 async def test_without_a_bound_the_fast_worker_runs_away():
     async with race(None) as running:
         running.schedule(40)
@@ -81,7 +82,6 @@ async def test_without_a_bound_the_fast_worker_runs_away():
 
 
 @pytest.mark.promise("staleness.bound-holds")
-@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     ("bound", "closures", "rounds"),
     [(0, 40, 1), (1, 40, 1), (2, 40, 1), (5, 40, 1), (1, 2, 15)],
@@ -104,7 +104,6 @@ async def test_the_fast_worker_is_ahead_by_the_bound_at_most(bound, closures, ro
             assert 19 <= clocks["waits"] <= 20
 
 
-@pytest.mark.virtual_time
 async def test_a_report_says_who_waits_and_for_whom():
     async with race(psync.StalenessBound(0)) as running:
         running.schedule(2, 3)
@@ -119,7 +118,6 @@ async def test_a_report_says_who_waits_and_for_whom():
         )
 
 
-@pytest.mark.virtual_time
 async def test_closures_scheduled_one_by_one_are_bounded_too():
     async with race(psync.StalenessBound(2)) as running:
         pending = set(map(asyncio.ensure_future, running.schedule(2)))
@@ -134,7 +132,6 @@ async def test_closures_scheduled_one_by_one_are_bounded_too():
 # --- what ends a wait ------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 async def test_a_worker_with_nothing_left_to_do_is_not_waited_for():
     async with race(psync.StalenessBound(0)) as running:
         running.schedule(1, 2)
@@ -143,7 +140,6 @@ async def test_a_worker_with_nothing_left_to_do_is_not_waited_for():
         assert sorted(running.rounds.values()) == [2, 20]
 
 
-@pytest.mark.virtual_time
 async def test_a_worker_whose_next_closure_needs_this_one_is_not_waited_for():
     async with race(psync.StalenessBound(0)) as running:
 
@@ -157,7 +153,6 @@ async def test_a_worker_whose_next_closure_needs_this_one_is_not_waited_for():
 
 
 @pytest.mark.promise("staleness.dead-do-not-block")
-@pytest.mark.virtual_time
 async def test_a_worker_that_dies_is_not_waited_for():
     async with race(psync.StalenessBound(0)) as running:
         memory_cluster.shared["pauses"] = (0.1, 3600.0)
@@ -170,7 +165,6 @@ async def test_a_worker_that_dies_is_not_waited_for():
         await running.coordinator.fetch(values)
 
 
-@pytest.mark.virtual_time
 async def test_a_worker_that_comes_back_is_waited_for_again():
     async with race(psync.StalenessBound(0)) as running:
         running.schedule(60)
@@ -186,7 +180,6 @@ async def test_a_worker_that_comes_back_is_waited_for_again():
         assert max(running.leads) <= ahead
 
 
-@pytest.mark.virtual_time
 async def test_a_worker_without_data_is_not_waited_for():
     async with race(psync.StalenessBound(0)) as running:
         data = running.coordinator.create_per_worker_dataset(
@@ -207,7 +200,6 @@ async def test_a_worker_without_data_is_not_waited_for():
         assert running.rounds == {0: 3, 1: 9}
 
 
-@pytest.mark.virtual_time
 async def test_an_error_elsewhere_ends_a_wait():
     async with race(psync.StalenessBound(0)) as running:
         memory_cluster.shared["pauses"] = (0.1, 0.1)
@@ -226,7 +218,6 @@ async def test_an_error_elsewhere_ends_a_wait():
         assert running.clocks()["waiting"] == 0
 
 
-@pytest.mark.virtual_time
 async def test_a_closure_that_is_cancelled_ends_its_wait():
     async with race(psync.StalenessBound(0)) as running:
         memory_cluster.shared["pauses"] = (0.1, 10.0)
@@ -241,7 +232,6 @@ async def test_a_closure_that_is_cancelled_ends_its_wait():
         assert running.clocks()["waiting"] == 0
 
 
-@pytest.mark.virtual_time
 async def test_a_lost_connection_to_ps_0_counts_no_round_twice():
     async with race(psync.StalenessBound(0)) as running:
         running.schedule(20)
@@ -253,7 +243,6 @@ async def test_a_lost_connection_to_ps_0_counts_no_round_twice():
         assert max(running.leads) == 0
 
 
-@pytest.mark.virtual_time
 async def test_a_round_that_another_run_has_done_is_not_done_again():
     async with race(psync.StalenessBound(9)) as running:
         step = running.step
@@ -276,7 +265,6 @@ async def test_a_round_that_another_run_has_done_is_not_done_again():
 # --- who has a clock -------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 async def test_optimizers_have_clocks_of_their_own_and_the_program_has_none():
     async with coordinating(1, 2) as (cluster, coordinator):
         v = declare(coordinator.strategy, v=np.zeros(4, np.float32))
@@ -300,7 +288,6 @@ async def test_optimizers_have_clocks_of_their_own_and_the_program_has_none():
         assert [c["ticks"] for c in clocks.values()] == [6, 6]
 
 
-@pytest.mark.virtual_time
 async def test_programs_that_train_in_sessions_have_clocks_until_they_leave():
     optimizer = psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(1))
     rounds: Counter[int] = Counter()
