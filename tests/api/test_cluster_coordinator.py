@@ -563,7 +563,6 @@ async def test_a_step_that_cancels_itself_fails_its_closure_and_the_worker_goes_
             await coordinator.join()
         values = [coordinator.schedule(late) for _ in range(3)]
         values.append(coordinator.schedule(lambda: 6))
-        await coordinator.join()
         assert await coordinator.fetch(values) == [5, 5, 5, 6]
 
 
@@ -634,7 +633,6 @@ async def test_a_step_keeps_its_own_globals_and_shares_those_of_imported_modules
         for fn in (one, other):
             fn.__module__ = "__main__"  # pickled by value, as functions of a script are
         values = [coordinator.schedule(fn) for fn in (one, one, other, third)]
-        await coordinator.join()
         assert await coordinator.fetch(values) == [None, "set by one", None, 1]
     assert made is None, "nor is it the program's"
 

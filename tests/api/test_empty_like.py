@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import declare
 from memory_cluster import TWO_SHARDS, MemoryCluster, running
 from psync.testing import MemoryNetwork
 
@@ -129,34 +128,6 @@ async def test_a_push_that_is_cancelled_counts_as_it_was_if_others_are_made_then
             await asyncio.gather(push, return_exceptions=True)
         value = await model.large.read()
         assert value.min() == value.max() >= -10
-
-
-async def test_a_backup_has_what_was_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    sgd = psync.optimizers.SGD(0.5)
-    network = MemoryNetwork(chunk=(1 << 16, 1 << 20), shares_memory=True)
-    cluster = MemoryCluster(2, 2, network=network)
-    async with running(cluster):
-        strategy = cluster.replica_strategy()
-        v = declare(strategy, v=np.zeros(LARGE, np.float32))
-
-        async def step() -> None:
-            gradient = psync.empty_like(v)
-            gradient.fill(2)
-            await sgd.apply_gradients([(gradient, v)])
-            gradient.fill(OVERWRITTEN)
-
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            for _ in range(10):  # while backups are made
-                coordinator.schedule(step)
-            await coordinator.join()
-            await coordinator.backed_up()
-            for _ in range(6):
-                coordinator.schedule(step)
-            await coordinator.join()
-            await cluster.kill("ps-0")
-            coordinator.schedule(step)
-            await coordinator.join()
-            assert (await v.read() == -17).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"total_num_replicas": 2, "replicas_to_aggregate": 1}])

@@ -1,4 +1,4 @@
-"""Values that come with the token: who takes them sees what a pull would have brought."""
+"""Values that come with a token, or with answers to a push: as a pull would have brought them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import memory_cluster
 import psync
 from memory_cluster import coordinating
 from psync import Outcome, SyncReplicasOptimizer, optimizers
-from psync.wire.messages import Pull
+from psync.wire.messages import Pull, Push
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -24,7 +24,7 @@ STEPS = 6
 
 
 class Training:
-    """Two workers, a model on two ps tasks, and the pulls that both hear."""
+    """Workers, a variable on each of two ps tasks, and the pulls that both hear."""
 
     def __init__(self, coordinator: psync.ClusterCoordinator, pulls: list[list[Pull]]) -> None:
         self.coordinator, self.pulls = coordinator, pulls
@@ -35,10 +35,13 @@ class Training:
     def optimizer(self, needed: int = 2, **options: Any) -> SyncReplicasOptimizer:
         return SyncReplicasOptimizer(optimizers.SGD(1.0), needed, **options)
 
+    def gradients(self) -> list[tuple[np.ndarray, Any]]:
+        return [(np.ones(3, np.float32), w) for w in self.model]
+
 
 @asynccontextmanager
-async def training() -> AsyncIterator[Training]:
-    async with coordinating(2, 2, tapped=True) as (cluster, coordinator):
+async def training(num_workers: int = 2) -> AsyncIterator[Training]:
+    async with coordinating(2, num_workers, tapped=True) as (cluster, coordinator):
         with (
             cluster.tap("ps-0").hearing(Pull) as first,
             cluster.tap("ps-1").hearing(Pull) as second,
@@ -204,6 +207,7 @@ async def test_what_the_worker_itself_has_written_is_seen() -> None:
 async def test_a_copy_may_be_changed_and_arrays_to_fill_are_filled() -> None:
     async with training() as t:
         model, global_step, optimizer = t.model, t.global_step, t.optimizer(1, pull_ahead=True)
+        gradients = t.gradients()
 
         async def step() -> list[list[float]]:
             seen = []
@@ -215,8 +219,7 @@ async def test_a_copy_may_be_changed_and_arrays_to_fill_are_filled() -> None:
                 else:
                     assert not values[0].flags.writeable
                 seen.append([float(value[0]) for value in values])
-                pairs = [(np.ones(3, np.float32), w) for w in model]
-                await optimizer.apply_gradients(pairs, global_step)
+                await optimizer.apply_gradients(gradients, global_step)
             return seen
 
         assert await t.coordinator.schedule(step) == [[0, 1], [0, 0], [-1, -1], [-3, -2]]
@@ -291,3 +294,73 @@ async def test_a_late_worker_is_not_made_late_by_what_it_was_sent() -> None:
         assert accepted == [-n for n in reversed(range(len(accepted)))]  # of each step one
         assert int(await global_step.read()) == len(accepted)
         assert memory_cluster.shared == {}
+
+
+# --- with the answers to a push ------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_program_that_wants_other_variables_than_it_pushes_pulls_these() -> None:
+    async with training(1) as t:
+        sgd, (first, second) = optimizers.SGD(1.0), t.model
+        _, value = await sgd.push_pull([(np.ones(3, np.float32), first)], pull=second)
+        assert value.tolist() == [1, 1, 1]
+        _, value = await sgd.push_pull([(np.ones(3, np.float32), second)], pull=second)
+        assert value.tolist() == [0, 0, 0]
+        assert [len(heard) for heard in t.pulls] == [0, 1]
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("compression", [None, "bf16"])
+@pytest.mark.parametrize("at", [0, 1], ids=["with the variable", "on another ps"])
+async def test_a_push_that_is_cancelled_counts_in_the_global_step(at, compression) -> None:
+    optimizer = optimizers.SGD(1.0, compression=compression)
+    async with coordinating(2, 1, tapped=True) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            w, _, *steps = [psync.Variable(first) for first in (np.zeros(3, np.float32), 0.0, 0, 0)]
+        await psync.pull([w, *steps])
+        go_on = asyncio.Event()
+        with cluster.tap("ps-0").at(Push, go_on.wait) as sent:
+            pairs = [(np.ones(3, np.float32), w)]
+            push = asyncio.ensure_future(optimizer.apply_gradients(pairs, steps[at]))
+            await sent.wait()
+            push.cancel()
+            await asyncio.gather(push, return_exceptions=True)
+            go_on.set()
+            while not int(await steps[at].read()):  # noqa: ASYNC110  nobody tells
+                await asyncio.sleep(0)
+        assert (await w.read()).tolist() == [-1] * 3
+
+
+async def test_an_option_is_that_of_apply_gradients_or_an_error_that_names_push_pull() -> None:
+    async with training(1) as t:
+        both, gradients, model, step = t.optimizer(1), t.gradients(), t.model, t.global_step
+
+        async def train() -> list[float]:
+            _, values = await both.push_pull(gradients, model, step, name="n", weight=2.0)
+            return [float(value[0]) for value in values]
+
+        assert await t.coordinator.schedule(train) == [-1, 0]
+        for optimizer in (optimizers.SGD(1.0), both):
+            with pytest.raises(TypeError, match=r"push_pull\(\) got an unexpected .*'compression'"):
+                await optimizer.push_pull(gradients, model, step, compression="bf16")
+
+
+async def test_tasks_of_a_step_that_push_at_once() -> None:
+    async with training(1) as t:
+        sgd = optimizers.SGD(1.0)
+        for n in range(1, STEPS):
+            pushes = [sgd.push_pull([pair], pull=t.model) for pair in t.gradients()]
+            results = await asyncio.gather(*pushes)
+            assert [values[at][0] for at, (_, values) in enumerate(results)] == [-n, 1 - n]
+
+
+async def test_where_reads_are_kept_the_kept_ones_are_returned() -> None:
+    async with training(1) as t:
+        sgd = optimizers.SGD(1.0)
+        with psync.cache_variable_reads():
+            await psync.pull(t.model)
+            _, values = await sgd.push_pull(t.gradients(), pull=t.model)
+            assert [value[0] for value in values] == [0, 1]
+        _, values = await sgd.push_pull(t.gradients(), pull=t.model)
+        assert [value[0] for value in values] == [-2, -1]

@@ -142,7 +142,6 @@ async def test_steps_assign_and_read_as_one() -> None:
             return value.tolist()
 
         values = [coordinator.schedule(step, args=(number,)) for number in range(20)]
-        await coordinator.join()
         for value in await coordinator.fetch(values):
             assert len(set(value)) == 1
 

@@ -403,7 +403,6 @@ async def test_on_a_worker_a_handle_is_the_same_object_in_each_step() -> None:
             return given is v, given.name, (await given.read()).sum()
 
         values = [coordinator.schedule(step, args=(v,)) for _ in range(2)]
-        await coordinator.join()
         assert await coordinator.fetch(values) == [(True, "v", 4), (True, "v", 8)]
 
 

@@ -41,7 +41,6 @@ async def test_a_worker_that_is_added_gets_closures():
         values = [coordinator.schedule(where) for _ in range(30)]
         await cluster.start("worker-2")
         assert await coordinator.add_worker("worker-2:1") == W2
-        await coordinator.join()
         assert set(await coordinator.fetch(values)) == {0, 1, 2}
 
 
@@ -137,7 +136,6 @@ async def test_an_added_worker_reads_the_share_of_another_one_from_its_beginning
         await cluster.start("worker-2")
         await coordinator.add_worker("worker-2:1")
         values = [coordinator.schedule(step, args=(data,)) for _ in range(9)]
-        await coordinator.join()
         read = await coordinator.fetch(values)
         for worker, first in ((0, 0), (1, 10), (2, 0)):
             mine = sorted(element for index, element in read if index == worker)
@@ -161,7 +159,6 @@ async def test_a_dataset_that_is_made_later_has_a_share_for_the_added_worker():
             return next(data)
 
         values = [coordinator.schedule(step, args=(data,)) for _ in range(9)]
-        await coordinator.join()
         assert set(await coordinator.fetch(values)) == {(3, 0), (3, 1), (3, 2)}
         assert sorted(await data.positions()) == [0, 1, 2]
 
@@ -178,7 +175,6 @@ async def test_a_distributed_dataset_keeps_its_shares():
             return psync.get_worker_index(), next(data), list(distributed)
 
         values = [coordinator.schedule(step, args=(data,)) for _ in range(3)]
-        await coordinator.join()
         read = {index: (first, rest) for index, first, rest in await coordinator.fetch(values)}
         assert read == {0: (1, [1, 3]), 1: (2, [2, 4]), 2: (1, [1, 3])}
 
@@ -200,7 +196,6 @@ async def test_an_added_worker_shares_a_copy_of_a_variable_and_no_sum_notices():
             return psync.get_worker_index()
 
         values = [coordinator.schedule(step) for _ in range(9)]
-        await coordinator.join()
         assert set(await coordinator.fetch(values)) == {0, 1, 2}
         assert await total.read() == 9
 
