@@ -458,13 +458,6 @@ def test_parameters_of_no_accumulator_are_refused(arguments, text):
             psync.ConditionalAccumulator(*arguments)
 
 
-def test_outside_a_scope_and_in_a_step_none_is_declared():
-    with pytest.raises(UsageError, match="outside a strategy's scope"):
-        psync.ConditionalAccumulator("float32")
-    with inside_a_step(), pytest.raises(UsageError, match="inside a step"):
-        psync.ConditionalAccumulator("float32")
-
-
 def test_without_a_coordinator_and_in_a_step_of_another_strategy_there_is_no_way_to_the_ps():
     with strategy_of(1).scope():
         held = psync.ConditionalAccumulator("float32")

@@ -572,16 +572,14 @@ async def test_after_its_worker_was_lost_an_iterator_starts_from_its_position(po
         assert await coordinator.schedule(take, args=(iterator,)) == position
 
 
-@pytest.mark.parametrize(
-    ("position", "message"),
+@for_each(
+    "position, message",
     [
-        (-1, r"^position: expected a number of batches of at least 0, got -1$"),
-        (1.5, r"^position: expected a number of batches of at least 0, got 1.5$"),
-        ({0: None}, r"^position: expected a number of batches of at least 0, got None$"),
-        (
-            {2: 1},
-            r"^position: expected workers 0 to 0, got 2\nhint: shards of",
-        ),
+        *[
+            (n, f"^position: expected a number of batches of at least 0, got {n}$")
+            for n in (-1, 1.5)
+        ],
+        ({2: 1}, r"^position: expected workers 0 to 0, got 2\nhint: shards of"),
         ({"zero": 1}, r"got 'zero'"),
     ],
 )

@@ -224,9 +224,6 @@ def test_a_number_that_does_not_fit_is_refused() -> None:
     for dtype, number in ((np.int8, 300), (np.uint8, -1), (np.int64, 0.5), (np.int8, 2**70)):
         with pytest.raises(ValueMismatchError, match='scatter_add to "v": expected'):
             at_once(made(1, np.zeros((3, 2), dtype)).scatter_add(([0], number)))
-
-
-def test_a_scalar_has_no_rows() -> None:
     with pytest.raises(IndexValueError, match="the variable is a scalar and has no rows"):
         at_once(made(1, 0.0).scatter_add(([0], 1)))
 

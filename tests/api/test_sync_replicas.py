@@ -630,11 +630,10 @@ async def test_the_program_is_no_replica() -> None:
 # --- the other methods -------------------------------------------------------------------------
 
 
-async def test_minimize_takes_the_trainable_variables_and_returns_the_loss() -> None:
+async def test_minimize_returns_the_loss_of_the_trainable_variables_or_of_some() -> None:
     async with model(1) as m:
         w = declare(m.strategy, w=np.float32(4))
-        optimizer = SyncReplicasOptimizer(sgd(), 1)
-        global_step = m.step
+        optimizer, v, global_step = SyncReplicasOptimizer(sgd(), 1), m.v, m.step
 
         def loss(v: np.ndarray, w: np.ndarray) -> tuple[float, list[np.ndarray]]:
             return float(w * v.sum()), [np.full(2, w), np.float32(1)]
@@ -642,23 +641,16 @@ async def test_minimize_takes_the_trainable_variables_and_returns_the_loss() -> 
         async def step() -> Any:
             return await optimizer.minimize(loss, global_step)
 
-        assert await in_step(m.coordinator, step) == 0
-        assert (await m.value(), await w.read(), await m.global_step()) == (-4, 3, 1)
-
-
-async def test_minimize_of_some_variables_with_tensorflows_arguments() -> None:
-    async with model(1) as m:
-        optimizer = SyncReplicasOptimizer(sgd(), 1)
-        v, global_step = m.v, m.step
-
-        async def step() -> Any:
+        async def step_of_some() -> Any:  # with TensorFlow's arguments
             return await optimizer.minimize(
                 lambda v: (7.0, [np.ones(2, np.float32)]), global_step, [v],
                 SyncReplicasOptimizer.GATE_GRAPH, None, True, "train", None,
             )  # fmt: skip
 
-        assert await in_step(m.coordinator, step) == 7
-        assert await m.value() == -1
+        assert await in_step(m.coordinator, step) == 0
+        assert (await m.value(), await w.read(), await m.global_step()) == (-4, 3, 1)
+        assert await in_step(m.coordinator, step_of_some) == 7
+        assert (await m.value(), await w.read()) == (-5, 3)
 
 
 @for_each(

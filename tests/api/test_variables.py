@@ -14,6 +14,7 @@ import pytest
 import psync
 from local_training import (
     at_once,
+    declare,
     declared,
     in_step,
     inside_a_step,
@@ -46,32 +47,28 @@ def test_devices_go_round_the_ps_tasks_and_each_shard_takes_a_turn() -> None:
     assert list(sharded.device) == on(1, 2)
 
 
-def test_the_example_of_the_seed_is_placed_as_it_says() -> None:
-    with strategy_of(3).scope():
-        variables = [psync.Variable(0.0, name=f"v{index}") for index in range(2, 6)]
+def test_devices_go_round_and_on_where_an_earlier_scope_has_stopped() -> None:
+    strategy = strategy_of(3)
+    variables = [declare(strategy, v=0.0) for _ in range(4)]
     assert [v.device for v in variables] == on(0, 1, 2, 0)
 
 
-def test_devices_go_on_where_an_earlier_scope_has_stopped() -> None:
-    strategy = strategy_of(3)
-    with strategy.scope():
-        psync.Variable(0.0)
-    with strategy.scope():
-        assert [psync.Variable(0.0).device] == on(1)
+DECLARES: dict[str, Any] = {
+    'variable "v" is declared': lambda: psync.Variable(0.0, name="v"),
+    "get_global_step": psync.get_global_step,
+    "get_or_create_global_step": psync.get_or_create_global_step,
+    'declaring accumulator "g"': lambda: psync.ConditionalAccumulator("float32", name="g"),
+}
 
 
-def test_a_variable_outside_a_scope_is_an_error() -> None:
+@pytest.mark.parametrize("what", DECLARES)
+def test_what_is_declared_is_declared_in_a_scope_and_not_in_a_step(what: str) -> None:
     with pytest.raises(UsageError) as caught:
-        psync.Variable(0.0, name="v")
-    assert str(caught.value) == (
-        'variable "v" is declared outside a strategy\'s scope\n'
-        "hint: declare it in `with strategy.scope():`"
-    )
-
-
-def test_a_variable_in_a_step_is_an_error() -> None:
-    with inside_a_step(), pytest.raises(UsageError, match='declaring variable "late" inside a st'):
-        psync.Variable(0.0, name="late")
+        DECLARES[what]()
+    assert caught.value.message == f"{what} outside a strategy's scope"
+    assert "in `with strategy.scope():`" in str(caught.value)
+    with inside_a_step(), pytest.raises(UsageError, match="inside a step"):
+        DECLARES[what]()
 
 
 def test_scopes_of_two_strategies_do_not_nest() -> None:
@@ -453,12 +450,6 @@ def test_a_variable_of_its_name_that_cannot_count_is_an_error(value: object) -> 
             psync.get_global_step()
 
 
-@pytest.mark.parametrize("get", [psync.get_global_step, psync.get_or_create_global_step])
-def test_outside_a_scope_there_is_none(get: object) -> None:
-    with pytest.raises(UsageError, match="global_step outside a strategy's scope"):
-        get()  # type: ignore[operator]
-
-
 async def test_a_step_gets_it_from_the_program() -> None:
     async with training() as (strategy, coordinator):
         with strategy.scope():
@@ -470,9 +461,3 @@ async def test_a_step_gets_it_from_the_program() -> None:
 
         await in_step(coordinator, count)
         assert await step.read() == 1
-
-
-def test_a_step_declares_none() -> None:
-    text = "get_or_create_global_step inside a step"
-    with inside_a_step(), pytest.raises(UsageError, match=text):
-        psync.get_or_create_global_step()
