@@ -1029,6 +1029,9 @@ async def test_leaving_without_join_says_what_is_thrown_away(caplog):
     assert not caplog.records  # the program has an error of its own
 
 
+# --- submit: schedule in the form of concurrent.futures ----------------------------------------
+
+
 async def told(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     return args, kwargs
 

@@ -287,21 +287,21 @@ class ClusterCoordinator(Scheduling):
 
     async def _start_on(self, platform: Platform) -> None:
         """Start a coordinator; as ``start``. Nothing is left of one that did not."""
-        optimizers = optimizers_here()
+        optimizers, strategy = optimizers_here(), self.strategy
         coordinator = platform.parts.of(Coordinator)(
             platform,
-            platform.workforce.present(self.strategy.cluster),
-            self.strategy._uncreated,
+            platform.workforce.present(strategy.cluster),
+            strategy._uncreated,
             self._options,
-            origin=self.strategy._origin,
+            origin=strategy._origin,
             program=optimizers.process,
             main_by_name=script_is_shared.get(),
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
-            has_backups=self.strategy.ps_recovery == "backup",
+            has_backups=strategy.ps_recovery == "backup",
         )
-        source = StatusSource(coordinator, functools.partial(placed, self.strategy))
+        source = StatusSource(coordinator, functools.partial(placed, strategy))
         source.variables = lambda: {
-            variable.spec.variable_id: variable.spec.name for variable in self.strategy.variables
+            variable.spec.variable_id: variable.spec.name for variable in strategy.variables
         }
         self._seen = ServedStatus(source, platform, self._metrics)
         asked = (self._dashboard, "PSYNC_DASHBOARD"), (self._run_log, "PSYNC_RUN_LOG")
@@ -321,8 +321,8 @@ class ClusterCoordinator(Scheduling):
             stack.callback(add_description(coordinator.describe))
             self._ending = stack.pop_all()
         self._coordinator = coordinator
-        self.strategy._runtime = coordinator.runtime
-        self.strategy._gangs = coordinator.gangs
+        strategy._runtime = coordinator.runtime
+        strategy._gangs = coordinator.gangs
 
     async def _show(self) -> None:
         """Let the run be seen. Cancellation: ``_end_show`` still has to be called."""
