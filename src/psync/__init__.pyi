@@ -16,6 +16,7 @@ from psync.api.accumulators import (
     SparseConditionalAccumulator as SparseConditionalAccumulator,
 )
 from psync.api.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
+from psync.api.cluster_coordinator import report as report
 from psync.api.datasets import DistributedDataset as DistributedDataset
 from psync.api.datasets import InputOptions as InputOptions
 from psync.api.datasets import PerWorkerDataset as PerWorkerDataset
@@ -23,16 +24,13 @@ from psync.api.datasets import PerWorkerIterator as PerWorkerIterator
 from psync.api.embeddings import embedding_lookup as embedding_lookup
 from psync.api.embeddings import embedding_lookup_sparse as embedding_lookup_sparse
 from psync.api.embeddings import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
-from psync.api.global_step import get_global_step as get_global_step
-from psync.api.global_step import get_or_create_global_step as get_or_create_global_step
 from psync.api.modules import Module as Module
 from psync.api.moving_averages import ExponentialMovingAverage as ExponentialMovingAverage
 from psync.api.optimizers import PushResult as PushResult
 from psync.api.optimizers import StalenessBound as StalenessBound
-from psync.api.optimizers import empty_like as empty_like
+from psync.api.pulls import empty_like as empty_like
 from psync.api.pulls import pull as pull
 from psync.api.reads import cache_variable_reads as cache_variable_reads
-from psync.api.seeing import report as report
 from psync.api.strategy import ParameterServerStrategy as ParameterServerStrategy
 from psync.api.sync_replicas import ChiefQueueRunner as ChiefQueueRunner
 from psync.api.sync_replicas import SessionHook as SessionHook
@@ -42,6 +40,8 @@ from psync.api.variables import ShardedVariable as ShardedVariable
 from psync.api.variables import Variable as Variable
 from psync.api.variables import VariableAggregation as VariableAggregation
 from psync.api.variables import VariableSynchronization as VariableSynchronization
+from psync.api.variables import get_global_step as get_global_step
+from psync.api.variables import get_or_create_global_step as get_or_create_global_step
 from psync.api.variables import variable_creator_scope as variable_creator_scope
 from psync.chief.events import FailoverEvent as FailoverEvent
 from psync.chief.events import RollbackEvent as RollbackEvent

@@ -35,7 +35,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
-from psync.api import seeing
+from psync.api import cluster_coordinator
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
 from psync.api.data_shards import Visits as AsyncVisits
 from psync.api.datasets import PerWorkerDataset as AsyncPerWorkerDataset
@@ -498,7 +498,7 @@ def report(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[No
 
     Enter it within the block of a ``LocalCluster`` or ``ClusterCoordinator``, whose loop it needs.
     """
-    return _entered(seeing.report(path))
+    return _entered(cluster_coordinator.report(path))
 
 
 def _on_loop(function: Callable[..., T], *args: Any) -> T:

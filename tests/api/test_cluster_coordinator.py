@@ -17,7 +17,7 @@ import pytest
 
 import memory_cluster
 import psync
-from local_training import at_once, strategy_of, training
+from local_training import at_once, declare, strategy_of, training
 from memory_cluster import cluster_of, coordinating, event_of, until
 from psync import StaleCaptureWarning
 from psync.errors import (
@@ -74,15 +74,6 @@ async def test_values_come_back_in_the_order_of_schedule(calls):
     async with coordinating() as (_, coordinator):
         values = [coordinator.schedule(fn, args, kwargs) for fn, args, kwargs, _ in calls]
         assert await coordinator.fetch(values) == [expected for *_, expected in calls]
-
-
-async def test_values_are_fetched_in_the_nesting_in_which_they_stand():
-    async with coordinating() as (_, coordinator):
-        one, two = coordinator.schedule(double, (1,)), coordinator.schedule(double, (2,))
-        await coordinator.join()
-        found = await coordinator.fetch({"x": [one, (two, "text")], "y": None})
-        assert found == {"x": [2, (4, "text")], "y": None}
-        assert one.get_nowait() == 2
 
 
 @pytest.mark.promise("schedule.never-blocks")
@@ -492,39 +483,36 @@ async def test_a_step_that_swallows_cancellation_is_waited_for_and_named(caplog)
 
 
 async def test_pushes_of_a_plain_step_are_refused_from_the_error_on():
-    async with cluster_of() as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.zeros(4, np.float32), name="w")
-            released = memory_cluster.shared["released"] = threading.Event()
+    async with coordinating() as (cluster, coordinator):
+        w = declare(coordinator.strategy, w=np.zeros(4, np.float32))
+        released = memory_cluster.shared["released"] = threading.Event()
 
-            def plain():
-                psync.wait(memory_cluster.note("plain"))
-                memory_cluster.shared["released"].wait(30)
-                try:
-                    psync.wait(w.assign_add(np.ones(4, np.float32)))
-                except psync.errors.ClosureCancelled as exc:
-                    memory_cluster.shared["refused"] = str(exc)
-                    raise
+        def plain():
+            psync.wait(memory_cluster.note("plain"))
+            memory_cluster.shared["released"].wait(30)
+            try:
+                psync.wait(w.assign_add(np.ones(4, np.float32)))
+            except psync.errors.ClosureCancelled as exc:
+                memory_cluster.shared["refused"] = str(exc)
+                raise
 
-            async def bad():
-                await event_of("plain").wait()
-                raise Custom(1)
+        async def bad():
+            await event_of("plain").wait()
+            raise Custom(1)
 
-            coordinator.schedule(plain)
-            failed = coordinator.schedule(bad)
-            with pytest.raises(Custom):
-                await failed
-            join = asyncio.create_task(coordinator.join())
-            workers = [cluster.tasks[f"worker-{index}"] for index in range(2)]
-            await until(lambda: "asked to stop" in str([each.describe() for each in workers]))
-            assert not join.done()
-            released.set()
-            with pytest.raises(Custom):
-                await join
-            assert "cancelled" in memory_cluster.shared["refused"]
-            assert (await w.read() == 0).all()
+        coordinator.schedule(plain)
+        failed = coordinator.schedule(bad)
+        with pytest.raises(Custom):
+            await failed
+        join = asyncio.create_task(coordinator.join())
+        workers = [cluster.tasks[f"worker-{index}"] for index in range(2)]
+        await until(lambda: "asked to stop" in str([each.describe() for each in workers]))
+        assert not join.done()
+        released.set()
+        with pytest.raises(Custom):
+            await join
+        assert "cancelled" in memory_cluster.shared["refused"]
+        assert (await w.read() == 0).all()
 
 
 # --- cancelling one value ---------------------------------------------------------------------
@@ -575,79 +563,52 @@ async def test_a_step_that_cancels_itself_fails_its_closure_and_the_worker_goes_
             await coordinator.join()
         values = [coordinator.schedule(late) for _ in range(3)]
         values.append(coordinator.schedule(lambda: 6))
-        await coordinator.join()
         assert await coordinator.fetch(values) == [5, 5, 5, 6]
-
-
-async def test_a_task_left_running_by_a_step_cannot_push():
-    async with cluster_of() as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.zeros(4, np.float32), name="w")
-
-            async def step():
-                async def later():
-                    await event_of("returned").wait()
-                    try:
-                        await w.assign_add(np.ones(4, np.float32))
-                    except UsageError as exc:
-                        memory_cluster.shared["error"] = str(exc)
-                    event_of("refused").set()
-
-                memory_cluster.shared["task"] = asyncio.create_task(later())
-
-            await coordinator.schedule(step)
-            event_of("returned").set()
-            await event_of("refused").wait()
-            assert "after the step has returned" in memory_cluster.shared["error"]
 
 
 @pytest.mark.parametrize("kind", ["task", "pull", "thread"])
 async def test_join_raises_an_update_that_was_refused_because_its_step_had_returned(
     kind: str, caplog: pytest.LogCaptureFixture
 ):
-    async with cluster_of(num_workers=1) as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w, b = (psync.Variable(np.zeros(4, np.float32), name=name) for name in "wb")
-            sgd = psync.optimizers.SGD(1.0)
-            left: list[asyncio.Task] = memory_cluster.shared.setdefault("left", [])
+    async with coordinating(num_workers=1) as (_, coordinator):
+        with coordinator.strategy.scope():
+            w, b = (psync.Variable(np.zeros(4, np.float32), name=name) for name in "wb")
+        sgd = psync.optimizers.SGD(1.0)
+        left: list[asyncio.Task] = memory_cluster.shared.setdefault("left", [])
 
-            async def background_push():
-                grads = [(np.ones(4, np.float32), variable) for variable in (w, b)]
-                if kind == "pull":
-                    await psync.pull((w, b))
-                if kind == "thread":
-                    await asyncio.to_thread(lambda: psync.wait(sgd.apply_gradients(grads)))
-                await sgd.apply_gradients(grads)
-
-            async def step():
-                memory_cluster.shared["left"].append(asyncio.create_task(background_push()))
-
-            async def fine():
-                return 1
-
-            values = [coordinator.schedule(fine) for _ in range(3)]
-            steps = [coordinator.schedule(step) for _ in range(3)]
+        async def background_push():
+            grads = [(np.ones(4, np.float32), variable) for variable in (w, b)]
+            if kind == "pull":
+                await psync.pull((w, b))
             if kind == "thread":
-                await coordinator.fetch(steps)
-                await asyncio.wait(left)
-                coordinator.schedule(fine)  # its result comes after what was refused before
-            operation = "pull" if kind == "pull" else "apply_gradients"
-            with pytest.raises(UsageError) as caught:
-                await coordinator.join()
-            text = f'refused, because the step had returned: {operation} ("w", "b") in step "'
-            assert caught.value.message.startswith(text)
-            assert caught.value.message.endswith('step" (3 times)')
-            assert "await, inside the step, every task" in str(caught.value)
-            assert await coordinator.fetch(values) == [1] * 3, "it ends nothing else"
+                await asyncio.to_thread(lambda: psync.wait(sgd.apply_gradients(grads)))
+            await sgd.apply_gradients(grads)
+
+        async def step():
+            memory_cluster.shared["left"].append(asyncio.create_task(background_push()))
+
+        async def fine():
+            return 1
+
+        values = [coordinator.schedule(fine) for _ in range(3)]
+        steps = [coordinator.schedule(step) for _ in range(3)]
+        if kind == "thread":
+            await coordinator.fetch(steps)
+            await asyncio.wait(left)
+            coordinator.schedule(fine)  # its result comes after what was refused before
+        operation = "pull" if kind == "pull" else "apply_gradients"
+        with pytest.raises(UsageError) as caught:
             await coordinator.join()
-            assert not any(await w.read())
-            assert [isinstance(task.exception(), UsageError) for task in left] == [True] * 3
-            warnings = [each for each in caplog.records if "was refused" in each.getMessage()]
-            assert len(warnings) == 1, "when it happens, and once"
+        text = f'refused, because the step had returned: {operation} ("w", "b") in step "'
+        assert caught.value.message.startswith(text)
+        assert caught.value.message.endswith('step" (3 times)')
+        assert "await, inside the step, every task" in str(caught.value)
+        assert await coordinator.fetch(values) == [1] * 3, "it ends nothing else"
+        await coordinator.join()
+        assert not any(await w.read())
+        assert [isinstance(task.exception(), UsageError) for task in left] == [True] * 3
+        warnings = [each for each in caplog.records if "was refused" in each.getMessage()]
+        assert len(warnings) == 1, "when it happens, and once"
 
 
 made: str | None = None  # a global of the script, as it were
@@ -672,45 +633,47 @@ async def test_a_step_keeps_its_own_globals_and_shares_those_of_imported_modules
         for fn in (one, other):
             fn.__module__ = "__main__"  # pickled by value, as functions of a script are
         values = [coordinator.schedule(fn) for fn in (one, one, other, third)]
-        await coordinator.join()
         assert await coordinator.fetch(values) == [None, "set by one", None, 1]
     assert made is None, "nor is it the program's"
 
 
 async def test_what_a_failed_step_has_left_running_is_no_error_of_a_later_join():
-    async with cluster_of(num_workers=1) as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.zeros(4, np.float32), name="w")
+    async with coordinating(num_workers=1) as (_, coordinator):
+        w = declare(coordinator.strategy, w=np.zeros(4, np.float32))
 
-            async def step():
-                memory_cluster.shared["left"] = asyncio.create_task(w.assign_add(np.ones(4)))
-                raise Custom(1)
+        async def step():
+            memory_cluster.shared["left"] = asyncio.create_task(w.assign_add(np.ones(4)))
+            raise Custom(1)
 
-            coordinator.schedule(step)
-            with pytest.raises(Custom):
-                await coordinator.join()
-            with pytest.raises(UsageError, match="after the step has returned"):
-                await memory_cluster.shared["left"]
-            coordinator.schedule(lambda: 1)
+        coordinator.schedule(step)
+        with pytest.raises(Custom):
             await coordinator.join()
+        with pytest.raises(UsageError, match="after the step has returned"):
+            await memory_cluster.shared["left"]
+        coordinator.schedule(lambda: 1)
+        await coordinator.join()
 
 
 # --- bad input -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "text"),
-    [
-        (3, None, "args: expected a tuple, got int"),
-        ((), ["x"], "kwargs: expected a dict, got list"),
-    ],
-)
-def test_arguments_of_a_step_are_a_tuple_and_a_dict(args, kwargs, text):
+def test_arguments_of_a_step_are_a_tuple_and_a_dict():
     coordinator = psync.ClusterCoordinator(strategy_of())
-    with pytest.raises(SerializationError, match=text):
-        coordinator.schedule(double, args=args, kwargs=kwargs)
+    with pytest.raises(SerializationError, match="args: expected a tuple, got int"):
+        coordinator.schedule(double, args=3)
+    with pytest.raises(SerializationError, match="kwargs: expected a dict, got list"):
+        coordinator.schedule(double, kwargs=["x"])
+
+
+async def test_what_is_no_step_or_cannot_be_sent_is_refused() -> None:
+    async with coordinating() as (_, coordinator):
+        with pytest.raises(SerializationError, match="expected a function, got int"):
+            coordinator.submit(5)
+        with pytest.raises(SerializationError, match="lock"):
+            coordinator.submit(told, threading.Lock())
+        assert coordinator.done()
+    with pytest.raises(TypeError, match="step"):
+        coordinator.submit()
 
 
 async def test_what_no_message_can_carry_is_refused_with_its_size():
@@ -752,8 +715,7 @@ async def test_what_lives_on_the_coordinator_cannot_be_captured(tmp_path: Path) 
     async with coordinating() as (_, coordinator):
         strategy = coordinator.strategy
         dataset = coordinator.create_per_worker_dataset(lambda: [1])
-        with strategy.scope():
-            variable = psync.Variable(1.0)
+        variable = declare(strategy, variable=1.0)
         checkpoint = psync.Checkpoint(v=variable)
         trainer = psync.Trainer(strategy, [variable], print, psync.optimizers.SGD(1.0))
         for captured, text, hint in (
@@ -816,8 +778,7 @@ async def test_what_a_capture_error_says_to_do_works(tmp_path: Path) -> None:
         dataset = coordinator.create_per_worker_dataset(lambda: [7])
         path = tmp_path / "file"
         path.write_text("contents")
-        with other.strategy.scope():
-            foreign = psync.Variable(np.ones(2))
+        foreign = declare(other.strategy, foreign=np.ones(2))
 
         async def step(iterator: Any, value: Any) -> tuple[Any, ...]:
             async def replica() -> int:
@@ -838,17 +799,18 @@ async def test_what_a_capture_error_says_to_do_works(tmp_path: Path) -> None:
             await coordinator.join()
 
 
-async def test_a_captured_name_that_is_rebound_is_warned_of_at_the_call():
+@pytest.mark.parametrize("method", ["schedule", "submit"])
+async def test_a_captured_name_that_is_rebound_is_warned_of_at_the_call(method):
     async with coordinating() as (_, coordinator):
-        rate = 1
+        rate, call = 1, getattr(coordinator, method)
 
         async def step():
             return rate
 
-        assert await coordinator.schedule(step) == 1
+        assert await call(step) == 1
         rate = 2
         with pytest.warns(StaleCaptureWarning, match='"rate"') as seen:
-            assert await coordinator.schedule(step) == 1
+            assert await call(step) == 1
         assert seen[0].filename == __file__
 
 
@@ -859,6 +821,7 @@ def test_before_it_runs_everything_says_so() -> None:
     coordinator = psync.ClusterCoordinator(strategy_of())
     for call in (
         lambda: coordinator.schedule(lambda: 1),
+        lambda: coordinator.submit(lambda: 1),
         coordinator.done,
         coordinator.statistics,
         lambda: coordinator.create_per_worker_dataset(lambda: [1]),
@@ -877,32 +840,39 @@ def test_there_is_one_coordinator_for_a_strategy() -> None:
     assert psync.ClusterCoordinator(strategy_of()) is not coordinator
 
 
-def test_bad_options_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="expected a ParameterServerStrategy, got int"):
-        psync.ClusterCoordinator(3)
-    with pytest.raises(ConfigurationError, match="min_workers: expected 1 to 1, got 3"):
-        psync.ClusterCoordinator(strategy_of(), min_workers=3)
-    with pytest.raises(ConfigurationError, match="closure_timeout: expected seconds above 0"):
-        psync.ClusterCoordinator(strategy_of(), closure_timeout=0)
-
-
-@pytest.mark.parametrize("job", ["ps", "worker"])
-def test_a_task_that_serves_opens_no_coordinator(job):
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        ("ps", r"(?s)this process is a ps, .*psync\.run"),
+        ("worker", r"(?s)this process is a worker, .*psync\.run"),
+        ("evaluator", "the evaluator, which takes no part in training"),
+    ],
+)
+def test_a_task_that_is_not_the_chief_opens_no_coordinator(job, text):
     cluster = psync.ClusterSpec({"chief": ["c:1"], "ps": ["a:1"], "worker": ["b:1"]})
     strategy = psync.ParameterServerStrategy(
         psync.SimpleClusterResolver(cluster, task_type=job, task_id=0)
     )
-    with pytest.raises(ConfigurationError, match=rf"(?s)this process is a {job}, .*psync\.run"):
+    with pytest.raises(ConfigurationError, match=text):
         psync.ClusterCoordinator(strategy)
 
 
-def test_an_evaluator_cannot_take_training_away_from_the_chief():
-    cluster = {"chief": ["localhost:1"], "ps": ["localhost:2"], "worker": ["localhost:3"]}
-    strategy = psync.ParameterServerStrategy(
-        psync.SimpleClusterResolver(psync.ClusterSpec(cluster), task_type="evaluator", task_id=0)
-    )
-    with pytest.raises(ConfigurationError, match="the evaluator, which takes no part in training"):
-        psync.ClusterCoordinator(strategy)
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"min_workers": 0}, "min_workers: expected 1 to 1, got 0"),
+        ({"min_workers": 3}, "min_workers: expected 1 to 1, got 3"),
+        ({"closure_timeout": 0}, "closure_timeout: expected seconds above 0, got 0"),
+        ({"max_losses": 0}, "max_losses: expected at least 1, got 0"),
+        ({"max_flaps": -1}, "max_flaps"),
+        ({"watchdog_timeout": -1}, "watchdog_timeout: expected seconds, 0 or above, got -1"),
+        ({"watchdog_timeout": float("inf")}, "watchdog_timeout: expected seconds"),
+        ({"watchdog_timeout": float("nan")}, "watchdog_timeout: expected seconds"),
+    ],
+)
+def test_options_out_of_range_are_refused(given, text):
+    with pytest.raises(ConfigurationError, match=text):
+        psync.ClusterCoordinator(strategy_of(), **given)
 
 
 async def test_it_is_used_on_its_own_loop_only():
@@ -1057,3 +1027,34 @@ async def test_leaving_without_join_says_what_is_thrown_away(caplog):
     with pytest.raises(KeyError):
         await breaks()
     assert not caplog.records  # the program has an error of its own
+
+
+# --- submit: schedule in the form of concurrent.futures ----------------------------------------
+
+
+async def told(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    return args, kwargs
+
+
+async def test_arguments_go_to_the_step_as_they_are() -> None:
+    async with coordinating() as (_, coordinator):
+        calls = [
+            coordinator.submit(told),
+            coordinator.submit(told, 1, (2, 3), a=(1,)),
+            # Names that methods here have for arguments of their own.
+            coordinator.submit(told, self=1, step=2, fn=3, args=4, kwargs=5),
+        ]
+        assert await coordinator.fetch(calls) == [
+            ((), {}),
+            ((1, (2, 3)), {"a": (1,)}),
+            ((), {"self": 1, "step": 2, "fn": 3, "args": 4, "kwargs": 5}),
+        ]
+
+
+async def test_fetch_takes_any_nesting_and_returns_what_is_no_remote_value() -> None:
+    async with coordinating() as (_, coordinator):
+        one = coordinator.submit(int, "1")
+        array = np.ones(2)
+        found = await coordinator.fetch({"x": [(one, "text")], "y": {"z": [one, array]}})
+        assert found == {"x": [(1, "text")], "y": {"z": [1, array]}}
+        assert await coordinator.fetch(5) == 5

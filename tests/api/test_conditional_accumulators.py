@@ -1,10 +1,13 @@
-"""Both kinds, in whole clusters."""
+"""Accumulators of both kinds: handles that are declared once; gradients in whole clusters."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import pickle
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +16,8 @@ import pytest
 
 import memory_cluster
 import psync
-from local_training import at_once, in_step, strategy_of, training
-from memory_cluster import MemoryCluster, cluster_of, event_of, note, session_cluster
+from local_training import at_once, inside_a_step, strategy_of, training
+from memory_cluster import MemoryCluster, coordinating, event_of, note, session_cluster
 from psync.errors import (
     ClosureCancelled,
     ConfigurationError,
@@ -22,27 +25,21 @@ from psync.errors import (
     ValueMismatchError,
 )
 
-ACCEPTED, STALE, DUPLICATE = (
-    psync.Outcome.ACCEPTED,
-    psync.Outcome.STALE,
-    psync.Outcome.DUPLICATE,
-)
+pytestmark = pytest.mark.virtual_time
+
+ACCEPTED, STALE, DUPLICATE = (psync.Outcome(name) for name in ("accepted", "stale", "duplicate"))
 
 ONES = np.ones((1, 3), np.float32)
 
 
+@dataclass
 class Scene:
     """A running coordinator, and an accumulator of two numbers."""
 
-    def __init__(
-        self,
-        cluster: MemoryCluster,
-        strategy: psync.ParameterServerStrategy,
-        coordinator: psync.ClusterCoordinator,
-        held: psync.ConditionalAccumulator,
-    ) -> None:
-        self.cluster, self.strategy, self.coordinator = cluster, strategy, coordinator
-        self.held = held
+    cluster: MemoryCluster
+    strategy: psync.ParameterServerStrategy
+    coordinator: psync.ClusterCoordinator
+    held: psync.ConditionalAccumulator
 
     def counters(self, ps: int = 0) -> dict[str, int]:
         counters: dict[str, int] = self.cluster.tasks[f"ps-{ps}"].statistics()["accumulators"]
@@ -51,18 +48,15 @@ class Scene:
 
 @contextlib.asynccontextmanager
 async def scene_of(num_ps: int = 1, **options: Any) -> AsyncIterator[Scene]:
-    async with cluster_of(num_ps, 2) as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                held = psync.ConditionalAccumulator(np.float32, (2,), **options)
-            yield Scene(cluster, strategy, coordinator, held)
+    async with coordinating(num_ps, 2) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            held = psync.ConditionalAccumulator(np.float32, (2,), **options)
+        yield Scene(cluster, coordinator.strategy, coordinator, held)
 
 
 # --- steps -----------------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 async def test_steps_apply_and_the_program_takes_their_mean():
     async with scene_of(2) as scene:
         held = scene.held
@@ -79,7 +73,6 @@ async def test_steps_apply_and_the_program_takes_their_mean():
         assert await held.step() == 1
 
 
-@pytest.mark.virtual_time
 async def test_both_workers_apply_and_take_at_once_and_nothing_is_lost_or_counted_twice():
     async with scene_of(reduction_type="SUM", max_staleness=1000) as scene:
         held = scene.held
@@ -107,7 +100,6 @@ async def test_both_workers_apply_and_take_at_once_and_nothing_is_lost_or_counte
         assert total == 5 * 1111
 
 
-@pytest.mark.virtual_time
 async def test_a_gradient_of_an_earlier_step_is_stale_within_the_bound_it_counts():
     async with scene_of() as scene, scene_of_another(scene, max_staleness=1) as tolerant:
         for held, outcomes in ((scene.held, [STALE, STALE]), (tolerant, [ACCEPTED, STALE])):
@@ -128,7 +120,6 @@ async def scene_of_another(
         yield psync.ConditionalAccumulator(np.float32, (2,), **options)
 
 
-@pytest.mark.virtual_time
 async def test_steps_and_weights_are_passed_on():
     async with scene_of() as scene:
         held = scene.held
@@ -144,7 +135,6 @@ async def test_steps_and_weights_are_passed_on():
         assert (await held.take_grad(2)).tolist() == [2.0, 3.0]
 
 
-@pytest.mark.virtual_time
 async def test_programs_that_train_in_sessions_share_what_all_of_them_declare():
     async def main(strategy: psync.ParameterServerStrategy) -> float:
         with strategy.scope():
@@ -163,7 +153,6 @@ async def test_programs_that_train_in_sessions_share_what_all_of_them_declare():
 # --- what fails ------------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("ends", ["cancelled", "timeout"])
 async def test_a_take_that_is_cancelled_or_whose_timeout_passes_consumes_nothing(ends: str):
     async with scene_of() as scene:
@@ -186,7 +175,6 @@ async def test_a_take_that_is_cancelled_or_whose_timeout_passes_consumes_nothing
         assert (await scene.held.take_grad(1)).tolist() == [2.0, 2.0]
 
 
-@pytest.mark.virtual_time
 async def test_a_step_that_is_cancelled_while_it_takes_consumes_nothing():
     async with scene_of() as scene:
         held = scene.held
@@ -210,26 +198,6 @@ async def test_a_step_that_is_cancelled_while_it_takes_consumes_nothing():
         assert (await held.apply_grad([1.0, 1.0])).count == 1
 
 
-@pytest.mark.virtual_time
-async def test_a_step_that_has_returned_takes_nothing_any_more():
-    async with scene_of() as scene:
-        held = scene.held
-
-        async def step() -> None:
-            async def late() -> None:
-                await event_of("over").wait()
-                await held.take_grad(1)
-
-            memory_cluster.shared["late"] = asyncio.create_task(late())
-
-        scene.coordinator.schedule(step)
-        await scene.coordinator.join()
-        event_of("over").set()
-        with pytest.raises(UsageError, match=r'take_grad of accumulator ".*" after the step has'):
-            await memory_cluster.shared["late"]
-
-
-@pytest.mark.virtual_time
 async def test_a_worker_that_dies_after_its_apply_has_applied_once():
     async with scene_of() as scene:
         held = scene.held
@@ -253,7 +221,6 @@ async def test_a_worker_that_dies_after_its_apply_has_applied_once():
         assert (await held.take_grad(1)).tolist() == [1.0, 1.0]
 
 
-@pytest.mark.virtual_time
 async def test_a_worker_that_dies_while_it_takes_consumes_nothing():
     async with scene_of() as scene:
         held = scene.held
@@ -273,7 +240,6 @@ async def test_a_worker_that_dies_while_it_takes_consumes_nothing():
         await scene.coordinator.join()
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("cut", [False, True])
 async def test_a_take_survives_a_lost_connection_and_a_ps_keeps_no_value_that_has_arrived(
     cut: bool,
@@ -291,7 +257,6 @@ async def test_a_take_survives_a_lost_connection_and_a_ps_keeps_no_value_that_ha
         assert scene.counters()["kept"] == 0
 
 
-@pytest.mark.virtual_time
 async def test_an_apply_that_was_begun_ends_though_its_caller_is_cancelled():
     async with scene_of() as scene:
         await scene.held.num_accumulated()
@@ -306,7 +271,6 @@ async def test_an_apply_that_was_begun_ends_though_its_caller_is_cancelled():
 # --- sparse ----------------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 async def test_sparse_gradients_of_steps_become_the_means_of_their_rows():
     async with scene_of() as scene:
         with scene.strategy.scope():
@@ -395,7 +359,6 @@ def test_rows_that_do_not_fit_are_refused_at_once(arguments: tuple[Any, ...], te
         at_once(rows.apply_grad(*arguments))
 
 
-@pytest.mark.virtual_time
 async def test_a_shape_that_the_first_gradient_decides_is_checked_on_the_ps():
     async with scene_of() as scene:
         with scene.strategy.scope():
@@ -411,19 +374,6 @@ async def test_a_shape_that_the_first_gradient_decides_is_checked_on_the_ps():
 
 
 # --- plain steps, large gradients -------------------------------------------------------------
-
-
-async def test_plain_steps_apply_and_take_too():
-    async with training(1, 2) as (strategy, coordinator):
-        with strategy.scope():
-            held = psync.ConditionalAccumulator(np.float32, (3,))
-
-        def step() -> list[float]:
-            psync.wait(held.apply_grad(np.ones(3, np.float32)))
-            taken: list[float] = psync.wait(held.take_grad(1)).tolist()
-            return taken
-
-        assert await in_step(coordinator, step) == [1.0, 1.0, 1.0]
 
 
 async def test_large_gradients_go_both_ways():
@@ -448,3 +398,82 @@ async def test_large_gradients_go_both_ways():
         assert taken.indices.tolist() == list(range(1000))
         assert (taken.values == 2).all()
         await coordinator.join()
+
+
+# --- handles ---------------------------------------------------------------------------------
+
+
+def test_accumulators_are_placed_one_ps_after_the_other_apart_from_variables():
+    strategy = strategy_of(2)
+    with strategy.scope():
+        held = [psync.ConditionalAccumulator("float32") for _ in range(3)]
+        variables = [psync.Variable(0.0) for _ in range(2)]
+    assert [each.place.ps for each in held] == [0, 1, 0]
+    assert [each.device for each in variables] == [each.device for each in held[:2]]
+    assert [each.name for each in held] == [
+        "conditional_accumulator", "conditional_accumulator_1", "conditional_accumulator_2",
+    ]  # fmt: skip
+
+
+def test_a_handle_says_what_it_stands_for():
+    with strategy_of(1).scope():
+        held = psync.ConditionalAccumulator(np.float16, [None, 3], name="g")
+        rows = psync.SparseConditionalAccumulator("bfloat16")
+    assert (held.dtype, held.shape, held.name) == (np.float16, (None, 3), "g")
+    assert (rows.dtype.name, rows.shape) == ("bfloat16", None)
+    assert rows.name == "sparse_conditional_accumulator"
+    assert repr(held) == "<ConditionalAccumulator 'g' shape=(None, 3) dtype=float16 on ps 0>"
+
+
+def test_a_shared_name_stands_for_one_accumulator_of_one_kind():
+    with strategy_of(2).scope():
+        held = psync.ConditionalAccumulator("float32", (2,), shared_name="g")
+        assert psync.ConditionalAccumulator(np.float32, [2], shared_name="g") is held
+        with pytest.raises(ConfigurationError, match=r"expected shape=\[2\], got shape=None"):
+            psync.ConditionalAccumulator("float32", shared_name="g")
+        with pytest.raises(
+            ConfigurationError, match=r"expected kind='dense', .* got kind='sparse'"
+        ):
+            psync.SparseConditionalAccumulator("float32", (2,), shared_name="g")
+        assert psync.ConditionalAccumulator("float32", name="g").name == "g_1"
+
+
+@pytest.mark.parametrize("options", [{"shared_name": ""}, {"shared_name": 3}, {"name": ""}])
+def test_a_name_that_is_none_is_refused(options):
+    with strategy_of(1).scope(), pytest.raises(ConfigurationError, match="expected a text as"):
+        psync.ConditionalAccumulator("float32", **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("int32",), "as dtype, got 'int32'"),
+        (("float32", (2, -1)), "expected dimensions"),
+        (("float32", None, None, "g", "mean"), "'MEAN' or 'SUM', got 'mean'"),
+    ],
+)
+def test_parameters_of_no_accumulator_are_refused(arguments, text):
+    with strategy_of(1).scope():
+        with pytest.raises(ConfigurationError, match=text):
+            psync.ConditionalAccumulator(*arguments)
+
+
+def test_without_a_coordinator_and_in_a_step_of_another_strategy_there_is_no_way_to_the_ps():
+    with strategy_of(1).scope():
+        held = psync.ConditionalAccumulator("float32")
+    with pytest.raises(UsageError, match=r'take_grad of accumulator "conditional_accumulator": no'):
+        at_once(held.take_grad(1))
+    with inside_a_step(), pytest.raises(UsageError, match="belongs to another program or strat"):
+        at_once(held.apply_grad(1.0))
+
+
+def test_a_handle_that_arrives_twice_is_one_object():
+    with strategy_of(1).scope():
+        held = psync.ConditionalAccumulator("float32", (2,))
+    sent = pickle.dumps(held)
+    assert pickle.loads(sent) is held
+    del held
+    gc.collect()
+    one, two = pickle.loads(sent), pickle.loads(sent)
+    assert one is two
+    assert (type(one), one.shape) == (psync.ConditionalAccumulator, (2,))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 
 import memory_cluster
 import psync
+from local_training import declare
 from memory_cluster import coordinating, replicated
 from psync.api.data_shards import Visits
 from psync.closures import dispatcher
@@ -154,23 +154,6 @@ async def test_a_program_goes_from_epoch_to_epoch_and_has_the_results():
         assert totals == [9, 63]
 
 
-def test_an_epoch_begins_only_when_the_last_one_is_complete() -> None:
-    desk = Desk("a", "b")
-    visits = desk.visits([1, 20], num_epochs=2)
-    visits.schedule(seen)
-    desk.finish(0)
-    assert visits.epoch == 0
-    assert visits.account()[0].undone == (1,)
-    assert visits.schedule(seen) == []  # what is left is running
-    assert repr(visits) == "<visits: epoch 0 of 2, 1 of 2 shards done, 1 handed out>"
-    desk.finish(1, worker="b")
-    assert visits.epoch == 1
-    assert len(visits.schedule(seen)) == 2
-    desk.finish(2)
-    desk.finish(3, worker="b")
-    assert visits.done()
-
-
 def test_a_shard_whose_step_raised_is_not_done_and_comes_again() -> None:
     desk = Desk()
     visits = desk.visits(range(4))
@@ -247,8 +230,7 @@ async def test_shards_that_run_again_after_a_fail_over_are_named() -> None:
             await asyncio.sleep(10)
             return shard
 
-        with coordinator.strategy.scope():
-            declared = psync.Variable(np.zeros(2))
+        declared = declare(coordinator.strategy, declared=np.zeros(2))
         await declared.read()
         visits = coordinator.distribute_once(["a", "b"])
         visits.schedule(step)
@@ -272,22 +254,6 @@ def test_a_shard_that_takes_too_many_workers_with_it_is_an_error_and_stays_undon
     visits.schedule(seen)
     desk.finish(1, worker="c")
     assert visits.account()[0].restarted == {0: 3}
-
-
-def test_a_later_program_goes_on_in_the_middle_of_an_epoch() -> None:
-    desk = Desk()
-    visits = desk.visits([1, 2, 3], num_epochs=2)
-    visits.schedule(seen)
-    desk.finish(0, 1)
-    desk.fail(2)
-    state = json.loads(json.dumps(visits.state()))
-    desk = Desk()
-    later = desk.visits([1, 2, 3], num_epochs=2, state=state)
-    assert later.epoch == 0
-    assert [value._closure.payload for value in later.schedule(seen)] == [3]
-    desk.finish(0)
-    assert [value._closure.payload for value in later.schedule(seen)] == [1, 2, 3]
-    assert later.account()[0].restarted == {2: 2}
 
 
 def test_what_runs_when_the_state_is_kept_is_done_again_there() -> None:

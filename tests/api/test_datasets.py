@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ import memory_cluster
 import psync
 from inside import iterators_of as held_by
 from local_training import inside_a_step, strategy_of
+from loops import for_each
 from memory_cluster import coordinating, until
 from psync import PerWorkerDataset
 from psync.api.datasets import capture_dataset
 from psync.errors import (
+    ClosedError,
     ClosureInputError,
     ConfigurationError,
     EndOfData,
@@ -27,6 +30,15 @@ from psync.errors import (
 )
 from psync.serialization.functions import FunctionTable
 from psync.worker_task import WorkerTask
+
+
+async def take(batches):
+    return next(batches)
+
+
+async def slow_take(batches):
+    await asyncio.sleep(0.02)
+    return next(batches)
 
 
 def iterators_of(cluster: memory_cluster.MemoryCluster) -> list[int]:
@@ -119,14 +131,11 @@ async def test_the_end_of_data_is_raised_by_join_when_all_else_is_done():
 async def test_a_join_hears_of_the_end_that_its_own_closures_met():
     async with coordinating(num_workers=2) as (_, coordinator):
 
-        async def step(batches):
-            return next(batches)
-
         async def slow():
             await asyncio.sleep(10)
 
         iterator = iter(coordinator.create_per_worker_dataset(list, end="first"))
-        coordinator.schedule(step, args=(iterator,))
+        coordinator.schedule(take, args=(iterator,))
         first = asyncio.create_task(coordinator.join())
         await asyncio.sleep(0)
         coordinator.schedule(slow)
@@ -231,13 +240,8 @@ async def test_a_worker_that_is_lost_with_data_left_is_waited_for(synchronous):
 @pytest.mark.virtual_time
 async def test_a_lost_worker_is_not_waited_for_longer_than_tasks_are_at_the_start():
     async with coordinating(num_workers=2) as (cluster, coordinator):
-
-        async def step(batches):
-            await asyncio.sleep(0.02)
-            return next(batches)
-
         data = iter(coordinator.create_per_worker_dataset(uneven))
-        values = [coordinator.schedule(step, args=(data,)) for _ in range(sum(UNEVEN[:2]))]
+        values = [coordinator.schedule(slow_take, args=(data,)) for _ in range(sum(UNEVEN[:2]))]
         await values[4]
         began = asyncio.get_running_loop().time()
         await cluster.stop("worker-1")
@@ -268,13 +272,8 @@ async def test_a_step_that_has_made_updates_ends_with_the_data_of_its_worker():
 @pytest.mark.virtual_time
 async def test_data_may_end_where_one_worker_has_none_left():
     async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def step(batches):
-            await asyncio.sleep(0.02)
-            return next(batches)
-
         data = iter(coordinator.create_per_worker_dataset(uneven, end="first"))
-        values = [coordinator.schedule(step, args=(data,)) for _ in range(20)]
+        values = [coordinator.schedule(slow_take, args=(data,)) for _ in range(20)]
         with pytest.raises(EndOfData, match=r"^dataset uneven has no further batch$"):
             await coordinator.join()
         assert sum(value._error is None for value in values) < 15
@@ -290,12 +289,8 @@ async def test_another_word_for_the_end_is_refused():
 async def test_ends_of_an_iterator_that_is_dropped_are_forgotten():
     async with coordinating(num_workers=2) as (_, coordinator):
         data = iter(coordinator.create_per_worker_dataset(lambda: [1]))
-
-        async def step(batches):
-            return next(batches)
-
         for _ in range(3):
-            coordinator.schedule(step, args=(data,))
+            coordinator.schedule(take, args=(data,))
         with pytest.raises(EndOfData):
             await coordinator.join()
         dispatcher = coordinator._running("a test")._queue.dispatcher
@@ -353,15 +348,12 @@ async def test_an_error_of_dataset_code_is_the_steps_own():
 async def test_an_iterator_lives_as_long_as_a_closure_needs_it():
     async with coordinating(num_workers=1) as (cluster, coordinator):
 
-        async def step(batches):
-            return next(batches)
-
         def captures():
             batches = iter(coordinator.create_per_worker_dataset(lambda: [7, 8]))
             return coordinator.schedule(lambda: next(batches))
 
         value = coordinator.schedule(
-            step, args=(iter(coordinator.create_per_worker_dataset(lambda: [5, 6])),)
+            take, args=(iter(coordinator.create_per_worker_dataset(lambda: [5, 6])),)
         )
         captured = captures()
         gc.collect()
@@ -424,13 +416,25 @@ def per_worker(source, num_workers=1):
     return PerWorkerDataset(dataset, function, coordinator)
 
 
-def test_what_is_no_dataset_function_is_refused():
-    with pytest.raises(
-        ValueError, match="expected a dataset function or an iterable of batches, got int"
-    ):
-        per_worker(3)
-    with pytest.raises(UsageError, match="needs the arguments a, b"):
-        per_worker(lambda a, b: [])
+@for_each(
+    "source, error, text",
+    [
+        (3, ValueError, "expected a dataset function or an iterable of batches, got int"),
+        (lambda a, b: [], UsageError, "needs the arguments a, b"),
+        (iter([1, 2]), UsageError, "can be iterated over only once"),
+        ((np.zeros(3), np.zeros(3)), UsageError, r"tuple of arrays\nhint: psync.data.from_arrays"),
+        ([threading.Lock()], SerializationError, r"^the dataset holds \[0\] \(_thread.lock\), wh"),
+    ],
+)
+def test_what_is_no_dataset_is_refused_where_it_is_given(source, error, text):
+    with pytest.raises(error, match=text):
+        per_worker(source)
+    made = per_worker([1])
+    for source in (made, iter(made)):
+        with pytest.raises(UsageError, match="which is already per worker"):
+            per_worker(source)
+    with pytest.raises(SerializationError, match=r'^dataset function "<lambda>" captures "made"'):
+        per_worker(lambda: made)
 
 
 # --- iterables --------------------------------------------------------------------------------
@@ -447,10 +451,6 @@ class Loader:
 
     def __len__(self):
         return len(self.batches)
-
-
-async def take(batches):
-    return next(batches)
 
 
 async def test_an_iterable_is_captured_when_the_dataset_is_created():
@@ -471,13 +471,10 @@ async def test_every_worker_gets_the_whole_of_an_iterable():
         iterator = iter(coordinator.create_per_worker_dataset(["a", "b"]))
 
         async def both(batches):
-            await memory_cluster.note(str(psync.get_worker_index()))
-            for worker in "01":
-                await memory_cluster.event_of(worker).wait()
-            return next(batches) + next(batches)
+            return psync.get_worker_index(), next(batches) + next(batches)
 
         values = [coordinator.schedule(both, args=(iterator,)) for _ in range(2)]
-        assert await coordinator.fetch(values) == ["ab", "ab"]
+        assert sorted(await coordinator.fetch(values)) == [(0, "ab"), (1, "ab")]
 
 
 async def test_a_torch_data_loader_is_a_dataset():
@@ -498,23 +495,6 @@ async def test_a_torch_data_loader_is_a_dataset():
 
         assert await coordinator.schedule(step, args=(iterator,)) == ([0, 1, 2, 3], 4)
         assert await coordinator.schedule(step, args=(iterator,)) == ([4, 5], 2)
-
-
-def test_what_is_no_dataset_is_refused_where_it_is_given():
-    with pytest.raises(UsageError, match="a generator can be iterated over only once"):
-        per_worker(n for n in [1, 2])
-    with pytest.raises(UsageError, match=r"tuple of arrays\nhint: psync.data.from_arrays"):
-        per_worker((np.zeros(3), np.zeros(3)))
-    for source in (per_worker([1]), iter(per_worker([1]))):
-        with pytest.raises(UsageError, match="which is already per worker"):
-            per_worker(source)
-    with pytest.raises(
-        SerializationError, match=r"^the dataset holds \[0\] \(_thread.lock\), which"
-    ):
-        per_worker([threading.Lock()])
-    made = per_worker([1])
-    with pytest.raises(SerializationError, match=r'^dataset function "<lambda>" captures "made"'):
-        per_worker(lambda: made)
 
 
 def declares():
@@ -592,16 +572,14 @@ async def test_after_its_worker_was_lost_an_iterator_starts_from_its_position(po
         assert await coordinator.schedule(take, args=(iterator,)) == position
 
 
-@pytest.mark.parametrize(
-    ("position", "message"),
+@for_each(
+    "position, message",
     [
-        (-1, r"^position: expected a number of batches of at least 0, got -1$"),
-        (1.5, r"^position: expected a number of batches of at least 0, got 1.5$"),
-        ({0: None}, r"^position: expected a number of batches of at least 0, got None$"),
-        (
-            {2: 1},
-            r"^position: expected workers 0 to 0, got 2\nhint: shards of",
-        ),
+        *[
+            (n, f"^position: expected a number of batches of at least 0, got {n}$")
+            for n in (-1, 1.5)
+        ],
+        ({2: 1}, r"^position: expected workers 0 to 0, got 2\nhint: shards of"),
         ({"zero": 1}, r"got 'zero'"),
     ],
 )
@@ -609,3 +587,38 @@ def test_what_is_no_position_is_refused(position, message):
     dataset = per_worker(lambda: range(10))
     with pytest.raises(ConfigurationError, match=message):
         dataset.iterator(position)
+
+
+# --- what the program asks workers about iterators, and tells them ----------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_is_lost_while_it_is_asked_is_where_it_began():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: range(10)))
+        await coordinator.schedule(take, args=(iterator,))
+        cluster.network.partition("chief-0", "worker-0")
+        asked = asyncio.create_task(iterator.positions())
+        await asyncio.sleep(1)
+        assert not asked.done()
+        cluster.network.cut("worker-0")
+        assert await asked == {0: 0}
+
+
+async def test_without_a_coordinator_nobody_knows_a_position_and_nothing_is_released():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: [1, 2, 3]))
+    with pytest.raises(ClosedError, match="positions: the coordinator is not running"):
+        await iterator.positions()
+    del iterator
+    gc.collect()
+
+
+async def test_an_iterator_that_the_coordinator_holds_does_not_keep_it():
+    """What releases iterators is known to the interpreter; it would hold the coordinator, too."""
+    async with coordinating(num_workers=1) as (_, coordinator):
+        coordinator.held = iter(coordinator.create_per_worker_dataset(lambda: [1, 2, 3]))
+        kept = weakref.ref(coordinator)
+    del _, coordinator
+    gc.collect()
+    assert kept() is None

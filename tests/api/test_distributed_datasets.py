@@ -16,16 +16,11 @@ from psync import InputOptions
 from psync.errors import ConfigurationError, UsageError
 
 
-def strategy_of(num_workers: int = 2, *, worker: int | None = None) -> Any:
-    cluster = {
-        "chief": ["c:1"],
-        "ps": ["p:1"],
-        "worker": [f"w{index}:1" for index in range(num_workers)],
-    }
+def strategy_of(workers: Any = ("w0:1", "w1:1"), *, worker: int | None = None) -> Any:
+    cluster = psync.ClusterSpec({"chief": ["c:1"], "ps": ["p:1"], "worker": workers})
     job, index = ("chief", 0) if worker is None else ("worker", worker)
-    return psync.ParameterServerStrategy(
-        psync.SimpleClusterResolver(psync.ClusterSpec(cluster), task_type=job, task_id=index)
-    )
+    resolver = psync.SimpleClusterResolver(cluster, task_type=job, task_id=index)
+    return psync.ParameterServerStrategy(resolver)
 
 
 async def take(batches: Any) -> Any:
@@ -151,13 +146,7 @@ def test_a_worker_that_trains_by_itself_iterates_over_its_share() -> None:
     for worker, share in enumerate([["a", "c"], ["b"]]):
         dataset = strategy_of(worker=worker).experimental_distribute_dataset(["a", "b", "c"])
         assert list(dataset) == list(dataset) == share
-
-
-def test_workers_need_not_be_numbered_without_gaps() -> None:
-    spec = psync.ClusterSpec({"chief": ["c:1"], "ps": ["p:1"], "worker": {1: "a:1", 4: "b:1"}})
-    strategy = psync.ParameterServerStrategy(
-        psync.SimpleClusterResolver(spec, task_type="worker", task_id=4)
-    )
+    strategy = strategy_of({1: "a:1", 4: "b:1"}, worker=4)  # numbered with gaps
     assert list(strategy.experimental_distribute_dataset([1, 2, 3])) == [2]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import psync
-from local_training import at_once, in_step, strategy_of, training
+from local_training import at_once, declared, in_step, strategy_of, training, training_of
 from psync.errors import (
     ConfigurationError,
     IndexTypeError,
@@ -23,15 +22,12 @@ TABLE = np.arange(26, dtype=np.float32).reshape(13, 2)
 INDICES = [[0, 0], [0, 1], [1, 0], [2, 3]]
 
 
-def shards(count: int) -> Callable[..., list[int]]:
-    return lambda shape, dtype: [count, *[1] * (len(shape) - 1)]
+shards = psync.FixedShardsPartitioner
 
 
 @pytest.mark.parametrize("num_shards", [1, 5])
 async def test_ids_of_any_shape_give_their_rows(num_shards: int) -> None:
-    async with training(3, partitioner=shards(num_shards)) as (strategy, _):
-        with strategy.scope():
-            table = psync.Variable(TABLE, name="table")
+    async with training_of(3, 1, shards(num_shards), table=TABLE) as (_, table):
         for ids in (7, [3, 3, 12, 0], np.array([[[5], [1]]], np.int32), np.zeros((0, 4), int)):
             rows = await psync.embedding_lookup(table, ids)
             np.testing.assert_array_equal(rows, TABLE[np.asarray(ids)])
@@ -61,9 +57,7 @@ async def test_a_list_of_variables_stands_for_one(strategy_name: str) -> None:
 
 
 async def test_sparse_ids_are_combined() -> None:
-    async with training(3, partitioner=shards(5)) as (strategy, _):
-        with strategy.scope():
-            table = psync.Variable(TABLE)
+    async with training_of(3, 1, shards(5), table=TABLE) as (_, table):
         ids = (INDICES, [1, 3, 0, 1], (3, 4))
         weights = (INDICES, [2.0, 0.5, 1.0, 3.0], (3, 4))
         rows = await psync.embedding_lookup_sparse(table, ids, weights)
@@ -78,9 +72,7 @@ async def test_sparse_ids_are_combined() -> None:
 
 
 async def test_the_safe_lookup_leaves_out_what_is_invalid_and_fills_rows_without_ids() -> None:
-    async with training(3, partitioner=shards(5)) as (strategy, _):
-        with strategy.scope():
-            table = psync.Variable(TABLE)
+    async with training_of(3, 1, shards(5), table=TABLE) as (_, table):
         ids = (INDICES, [1, -1, 0, 7], (3, 4))
         weights = (INDICES, [2.0, 0.5, 0.0, 3.0], (3, 4))
         rows = await psync.safe_embedding_lookup_sparse(table, ids, weights)
@@ -107,9 +99,7 @@ async def test_the_safe_lookup_leaves_out_what_is_invalid_and_fills_rows_without
 
 
 async def test_a_step_looks_up_and_pushes_the_gradient_of_the_rows() -> None:
-    async with training(3, partitioner=shards(5)) as (strategy, coordinator):
-        with strategy.scope():
-            table = psync.Variable(TABLE)
+    async with training_of(3, 1, shards(5), table=TABLE) as (coordinator, table):
         optimizer = psync.optimizers.SGD(1.0)
 
         async def step() -> Any:
@@ -141,8 +131,7 @@ async def test_a_step_looks_up_and_pushes_the_gradient_of_the_rows() -> None:
 def test_ids_that_are_none_are_errors_that_name_the_variable(
     ids: Any, kind: type[Exception], text: str, num_shards: int
 ) -> None:
-    with strategy_of(3, shards(num_shards)).scope():
-        table = psync.Variable(TABLE, name="table")
+    table = declared(3, shards(num_shards), table=TABLE)
     with pytest.raises(kind, match=f'embedding_lookup of "table": {text}'):
         at_once(psync.embedding_lookup(table, ids))
 

@@ -12,7 +12,6 @@ import pytest
 
 import psync
 from memory_cluster import TWO_SHARDS, MemoryCluster, running
-from psync.errors import UsageError
 from psync.testing import MemoryNetwork
 
 pytestmark = pytest.mark.timeout(30)
@@ -51,14 +50,6 @@ async def test_arrays_are_nested_and_shaped_as_the_variables() -> None:
         assert made["again"][0] is large
         assert made["other"] == "x"
         assert psync.empty_like(model.large) is not large
-
-
-async def test_without_a_connection_to_ps_tasks_it_says_so() -> None:
-    strategy = MemoryCluster(1, 1).strategy()
-    with strategy.scope():
-        v = psync.Variable(np.zeros(3), name="v")
-    with pytest.raises(UsageError, match="empty_like: no connection to the ps tasks here"):
-        psync.empty_like(v)
 
 
 @pytest.mark.parametrize(
@@ -137,35 +128,6 @@ async def test_a_push_that_is_cancelled_counts_as_it_was_if_others_are_made_then
             await asyncio.gather(push, return_exceptions=True)
         value = await model.large.read()
         assert value.min() == value.max() >= -10
-
-
-async def test_a_backup_has_what_was_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    sgd = psync.optimizers.SGD(0.5)
-    network = MemoryNetwork(chunk=(1 << 16, 1 << 20), shares_memory=True)
-    cluster = MemoryCluster(2, 2, network=network)
-    async with running(cluster):
-        strategy = cluster.replica_strategy()
-        with strategy.scope():
-            v = psync.Variable(np.zeros(LARGE, np.float32), name="v")
-
-        async def step() -> None:
-            gradient = psync.empty_like(v)
-            gradient.fill(2)
-            await sgd.apply_gradients([(gradient, v)])
-            gradient.fill(OVERWRITTEN)
-
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            for _ in range(10):  # while backups are made
-                coordinator.schedule(step)
-            await coordinator.join()
-            await coordinator.backed_up()
-            for _ in range(6):
-                coordinator.schedule(step)
-            await coordinator.join()
-            await cluster.kill("ps-0")
-            coordinator.schedule(step)
-            await coordinator.join()
-            assert (await v.read() == -17).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"total_num_replicas": 2, "replicas_to_aggregate": 1}])

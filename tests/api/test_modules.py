@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import declared, in_step, strategy_of, training
 from psync.errors import UsageError
 
 
@@ -61,9 +61,7 @@ def test_lists_tuples_and_dicts_are_looked_into_at_any_depth() -> None:
 
 
 def test_what_is_held_twice_is_there_once_and_cycles_end() -> None:
-    with strategy_of(2, psync.FixedShardsPartitioner(2)).scope():
-        v = psync.Variable(np.zeros(4))
-        w = psync.Variable(0.0)
+    v, w = declared(2, psync.FixedShardsPartitioner(2), v=np.zeros(4), w=0.0)
     parent, child = Layer(w=w, also=[w], v=v), Layer(w=w, shards=v.variables)
     parent.child, child.parent = child, parent
     loop: list[Any] = [w]

@@ -12,44 +12,45 @@ import pytest
 
 import memory_cluster
 import psync
-from local_training import at_once, in_step, inside_a_step, strategy_of, training
+from local_training import at_once, declare, declared, in_step, inside_a_step, strategy_of, training
+from loops import for_each
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 
 
 def variables(strategy: psync.ParameterServerStrategy) -> tuple[Any, Any]:
-    with strategy.scope():
-        w = psync.Variable(np.arange(12, dtype=np.float32).reshape(6, 2), name="w")
-        b = psync.Variable(np.ones(2), name="b")
+    w, b = declare(strategy, w=np.arange(12, dtype=np.float32).reshape(6, 2), b=np.ones(2))
     return w, b
 
 
-class TestMaking:
-    @pytest.mark.parametrize("decay", [1.0, -0.1, float("nan"), 2, "0.9", None])
-    def test_a_decay_is_from_0_to_below_1(self, decay: Any) -> None:
-        with pytest.raises(ConfigurationError, match=r"expected decay in \[0, 1\), got"):
-            psync.ExponentialMovingAverage(decay)
+@for_each(
+    "given, error, text",
+    [
+        *[
+            ({"decay": decay}, ConfigurationError, r"expected decay in \[0, 1\), got")
+            for decay in (1.0, -0.1, float("nan"), 2, "0.9", None)
+        ],
+        *[
+            ({"num_updates": number}, ConfigurationError, "to be True or the global step")
+            for number in (3, 0.5, "step")
+        ],
+        ({"name": ""}, ConfigurationError, "expected a name, got ''"),
+        (
+            {"num_updates": declared(b=np.ones(2))}, UsageError,
+            "num_updates of a moving average: expected an int",
+        ),
+    ],
+)  # fmt: skip
+def test_what_makes_no_average_is_refused(
+    given: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        psync.ExponentialMovingAverage(**{"decay": 0.9, **given})
 
-    def test_a_decay_may_be_numpys(self) -> None:
-        assert psync.ExponentialMovingAverage(np.float32(0.5)).decay == 0.5  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize("number", [3, 0.5, "step"])
-    def test_a_number_of_updates_that_stays_the_same_is_an_error(self, number: Any) -> None:
-        with pytest.raises(ConfigurationError, match="to be True or the global step"):
-            psync.ExponentialMovingAverage(0.9, number)
-
-    def test_a_variable_that_counts_no_updates_is_an_error(self) -> None:
-        _, b = variables(strategy_of())
-        with pytest.raises(UsageError, match="num_updates of a moving average: expected an int"):
-            psync.ExponentialMovingAverage(0.9, b)
-
-    def test_a_name_is_text(self) -> None:
-        with pytest.raises(ConfigurationError, match="expected a name, got ''"):
-            psync.ExponentialMovingAverage(0.9, name="")
-
-    def test_it_says_what_it_is(self) -> None:
-        ema = psync.ExponentialMovingAverage(0.99, name="average")
-        assert (ema.name, ema.decay, ema.num_updates) == ("average", 0.99, False)
-        assert repr(ema) == "<ExponentialMovingAverage decay=0.99 of 0 variables>"
+def test_it_says_what_it_is() -> None:
+    ema = psync.ExponentialMovingAverage(np.float32(0.5), name="average")  # type: ignore[arg-type]
+    assert (ema.name, ema.decay, ema.num_updates) == ("average", 0.5, False)
+    assert repr(ema) == "<ExponentialMovingAverage decay=0.5 of 0 variables>"
 
 
 class TestPlaces:
@@ -90,30 +91,23 @@ class TestPlaces:
         assert strategy.trainable_variables == (w, b)
         assert strategy.variables == (w, b, shadow)
 
-    def test_two_averages_of_a_variable_have_names_of_their_own(self) -> None:
+    def test_a_variable_is_averaged_once_by_each(self) -> None:
         strategy = strategy_of()
-        w, _ = variables(strategy)
+        w, b = variables(strategy)
         fast, slow = psync.ExponentialMovingAverage(0.9), psync.ExponentialMovingAverage(0.99)
-        fast.apply([w])
+        fast.apply([w, w])
+        first = fast.average(w)
+        fast.apply([w, b])
+        assert fast.average(w) is first
+        assert len(strategy.variables) == 4
         slow.apply([w])
         assert fast.average_name(w) == "w/ExponentialMovingAverage"
         assert slow.average_name(w) == "w/ExponentialMovingAverage_1"
 
-    def test_a_variable_is_averaged_once(self) -> None:
-        strategy = strategy_of()
-        w, b = variables(strategy)
-        ema = psync.ExponentialMovingAverage(0.9)
-        ema.apply([w, w])
-        first = ema.average(w)
-        ema.apply([w, b])
-        assert ema.average(w) is first
-        assert len(strategy.variables) == 4
-
     def test_what_cannot_be_averaged_is_an_error_before_anything_is_declared(self) -> None:
         strategy = strategy_of(2, psync.FixedShardsPartitioner(2))
         w, _ = variables(strategy)
-        with strategy.scope():
-            count = psync.Variable([1, 2], name="count")
+        count = declare(strategy, count=[1, 2])
         ema = psync.ExponentialMovingAverage(0.9)
         with pytest.raises(
             ValueMismatchError, match='"count": expected a float variable, got int64'
@@ -129,11 +123,11 @@ class TestPlaces:
             ema.apply()
         assert len(strategy.variables) == 3
         assert ema.average(w) is None
-
-    def test_a_variable_whose_strategy_is_elsewhere_is_an_error(self) -> None:
-        w, _ = variables(strategy_of())
+        gone, _ = variables(strategy_of())
         with pytest.raises(UsageError, match='"w": its strategy is not in this process'):
-            psync.ExponentialMovingAverage(0.9).apply([w])
+            ema.apply([gone])
+        with inside_a_step(), pytest.raises(UsageError, match="declaring moving averages inside a"):
+            ema.apply([w])
 
 
 class TestFinding:
@@ -141,18 +135,13 @@ class TestFinding:
         strategy = strategy_of()
         w, b = variables(strategy)
         ema = psync.ExponentialMovingAverage(0.9)
-        ema.apply([w, b])
-        averages = ema.averages({"dense": (w, [b]), "rate": 0.5})
-        assert averages == {"dense": (ema.average(w), [ema.average(b)]), "rate": 0.5}
-        assert ema.averages(w) is ema.average(w)
-
-    def test_a_variable_without_an_average_is_an_error(self) -> None:
-        strategy = strategy_of()
-        w, b = variables(strategy)
-        ema = psync.ExponentialMovingAverage(0.9)
         ema.apply([w])
         with pytest.raises(UsageError, match='variable "b" has no moving average'):
             ema.averages((w, b))
+        ema.apply([b])
+        averages = ema.averages({"dense": (w, [b]), "rate": 0.5})
+        assert averages == {"dense": (ema.average(w), [ema.average(b)]), "rate": 0.5}
+        assert ema.averages(w) is ema.average(w)
 
     def test_what_to_restore_is_the_averages_and_all_that_have_none(self) -> None:
         strategy = strategy_of()
@@ -163,8 +152,6 @@ class TestFinding:
             ema.apply([w])
             assert ema.variables_to_restore() == {"w/ema": w, "b/ema": b, "global_step": step}
         assert ema.variables_to_restore([w]) == {"w/ema": w, "b": b, "global_step": step}
-
-    def test_what_to_restore_is_not_known_without_a_strategy(self) -> None:
         with pytest.raises(UsageError, match="variables_to_restore outside a strategy's scope"):
             psync.ExponentialMovingAverage(0.9).variables_to_restore()
 
@@ -214,15 +201,6 @@ class TestTraining:
             assert np.array_equal(pulled, read)
             assert np.array_equal(read, np.arange(12).reshape(6, 2))
 
-    def test_a_step_declares_none(self) -> None:
-        _, b = variables(strategy_of())
-        ema = psync.ExponentialMovingAverage(0.9)
-        with (
-            inside_a_step(),
-            pytest.raises(UsageError, match="declaring moving averages inside a step"),
-        ):
-            ema.apply([b])
-
 
 class TestUpdating:
     @pytest.mark.parametrize("shards", [1, 3])
@@ -268,17 +246,13 @@ class TestUpdating:
                 for ema in (by_true, by_step):
                     assert await psync.pull(ema.averages(v)) == pytest.approx([expected] * 2)
 
-    def test_without_a_global_step_there_is_none_to_follow(self) -> None:
+    def test_nothing_to_follow_or_average_or_nobody_to_ask_is_an_error(self) -> None:
         strategy = strategy_of()
         w, _ = variables(strategy)
-        ema = psync.ExponentialMovingAverage(0.9, True)
-        ema.apply([w])
+        following = psync.ExponentialMovingAverage(0.9, True)
+        following.apply([w])
         with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
-            at_once(ema.update())
-
-    def test_nothing_averaged_or_nobody_to_ask_is_an_error(self) -> None:
-        strategy = strategy_of()
-        w, _ = variables(strategy)
+            at_once(following.update())
         ema = psync.ExponentialMovingAverage(0.9)
         with pytest.raises(UsageError, match="update of moving averages: no variable is averaged"):
             at_once(ema.update())
@@ -289,8 +263,7 @@ class TestUpdating:
     @pytest.mark.virtual_time
     async def test_an_update_in_a_closure_that_runs_twice_happens_once(self) -> None:
         async with memory_cluster.coordinating(num_ps=2) as (cluster, coordinator):
-            with coordinator.strategy.scope():
-                v = psync.Variable(np.zeros(2), name="v")
+            v = declare(coordinator.strategy, v=np.zeros(2))
             ema = psync.ExponentialMovingAverage(0.5)
             ema.apply([v])
             await v.assign([1.0, 1.0])

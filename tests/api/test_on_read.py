@@ -35,12 +35,12 @@ def declare(strategy: Any, value: Any, aggregation: Any = SUM, **options: Any) -
         return psync.Variable(value, synchronization=ON_READ, aggregation=aggregation, **options)
 
 
-def offline() -> psync.ParameterServerStrategy:
-    addresses = {"chief": ["a:1"], "ps": ["a:2"], "worker": ["a:3", "a:4"]}
+def offline(num_ps: int = 1, partitioner: Any = None) -> psync.ParameterServerStrategy:
+    addresses = {"chief": ["c:1"], "ps": [f"p{n}:1" for n in range(num_ps)], "worker": ["w:1"]}
     resolver = psync.SimpleClusterResolver(
         psync.ClusterSpec(addresses), task_type="chief", task_id=0
     )
-    return psync.ParameterServerStrategy(resolver, psync.FixedShardsPartitioner(2))
+    return psync.ParameterServerStrategy(resolver, partitioner)
 
 
 @contextlib.asynccontextmanager
@@ -68,19 +68,12 @@ async def on_each(
     return [value for _, value in sorted(await coordinator.fetch(results))]
 
 
-async def in_step(coordinator: psync.ClusterCoordinator, step: Callable[..., Any]) -> Any:
-    return await coordinator.schedule(step)
-
-
 # --- declaring -----------------------------------------------------------------------------------
 
 
-def test_it_takes_a_turn_of_the_strategy() -> None:
-    addresses = {"chief": ["a:1"], "ps": ["a:2", "a:3"], "worker": ["a:4"]}
-    strategy = psync.ParameterServerStrategy(
-        psync.SimpleClusterResolver(psync.ClusterSpec(addresses), task_type="chief", task_id=0)
-    )
-    devices = [declare(strategy, 0.0).device for _ in range(3)]
+def test_it_takes_a_turn_of_the_strategy_and_is_not_cut() -> None:
+    strategy = offline(2, psync.FixedShardsPartitioner(2))
+    devices = [declare(strategy, np.zeros(4)).device for _ in range(3)]
     assert devices[0] == devices[2] != devices[1]
 
 
@@ -119,32 +112,19 @@ def test_where_one_value_is_meant_it_is_refused() -> None:
     sync = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 1)
     with pytest.raises(UsageError, match='"Variable" is synchronized on read'):
         at_once(sync.apply_gradients([(np.float32(1), other)], global_step=count))
-
-
-def test_a_lookup_says_how_to_read_rows_of_a_copy() -> None:
-    table = declare(offline(), np.zeros((3, 2)))
-    with pytest.raises(UsageError, match=r"synchronized on read\nhint: .*sparse_read"):
-        at_once(psync.embedding_lookup(table, [0]))
+    with pytest.raises(UsageError, match="bools cannot be summed"):
+        declare(strategy, False)
+    declare(strategy, False, MEAN)
 
 
 def test_beside_a_variable_of_several_shards_it_is_beside_the_first() -> None:
-    addresses = {"chief": ["a:1"], "ps": ["a:2", "a:3"], "worker": ["a:4"]}
-    strategy = psync.ParameterServerStrategy(
-        psync.SimpleClusterResolver(psync.ClusterSpec(addresses), task_type="chief", task_id=0),
-        psync.FixedShardsPartitioner(2),
-    )
+    strategy = offline(2, psync.FixedShardsPartitioner(2))
     with strategy.scope():
         psync.Variable(0.0)
         table = psync.Variable(np.zeros((4, 2)))
         with strategy.colocate_vars_with(table):
             seen = declare(strategy, np.zeros(3))
     assert seen.device == table.device[0] == "/job:ps/replica:0/task:1/device:CPU:0"
-
-
-def test_bools_cannot_be_summed() -> None:
-    with pytest.raises(UsageError, match="bools cannot be summed"):
-        declare(offline(), False)
-    declare(offline(), False, MEAN)
 
 
 # --- replica context: the worker's own copy ------------------------------------------------------
@@ -186,7 +166,7 @@ async def test_a_copy_is_read_by_index_and_by_row() -> None:
             ]  # fmt: skip
 
         expected = [[2, 3], [0, 2, 4], 5, [[4, 5], [0, 1]], [[4, 5], [0, 1], [4, 5]], [1]]
-        assert await in_step(coordinator, step) == expected
+        assert await coordinator.schedule(step) == expected
         assert (await v[1]).tolist() == [2, 3]
         assert repr(v[1]) == '<part of "Variable", to be awaited>'
         with pytest.raises(UsageError, match='part of variable "Variable" is not an array'):
@@ -204,7 +184,7 @@ async def test_values_are_read_only_or_the_callers_own() -> None:
             read = [await v.read(), await v.read(copy=True), await v.read(out=out)]
             return [array.flags.writeable for array in read] + [read[2] is out, bool(out.any())]
 
-        assert await in_step(coordinator, step) == [False, True, True, True, False]
+        assert await coordinator.schedule(step) == [False, True, True, True, False]
         assert await step() == [False, True, True, True, False]
         assert (await v.value()).tolist() == (await v.read_value()).tolist() == [0, 0]
         out = [np.ones(2, np.float32)]
@@ -224,7 +204,7 @@ async def test_it_is_pulled_beside_other_variables() -> None:
         async def step() -> Any:
             return await psync.pull((w, metric, w, single))
 
-        first, second, third, fourth = await in_step(coordinator, step)
+        first, second, third, fourth = await coordinator.schedule(step)
         assert (first.tolist(), float(second), third.tolist()) == ([1, 1], 1.0, [1, 1])
         assert float(fourth) == 3.0
         assert float((await psync.pull([metric, w]))[0]) == 2.0
@@ -330,7 +310,7 @@ async def test_in_a_merge_function_of_a_step_all_copies_are_meant() -> None:
             context = psync.get_replica_context()
             return float(await v.read()), await context.merge_call(total)
 
-        assert await in_step(coordinator, step) == (1.0, 2.0)
+        assert await coordinator.schedule(step) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize(

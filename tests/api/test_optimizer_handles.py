@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import psync
-from local_training import at_once, in_step, inside_a_step, strategy_of, training
-from psync import optimizers, schedules
+from local_training import (
+    at_once,
+    declare,
+    declared,
+    in_step,
+    inside_a_step,
+    strategy_of,
+    training,
+    training_of,
+)
+from loops import for_each
+from psync import optimizers
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 
-
-def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
-    return [2, *[1] * (len(shape) - 1)]
+halves = psync.FixedShardsPartitioner(2)
 
 
 # --- what comes back ---------------------------------------------------------------------------
@@ -26,9 +32,7 @@ def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
 
 async def test_two_optimizers_on_one_variable_count_their_own_steps() -> None:
     slow, fast = optimizers.SGD(0.1), optimizers.SGD(1.0)
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.float32(10))
+    async with training_of(v=np.float32(10)) as (_, v):
         assert (await slow.apply_gradients([(np.float32(1), v)])).step == 1
         assert (await slow.apply_gradients([(np.float32(1), v)])).step == 2
         assert (await fast.apply_gradients([(np.float32(1), v)])).step == 1
@@ -36,9 +40,7 @@ async def test_two_optimizers_on_one_variable_count_their_own_steps() -> None:
 
 
 async def test_a_shard_can_be_pushed_alone() -> None:
-    async with training(partitioner=halves) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros(4, np.float32))
+    async with training_of(2, 1, halves, v=np.zeros(4, np.float32)) as (_, v):
         await optimizers.SGD(1.0).apply_gradients([(np.ones(2, np.float32), v.variables[1])])
         assert (await v.read()).tolist() == [0, 0, -1, -1]
 
@@ -64,10 +66,8 @@ async def test_variables_of_two_strategies_are_not_pushed_or_pulled_together() -
     """Each is the first of its strategy, so they have the same number."""
     sgd = optimizers.SGD(1.0)
     async with training() as (strategy, _), training() as (other, _):
-        with strategy.scope():
-            v = psync.Variable(np.float32(0))
-        with other.scope():
-            foreign = psync.Variable(np.float32(7), name="foreign")
+        v = declare(strategy, v=np.float32(0))
+        foreign = declare(other, foreign=np.float32(7))
         own = (np.float32(1), v)
         for push in (
             lambda: sgd.apply_gradients([own, (np.float32(1), foreign)]),
@@ -101,59 +101,35 @@ async def test_a_global_step_that_cannot_count_lets_nothing_be_pushed() -> None:
 
 # --- gradients that do not fit -----------------------------------------------------------------
 
-Refusal = tuple[Callable[[Any, Any], Any], str]
-
-REFUSED: dict[str, Refusal] = {
-    "nothing": (lambda v, w: [], "apply_gradients: no gradients given"),
-    "a dict": (
-        lambda v, w: {v: np.float32(1)},
-        "apply_gradients: expected (gradient, variable) pairs, got dict\n"
-        "hint: apply_gradients(zip(gradients, variables))",
-    ),
-    "all None": (
-        lambda v, w: [(None, v), (None, w)],
-        "apply_gradients: all gradients are None (v, w)",
-    ),
-    "shape": (
-        lambda v, w: [(np.zeros(3, np.float32), v)],
-        'gradient for "v": expected shape (2,), got (3,)',
-    ),
-    "dtype": (
-        lambda v, w: [(np.zeros(2), v)],
-        'gradient for "v": expected dtype float32, got float64\n'
-        "hint: convert it: np.asarray(value, 'float32')",
-    ),
-    "twice": (
-        lambda v, w: [(np.zeros(2, np.float32), v)] * 2,
-        'apply_gradients: variable "v" appears twice',
-    ),
-    "not a variable": (
-        lambda v, w: [(np.zeros(2, np.float32), "v")],
-        "apply_gradients: expected (gradient, variable) pairs, got str for the variable",
-    ),
-    "swapped": (
-        lambda v, w: [(v, np.zeros(2, np.float32))],
-        "apply_gradients: expected (gradient, variable) pairs, got ndarray for the variable",
-    ),
-    "no list": (
-        lambda v, w: None,
-        "apply_gradients: expected (gradient, variable) pairs, got NoneType\n"
-        "hint: apply_gradients(zip(gradients, variables))",
-    ),
-    "not pairs": (
-        lambda v, w: [np.zeros(3, np.float32)],
-        "apply_gradients: expected (gradient, variable) pairs, got ndarray\n"
-        "hint: apply_gradients(zip(gradients, variables))",
-    ),
-}
+NO_PAIRS = "apply_gradients: expected (gradient, variable) pairs, got "
+HINT = "\nhint: apply_gradients(zip(gradients, variables))"
+ONE, TWO = np.float32(1), np.zeros(2, np.float32)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_gradients_that_do_not_fit_are_refused_before_the_push(name: str) -> None:
-    make, text = REFUSED[name]
-    with strategy_of().scope():
-        v = psync.Variable(np.zeros(2, np.float32), name="v")
-        w = psync.Variable(np.zeros(2, np.float32), name="w")
+@for_each(
+    "make, text",
+    [
+        (lambda v, w: [], "apply_gradients: no gradients given"),
+        (lambda v, w: {v: ONE}, f"{NO_PAIRS}dict{HINT}"),
+        (lambda v, w: [(None, v), (None, w)], "apply_gradients: all gradients are None (v, w)"),
+        (
+            lambda v, w: [(np.zeros(3, np.float32), v)],
+            'gradient for "v": expected shape (2,), got (3,)',
+        ),
+        (
+            lambda v, w: [(np.zeros(2), v)],
+            'gradient for "v": expected dtype float32, got float64\n'
+            "hint: convert it: np.asarray(value, 'float32')",
+        ),
+        (lambda v, w: [(TWO, v)] * 2, 'apply_gradients: variable "v" appears twice'),
+        (lambda v, w: [(TWO, "v")], f"{NO_PAIRS}str for the variable"),
+        (lambda v, w: [(v, TWO)], f"{NO_PAIRS}ndarray for the variable"),
+        (lambda v, w: None, f"{NO_PAIRS}NoneType{HINT}"),
+        (lambda v, w: [np.zeros(3, np.float32)], f"{NO_PAIRS}ndarray{HINT}"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused_before_the_push(make: Any, text: str) -> None:
+    v, w = declared(v=TWO, w=TWO)
     with pytest.raises(ValueMismatchError) as caught:
         at_once(optimizers.SGD(0.1).apply_gradients(make(v, w)))
     assert str(caught.value) == text
@@ -163,8 +139,7 @@ async def test_a_learning_rate_that_was_set_goes_with_its_cluster() -> None:
     optimizer = optimizers.SGD(0.25)
     for _ in range(2):
         async with training() as (strategy, _):
-            with strategy.scope():
-                v = psync.Variable(np.float32(10))
+            v = declare(strategy, v=np.float32(10))
             await optimizer.apply_gradients([(np.float32(4), v)])
             assert (optimizer.learning_rate, await v.read()) == (0.25, 9)
             await optimizer.set_learning_rate(0.5)
@@ -178,9 +153,7 @@ async def test_a_learning_rate_that_is_none_is_refused_and_changes_nothing(rate:
         with pytest.raises(ConfigurationError, match="learning rate: expected a"):
             make(rate)
     optimizer = optimizers.SGD(0.5)
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.float32(10))
+    async with training_of(v=np.float32(10)) as (_, v):
         with pytest.raises(ConfigurationError, match="learning rate: expected a"):
             await optimizer.set_learning_rate(rate)
         await optimizer.apply_gradients([(np.float32(4), v)])
@@ -222,8 +195,7 @@ def test_what_one_ps_would_refuse_changes_nothing_on_the_others(
 
 
 def test_a_whole_variable_and_one_of_its_shards_are_the_same_twice() -> None:
-    with strategy_of(2, halves).scope():
-        v = psync.Variable(np.zeros(4, np.float32), name="v")
+    v = declared(2, halves, v=np.zeros(4, np.float32))
     pairs = [(np.zeros(4, np.float32), v), (np.zeros(2, np.float32), v.variables[0])]
     with pytest.raises(ValueMismatchError, match='variable "v/part_0" appears twice'):
         at_once(optimizers.SGD(0.1).apply_gradients(pairs))
@@ -231,8 +203,7 @@ def test_a_whole_variable_and_one_of_its_shards_are_the_same_twice() -> None:
 
 def test_gradients_that_are_not_finite_are_refused_where_that_is_asked_for() -> None:
     bad = np.array([1, np.nan, -np.inf], np.float32)
-    with strategy_of().scope():
-        v = psync.Variable(np.zeros(3, np.float32), name="v")
+    v = declared(v=np.zeros(3, np.float32))
     with pytest.raises(ValueMismatchError) as caught:
         at_once(optimizers.SGD(1.0, forbid_nonfinite=True).apply_gradients([(bad, v)]))
     assert str(caught.value) == (
@@ -245,8 +216,7 @@ def test_gradients_that_are_not_finite_are_refused_where_that_is_asked_for() -> 
 
 
 def test_slots_have_names_and_others_are_none() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(np.float32(0))
+    v = declared(v=np.float32(0))
     assert optimizers.SGD(0.1).get_slot_names() == []
     assert optimizers.SGD(0.1, momentum=0.5).get_slot_names() == ["momentum"]
     assert optimizers.SGD(0.1).get_slot(v, "momentum") is None
@@ -329,6 +299,8 @@ async def test_without_var_list_the_trainable_variables_are_meant() -> None:
             return float(await sgd.minimize(lambda a, b: (a * b, (b, a))))
 
         assert await in_step(coordinator, step) == 12
+        with pytest.raises(ValueMismatchError, match="var_list: expected variables, got str"):
+            await sgd.compute_gradients(lambda a: (0, [a]), [v, "w"])
         pairs = await sgd.compute_gradients(lambda a, b: (0, (a, b)))  # by the program, too
         assert [variable for _, variable in pairs] == [v, w]
         assert [(slot.variable, slot.name) for slot in sgd.variables()] == [
@@ -357,8 +329,7 @@ def test_a_class_of_ones_own_takes_its_attributes_along() -> None:
 async def test_with_two_strategies_a_program_says_which_variables() -> None:
     sgd = optimizers.SGD(0.5)
     async with training() as (one, coordinator), training() as (other, _):
-        with one.scope():
-            v = psync.Variable(np.float32(3))
+        v = declare(one, v=np.float32(3))
         with other.scope():
             psync.Variable(np.float32(4))
         with pytest.raises(UsageError, match="compute_gradients without var_list: 2 strategies"):
@@ -371,63 +342,49 @@ async def test_with_two_strategies_a_program_says_which_variables() -> None:
         assert await v.read() == 1.5
 
 
-def test_only_variables_can_be_optimized() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(np.float32(3))
-    with pytest.raises(ValueMismatchError, match="var_list: expected variables, got str"):
-        at_once(optimizers.SGD(0.1).compute_gradients(lambda a: (0, [a]), [v, "w"]))  # type: ignore[list-item]
-
-
 # --- handles -----------------------------------------------------------------------------------
 
 
-def test_an_optimizer_is_one_object_however_it_is_copied() -> None:
-    adam = optimizers.Adam(schedules.ExponentialDecay(0.1, 10, 0.5), name="mine")
-    assert pickle.loads(pickle.dumps(adam)) is adam
-    assert copy.deepcopy(adam) is copy.copy(adam) is adam
-
-
-def test_a_process_that_does_not_have_it_makes_it_again() -> None:
-    made = optimizers.SGD(0.5, momentum=0.9, name="mine", forbid_nonfinite=True)
-    text, number, config = pickle.dumps(made), made.number, made.get_config()
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_an_optimizer_is_one_object_in_each_process_however_it_travels(synchronous: bool) -> None:
+    made: Any = optimizers.SGD(0.5, momentum=0.9, name="mine", forbid_nonfinite=True)
+    if synchronous:
+        made = psync.SyncReplicasOptimizer(made, 2, 3, strict=True, min_replicas=2, name="mine")
+    kind, number, config = type(made), made.number, made.get_config()
+    text = pickle.dumps(made)
+    assert pickle.loads(text) is copy.deepcopy(made) is copy.copy(made) is made
     del made
     again = pickle.loads(text)
-    assert (type(again), again.number, again.get_name()) == (optimizers.SGD, number, "mine")
+    assert (type(again), again.number, again.get_name()) == (kind, number, "mine")
     assert again.get_config() == config
     assert again.get_slot_names() == ["momentum"]
     assert pickle.loads(text) is again
+    assert not synchronous or again.local_step is None
 
 
-async def test_a_shard_that_does_not_decay_stands_for_its_variable() -> None:
-    sgd = optimizers.SGD(0.5, weight_decay=0.5)
-    async with training(2, partitioner=halves) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.ones(4, np.float32), name="v")
-        sgd.exclude_from_weight_decay(v.variables[:1])
-        await sgd.apply_gradients([(np.zeros(4, np.float32), v)])
-        assert (await v.read()).tolist() == [1, 1, 1, 1]
-
-
-def test_an_optimizer_says_its_name_and_configuration() -> None:
+def test_an_optimizer_says_its_name_and_configuration_and_is_not_made_in_a_step() -> None:
     assert optimizers.Adam(0.5).get_name() == "Adam"
     named = optimizers.SGD(0.5, name="mine")
     assert named.get_name() == "mine"
     assert named.get_config()["learning_rate"] == {"kind": "Constant", "value": 0.5}
     assert repr(named).startswith("<SGD 'mine' {")
+    for make in (lambda: optimizers.SGD(0.1), lambda: psync.SyncReplicasOptimizer(named, 1)):
+        with inside_a_step(), pytest.raises(UsageError, match=r"making an optimizer \(.*\) inside"):
+            make()
 
 
-def test_an_optimizer_made_in_a_step_is_an_error() -> None:
-    text = re.escape("making an optimizer (SGD) inside a step")
-    with inside_a_step(), pytest.raises(UsageError, match=text):
-        optimizers.SGD(0.1)
+async def test_a_shard_that_does_not_decay_stands_for_its_variable() -> None:
+    sgd = optimizers.SGD(0.5, weight_decay=0.5)
+    async with training_of(2, 1, halves, v=np.ones(4, np.float32)) as (_, v):
+        sgd.exclude_from_weight_decay(v.variables[:1])
+        await sgd.apply_gradients([(np.zeros(4, np.float32), v)])
+        assert (await v.read()).tolist() == [1, 1, 1, 1]
 
 
 async def test_an_optimizer_that_another_process_made_is_refused() -> None:
     elsewhere = optimizers.SGD(0.1, name="mine")
     elsewhere.origin = "another process"
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.float32(0))
+    async with training_of(v=np.float32(0)) as (_, v):
         with pytest.raises(UsageError) as caught:
             await elsewhere.apply_gradients([(np.float32(1), v)])
     assert str(caught.value) == (

@@ -1,266 +1,55 @@
-"""Values that come with the token: who takes them sees what a pull would have brought."""
+"""Values that come with a token, or with answers to a push: as a pull would have brought them."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 import memory_cluster
 import psync
-from inside import peers_of
-from memory_cluster import MemoryCluster, coordinating
-from ps_cluster import PsCluster, assign, heard, pull
+from memory_cluster import coordinating
 from psync import Outcome, SyncReplicasOptimizer, optimizers
-from psync.client import prefetch
-from psync.client.prefetch import PulledAhead, Wanted
-from psync.client.ps_client import PsClient
-from psync.client.ps_link import always
-from psync.numerics.memory import BlockPool
-from psync.specs import VariableSpec
-from psync.wire.messages import AskStatistics, Pull
+from psync.wire.messages import Pull, Push
 
-pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("slow_machine")]
+pytestmark = pytest.mark.timeout(20)
 
 STEPS = 6
 
 
-@pytest.fixture
-def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are good for this turn, however long that takes."""
-    monkeypatch.setattr(prefetch, "GOOD_FOR_S", math.inf)
-
-
-# --- what is kept, and for whom ------------------------------------------------------------------
-
-
-class Kept(NamedTuple):
-    cluster: PsCluster
-    client: PsClient
-    ahead: PulledAhead
-    v: VariableSpec
-
-    def take(self, arrival: int = 1) -> Wanted | None:
-        return self.ahead.take(self.client.plan((self.v,)), arrival)
-
-
-@asynccontextmanager
-async def kept(now: Callable[[], float] | None = None) -> AsyncIterator[Kept]:
-    """A task that has pulled a set, pushed, and got values with its token."""
-    async with PsCluster(2) as cluster:
-        v = await cluster.create("v", np.zeros(4, np.float32), shards=2)
-        client = cluster.client()
-        await pull(client, v)
-        ahead, plan = PulledAhead(client.links, now or client.now), client.plan((v,))
-        assert ahead.take(plan, 0) is None
-        ahead.arrivals = 1
-        wanted = ahead.want()
-        assert wanted is not None
-        client.links[0].num_calls += 2  # the push, and its answer
-        wanted.receive(BlockPool())
-        wanted.steps = [[(9, 3)]]
-        ahead.put(wanted)
-        yield Kept(cluster, client, ahead, v)
-
-
-# What may happen; returns when the closure that pulls then came in.
-
-
-async def pulls_another_set(k: Kept) -> int:
-    other = await k.cluster.create("other", np.zeros(1, np.float32))
-    assert k.ahead.take(k.client.plan((other,)), 1) is None
-    return 1
-
-
-async def asks_a_ps(k: Kept) -> int:
-    await assign(k.client, k.v, np.ones(4, np.float32))
-    return 1
-
-
-async def waits(k: Kept) -> int:
-    await asyncio.sleep(0)
-    return 1
-
-
-async def connects_anew(k: Kept) -> int:
-    for peer in peers_of(k.client.links[1]):
-        peer.abort()
-        await peer.wait_closed()
-    await k.client.links[1].peer("control")
-    return 1
-
-
-async def pushes_again(k: Kept) -> int:
-    assert k.ahead.want() is not None
-    return 1
-
-
-async def comes_in(k: Kept) -> int:
-    return 2
-
-
-@pytest.mark.asyncio
-class TestKeeping:
-    async def test_the_next_pull_of_the_set_takes_them_and_no_other(self) -> None:
-        async with kept() as k:
-            values = k.take()
-            assert values is not None
-            assert values.steps == [[(9, 3)]]
-            assert values.arrays is not None
-            assert [array.shape for array in values.arrays] == [(4,)]
-            assert not values.arrays[0].flags.writeable
-            assert k.take() is None
-
-    async def test_room_that_was_made_for_them_is_used_once(self) -> None:
-        async with kept() as k:
-            wanted, pool = k.ahead.want(), BlockPool()
-            assert wanted is not None
-            wanted.make_room(pool)
-            assert wanted.arrays is None  # there are no values yet
-            for _ in range(2):  # again after a lost connection
-                targets = wanted.receive(pool)
-                assert wanted.arrays is not None
-                for n, target in enumerate(targets, 1):
-                    target[:] = np.full(2, n, np.float32).tobytes()
-                assert wanted.arrays[0].tolist() == [1, 1, 2, 2]
-                first, wanted.arrays = wanted.arrays[0], None
-            assert first.tolist() == [1, 1, 2, 2]
-
-    @pytest.mark.parametrize(
-        "happens",
-        [pulls_another_set, asks_a_ps, waits, connects_anew, pushes_again, comes_in],
-        ids=lambda happens: happens.__name__,
-    )
-    async def test_whatever_happens_after_the_push_drops_them(
-        self, happens: Callable[[Kept], Awaitable[int]]
-    ) -> None:
-        async with kept() as k:
-            assert k.take(await happens(k)) is None
-
-    async def test_an_answer_to_what_was_asked_before_the_push_drops_them(self) -> None:
-        async with kept() as k:
-            asked = asyncio.create_task(k.client.links[1].call(always(AskStatistics())))
-            await asyncio.sleep(0)  # it is under way, and says later what is there then
-            wanted = k.ahead.want()
-            assert wanted is not None
-            k.client.links[0].num_calls += 2
-            wanted.receive(BlockPool())
-            k.ahead.put(wanted)
-            await asked
-            assert k.take() is None
-
-    async def test_they_are_dropped_if_the_step_has_not_let_go_of_the_loop_for_long(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(prefetch, "GOOD_FOR_S", 0.001)
-        async with kept() as k:
-            time.sleep(0.002)  # noqa: ASYNC251  # it computes, or reads a file
-            assert k.take() is None
-
-    @pytest.mark.parametrize(("age_s", "good"), [(0.0009, True), (0.0011, False)])
-    async def test_they_are_good_for_a_millisecond_also_where_the_loop_counts_no_less(
-        self, age_s: float, good: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(prefetch, "GOOD_FOR_S", 0.001)
-        times = iter([7.0005, 7.0005 + age_s])
-        async with kept(lambda: next(times)) as k:
-            assert (k.take() is not None) is good
-
-    async def test_of_two_pushes_the_one_that_was_sent_first_brings_nothing(self) -> None:
-        async with kept() as k:
-            first = k.ahead.want()
-            assert first is not None
-            first.receive(BlockPool())
-            assert k.ahead.want() is not None
-            k.client.links[0].num_calls += 2
-            k.ahead.put(first)
-            assert k.take() is None
-
-    async def test_the_next_closure_gets_them_if_the_first_ended_in_that_turn(self) -> None:
-        async with kept() as k:
-            k.ahead.end_closure()
-            await asyncio.sleep(0)  # the session's own affairs
-            k.ahead.begin_closure()
-            assert k.take() is not None
-        async with kept() as k:
-            k.ahead.end_closure()
-            k.ahead.begin_closure()
-            await asyncio.sleep(0)
-            assert k.take() is None
-        async with kept() as k:
-            await asyncio.sleep(0)
-            k.ahead.end_closure()
-            k.ahead.begin_closure()
-            assert k.take() is None
-
-    async def test_none_are_wanted_after_a_pull_that_came_too_late_for_them(self) -> None:
-        async with kept() as k:
-            await asyncio.sleep(0)
-            assert k.take() is None
-            assert k.ahead.want() is None
-            k.ahead.put(None)
-            assert k.take(2) is None  # a closure that came after the push
-            assert k.ahead.want() is None
-            k.client.links[0].num_calls += 2
-            k.ahead.put(None)
-            assert k.take() is None  # in time, had there been any
-            assert k.ahead.want() is not None
-
-    async def test_none_are_wanted_after_a_pull_before_which_something_else_was_asked(self) -> None:
-        async with kept() as k:
-            await k.client.links[1].call(always(AskStatistics()))
-            k.ahead.put(None)
-            assert k.take() is None
-            assert k.ahead.want() is None
-
-    async def test_none_are_wanted_while_an_update_is_under_way(self) -> None:
-        async with kept() as k:
-            link = k.client.links[1]
-            sequence = link.updates.draw()
-            assert k.ahead.want() is None
-            link.updates.answered(sequence)
-            assert k.ahead.want() is not None
-
-    async def test_none_are_wanted_of_a_set_that_is_large(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros((1 << 14) + 1, np.float32))
-            client = cluster.client()
-            ahead = PulledAhead(client.links, client.now)
-            assert ahead.want() is None  # nothing was pulled
-            ahead.take(client.plan((v,)), 0)
-            assert ahead.want() is None
-
-
-# --- in training ---------------------------------------------------------------------------------
-
-
 class Training:
-    """Two workers, a model on two ps tasks, and how many pulls were asked for."""
+    """Workers, a variable on each of two ps tasks, and the pulls that both hear."""
 
-    def __init__(self, cluster: MemoryCluster, coordinator: psync.ClusterCoordinator) -> None:
-        self.coordinator = coordinator
+    def __init__(self, coordinator: psync.ClusterCoordinator, pulls: list[list[Pull]]) -> None:
+        self.coordinator, self.pulls = coordinator, pulls
         with coordinator.strategy.scope():
             self.global_step = psync.get_or_create_global_step()
             self.model = [psync.Variable(np.full(3, n, np.float32), name=f"w{n}") for n in range(2)]
-        self.pulls = [heard(cluster.tasks[f"ps-{index}"], Pull) for index in range(2)]  # type: ignore[arg-type]
 
     def optimizer(self, needed: int = 2, **options: Any) -> SyncReplicasOptimizer:
         return SyncReplicasOptimizer(optimizers.SGD(1.0), needed, **options)
 
+    def gradients(self) -> list[tuple[np.ndarray, Any]]:
+        return [(np.ones(3, np.float32), w) for w in self.model]
+
 
 @asynccontextmanager
-async def training() -> AsyncIterator[Training]:
-    async with coordinating(2, 2) as (cluster, coordinator):
-        yield Training(cluster, coordinator)
+async def training(num_workers: int = 2) -> AsyncIterator[Training]:
+    async with coordinating(2, num_workers, tapped=True) as (cluster, coordinator):
+        with (
+            cluster.tap("ps-0").hearing(Pull) as first,
+            cluster.tap("ps-1").hearing(Pull) as second,
+        ):
+            yield Training(coordinator, [first, second])
 
 
+@pytest.mark.virtual_time  # values are good for a millisecond
 @pytest.mark.parametrize(
     ("pull_ahead", "fills", "pulls"),
     [(True, False, 2), (True, True, 2), (False, False, 2 * STEPS)],
@@ -290,6 +79,27 @@ async def test_a_loop_that_pulls_and_pushes_pulls_once_for_each_worker_that_want
         assert int(await global_step.read()) == STEPS
 
 
+@pytest.mark.parametrize("waits", [False, True])
+async def test_values_are_asked_for_by_a_step_that_has_computed_or_awaited_since_its_push(
+    waits: bool,
+) -> None:
+    async with training() as t:
+        model, global_step, optimizer = t.model, t.global_step, t.optimizer(1)
+
+        async def loop() -> None:
+            for _ in range(STEPS):
+                values = await psync.pull(model)
+                await optimizer.apply_gradients(zip(values, model, strict=True), global_step)
+                if waits:
+                    await asyncio.sleep(0)
+                else:
+                    time.sleep(0.002)  # noqa: ASYNC251  # it computes, or reads a file
+
+        await t.coordinator.schedule(loop)
+        assert [len(heard) for heard in t.pulls] == [STEPS] * 2
+
+
+@pytest.mark.virtual_time
 async def test_closures_that_were_scheduled_before_take_what_came_with_the_token() -> None:
     async with training() as t:
         model, global_step, optimizer = t.model, t.global_step, t.optimizer(pull_ahead=True)
@@ -397,6 +207,7 @@ async def test_what_the_worker_itself_has_written_is_seen() -> None:
 async def test_a_copy_may_be_changed_and_arrays_to_fill_are_filled() -> None:
     async with training() as t:
         model, global_step, optimizer = t.model, t.global_step, t.optimizer(1, pull_ahead=True)
+        gradients = t.gradients()
 
         async def step() -> list[list[float]]:
             seen = []
@@ -408,8 +219,7 @@ async def test_a_copy_may_be_changed_and_arrays_to_fill_are_filled() -> None:
                 else:
                     assert not values[0].flags.writeable
                 seen.append([float(value[0]) for value in values])
-                pairs = [(np.ones(3, np.float32), w) for w in model]
-                await optimizer.apply_gradients(pairs, global_step)
+                await optimizer.apply_gradients(gradients, global_step)
             return seen
 
         assert await t.coordinator.schedule(step) == [[0, 1], [0, 0], [-1, -1], [-3, -2]]
@@ -484,3 +294,73 @@ async def test_a_late_worker_is_not_made_late_by_what_it_was_sent() -> None:
         assert accepted == [-n for n in reversed(range(len(accepted)))]  # of each step one
         assert int(await global_step.read()) == len(accepted)
         assert memory_cluster.shared == {}
+
+
+# --- with the answers to a push ------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_program_that_wants_other_variables_than_it_pushes_pulls_these() -> None:
+    async with training(1) as t:
+        sgd, (first, second) = optimizers.SGD(1.0), t.model
+        _, value = await sgd.push_pull([(np.ones(3, np.float32), first)], pull=second)
+        assert value.tolist() == [1, 1, 1]
+        _, value = await sgd.push_pull([(np.ones(3, np.float32), second)], pull=second)
+        assert value.tolist() == [0, 0, 0]
+        assert [len(heard) for heard in t.pulls] == [0, 1]
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("compression", [None, "bf16"])
+@pytest.mark.parametrize("at", [0, 1], ids=["with the variable", "on another ps"])
+async def test_a_push_that_is_cancelled_counts_in_the_global_step(at, compression) -> None:
+    optimizer = optimizers.SGD(1.0, compression=compression)
+    async with coordinating(2, 1, tapped=True) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            w, _, *steps = [psync.Variable(first) for first in (np.zeros(3, np.float32), 0.0, 0, 0)]
+        await psync.pull([w, *steps])
+        go_on = asyncio.Event()
+        with cluster.tap("ps-0").at(Push, go_on.wait) as sent:
+            pairs = [(np.ones(3, np.float32), w)]
+            push = asyncio.ensure_future(optimizer.apply_gradients(pairs, steps[at]))
+            await sent.wait()
+            push.cancel()
+            await asyncio.gather(push, return_exceptions=True)
+            go_on.set()
+            while not int(await steps[at].read()):  # noqa: ASYNC110  nobody tells
+                await asyncio.sleep(0)
+        assert (await w.read()).tolist() == [-1] * 3
+
+
+async def test_an_option_is_that_of_apply_gradients_or_an_error_that_names_push_pull() -> None:
+    async with training(1) as t:
+        both, gradients, model, step = t.optimizer(1), t.gradients(), t.model, t.global_step
+
+        async def train() -> list[float]:
+            _, values = await both.push_pull(gradients, model, step, name="n", weight=2.0)
+            return [float(value[0]) for value in values]
+
+        assert await t.coordinator.schedule(train) == [-1, 0]
+        for optimizer in (optimizers.SGD(1.0), both):
+            with pytest.raises(TypeError, match=r"push_pull\(\) got an unexpected .*'compression'"):
+                await optimizer.push_pull(gradients, model, step, compression="bf16")
+
+
+async def test_tasks_of_a_step_that_push_at_once() -> None:
+    async with training(1) as t:
+        sgd = optimizers.SGD(1.0)
+        for n in range(1, STEPS):
+            pushes = [sgd.push_pull([pair], pull=t.model) for pair in t.gradients()]
+            results = await asyncio.gather(*pushes)
+            assert [values[at][0] for at, (_, values) in enumerate(results)] == [-n, 1 - n]
+
+
+async def test_where_reads_are_kept_the_kept_ones_are_returned() -> None:
+    async with training(1) as t:
+        sgd = optimizers.SGD(1.0)
+        with psync.cache_variable_reads():
+            await psync.pull(t.model)
+            _, values = await sgd.push_pull(t.gradients(), pull=t.model)
+            assert [value[0] for value in values] == [0, 1]
+        _, values = await sgd.push_pull(t.gradients(), pull=t.model)
+        assert [value[0] for value in values] == [-2, -1]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import psync
-from local_training import at_once, in_step, strategy_of, training
+from local_training import at_once, declare, in_step, strategy_of, training, training_of
 from memory_cluster import coordinating
 from psync.errors import (
     IndexTypeError,
@@ -23,11 +22,10 @@ from psync.wire.limits import Limits
 VALUE = np.arange(20, dtype=np.float32).reshape(10, 2)
 
 
-def shards(count: int) -> Callable[..., list[int]]:
-    return lambda shape, dtype: [count, *[1] * (len(shape) - 1)]
+shards = psync.FixedShardsPartitioner
 
 
-def declared(num_shards: int = 3, value: Any = VALUE, name: str = "v") -> Any:
+def made(num_shards: int = 3, value: Any = VALUE, name: str = "v") -> Any:
     with strategy_of(3, shards(num_shards)).scope():
         return psync.Variable(value, name=name)
 
@@ -38,9 +36,7 @@ def declared(num_shards: int = 3, value: Any = VALUE, name: str = "v") -> Any:
 @pytest.mark.parametrize("num_shards", [1, 3])
 async def test_an_index_gives_what_numpy_gives(num_shards: int) -> None:
     mask = VALUE[:, 0] % 4 == 0
-    async with training(3, partitioner=shards(num_shards)) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(VALUE, name="v")
+    async with training_of(3, 1, shards(num_shards), v=VALUE) as (_, v):
         for index in (
             3, -1, np.int64(7), slice(2, 7), slice(None, None, -3), slice(5, 5), ..., None, mask,
             [3, 3, 9], [[1, 2], [9, 0]], (slice(None), 1), (..., 0), (2, 1), VALUE > 7, [],
@@ -57,9 +53,7 @@ async def test_an_index_gives_what_numpy_gives(num_shards: int) -> None:
 
 
 async def test_what_is_awaited_twice_is_read_twice() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v, scalar = psync.Variable(VALUE), psync.Variable(7.0)
+    async with training_of(v=VALUE, scalar=7.0) as (_, v, scalar):
         row, number = v[1], scalar[()]  # a scalar can be indexed, too
         first = await row
         assert await number == 7
@@ -71,9 +65,7 @@ async def test_what_is_awaited_twice_is_read_twice() -> None:
 
 
 async def test_gather_nd_takes_rows_or_elements() -> None:
-    async with training(3, partitioner=shards(3)) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(VALUE, name="v")
+    async with training_of(3, 1, shards(3), v=VALUE) as (_, v):
         np.testing.assert_array_equal(await v.gather_nd([[9], [0]]), VALUE[[9, 0]])
         np.testing.assert_array_equal(await v.gather_nd([[9, 1], [0, 0]]), [19, 0])
         np.testing.assert_array_equal(await v.gather_nd([3]), VALUE[3])
@@ -93,14 +85,12 @@ def test_indices_that_gather_nd_cannot_take_are_named(
     indices: Any, kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(kind, match=text):
-        at_once(declared().gather_nd(indices))
+        at_once(made().gather_nd(indices))
 
 
 @pytest.mark.parametrize("plain", [False, True])
 async def test_steps_read_and_scatter_rows(plain: bool) -> None:
-    async with training(3, partitioner=shards(3)) as (strategy, coordinator):
-        with strategy.scope():
-            v = psync.Variable(VALUE)
+    async with training_of(3, 1, shards(3), v=VALUE) as (coordinator, v):
 
         async def step() -> Any:
             await v.scatter_add(([0, 9], [[1, 1], [2, 2]]))
@@ -134,9 +124,7 @@ async def test_steps_read_and_scatter_rows(plain: bool) -> None:
 async def test_scattering_changes_the_rows_that_are_named(
     method: str, expected: dict[int, float], num_shards: int
 ) -> None:
-    async with training(3, partitioner=shards(num_shards)) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(VALUE[:, :1])
+    async with training_of(3, 1, shards(num_shards), v=VALUE[:, :1]) as (_, v):
         result = await getattr(v, method)(
             psync.IndexedSlices(np.array([[10], [20], [30]], np.float32), [1, 8, 1])
         )
@@ -181,11 +169,11 @@ async def test_a_pair_with_one_number_for_all_is_cast_like_a_list_of_numbers(
 )
 def test_an_index_that_is_none_is_an_error_at_once(index: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match='"v"'):
-        declared()[index]
+        made()[index]
 
 
 def test_a_variable_or_a_part_of_one_cannot_be_an_index() -> None:
-    v, other = declared(), declared(1, 3, "i")
+    v, other = made(), made(1, 3, "i")
     for index in (other, v[2:], slice(other, None), [0, other]):
         with pytest.raises(IndexTypeError, match="is not allowed, because its value is remote"):
             v[index]
@@ -193,15 +181,15 @@ def test_a_variable_or_a_part_of_one_cannot_be_an_index() -> None:
 
 def test_items_cannot_be_assigned() -> None:
     with pytest.raises(UsageError) as caught:
-        declared()[2:7] = 0
+        made()[2:7] = 0
     assert "await v.scatter_update((rows, values))" in str(caught.value)
 
 
 def test_a_variable_has_a_length_and_cannot_be_iterated() -> None:
-    v = declared()
+    v = made()
     assert len(v) == 10
     with pytest.raises(TypeError, match=r"len\(\) of variable \"s\""):
-        len(declared(1, 0.0, "s"))
+        len(made(1, 0.0, "s"))
     for use in (lambda: list(v), lambda: 3 in v, lambda: v * 2, lambda: v < 1, lambda: float(v)):
         with pytest.raises(UsageError, match='variable "v" is not an array'):
             use()
@@ -228,38 +216,22 @@ def test_a_variable_has_a_length_and_cannot_be_iterated() -> None:
 )
 def test_what_cannot_be_scattered_is_named(delta: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text) as caught:
-        at_once(declared().scatter_add(delta))
+        at_once(made().scatter_add(delta))
     assert 'scatter_add to "v"' in str(caught.value)
 
 
 def test_a_number_that_does_not_fit_is_refused() -> None:
     for dtype, number in ((np.int8, 300), (np.uint8, -1), (np.int64, 0.5), (np.int8, 2**70)):
         with pytest.raises(ValueMismatchError, match='scatter_add to "v": expected'):
-            at_once(declared(1, np.zeros((3, 2), dtype)).scatter_add(([0], number)))
-
-
-def test_a_scalar_has_no_rows() -> None:
+            at_once(made(1, np.zeros((3, 2), dtype)).scatter_add(([0], number)))
     with pytest.raises(IndexValueError, match="the variable is a scalar and has no rows"):
-        at_once(declared(1, 0.0).scatter_add(([0], 1)))
-
-
-def test_rows_cannot_be_read_where_there_is_no_connection() -> None:
-    v = declared()
-
-    async def part() -> Any:
-        return await v[2:7]
-
-    with pytest.raises(UsageError, match='read of rows of "v": no connection'):
-        at_once(part())
-    with pytest.raises(UsageError, match='sparse_read of "v": no connection'):
-        at_once(v.sparse_read([1]))
+        at_once(made(1, 0.0).scatter_add(([0], 1)))
 
 
 async def test_more_rows_than_a_ps_gathers_at_once_are_an_error_that_says_what_to_do() -> None:
     limits = Limits(gathered_bytes=1 << 10)
     async with coordinating(1, 1, limits) as (_, coordinator):
-        with coordinator.strategy.scope():
-            v = psync.Variable(np.zeros((1000, 8), np.float32), name="v")
+        v = declare(coordinator.strategy, v=np.zeros((1000, 8), np.float32))
         assert (await v[0:30]).shape == (30, 8)
         with pytest.raises(UsageError, match="at most 1024 are gathered"):
             await v[0:500:2]

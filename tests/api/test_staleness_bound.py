@@ -6,24 +6,27 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-import local_training
 import memory_cluster
 import psync
-from local_training import training
+from local_training import declare
 from loops import for_each
-from memory_cluster import MemoryCluster, cluster_of, event_of, session_cluster
+from memory_cluster import MemoryCluster, coordinating, event_of, session_cluster
 from psync.errors import ConfigurationError, EndOfData
+
+pytestmark = pytest.mark.virtual_time
 
 PAUSES = (0.1, 1.0)  # seconds per round of the fast worker and of the slow one
 
 Step = Callable[..., Coroutine[Any, Any, None]]
 
 
+@dataclass
 class Race:
     """A running coordinator, and a step that does one round at its worker's pace.
 
@@ -31,14 +34,11 @@ class Race:
     far ahead of the other one it was each time it was allowed to go on.
     """
 
-    def __init__(
-        self, cluster: MemoryCluster, coordinator: psync.ClusterCoordinator, step: Step
-    ) -> None:
-        self.cluster = cluster
-        self.coordinator = coordinator
-        self.step = step
-        self.rounds: Counter[int] = memory_cluster.shared["rounds"]
-        self.leads: list[int] = memory_cluster.shared["leads"]
+    cluster: MemoryCluster
+    coordinator: psync.ClusterCoordinator
+    step: Step
+    rounds: Counter[int]
+    leads: list[int]
 
     def schedule(self, count: int, *args: Any) -> list[psync.RemoteValue]:
         return [self.coordinator.schedule(self.step, args=args) for _ in range(count)]
@@ -52,30 +52,27 @@ class Race:
 
 @contextlib.asynccontextmanager
 async def race(bound: psync.StalenessBound | None, num_ps: int = 2) -> AsyncIterator[Race]:
-    async with cluster_of(num_ps, 2) as cluster:
-        memory_cluster.shared.update(rounds=Counter(), leads=[], pauses=PAUSES)
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                v = psync.Variable(np.zeros(4, np.float32), name="v")
-            optimizer = psync.optimizers.SGD(1.0, staleness_bound=bound)
+    async with coordinating(num_ps, 2) as (cluster, coordinator):
+        shared = memory_cluster.shared
+        shared.update(rounds=Counter(), leads=[], pauses=PAUSES)
+        v = declare(coordinator.strategy, v=np.zeros(4, np.float32))
+        optimizer = psync.optimizers.SGD(1.0, staleness_bound=bound)
 
-            async def step(num_rounds: int = 1) -> None:
-                shared, worker = memory_cluster.shared, psync.get_worker_index()
-                for _ in range(num_rounds):
-                    await asyncio.sleep(shared["pauses"][worker])
-                    shared["rounds"][worker] += 1
-                    await optimizer.apply_gradients([(np.ones(4, np.float32), v)])
-                    rounds = shared["rounds"]
-                    shared["leads"].append(rounds[worker] - rounds[1 - worker])
+        async def step(num_rounds: int = 1) -> None:
+            shared, worker = memory_cluster.shared, psync.get_worker_index()
+            for _ in range(num_rounds):
+                await asyncio.sleep(shared["pauses"][worker])
+                shared["rounds"][worker] += 1
+                await optimizer.apply_gradients([(np.ones(4, np.float32), v)])
+                rounds = shared["rounds"]
+                shared["leads"].append(rounds[worker] - rounds[1 - worker])
 
-            yield Race(cluster, coordinator, step)
+        yield Race(cluster, coordinator, step, shared["rounds"], shared["leads"])
 
 
 # --- the bound -------------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 async def test_without_a_bound_the_fast_worker_runs_away():
     async with race(None) as running:
         running.schedule(40)
@@ -85,7 +82,6 @@ async def test_without_a_bound_the_fast_worker_runs_away():
 
 
 @pytest.mark.promise("staleness.bound-holds")
-@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     ("bound", "closures", "rounds"),
     [(0, 40, 1), (1, 40, 1), (2, 40, 1), (5, 40, 1), (1, 2, 15)],
@@ -108,7 +104,6 @@ async def test_the_fast_worker_is_ahead_by_the_bound_at_most(bound, closures, ro
             assert 19 <= clocks["waits"] <= 20
 
 
-@pytest.mark.virtual_time
 async def test_a_report_says_who_waits_and_for_whom():
     async with race(psync.StalenessBound(0)) as running:
         running.schedule(2, 3)
@@ -123,7 +118,6 @@ async def test_a_report_says_who_waits_and_for_whom():
         )
 
 
-@pytest.mark.virtual_time
 async def test_closures_scheduled_one_by_one_are_bounded_too():
     async with race(psync.StalenessBound(2)) as running:
         pending = set(map(asyncio.ensure_future, running.schedule(2)))
@@ -138,7 +132,6 @@ async def test_closures_scheduled_one_by_one_are_bounded_too():
 # --- what ends a wait ------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 async def test_a_worker_with_nothing_left_to_do_is_not_waited_for():
     async with race(psync.StalenessBound(0)) as running:
         running.schedule(1, 2)
@@ -147,7 +140,6 @@ async def test_a_worker_with_nothing_left_to_do_is_not_waited_for():
         assert sorted(running.rounds.values()) == [2, 20]
 
 
-@pytest.mark.virtual_time
 async def test_a_worker_whose_next_closure_needs_this_one_is_not_waited_for():
     async with race(psync.StalenessBound(0)) as running:
 
@@ -161,7 +153,6 @@ async def test_a_worker_whose_next_closure_needs_this_one_is_not_waited_for():
 
 
 @pytest.mark.promise("staleness.dead-do-not-block")
-@pytest.mark.virtual_time
 async def test_a_worker_that_dies_is_not_waited_for():
     async with race(psync.StalenessBound(0)) as running:
         memory_cluster.shared["pauses"] = (0.1, 3600.0)
@@ -174,7 +165,6 @@ async def test_a_worker_that_dies_is_not_waited_for():
         await running.coordinator.fetch(values)
 
 
-@pytest.mark.virtual_time
 async def test_a_worker_that_comes_back_is_waited_for_again():
     async with race(psync.StalenessBound(0)) as running:
         running.schedule(60)
@@ -190,7 +180,6 @@ async def test_a_worker_that_comes_back_is_waited_for_again():
         assert max(running.leads) <= ahead
 
 
-@pytest.mark.virtual_time
 async def test_a_worker_without_data_is_not_waited_for():
     async with race(psync.StalenessBound(0)) as running:
         data = running.coordinator.create_per_worker_dataset(
@@ -211,7 +200,6 @@ async def test_a_worker_without_data_is_not_waited_for():
         assert running.rounds == {0: 3, 1: 9}
 
 
-@pytest.mark.virtual_time
 async def test_an_error_elsewhere_ends_a_wait():
     async with race(psync.StalenessBound(0)) as running:
         memory_cluster.shared["pauses"] = (0.1, 0.1)
@@ -230,7 +218,6 @@ async def test_an_error_elsewhere_ends_a_wait():
         assert running.clocks()["waiting"] == 0
 
 
-@pytest.mark.virtual_time
 async def test_a_closure_that_is_cancelled_ends_its_wait():
     async with race(psync.StalenessBound(0)) as running:
         memory_cluster.shared["pauses"] = (0.1, 10.0)
@@ -245,7 +232,6 @@ async def test_a_closure_that_is_cancelled_ends_its_wait():
         assert running.clocks()["waiting"] == 0
 
 
-@pytest.mark.virtual_time
 async def test_a_lost_connection_to_ps_0_counts_no_round_twice():
     async with race(psync.StalenessBound(0)) as running:
         running.schedule(20)
@@ -257,7 +243,6 @@ async def test_a_lost_connection_to_ps_0_counts_no_round_twice():
         assert max(running.leads) == 0
 
 
-@pytest.mark.virtual_time
 async def test_a_round_that_another_run_has_done_is_not_done_again():
     async with race(psync.StalenessBound(9)) as running:
         step = running.step
@@ -280,34 +265,29 @@ async def test_a_round_that_another_run_has_done_is_not_done_again():
 # --- who has a clock -------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 async def test_optimizers_have_clocks_of_their_own_and_the_program_has_none():
-    async with cluster_of(1, 2) as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                v = psync.Variable(np.zeros(4, np.float32), name="v")
-            bounds = [psync.StalenessBound(rounds) for rounds in (0, 3)]
-            optimizers = [psync.optimizers.SGD(1.0, staleness_bound=bound) for bound in bounds]
+    async with coordinating(1, 2) as (cluster, coordinator):
+        v = declare(coordinator.strategy, v=np.zeros(4, np.float32))
+        bounds = [psync.StalenessBound(rounds) for rounds in (0, 3)]
+        optimizers = [psync.optimizers.SGD(1.0, staleness_bound=bound) for bound in bounds]
 
-            async def step() -> None:
-                for optimizer in optimizers:
-                    await optimizer.apply_gradients([(np.ones(4, np.float32), v)])
+        async def step() -> None:
+            for optimizer in optimizers:
+                await optimizer.apply_gradients([(np.ones(4, np.float32), v)])
 
-            for _ in range(3):
-                await step()
-            assert (await v.read() == -6).all()
-            assert cluster.tasks["ps-0"].statistics()["clocks"] == {}
-            for _ in range(6):
-                coordinator.schedule(step)
-            await coordinator.join()
-            clocks = cluster.tasks["ps-0"].statistics()["clocks"]
-            assert {int(number) for number in clocks} == {o.number for o in optimizers}
-            assert [c["max_staleness"] for c in clocks.values()] == [0, 3]
-            assert [c["ticks"] for c in clocks.values()] == [6, 6]
+        for _ in range(3):
+            await step()
+        assert (await v.read() == -6).all()
+        assert cluster.tasks["ps-0"].statistics()["clocks"] == {}
+        for _ in range(6):
+            coordinator.schedule(step)
+        await coordinator.join()
+        clocks = cluster.tasks["ps-0"].statistics()["clocks"]
+        assert {int(number) for number in clocks} == {o.number for o in optimizers}
+        assert [c["max_staleness"] for c in clocks.values()] == [0, 3]
+        assert [c["ticks"] for c in clocks.values()] == [6, 6]
 
 
-@pytest.mark.virtual_time
 async def test_programs_that_train_in_sessions_have_clocks_until_they_leave():
     optimizer = psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(1))
     rounds: Counter[int] = Counter()
@@ -315,8 +295,7 @@ async def test_programs_that_train_in_sessions_have_clocks_until_they_leave():
     both_are_here = asyncio.Barrier(2)
 
     async def main(strategy: psync.ParameterServerStrategy) -> None:
-        with strategy.scope():
-            v = psync.Variable(np.zeros(4, np.float32), name="v")
+        v = declare(strategy, v=np.zeros(4, np.float32))
         worker = strategy.cluster_resolver.task_id
         async with psync.MonitoredTrainingSession(strategy) as session:
             await both_are_here.wait()
@@ -336,50 +315,17 @@ async def test_programs_that_train_in_sessions_have_clocks_until_they_leave():
     assert max(leads) == 1
 
 
-async def test_plain_steps_wait_in_their_threads():
-    async with training(num_workers=2) as (strategy, coordinator):
-        with strategy.scope():
-            v = psync.Variable(np.zeros(4, np.float32))
-        optimizer = psync.optimizers.Adam(0.1, staleness_bound=psync.StalenessBound(0))
-        rounds = local_training.shared["rounds"] = Counter()
-
-        def step() -> int:
-            gradient = np.ones(4, np.float32)
-            worker = psync.get_worker_index()
-            for _ in range(10):
-                local_training.shared["rounds"][worker] += 1
-                psync.wait(optimizer.apply_gradients([(gradient, v)]))
-            return worker
-
-        values = [coordinator.schedule(step) for _ in range(2)]
-        await coordinator.join()
-        assert sum(rounds.values()) == 20
-        assert len(await coordinator.fetch(values)) == 2
-
-
 # --- what may be said ------------------------------------------------------------------------
 
 
-@for_each("rounds", [-1, (1 << 31) + 1])
-def test_a_number_out_of_range_is_refused(rounds):
-    with pytest.raises(
-        ConfigurationError, match=f"expected max_staleness from 0 to .*, got {rounds}"
-    ):
+@for_each(
+    "rounds, text",
+    [(n, f"expected max_staleness from 0 to .*, got {n}") for n in (-1, (1 << 31) + 1)]
+    + [(n, "expected a number of rounds as max_staleness") for n in (1.0, True, "2", None)],
+)
+def test_what_is_no_number_of_rounds_is_refused(rounds, text):
+    with pytest.raises(ConfigurationError, match=text):
         psync.StalenessBound(rounds)
-
-
-@for_each("rounds", [1.0, True, "2", None])
-def test_what_is_no_number_of_rounds_is_refused(rounds):
-    with pytest.raises(ConfigurationError, match="expected a number of rounds as max_staleness"):
-        psync.StalenessBound(rounds)
-
-
-def test_any_integer_will_do():
-    bound = psync.StalenessBound(np.int64(3))
-    assert bound == psync.StalenessBound(3)
-    assert type(bound.max_staleness) is int
-
-
-def test_an_optimizer_takes_nothing_else_for_a_bound():
-    with pytest.raises(ConfigurationError, match=r"expected a StalenessBound or None .* got 2"):
-        psync.optimizers.Adam(staleness_bound=2)
+    with pytest.raises(ConfigurationError, match=r"expected a StalenessBound or None .* got "):
+        psync.optimizers.Adam(staleness_bound=rounds or 2)
+    assert repr(psync.StalenessBound(np.int64(3))) == "StalenessBound(max_staleness=3)"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import inside_a_step, strategy_of
+from local_training import declare, inside_a_step, strategy_of
 from psync.errors import UsageError
 
 Creator = Callable[..., Any]
@@ -69,8 +69,9 @@ def test_one_around_the_scope_says_where_and_takes_nobodys_turn() -> None:
     strategy = strategy_of(3, psync.FixedShardsPartitioner(2))
     with psync.variable_creator_scope(pinning(strategy, 2)), strategy.scope():
         v = psync.Variable(np.zeros(4))
-    with strategy.scope():
-        following = psync.Variable(0.0)
+        with psync.variable_creator_scope(pinning(strategy, 1)):  # the one around the scope wins
+            assert psync.Variable(0.0).spec.shards[0].ps == 2
+    following = declare(strategy, following=0.0)
     assert (v.spec.shards[0].ps, len(v.spec.shards)) == (2, 1)
     assert following.spec.shards[0].ps == 0
 
@@ -88,13 +89,6 @@ def test_what_one_inside_the_scope_says_about_the_place_is_overridden() -> None:
                 pinned = psync.Variable(0.0)
     assert log == ["runs", "runs"]
     assert [v.spec.shards[0].ps, pinned.spec.shards[0].ps] == [0, 1]
-
-
-def test_the_one_around_the_scope_wins_over_the_one_inside() -> None:
-    strategy = strategy_of(3)
-    with psync.variable_creator_scope(pinning(strategy, 2)), strategy.scope():
-        with psync.variable_creator_scope(pinning(strategy, 1)):
-            assert psync.Variable(0.0).spec.shards[0].ps == 2
 
 
 def test_one_may_make_several_or_give_back_one_that_is_there() -> None:
@@ -128,17 +122,14 @@ def test_its_own_errors_are_raised_and_it_ends_with_its_scope() -> None:
         psync.Variable(0.0)
 
 
-def test_it_must_be_callable() -> None:
-    with pytest.raises(UsageError, match="variable_creator_scope: expected a callable"):
-        with psync.variable_creator_scope("creator"):  # type: ignore[arg-type]
-            pass
-
-
 def test_what_psync_declares_by_itself_it_does_not_see_nor_is_it_entered_in_a_step() -> None:
     log: list[str] = []
     with strategy_of().scope(), psync.variable_creator_scope(noting(log, "seen")):
         psync.get_or_create_global_step()
     assert log == []
+    with pytest.raises(UsageError, match="variable_creator_scope: expected a callable"):
+        with psync.variable_creator_scope("creator"):  # type: ignore[arg-type]
+            pass
     text = "entering a variable creator scope inside a step"
     with inside_a_step(), pytest.raises(UsageError, match=text):
         with psync.variable_creator_scope(print):

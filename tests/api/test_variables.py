@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import pickle
 import re
@@ -12,16 +11,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import local_training
 import psync
-from local_training import at_once, in_step, inside_a_step, strategy_of, training
+from local_training import (
+    at_once,
+    declare,
+    declared,
+    in_step,
+    inside_a_step,
+    strategy_of,
+    training,
+    training_of,
+)
+from loops import for_each
 from psync.errors import ClosedError, PartitionError, UsageError, ValueMismatchError
 
-NO_CONNECTION = "no connection to the ps tasks here"
-
-
-def two_rows_each(shape: tuple[int, ...], dtype: object) -> list[int]:
-    return [2, *[1] * (len(shape) - 1)]
+two_rows_each = psync.FixedShardsPartitioner(2)
 
 
 def on(*indices: int) -> list[str]:
@@ -32,46 +36,39 @@ def on(*indices: int) -> list[str]:
 
 
 def test_a_declaration_says_name_shape_dtype_and_device() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(np.zeros((3, 4), np.float16), name="v")
+    v = declared(v=np.zeros((3, 4), np.float16))
     assert (v.name, v.shape, v.dtype, v.device) == ("v", (3, 4), np.float16, *on(0))
     assert repr(v) == "<Variable 'v' shape=(3, 4) dtype=float16>"
 
 
 def test_devices_go_round_the_ps_tasks_and_each_shard_takes_a_turn() -> None:
-    with strategy_of(3, lambda shape, dtype: [2]).scope():
-        first = psync.Variable(0.0)  # no axis to cut
-        sharded = psync.Variable(np.zeros(4))
+    first, sharded = declared(3, lambda shape, dtype: [2], first=0.0, sharded=np.zeros(4))
     assert [first.device] == on(0)
     assert list(sharded.device) == on(1, 2)
 
 
-def test_the_example_of_the_seed_is_placed_as_it_says() -> None:
-    with strategy_of(3).scope():
-        variables = [psync.Variable(0.0, name=f"v{index}") for index in range(2, 6)]
+def test_devices_go_round_and_on_where_an_earlier_scope_has_stopped() -> None:
+    strategy = strategy_of(3)
+    variables = [declare(strategy, v=0.0) for _ in range(4)]
     assert [v.device for v in variables] == on(0, 1, 2, 0)
 
 
-def test_devices_go_on_where_an_earlier_scope_has_stopped() -> None:
-    strategy = strategy_of(3)
-    with strategy.scope():
-        psync.Variable(0.0)
-    with strategy.scope():
-        assert [psync.Variable(0.0).device] == on(1)
+DECLARES: dict[str, Any] = {
+    'variable "v" is declared': lambda: psync.Variable(0.0, name="v"),
+    "get_global_step": psync.get_global_step,
+    "get_or_create_global_step": psync.get_or_create_global_step,
+    'declaring accumulator "g"': lambda: psync.ConditionalAccumulator("float32", name="g"),
+}
 
 
-def test_a_variable_outside_a_scope_is_an_error() -> None:
+@pytest.mark.parametrize("what", DECLARES)
+def test_what_is_declared_is_declared_in_a_scope_and_not_in_a_step(what: str) -> None:
     with pytest.raises(UsageError) as caught:
-        psync.Variable(0.0, name="v")
-    assert str(caught.value) == (
-        'variable "v" is declared outside a strategy\'s scope\n'
-        "hint: declare it in `with strategy.scope():`"
-    )
-
-
-def test_a_variable_in_a_step_is_an_error() -> None:
-    with inside_a_step(), pytest.raises(UsageError, match='declaring variable "late" inside a st'):
-        psync.Variable(0.0, name="late")
+        DECLARES[what]()
+    assert caught.value.message == f"{what} outside a strategy's scope"
+    assert "in `with strategy.scope():`" in str(caught.value)
+    with inside_a_step(), pytest.raises(UsageError, match="inside a step"):
+        DECLARES[what]()
 
 
 def test_scopes_of_two_strategies_do_not_nest() -> None:
@@ -111,17 +108,12 @@ def test_names_are_made_unique(names: list[str | None], unique: list[str]) -> No
         (np.zeros(2), None, "float64"),
         (np.float32(1), None, "float32"),
         (np.zeros(2), np.float16, "float16"),
-        (7, "bfloat16", "bfloat16"),
+        (7, "bfloat16", ml_dtypes.bfloat16),
     ],
 )
 def test_the_dtype_is_the_values_unless_given(value: Any, dtype: object, expected: str) -> None:
     with strategy_of().scope():
-        assert psync.Variable(value, dtype=dtype).dtype.name == expected
-
-
-def test_bfloat16_is_that_of_ml_dtypes() -> None:
-    with strategy_of().scope():
-        assert psync.Variable(np.ones(2), dtype="bfloat16").dtype == ml_dtypes.bfloat16
+        assert psync.Variable(value, dtype=dtype).dtype == np.dtype(expected)
 
 
 def test_a_dtype_that_ps_tasks_do_not_hold_is_an_error() -> None:
@@ -154,11 +146,6 @@ def test_trainable_variables_are_listed_by_the_strategy() -> None:
     assert strategy.trainable_variables == (weight,)
 
 
-def test_synchronization_none_is_refused() -> None:
-    with strategy_of().scope(), pytest.raises(UsageError, match="synchronization NONE"):
-        psync.Variable(0.0, synchronization=psync.VariableSynchronization.NONE)
-
-
 # --- shards ------------------------------------------------------------------------------------
 
 
@@ -175,23 +162,30 @@ def test_a_partitioner_makes_a_sharded_variable() -> None:
     assert [first.device, second.device] == list(v.device) == on(0, 1)
 
 
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        (None, "variable_partitioner"),
-        ([], "variable_partitioner"),
-        ([0, 1], "variable_partitioner"),
-        ([2, 2], "variable_partitioner"),
-        ([2], "variable_partitioner"),
-    ],
-)
-def test_an_answer_of_the_partitioner_that_makes_no_sense_is_an_error(
-    answer: Any, text: str
-) -> None:
+@for_each("answer", [None, [], [0, 1], [2, 2], [2]])
+def test_an_answer_of_the_partitioner_that_makes_no_sense_is_an_error(answer: Any) -> None:
     strategy = strategy_of(2, lambda shape, dtype: answer)
-    with strategy.scope(), pytest.raises(PartitionError, match=text):
+    with strategy.scope(), pytest.raises(PartitionError, match="variable_partitioner"):
         psync.Variable(np.zeros((4, 4)))
     assert strategy.variables == ()
+
+
+CALLS: dict[str, Any] = {
+    'read of "v"': lambda v: v.read(),
+    'assign_add to "v"': lambda v: v.assign_add([1.0]),
+    'assign to "v"': lambda v: v.assign([1.0], atomic=True),
+    'sparse_read of "v"': lambda v: v.sparse_read([0]),
+    'read of rows of "v"': lambda v: v[0]._read(),
+    "pull": lambda v: psync.pull([v]),
+    "empty_like": psync.empty_like,
+}
+
+
+@for_each("operation", CALLS)
+def test_before_the_coordinator_runs_there_is_no_connection(operation: str) -> None:
+    v = declared(v=np.zeros(1))
+    with pytest.raises(UsageError, match=f"{operation}: no connection to the ps tasks here"):
+        at_once(CALLS[operation](v))
 
 
 def test_scalars_are_not_shown_to_the_partitioner() -> None:
@@ -203,9 +197,7 @@ def test_scalars_are_not_shown_to_the_partitioner() -> None:
 
 
 async def test_a_shard_is_read_and_assigned_alone() -> None:
-    async with training(partitioner=two_rows_each) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.arange(6.0).reshape(3, 2))
+    async with training_of(2, 1, two_rows_each, v=np.arange(6.0).reshape(3, 2)) as (_, v):
         first, second = v.variables
         assert (await v.read()).tolist() == [[0, 1], [2, 3], [4, 5]]
         assert (await first.read()).tolist() == [[0, 1], [2, 3]]
@@ -236,9 +228,7 @@ PARTITIONERS = pytest.mark.parametrize("partitioner", [None, two_rows_each])
 @PARTITIONERS
 async def test_assign_add_and_sub_change_the_whole_value(partitioner: Any) -> None:
     start = np.arange(12, dtype=np.float32).reshape(3, 4)
-    async with training(partitioner=partitioner) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(start)
+    async with training_of(2, 1, partitioner, v=start) as (_, v):
         assert await v.assign_add(start) is v
         assert np.array_equal(await v.read(), 2 * start)
         assert await v.assign_sub(np.ones((3, 4), np.float32)) is v
@@ -302,20 +292,12 @@ def test_assign_refuses_what_does_not_fit(dtype: str, value: Any, text: str) -> 
         assert str(caught.value).startswith(f'{method.__name__} to "v": {text}')
 
 
-def test_the_hint_for_a_wrong_dtype_is_the_conversion() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(0, name="v")
-    with pytest.raises(
-        ValueMismatchError, match=re.escape("convert it: np.asarray(value, 'int64')")
-    ):
-        at_once(v.assign(np.float32(1)))
-
-
 async def test_what_is_read_is_read_only_unless_it_is_a_copy_or_an_array_of_the_caller() -> None:
-    async with training(partitioner=two_rows_each) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.arange(4.0))
-            large = psync.Variable(np.zeros(100_000))
+    async with training_of(2, 1, two_rows_each, v=np.arange(4.0), large=np.zeros(100_000)) as (
+        _,
+        v,
+        large,
+    ):
         with pytest.raises(ValueError, match="read-only"):
             (await v.read())[0] = 1
         for mine in (await v.read(copy=True), await v.read(out=(out := np.empty(4)))):
@@ -339,8 +321,7 @@ async def test_what_is_read_is_read_only_unless_it_is_a_copy_or_an_array_of_the_
     ],
 )
 def test_an_array_that_cannot_be_read_into_is_an_error(out: Any, got: str) -> None:
-    with strategy_of().scope():
-        v = psync.Variable(np.zeros(2), name="v")
+    v = declared(v=np.zeros(2))
     with pytest.raises(ValueMismatchError) as caught:
         at_once(v.read(out=out))
     assert str(caught.value) == (
@@ -349,11 +330,9 @@ def test_an_array_that_cannot_be_read_into_is_an_error(out: Any, got: str) -> No
 
 
 async def test_variables_of_no_elements_and_of_no_axes_are_read() -> None:
-    async with training(partitioner=two_rows_each) as (strategy, _):
-        with strategy.scope():
-            empty = psync.Variable(np.zeros((0, 3)))
-            hollow = psync.Variable(np.zeros((3, 0)))
-            scalar = psync.Variable(2.5)
+    async with training_of(
+        2, 1, two_rows_each, empty=np.zeros((0, 3)), hollow=np.zeros((3, 0)), scalar=2.5
+    ) as (_, empty, hollow, scalar):
         assert (await empty.read()).shape == (0, 3)
         assert (await hollow.read()).shape == (3, 0)
         assert (await scalar.read()).shape == ()
@@ -364,8 +343,7 @@ async def test_variables_of_no_elements_and_of_no_axes_are_read() -> None:
 
 
 def test_a_handle_is_not_an_array() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(np.zeros(2), name="v")
+    v = declared(v=np.zeros(2))
     for use in (lambda: np.asarray(v), lambda: np.ones(2) * v, lambda: np.sum(v), lambda: [1] @ v):
         with pytest.raises((UsageError, TypeError)):
             use()
@@ -379,20 +357,10 @@ def test_a_handle_is_not_an_array() -> None:
         bool(v)
 
 
-def test_before_the_coordinator_runs_there_is_no_connection() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(0.0, name="v")
-    with pytest.raises(UsageError, match=f'read of "v": {NO_CONNECTION}'):
-        at_once(v.read())
-    with pytest.raises(UsageError, match=f'assign_add to "v": {NO_CONNECTION}'):
-        at_once(v.assign_add(1))
-
-
 async def test_after_the_coordinator_was_closed_the_variables_are_gone() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(0.0, name="v")
+    async with training_of(v=0.0) as (coordinator, v):
         await v.read()
+    strategy = coordinator.strategy
     text = "the coordinator or session was closed, and its variables with it"
     with pytest.raises(ClosedError, match=f'read of "v": {text}'):
         await v.read()
@@ -403,8 +371,7 @@ async def test_after_the_coordinator_was_closed_the_variables_are_gone() -> None
 
 
 def test_a_variable_of_another_strategy_is_refused_in_a_step() -> None:
-    with strategy_of().scope():
-        foreign = psync.Variable(0.0, name="foreign")
+    foreign = declared(foreign=0.0)
     with (
         inside_a_step(),
         pytest.raises(UsageError, match='"foreign" belongs to another program or strategy'),
@@ -412,61 +379,85 @@ def test_a_variable_of_another_strategy_is_refused_in_a_step() -> None:
         at_once(foreign.read())
 
 
-async def test_a_task_that_a_step_leaves_behind_cannot_read_or_assign() -> None:
-    async def step() -> None:
-        async def afterwards() -> list[str]:
-            texts = []
-            await local_training.shared["event"].wait()
-            for use in (v.read, lambda: v.assign(1.0)):
-                try:
-                    await use()
-                except UsageError as error:
-                    texts.append(error.message)
-            return texts
-
-        local_training.shared["task"] = asyncio.create_task(afterwards())
-
-    async with training() as (strategy, coordinator):
-        with strategy.scope():
-            v = psync.Variable(0.0, name="v")
-        local_training.shared["event"] = asyncio.Event()
-        await in_step(coordinator, step)
-        local_training.shared["event"].set()
-        assert await local_training.shared["task"] == [
-            'read of "v" after the step has returned (closure 0)',
-            'assign to "v" after the step has returned (closure 0)',
-        ]
-
-
 # --- one object per process --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("partitioner", [None, two_rows_each])
 def test_a_handle_is_one_object_however_it_is_copied(partitioner: Any) -> None:
-    with strategy_of(2, partitioner).scope():
-        v = psync.Variable(np.zeros(4))
+    v = declared(2, partitioner, v=np.zeros(4))
     assert pickle.loads(pickle.dumps(v)) is v
     assert copy.copy(v) is v
+    first = v.variables[0] if partitioner else v  # a shard is one while it is in use
+    assert pickle.loads(pickle.dumps(first)) is first
     assert copy.deepcopy({"v": [v]})["v"][0] is v
 
 
-def test_a_shard_is_one_object_while_it_is_in_use() -> None:
-    with strategy_of(2, two_rows_each).scope():
-        v = psync.Variable(np.zeros(4))
-    first, second = v.variables
-    assert v.variables == [first, second]
-    assert pickle.loads(pickle.dumps(first)) is first
-
-
 async def test_on_a_worker_a_handle_is_the_same_object_in_each_step() -> None:
-    async with training(partitioner=two_rows_each) as (strategy, coordinator):
-        with strategy.scope():
-            v = psync.Variable(np.zeros(4), name="v")
+    async with training_of(2, 1, two_rows_each, v=np.zeros(4)) as (coordinator, v):
 
         async def step(given: Any) -> tuple[bool, str, float]:
             await v.assign_add(np.ones(4))
             return given is v, given.name, (await given.read()).sum()
 
         values = [coordinator.schedule(step, args=(v,)) for _ in range(2)]
-        await coordinator.join()
         assert await coordinator.fetch(values) == [(True, "v", 4), (True, "v", 8)]
+
+
+# --- the global step: a scalar on ps 0 that takes nobody's turn -------------------------------
+
+
+def test_it_is_declared_once_and_then_found() -> None:
+    with strategy_of(2).scope():
+        assert psync.get_global_step() is None
+        step = psync.get_or_create_global_step()
+        assert psync.get_or_create_global_step() is step
+        assert psync.get_global_step() is step
+    assert (step.name, step.shape, step.dtype) == ("global_step", (), np.int64)
+    assert not step.trainable
+
+
+def test_it_lies_on_ps_0_and_takes_nobodys_turn() -> None:
+    strategy = strategy_of(3)
+    with strategy.scope():
+        first = psync.Variable(0.0)
+        step = psync.get_or_create_global_step()
+        second = psync.Variable(0.0)
+    assert [v.spec.shards[0].ps for v in (first, step, second)] == [0, 0, 1]
+    assert strategy.variables == (first, step, second)
+
+
+def test_each_strategy_has_its_own() -> None:
+    with strategy_of().scope():
+        one = psync.get_or_create_global_step()
+    with strategy_of().scope():
+        assert psync.get_global_step() is None
+        assert psync.get_or_create_global_step() is not one
+
+
+def test_one_that_the_program_declared_itself_is_found() -> None:
+    with strategy_of().scope():
+        mine = psync.Variable(5, dtype="int32", name="global_step")
+        assert psync.get_or_create_global_step() is mine
+
+
+@pytest.mark.parametrize("value", [0.5, [1, 2]])
+def test_a_variable_of_its_name_that_cannot_count_is_an_error(value: object) -> None:
+    with strategy_of().scope():
+        psync.Variable(value, name="global_step")
+        with pytest.raises(UsageError, match="the global step: expected an integer scalar, var"):
+            psync.get_or_create_global_step()
+        with pytest.raises(UsageError, match=r"declared at .*test_variables.py:\d+ has shape"):
+            psync.get_global_step()
+
+
+async def test_a_step_gets_it_from_the_program() -> None:
+    async with training() as (strategy, coordinator):
+        with strategy.scope():
+            step = psync.get_or_create_global_step()
+        assert await step.read() == 0
+
+        async def count() -> None:
+            await step.assign_add(1)
+
+        await in_step(coordinator, count)
+        assert await step.read() == 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import at_once, strategy_of
+from local_training import at_once, declare, strategy_of
 from memory_cluster import MemoryCluster, coordinating, event_of
 from psync.errors import (
     ClosedError,
@@ -41,7 +41,6 @@ async def test_a_worker_that_is_added_gets_closures():
         values = [coordinator.schedule(where) for _ in range(30)]
         await cluster.start("worker-2")
         assert await coordinator.add_worker("worker-2:1") == W2
-        await coordinator.join()
         assert set(await coordinator.fetch(values)) == {0, 1, 2}
 
 
@@ -137,7 +136,6 @@ async def test_an_added_worker_reads_the_share_of_another_one_from_its_beginning
         await cluster.start("worker-2")
         await coordinator.add_worker("worker-2:1")
         values = [coordinator.schedule(step, args=(data,)) for _ in range(9)]
-        await coordinator.join()
         read = await coordinator.fetch(values)
         for worker, first in ((0, 0), (1, 10), (2, 0)):
             mine = sorted(element for index, element in read if index == worker)
@@ -161,7 +159,6 @@ async def test_a_dataset_that_is_made_later_has_a_share_for_the_added_worker():
             return next(data)
 
         values = [coordinator.schedule(step, args=(data,)) for _ in range(9)]
-        await coordinator.join()
         assert set(await coordinator.fetch(values)) == {(3, 0), (3, 1), (3, 2)}
         assert sorted(await data.positions()) == [0, 1, 2]
 
@@ -178,7 +175,6 @@ async def test_a_distributed_dataset_keeps_its_shares():
             return psync.get_worker_index(), next(data), list(distributed)
 
         values = [coordinator.schedule(step, args=(data,)) for _ in range(3)]
-        await coordinator.join()
         read = {index: (first, rest) for index, first, rest in await coordinator.fetch(values)}
         assert read == {0: (1, [1, 3]), 1: (2, [2, 4]), 2: (1, [1, 3])}
 
@@ -200,7 +196,6 @@ async def test_an_added_worker_shares_a_copy_of_a_variable_and_no_sum_notices():
             return psync.get_worker_index()
 
         values = [coordinator.schedule(step) for _ in range(9)]
-        await coordinator.join()
         assert set(await coordinator.fetch(values)) == {0, 1, 2}
         assert await total.read() == 9
 
@@ -208,10 +203,14 @@ async def test_an_added_worker_shares_a_copy_of_a_variable_and_no_sum_notices():
 # --- tasks that whoever started them does not start again ----------------------------------------
 
 
+def not_again(coordinator: psync.ClusterCoordinator, task: str, code: int = 9) -> None:
+    given_up = coordinator.strategy.cluster_resolver.platform.given_up
+    given_up.note(f"{task}:1", f"exited with code {code} and is not started again")
+
+
 async def give_up(cluster: MemoryCluster, coordinator: psync.ClusterCoordinator, task: str) -> None:
     await cluster.stop(task)
-    given_up = coordinator.strategy.cluster_resolver.platform.given_up
-    given_up.note(f"{task}:1", "exited with code 9 and is not started again")
+    not_again(coordinator, task)
 
 
 async def test_join_ends_when_no_worker_will_come_again():
@@ -270,8 +269,7 @@ async def test_join_ends_when_the_last_worker_that_could_have_come_does_not(ends
         if num_workers == 1:
             last = asyncio.create_task(coordinator.add_worker("nowhere:1", index=7, timeout=10))
         await asyncio.sleep(1)
-        given_up = coordinator.strategy.cluster_resolver.platform.given_up
-        given_up.note("worker-0:1", "exited with code 9 and is not started again")
+        not_again(coordinator, "worker-0")
         await asyncio.sleep(1)
         assert not joining.done()
         if num_workers == 1:
@@ -292,8 +290,7 @@ async def test_a_worker_that_is_removed_while_it_is_given_up_is_no_fault(turns: 
         removing = asyncio.create_task(coordinator.remove_worker(W1))
         for _ in range(turns):
             await asyncio.sleep(0)
-        given_up = coordinator.strategy.cluster_resolver.platform.given_up
-        given_up.note("worker-1:1", "has ended by itself and is not started again")
+        not_again(coordinator, "worker-1")
         await removing
         await asyncio.sleep(1)
         assert await workers_of(coordinator) == {0}
@@ -317,12 +314,11 @@ async def test_a_task_that_is_given_up_at_the_start_is_not_waited_for(
     for other in {"ps-0", "ps-1", "worker-0", "worker-1"} - {task}:
         await cluster.start(other)
     coordinator = psync.ClusterCoordinator(cluster.strategy())
-    given_up = coordinator.strategy.cluster_resolver.platform.given_up
     if when == "before":
-        given_up.note(f"{task}:1", "exited with code 2 and is not started again")
+        not_again(coordinator, task, 2)
     starting = asyncio.create_task(coordinator.start())
     await asyncio.sleep(1)
-    given_up.note(f"{task}:1", "exited with code 2 and is not started again")
+    not_again(coordinator, task, 2)
     with pytest.raises(error, match=text):
         async with asyncio.timeout(1):
             await starting
@@ -331,8 +327,7 @@ async def test_a_task_that_is_given_up_at_the_start_is_not_waited_for(
 
 async def test_a_ps_that_is_given_up_is_lost_at_once_and_the_error_says_why():
     async with coordinating(2, 1) as (cluster, coordinator):
-        with coordinator.strategy.scope():
-            v = psync.Variable(0.0)
+        v = declare(coordinator.strategy, v=0.0)
 
         async def step():
             await v.assign_add(1.0)
@@ -352,14 +347,12 @@ async def test_a_ps_that_is_given_up_is_lost_at_once_and_the_error_says_why():
 
 async def test_nobody_waits_for_the_recovery_of_a_ps_that_is_given_up(tmp_path):
     async with coordinating(2, 1) as (cluster, coordinator):
-        with coordinator.strategy.scope():
-            v = psync.Variable(np.zeros(4), name="v")
+        v = declare(coordinator.strategy, v=np.zeros(4))
         manager = psync.CheckpointManager(psync.Checkpoint(v=v), tmp_path)
         await manager.save()
         await cluster.stop("ps-1")
         await asyncio.sleep(10)  # the recovery has begun, and waits for somebody who starts it
-        given_up = coordinator.strategy.cluster_resolver.platform.given_up
-        given_up.note("ps-1:1", "exited with code 9 and is not started again")
+        not_again(coordinator, "ps-1")
         with pytest.raises(
             ParameterServerLost,
             match="the rollback to a checkpoint failed: /job:ps/task:1 exited with code 9 and is "

@@ -5,7 +5,7 @@ wire and ``psync.testing``, name no internal module in a text, and read no priva
 another object::
 
     python tests/helpers/contract.py
-    tests/api/test_colocation.py
+    tests/api/test_strategy.py
     …
     python tests/helpers/contract.py --others
     tests/api/test_registry.py: psync.api.optimizers

@@ -61,3 +61,25 @@ async def in_step(coordinator: psync.ClusterCoordinator, step: Callable[..., Any
 def in_update_context() -> bool:
     """Whether a function given to ``update`` runs here: neither a replica nor all of them do."""
     return psync.get_replica_context() is None and not psync.in_cross_replica_context()
+
+
+def declare(strategy: psync.ParameterServerStrategy, /, **values: Any) -> Any:
+    """Variables by name with these first values; one alone if there is only one."""
+    with strategy.scope():
+        variables = [psync.Variable(value, name=name) for name, value in values.items()]
+    return variables if len(variables) > 1 else variables[0]
+
+
+def declared(num_ps: int = 2, partitioner: Any = None, /, **values: Any) -> Any:
+    """As ``declare``, of a strategy without a coordinator."""
+    return declare(strategy_of(num_ps, partitioner), **values)
+
+
+@contextlib.asynccontextmanager
+async def training_of(
+    num_ps: int = 2, num_workers: int = 1, partitioner: Any = None, /, **values: Any
+) -> AsyncIterator[Any]:
+    """A running coordinator, and variables by name with these first values."""
+    async with training(num_ps, num_workers, partitioner) as (strategy, coordinator):
+        variables = declare(strategy, **values)
+        yield coordinator, *(variables if len(values) > 1 else [variables])

@@ -54,6 +54,41 @@ class AccumulatorHandle:
     _rule: DenseRule | SparseRule  # holds nothing: it knows what fits
     _scope: weakref.ref[Scope] | None  # its strategy's; None where that is not, on workers
 
+    @classmethod
+    def _declared(
+        cls, shared_name: object, name: object, rule_named: Callable[..., DenseRule | SparseRule]
+    ) -> Self:
+        """Return the handle of an accumulator, which is the first of its name or equal to that.
+
+        Args:
+            shared_name: What it is called; None: ``name``, with a suffix if that is taken.
+            name: See there.
+            rule_named: Makes its rule, given the name.
+        """
+        for argument, given in (("shared_name", shared_name), ("name", name)):
+            if not (isinstance(given, str) and given) and (argument == "name" or given is not None):
+                raise ConfigurationError(
+                    f"{cls.__name__}: expected a text as {argument}, got {given!r}"
+                )
+        scope = scope_for(
+            f'declaring accumulator "{shared_name or name}"',
+            instead="declare it in `with strategy.scope():` on the coordinator, and use it in the "
+            "step",
+            hint="declare it in `with strategy.scope():`",
+        )
+        names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))
+        free = (each for each in names if each not in scope._accumulators)
+        definition = definition_of(rule_named(name=shared_name or next(free)))
+        known: Self | None = scope._accumulators.get(definition.name)
+        if known is not None:
+            if known.place.definition != definition:
+                raise other_parameters(known.place.definition, definition)
+            return known
+        place = Place(definition, next(scope._turns_of_accumulators))
+        handle = scope._accumulators[definition.name] = intern(cls, scope._origin, place)
+        handle._scope = weakref.ref(scope)
+        return handle
+
     def __psync_handle__(self) -> None:
         """Say on what its pickle depends: on nothing."""
 
@@ -197,48 +232,6 @@ def intern(cls: type[H], origin: str, place: Place) -> H:
     return handle
 
 
-def declared(
-    cls: type[H],
-    shared_name: object,
-    name: object,
-    rule_named: Callable[..., DenseRule | SparseRule],
-) -> H:
-    """Return the handle of an accumulator, which is the first of its name or equal to that.
-
-    Args:
-        cls: Of the handle.
-        shared_name: What it is called; None: ``name``, with a suffix if that is taken.
-        name: See there.
-        rule_named: Makes its rule, given the name.
-
-    Raises:
-        ConfigurationError: A name or the rule's arguments are wrong, or not those of the first.
-        UsageError: No scope is open; or inside a step.
-    """
-    for argument, given in (("shared_name", shared_name), ("name", name)):
-        if not (isinstance(given, str) and given) and (argument == "name" or given is not None):
-            raise ConfigurationError(
-                f"{cls.__name__}: expected a text as {argument}, got {given!r}"
-            )
-    scope = scope_for(
-        f'declaring accumulator "{shared_name or name}"',
-        instead="declare it in `with strategy.scope():` on the coordinator, and use it in the step",
-        hint="declare it in `with strategy.scope():`",
-    )
-    names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))
-    free = (each for each in names if each not in scope._accumulators)
-    definition = definition_of(rule_named(name=shared_name or next(free)))
-    known: H | None = scope._accumulators.get(definition.name)
-    if known is not None:
-        if known.place.definition != definition:
-            raise other_parameters(known.place.definition, definition)
-        return known
-    place = Place(definition, next(scope._turns_of_accumulators))
-    handle = scope._accumulators[definition.name] = intern(cls, scope._origin, place)
-    handle._scope = weakref.ref(scope)
-    return handle
-
-
 Shape = Sequence[int | None]
 
 
@@ -294,7 +287,7 @@ class ConditionalAccumulator(AccumulatorHandle):
             DenseRule, dtype, shape, reduction_type=reduction_type,
             forbid_nonfinite=forbid_nonfinite, max_staleness=max_staleness,
         )  # fmt: skip
-        return declared(cls, shared_name, name, rule_named)
+        return cls._declared(shared_name, name, rule_named)
 
     async def apply_grad(
         self, grad: Any, local_step: int = 0, weight: float = 1.0
@@ -395,7 +388,7 @@ class SparseConditionalAccumulator(AccumulatorHandle):
             SparseRule, dtype, shape, reduction_type=reduction_type, divisor=divisor,
             forbid_nonfinite=forbid_nonfinite, max_staleness=max_staleness,
         )  # fmt: skip
-        return declared(cls, shared_name, name, rule_named)
+        return cls._declared(shared_name, name, rule_named)
 
     async def apply_grad(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import math
@@ -10,6 +11,7 @@ import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from psync.api.data_shards import Visits
@@ -21,7 +23,6 @@ from psync.api.datasets import (
 )
 from psync.api.optimizers import optimizers_here
 from psync.api.scheduling import Scheduling
-from psync.api.seeing import SeenRun
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.creation import OwnOptimizers
 from psync.chief.events import Event
@@ -37,6 +38,7 @@ from psync.errors import (
     ConfigurationError,
     DeadlineExceeded,
     ParameterServerLost,
+    PsyncError,
     SerializationError,
     UsageError,
     other_loop,
@@ -55,8 +57,13 @@ from psync.net.task_reports import add_description
 from psync.net.tracing import Trace, tracing
 from psync.specs import checked_kind
 from psync.status.html_tables import table_of_workers
+from psync.status.model import ShardStatus
+from psync.status.sampling import StatusSource
+from psync.status.serving import ServedStatus
 
 if TYPE_CHECKING:
+    from psync.status.dashboard.recorder import Attached, Recorder
+    from psync.status.dashboard.report_page import ReportLog
     from psync.status.model import Status
 
 
@@ -73,6 +80,12 @@ _of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = P
     weakref.WeakValueDictionary
 )
 """The coordinator of each strategy, by the strategy's token, as long as somebody holds it."""
+
+_seen_runs: weakref.WeakSet[ClusterCoordinator] = weakref.WeakSet()
+"""Coordinators of this process whose runs can be reported."""
+
+_reports: dict[report, None] = {}
+"""Reports that are open."""
 
 
 class ClusterCoordinator(Scheduling):
@@ -173,23 +186,19 @@ class ClusterCoordinator(Scheduling):
                 "serves on all other tasks",
             )
         num_workers = strategy.cluster.num_tasks("worker")
+        min_workers = num_workers if min_workers is None else min_workers
         if watchdog_timeout is None:
             watchdog_timeout = watchdog_timeout_here()
-        elif not 0 <= watchdog_timeout < math.inf:
-            raise ConfigurationError(
-                f"watchdog_timeout: expected seconds, 0 or above, got {watchdog_timeout}"
-            )
-        if min_workers is not None and not 1 <= min_workers <= num_workers:
-            raise ConfigurationError(f"min_workers: expected 1 to {num_workers}, got {min_workers}")
-        if closure_timeout is not None and not closure_timeout > 0:
-            raise ConfigurationError(
-                f"closure_timeout: expected seconds above 0, got {closure_timeout}"
-            )
-        if max_losses < 1:
-            raise ConfigurationError(f"max_losses: expected at least 1, got {max_losses}")
+        else:
+            fits = 0 <= watchdog_timeout < math.inf
+            _check("watchdog_timeout", watchdog_timeout, "seconds, 0 or above", fits)
+        _check("min_workers", min_workers, f"1 to {num_workers}", 1 <= min_workers <= num_workers)
+        if closure_timeout is not None:
+            _check("closure_timeout", closure_timeout, "seconds above 0", closure_timeout > 0)
+        _check("max_losses", max_losses, "at least 1", max_losses >= 1)
         Flapping(max_flaps)  # is it a limit?
         self._options = CoordinatorOptions(
-            min_workers=num_workers if min_workers is None else min_workers,
+            min_workers=min_workers,
             connect_timeout_s=connect_timeout,
             ps_timeout_s=ps_timeout,
             closure_timeout_s=closure_timeout,
@@ -200,13 +209,13 @@ class ClusterCoordinator(Scheduling):
             insecure=insecure,
             attach=attach,
         )
-        self._shown: dict[str, Any] = {
-            "metrics": metrics, "dashboard": dashboard, "run_log": run_log,
-        }  # fmt: skip
+        self._metrics, self._dashboard, self._run_log = metrics, dashboard, run_log
         self.strategy = strategy
         self._ending = AsyncExitStack()  # what ``close`` has to do
         self._coordinator: Coordinator | None = None  # None before start and after close
-        self._seen: SeenRun  # like it
+        self._seen: ServedStatus  # of the latest start
+        self._seen_on: asyncio.AbstractEventLoop
+        self._shown: Attached | None = None  # None: there is no dashboard, and no run log
         self._starting = False
 
     def __repr__(self) -> str:
@@ -278,33 +287,63 @@ class ClusterCoordinator(Scheduling):
 
     async def _start_on(self, platform: Platform) -> None:
         """Start a coordinator; as ``start``. Nothing is left of one that did not."""
-        optimizers = optimizers_here()
+        optimizers, strategy = optimizers_here(), self.strategy
         coordinator = platform.parts.of(Coordinator)(
             platform,
-            platform.workforce.present(self.strategy.cluster),
-            self.strategy._uncreated,
+            platform.workforce.present(strategy.cluster),
+            strategy._uncreated,
             self._options,
-            origin=self.strategy._origin,
+            origin=strategy._origin,
             program=optimizers.process,
             main_by_name=script_is_shared.get(),
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
-            has_backups=self.strategy.ps_recovery == "backup",
+            has_backups=strategy.ps_recovery == "backup",
         )
-        seen = SeenRun(coordinator, platform, self.strategy, **self._shown)
+        source = StatusSource(coordinator, functools.partial(placed, strategy))
+        source.variables = lambda: {
+            variable.spec.variable_id: variable.spec.name for variable in strategy.variables
+        }
+        self._seen = ServedStatus(source, platform, self._metrics)
+        asked = (self._dashboard, "PSYNC_DASHBOARD"), (self._run_log, "PSYNC_RUN_LOG")
+        if any(os.environ.get(name) if given is None else given for given, name in asked):
+            from psync.status.dashboard.recorder import Attached
+
+            self._shown = Attached(source, self._dashboard, self._run_log)
         optimizers.begin_cluster()
         follower = FollowedWorkers(coordinator.links, coordinator.recovery.queue)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(coordinator.close)
-            stack.push_async_callback(seen.close)
+            stack.push_async_callback(self._end_show)
             stack.callback(platform.workforce.follow(follower))  # workers may come meanwhile
-            await of_no_cell(seen.start())
+            await of_no_cell(self._show())
             await of_no_cell(coordinator.start())
             optimizers.check_unused(coordinator.links.ps.links)
             stack.callback(add_description(coordinator.describe))
             self._ending = stack.pop_all()
-        self._coordinator, self._seen = coordinator, seen
-        self.strategy._runtime = coordinator.runtime
-        self.strategy._gangs = coordinator.gangs
+        self._coordinator = coordinator
+        strategy._runtime = coordinator.runtime
+        strategy._gangs = coordinator.gangs
+
+    async def _show(self) -> None:
+        """Let the run be seen. Cancellation: ``_end_show`` still has to be called."""
+        await self._seen.start()
+        if self._shown is not None:
+            await self._shown.start()
+        self._seen_on = asyncio.get_running_loop()
+        _seen_runs.add(self)
+        for each in _reports:
+            if each._loop is self._seen_on:
+                each._begin_run(self)
+
+    async def _end_show(self) -> None:
+        """Show the run to nobody any more. Cancellation: a connection may still be closing."""
+        _seen_runs.discard(self)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._seen.close)
+            for each in list(_reports):
+                stack.push_async_callback(each._end_run, self)
+            if self._shown is not None:
+                await self._shown.close()
 
     @property
     def attached(self) -> bool:
@@ -641,7 +680,7 @@ class ClusterCoordinator(Scheduling):
             ClosedError: The coordinator is not running.
         """
         self._running("dashboard_url")
-        return self._seen.url
+        return "" if self._shown is None else self._shown.url
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""
@@ -695,6 +734,97 @@ class ClusterCoordinator(Scheduling):
         if asyncio._get_running_loop() is not self._coordinator.loop:
             raise other_loop(operation)
         return self._coordinator
+
+
+def _check(option: str, value: float, expected: str, fits: bool) -> None:
+    if not fits:
+        raise ConfigurationError(f"{option}: expected {expected}, got {value}")
+
+
+class report:
+    """Write an HTML file that shows a run as the dashboard does, and opens offline.
+
+    The report covers every coordinator of this process that runs within the context, including
+    those that already run when it begins. It takes one sample per second. The file is written when
+    the context ends, including after an error.
+
+    Args:
+        path: Path of the file, "….html"; an existing file is replaced. If the file cannot be
+            written at the end, it is written to the folder for temporary files, and a warning names
+            it.
+
+    Raises:
+        ConfigurationError: When it is entered: the folder is missing or not writable.
+        UsageError: The same object is entered again; or coordinators run on another event loop.
+
+    Cancellation: The report of the run so far is written.
+
+    Example:
+        async with psync.report("run.html"):
+            async with psync.ClusterCoordinator(strategy) as coordinator:
+                ...
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._log: ReportLog | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._recorders: dict[ClusterCoordinator, Recorder] = {}
+
+    async def __aenter__(self) -> None:
+        from psync.status.dashboard.report_page import ReportLog, check_path
+
+        if self._log is not None:
+            raise UsageError("report: it can be entered only once", hint="create a new one")
+        self._loop = asyncio.get_running_loop()
+        here = [run for run in _seen_runs if run._seen_on is self._loop]
+        if _seen_runs and not here:
+            raise other_loop("report")
+        check_path(self._path)
+        self._log = ReportLog()
+        _reports[self] = None
+        for run in here:
+            self._begin_run(run)
+
+    def _begin_run(self, run: ClusterCoordinator) -> None:
+        """Note what happens in a run from now on."""
+        from psync.status.dashboard.recorder import Recorder
+
+        run._seen.source.asks_workers += 1
+        recorder = self._recorders[run] = Recorder(run._seen.source.status, self._log)
+        recorder.start()
+
+    async def _end_run(self, run: ClusterCoordinator) -> None:
+        """Note the last of a run, if that was not done. Cancellation: safe."""
+        recorder = self._recorders.pop(run, None)
+        if recorder is not None:
+            await recorder.close()
+            run._seen.source.asks_workers -= 1
+
+    async def __aexit__(self, *_: object) -> None:
+        log, path = self._log, self._path
+        assert log is not None, "it was entered"
+        if asyncio.get_running_loop() is not self._loop:
+            raise other_loop("the end of a report")
+        _reports.pop(self, None)
+        try:
+            for run in list(self._recorders):
+                await self._end_run(run)
+            written = await asyncio.to_thread(log.write_report, path)
+            if written != path:
+                logger.warning("report %s cannot be written; it is in %s instead", path, written)
+        except (PsyncError, OSError) as exc:  # never worth the result of a run
+            logger.warning("no report was written: %s", exc)
+        finally:
+            log.remove()
+
+
+def placed(
+    strategy: ParameterServerStrategy, known: tuple[ShardStatus, ...]
+) -> tuple[ShardStatus, ...]:
+    """Return where the shards of all variables lie, which changes when more are declared."""
+    count = sum(len(variable.spec.shards) for variable in strategy.variables)
+    return known if count == len(known) else strategy.placement().rows
 
 
 @asynccontextmanager

@@ -272,23 +272,21 @@ class Visits:
 
 def _checked(shards: Any) -> tuple[Any, ...]:
     """Return the shards; their order is the same in every program that is given the same."""
-    if isinstance(shards, str | bytes) or not (
-        isinstance(shards, Sequence) or (isinstance(shards, np.ndarray) and shards.ndim)
-    ):
-        raise UsageError(
-            f"shards: expected a list, got {type_name(shards)}",
-            hint="sorted(glob.glob(pattern)) is the same list on every start",
-        )
-    if not len(shards):
-        raise UsageError("shards: expected at least one, got an empty list")
-    if len(shards) > MAX_SHARDS:
-        raise UsageError(
-            f"shards: expected at most {MAX_SHARDS}, got {len(shards)}: each shard is a closure",
-            hint="make shards larger: a range of rows instead of one row",
-        )
-    checked = tuple(shards)
-    pack(checked, subject="the list of shards")
-    return checked
+    is_array = isinstance(shards, np.ndarray) and shards.ndim
+    hint = None
+    if isinstance(shards, str | bytes) or not (isinstance(shards, Sequence) or is_array):
+        wrong = f"expected a list, got {type_name(shards)}"
+        hint = "sorted(glob.glob(pattern)) is the same list on every start"
+    elif not len(shards):
+        wrong = "expected at least one, got an empty list"
+    elif len(shards) > MAX_SHARDS:
+        wrong = f"expected at most {MAX_SHARDS}, got {len(shards)}: each shard is a closure"
+        hint = "make shards larger: a range of rows instead of one row"
+    else:
+        checked = tuple(shards)
+        pack(checked, subject="the list of shards")
+        return checked
+    raise UsageError(f"shards: {wrong}", hint=hint)
 
 
 def _digest(shards: tuple[Any, ...]) -> str | None:

@@ -200,6 +200,7 @@ def _options(operation: str, options: Any) -> InputOptions:
     return checked_kind(f"{operation}: options: expected InputOptions", options, InputOptions)
 
 
+@dataclass(eq=False, repr=False)
 class PerWorkerDataset(Generic[T]):
     """A dataset that every worker reads separately.
 
@@ -215,17 +216,10 @@ class PerWorkerDataset(Generic[T]):
         "iterator = iter(dataset) in the program, and next(iterator) in the step"
     )
 
-    def __init__(
-        self,
-        dataset: DistributedDataset[T],
-        function: Function,
-        coordinator: ClusterCoordinator,
-        end: str = "all",
-    ) -> None:
-        self._dataset = dataset
-        self._end = end
-        self._function = function
-        self._coordinator = coordinator
+    _dataset: DistributedDataset[T]
+    _function: Function
+    _coordinator: ClusterCoordinator
+    _end: str = "all"
 
     def __iter__(self) -> PerWorkerIterator[T]:
         return self.iterator()

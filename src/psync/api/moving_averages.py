@@ -13,16 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from psync.api.global_step import check_step, global_step_of
 from psync.api.pulls import mapped
 from psync.api.reads import runtime_of, scope_of
-from psync.api.scopes import Scope, current_scope, place_of
+from psync.api.scopes import Scope, current_scope, place_of, scope_for
 from psync.api.variables import (
     Handle,
     OnReadVariable,
     ShardedVariable,
     Variable,
+    check_step,
     declared_in,
+    global_step_of,
 )
 from psync.client.context import forbid_in_step
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
@@ -267,36 +268,25 @@ def _checked_scope(variable: Any) -> Scope:
     """Return the strategy of a variable that can be averaged."""
     expected = "moving average: expected a variable"
     variable = checked_kind(expected, variable, Handle, error=UsageError)
-    spec = variable.spec
+    spec, scope = variable.spec, scope_of(variable)
+    whole, error, hint = spec.shards[0].variable, UsageError, None
     if isinstance(variable, OnReadVariable):
-        raise UsageError(
-            f'moving average of "{spec.name}": it is synchronized on read: each worker has a '
-            "different value"
-        )
-    if "float" not in spec.dtype:
-        raise ValueMismatchError(
-            f'moving average of "{spec.name}": expected a float variable, got {spec.dtype}'
-        )
-    whole = spec.shards[0].variable
-    if whole != spec.name:
-        raise UsageError(
-            f'moving average of "{spec.name}": it is a shard of "{whole}"',
-            hint="average the whole variable",
-        )
-    scope = scope_of(variable)
-    if scope is None:
-        raise UsageError(
-            f'moving average of "{spec.name}": its strategy is not in this process',
-            hint="declare averages in the program that declares the variables",
-        )
-    return scope
+        wrong = "it is synchronized on read: each worker has a different value"
+    elif "float" not in spec.dtype:
+        wrong, error = f"expected a float variable, got {spec.dtype}", ValueMismatchError
+    elif whole != spec.name:
+        wrong, hint = f'it is a shard of "{whole}"', "average the whole variable"
+    elif scope is None:
+        wrong = "its strategy is not in this process"
+        hint = "declare averages in the program that declares the variables"
+    else:
+        return scope
+    raise error(f'moving average of "{spec.name}": {wrong}', hint=hint)
 
 
 def _open_scope(operation: str) -> Scope:
-    scope = current_scope()
-    if scope is None:
-        raise UsageError(
-            f"moving average: {operation} outside a strategy's scope",
-            hint="call it in `with strategy.scope():`, or after apply([w, b])",
-        )
-    return scope
+    return scope_for(
+        f"moving average: {operation}",
+        instead="call it in main(), on the coordinator",
+        hint="call it in `with strategy.scope():`, or after apply([w, b])",
+    )

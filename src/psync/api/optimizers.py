@@ -15,16 +15,15 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar, overload
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from psync.api.global_step import check_step
-from psync.api.pulls import NamedFields, is_flat, leaves, mapped, pairs
+from psync.api.pulls import is_flat, leaves, mapped, pairs
 from psync.api.pulls import pull as pull_values
-from psync.api.reads import kept_here, runtime_of, scope_of
-from psync.api.scopes import running_scopes, runtime_here
-from psync.api.variables import Handle, OnReadVariable, ShardedVariable, Variable
+from psync.api.reads import kept_here, runtime_of
+from psync.api.scopes import running_scopes
+from psync.api.variables import Handle, OnReadVariable, ShardedVariable, Variable, check_step
 from psync.client.context import forbid_in_step
 from psync.client.optimizer_client import (
     check_plugins,
@@ -294,9 +293,6 @@ Pairs = list[tuple[Gradient, AnyVariable]]
 
 _SPEC, _ID = operator.attrgetter("spec"), operator.attrgetter("variable_id")
 
-V = TypeVar("V", bound=Handle)
-K = TypeVar("K")
-
 
 def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
     """Return pairs of gradient, as an array or rows that fit, and variable; None is passed over.
@@ -474,61 +470,6 @@ ValueAndGrad = Callable[..., Any]
 """Called with the values of a list of variables, one argument each, or with another nesting of
 values as one argument. Returns the loss and the gradients in that order, or nested so; and
 predictions, if it has any."""
-
-
-@overload
-def empty_like(tree: V) -> np.ndarray: ...
-@overload
-def empty_like(tree: NamedFields) -> Any: ...
-@overload
-def empty_like(tree: tuple[V, ...]) -> tuple[np.ndarray, ...]: ...
-@overload
-def empty_like(tree: list[V]) -> list[np.ndarray]: ...
-@overload
-def empty_like(tree: dict[K, V]) -> dict[K, np.ndarray]: ...
-@overload
-def empty_like(tree: Any) -> Any: ...
-def empty_like(tree: Any) -> Any:
-    """Return uninitialized arrays for gradients, with the shapes and dtypes of variables.
-
-    A ps task on this host reads such an array in place, so a push copies nothing. An array is in
-    ordinary memory if it has at most 64 KiB, if no ps is on this host, or if there is no more
-    memory to share.
-
-    Make the arrays in each step: the memory of dropped arrays is reused. Views count as references,
-    and so do objects of other libraries that share the memory.
-
-    Args:
-        tree: Any nesting of variables that ``psync.pull`` takes.
-
-    Returns:
-        The same nesting with a numpy array for each variable; a variable that occurs repeatedly has
-        the same array everywhere.
-
-    Raises:
-        UsageError: Neither in a step nor within a running coordinator.
-        ClosedError: The coordinator was closed.
-        ClosureCancelled: The step was cancelled.
-
-    Once a push has returned, its arrays may be written to again. **Do not reuse the arrays of a
-    push that was cancelled, or that failed because a ps is lost or this task was replaced: they may
-    still be read.** An asynchronous push reads them until it has ended in the background, a
-    synchronous one until its step has ended. Make new arrays instead.
-
-    Example:
-        async def step(w):
-            value = await psync.pull(w)
-            gradient = psync.empty_like(w)
-            np.subtract(value, 1, out=gradient)
-            await optimizer.apply_gradients([(gradient, w)])
-    """
-    arrays: dict[Any, np.ndarray] = {}
-    for variable in leaves(tree):
-        if variable not in arrays:
-            runtime = runtime_here("empty_like", scope_of(variable))
-            spec = variable._value_spec
-            arrays[variable] = runtime.ps.memory.empty(spec.shape, dtype_of(spec.dtype))
-    return mapped(tree, arrays.__getitem__)
 
 
 OF_THE_PROCESS = frozenset(

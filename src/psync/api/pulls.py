@@ -1,24 +1,23 @@
-"""Pulls of many variables at once, in any nest of containers; ``pulls.pyi`` has the types."""
+"""Pulls of many variables at once, in any nest of containers, and arrays for their gradients.
+
+``pulls.pyi`` has the types.
+"""
 
 from __future__ import annotations
 
 import copy as copying
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from psync.api.reads import runtime_of, values_of
+from psync.api.reads import runtime_of, scope_of, values_of
+from psync.api.scopes import runtime_here
 from psync.api.variables import Handle, OnReadVariable
 from psync.errors import ValueMismatchError
 from psync.numerics.casting import checked_target
 from psync.numerics.compression import Compression, checked_compression
-
-
-class NamedFields(Protocol):
-    """A named tuple, to type checkers: with values in its fields they know no name for its type."""
-
-    def _asdict(self) -> dict[str, Any]: ...
+from psync.specs import dtype_of
 
 
 async def pull(
@@ -180,3 +179,46 @@ def pairs(tree: Any, other: Any, what: str) -> Iterator[tuple[Any, Any]]:
             )
         for item, part in zip(tree, other, strict=True):
             yield from pairs(item, part, what)
+
+
+def empty_like(tree: Any) -> Any:
+    """Return uninitialized arrays for gradients, with the shapes and dtypes of variables.
+
+    A ps task on this host reads such an array in place, so a push copies nothing. An array is in
+    ordinary memory if it has at most 64 KiB, if no ps is on this host, or if there is no more
+    memory to share.
+
+    Make the arrays in each step: the memory of dropped arrays is reused. Views count as references,
+    and so do objects of other libraries that share the memory.
+
+    Args:
+        tree: Any nesting of variables that ``psync.pull`` takes.
+
+    Returns:
+        The same nesting with a numpy array for each variable; a variable that occurs repeatedly has
+        the same array everywhere.
+
+    Raises:
+        UsageError: Neither in a step nor within a running coordinator.
+        ClosedError: The coordinator was closed.
+        ClosureCancelled: The step was cancelled.
+
+    Once a push has returned, its arrays may be written to again. **Do not reuse the arrays of a
+    push that was cancelled, or that failed because a ps is lost or this task was replaced: they may
+    still be read.** An asynchronous push reads them until it has ended in the background, a
+    synchronous one until its step has ended. Make new arrays instead.
+
+    Example:
+        async def step(w):
+            value = await psync.pull(w)
+            gradient = psync.empty_like(w)
+            np.subtract(value, 1, out=gradient)
+            await optimizer.apply_gradients([(gradient, w)])
+    """
+    arrays: dict[Any, np.ndarray] = {}
+    for variable in leaves(tree):
+        if variable not in arrays:
+            runtime = runtime_here("empty_like", scope_of(variable))
+            spec = variable._value_spec
+            arrays[variable] = runtime.ps.memory.empty(spec.shape, dtype_of(spec.dtype))
+    return mapped(tree, arrays.__getitem__)

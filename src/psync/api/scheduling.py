@@ -103,11 +103,7 @@ class Scheduling:
         identity: Identity,
     ) -> RemoteValue[Any]:
         """Do as ``schedule``; another closure of the same identity may come later."""
-        checked = _checked(args, kwargs)
-        try:
-            return self._running("schedule").schedule(fn, *checked, identity)
-        except SerializationError as error:
-            raise error.with_traceback(None) from error.__cause__
+        return self._running("schedule").schedule(fn, *_checked(args, kwargs), identity)
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
         """Schedule again, as new closures, the closures whose updates a rollback has undone.

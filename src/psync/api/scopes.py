@@ -67,7 +67,6 @@ class Scope:
         self._turns_of_accumulators = itertools.cycle(range(num_ps))
         self._names: dict[str, int] = {}  # those taken, and how often each was asked for
         self._variables: list[Any] = []
-        self._next_id = 0
         _strategies().add(self)
 
     def _trainable(self) -> list[Any]:
@@ -94,7 +93,7 @@ class Scope:
         here, original = current_elsewhere.get(), None
         if ps is None and here is not None and here.strategy is self:
             ps, original = here.ps, here.beside
-            if original is not None and not partitioned:
+            if original is not None and (len(original.shards) == 1 or not partitioned):
                 ps, original = original.shards[0].ps, None
         if original is not None:
             if full_shape != original.shape:
@@ -108,9 +107,10 @@ class Scope:
             spec = self._beside(original, name, dtype_name, trainable, where)
         else:
             spec = split(
-                self._unique(name), self._next_id, full_shape, dtype_name, trainable=trainable,
+                self._unique(name), len(self._variables), full_shape, dtype_name,
+                trainable=trainable, where=where,
                 partitioner=self._partitioner if ps is None and partitioned else None,
-                place=lambda nbytes: self._placer.place(name, nbytes, ps), where=where,
+                place=lambda nbytes: self._placer.place(name, nbytes, ps),
             )  # fmt: skip
         return self._declared(name, Declaration(spec, initial))
 
@@ -125,7 +125,7 @@ class Scope:
     ) -> VariableSpec:
         """Place a variable beside another one, shard by shard."""
         spec = beside(
-            original, self._unique(name), self._next_id, trainable=trainable, where=where,
+            original, self._unique(name), len(self._variables), trainable=trainable, where=where,
             dtype=dtype,
         )  # fmt: skip
         for shard in spec.shards:
@@ -151,7 +151,6 @@ class Scope:
         """Note what was declared, under the name that was asked for or one made of it."""
         self._names[name] = self._names.get(name, 0) + 1
         self._names.setdefault(declaration.spec.name, 1)
-        self._next_id += 1
         self._uncreated.append(declaration)
         return declaration.spec
 
@@ -211,7 +210,7 @@ class Elsewhere:
 
     strategy: Scope
     ps: int | None = None  # the strategy's placement is not asked
-    beside: VariableSpec | None = None  # or this variable of several shards: beside each of them
+    beside: VariableSpec | None = None  # or beside each of the shards of this variable
 
 
 current_elsewhere: ContextVar[Elsewhere | None] = ContextVar("psync_elsewhere", default=None)

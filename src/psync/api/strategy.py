@@ -27,7 +27,6 @@ from psync.api.datasets import (
 from psync.api.scopes import Elsewhere, Partitioner, Scope, current_scope, elsewhere
 from psync.api.variables import Handle, ShardedVariable, Variable
 from psync.client.context import forbid_in_step
-from psync.cluster import device_name
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -57,50 +56,32 @@ from psync.replicas.context import (
 from psync.replicas.extended import StrategyExtended
 from psync.replicas.gang_runner import GangRunner
 from psync.serialization.remote_value import RemoteValue
-from psync.specs import VariableSpec, checked_kind
+from psync.specs import checked_kind
 from psync.status.html_tables import table
+from psync.status.model import ShardStatus
 from psync.worker.data_sources import ArrayDataset
 
-
-@dataclass(frozen=True, slots=True)
-class PlacedShard:
-    """One shard, and where it lies."""
-
-    variable: str  # name of the variable
-    shard: int  # number of the shard in the variable, from 0
-    shape: tuple[int, ...]  # of the shard
-    dtype: str
-    nbytes: int  # of the values; slots of optimizers lie beside them, and are not counted
-    ps: int  # index of the ps that holds it
-    device: str  # the same in TensorFlow's long form
+HEAD = ("variable", "shard", "shape", "dtype", "bytes", "ps")
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementReport:
     """Where the variables of a strategy lie. ``str()`` is a table, as is what a notebook shows."""
 
-    rows: tuple[PlacedShard, ...]  # in the order of declaration
+    rows: tuple[ShardStatus, ...]  # in the order of declaration
     totals: tuple[int, ...]  # bytes on each ps
 
     def __str__(self) -> str:
-        cells = [("variable", "shard", "shape", "dtype", "bytes", "ps")]
-        cells += [
-            (row.variable, str(row.shard), str(row.shape), row.dtype, f"{row.nbytes:,}",
-             str(row.ps))
-            for row in self.rows
-        ]  # fmt: skip
-        cells += [
-            ("all of it", "", "", "", f"{nbytes:,}", str(ps))
-            for ps, nbytes in enumerate(self.totals)
-        ]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        right = (False, True, False, False, True, True)  # numbers
+        lines = [HEAD]
+        for r in self.rows:
+            cells = r.variable, str(r.shard), str(r.shape), r.dtype, f"{r.nbytes:,}", str(r.ps)
+            lines.append(cells)
+        for ps, nbytes in enumerate(self.totals):
+            lines.append(("all of it", "", "", "", f"{nbytes:,}", str(ps)))
+        v, s, h, d, b, p = (max(map(len, column)) for column in zip(*lines, strict=True))
         return "\n".join(
-            "  ".join(
-                cell.rjust(width) if aligned else cell.ljust(width)
-                for cell, width, aligned in zip(line, widths, right, strict=True)
-            )
-            for line in cells
+            f"{name:{v}}  {shard:>{s}}  {shape:{h}}  {dtype:{d}}  {size:>{b}}  {ps:>{p}}"
+            for name, shard, shape, dtype, size, ps in lines
         )
 
     def _repr_html_(self) -> str:
@@ -112,29 +93,7 @@ class PlacementReport:
             ("all of it", "", "", "", nbytes, f"ps {ps}") for ps, nbytes in enumerate(self.totals)
         ]
         title = f"Placement: {sum(self.totals):,} bytes on {len(self.totals)} ps"
-        head = ("variable", "shard", "shape", "dtype", "bytes", "ps")
-        return table(title, head, [*totals, *rows])
-
-
-def report_of(specs: Iterable[VariableSpec], num_ps: int) -> PlacementReport:
-    """Return where the shards of these variables lie.
-
-    Args:
-        specs: In the order of declaration.
-        num_ps: Number of ps tasks.
-    """
-    rows = tuple(
-        PlacedShard(
-            spec.name, shard.index, shard.shape, shard.dtype, shard.nbytes, shard.ps,
-            device_name("ps", shard.ps),
-        )
-        for spec in specs
-        for shard in spec.shards
-    )  # fmt: skip
-    totals = [0] * num_ps
-    for row in rows:
-        totals[row.ps] += row.nbytes
-    return PlacementReport(rows, tuple(totals))
+        return table(title, HEAD, [*totals, *rows])
 
 
 class LocalRunWarning(UserWarning):
@@ -384,15 +343,21 @@ class ParameterServerStrategy(Scope):
             raise UsageError(
                 f'colocate_vars_with: variable "{variable.name}" belongs to another strategy'
             )
-        spec = variable.spec
-        if len(spec.shards) > 1:
-            return elsewhere(Elsewhere(self, beside=spec))
-        return elsewhere(Elsewhere(self, spec.shards[0].ps))
+        return elsewhere(Elsewhere(self, beside=variable.spec))
 
     def placement(self) -> PlacementReport:
         """Return the ps of each shard declared so far; ``str()`` of it is a table."""
-        specs = (variable.spec for variable in self._variables)
-        return report_of(specs, self.cluster.num_tasks("ps"))
+        rows = tuple(
+            ShardStatus(
+                variable.name, shard.index, shard.shape, shard.dtype, shard.nbytes, shard.ps
+            )
+            for variable in self._variables
+            for shard in variable.spec.shards
+        )
+        totals = [0] * self.cluster.num_tasks("ps")
+        for row in rows:
+            totals[row.ps] += row.nbytes
+        return PlacementReport(rows, tuple(totals))
 
     # Replicas, and values of theirs.
 

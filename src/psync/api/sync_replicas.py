@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from psync.api.global_step import global_step_of
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers import (
     Answered,
@@ -27,7 +26,7 @@ from psync.api.optimizers import (
 )
 from psync.api.reads import runtime_of, scope_of
 from psync.api.scopes import running_scopes
-from psync.api.variables import Handle, OnReadVariable, Variable
+from psync.api.variables import Handle, OnReadVariable, Variable, global_step_of
 from psync.client.context import current_closure
 from psync.client.ps_client import PsClient
 from psync.client.runtime import Runtime, current_runtime
@@ -141,9 +140,6 @@ async def wait_over(ps: PsClient, who: str) -> TrainingOver:
     return received.message
 
 
-STEP_DTYPE = "int64"
-"""Of the global step."""
-
 NOWHERE = (0, -1, 0)
 """Stands for the global step in a configuration until the first push names it."""
 
@@ -169,27 +165,26 @@ def checked_step(operation: str, variable: object) -> Variable:
     Raises:
         ConfigurationError: It is not a variable, or not an int64 scalar.
     """
-    hint = "global_step=psync.get_or_create_global_step(), made in `with strategy.scope():`"
     if variable is None:
-        raise ConfigurationError(
-            f"{operation}: global_step is None, and stale gradients are detected by it",
-            hint=hint,
+        wrong = "global_step is None, and stale gradients are detected by it"
+    elif not isinstance(variable, Variable):
+        wrong = f"expected a variable as global_step, got {type(variable).__name__}"
+    elif isinstance(variable, OnReadVariable):
+        wrong = (
+            f'global_step "{variable.name}" is synchronized on read: each worker has a different '
+            "value"
         )
-    expected = f"{operation}: expected a variable as global_step"
-    variable = checked_kind(expected, variable, Variable, hint=hint)
-    if isinstance(variable, OnReadVariable):
-        raise ConfigurationError(
-            f'{operation}: global_step "{variable.name}" is synchronized on read: each worker has '
-            "a different value",
-            hint=hint,
+    elif variable.shape != () or variable.spec.dtype != "int64":
+        wrong = (
+            f'expected an int64 scalar as global_step, got "{variable.name}" of shape '
+            f"{variable.shape} {variable.spec.dtype}"
         )
-    if variable.shape != () or variable.spec.dtype != STEP_DTYPE:
-        raise ConfigurationError(
-            f'{operation}: expected an {STEP_DTYPE} scalar as global_step, got "{variable.name}" '
-            f"of shape {variable.shape} {variable.spec.dtype}",
-            hint=hint,
-        )
-    return variable
+    else:
+        return variable
+    raise ConfigurationError(
+        f"{operation}: {wrong}",
+        hint="global_step=psync.get_or_create_global_step(), made in `with strategy.scope():`",
+    )
 
 
 class SyncReplicasOptimizer(Optimizer):
@@ -389,20 +384,20 @@ class SyncReplicasOptimizer(Optimizer):
             return
         expected = f"{name}: expected an ExponentialMovingAverage as variable_averages"
         averages = checked_kind(expected, averages, ExponentialMovingAverage)
-        single = isinstance(variables, Handle)  # apply says what is wrong with that
-        chosen = variables if variables is None or single else list(variables)
-        averages.apply(chosen)
+        if variables is not None and not isinstance(variables, Handle):  # apply refuses a handle
+            variables = list(variables)
+        averages.apply(variables)
         follows = averages.num_updates
         self._averaged_by = follows if isinstance(follows, Variable) else None
-        averaged = [each for each, _ in averages.items() if chosen is None or each in chosen]
-        self._averaged = averaged[0] if averaged else None
-        for other in averaged:
-            self._check_averaged(other)
+        averaged = averages._shadows if variables is None else variables
+        self._averaged = next(iter(averaged), None)
+        for each in averaged:
+            self._check_averaged(each)
         self._sync = dataclasses.replace(
             self._sync,
             decay=averages.decay,
             num_updates=follows is not False,
-            averages=averages._pairs(chosen),
+            averages=averages._pairs(variables),
         )
 
     def _of_step(self, global_step: Variable) -> dict[str, Any]:

@@ -57,7 +57,7 @@ from psync.replicas.context import (
     in_turns,
 )
 from psync.serialization.remote_value import AwaitFirst, RemoteValue
-from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.specs import ShardSpec, VariableSpec, checked_kind, dtype_of
 from psync.specs import VariableAggregation as VariableAggregation
 from psync.specs import VariableSynchronization as VariableSynchronization
 from psync.status.html_tables import table
@@ -515,9 +515,8 @@ def aggregating(
         )
     if aggregation is FIRST:
         return np.array(copies[0])
-    if aggregation is SUM:
-        return np.asarray((yield from reducing_arrays(ReduceOp.SUM, list(copies), None)))
-    return np.asarray((yield from reducing_arrays(ReduceOp.MEAN, list(copies[:-1]), None)))
+    op, counted = (ReduceOp.SUM, copies) if aggregation is SUM else (ReduceOp.MEAN, copies[:-1])
+    return np.asarray((yield from reducing_arrays(op, list(counted), None)))
 
 
 Creator = Callable[..., Any]
@@ -675,7 +674,14 @@ class ShardedVariable(Handle):
     @property
     def variables(self) -> list[Variable]:
         """The shards in order, each as a variable."""
-        return [_component(self, shard) for shard in self.spec.shards]
+        return [self._part(shard) for shard in self.spec.shards]
+
+    def _part(self, shard: ShardSpec) -> Variable:
+        name, alone = f"{self.name}/part_{shard.index}", dataclasses.replace(shard, offset=0)
+        spec = dataclasses.replace(self.spec, name=name, shape=shard.shape, shards=(alone,))
+        part: Variable = _intern(self.origin, spec, self.synchronization, self.aggregation)
+        part._scope = self._scope
+        return part
 
     @property
     def device(self) -> tuple[str, ...]:
@@ -892,34 +898,6 @@ def _declare(
     """Declare what ``Variable(...)`` stands for, once all hooks have had their say."""
     name = name or "Variable"
     on_read = synchronization is VariableSynchronization.ON_READ
-    _check_kind(name, synchronization, aggregation, trained_on_read=on_read and bool(trainable))
-    extents = tuple(shape) if shape is not None else None
-    trainable = not on_read if trainable is None else trainable
-    if on_read:  # a hidden variable of all copies, each of which begins with the value
-        initial, own, kind = describe(initial_value, name, dtype, extents, where)
-        subject = f'variable "{name}" declared at {where}'
-        if aggregation is SUM and kind == "bool":
-            raise UsageError(
-                f"{subject}: bools cannot be summed", hint="declare it with an integer dtype"
-            )
-        num_workers = scope.cluster.num_tasks("worker")
-
-        def copies() -> np.ndarray:
-            value = initial
-            if callable(initial):
-                value = initial_array(initial, own, (0,) * len(own), kind, subject)
-            return repeated(value, num_workers, aggregation)
-
-        initial_value, dtype, extents = copies, kind, (num_workers + 1, *own)
-    spec = scope._declare(
-        initial_value, name, dtype, extents, trainable, where, partitioned=not on_read
-    )
-    return declared_in(scope, spec, synchronization, aggregation)
-
-
-def _check_kind(
-    name: str, synchronization: object, aggregation: object, *, trained_on_read: bool
-) -> None:
     kinds = (VariableSynchronization, synchronization), (VariableAggregation, aggregation)
     for kind, given in kinds:
         if not isinstance(given, kind):
@@ -932,12 +910,34 @@ def _check_kind(
             f'variable "{name}": synchronization NONE is not supported',
             hint="use AUTO, ON_WRITE or ON_READ",
         )
-    if trained_on_read:
+    if on_read and trainable:
         raise ConfigurationError(
             f'variable "{name}": cannot be trainable when synchronized on read: each worker has a '
             "different value",
             hint="trainable=False, or synchronization=psync.VariableSynchronization.ON_WRITE",
         )
+    extents = tuple(shape) if shape is not None else None
+    trainable = not on_read if trainable is None else trainable
+    if on_read:  # a hidden variable of all copies, each of which begins with the value
+        initial, own, kept = describe(initial_value, name, dtype, extents, where)
+        subject = f'variable "{name}" declared at {where}'
+        if aggregation is SUM and kept == "bool":
+            raise UsageError(
+                f"{subject}: bools cannot be summed", hint="declare it with an integer dtype"
+            )
+        num_workers = scope.cluster.num_tasks("worker")
+
+        def copies() -> np.ndarray:
+            value = initial
+            if callable(initial):
+                value = initial_array(initial, own, (0,) * len(own), kept, subject)
+            return repeated(value, num_workers, aggregation)
+
+        initial_value, dtype, extents = copies, kept, (num_workers + 1, *own)
+    spec = scope._declare(
+        initial_value, name, dtype, extents, trainable, where, partitioned=not on_read
+    )
+    return declared_in(scope, spec, synchronization, aggregation)
 
 
 def declared_in(
@@ -969,7 +969,9 @@ def _intern(
     handles = _interned()
     handle = handles.get(key)
     if handle is None:
-        handle = object.__new__(_class_of(spec, synchronization))
+        cls: type[Handle] = Variable if len(spec.shards) == 1 else ShardedVariable
+        on_read = synchronization is VariableSynchronization.ON_READ
+        handle = object.__new__(OnReadVariable if on_read else cls)
         handle.spec, handle.origin = spec, origin
         handle.synchronization, handle.aggregation = synchronization, aggregation
         handle._scope = None
@@ -977,17 +979,82 @@ def _intern(
     return handle
 
 
-def _class_of(spec: VariableSpec, synchronization: VariableSynchronization) -> type[Handle]:
-    if synchronization is VariableSynchronization.ON_READ:
-        return OnReadVariable
-    return Variable if len(spec.shards) == 1 else ShardedVariable
+GLOBAL_STEP = "global_step"
+"""The name by which the global step is known. It lies on ps 0, which closes synchronous steps, and
+takes no turn in the round of the other variables: a program places them alike without it."""
 
 
-def _component(whole: ShardedVariable, shard: ShardSpec) -> Variable:
-    spec = whole.spec
-    name = f"{spec.name}/part_{shard.index}"
-    alone = dataclasses.replace(shard, offset=0)
-    part = dataclasses.replace(spec, name=name, shape=shard.shape, shards=(alone,))
-    handle = cast(Variable, _intern(whole.origin, part, whole.synchronization, whole.aggregation))
-    handle._scope = whole._scope
-    return handle
+def get_or_create_global_step() -> Variable:
+    """Return the global step of the strategy whose scope is open; declare it if there is none.
+
+    It is a scalar int64 variable named "global_step" on ps 0, initially 0 and not trainable. To
+    have an optimizer increment it, call ``apply_gradients(…, global_step=step)``.
+
+    Raises:
+        UsageError: Outside a scope, inside a step, or a variable of that name is not an integer
+            scalar.
+        ClosedError: The strategy's coordinator was closed.
+
+    Source: ``tf.compat.v1.train.get_or_create_global_step``.
+    """
+    scope = _scope_of_step("get_or_create_global_step")
+    known = global_step_of(scope)
+    if known is not None:
+        return known
+    where = place_of(sys._getframe(1))
+    spec = scope._declare(np.zeros((), np.int64), GLOBAL_STEP, None, None, False, where, ps=0)
+    step: Variable = declared_in(scope, spec)
+    return step
+
+
+def get_global_step() -> Variable | None:
+    """Return the global step of the strategy whose scope is open, or None if there is none.
+
+    Raises:
+        UsageError: Outside a scope, inside a step, or a variable named "global_step" is not an
+            integer scalar.
+
+    Source: ``tf.compat.v1.train.get_global_step``.
+    """
+    return global_step_of(_scope_of_step("get_global_step"))
+
+
+def global_step_of(scope: Scope) -> Variable | None:
+    """Return the variable called "global_step" of a strategy, or None if it was not declared.
+
+    Raises:
+        UsageError: It is no integer scalar.
+    """
+    for variable in scope._variables:
+        if variable.name == GLOBAL_STEP:
+            return check_step(variable, "the global step")
+    return None
+
+
+def check_step(variable: object, purpose: str) -> Variable:
+    """Return a variable that can count steps.
+
+    Raises:
+        UsageError: It is no variable, or no integer scalar.
+    """
+    variable = checked_kind(f"{purpose}: expected a variable", variable, Variable, error=UsageError)
+    if isinstance(variable, OnReadVariable):
+        raise UsageError(
+            f'{purpose}: variable "{variable.name}" is synchronized on read: each worker has a '
+            "different value"
+        )
+    if variable.shape != () or variable.dtype.kind not in "iu":
+        raise UsageError(
+            f'{purpose}: expected an integer scalar, variable "{variable.name}" declared at '
+            f"{variable.spec.declared_at} has shape {variable.shape} {variable.spec.dtype}",
+            hint="psync.get_or_create_global_step() creates one",
+        )
+    return variable
+
+
+def _scope_of_step(operation: str) -> Scope:
+    return scope_for(
+        operation,
+        instead="get it on the coordinator, in `with strategy.scope():`, and use it in the step",
+        hint="call it in `with strategy.scope():`",
+    )

@@ -19,12 +19,10 @@ import numpy as np
 
 from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.api.embeddings import embedding_lookup
-from psync.api.global_step import get_or_create_global_step
-from psync.api.optimizers import empty_like
-from psync.api.pulls import pull
+from psync.api.pulls import empty_like, pull
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SyncReplicasOptimizer
-from psync.api.variables import Variable
+from psync.api.variables import Variable, get_or_create_global_step
 from psync.bench.checks import WrongResultError
 from psync.bench.peers import COLUMNS, IDS, ROWS_OF_TABLE, SMALL, SMALL_SHAPE
 from psync.client.context import get_worker_index

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from psync.api.cluster_coordinator import ClusterCoordinator
-from psync.api.global_step import get_or_create_global_step
 from psync.api.pulls import pull
 from psync.api.strategy import ParameterServerStrategy
-from psync.api.variables import Variable
+from psync.api.variables import Variable, get_or_create_global_step
 from psync.bench import digits
 from psync.bench.modes import Mode
 from psync.client.context import get_worker_index

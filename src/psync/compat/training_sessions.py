@@ -15,11 +15,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
-from psync.api.global_step import get_or_create_global_step
-from psync.api.seeing import placed
+from psync.api.cluster_coordinator import placed
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SessionHook, wait_over
-from psync.api.variables import Variable
+from psync.api.variables import Variable, get_or_create_global_step
 from psync.chief.creation import MESSAGE_SHARDS, Creation, as_sent
 from psync.chief.links import enquire
 from psync.client.context import forbid_in_step

@@ -19,13 +19,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from psync.api.global_step import get_or_create_global_step
 from psync.api.modules import Module
 from psync.api.optimizers import Optimizer, PushResult
 from psync.api.pulls import pull
 from psync.api.reads import runtime_of
 from psync.api.scopes import Scope, scope_for
-from psync.api.variables import Variable, VariableAggregation
+from psync.api.variables import Variable, VariableAggregation, get_or_create_global_step
 from psync.client.calls import all_of
 from psync.client.context import current_closure, forbid_in_step
 from psync.client.runtime import Runtime

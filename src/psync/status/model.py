@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
+from psync.cluster import device_name
 from psync.errors import RemoteProtocolError
 
 SCHEMA = 1
@@ -192,6 +193,11 @@ class ShardStatus:
     dtype: str
     nbytes: int  # without slots
     ps: int  # index of the task
+
+    @property
+    def device(self) -> str:
+        """The ps that holds it, in TensorFlow's long form."""
+        return device_name("ps", self.ps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,10 +45,10 @@ from psync.api.cluster_coordinator import (
     running_coordinator,
 )
 from psync.api.datasets import PerWorkerDataset
-from psync.api.global_step import get_or_create_global_step
 from psync.api.optimizers import Optimizer
 from psync.api.pulls import leaves, pairs, pull
 from psync.api.strategy import ParameterServerStrategy
+from psync.api.variables import get_or_create_global_step
 from psync.callbacks import Callback
 from psync.client.context import current_closure, forbid_in_step
 from psync.closures.closure import State
