@@ -300,18 +300,10 @@ def test_a_code_is_given_once() -> None:
             """Has the number of another one."""
 
 
-def test_a_type_that_is_not_checked_cannot_be_declared() -> None:
-    with pytest.raises(TypeError, match="messages have no fields of type <class 'complex'>"):
-
-        class Odd(Message, code=0):
-            field: complex
-
-
-def test_keys_of_tables_are_text() -> None:
-    with pytest.raises(TypeError, match="messages have no fields of type"):
-
-        class OddTable(Message, code=0):
-            field: dict[int, int]
+@pytest.mark.parametrize("kind", [complex, dict[int, int], list[int] | list[str]])
+def test_a_type_that_is_not_checked_cannot_be_declared(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"messages have no fields of type .*(complex|int)"):
+        type(Message)("Odd", (Message,), {"__annotations__": {"field": kind}}, code=0)
 
 
 def test_a_message_that_its_receiver_would_refuse_can_be_told_before_it_is_sent() -> None:
@@ -325,21 +317,6 @@ def test_a_message_that_its_receiver_would_refuse_can_be_told_before_it_is_sent(
 
 def test_there_are_as_many_numbers_as_one_likes() -> None:
     assert decode(encode(Late(7))) == Late(7)
-
-
-class Either(Message, code=301):
-    """What no message of psync has: lists of two kinds in one field."""
-
-    value: list[int] | list[str]
-
-
-@pytest.mark.parametrize("value", [[1, 2], ["a"], []])
-def test_a_list_may_be_of_one_kind_or_another(value: list[Any]) -> None:
-    for _ in range(2):  # the second time its type is known
-        assert decode(encode(Either(value))) == Either(value)
-    mixed = encode(Either([1, "a"]))  # type: ignore[list-item]
-    with pytest.raises(RemoteProtocolError, match="Either"):
-        decode(mixed)
 
 
 class Nested(Message, code=302):

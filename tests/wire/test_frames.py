@@ -277,14 +277,6 @@ def test_a_body_is_read_straight_into_its_destination() -> None:
     np.testing.assert_array_equal(destination, body)
 
 
-def test_a_destination_has_the_size_of_the_body() -> None:
-    data = frame_bytes(Kind.REPLY, 1, b"h", [memoryview(bytes(10))])
-    for first in (len(data), len(data) - 5):  # all of it at once, or the body later
-        decoder = FrameDecoder(DEFAULT_LIMITS, Into(memoryview(bytearray(9))))
-        with pytest.raises(LocalProtocolError, match="9 bytes of memory given for a body of 10"):
-            pour(decoder, data[:first])
-
-
 @pytest.mark.parametrize(
     "borders", [[0, 10], [0, 3, 10], [0, 0, 4, 4, 4, 9, 10, 10], list(range(11))]
 )
@@ -359,14 +351,6 @@ def test_giving_up_a_body_that_is_thrown_away_already_changes_nothing() -> None:
     assert pour(decoder, data[:-5]) == []
     decoder.redirect(token)
     assert len(pour(decoder, data[-5:])) == 1
-
-
-@pytest.mark.parametrize("nbytes", [0, 9, 11])
-def test_memory_of_another_size_than_the_body_is_an_error_here(nbytes: int) -> None:
-    decoder = FrameDecoder(DEFAULT_LIMITS, Into(memoryview(bytearray(nbytes))))
-    with pytest.raises(LocalProtocolError) as caught:
-        pour(decoder, frame_bytes(Kind.REPLY, 1, b"h", [bytes(10)]))
-    assert caught.value.message == f"{nbytes} bytes of memory given for a body of 10"
 
 
 # --- faults and limits -----------------------------------------------------------------------
@@ -698,12 +682,6 @@ def test_a_receiver_that_gives_up_a_lent_body_is_not_written_to_any_more(
 def pour_head(decoder: FrameDecoder, data: bytes) -> Frame | None:
     decoder.get_buffer()[: len(data)] = data
     return decoder.received(len(data))
-
-
-def test_memory_of_another_size_for_a_lent_body_is_this_sides_mistake() -> None:
-    decoder, _ = borrowing(lambda frame: [memoryview(bytearray(9))])
-    with pytest.raises(LocalProtocolError, match="9 bytes of memory given for a body of 10"):
-        pour_head(decoder, lent_bytes([(1, 0, 10)]))
 
 
 def test_as_many_extents_as_there_can_be_arrive() -> None:

@@ -279,18 +279,25 @@ class FrameDecoder:
                 named = scratch[head - EXTENT_BYTES * extents : head]
                 return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
             targets = self._sink(frame)
-            if targets is None or end - body < body_len:
-                return self._begin_body(frame, targets)
-            # As most small ones are: nothing is still to come.
-            self.start = body + body_len
-            at = body
-            for target in targets:
-                stop = at + len(target)
-                if stop <= self.start:
-                    target[:] = scratch[at:stop]
-                at = stop
-            if at != self.start:
-                raise _misfit(at - body, body_len)
+            if end - body > body_len:
+                end = body + body_len
+            self.start = end
+            if targets is None:
+                self._discard = body + body_len - end
+            else:
+                at = body
+                for target in targets:
+                    stop = at + len(target)
+                    if stop <= end:
+                        target[:] = scratch[at:stop]
+                    else:
+                        there = max(0, end - at)
+                        target[:there] = scratch[at : at + there]
+                        self._targets.append(target[there:])
+                    at = stop
+            if self._targets or self._discard:
+                self._frame = frame
+                return None
             return frame
         except Exception as exc:
             self._error, self._frame = exc, _BROKEN
@@ -340,28 +347,6 @@ class FrameDecoder:
         """Whether the stream would end inside a frame if it ended now."""
         return self._frame is not None or self.start != self.end
 
-    def _begin_body(self, frame: Frame, targets: Sequence[memoryview] | None) -> Frame | None:
-        """Take from scratch what is there of a body; return the frame if that was all."""
-        body_len = frame.nbytes
-        start, there = self.start, min(self.end - self.start, body_len)
-        self.start += there
-        if targets is None:
-            self._discard = body_len - there
-            self._frame = frame if self._discard else None
-            return None if self._discard else frame
-        if sum(map(len, targets)) != body_len:
-            raise _misfit(sum(map(len, targets)), body_len)
-        self._frame = frame
-        body = self._scratch[start : start + there]
-        self._targets.extend(targets)
-        while body:
-            count = min(len(self._targets[0]), len(body))
-            self._targets[0][:count] = body[:count]
-            body = body[count:]
-            self._advance(count)
-        self._advance(0)  # past empty targets at the front
-        return None
-
     def _begin_lent(self, frame: Frame, extents: Sequence[Extent]) -> Frame | None:
         """Find a body that is lent, and copy it unless the sink keeps it; return the frame then."""
         if sum(extent.nbytes for extent in extents) != frame.nbytes:
@@ -371,8 +356,6 @@ class FrameDecoder:
         targets = self._sink(frame)
         if borrowed.is_kept:
             return frame
-        if targets is not None and sum(map(len, targets)) != frame.nbytes:
-            raise _misfit(sum(map(len, targets)), frame.nbytes)
         self._frame = frame
         self.copying = iter(()) if targets is None else copies(targets, borrowed.views)
         return self._copy_more()
@@ -410,10 +393,6 @@ class FrameDecoder:
 
 _BROKEN = Frame(0, 0, b"", (), 0)
 """Is being received where the stream is broken."""
-
-
-def _misfit(given: int, body_len: int) -> LocalProtocolError:
-    return LocalProtocolError(f"{given} bytes of memory given for a body of {body_len}")
 
 
 def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemoteProtocolError:
