@@ -302,15 +302,6 @@ class Handler:
             request.start(work)
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A large message that was not written yet, or a small one behind it."""
-
-    buffers: list[Buffer]
-    loan: Loan | None = None  # its body is lent
-    copy: Callable[[], bool] | None = None  # copies a part of that; returns whether it was the last
-
-
 class Connection(asyncio.BufferedProtocol):
     """One connection to another task.
 
@@ -325,8 +316,6 @@ class Connection(asyncio.BufferedProtocol):
         pool: Memory for received segments.
         limits: In force for both directions.
         spawn: Starts a handler that takes time.
-        report_opened: Told when the handshake is over.
-        report_closed: Told when the connection is gone, unless it was never made; with the reason.
         memory: Of this task, to be shared with peers of its host; None: it is not.
     """
 
@@ -337,8 +326,6 @@ class Connection(asyncio.BufferedProtocol):
         pool: BlockPool,
         limits: Limits,
         spawn: Spawn,
-        report_opened: Callable[[Connection], None],
-        report_closed: Callable[[Connection, Exception | None], None],
         memory: SharedMemory | None = None,
     ) -> None:
         self.wire = wire.Protocol(handshake, limits, self._sink, Request)
@@ -352,7 +339,10 @@ class Connection(asyncio.BufferedProtocol):
         self.is_open = False  # the handshake is over, and the connection not gone
         self.is_closed = False
         self.ended_here = False  # by ``abort``
-        self.on_closed: list[Callable[[Connection], None]] = []  # told once, in order
+        # Told when the handshake is over.
+        self.on_opened: Callable[[Connection], object] | None = None
+        # Told once, in order, when it is gone, unless it was never made.
+        self.on_closed: list[Callable[[Connection], None]] = []
         # Told where the peer is, as its socket says it, before anything is said; may close.
         self.on_made: Callable[[object], None] | None = None
         self.tap: Tap | None = None  # while somebody traces, see ``net.trace``
@@ -363,8 +353,6 @@ class Connection(asyncio.BufferedProtocol):
         self._handlers = handlers
         self._pool = pool
         self._limits = limits
-        self._report_opened = report_opened
-        self._report_closed = report_closed
         self._memory = memory
         self._loop = asyncio.get_running_loop()
         self._decoder = self.wire.decoder
@@ -390,7 +378,8 @@ class Connection(asyncio.BufferedProtocol):
         self._small: list[Buffer] = []  # small messages of this turn of the loop
         self._small_bytes = 0
         self._flush_due = False
-        self._waiting: deque[_Waiting] = deque()  # large messages, until there is room
+        # Large messages until there is room, and small ones behind them; what is lent of each.
+        self._waiting: deque[tuple[list[Buffer], Loan | None]] = deque()
         self._room = asyncio.Event()  # set while large messages need not wait, and at the end
         self._room.set()
         self._in_order = False  # whether small messages wait behind large ones
@@ -590,8 +579,10 @@ class Connection(asyncio.BufferedProtocol):
         elif kind == _CANCEL:
             if (request := self._serving.pop(request_id, None)) is not None:
                 request.give_up()
-        elif self.sharing is not None and kind in (_RETURN, _FORGET):
-            self.sharing.told(kind == _RETURN, request_id)
+        elif self.sharing is not None and kind == _RETURN:
+            self.sharing.returned(request_id)
+        elif self.sharing is not None and kind == _FORGET:
+            self.sharing.forget(request_id)
         else:
             raise RemoteProtocolError(f"got a frame {Kind(kind).name} after the handshake")
 
@@ -772,7 +763,7 @@ class Connection(asyncio.BufferedProtocol):
             return buffers
         frame = b"".join(buffers) if body else head
         if self._waiting and self._in_order:
-            self._waiting.append(_Waiting([frame]))
+            self._waiting.append(([frame], None))
         elif at_once and not self._flush_due and not self._small and sharing is None:
             if not self._transport.is_closing():
                 self.bytes_sent += nbytes
@@ -794,8 +785,7 @@ class Connection(asyncio.BufferedProtocol):
             self.flush()
             self._write(buffers)
             return
-        copy = loan.copying() if loan is not None and loan.sources else None
-        self._waiting.append(_Waiting(buffers, loan, copy))
+        self._waiting.append((buffers, loan))
         if idle:
             self._room.clear()  # nothing may overtake it
             self._go_on_writing()
@@ -823,28 +813,27 @@ class Connection(asyncio.BufferedProtocol):
 
     def _go_on_writing(self) -> None:
         while self._waiting and self._writable and not self._closing:
-            if self._waiting[0].copy is not None:
-                if not self._waiting[0].copy():
-                    self._loop.call_soon(self._go_on_writing)
-                    return
-                self._waiting[0].copy = None
-            self._write_large(self._waiting.popleft())
+            loan = self._waiting[0][1]
+            if loan is not None and not loan.copy_part():
+                self._loop.call_soon(self._go_on_writing)
+                return
+            self._write_large(*self._waiting.popleft())
         if self._writable:
             self._room.set()
 
-    def _write_large(self, message: _Waiting) -> None:
-        if message.loan is not None and self.sharing is not None:
-            self.sharing.sent(message.loan)
+    def _write_large(self, buffers: list[Buffer], loan: Loan | None) -> None:
+        if loan is not None and self.sharing is not None:
+            self.sharing.sent(loan)
         self.flush()
-        self._write(message.buffers)
+        self._write(buffers)
 
     def _withdraw(self, buffers: list[Buffer]) -> bool:
         """Take back what was to be sent; return False if that is too late."""
-        for index, waiting in enumerate(self._waiting):
-            if waiting.buffers is buffers:
+        for index, (waiting, loan) in enumerate(self._waiting):
+            if waiting is buffers:
                 del self._waiting[index]
-                if waiting.loan is not None and self.sharing is not None:
-                    self.sharing.withdrawn(waiting.loan)
+                if loan is not None and self.sharing is not None:
+                    self.sharing.withdrawn(loan)
                 return True
         return False
 
@@ -883,7 +872,9 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the handshake."""
         self._transport = transport
-        self._deadline = self._loop.call_later(self._limits.handshake_seconds, self._expire_opening)
+        seconds = self._limits.handshake_seconds
+        late = ConnectionLost(f"the handshake was not over within {seconds} s")
+        self._deadline = self._loop.call_later(seconds, self._end, late)
         if self._closing:  # before it was up
             self._transport.abort()
             return
@@ -908,14 +899,11 @@ class Connection(asyncio.BufferedProtocol):
             self.is_open = True
             self._in_order = self.lane != BULK
             self._deadline.cancel()
-            self._report_opened(self)
+            if self.on_opened is not None:
+                self.on_opened(self)
             if not self._closing:
                 return self._decoder.next_frame()
         return None
-
-    def _expire_opening(self) -> None:
-        seconds = self._limits.handshake_seconds
-        self._end(ConnectionLost(f"the handshake was not over within {seconds} s"))
 
     def refuse(self, refused: Refused) -> None:
         """Turn the peer away in the middle of its handshake, and say why."""
@@ -948,10 +936,10 @@ class Connection(asyncio.BufferedProtocol):
             return
         self.flush()
         while self._waiting:
-            waiting = self._waiting.popleft()
-            while waiting.copy is not None and not waiting.copy():
+            buffers, loan = self._waiting.popleft()
+            while loan is not None and not loan.copy_part():
                 pass
-            self._write_large(waiting)
+            self._write_large(buffers, loan)
         self._closing = True
         self._transport.close()
 
@@ -1010,7 +998,6 @@ class Connection(asyncio.BufferedProtocol):
         for request in list(self._serving.values()):
             if not request.in_coroutine:
                 request.give_up()
-        self._report_closed(self, error)
         for listener in self.on_closed:
             listener(self)
 

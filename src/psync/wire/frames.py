@@ -26,7 +26,6 @@ import functools
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -96,22 +95,27 @@ Segment = Buffer | Sequence[memoryview]
 """What may be sent as one segment: one buffer of bytes, or several that are sent as one."""
 
 
-@dataclass(slots=True, eq=False)
 class Frame:
     """One received frame; its segments are complete once the decoder returns it.
 
+    The decoder fills it, as a constructor would take as long as the rest of a small one;
     ``message``, ``segments`` and ``token`` are the receiver's to fill.
     """
+
+    __slots__ = (
+        "borrowed", "header", "kind", "lengths", "message", "nbytes", "request_id", "segments",
+        "token",
+    )  # fmt: skip
 
     kind: int  # a value of Kind
     request_id: int  # 0 where there is none
     header: bytes  # msgpack
     lengths: tuple[int, ...]  # bytes of each segment
     nbytes: int  # of all segments
-    segments: Sequence[memoryview] = ()
-    message: Message = None  # type: ignore[assignment]  # once the header is decoded
-    token: object = None  # see ``FrameDecoder.redirect``
-    borrowed: Borrowed | None = None  # the body, if it is lent
+    segments: Sequence[memoryview]
+    message: Message  # once the header is decoded
+    token: object  # see ``FrameDecoder.redirect``
+    borrowed: Borrowed | None  # the body, if it is lent
 
 
 Sink = Callable[[Frame], "Sequence[memoryview] | None"]
@@ -263,18 +267,21 @@ class FrameDecoder:
                 if body > len(scratch):
                     self._compact(body - start)
                 return None
-            header = bytes(scratch[head:body])
+            frame = self._make()
+            frame.kind, frame.request_id, frame.nbytes = kind, request_id, body_len
+            frame.header, frame.lengths, frame.segments = bytes(scratch[head:body]), (), ()
+            frame.message = frame.token = frame.borrowed = None  # type: ignore[assignment]
             self.start = body
             if not (count or body_len):
-                return self._make(kind, request_id, header, (), 0)
+                return frame
             lengths = _with_lengths("<", count).unpack_from(scratch, start + PREFIX_BYTES)
+            frame.lengths = lengths
             if body_len > limits.segment_bytes:
                 _check_sizes(FrameTooLarge, limits, header_len, count, body_len, lengths)
             if sum(lengths) != body_len:
                 raise RemoteProtocolError(
                     f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
                 )
-            frame = self._make(kind, request_id, header, lengths, body_len)
             if extents:
                 named = scratch[head - EXTENT_BYTES * extents : head]
                 return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
@@ -391,8 +398,10 @@ class FrameDecoder:
             targets[0] = targets[0][nbytes:]
 
 
-_BROKEN = Frame(0, 0, b"", (), 0)
+_BROKEN = Frame()
 """Is being received where the stream is broken."""
+
+_BROKEN.token = _BROKEN  # nobody else's
 
 
 def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemoteProtocolError:

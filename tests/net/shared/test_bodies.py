@@ -53,8 +53,7 @@ class Side:
         """Lend a body that can be lent, all of it copied."""
         loan = self.sharing.lend(buffers, sum(map(len, buffers)))
         assert loan is not None
-        copy = loan.copying()
-        while not copy():
+        while not loan.copy_part():
             pass
         self.sharing.sent(loan)
         return loan.extents
@@ -63,9 +62,9 @@ class Side:
         """Let the other side know what there is to say."""
         returns, gone = self.sharing.due()
         for number in returns:
-            other.sharing.told(True, number)
+            other.sharing.returned(number)
         for number in gone:
-            other.sharing.told(False, number)
+            other.sharing.forget(number)
 
     @property
     def num_lent(self) -> int:
@@ -426,7 +425,7 @@ def test_what_is_not_lent_cannot_be_given_back(number: int) -> None:
     ours, theirs = sides()
     theirs.sharing.borrow(ours.lend(b"x" * MIB))
     with pytest.raises(RemoteProtocolError, match=f"body {number} was given back, which is not"):
-        ours.sharing.told(True, number)
+        ours.sharing.returned(number)
 
 
 def test_nothing_is_given_back_twice() -> None:
@@ -441,10 +440,10 @@ def test_a_region_that_was_never_given_cannot_be_forgotten() -> None:
     ours, theirs = sides()
     theirs.sharing.borrow(ours.lend(b"x" * MIB))
     with pytest.raises(RemoteProtocolError, match="region 2 of shared memory was never given"):
-        theirs.sharing.told(False, 2)
-    theirs.sharing.told(False, 1)
+        theirs.sharing.forget(2)
+    theirs.sharing.forget(1)
     with pytest.raises(RemoteProtocolError, match="region 1 of shared memory was never given"):
-        theirs.sharing.told(False, 1)
+        theirs.sharing.forget(1)
 
 
 def test_a_region_is_given_once() -> None:
@@ -739,12 +738,12 @@ class Walk:
         if loan is not None:
             assert not self.lost[who]
             assert sum(extent.nbytes for extent in loan.extents) == len(expected)
-            self.waiting[who].append((loan, loan.copying(), expected))
+            self.waiting[who].append((loan, expected))
 
     def send(self, who: int) -> None:
         """Copy a part of what waits, and send it if that was the last."""
-        if self.waiting[who] and self.waiting[who][0][1]():
-            loan, _, expected = self.waiting[who].pop(0)
+        if self.waiting[who] and self.waiting[who][0][0].copy_part():
+            loan, expected = self.waiting[who].pop(0)
             self.sides[who].sharing.sent(loan)
             self.coming[1 - who].append(("lent", loan.extents, expected))
 
@@ -769,7 +768,7 @@ class Walk:
         sharing = self.sides[who].sharing
         self.done[kind] += 1
         if kind != "lent":
-            sharing.told(kind == "return", what)
+            (sharing.returned if kind == "return" else sharing.forget)(what)
             return
         borrowed = sharing.borrow(what)
         if self.draw.random() < 0.5:
@@ -850,14 +849,6 @@ def test_neighbours_in_a_loan_are_one_extent() -> None:
     for extent in (Extent(1, 0, 2), Extent(1, 2, 3), Extent(2, 5, 1), Extent(2, 0, 3)):
         loan.add(extent)
     assert loan.extents == [Extent(1, 0, 5), Extent(2, 5, 1), Extent(2, 0, 3)]
-
-
-def test_a_copy_is_made_in_parts_and_the_last_is_said() -> None:
-    memory = bytearray(5)
-    loan = Loan([], [], 5, 5, [memoryview(memory)], [memoryview(b"ab"), memoryview(b"cde")])
-    copy = loan.copying()
-    assert copy()
-    assert memory == b"abcde"
 
 
 async def test_who_waits_is_told_once_and_may_have_given_up() -> None:
