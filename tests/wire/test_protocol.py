@@ -21,10 +21,9 @@ from psync.errors import (
 )
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import PREFIX, FrameDecoder, Kind
-from psync.wire.handshake import ClientHandshake, ServerHandshake
+from psync.wire.handshake import TRANSITIONS, ClientHandshake, Protocol, ServerHandshake, State
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.messages import Challenge, Done, Hello, Proof, Refused, Welcome
-from psync.wire.protocol import TRANSITIONS, Protocol, State
 from wire_tools import Anywhere, encode_frame, joined, pour, splits
 
 SECRET = b"a secret of the whole cluster"

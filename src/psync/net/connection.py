@@ -46,7 +46,6 @@ from psync.net.shared.channel import SideChannel
 from psync.net.shared.regions import SharedMemory
 from psync.net.transport import name_of, set_options
 from psync.numerics.memory import BlockPool
-from psync.wire import protocol as wire
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import (
     MAGIC,
@@ -61,7 +60,7 @@ from psync.wire.frames import (
     encode_head,
     flat,
 )
-from psync.wire.handshake import BULK, ClientHandshake, ServerHandshake
+from psync.wire.handshake import BULK, ClientHandshake, Protocol, ServerHandshake, State
 from psync.wire.lent import LENT_ABOVE_BYTES, Borrowed
 from psync.wire.limits import Limits
 from psync.wire.messages import Failure, Refused
@@ -328,7 +327,7 @@ class Connection(asyncio.BufferedProtocol):
         spawn: Spawn,
         memory: SharedMemory | None = None,
     ) -> None:
-        self.wire = wire.Protocol(handshake, limits, self._sink, Request)
+        self.wire = Protocol(handshake, limits, self._sink, Request)
         self.task = ""  # the peer's name; proven, and "" until the connection is open
         self.incarnation = 0  # the peer's
         self.client = ("", 0)  # both
@@ -891,9 +890,9 @@ class Connection(asyncio.BufferedProtocol):
     def _go_on_shaking_hands(self) -> Frame | None:
         """Say what there is to say; once open, return the first frame if it is there."""
         self._write(self.wire.data_to_send())
-        if self.wire.state is wire.State.CLOSED:
+        if self.wire.state is State.CLOSED:
             self.close()
-        elif self.wire.state is wire.State.OPEN:
+        elif self.wire.state is State.OPEN:
             self.task, self.incarnation = self.wire.peer_task, self.wire.peer_incarnation
             self.client, self.lane = (self.task, self.incarnation), self.wire.lane
             self.is_open = True

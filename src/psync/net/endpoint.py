@@ -34,9 +34,8 @@ from psync.net.shared.bodies import Sharing
 from psync.net.transport import Listener, one_line, reason
 from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message
-from psync.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
+from psync.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake, State
 from psync.wire.messages import Hello, Refused
-from psync.wire.protocol import State
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from psync.net.shared.views import address_of, root_of
-
 PAGE = mmap.PAGESIZE
 
 WORTH_BYTES = 256 << 10
@@ -45,6 +43,21 @@ _NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python knows it from
 
 Layout = tuple[tuple[int, int, int], ...]
 """Of each piece: its mapping, address, size."""
+
+
+def root_of(memory: memoryview) -> np.ndarray:
+    """Return an array of bytes to which all references to this memory will lead.
+
+    numpy lets views of views refer to the first array in their chain: that is this one, as what is
+    below it is none.
+    """
+    return np.frombuffer(memory, np.uint8)
+
+
+def address_of(view: memoryview) -> int:
+    """Return where in this process a view begins."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 class Windows:
