@@ -102,6 +102,10 @@ class Accepting:
         self.listener = await network.listen(address, self)
         return self
 
+    async def wait_lost(self) -> None:
+        for server in self.servers:
+            await server.until_event("lost")
+
     async def connect(self, network, client: Callable[[], Recorder] = Recorder):
         """Return the recorders of both sides, the client's first."""
         _, protocol = await network.connect(self.listener.address, client)

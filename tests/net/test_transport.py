@@ -22,7 +22,7 @@ from psync.net.transport import (
     reason,
     set_options,
 )
-from recorder import Recorder
+from recorder import Accepting, Recorder
 
 
 async def greeted(network: SocketNetwork, address: str) -> bytes:
@@ -35,20 +35,8 @@ async def greeted(network: SocketNetwork, address: str) -> bytes:
     return bytes(peer.received)
 
 
-class Greeters:
-    """A factory of protocols that waits for all of them at the end."""
-
-    def __init__(self, greeting: bytes = b"hello") -> None:
-        self.greeting = greeting
-        self.made: list[Recorder] = []
-
-    def __call__(self) -> Recorder:
-        self.made.append(Recorder(self.greeting))
-        return self.made[-1]
-
-    async def wait_gone(self) -> None:
-        for peer in self.made:
-            await peer.until_event("lost")
+def greeting(words: bytes = b"hello") -> Accepting:
+    return Accepting(lambda: Recorder(words))
 
 
 def has_ipv6() -> bool:
@@ -68,30 +56,30 @@ def has_ipv6() -> bool:
     ],
 )
 async def test_port_0_becomes_the_port_that_was_bound(host: str) -> None:
-    network, greeters = SocketNetwork(), Greeters()
+    network, greeters = SocketNetwork(), greeting()
     listener = await network.listen(f"{host}:0", greeters)
     name, _, port = listener.address.rpartition(":")
     assert name == host
     assert int(port) > 0
     assert await greeted(network, listener.address) == b"hello"
-    await greeters.wait_gone()
+    await greeters.wait_lost()
     listener.close()
     await listener.wait_closed()
 
 
 async def test_an_empty_host_listens_on_all_interfaces() -> None:
-    network, greeters = SocketNetwork(), Greeters()
+    network, greeters = SocketNetwork(), greeting()
     with claimed_ports(1) as (port,):
         listener = await network.listen(f":{port}", greeters)
     assert listener.address == f":{port}"
     assert await greeted(network, f"127.0.0.1:{port}") == b"hello"
-    await greeters.wait_gone()
+    await greeters.wait_lost()
     listener.close()
     await listener.wait_closed()
 
 
 async def test_closing_a_listener_frees_the_address_and_leaves_connections_open() -> None:
-    network, greeters = SocketNetwork(), Greeters()
+    network, greeters = SocketNetwork(), greeting()
     listener = await network.listen("127.0.0.1:0", greeters)
     _, peer = await network.connect(listener.address, Recorder)
     assert isinstance(peer, Recorder)
@@ -101,30 +89,30 @@ async def test_closing_a_listener_frees_the_address_and_leaves_connections_open(
     with pytest.raises(ConnectionRefusedError):
         await network.connect(listener.address, Recorder)
     peer.transport.write(b"still here")
-    await greeters.made[0].until_event("data")
-    assert greeters.made[0].received == b"still here"
+    await greeters.servers[0].until_event("data")
+    assert greeters.servers[0].received == b"still here"
     again = await network.listen(listener.address, greeters)
     assert again.address == listener.address
     again.close()
     await again.wait_closed()
     peer.transport.close()
-    await greeters.wait_gone()
+    await greeters.wait_lost()
     await peer.until_event("lost")
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 async def test_an_address_in_use_is_refused_and_left_alone(kind: str, tmp_path: Path) -> None:
-    network, greeters = SocketNetwork(), Greeters(b"the first")
+    network, greeters = SocketNetwork(), greeting(b"the first")
     address = "127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/ps0"
     first = await network.listen(address, greeters)
     with pytest.raises(OSError, match="in use") as caught:
-        await network.listen(first.address, Greeters(b"the second"))
+        await network.listen(first.address, greeting(b"the second"))
     assert caught.value.errno == errno.EADDRINUSE
     assert reason(caught.value) == "address already in use"
     assert await greeted(network, first.address) == b"the first"
-    for peer in greeters.made:
+    for peer in greeters.servers:
         peer.transport.close()
-    await greeters.wait_gone()
+    await greeters.wait_lost()
     first.close()
     await first.wait_closed()
 
@@ -167,12 +155,12 @@ async def test_a_socket_that_was_passed_on_is_taken_over(kind: str, tmp_path: Pa
         bound.bind(str(path))
         bound.listen()
         address = f"unix:{path}"
-    network, greeters = SocketNetwork({address: bound}), Greeters()
+    network, greeters = SocketNetwork({address: bound}), greeting()
     early = asyncio.ensure_future(greeted(network, address))  # before the task listens
     listener = await network.listen(address, greeters)
     assert listener.address == address
     assert await early == b"hello"
-    await greeters.wait_gone()
+    await greeters.wait_lost()
     listener.close()
     await listener.wait_closed()
     with pytest.raises(ConnectionRefusedError):
@@ -187,12 +175,12 @@ async def test_a_unix_socket_is_for_its_owner_alone_and_goes_with_the_listener(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "ps0"
-    network, greeters = SocketNetwork(), Greeters()
+    network, greeters = SocketNetwork(), greeting()
     listener = await network.listen(f"unix:{path}", greeters)
     assert listener.address == f"unix:{path}"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert await greeted(network, listener.address) == b"hello"
-    await greeters.wait_gone()
+    await greeters.wait_lost()
     listener.close()
     assert not path.exists()
     listener.close()
@@ -210,10 +198,10 @@ async def test_what_a_dead_task_left_behind_makes_way(tmp_path: Path) -> None:
     path = tmp_path / "ps0"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    network, greeters = SocketNetwork(), Greeters()
+    network, greeters = SocketNetwork(), greeting()
     listener = await network.listen(f"unix:{path}", greeters)
     assert await greeted(network, listener.address) == b"hello"
-    await greeters.wait_gone()
+    await greeters.wait_lost()
     listener.close()
     await listener.wait_closed()
 

@@ -334,7 +334,7 @@ class Connection(asyncio.BufferedProtocol):
         self.lane = ""  # one of handshake.LANES
         self.peername = "?"  # address of the other side, for messages
         self.state: dict[str, Any] = {}  # what handlers keep per connection
-        self.error: Exception | None = None  # why it closed, once it has
+        self.error: Exception | None = None  # why it closes, or has closed
         self.is_open = False  # the handshake is over, and the connection not gone
         self.is_closed = False
         self.ended_here = False  # by ``abort``
@@ -359,7 +359,6 @@ class Connection(asyncio.BufferedProtocol):
         self.get_buffer = self._decoder.get_buffer  # type: ignore[method-assign]
         self._transport: Any = None  # asyncio.Transport; None until connected
         self._deadline: asyncio.TimerHandle  # of the handshake; from connection_made on
-        self._reason: Exception | None = None  # why it is being closed
         self._closing = False  # nothing is sent or handed over any more
         self._gone = asyncio.Event()
         # Our requests.
@@ -952,8 +951,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end(self, error: Exception | None) -> None:
         self._closing = True
-        if self._reason is None:
-            self._reason = error
+        if self.error is None:
+            self.error = error
         if self._transport is not None:
             self._transport.abort()
         if self.sharing is not None and not self.is_open:
@@ -967,16 +966,16 @@ class Connection(asyncio.BufferedProtocol):
         if self.is_open or self._closing:
             self._end(error)
             return
-        self._reason = error
+        self.error = error
         self._write(self.wire.data_to_send())  # what a stranger may know of it
         self._closing = True
         self._transport.close()  # once that is on its way; within the deadline
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail what is open, and tell who asked to be told, once."""
-        error = self._reason or exc
-        if error is None and self._decoder.receiving and not self._closing:
-            error = ConnectionLost("the peer closed the connection in the middle of a message")
+        self.error = self.error or exc
+        if self.error is None and self._decoder.receiving and not self._closing:
+            self.error = ConnectionLost("the peer closed the connection in the middle of a message")
         self._closing = True
         self._small.clear()
         self._waiting.clear()
@@ -984,7 +983,7 @@ class Connection(asyncio.BufferedProtocol):
         self._deadline.cancel()
         if self.sharing is not None:
             self.sharing.close()
-        self.is_open, self.is_closed, self.error = False, True, error
+        self.is_open, self.is_closed = False, True
         self._gone.set()
         for number in list(self._calls):
             call = self._calls.pop(number, None)

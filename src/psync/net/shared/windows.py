@@ -15,7 +15,6 @@ array of the same window meanwhile shows the same, down to the pages that were f
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import sys
 import weakref
@@ -115,10 +114,8 @@ class Windows:
             self._mremap = None
             return None
         # Gone with the first of its regions: arrays of it keep all of them.
-        window.ends = [
-            weakref.ref(mapping, functools.partial(_drop, self._kept, layout))
-            for mapping in mappings
-        ]
+        kept = self._kept
+        window.ends = [weakref.ref(each, lambda _: kept.pop(layout, None)) for each in mappings]
         self._kept[layout] = window
         while len(self._kept) > MAX_WINDOWS or self.statistics()["window_bytes"] > MAX_WINDOW_BYTES:
             self._kept.popitem(last=False)
@@ -172,10 +169,6 @@ class _Window:
 
 
 _given_up: list[mmap.mmap] = []
-
-
-def _drop(windows: OrderedDict[Layout, _Window], layout: Layout, _: object) -> None:
-    windows.pop(layout, None)
 
 
 def _line_up(layout: Layout) -> bool:
