@@ -36,6 +36,7 @@ from psync.errors import (
     RemoteProtocolError,
 )
 from psync.net.connection import Connection, Handler, Request
+from psync.net.endpoint import Endpoint
 from psync.net.secret import Secret
 from psync.net.transport import SocketNetwork
 from psync.testing import MemoryNetwork, settle
@@ -80,6 +81,13 @@ class FromElsewhere:
 
 def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name.startswith("psync")]
+
+
+async def both(network: Any, *, worker: int = 1, **options: Any) -> tuple[Endpoint, Endpoint]:
+    """A ps that listens, with these options, and a worker of this incarnation."""
+    ps = new_endpoint(network, PS, SERVED, **options)
+    await ps.listen("ps0:1")
+    return ps, new_endpoint(network, WORKER, incarnation=worker)
 
 
 # --- listening -------------------------------------------------------------------------------
@@ -278,9 +286,7 @@ async def test_a_connection_that_was_begun_under_an_earlier_incarnation_does_not
         worker.incarnation = 5  # it learns that while it waits for the answer
         return None
 
-    ps = new_endpoint(network, PS, SERVED, admit=admit)
-    worker = new_endpoint(network, WORKER, incarnation=4)
-    await ps.listen("ps0:1")
+    ps, worker = await both(network, worker=4, admit=admit)
     with pytest.raises(ConnectFailed, match="begun under incarnation 4, which is 5 by now"):
         await worker.connect("ps0:1", PS)
     assert worker.peers == []
@@ -300,9 +306,7 @@ async def test_a_fenced_incarnation_is_told_and_logged(caplog: pytest.LogCapture
         return None
 
     network = MemoryNetwork()
-    ps = new_endpoint(network, admit=admit)
-    worker = new_endpoint(network, WORKER, incarnation=4)
-    await ps.listen("ps0:1")
+    _, worker = await both(network, worker=4, admit=admit)
     with pytest.raises(FencedError) as caught:
         await worker.connect_retrying("ps0:1", PS)
     assert caught.value.message == f"{PS} refused the connection: incarnation 4 was replaced"
@@ -317,8 +321,7 @@ async def test_a_fenced_incarnation_is_told_and_logged(caplog: pytest.LogCapture
 async def test_connecting_can_be_cancelled_at_any_point(seed: int) -> None:
     for delay in [step / 100 for step in range(25)]:
         network = MemoryNetwork(seed, latency=(0.01, 0.05))
-        ps, worker = new_endpoint(network, PS, SERVED), new_endpoint(network, WORKER)
-        await ps.listen("ps0:1")
+        ps, worker = await both(network)
         connecting = asyncio.create_task(worker.connect("ps0:1", PS))
         await asyncio.sleep(delay)
         was_done = connecting.done()
@@ -337,8 +340,7 @@ async def test_connecting_can_be_cancelled_at_any_point(seed: int) -> None:
 @pytest.mark.virtual_time
 async def test_connecting_cancelled_when_it_has_just_succeeded_leaves_nothing_open() -> None:
     network = MemoryNetwork()
-    ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
-    await ps.listen("ps0:1")
+    ps, worker = await both(network)
     connecting = asyncio.create_task(worker.connect("ps0:1", PS))
     while not worker.peers:  # noqa: ASYNC110  # the very turn is what matters
         await asyncio.sleep(0)
@@ -484,9 +486,7 @@ async def test_only_so_many_strangers_at_once_and_the_oldest_makes_room(
 ) -> None:
     caplog.set_level(logging.INFO)
     network = MemoryNetwork()
-    ps = new_endpoint(network, limits=Limits(handshakes=2))
-    worker = new_endpoint(network, WORKER)
-    await ps.listen("ps0:1")
+    _, worker = await both(network, limits=Limits(handshakes=2))
     strangers = [Recorder() for _ in range(3)]
     for stranger in strangers:
         await network.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
@@ -594,8 +594,7 @@ async def test_an_address_from_which_too_many_fail_is_not_heard_for_a_while(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     network = FromElsewhere()
-    ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
-    await ps.listen("ps0:1")
+    ps, worker = await both(network)
     heard = await fail(network, 30)
     assert [words != b"" for words in heard] == [True] * 10 + [False] * 20
     told = texts(caplog)
@@ -659,9 +658,7 @@ async def test_peers_that_are_refused_for_another_reason_do_not_count(why: str) 
 
     network = FromElsewhere()
     limits = Limits(handshake_failures=1, connections=1)
-    ps = new_endpoint(network, limits=limits, admit=admit)
-    worker = new_endpoint(network, WORKER, incarnation=1)
-    await ps.listen("ps0:1")
+    _, worker = await both(network, limits=limits, admit=admit)
     if why == "full":
         peer = await worker.connect("ps0:1", PS)
     for _ in range(5):
@@ -681,9 +678,7 @@ async def test_peers_that_are_refused_for_another_reason_do_not_count(why: str) 
 async def test_the_silent_keep_nobody_out_from_however_many_addresses(hosts: int) -> None:
     """They come again as soon as they are dropped, and hold every place they can have."""
     network = FromElsewhere()
-    ps = new_endpoint(network, limits=Limits(handshakes=8))
-    worker = new_endpoint(network, WORKER)
-    await ps.listen("ps0:1")
+    ps, worker = await both(network, limits=Limits(handshakes=8))
     loop = asyncio.get_running_loop()
     for minute in range(3):
         for number in range(80):
@@ -705,9 +700,7 @@ async def test_a_flood_of_strangers_leaves_places_to_addresses_that_have_proved_
     None
 ):
     network = FromElsewhere()
-    ps = new_endpoint(network, limits=Limits(handshakes=8))
-    worker = new_endpoint(network, WORKER)
-    await ps.listen("ps0:1")
+    _, worker = await both(network, limits=Limits(handshakes=8))
     network.source = "192.0.2.2"
     (await worker.connect("ps0:1", PS)).close()
     slow = Recorder()  # of the worker's host
@@ -812,8 +805,7 @@ async def test_either_side_may_close_in_the_middle_of_a_handshake(seed: int) -> 
     for delay in [step / 100 for step in range(0, 25, 2)]:
         for side in (0, 1):
             network = MemoryNetwork(seed, latency=(0.01, 0.05))
-            ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
-            await ps.listen("ps0:1")
+            ps, worker = await both(network)
             connecting = asyncio.create_task(worker.connect("ps0:1", PS))
             await asyncio.sleep(delay)
             await (ps, worker)[side].close()

@@ -279,19 +279,6 @@ def test_a_receiver_that_gives_up_midway_is_not_written_to_any_more() -> None:
         assert memory == b"A" * arrived + bytes(20 - arrived)
 
 
-def test_giving_up_a_body_that_is_thrown_away_already_changes_nothing() -> None:
-    token = object()
-
-    def sink(frame: Frame) -> None:
-        frame.token = token
-
-    decoder = FrameDecoder(DEFAULT_LIMITS, sink)
-    data = frame_bytes(Kind.REPLY, 1, b"h", [bytes(20)])
-    assert pour(decoder, data[:-5]) == []
-    decoder.redirect(token)
-    assert len(pour(decoder, data[-5:])) == 1
-
-
 # --- faults and limits -----------------------------------------------------------------------
 
 
