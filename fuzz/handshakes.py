@@ -21,10 +21,9 @@ def setup() -> tuple[OneInput, list[bytes]]:
     )
     from psync.wire.codec import encode
     from psync.wire.frames import Frame, Kind, encode_head
-    from psync.wire.handshake import ClientHandshake, ServerHandshake
+    from psync.wire.handshake import ClientHandshake, Protocol, ServerHandshake, State
     from psync.wire.limits import DEFAULT_LIMITS
     from psync.wire.messages import Challenge, Hello, Proof, Refused, Welcome
-    from psync.wire.protocol import Protocol, State
 
     ps, worker = "/job:ps/task:0", "/job:worker/task:1"
     documented = (

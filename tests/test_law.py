@@ -17,12 +17,10 @@ MAX_CIRCLE = 6
 BYTES_ALLOWED = {
     "wire.tensors": "the border itself",
     "wire.frames": "cuts what was received without copying it",
-    "wire.protocol": "the same, before a frame is complete",
     "net.transport": "hands the buffers of segments to the loop",
     "net.tls_channel": "hands bytes to TLS, and takes them from it",
     "net.connection": "gathers the small segments of a reply in one buffer",
     "net.shared.regions": "makes the memory that tasks of one host share",
-    "net.shared.views": "says what views of that memory refer to",
     "net.shared.windows": "maps that memory a second time",
     "net.shared.bodies": "finds where in that memory a buffer lies",
     "numerics.memory": "memory of shards is cut into blocks of bytes",

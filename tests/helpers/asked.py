@@ -54,7 +54,9 @@ class Asked(OwnRequest[Any]):
 
 def frame_of(message: Message, segments: Sequence[Any] = ()) -> Frame:
     """A reply, as who has asked gets it."""
-    return Frame(0, 1, b"", (), 0, list(segments), message)
+    frame = Frame()
+    frame.message, frame.segments = message, list(segments)
+    return frame
 
 
 def spawn(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 SECRET = Secret(b"a secret of the whole cluster")
 
 Handlers = dict[type[Message], Handler]
+
+MADE: weakref.WeakKeyDictionary[Endpoint, None] = weakref.WeakKeyDictionary()
+"""By ``new_endpoint``, in this order; see the fixture ``closed_at_the_end``."""
 
 
 def done(request: Request[Any]) -> None:
@@ -87,7 +91,9 @@ def new_endpoint(
     platform = Platform(
         network, secret, limits=limits, random_bytes=random_bytes, uniform=lambda: 0.5
     )
-    return Endpoint(platform, task, incarnation, handlers or {}, admit=admit)
+    made = Endpoint(platform, task, incarnation, handlers or {}, admit=admit)
+    MADE[made] = None
+    return made
 
 
 @dataclass

@@ -8,13 +8,21 @@ from typing import Any
 
 
 class Recorder(asyncio.BufferedProtocol):
-    """Records every call; ``until`` waits for something to be true.
+    """Says ``words``, and records every call; ``until`` waits for something to be true.
 
     ``events`` holds "made", "data" (once for bytes that come in succession), "eof", "pause",
     "resume" and "lost"; ``sizes`` the length of every piece.
     """
 
-    def __init__(self, *, echo: bool = False, keep_open: bool = False, room: int = 4096) -> None:
+    def __init__(
+        self,
+        words: bytes = b"",
+        *,
+        echo: bool = False,
+        keep_open: bool = False,
+        room: int = 4096,
+    ) -> None:
+        self.words = words
         self.echo = echo
         self.keep_open = keep_open
         self.memory = bytearray(room)
@@ -28,6 +36,8 @@ class Recorder(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
         self.record("made")
+        if self.words:
+            self.transport.write(self.words)
 
     def get_buffer(self, sizehint: int) -> bytearray:
         return self.memory
@@ -91,6 +101,10 @@ class Accepting:
     async def listen(self, network, address="127.0.0.1:0") -> Accepting:
         self.listener = await network.listen(address, self)
         return self
+
+    async def wait_lost(self) -> None:
+        for server in self.servers:
+            await server.until_event("lost")
 
     async def connect(self, network, client: Callable[[], Recorder] = Recorder):
         """Return the recorders of both sides, the client's first."""

@@ -168,7 +168,9 @@ def peered(
         handshake: Any, handlers: Handlers | None, pool: BlockPool, opened: Any
     ) -> Connection:
         spawn = turns.create_task
-        return Connection(handshake, handlers or {}, pool, limits, spawn, opened, _nothing)
+        made = Connection(handshake, handlers or {}, pool, limits, spawn)
+        made.on_opened = opened
+        return made
 
     pool, nonce = BlockPool(), bytes(32)
     back = end_of(ServerHandshake(SECRET.value, PS, 1, nonce), server, BlockPool(), server_opened)

@@ -589,22 +589,6 @@ async def test_what_is_above_the_limits_is_not_sent_by_either_side() -> None:
 # --- giving up -------------------------------------------------------------------------------
 
 
-def test_memory_of_who_gave_up_in_the_middle_is_not_written_any_more(turns: Turns) -> None:
-    def sevens(request: Request[Pull]) -> None:
-        request.answer(Pulled([]), [b"\7" * MIB])
-
-    pair = peered(turns, {Pull: Handler(sevens)}, chunk=(10_000, 20_000))
-    memory, again = np.zeros(MIB, np.uint8), np.zeros(MIB, np.uint8)
-    number = pair.peer.ask(pull(), (), lambda _: None, onto(memory))
-    while not memory.any():
-        turns.turn()
-    pair.peer.give_up(number)
-    arrived = np.count_nonzero(memory)
-    pair.ask(pull(), into=onto(again))  # behind the rest of the body
-    assert 0 < np.count_nonzero(memory) == arrived < MIB
-    assert np.all(again == 7)
-
-
 @pytest.mark.virtual_time
 async def test_a_call_that_is_not_answered_in_time_is_given_up() -> None:
     gate = Gate()

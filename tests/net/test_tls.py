@@ -30,6 +30,7 @@ from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork
 from psync.testing.link import Link
 from psync.wire.messages import Pull, Pulled
+from recorder import Recorder
 from tls_files import authority, tls_of, variables_of
 from turns import Turns, linked
 
@@ -41,69 +42,32 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     return tls_of(tmp_path_factory.mktemp("tls") / "certs", authority())
 
 
-class Above(asyncio.BufferedProtocol):
-    """A protocol that keeps what it hears, and is told."""
-
-    def __init__(self, words: bytes = b"", room: int = 1000) -> None:
-        self.words = words
-        self.heard = bytearray()
-        self.room = bytearray(room)
-        self.told: list[object] = []
-        self.gone = asyncio.Event()
-        self.transport: Any = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.told.append("made")
-        self.transport = transport
-        self.transport.write(self.words)
-
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return self.room
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.heard += self.room[:nbytes]
-
-    def eof_received(self) -> bool:
-        self.told.append("end")
-        return False
-
-    def pause_writing(self) -> None:
-        self.told.append("pause")
-
-    def resume_writing(self) -> None:
-        self.told.append("resume")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.told.append(exc)
-        self.gone.set()
-
-
 class Ends:
     """A client and a server, and the link below them."""
 
-    def __init__(self, client: Above, server: Above, link: Link) -> None:
+    def __init__(self, client: Recorder, server: Recorder, link: Link) -> None:
         self.client, self.server, self.link = client, server, link
 
     def close(self, turns: Turns) -> None:
         for above in (self.client, self.server):
             above.transport.close()
         turns.advance(1.0)
-        assert self.client.gone.is_set()
-        assert self.server.gone.is_set()
+        assert "lost" in self.client.events
+        assert "lost" in self.server.events
         assert not self.link.fabric.problems
 
 
-def calling(tls: Tls, above: Above) -> TlsChannel:
+def calling(tls: Tls, above: Recorder) -> TlsChannel:
     return TlsChannel(above, tls.client, server_name="ps0")
 
 
-def called(tls: Tls, above: Above) -> TlsChannel:
+def called(tls: Tls, above: Recorder) -> TlsChannel:
     assert tls.server is not None
     return TlsChannel(above, tls.server, binding=tls.binding)
 
 
 def joined(turns: Turns, tls: Tls, words: bytes = b"", **options: Any) -> Ends:
-    client, server = Above(words), Above()
+    client, server = Recorder(words, room=1000), Recorder(room=1000)
     *_, link = linked(lambda: calling(tls, client), lambda: called(tls, server), **options)
     turns.settle()
     return Ends(client, server, link)
@@ -127,7 +91,7 @@ def test_what_is_written_arrives_in_order_however_it_is_cut(
             sender.transport.writelines([memoryview(part) for part in parts[first:last]])
             turns.advance(rng.random() / 100)
         turns.advance(60)
-        assert bytes(receiver.heard) == sender.words + b"".join(parts)
+        assert bytes(receiver.received) == sender.words + b"".join(parts)
     ends.close(turns)
 
 
@@ -180,7 +144,7 @@ def test_nothing_of_it_can_be_read_on_the_way(tls: Tls, turns: Turns) -> None:
     below.write = spy
     ends.client.transport.write(b"another secret word")
     turns.settle()
-    assert bytes(ends.server.heard) == b"a secret wordanother secret word"
+    assert bytes(ends.server.received) == b"a secret wordanother secret word"
     assert len(seen) > 19
     assert b"secret" not in seen
     ends.close(turns)
@@ -200,20 +164,20 @@ def test_a_reader_that_stops_costs_a_bounded_amount_and_the_writer_is_told(
     piece = bytes(MIB)
     for _ in range(3):
         client.write(piece)
-    assert ends.client.told == ["made"]
+    assert ends.client.events == ["made"]
     for _ in range(4):
         client.write(piece)
     turns.settle()
-    assert ends.client.told == ["made", "pause"]
+    assert ends.client.events == ["made", "pause"]
     unsent = client.get_write_buffer_size()
     assert 4 * MIB < unsent <= 7 * MIB + 64 * KIB
     # What is encrypted is not more than fits below.
     assert below_of(client).get_write_buffer_size() <= BELOW_HIGH_BYTES + 2 * PIECE_BYTES
-    assert not server.heard
+    assert not server.received
     server.transport.resume_reading()
     turns.settle()
-    assert ends.client.told == ["made", "pause", "resume"]
-    assert server.heard == bytes(7 * MIB)
+    assert ends.client.events == ["made", "pause", "resume"]
+    assert server.received == bytes(7 * MIB)
     assert client.get_write_buffer_size() == 0
     ends.close(turns)
 
@@ -231,8 +195,8 @@ def test_a_large_message_does_not_keep_the_loop_from_all_else(tls: Tls, turns: T
     assert 20 * MIB < sum(sent) < 20.1 * MIB
     ends.client.transport.abort()
     turns.settle()
-    assert ends.server.gone.is_set()
-    assert ends.client.gone.is_set()
+    assert "lost" in ends.server.events
+    assert "lost" in ends.client.events
 
 
 def test_what_came_before_a_pause_is_there_after_it(tls: Tls, turns: Turns) -> None:
@@ -241,7 +205,7 @@ def test_what_came_before_a_pause_is_there_after_it(tls: Tls, turns: Turns) -> N
     server = ends.server
 
     def pause_at_once(nbytes: int) -> None:
-        server.heard += server.room[:nbytes]
+        server.received += server.memory[:nbytes]
         server.transport.pause_reading()
 
     server.buffer_updated = pause_at_once  # type: ignore[method-assign]
@@ -249,7 +213,7 @@ def test_what_came_before_a_pause_is_there_after_it(tls: Tls, turns: Turns) -> N
     seen = []
     for _ in range(4):
         turns.settle()
-        seen.append(len(server.heard))
+        seen.append(len(server.received))
         server.transport.resume_reading()
     assert seen == [1000, 2000, 3000, 3500]
     ends.close(turns)
@@ -265,7 +229,7 @@ def test_memory_that_waits_is_not_copied(tls: Tls, turns: Turns) -> None:
         large.append(1)
     ends.server.transport.resume_reading()
     turns.settle()
-    assert len(ends.server.heard) == len(large)
+    assert len(ends.server.received) == len(large)
     large.append(1)
     ends.close(turns)
 
@@ -281,11 +245,11 @@ def test_close_sends_everything_first(tls: Tls, turns: Turns) -> None:
     ends.client.transport.write(b"too late")
     ends.client.transport.close()
     turns.settle()
-    assert ends.server.gone.is_set()
-    assert ends.client.gone.is_set()
-    assert ends.server.heard == bytes(20 * MIB)
-    assert ends.server.told == ["made", "end", None]
-    assert ends.client.told[-1] is None
+    assert "lost" in ends.server.events
+    assert "lost" in ends.client.events
+    assert ends.server.received == bytes(20 * MIB)
+    assert ends.server.events == ["made", "data", "eof", "lost"]
+    assert ends.client.lost is None
 
 
 def test_abort_sends_nothing_more(tls: Tls, turns: Turns) -> None:
@@ -294,20 +258,20 @@ def test_abort_sends_nothing_more(tls: Tls, turns: Turns) -> None:
     ends.client.transport.write(bytes(20 * MIB))
     ends.client.transport.abort()
     turns.settle()
-    assert ends.client.gone.is_set()
+    assert "lost" in ends.client.events
     ends.server.transport.resume_reading()
     turns.settle()
-    assert ends.server.gone.is_set()
-    assert len(ends.server.heard) < 2 * MIB
+    assert "lost" in ends.server.events
+    assert len(ends.server.received) < 2 * MIB
 
 
 def test_close_before_tls_is_up_says_nothing(tls: Tls, turns: Turns) -> None:
-    client = Above(b"words")
-    linked(lambda: calling(tls, client), Above)
+    client = Recorder(b"words")
+    linked(lambda: calling(tls, client), Recorder)
     client.transport.close()
     turns.settle()
-    assert client.gone.is_set()
-    assert client.told == ["made", None]
+    assert "lost" in client.events
+    assert (client.events, client.lost) == (["made", "lost"], None)
 
 
 @pytest.mark.promise("security.tls")
@@ -323,63 +287,63 @@ def test_bytes_that_somebody_changes_end_the_connection(at: int, tls: Tls, turns
     ends.server.transport.buffer_updated = tampered
     ends.client.transport.write(bytes(200))
     turns.settle()
-    assert ends.server.gone.is_set()
-    error = ends.server.told[-1]
+    assert "lost" in ends.server.events
+    error = ends.server.lost
     assert isinstance(error, ConnectionLost)
     assert error.message.startswith("TLS with the peer broke: ")
-    assert not ends.server.heard
+    assert not ends.server.received
     turns.settle()
-    assert ends.client.gone.is_set()
+    assert "lost" in ends.client.events
 
 
 def test_a_peer_that_goes_on_talking_after_it_was_refused_is_left(tls: Tls, turns: Turns) -> None:
-    server, stranger = Above(), Above(b"GET / HTTP/1.1\r\n\r\n")
+    server, stranger = Recorder(), Recorder(b"GET / HTTP/1.1\r\n\r\n")
     linked(lambda: stranger, lambda: called(tls, server))
     turns.settle()
     refused = turns.time()
-    assert b"uses TLS" in stranger.heard
-    while not server.gone.is_set():
+    assert b"uses TLS" in stranger.received
+    while "lost" not in server.events:
         stranger.transport.write(b"more" * 1000)
         turns.advance(0.1)
     assert LINGER_S <= turns.time() - refused <= LINGER_S + 0.2
-    assert server.heard == b""
-    assert isinstance(server.told[-1], AuthenticationError)
+    assert server.received == b""
+    assert isinstance(server.lost, AuthenticationError)
     turns.settle()
-    assert stranger.gone.is_set()
+    assert "lost" in stranger.events
 
 
 def test_who_leaves_in_the_middle_of_the_handshake_is_told_of_and_a_probe_is_not(
     tls: Tls, turns: Turns
 ) -> None:
     for words in (b"", b"\x16\x03\x01"):
-        server, stranger = Above(), Above(words)
+        server, stranger = Recorder(), Recorder(words)
         linked(lambda stranger=stranger: stranger, lambda server=server: called(tls, server))  # type: ignore[misc]
         turns.settle()
         stranger.transport.close()
         turns.settle()
-        assert server.gone.is_set()
+        assert "lost" in server.events
         if words:
-            assert isinstance(server.told[-1], ConnectionLost)
-            assert server.told[-1].message == ("the peer left in the middle of the TLS handshake")
+            assert isinstance(server.lost, ConnectionLost)
+            assert server.lost.message == ("the peer left in the middle of the TLS handshake")
         else:
-            assert server.told == ["made", None]
+            assert (server.events, server.lost) == (["made", "lost"], None)
 
 
 def test_a_protocol_that_does_not_want_the_connection_costs_no_computation(
     tls: Tls, turns: Turns
 ) -> None:
-    class Unwilling(Above):
+    class Unwilling(Recorder):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
             self.transport.abort()
 
     for side in ("client", "server"):
-        above = {"client": Above(), "server": Above(), side: Unwilling()}
+        above = {"client": Recorder(), "server": Recorder(), side: Unwilling()}
         channel = calling(tls, above["client"])
         linked(lambda channel=channel: channel, lambda above=above: called(tls, above["server"]))  # type: ignore[misc]
         turns.settle()
-        assert above["client"].gone.is_set()
-        assert above["server"].gone.is_set()
+        assert "lost" in above["client"].events
+        assert "lost" in above["server"].events
         with pytest.raises(ValueError, match="handshake not done"):
             channel.get_extra_info("ssl_object").getpeercert()
 
@@ -432,7 +396,7 @@ def test_whatever_a_stranger_says_ends_in_a_clear_error(
     rng = random.Random(7)
 
     async def talk() -> None:
-        above, below = Above(b"words"), Below()
+        above, below = Recorder(b"words"), Below()
         assert tls.server is not None
         channel = (
             TlsChannel(above, tls.server)
@@ -452,11 +416,10 @@ def test_whatever_a_stranger_says_ends_in_a_clear_error(
             channel.buffer_updated(nbytes)
         channel.eof_received()
         channel.connection_lost(None)
-        made, last = above.told
-        assert made == "made"
-        assert isinstance(last, PsyncError)
-        assert last.message.isprintable()
-        assert not above.heard
+        assert above.events == ["made", "lost"]
+        assert isinstance(above.lost, PsyncError)
+        assert above.lost.message.isprintable()
+        assert not above.received
         assert len(channel.get_buffer(-1)) <= 64 * KIB
 
     async def talk_often() -> None:

@@ -31,7 +31,10 @@ from psync.net.tls_channel import TlsNetwork
 from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork, settle
 from psync.wire.messages import AskStatistics, Done
+from recorder import Recorder
 from tls_files import authority, tls_of, variables_of, without_certificate
+
+pytestmark = pytest.mark.usefixtures("closed_at_the_end")
 
 SERVED: Handlers = {AskStatistics: Handler(done)}
 
@@ -98,7 +101,6 @@ async def test_a_task_without_a_certificate_cannot_listen(
     ps = new_endpoint(TlsNetwork(SocketNetwork(), bare))
     with pytest.raises(ConfigurationError, match="needs its own certificate"):
         await ps.listen("127.0.0.1:0")
-    await ps.close()
 
 
 async def test_a_name_that_no_certificate_can_bear_is_an_error(tls: Tls) -> None:
@@ -109,7 +111,6 @@ async def test_a_name_that_no_certificate_can_bear_is_an_error(tls: Tls) -> None
     with pytest.raises(ConfigurationError, match=r"address '\.ps0:1'"):
         await worker.connect(".ps0:1", PS)
     listener.close()
-    await worker.close()
 
 
 # --- who does not, and what both sides say ------------------------------------------------------
@@ -253,8 +254,6 @@ async def test_a_client_is_known_by_its_secret_and_not_by_its_certificate(
     listener = await ps.listen(address)
     peer = await worker.connect(listener.address, PS)
     assert (await peer.call(AskStatistics())).message == Done()
-    await worker.close()
-    await ps.close()
 
 
 # --- in between ------------------------------------------------------------------------------
@@ -330,22 +329,6 @@ async def test_a_relay_with_the_servers_own_key_is_the_server(
     async with relay(own, listener.address) as between:
         assert (await worker.connect(between, PS)).is_open
         await worker.close()
-    await ps.close()
-
-
-class Silent(asyncio.BufferedProtocol):
-    """Says one thing, and no more."""
-
-    def __init__(self, words: bytes = b"") -> None:
-        self.words = words
-        self.room = bytearray(4096)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(self.words)
-
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return self.room
 
 
 # --- strangers -------------------------------------------------------------------------------
@@ -360,24 +343,22 @@ async def test_a_stranger_who_does_not_go_on_is_left_after_the_deadline(
     ps = new_endpoint(TlsNetwork(below, tls))
     await ps.listen("ps0:1")
 
-    await below.connect("ps0:1", lambda: Silent(words))
+    await below.connect("ps0:1", lambda: Recorder(words))
     await settle()
     assert ps.statistics()["handshakes"] == 1
     await asyncio.sleep(5.1)
     assert is_deserted(ps)
     assert not below.links()
-    await ps.close()
 
 
 @pytest.mark.virtual_time
 async def test_a_server_that_does_not_go_on_is_left_after_the_deadline(tls: Tls) -> None:
     below = MemoryNetwork()
-    listener = await below.listen("ps0:1", Silent)
+    listener = await below.listen("ps0:1", Recorder)
     worker = new_endpoint(TlsNetwork(below, tls), WORKER)
     with pytest.raises(ConnectFailed, match="no answer within 5 s"):
         await worker.connect("ps0:1", PS)
     listener.close()
-    await worker.close()
 
 
 @pytest.mark.parametrize("seed", range(3))

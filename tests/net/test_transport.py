@@ -9,7 +9,6 @@ import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,58 +22,21 @@ from psync.net.transport import (
     reason,
     set_options,
 )
-
-
-class Connection(asyncio.BufferedProtocol):
-    """Greets, and keeps what it hears."""
-
-    def __init__(self, greeting: bytes = b"") -> None:
-        self.greeting = greeting
-        self.heard = b""
-        self.room = bytearray(100)
-        self.heard_something = asyncio.Event()
-        self.gone = asyncio.Event()
-        self.transport: Any
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
-        self.transport.write(self.greeting)
-
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return self.room
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.heard += bytes(self.room[:nbytes])
-        self.heard_something.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.gone.set()
+from recorder import Accepting, Recorder
 
 
 async def greeted(network: SocketNetwork, address: str) -> bytes:
     """Connect, and return the first thing that is heard."""
-    _, peer = await network.connect(address, Connection)
-    assert isinstance(peer, Connection)
-    await peer.heard_something.wait()
+    _, peer = await network.connect(address, Recorder)
+    assert isinstance(peer, Recorder)
+    await peer.until_event("data")
     peer.transport.close()
-    await peer.gone.wait()
-    return peer.heard
+    await peer.until_event("lost")
+    return bytes(peer.received)
 
 
-class Greeters:
-    """A factory of protocols that waits for all of them at the end."""
-
-    def __init__(self, greeting: bytes = b"hello") -> None:
-        self.greeting = greeting
-        self.made: list[Connection] = []
-
-    def __call__(self) -> Connection:
-        self.made.append(Connection(self.greeting))
-        return self.made[-1]
-
-    async def wait_gone(self) -> None:
-        for peer in self.made:
-            await peer.gone.wait()
+def greeting(words: bytes = b"hello") -> Accepting:
+    return Accepting(lambda: Recorder(words))
 
 
 def has_ipv6() -> bool:
@@ -94,63 +56,63 @@ def has_ipv6() -> bool:
     ],
 )
 async def test_port_0_becomes_the_port_that_was_bound(host: str) -> None:
-    network, greeters = SocketNetwork(), Greeters()
+    network, greeters = SocketNetwork(), greeting()
     listener = await network.listen(f"{host}:0", greeters)
     name, _, port = listener.address.rpartition(":")
     assert name == host
     assert int(port) > 0
     assert await greeted(network, listener.address) == b"hello"
-    await greeters.wait_gone()
+    await greeters.wait_lost()
     listener.close()
     await listener.wait_closed()
 
 
 async def test_an_empty_host_listens_on_all_interfaces() -> None:
-    network, greeters = SocketNetwork(), Greeters()
+    network, greeters = SocketNetwork(), greeting()
     with claimed_ports(1) as (port,):
         listener = await network.listen(f":{port}", greeters)
     assert listener.address == f":{port}"
     assert await greeted(network, f"127.0.0.1:{port}") == b"hello"
-    await greeters.wait_gone()
+    await greeters.wait_lost()
     listener.close()
     await listener.wait_closed()
 
 
 async def test_closing_a_listener_frees_the_address_and_leaves_connections_open() -> None:
-    network, greeters = SocketNetwork(), Greeters()
+    network, greeters = SocketNetwork(), greeting()
     listener = await network.listen("127.0.0.1:0", greeters)
-    _, peer = await network.connect(listener.address, Connection)
-    assert isinstance(peer, Connection)
-    await peer.heard_something.wait()
+    _, peer = await network.connect(listener.address, Recorder)
+    assert isinstance(peer, Recorder)
+    await peer.until_event("data")
     listener.close()
     await listener.wait_closed()
     with pytest.raises(ConnectionRefusedError):
-        await network.connect(listener.address, Connection)
+        await network.connect(listener.address, Recorder)
     peer.transport.write(b"still here")
-    await greeters.made[0].heard_something.wait()
-    assert greeters.made[0].heard == b"still here"
+    await greeters.servers[0].until_event("data")
+    assert greeters.servers[0].received == b"still here"
     again = await network.listen(listener.address, greeters)
     assert again.address == listener.address
     again.close()
     await again.wait_closed()
     peer.transport.close()
-    await greeters.wait_gone()
-    await peer.gone.wait()
+    await greeters.wait_lost()
+    await peer.until_event("lost")
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 async def test_an_address_in_use_is_refused_and_left_alone(kind: str, tmp_path: Path) -> None:
-    network, greeters = SocketNetwork(), Greeters(b"the first")
+    network, greeters = SocketNetwork(), greeting(b"the first")
     address = "127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/ps0"
     first = await network.listen(address, greeters)
     with pytest.raises(OSError, match="in use") as caught:
-        await network.listen(first.address, Greeters(b"the second"))
+        await network.listen(first.address, greeting(b"the second"))
     assert caught.value.errno == errno.EADDRINUSE
     assert reason(caught.value) == "address already in use"
     assert await greeted(network, first.address) == b"the first"
-    for peer in greeters.made:
+    for peer in greeters.servers:
         peer.transport.close()
-    await greeters.wait_gone()
+    await greeters.wait_lost()
     first.close()
     await first.wait_closed()
 
@@ -165,7 +127,7 @@ async def test_an_address_in_use_is_refused_and_left_alone(kind: str, tmp_path: 
 )
 async def test_why_there_is_no_connection(address: str, told: str) -> None:
     with pytest.raises(OSError) as caught:  # noqa: PT011  # its text is what is tested
-        await SocketNetwork().connect(address, Connection)
+        await SocketNetwork().connect(address, Recorder)
     assert reason(caught.value).startswith(told)
 
 
@@ -176,7 +138,7 @@ def test_a_reason_without_a_number_is_told_in_its_own_words() -> None:
 async def test_what_is_no_address_is_refused() -> None:
     for attempt in (SocketNetwork().listen, SocketNetwork().connect):
         with pytest.raises(ConfigurationError, match="expected a port"):
-            await attempt("nowhere", Connection)
+            await attempt("nowhere", Recorder)
 
 
 # --- sockets that a launcher passed on -------------------------------------------------------
@@ -193,16 +155,16 @@ async def test_a_socket_that_was_passed_on_is_taken_over(kind: str, tmp_path: Pa
         bound.bind(str(path))
         bound.listen()
         address = f"unix:{path}"
-    network, greeters = SocketNetwork({address: bound}), Greeters()
+    network, greeters = SocketNetwork({address: bound}), greeting()
     early = asyncio.ensure_future(greeted(network, address))  # before the task listens
     listener = await network.listen(address, greeters)
     assert listener.address == address
     assert await early == b"hello"
-    await greeters.wait_gone()
+    await greeters.wait_lost()
     listener.close()
     await listener.wait_closed()
     with pytest.raises(ConnectionRefusedError):
-        await network.connect(address, Connection)
+        await network.connect(address, Recorder)
     assert kind == "tcp" or path.exists(), "it is its launcher's"
 
 
@@ -213,12 +175,12 @@ async def test_a_unix_socket_is_for_its_owner_alone_and_goes_with_the_listener(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "ps0"
-    network, greeters = SocketNetwork(), Greeters()
+    network, greeters = SocketNetwork(), greeting()
     listener = await network.listen(f"unix:{path}", greeters)
     assert listener.address == f"unix:{path}"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert await greeted(network, listener.address) == b"hello"
-    await greeters.wait_gone()
+    await greeters.wait_lost()
     listener.close()
     assert not path.exists()
     listener.close()
@@ -226,7 +188,7 @@ async def test_a_unix_socket_is_for_its_owner_alone_and_goes_with_the_listener(
 
 
 async def test_a_file_that_is_gone_already_is_no_error(tmp_path: Path) -> None:
-    listener = await SocketNetwork().listen(f"unix:{tmp_path}/ps0", Connection)
+    listener = await SocketNetwork().listen(f"unix:{tmp_path}/ps0", Recorder)
     (tmp_path / "ps0").unlink()
     listener.close()
     await listener.wait_closed()
@@ -236,10 +198,10 @@ async def test_what_a_dead_task_left_behind_makes_way(tmp_path: Path) -> None:
     path = tmp_path / "ps0"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    network, greeters = SocketNetwork(), Greeters()
+    network, greeters = SocketNetwork(), greeting()
     listener = await network.listen(f"unix:{path}", greeters)
     assert await greeted(network, listener.address) == b"hello"
-    await greeters.wait_gone()
+    await greeters.wait_lost()
     listener.close()
     await listener.wait_closed()
 
@@ -259,7 +221,7 @@ async def test_a_unix_socket_with_a_full_backlog_is_alive(tmp_path: Path) -> Non
             except BlockingIOError:
                 break
         with pytest.raises(OSError, match="in use"):
-            await SocketNetwork().listen(f"unix:{path}", Connection)
+            await SocketNetwork().listen(f"unix:{path}", Recorder)
         for sock in waiting:
             sock.close()
 
@@ -279,7 +241,7 @@ async def test_what_is_no_socket_is_an_error_and_never_removed(
     if make is not None:
         make(path)
     with pytest.raises(OSError, match=r"in use|No such file") as caught:
-        await SocketNetwork().listen(f"unix:{path}", Connection)
+        await SocketNetwork().listen(f"unix:{path}", Recorder)
     assert caught.value.errno == error
     assert path.exists() is (make is not None)
 
@@ -292,12 +254,12 @@ async def test_a_listener_that_could_not_start_leaves_no_socket_open(
 
     monkeypatch.setattr(os, "chmod", fail)
     with pytest.raises(PermissionError):
-        await SocketNetwork().listen(f"unix:{tmp_path}/ps0", Connection)
+        await SocketNetwork().listen(f"unix:{tmp_path}/ps0", Recorder)
     monkeypatch.undo()
     with socket.create_server(("127.0.0.1", 0)) as wrong:
         with pytest.raises((ValueError, OSError)):
             await SocketNetwork({f"unix:{tmp_path}/ps1": wrong}).listen(
-                f"unix:{tmp_path}/ps1", Connection
+                f"unix:{tmp_path}/ps1", Recorder
             )
 
 

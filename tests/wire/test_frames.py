@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import struct
 import tracemalloc
@@ -91,10 +90,6 @@ def test_the_numbers_of_the_kinds_never_change() -> None:
     }  # fmt: skip
 
 
-def test_the_prefix_has_32_bytes() -> None:
-    assert PREFIX_BYTES == 32
-
-
 def test_segments_are_not_copied() -> None:
     array = np.zeros(100, np.float32)
     buffers = encode_frame(Kind.REPLY, 1, b"", [to_bytes_view(array)])
@@ -143,37 +138,6 @@ def test_what_the_peer_would_refuse_is_not_sent(
 
 
 # --- pieces ----------------------------------------------------------------------------------
-
-
-def conversation() -> bytes:
-    return joined(
-        [
-            frame_bytes(Kind.REQUEST, 1, b"one"),
-            frame_bytes(Kind.NOTIFY, 0, b"", [b"", b"abc", b""]),
-            frame_bytes(Kind.PING, 0, b""),
-            frame_bytes(Kind.REPLY, 2**64 - 1, b"four", [b"0123456789"]),
-            frame_bytes(Kind.REQUEST, 5, b"five", [b"", b""]),
-        ]
-    )
-
-
-def facts(frame: Frame) -> tuple[int, int, bytes, tuple[int, ...], list[bytes]]:
-    return frame.kind, frame.request_id, frame.header, frame.lengths, body_of(frame)
-
-
-def test_frames_are_the_same_however_their_bytes_arrive() -> None:
-    data = conversation()
-    expected = [
-        (Kind.REQUEST, 1, b"one", (), []),
-        (Kind.NOTIFY, 0, b"", (0, 3, 0), [b"", b"abc", b""]),
-        (Kind.PING, 0, b"", (), []),
-        (Kind.REPLY, 2**64 - 1, b"four", (10,), [b"0123456789"]),
-        (Kind.REQUEST, 5, b"five", (0, 0), [b"", b""]),
-    ]
-    for sizes in splits(data):
-        decoder = FrameDecoder(DEFAULT_LIMITS, Anywhere())
-        assert [facts(frame) for frame in pour(decoder, data, sizes)] == expected
-        assert not decoder.receiving
 
 
 @settings(max_examples=100, deadline=None)
@@ -226,22 +190,6 @@ def test_a_header_larger_than_the_scratch_buffer_gets_a_larger_one() -> None:
     assert body_of(frames[1]) == [b"x"]
 
 
-def test_the_next_frame_is_not_looked_at_before_it_is_asked_for() -> None:
-    sink = Anywhere()
-    decoder = FrameDecoder(HANDSHAKE_LIMITS, sink)
-    data = frame_bytes(Kind.PROOF, 0, b"") + frame_bytes(Kind.REQUEST, 1, bytes(5000), [b"xyz"])
-    decoder.get_buffer()[: len(data)] = data
-    first = decoder.received(len(data))
-    assert first is not None
-    assert first.kind == Kind.PROOF
-    decoder.limits = DEFAULT_LIMITS  # the peer has proved itself: the same bytes are legal now
-    assert sink.asked == []
-    second = decoder.next_frame()
-    assert second is not None
-    assert body_of(second) == [b"xyz"]
-    assert decoder.next_frame() is None
-
-
 def test_small_frames_are_read_to_the_front_of_the_scratch_buffer() -> None:
     decoder = FrameDecoder(DEFAULT_LIMITS, Anywhere())
     for _ in range(3):
@@ -277,14 +225,6 @@ def test_a_body_is_read_straight_into_its_destination() -> None:
     np.testing.assert_array_equal(destination, body)
 
 
-def test_a_destination_has_the_size_of_the_body() -> None:
-    data = frame_bytes(Kind.REPLY, 1, b"h", [memoryview(bytes(10))])
-    for first in (len(data), len(data) - 5):  # all of it at once, or the body later
-        decoder = FrameDecoder(DEFAULT_LIMITS, Into(memoryview(bytearray(9))))
-        with pytest.raises(LocalProtocolError, match="9 bytes of memory given for a body of 10"):
-            pour(decoder, data[:first])
-
-
 @pytest.mark.parametrize(
     "borders", [[0, 10], [0, 3, 10], [0, 0, 4, 4, 4, 9, 10, 10], list(range(11))]
 )
@@ -297,15 +237,6 @@ def test_targets_may_have_other_borders_than_the_segments(borders: list[int]) ->
         (frame,) = pour(FrameDecoder(DEFAULT_LIMITS, Into(*targets)), data, sizes)
         assert memory == b"0123456789"
         assert not frame.segments, "they are the sink's to fill"
-
-
-def test_an_empty_body_still_asks_the_sink() -> None:
-    sink = Anywhere()
-    (frame,) = pour(
-        FrameDecoder(DEFAULT_LIMITS, sink), frame_bytes(Kind.REQUEST, 1, b"", [b"", b""])
-    )
-    assert sink.asked == [frame]
-    assert body_of(frame) == [b"", b""]
 
 
 @pytest.mark.parametrize("targets", [[], [b""], [b"", b""]])
@@ -346,27 +277,6 @@ def test_a_receiver_that_gives_up_midway_is_not_written_to_any_more() -> None:
         frames = pour(decoder, data[head + arrived :])
         assert [frame.kind for frame in frames] == [Kind.REPLY, Kind.PING]
         assert memory == b"A" * arrived + bytes(20 - arrived)
-
-
-def test_giving_up_a_body_that_is_thrown_away_already_changes_nothing() -> None:
-    token = object()
-
-    def sink(frame: Frame) -> None:
-        frame.token = token
-
-    decoder = FrameDecoder(DEFAULT_LIMITS, sink)
-    data = frame_bytes(Kind.REPLY, 1, b"h", [bytes(20)])
-    assert pour(decoder, data[:-5]) == []
-    decoder.redirect(token)
-    assert len(pour(decoder, data[-5:])) == 1
-
-
-@pytest.mark.parametrize("nbytes", [0, 9, 11])
-def test_memory_of_another_size_than_the_body_is_an_error_here(nbytes: int) -> None:
-    decoder = FrameDecoder(DEFAULT_LIMITS, Into(memoryview(bytearray(nbytes))))
-    with pytest.raises(LocalProtocolError) as caught:
-        pour(decoder, frame_bytes(Kind.REPLY, 1, b"h", [bytes(10)]))
-    assert caught.value.message == f"{nbytes} bytes of memory given for a body of 10"
 
 
 # --- faults and limits -----------------------------------------------------------------------
@@ -459,16 +369,6 @@ def test_before_the_handshake_nobody_sends_a_body() -> None:
             pour(FrameDecoder(HANDSHAKE_LIMITS, refuse), data)
 
 
-@pytest.mark.parametrize("header", [1 << 20, (1 << 20) + 1])
-def test_after_the_handshake_a_header_may_have_1_mib(header: int) -> None:
-    decoder = FrameDecoder(DEFAULT_LIMITS, refuse)
-    if header == 1 << 20:
-        assert len(pour(decoder, frame_bytes(Kind.REQUEST, 1, bytes(header)))) == 1
-        return
-    with pytest.raises(FrameTooLarge, match="header of 1048577 bytes, at most 1048576"):
-        pour(decoder, prefix(header=header))
-
-
 def test_what_is_at_its_limits_passes() -> None:
     segments: list[Segment] = [bytes(100), bytes(50), b"", b""]
     data = frame_bytes(Kind.REQUEST, 1, bytes(50), segments, SMALL)
@@ -518,42 +418,6 @@ def test_a_stream_that_ends_inside_a_frame_is_known_to() -> None:
             assert len(frames) == (end == len(data))
 
 
-GARBAGE = st.one_of(
-    st.binary(max_size=200),
-    st.builds(
-        lambda kind, head, count, body, rest: (
-            PREFIX.pack(b"PSYN", 1, kind, 0, 1, head, count, body) + rest
-        ),
-        st.sampled_from([1, 16, 17]),
-        st.integers(0, 60),
-        st.integers(0, 5),
-        st.integers(0, 200),
-        st.binary(max_size=200),
-    ),
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=GARBAGE, sizes=st.lists(st.integers(1, 50), max_size=20), whole=st.booleans())
-def test_garbage_ends_in_a_remote_protocol_error_or_in_frames(
-    data: bytes, sizes: list[int], whole: bool
-) -> None:
-    decoder = FrameDecoder(SMALL, Anywhere())
-    with contextlib.suppress(RemoteProtocolError):
-        pour(decoder, data, [] if whole else sizes)
-    assert len(decoder.get_buffer())
-
-
-@settings(max_examples=100, deadline=None)
-@given(position=st.integers(0, 10_000), value=st.integers(0, 255))
-def test_one_wrong_byte_does_no_harm(position: int, value: int) -> None:
-    data = bytearray(conversation())
-    data[position % len(data)] = value
-    for sizes in ([], [1] * len(data)):
-        with contextlib.suppress(RemoteProtocolError):
-            pour(FrameDecoder(SMALL, Anywhere()), data, sizes)
-
-
 @pytest.mark.promise("input.no-memory-for-claims")
 def test_what_is_only_declared_costs_no_memory() -> None:
     largest = prefix(header=1 << 20, count=65_536, body=4 << 30)
@@ -594,19 +458,6 @@ def test_golden_bytes_of_a_frame_whose_body_is_lent() -> None:
         "0100000000000000 0200000000000000 0300000000000000 "
         "0400000000000000 0500000000000000 0600000000000000 6864"
     )
-
-
-def test_a_lent_body_is_found_however_its_head_arrives() -> None:
-    data = lent_bytes([(1, 5, 10), (9, 0, 3)], [4, 0, 9]) + frame_bytes(Kind.PING, 0, b"")
-    for sizes in splits(data):
-        decoder, lender = borrowing()
-        frame, ping = pour(decoder, data, sizes)
-        assert body_of(frame) == [bytes(range(5, 9)), b"", bytes(range(9, 15)) + b"xxx"]
-        assert frame.lengths == (4, 0, 9)
-        assert frame.nbytes == 13
-        assert ping.kind == Kind.PING
-        assert [lent.num_returns for lent in lender.lent] == [1]
-        assert not decoder.receiving
 
 
 @given(
@@ -698,12 +549,6 @@ def test_a_receiver_that_gives_up_a_lent_body_is_not_written_to_any_more(
 def pour_head(decoder: FrameDecoder, data: bytes) -> Frame | None:
     decoder.get_buffer()[: len(data)] = data
     return decoder.received(len(data))
-
-
-def test_memory_of_another_size_for_a_lent_body_is_this_sides_mistake() -> None:
-    decoder, _ = borrowing(lambda frame: [memoryview(bytearray(9))])
-    with pytest.raises(LocalProtocolError, match="9 bytes of memory given for a body of 10"):
-        pour_head(decoder, lent_bytes([(1, 0, 10)]))
 
 
 def test_as_many_extents_as_there_can_be_arrive() -> None:

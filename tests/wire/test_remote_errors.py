@@ -8,8 +8,6 @@ import pytest
 
 from psync import errors
 from psync.errors import (
-    ConnectFailed,
-    ParameterServerLost,
     PsyncError,
     RemoteError,
     ValueMismatchError,
@@ -49,23 +47,6 @@ def test_every_exception_of_psync_arrives_as_itself() -> None:
         assert str(got) == str(sent)
         assert got.args == (sent.message,)
         assert getattr(got, "task", None) == getattr(sent, "task", None)
-
-
-def test_the_hint_stays_on_a_line_of_its_own() -> None:
-    got = travel(ValueMismatchError("shape (2,) instead of (3,)", hint="transpose it"))
-    assert str(got) == "shape (2,) instead of (3,)\nhint: transpose it"
-    assert isinstance(got, ValueError)
-
-
-def test_an_error_of_the_network_stays_an_os_error() -> None:
-    assert isinstance(travel(ConnectFailed("nobody there")), OSError)
-
-
-def test_a_lost_task_is_named_and_not_the_one_that_tells_of_it() -> None:
-    got = travel(ParameterServerLost("/job:ps/task:1", "is gone"), task="/job:worker/task:0")
-    assert isinstance(got, ParameterServerLost)
-    assert got.task == "/job:ps/task:1"
-    assert got.message == "/job:ps/task:1 is gone"
 
 
 def test_a_foreign_exception_arrives_with_its_traceback_as_text() -> None:

@@ -46,7 +46,6 @@ from psync.net.shared.channel import SideChannel
 from psync.net.shared.regions import SharedMemory
 from psync.net.transport import name_of, set_options
 from psync.numerics.memory import BlockPool
-from psync.wire import protocol as wire
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import (
     MAGIC,
@@ -61,7 +60,7 @@ from psync.wire.frames import (
     encode_head,
     flat,
 )
-from psync.wire.handshake import BULK, ClientHandshake, ServerHandshake
+from psync.wire.handshake import BULK, ClientHandshake, Protocol, ServerHandshake, State
 from psync.wire.lent import LENT_ABOVE_BYTES, Borrowed
 from psync.wire.limits import Limits
 from psync.wire.messages import Failure, Refused
@@ -302,15 +301,6 @@ class Handler:
             request.start(work)
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A large message that was not written yet, or a small one behind it."""
-
-    buffers: list[Buffer]
-    loan: Loan | None = None  # its body is lent
-    copy: Callable[[], bool] | None = None  # copies a part of that; returns whether it was the last
-
-
 class Connection(asyncio.BufferedProtocol):
     """One connection to another task.
 
@@ -325,8 +315,6 @@ class Connection(asyncio.BufferedProtocol):
         pool: Memory for received segments.
         limits: In force for both directions.
         spawn: Starts a handler that takes time.
-        report_opened: Told when the handshake is over.
-        report_closed: Told when the connection is gone, unless it was never made; with the reason.
         memory: Of this task, to be shared with peers of its host; None: it is not.
     """
 
@@ -337,22 +325,23 @@ class Connection(asyncio.BufferedProtocol):
         pool: BlockPool,
         limits: Limits,
         spawn: Spawn,
-        report_opened: Callable[[Connection], None],
-        report_closed: Callable[[Connection, Exception | None], None],
         memory: SharedMemory | None = None,
     ) -> None:
-        self.wire = wire.Protocol(handshake, limits, self._sink, Request)
+        self.wire = Protocol(handshake, limits, self._sink, Request)
         self.task = ""  # the peer's name; proven, and "" until the connection is open
         self.incarnation = 0  # the peer's
         self.client = ("", 0)  # both
         self.lane = ""  # one of handshake.LANES
         self.peername = "?"  # address of the other side, for messages
         self.state: dict[str, Any] = {}  # what handlers keep per connection
-        self.error: Exception | None = None  # why it closed, once it has
+        self.error: Exception | None = None  # why it closes, or has closed
         self.is_open = False  # the handshake is over, and the connection not gone
         self.is_closed = False
         self.ended_here = False  # by ``abort``
-        self.on_closed: list[Callable[[Connection], None]] = []  # told once, in order
+        # Told when the handshake is over.
+        self.on_opened: Callable[[Connection], object] | None = None
+        # Told once, in order, when it is gone, unless it was never made.
+        self.on_closed: list[Callable[[Connection], None]] = []
         # Told where the peer is, as its socket says it, before anything is said; may close.
         self.on_made: Callable[[object], None] | None = None
         self.tap: Tap | None = None  # while somebody traces, see ``net.trace``
@@ -363,8 +352,6 @@ class Connection(asyncio.BufferedProtocol):
         self._handlers = handlers
         self._pool = pool
         self._limits = limits
-        self._report_opened = report_opened
-        self._report_closed = report_closed
         self._memory = memory
         self._loop = asyncio.get_running_loop()
         self._decoder = self.wire.decoder
@@ -372,7 +359,6 @@ class Connection(asyncio.BufferedProtocol):
         self.get_buffer = self._decoder.get_buffer  # type: ignore[method-assign]
         self._transport: Any = None  # asyncio.Transport; None until connected
         self._deadline: asyncio.TimerHandle  # of the handshake; from connection_made on
-        self._reason: Exception | None = None  # why it is being closed
         self._closing = False  # nothing is sent or handed over any more
         self._gone = asyncio.Event()
         # Our requests.
@@ -390,7 +376,8 @@ class Connection(asyncio.BufferedProtocol):
         self._small: list[Buffer] = []  # small messages of this turn of the loop
         self._small_bytes = 0
         self._flush_due = False
-        self._waiting: deque[_Waiting] = deque()  # large messages, until there is room
+        # Large messages until there is room, and small ones behind them; what is lent of each.
+        self._waiting: deque[tuple[list[Buffer], Loan | None]] = deque()
         self._room = asyncio.Event()  # set while large messages need not wait, and at the end
         self._room.set()
         self._in_order = False  # whether small messages wait behind large ones
@@ -590,8 +577,10 @@ class Connection(asyncio.BufferedProtocol):
         elif kind == _CANCEL:
             if (request := self._serving.pop(request_id, None)) is not None:
                 request.give_up()
-        elif self.sharing is not None and kind in (_RETURN, _FORGET):
-            self.sharing.told(kind == _RETURN, request_id)
+        elif self.sharing is not None and kind == _RETURN:
+            self.sharing.returned(request_id)
+        elif self.sharing is not None and kind == _FORGET:
+            self.sharing.forget(request_id)
         else:
             raise RemoteProtocolError(f"got a frame {Kind(kind).name} after the handshake")
 
@@ -772,7 +761,7 @@ class Connection(asyncio.BufferedProtocol):
             return buffers
         frame = b"".join(buffers) if body else head
         if self._waiting and self._in_order:
-            self._waiting.append(_Waiting([frame]))
+            self._waiting.append(([frame], None))
         elif at_once and not self._flush_due and not self._small and sharing is None:
             if not self._transport.is_closing():
                 self.bytes_sent += nbytes
@@ -794,8 +783,7 @@ class Connection(asyncio.BufferedProtocol):
             self.flush()
             self._write(buffers)
             return
-        copy = loan.copying() if loan is not None and loan.sources else None
-        self._waiting.append(_Waiting(buffers, loan, copy))
+        self._waiting.append((buffers, loan))
         if idle:
             self._room.clear()  # nothing may overtake it
             self._go_on_writing()
@@ -823,28 +811,27 @@ class Connection(asyncio.BufferedProtocol):
 
     def _go_on_writing(self) -> None:
         while self._waiting and self._writable and not self._closing:
-            if self._waiting[0].copy is not None:
-                if not self._waiting[0].copy():
-                    self._loop.call_soon(self._go_on_writing)
-                    return
-                self._waiting[0].copy = None
-            self._write_large(self._waiting.popleft())
+            loan = self._waiting[0][1]
+            if loan is not None and not loan.copy_part():
+                self._loop.call_soon(self._go_on_writing)
+                return
+            self._write_large(*self._waiting.popleft())
         if self._writable:
             self._room.set()
 
-    def _write_large(self, message: _Waiting) -> None:
-        if message.loan is not None and self.sharing is not None:
-            self.sharing.sent(message.loan)
+    def _write_large(self, buffers: list[Buffer], loan: Loan | None) -> None:
+        if loan is not None and self.sharing is not None:
+            self.sharing.sent(loan)
         self.flush()
-        self._write(message.buffers)
+        self._write(buffers)
 
     def _withdraw(self, buffers: list[Buffer]) -> bool:
         """Take back what was to be sent; return False if that is too late."""
-        for index, waiting in enumerate(self._waiting):
-            if waiting.buffers is buffers:
+        for index, (waiting, loan) in enumerate(self._waiting):
+            if waiting is buffers:
                 del self._waiting[index]
-                if waiting.loan is not None and self.sharing is not None:
-                    self.sharing.withdrawn(waiting.loan)
+                if loan is not None and self.sharing is not None:
+                    self.sharing.withdrawn(loan)
                 return True
         return False
 
@@ -883,7 +870,9 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the handshake."""
         self._transport = transport
-        self._deadline = self._loop.call_later(self._limits.handshake_seconds, self._expire_opening)
+        seconds = self._limits.handshake_seconds
+        late = ConnectionLost(f"the handshake was not over within {seconds} s")
+        self._deadline = self._loop.call_later(seconds, self._end, late)
         if self._closing:  # before it was up
             self._transport.abort()
             return
@@ -900,22 +889,19 @@ class Connection(asyncio.BufferedProtocol):
     def _go_on_shaking_hands(self) -> Frame | None:
         """Say what there is to say; once open, return the first frame if it is there."""
         self._write(self.wire.data_to_send())
-        if self.wire.state is wire.State.CLOSED:
+        if self.wire.state is State.CLOSED:
             self.close()
-        elif self.wire.state is wire.State.OPEN:
+        elif self.wire.state is State.OPEN:
             self.task, self.incarnation = self.wire.peer_task, self.wire.peer_incarnation
             self.client, self.lane = (self.task, self.incarnation), self.wire.lane
             self.is_open = True
             self._in_order = self.lane != BULK
             self._deadline.cancel()
-            self._report_opened(self)
+            if self.on_opened is not None:
+                self.on_opened(self)
             if not self._closing:
                 return self._decoder.next_frame()
         return None
-
-    def _expire_opening(self) -> None:
-        seconds = self._limits.handshake_seconds
-        self._end(ConnectionLost(f"the handshake was not over within {seconds} s"))
 
     def refuse(self, refused: Refused) -> None:
         """Turn the peer away in the middle of its handshake, and say why."""
@@ -948,10 +934,10 @@ class Connection(asyncio.BufferedProtocol):
             return
         self.flush()
         while self._waiting:
-            waiting = self._waiting.popleft()
-            while waiting.copy is not None and not waiting.copy():
+            buffers, loan = self._waiting.popleft()
+            while loan is not None and not loan.copy_part():
                 pass
-            self._write_large(waiting)
+            self._write_large(buffers, loan)
         self._closing = True
         self._transport.close()
 
@@ -965,8 +951,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end(self, error: Exception | None) -> None:
         self._closing = True
-        if self._reason is None:
-            self._reason = error
+        if self.error is None:
+            self.error = error
         if self._transport is not None:
             self._transport.abort()
         if self.sharing is not None and not self.is_open:
@@ -980,16 +966,16 @@ class Connection(asyncio.BufferedProtocol):
         if self.is_open or self._closing:
             self._end(error)
             return
-        self._reason = error
+        self.error = error
         self._write(self.wire.data_to_send())  # what a stranger may know of it
         self._closing = True
         self._transport.close()  # once that is on its way; within the deadline
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail what is open, and tell who asked to be told, once."""
-        error = self._reason or exc
-        if error is None and self._decoder.receiving and not self._closing:
-            error = ConnectionLost("the peer closed the connection in the middle of a message")
+        self.error = self.error or exc
+        if self.error is None and self._decoder.receiving and not self._closing:
+            self.error = ConnectionLost("the peer closed the connection in the middle of a message")
         self._closing = True
         self._small.clear()
         self._waiting.clear()
@@ -997,7 +983,7 @@ class Connection(asyncio.BufferedProtocol):
         self._deadline.cancel()
         if self.sharing is not None:
             self.sharing.close()
-        self.is_open, self.is_closed, self.error = False, True, error
+        self.is_open, self.is_closed = False, True
         self._gone.set()
         for number in list(self._calls):
             call = self._calls.pop(number, None)
@@ -1010,7 +996,6 @@ class Connection(asyncio.BufferedProtocol):
         for request in list(self._serving.values()):
             if not request.in_coroutine:
                 request.give_up()
-        self._report_closed(self, error)
         for listener in self.on_closed:
             listener(self)
 

@@ -34,9 +34,8 @@ from psync.net.shared.bodies import Sharing
 from psync.net.transport import Listener, one_line, reason
 from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message
-from psync.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
+from psync.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake, State
 from psync.wire.messages import Hello, Refused
-from psync.wire.protocol import State
 
 logger = logging.getLogger(__name__)
 
@@ -156,10 +155,9 @@ class Endpoint:
         self._check_not_closed()
         over = asyncio.Event()  # the handshake
 
-        def on_closed(peer: Connection, error: Exception | None) -> None:
-            self._forget(peer)
+        def on_closed(peer: Connection) -> None:
             if peer.task:  # else the caller is told
-                self._report_closed(peer, error)
+                self._report_closed(peer)
             over.set()
 
         secret, incarnation = self.platform.secret, self.incarnation
@@ -168,7 +166,9 @@ class Endpoint:
             secret.value if secret is not None else None,
             self.task, incarnation, lane, self.platform.random_bytes(NONCE_BYTES), expect,
         )  # fmt: skip
-        peer = self._new_peer(handshake, lambda peer: over.set(), on_closed)
+        peer = self._new_peer(handshake)
+        peer.on_opened = lambda _: over.set()
+        peer.on_closed.append(on_closed)
         try:
             async with asyncio.timeout(seconds):
                 await self.platform.network.connect(address, lambda: peer)
@@ -326,7 +326,9 @@ class Endpoint:
             self.task, self.incarnation, self.platform.random_bytes(NONCE_BYTES), self._admit,
         )  # fmt: skip
         is_full = len(self._peers) >= limits.connections
-        peer = self._new_peer(handshake, self._on_accepted_opened, self._on_accepted_closed)
+        peer = self._new_peer(handshake)
+        peer.on_opened = self._on_accepted_opened
+        peer.on_closed.append(self._on_accepted_closed)
         if is_full:
             peer.wire.refuse(Refused("full", f"it has {limits.connections} connections"))
         else:
@@ -352,10 +354,9 @@ class Endpoint:
         for listener in self.on_peer:
             listener(peer)
 
-    def _on_accepted_closed(self, peer: Connection, error: Exception | None) -> None:
-        self._forget(peer)
+    def _on_accepted_closed(self, peer: Connection) -> None:
         place = self._unproven.pop(peer, None)
-        self._report_closed(peer, error)
+        self._report_closed(peer)
         if place is None or self._closed:
             return
         refused = peer.wire.refused
@@ -374,23 +375,19 @@ class Endpoint:
 
     # Both.
 
-    def _new_peer(
-        self,
-        handshake: ClientHandshake | ServerHandshake,
-        on_opened: Callable[[Connection], None],
-        on_closed: Callable[[Connection, Exception | None], None],
-    ) -> Connection:
+    def _new_peer(self, handshake: ClientHandshake | ServerHandshake) -> Connection:
         peer = self.platform.parts.of(Connection)(
             handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
-            on_opened, on_closed, self.platform.memory,
+            self.platform.memory,
         )  # fmt: skip
         self._peers[peer] = None
+        peer.on_closed.append(self._forget)
         if self._tap_of is not None:
             peer.tap = self._tap_of(peer)
         return peer
 
-    def _report_closed(self, peer: Connection, error: Exception | None) -> None:
-        refused = peer.wire.refused
+    def _report_closed(self, peer: Connection) -> None:
+        refused, error = peer.wire.refused, peer.error
         who = f"{peer.task or peer.wire.peer_task or 'a stranger'} ({peer.peername})"
         if refused is not None:
             # Whoever finds no room tries again, and says so himself when it takes too long. A task

@@ -4,7 +4,7 @@ A resolver has TensorFlow's interface, so that programs keep theirs. What it say
 ``training_cluster``, which the strategy and ``run_task`` call before anything is connected: a wrong
 ``TF_CONFIG`` is one line that names the field, not a job that waits.
 
-``resolve_cluster`` asks a table of surroundings, of which the first that applies is believed. What
+``resolve_cluster`` asks several surroundings, of which the first that applies is believed. What
 was opened in this program comes before what its launcher says, and an inner launcher before an
 outer one, for each passes its own environment on: ``psync run`` (TF_CONFIG) may be called by hand
 inside all others, torchrun is started by SLURM and in pods, and srun in neither. The resolvers of
@@ -14,17 +14,15 @@ schedulers are in ``psync.integrations``.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
-import logging
 import os
 import re
 import reprlib
 import socket
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -32,11 +30,10 @@ from typing import Any, ClassVar, TypeVar
 from psync.cluster import (
     TRAINING_JOBS,
     ClusterSpec,
-    join_address,
     validate_for_training,
     with_chief,
 )
-from psync.errors import ConfigurationError, ConnectFailed, DuplicateTaskError
+from psync.errors import ConfigurationError, DuplicateTaskError
 
 T = TypeVar("T")
 
@@ -464,9 +461,12 @@ def _merged(
 
 # The default.
 
-logger = logging.getLogger(__name__)
-
 Environ = Mapping[str, str]
+
+LAUNCHERS = ("torchrun", "SLURM", "Kubernetes")
+"""Who may have said what cluster this is, in the order in which they are believed, after TF_CONFIG.
+The module of that name in ``psync.integrations`` finds it (``found_in``), and says what is missing
+where it nearly is (``advice``)."""
 
 
 def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
@@ -512,16 +512,15 @@ def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
             )
         if _open_in_process:
             return _open_in_process[0]
+    if environ.get("TF_CONFIG"):
+        return TFConfigClusterResolver(environ=environ)
     advice: list[str] = []
-    for name, find in SURROUNDINGS:
-        if find is None:  # by its name, and late: most processes are elsewhere
-            scheduler = importlib.import_module(f"psync.integrations.{name.lower()}")
-            find = scheduler.found_in
-            advice += filter(None, [scheduler.advice(environ)])
-        if (resolver := find(environ)) is not None:
-            logger.debug("the cluster is described by %s", name)
+    for name in LAUNCHERS:  # by its name, and late: most processes are elsewhere
+        launcher = importlib.import_module(f"psync.integrations.{name.lower()}")
+        resolver: ClusterResolver | None = launcher.found_in(environ)
+        if resolver is not None:
             return resolver
-    tried = ", ".join(name for name, _ in SURROUNDINGS)
+        advice += filter(None, [launcher.advice(environ)])
     script = sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"  # of a command, or none
     advice += [
         f"to train on this machine: psync run {script} --ps 1 --workers 2",
@@ -529,36 +528,9 @@ def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
     ]
     raise ConfigurationError(
         "this process belongs to no cluster: the program has opened none, and the variables of "
-        f"{tried} describe none",
+        f"{', '.join(['TF_CONFIG', *LAUNCHERS])} describe none",
         hint="; ".join(advice),
     )
-
-
-def _torchrun(environ: Environ) -> ClusterResolver | None:
-    if not environ.get("TORCHELASTIC_RUN_ID"):
-        return None
-    # One for the process: tasks meet once, and each of them listens at one address.
-    names = (*TORCHRUN_VARIABLES, "PSYNC_JOBS")
-    return _one_torchrun(tuple((name, environ[name]) for name in names if name in environ))
-
-
-@functools.cache
-def _one_torchrun(variables: tuple[tuple[str, str], ...]) -> ClusterResolver:
-    environ = dict(variables)
-    jobs = jobs_of(environ, environ.get("WORLD_SIZE", ""), "torchrun")
-    return TorchrunClusterResolver(jobs, environ=environ)
-
-
-SURROUNDINGS: tuple[tuple[str, Callable[[Environ], ClusterResolver | None] | None], ...] = (
-    ("TF_CONFIG",
-     lambda given: TFConfigClusterResolver(environ=given) if given.get("TF_CONFIG") else None),
-    ("torchrun", _torchrun),
-    ("SLURM", None),
-    ("Kubernetes", None),
-)  # fmt: skip
-"""What a launcher may have said, in the order in which it is believed. None: the module of that
-name in ``psync.integrations`` finds it (``found_in``), and says what is missing where it nearly is
-(``advice``)."""
 
 
 def jobs_of(environ: Environ, number: str, source: str) -> dict[str, int]:
@@ -615,89 +587,6 @@ def port_of(environ: Environ, default: int) -> int:
     return int(text)
 
 
-TORCHRUN_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-)
-
-
-class TorchrunClusterResolver(ClusterResolver):
-    """The ranks of a torchrun job, given out to the jobs of a cluster; rank 0 is the chief.
-
-    Jobs take ranks in the order of their names: of ``{"chief": 1, "ps": 2, "worker": 4}`` the ps
-    tasks are ranks 1 and 2. Each task listens at a free port of the interface by which it reaches
-    rank 0; ``cluster_spec`` blocks until all have said theirs. Make one of it in a process.
-
-    Args:
-        jobs: Tasks of each job; together as many as there are ranks.
-        environ: The environment of this process, or a part of it. The store itself is found by
-            torch, in the environment.
-
-    Raises:
-        ConfigurationError: A variable of torchrun is missing or malformed, or the jobs have other
-            tasks than there are ranks. From ``cluster_spec``: torch is not installed.
-        ConnectFailed: From ``cluster_spec``: ranks did not come, or the store has gone.
-    """
-
-    source = "torchrun"
-
-    def __init__(self, jobs: Mapping[str, int], *, environ: Mapping[str, str]) -> None:
-        self._rank, self._size = (_number(environ, name) for name in ("RANK", "WORLD_SIZE"))
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if not environ.get(name):
-                raise ConfigurationError(f"torchrun: {name} is not set")
-        self._master = environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")
-        if sum(jobs.values()) != self._size or self._rank >= self._size:
-            raise ConfigurationError(
-                f"torchrun: the jobs have {sum(jobs.values())} tasks ({dict(jobs)}), and rank "
-                f"{self._rank} is one of {self._size}"
-            )
-        restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._key = f"psync/{environ.get('TORCHELASTIC_RUN_ID', '')}/{restart}"
-        self._tasks = [(job, index) for job in sorted(jobs) for index in range(jobs[job])]
-        self._task_type, self._task_id = self._tasks[self._rank]
-        self._cluster_spec: ClusterSpec | None = None  # None before tasks have met
-        self.listening: dict[str, socket.socket] = {}  # by address; of this task, if it serves
-        self._store: Any = None  # kept open: rank 0 may be the one that keeps it
-
-    def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks, once all of them listen. Blocks meanwhile."""
-        if self._cluster_spec is None:
-            self._cluster_spec = ClusterSpec(self._meet())
-        return self._cluster_spec
-
-    def _meet(self) -> dict[str, list[str]]:
-        store = self._store = _store_of_torchrun()
-        own = self._listen()
-        try:
-            store.set(f"{self._key}/{self._rank}", own)
-            told = [store.get(f"{self._key}/{rank}").decode() for rank in range(self._size)]
-        except Exception as exc:  # torch.distributed.DistError is a RuntimeError, of old versions
-            raise ConnectFailed(
-                f"torchrun: not all {self._size} ranks have said where they listen: {exc}"
-            ) from exc
-        addresses: dict[str, list[str]] = {}
-        for (job, _), address in zip(self._tasks, told, strict=True):
-            addresses.setdefault(job, []).append(address)
-        return addresses
-
-    def _listen(self) -> str:
-        """Listen at a free port of the interface that leads to rank 0; return the address."""
-        host, port = self._master
-        try:
-            own, family = interface_towards(host, port)
-            listener = socket.create_server((own, 0), family=family, backlog=1024)
-        except OSError as exc:
-            raise ConnectFailed(f"torchrun: no way to MASTER_ADDR {host!r}: {exc}") from exc
-        address = join_address(own, listener.getsockname()[1])
-        self.listening[address] = listener  # kept for a chief, too: nobody else gets its port
-        return address
-
-
 def interface_towards(host: str, port: int) -> tuple[str, socket.AddressFamily]:
     """Return this machine's own address on the way to another one, and its family.
 
@@ -711,26 +600,3 @@ def interface_towards(host: str, port: int) -> tuple[str, socket.AddressFamily]:
         probe.connect(place)
         own: str = probe.getsockname()[0]
     return own, family
-
-
-def _store_of_torchrun() -> Any:
-    try:
-        from torch import distributed
-    except ImportError as exc:
-        raise ConfigurationError(
-            "torchrun: tasks find each other through torch's store, but torch cannot be imported: "
-            f"{exc}",
-            hint="pip install 'psync[torch]'",
-        ) from exc
-    try:
-        store, _, _ = next(distributed.rendezvous("env://"))
-    except Exception as exc:
-        raise ConnectFailed(f"torchrun: its store is not there: {exc}") from exc
-    return store
-
-
-def _number(environ: Mapping[str, str], variable: str) -> int:
-    value = environ.get(variable, "")
-    if not re.fullmatch("[0-9]{1,7}", value):
-        raise ConfigurationError(f"torchrun: {variable}: expected a number, got {value!r}")
-    return int(value)

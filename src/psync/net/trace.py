@@ -37,14 +37,12 @@ from psync.wire.messages import AskSpans, Statistics
 RING_BYTES = 8 << 20
 """About 130,000 messages: enough for 500,000 a second at four requests a second."""
 
-LEASE_S = 10.0
-"""A reader that has not asked again by then is forgotten: its program may have died."""
-
 TICK_S = 0.02
 """Between two samples of the counters, and two packings of new entries into the ring."""
 
-GRACE_S = 1.0
-"""For requests that are still unread because the loop was busy when the lease ended."""
+LEASE_S = 10.0
+"""A reader that has not asked again by then is forgotten: its program may have died. Counted in
+ticks: while the loop is busy no question is read."""
 
 ANSWERS_WITHIN_S = 0.1
 """Later answers are in a later reading: a step may compute on the loop of its worker."""
@@ -61,23 +59,9 @@ Watched = Callable[["SpanRecorder | None"], None]
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """A reader, which is forgotten when it does not renew its lease."""
-
-    lease: asyncio.TimerHandle | None = None
-
-    def renew(self, seconds: float, then: Callable[[str], None], name: str) -> None:
-        self.end_lease()
-        self.lease = asyncio.get_running_loop().call_later(seconds, then, name)
-
-    def end_lease(self) -> None:
-        if self.lease is not None:
-            self.lease.cancel()
-
-
-@dataclass(slots=True, eq=False)
-class _ReaderOfTask(_Reader):
-    next: int = 0  # number of the entry that it gets next
+    next: int  # number of the entry that it gets next
     connections: int = 0  # how many it knows
+    ticks_left: int = 0  # until it is forgotten
 
 
 class SpanRecorder:
@@ -91,6 +75,7 @@ class SpanRecorder:
 
     Attributes:
         now: The clock.
+        on_left: Called with the name of a reader that has left, or is forgotten.
     """
 
     def __init__(
@@ -104,12 +89,13 @@ class SpanRecorder:
         self._facts = facts
         self._counters = counters
         self.now = platform.now
+        self.on_left: Callable[[str], object] = lambda _: None
         self._origin = ""  # tells this process's clock from that of its successor; once it records
         self._fresh: list[tuple[Any, ...]] = []  # entries that are not packed yet
         self._chunks: deque[tuple[int, bytes]] = deque()  # number of the first entry, entries
         self._count = 0  # of all entries that were ever packed
         self._bytes = 0  # of all chunks
-        self._readers: dict[str, _ReaderOfTask] = {}
+        self._readers: dict[str, _Reader] = {}
         self._watched: list[Watched] = []
         self._numbers = itertools.count()  # of connections
         self._connections: dict[int, tuple[str, int, str, int, str]] = {}  # in this order
@@ -169,11 +155,10 @@ class SpanRecorder:
         reader = self._readers.get(name)
         is_new = reader is None
         if reader is None:
-            reader = _ReaderOfTask(next=self._count)
-            self._readers[name] = reader
+            reader = self._readers[name] = _Reader(self._count)
             if len(self._readers) == 1:
                 self._begin()
-        reader.renew(LEASE_S, self._expire, name)
+        reader.ticks_left = int(LEASE_S / TICK_S)
         oldest = self._chunks[0][0] if self._chunks else self._count
         reading = {
             "origin": self._origin,
@@ -200,11 +185,9 @@ class SpanRecorder:
             watched(self)
         self._tick()
 
-    def _expire(self, name: str) -> None:
-        self._readers[name].renew(GRACE_S, self._leave, name)
-
     def _leave(self, name: str) -> None:
-        self._readers.pop(name).end_lease()
+        del self._readers[name]
+        self.on_left(name)
         if self._readers:
             return
         for watched in self._watched:
@@ -220,7 +203,12 @@ class SpanRecorder:
         if self._counters is not None:
             self.note("counters", dict(self._counters()))
         self._pack()
-        self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        for name, reader in list(self._readers.items()):
+            reader.ticks_left -= 1
+            if reader.ticks_left == 0:
+                self._leave(name)
+        if self._readers:
+            self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _pack(self) -> None:
         """Move new entries into the ring, and drop the oldest ones if it is full."""
@@ -236,10 +224,8 @@ class SpanRecorder:
 
 
 @dataclass(slots=True, eq=False)
-class _ReaderOfAll(_Reader):
-    asked: dict[Connection, asyncio.Task[None]] = field(
-        default_factory=dict
-    )  # that have not answered
+class _ReaderOfAll:
+    asked: dict[Connection, asyncio.Task[None]] = field(default_factory=dict)  # not answered yet
     known: set[Connection] = field(default_factory=set)  # asked before
     came: list[Reading] = field(default_factory=list)  # not handed out yet
     turn: int = 0  # place of the task that is asked next
@@ -257,6 +243,7 @@ class SpanCollector:
         self._recorder = recorder
         self._peers = peers
         self._readers: dict[str, _ReaderOfAll] = {}
+        recorder.on_left = self._forget
 
     async def read(self, name: str, *, last: bool = False) -> list[Reading]:
         """Return the readings since this reader's previous call; its first call starts recording.
@@ -268,17 +255,13 @@ class SpanCollector:
         Cancellation: Safe; the next call returns the readings.
         """
         reader = self._readers.setdefault(name, _ReaderOfAll())
-        reader.renew(LEASE_S, self._forget, name)
         self._ask(reader, AskSpans(name, last))
-        now, body = self._recorder.now(), self._recorder.read(name, last=last)
-        reader.came.append(Reading(self._recorder.task, body, now, now))
         if reader.asked:
             within_s = LAST_WITHIN_S if last else ANSWERS_WITHIN_S
             await asyncio.wait(list(reader.asked.values()), timeout=within_s)
         came, reader.came = reader.came, []
-        if last:
-            self._forget(name)
-        return came
+        now, body = self._recorder.now(), self._recorder.read(name, last=last)
+        return [Reading(self._recorder.task, body, now, now), *came]
 
     def close(self) -> None:
         """Forget all readers."""
@@ -290,7 +273,6 @@ class SpanCollector:
         if (reader := self._readers.pop(name, None)) is not None:
             for task in reader.asked.values():
                 task.cancel()
-            reader.end_lease()
 
     def _ask(self, reader: _ReaderOfAll, message: AskSpans) -> None:
         """Ask the tasks whose turn it is and new ones; at the end, ask all."""

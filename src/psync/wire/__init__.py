@@ -1,7 +1,7 @@
 """The wire format: frames, handshake, and every message between tasks.
 
 Pure: knows errors and specs, does no I/O. ``frames`` has the layout of bytes, ``codec`` turns
-messages into msgpack headers, ``protocol`` runs one connection from the handshake on; ``messages``
+messages into msgpack headers, ``handshake`` runs one connection until it is open; ``messages``
 has all messages.
 
 To add a message: a class in ``messages``, with the next number (``codec.Message`` refuses one

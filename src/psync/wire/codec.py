@@ -25,8 +25,11 @@ import msgpack
 from psync.errors import LocalProtocolError, RemoteProtocolError
 
 Check = Callable[[Any], bool]
-Known = dict[tuple[type, ...], tuple[tuple[int, Check], ...]]
-"""By the types of a row: the items that must be opened, and what must hold of each."""
+Opened = Sequence[tuple[int, Check]]
+"""The fields that must be opened, and what must hold of what is in each."""
+
+Known = dict[tuple[type, ...], Opened]
+"""By the types of all fields, where these may be so."""
 
 MAX_ARRAY_ITEMS = 65_536
 
@@ -47,17 +50,41 @@ _packer = msgpack.Packer()  # one for all: it runs no Python code between its st
 class _Form:
     """What is known of one class of messages."""
 
-    __slots__ = ("check", "cls", "getter", "known", "names", "types")
+    __slots__ = ("cls", "getter", "known", "names", "parts", "types")
 
     def __init__(self, cls: type[Message]) -> None:
         hints = typing.get_type_hints(cls)
         self.cls = cls
         self.names = tuple(field.name for field in fields(cls))
         self.types = tuple(hints[name] for name in self.names)
+        self.parts = tuple(map(_parts, self.types))
         self.known: Known = {}
-        self.check = _row_check(self.types, self.known)  # of all fields at once
         # attrgetter of one name returns the value and not a tuple.
         self.getter = operator.attrgetter("code", *self.names)
+
+    def learn(self, kinds: tuple[type, ...], values: list[Any]) -> Opened:
+        """Return which of the values of these types must be opened; remember that they fit."""
+        if len(kinds) != len(self.parts):
+            raise RemoteProtocolError(
+                f"{self.cls.__name__}: expected {len(self.parts)} fields, got {len(kinds)}"
+            )
+        opened: list[tuple[int, Check]] = []
+        for index, (kind, (plain, contents)) in enumerate(zip(kinds, self.parts, strict=True)):
+            if kind in contents:
+                opened.append((index, contents[kind]))
+            elif kind not in plain:
+                raise self.misfit(index, values)
+        self.known[kinds] = opened
+        return opened
+
+    def misfit(self, index: int, values: list[Any]) -> RemoteProtocolError:
+        """Say which field is wrong."""
+        annotation = self.types[index]
+        expected = annotation.__name__ if type(annotation) is type else str(annotation)
+        return RemoteProtocolError(
+            f"{self.cls.__name__}.{self.names[index]}: expected {expected}, "
+            f"got {reprlib.repr(values[index])}"
+        )
 
 
 _BY_CODE: dict[int, _Form] = {}
@@ -156,32 +183,21 @@ def decode(header: bytes) -> Message:
     if form is None:
         raise RemoteProtocolError(f"unknown message {reprlib.repr(values)}")
     del values[0]
-    to_open = form.known.get((*map(type, values),))
-    if to_open is None:
-        if not form.check(values):
-            raise _misfit(form, values)
-    else:
-        for index, content_fits in to_open:
-            if not content_fits(values[index]):
-                raise _misfit(form, values)
+    kinds = (*map(type, values),)
+    opened = form.known.get(kinds)
+    if opened is None:
+        opened = form.learn(kinds, values)
+    for index, content_fits in opened:
+        if not content_fits(values[index]):
+            raise form.misfit(index, values)
     return form.cls(*values)
 
 
-def _misfit(form: _Form, values: list[Any]) -> RemoteProtocolError:
-    """Say which field is wrong."""
-    name = form.cls.__name__
-    if len(values) != len(form.types):
-        return RemoteProtocolError(f"{name}: expected {len(form.types)} fields, got {len(values)}")
-    checks = map(_check_of, form.types)
-    wrong = next(index for index, check in enumerate(checks) if not check(values[index]))
-    annotation = form.types[wrong]
-    expected = annotation.__name__ if type(annotation) is type else str(annotation)
-    return RemoteProtocolError(
-        f"{name}.{form.names[wrong]}: expected {expected}, got {reprlib.repr(values[wrong])}"
-    )
-
-
 # Checks from annotations.
+
+_PLAIN: frozenset[type] = frozenset([int, str, bytes, bool, types.NoneType])
+_ANYTHING = _PLAIN | {float, list, dict}
+_ONLY_STR, _ONLY_LIST = frozenset([str]), frozenset([list])
 
 
 def _parts(annotation: Any) -> tuple[frozenset[type], dict[type, Check]]:
@@ -190,90 +206,42 @@ def _parts(annotation: Any) -> tuple[frozenset[type], dict[type, Check]]:
     plain: set[type] = set()
     contents: dict[type, Check] = {}
     for option in typing.get_args(annotation) if is_union else (annotation,):
-        if option in (int, str, bytes, bool, types.NoneType):
-            plain.add(option)
+        origin, args = typing.get_origin(option), typing.get_args(option)
+        if option is Any:
+            plain |= _ANYTHING
         elif option is float:
             plain |= {float, int}
-        elif option is not Any:
-            kind, fits = _container(option)
-            contents[kind] = _either(contents[kind], fits) if kind in contents else fits
+        elif option in _PLAIN:
+            plain.add(option)
+        elif origin is list and list not in contents:
+            contents[list] = _all_fit(args[0])
+        elif origin is tuple and list not in contents:
+            contents[list] = _row_check(_all_fit(option))
+        elif origin is dict and args[0] is str:
+            contents[dict] = _table_check(_all_fit(args[1]))
+        else:
+            raise TypeError(f"messages have no fields of type {annotation}")
     return frozenset(plain), contents
 
 
-def _either(one: Check, other: Check) -> Check:
-    return lambda value: one(value) or other(value)
+def _row_check(rows_fit: Check) -> Check:
+    return lambda row: rows_fit((row,))
 
 
-def _row_check(annotations: Sequence[Any], known: Known) -> Check:
-    """Return the predicate for a list whose items have an annotation each.
-
-    Rows of the same types as one that fitted, which are put into ``known``, fit too, but for what
-    must be opened.
-    """
-    checks = tuple(map(_check_of, annotations))
-    contents = [_parts(annotation)[1] for annotation in annotations]
-
-    def fits(row: list[Any]) -> bool:
-        kinds = tuple(map(type, row))
-        to_open = known.get(kinds)
-        if to_open is not None:
-            for index, content_fits in to_open:
-                if not content_fits(row[index]):
-                    return False
-            return True
-        if len(row) != len(checks) or not all(map(operator.call, checks, row)):
-            return False
-        known[kinds] = tuple(
-            (index, contents[index][kind])
-            for index, kind in enumerate(kinds)
-            if kind in contents[index]
-        )
-        return True
-
-    return fits
+def _table_check(all_fit: Check) -> Check:
+    return lambda table: _ONLY_STR.issuperset(map(type, table)) and all_fit(table.values())
 
 
-def _check_of(annotation: Any) -> Check:
-    """Return the predicate for one annotation; the small set that messages use."""
-    if annotation is Any:
-        return lambda value: True
-    plain, contents = _parts(annotation)
-    return lambda value: (
-        type(value) in plain or (type(value) in contents and contents[type(value)](value))
-    )
-
-
-def _container(annotation: Any) -> tuple[type, Check]:
-    """Return what a list, tuple or dict is unpacked as, and the predicate for what is in it."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is tuple:
-        return list, _row_check(args, {})
-    if origin is list:
-        return list, _all_check(args[0])
-    if origin is dict and args[0] is str:
-        all_fit = _all_check(args[1])
-        return (
-            dict,
-            lambda value: _ONLY_STR.issuperset(map(type, value)) and all_fit(value.values()),
-        )
-    raise TypeError(f"messages have no fields of type {annotation}")
-
-
-_ONLY_STR, _ONLY_LIST = frozenset([str]), frozenset([list])
-
-
-def _all_check(annotation: Any) -> Callable[[Iterable[Any]], bool]:
+def _all_fit(annotation: Any) -> Check:
     """Return the predicate for many values of one annotation.
 
     Tuples are checked by columns and lists as one long list, which takes no call for each
     item: closures and their results come in such lists, and checking them item by item took
     a fifth of what an empty closure costs.
     """
-    if annotation is Any:
-        return lambda values: True
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is list:
-        all_items_fit = _all_check(args[0])
+        all_items_fit = _all_fit(args[0])
 
         def lists_fit(values: Iterable[Any]) -> bool:
             lists = list(values)
@@ -284,7 +252,7 @@ def _all_check(annotation: Any) -> Callable[[Iterable[Any]], bool]:
         return lists_fit
     if origin is tuple:
         widths = frozenset([len(args)])
-        columns = tuple(map(_all_check, args))
+        columns = tuple(map(_all_fit, args))
         alike, opened = _parts(args[0]) if len(set(args)) == 1 else (None, {})
 
         def rows_fit(values: Iterable[Any]) -> bool:
@@ -297,7 +265,10 @@ def _all_check(annotation: Any) -> Callable[[Iterable[Any]], bool]:
 
         return rows_fit
     plain, contents = _parts(annotation)
-    if plain and not contents:
+    if not contents:
         return lambda values: plain.issuperset(map(type, values))
-    check = _check_of(annotation)
-    return lambda values: all(check(value) for value in values if type(value) not in plain)
+    return lambda values: all(
+        type(value) in contents and contents[type(value)](value)
+        for value in values
+        if type(value) not in plain
+    )

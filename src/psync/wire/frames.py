@@ -26,7 +26,6 @@ import functools
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -96,22 +95,27 @@ Segment = Buffer | Sequence[memoryview]
 """What may be sent as one segment: one buffer of bytes, or several that are sent as one."""
 
 
-@dataclass(slots=True, eq=False)
 class Frame:
     """One received frame; its segments are complete once the decoder returns it.
 
+    The decoder fills it, as a constructor would take as long as the rest of a small one;
     ``message``, ``segments`` and ``token`` are the receiver's to fill.
     """
+
+    __slots__ = (
+        "borrowed", "header", "kind", "lengths", "message", "nbytes", "request_id", "segments",
+        "token",
+    )  # fmt: skip
 
     kind: int  # a value of Kind
     request_id: int  # 0 where there is none
     header: bytes  # msgpack
     lengths: tuple[int, ...]  # bytes of each segment
     nbytes: int  # of all segments
-    segments: Sequence[memoryview] = ()
-    message: Message = None  # type: ignore[assignment]  # once the header is decoded
-    token: object = None  # see ``FrameDecoder.redirect``
-    borrowed: Borrowed | None = None  # the body, if it is lent
+    segments: Sequence[memoryview]
+    message: Message  # once the header is decoded
+    token: object  # see ``FrameDecoder.redirect``
+    borrowed: Borrowed | None  # the body, if it is lent
 
 
 Sink = Callable[[Frame], "Sequence[memoryview] | None"]
@@ -263,34 +267,44 @@ class FrameDecoder:
                 if body > len(scratch):
                     self._compact(body - start)
                 return None
-            header = bytes(scratch[head:body])
+            frame = self._make()
+            frame.kind, frame.request_id, frame.nbytes = kind, request_id, body_len
+            frame.header, frame.lengths, frame.segments = bytes(scratch[head:body]), (), ()
+            frame.message = frame.token = frame.borrowed = None  # type: ignore[assignment]
             self.start = body
             if not (count or body_len):
-                return self._make(kind, request_id, header, (), 0)
+                return frame
             lengths = _with_lengths("<", count).unpack_from(scratch, start + PREFIX_BYTES)
+            frame.lengths = lengths
             if body_len > limits.segment_bytes:
                 _check_sizes(FrameTooLarge, limits, header_len, count, body_len, lengths)
             if sum(lengths) != body_len:
                 raise RemoteProtocolError(
                     f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
                 )
-            frame = self._make(kind, request_id, header, lengths, body_len)
             if extents:
                 named = scratch[head - EXTENT_BYTES * extents : head]
                 return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
             targets = self._sink(frame)
-            if targets is None or end - body < body_len:
-                return self._begin_body(frame, targets)
-            # As most small ones are: nothing is still to come.
-            self.start = body + body_len
-            at = body
-            for target in targets:
-                stop = at + len(target)
-                if stop <= self.start:
-                    target[:] = scratch[at:stop]
-                at = stop
-            if at != self.start:
-                raise _misfit(at - body, body_len)
+            if end - body > body_len:
+                end = body + body_len
+            self.start = end
+            if targets is None:
+                self._discard = body + body_len - end
+            else:
+                at = body
+                for target in targets:
+                    stop = at + len(target)
+                    if stop <= end:
+                        target[:] = scratch[at:stop]
+                    else:
+                        there = max(0, end - at)
+                        target[:there] = scratch[at : at + there]
+                        self._targets.append(target[there:])
+                    at = stop
+            if self._targets or self._discard:
+                self._frame = frame
+                return None
             return frame
         except Exception as exc:
             self._error, self._frame = exc, _BROKEN
@@ -340,28 +354,6 @@ class FrameDecoder:
         """Whether the stream would end inside a frame if it ended now."""
         return self._frame is not None or self.start != self.end
 
-    def _begin_body(self, frame: Frame, targets: Sequence[memoryview] | None) -> Frame | None:
-        """Take from scratch what is there of a body; return the frame if that was all."""
-        body_len = frame.nbytes
-        start, there = self.start, min(self.end - self.start, body_len)
-        self.start += there
-        if targets is None:
-            self._discard = body_len - there
-            self._frame = frame if self._discard else None
-            return None if self._discard else frame
-        if sum(map(len, targets)) != body_len:
-            raise _misfit(sum(map(len, targets)), body_len)
-        self._frame = frame
-        body = self._scratch[start : start + there]
-        self._targets.extend(targets)
-        while body:
-            count = min(len(self._targets[0]), len(body))
-            self._targets[0][:count] = body[:count]
-            body = body[count:]
-            self._advance(count)
-        self._advance(0)  # past empty targets at the front
-        return None
-
     def _begin_lent(self, frame: Frame, extents: Sequence[Extent]) -> Frame | None:
         """Find a body that is lent, and copy it unless the sink keeps it; return the frame then."""
         if sum(extent.nbytes for extent in extents) != frame.nbytes:
@@ -371,8 +363,6 @@ class FrameDecoder:
         targets = self._sink(frame)
         if borrowed.is_kept:
             return frame
-        if targets is not None and sum(map(len, targets)) != frame.nbytes:
-            raise _misfit(sum(map(len, targets)), frame.nbytes)
         self._frame = frame
         self.copying = iter(()) if targets is None else copies(targets, borrowed.views)
         return self._copy_more()
@@ -408,12 +398,10 @@ class FrameDecoder:
             targets[0] = targets[0][nbytes:]
 
 
-_BROKEN = Frame(0, 0, b"", (), 0)
+_BROKEN = Frame()
 """Is being received where the stream is broken."""
 
-
-def _misfit(given: int, body_len: int) -> LocalProtocolError:
-    return LocalProtocolError(f"{given} bytes of memory given for a body of {body_len}")
+_BROKEN.token = _BROKEN  # nobody else's
 
 
 def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemoteProtocolError:

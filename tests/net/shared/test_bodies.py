@@ -53,8 +53,7 @@ class Side:
         """Lend a body that can be lent, all of it copied."""
         loan = self.sharing.lend(buffers, sum(map(len, buffers)))
         assert loan is not None
-        copy = loan.copying()
-        while not copy():
+        while not loan.copy_part():
             pass
         self.sharing.sent(loan)
         return loan.extents
@@ -63,9 +62,9 @@ class Side:
         """Let the other side know what there is to say."""
         returns, gone = self.sharing.due()
         for number in returns:
-            other.sharing.told(True, number)
+            other.sharing.returned(number)
         for number in gone:
-            other.sharing.told(False, number)
+            other.sharing.forget(number)
 
     @property
     def num_lent(self) -> int:
@@ -285,30 +284,6 @@ def test_memory_is_held_until_it_is_given_back() -> None:
     assert not block.held()
 
 
-def test_a_copy_is_not_handed_out_again_before() -> None:
-    ours, theirs = sides()
-    first = ours.lend(b"1" * MIB)
-    second = ours.lend(b"2" * MIB)
-    assert first != second
-    borrowed = [theirs.sharing.borrow(each) for each in (first, second)]
-    assert [each.views[0][0] for each in borrowed] == [*b"12"]
-    borrowed[0].give_back()
-    theirs.tell(ours)
-    assert ours.lend(b"3" * MIB) == first
-    assert borrowed[1].views[0][0] == ord("2")
-
-
-def test_what_is_withdrawn_is_free_again() -> None:
-    ours, _ = sides()
-    loan = ours.sharing.lend([b"1" * MIB], MIB)
-    assert loan is not None
-    extents = loan.extents
-    ours.sharing.withdrawn(loan)
-    del loan
-    assert ours.sharing._copied_bytes == 0
-    assert ours.lend(b"2" * MIB) == extents
-
-
 def test_what_is_kept_is_given_back_when_the_last_view_of_it_goes() -> None:
     ours, theirs = sides()
     memory = root(ours, MIB)
@@ -338,14 +313,6 @@ def test_the_last_view_may_go_in_any_thread() -> None:
     assert ours.num_lent == 0
 
 
-def test_bodies_are_numbered_as_they_are_sent() -> None:
-    ours, theirs = sides()
-    borrowed = [theirs.sharing.borrow(ours.lend(b"x" * MIB)) for _ in range(3)]
-    for number in (2, 0, 1):
-        borrowed[number].give_back()
-    assert theirs.sharing.due() == ([3, 1, 2], [])
-
-
 # --- regions that are gone -------------------------------------------------------------------
 
 
@@ -364,26 +331,6 @@ def test_a_region_that_is_gone_is_forgotten_once() -> None:
     assert list(theirs.sharing._regions) == [1]
     theirs.sharing.forget(1)
     assert not theirs.sharing._regions
-
-
-def test_a_region_that_was_given_in_vain_is_forgotten_too() -> None:
-    """It has come, and no message has named it."""
-    ours, theirs = sides()
-    loan = ours.sharing.lend([root(ours, 2 * SLAB_BYTES).data], 2 * SLAB_BYTES)
-    assert loan is not None
-    ours.sharing.withdrawn(loan)
-    del loan
-    ours.tell(theirs)
-    assert not theirs.sharing._regions
-
-
-def test_who_reads_a_region_that_is_forgotten_goes_on() -> None:
-    ours, theirs = sides()
-    kept = theirs.sharing.borrow(ours.lend(root(ours, MIB).data)).keep()
-    theirs.sharing.forget(1)
-    assert kept[0][0] == 7
-    with pytest.raises(RemoteProtocolError, match="region 1 of shared memory was never given"):
-        theirs.sharing.borrow([Extent(1, 0, 10)])
 
 
 # --- a peer that is wrong --------------------------------------------------------------------
@@ -419,43 +366,6 @@ def test_the_edges_of_a_region_can_be_lent() -> None:
     assert [len(view) for view in borrowed.views] == [SLAB_BYTES, 1, 0]
     assert [len(view) for view in borrowed.keep()] == [SLAB_BYTES, 1, 0]
     assert theirs.sharing.due() == ([2], [])
-
-
-@pytest.mark.parametrize("number", [0, 2, 2**64 - 1])
-def test_what_is_not_lent_cannot_be_given_back(number: int) -> None:
-    ours, theirs = sides()
-    theirs.sharing.borrow(ours.lend(b"x" * MIB))
-    with pytest.raises(RemoteProtocolError, match=f"body {number} was given back, which is not"):
-        ours.sharing.told(True, number)
-
-
-def test_nothing_is_given_back_twice() -> None:
-    ours, theirs = sides()
-    theirs.sharing.borrow(ours.lend(b"x" * MIB))
-    ours.sharing.returned(1)
-    with pytest.raises(RemoteProtocolError, match="body 1 was given back"):
-        ours.sharing.returned(1)
-
-
-def test_a_region_that_was_never_given_cannot_be_forgotten() -> None:
-    ours, theirs = sides()
-    theirs.sharing.borrow(ours.lend(b"x" * MIB))
-    with pytest.raises(RemoteProtocolError, match="region 2 of shared memory was never given"):
-        theirs.sharing.told(False, 2)
-    theirs.sharing.told(False, 1)
-    with pytest.raises(RemoteProtocolError, match="region 1 of shared memory was never given"):
-        theirs.sharing.told(False, 1)
-
-
-def test_a_region_is_given_once() -> None:
-    ours, theirs = sides()
-    memory = root(ours, MIB)
-    region = regions.region_of(memory.data)
-    assert region is not None
-    theirs.sharing.borrow(ours.lend(memory.data))
-    ours.channel.give(region)
-    with pytest.raises(RemoteProtocolError, match="more regions of shared memory than may be"):
-        theirs.sharing.borrow([Extent(2, 0, 1)])
 
 
 def test_only_so_many_regions_are_taken() -> None:
@@ -564,39 +474,6 @@ def test_only_so_much_of_ones_own_is_lent(monkeypatch: pytest.MonkeyPatch) -> No
     theirs.sharing.borrow(lent[0]).give_back()
     theirs.tell(ours)
     assert ours.sharing.lend([memory.data], MIB) is not None
-
-
-def test_both_directions_end_by_themselves(turns: Turns) -> None:
-    ours, theirs = sides()
-    there = theirs.sharing.borrow(ours.lend(b"x" * MIB)).keep()
-    here = ours.sharing.borrow(theirs.lend(b"y" * MIB)).keep()
-    for side in (ours, theirs):
-        side.sharing.close()
-    turns.settle()
-    there.clear()
-    theirs.sharing.due()
-    turns.settle()
-    assert ours.num_lent == 0
-    assert theirs.num_lent == 1
-    assert not ours.sharing.is_over
-    here.clear()
-    ours.sharing.due()
-    turns.settle()
-    assert ours.sharing.is_over
-    assert theirs.sharing.is_over
-
-
-def test_the_next_connection_finds_the_memory_as_it_is(turns: Turns) -> None:
-    ours, theirs = sides()
-    memory = root(ours, MIB)
-    theirs.sharing.borrow(ours.lend(memory.data)).give_back()
-    theirs.tell(ours)
-    for side in (ours, theirs):
-        side.sharing.close()
-    again, there = sides(ours.memory, theirs.memory)
-    extents = again.lend(memory.data)
-    assert extents == [Extent(1, 0, MIB)]
-    assert body(there.sharing.borrow(extents)) == bytes([7]) * MIB
 
 
 # --- Waker -----------------------------------------------------------------------------------
@@ -739,12 +616,12 @@ class Walk:
         if loan is not None:
             assert not self.lost[who]
             assert sum(extent.nbytes for extent in loan.extents) == len(expected)
-            self.waiting[who].append((loan, loan.copying(), expected))
+            self.waiting[who].append((loan, expected))
 
     def send(self, who: int) -> None:
         """Copy a part of what waits, and send it if that was the last."""
-        if self.waiting[who] and self.waiting[who][0][1]():
-            loan, _, expected = self.waiting[who].pop(0)
+        if self.waiting[who] and self.waiting[who][0][0].copy_part():
+            loan, expected = self.waiting[who].pop(0)
             self.sides[who].sharing.sent(loan)
             self.coming[1 - who].append(("lent", loan.extents, expected))
 
@@ -769,7 +646,7 @@ class Walk:
         sharing = self.sides[who].sharing
         self.done[kind] += 1
         if kind != "lent":
-            sharing.told(kind == "return", what)
+            (sharing.returned if kind == "return" else sharing.forget)(what)
             return
         borrowed = sharing.borrow(what)
         if self.draw.random() < 0.5:
@@ -843,21 +720,6 @@ def test_memory_is_never_written_while_it_is_read_and_free_at_last(
 
 
 # --- a loan ----------------------------------------------------------------------------------
-
-
-def test_neighbours_in_a_loan_are_one_extent() -> None:
-    loan = Loan([], [], 9)
-    for extent in (Extent(1, 0, 2), Extent(1, 2, 3), Extent(2, 5, 1), Extent(2, 0, 3)):
-        loan.add(extent)
-    assert loan.extents == [Extent(1, 0, 5), Extent(2, 5, 1), Extent(2, 0, 3)]
-
-
-def test_a_copy_is_made_in_parts_and_the_last_is_said() -> None:
-    memory = bytearray(5)
-    loan = Loan([], [], 5, 5, [memoryview(memory)], [memoryview(b"ab"), memoryview(b"cde")])
-    copy = loan.copying()
-    assert copy()
-    assert memory == b"abcde"
 
 
 async def test_who_waits_is_told_once_and_may_have_given_up() -> None:

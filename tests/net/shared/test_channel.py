@@ -70,20 +70,6 @@ def test_regions_arrive_at_once_and_in_order(ends: tuple[SocketChannel, SocketCh
     assert [number for number, _ in ours.take()] == [1]
 
 
-def test_one_can_be_taken_and_the_others_later(ends: tuple[SocketChannel, SocketChannel]) -> None:
-    ours, theirs = ends
-    made = [filled(number) for number in (1, 2)]
-    for each in made:
-        ours.give(each.region)
-    assert next(theirs.take())[0] == 1
-    assert [number for number, _ in theirs.take()] == [2]
-
-
-def test_a_region_makes_itself(ends: tuple[SocketChannel, SocketChannel]) -> None:
-    ours, _ = ends
-    assert ours.give(ours.make(1, MIB).region)
-
-
 def test_when_the_queue_is_full_regions_are_not_given(
     ends: tuple[SocketChannel, SocketChannel],
 ) -> None:

@@ -11,7 +11,6 @@ import resource
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,14 +161,6 @@ async def test_a_connection_that_is_given_up_at_once_leaves_no_socket(accepted: 
     await finish(made[1], await accepted.next())  # type: ignore[arg-type]
     del made
     gc.collect()  # a socket that is not closed would be reported
-
-
-async def test_many_come_at_once(accepted: Accepted) -> None:
-    made = await asyncio.gather(*(through_door([accepted.name], Sharer) for _ in range(50)))
-    clients = [each[1] for each in made if each is not None]
-    servers = [await accepted.next() for _ in range(50)]
-    assert len(clients) == 50
-    await finish(*clients, *servers)  # type: ignore[arg-type]
 
 
 async def test_where_there_is_none_nobody_waits(listening: socket.socket) -> None:
@@ -328,10 +319,6 @@ async def test_connecting_can_be_cancelled_in_any_turn(accepted: Accepted) -> No
 
 
 # --- strangers -------------------------------------------------------------------------------
-
-
-def a_pipe() -> list[int]:
-    return list(os.pipe())[:1]
 
 
 def of(kind: Callable[[], socket.socket]) -> Callable[[contextlib.ExitStack], list[int]]:
@@ -529,19 +516,6 @@ async def test_both_must_want_to_share(host: str, sharing: tuple[bool, bool]) ->
     await listener.wait_closed()
     with pytest.raises(ConnectionRefusedError):
         await connects.connect(f"127.0.0.1:{port}", Sharer)
-
-
-async def test_there_is_one_beside_a_unix_socket(tmp_path: Path) -> None:
-    network, sharers = SocketNetwork(shares_memory=True), Sharers()
-    listener = await network.listen(f"unix:{tmp_path}/ps0", sharers)
-    _, client = await network.connect(f"unix:{tmp_path}/ps0", Sharer)
-    assert isinstance(client, Sharer)
-    assert client.channel is not None
-    await finish(client, await sharers.next())
-    listener.close()
-    await listener.wait_closed()
-    with pytest.raises(FileNotFoundError):
-        await network.connect(f"unix:{tmp_path}/ps0", Sharer)
 
 
 @pytest.mark.parametrize("shares", [True, False])

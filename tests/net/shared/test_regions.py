@@ -67,11 +67,6 @@ def test_what_is_written_is_read_by_who_maps_the_descriptor() -> None:
     assert foreign.readonly
 
 
-def test_a_region_need_not_have_whole_pages() -> None:
-    region = make_region(1, 100_001)
-    assert len(map_foreign(os.dup(region.region.fd), 100_001)) == 100_001
-
-
 def test_its_memory_is_there_from_the_beginning_and_its_descriptor_is_not_passed_on() -> None:
     region = make_region(1, MIB).region
     assert os.fstat(region.fd).st_blocks * 512 >= MIB
@@ -579,16 +574,3 @@ def test_a_task_without_descriptors_goes_on_with_ordinary_memory() -> None:
         regions.resource.setrlimit(regions.resource.RLIMIT_NOFILE, (soft, hard))
     assert region_of(taken[-1].data) is None
     assert region_of(memory.take(SLAB_BYTES).data) is not None
-
-
-def test_the_arena_hands_out_memory_that_nobody_sees() -> None:
-    memory = shared()
-    root = memory.arena.take(MIB)
-    memory.arena.give(root)
-    address = root.ctypes.data
-    view = root.data[5:6]
-    del root
-    other = memory.arena.take(MIB)
-    assert other.ctypes.data != address
-    del view
-    assert memory.arena.take(MIB).ctypes.data == address

@@ -15,8 +15,7 @@ import pytest
 
 from psync.net.shared import windows
 from psync.net.shared.regions import make_heap, make_region, map_foreign
-from psync.net.shared.views import root_of
-from psync.net.shared.windows import MAX_WINDOWS, PAGE, WORTH_BYTES, Windows
+from psync.net.shared.windows import MAX_WINDOWS, PAGE, WORTH_BYTES, Windows, root_of
 
 pytestmark = pytest.mark.skipif(Windows()._mremap is None, reason="only Linux can")
 

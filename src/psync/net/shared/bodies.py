@@ -23,13 +23,13 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from psync.errors import RemoteProtocolError
 from psync.net.shared.channel import SideChannel
 from psync.net.shared.regions import Region, SharedMemory, offset_of
-from psync.net.shared.views import root_of
+from psync.net.shared.windows import root_of
 from psync.wire.frames import Buffer
 from psync.wire.lent import MAX_EXTENTS, Extent, copies
 from psync.wire.tensors import to_bytes_view
@@ -71,6 +71,7 @@ class Loan:
     targets: list[memoryview] = field(default_factory=list)
     sources: list[memoryview] = field(default_factory=list)
     waiters: list[asyncio.Future[None]] = field(default_factory=list)  # until it is returned
+    _rest: Iterator[int] | None = None  # of the copy, once it has begun
 
     def add(self, extent: Extent) -> None:
         """Let the next part of it be there."""
@@ -86,10 +87,11 @@ class Loan:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def copying(self) -> Callable[[], bool]:
-        """Return what copies a part of it each time, and says whether that was the last."""
-        rest = copies(self.targets, self.sources)
-        return lambda: next(rest, None) is None
+    def copy_part(self) -> bool:
+        """Copy a part of what has to be; return whether that was the last."""
+        if self._rest is None:
+            self._rest = copies(self.targets, self.sources)
+        return next(self._rest, None) is None
 
 
 class Sharing:
@@ -202,14 +204,6 @@ class Sharing:
         self._copied_bytes -= loan.copied_bytes
         self._own_bytes -= loan.nbytes - loan.copied_bytes
 
-    def told(self, is_return: bool, number: int) -> None:
-        """The peer gives back a body of ours, or has forgotten a region of its own.
-
-        Raises:
-            RemoteProtocolError: There is none of that number.
-        """
-        (self.returned if is_return else self.forget)(number)
-
     def returned(self, number: int) -> None:
         """The peer does not need a body any more.
 
@@ -274,7 +268,11 @@ class Sharing:
         return BorrowedBody(self, self._num_received, views)
 
     def forget(self, number: int) -> None:
-        """The peer will not name a region of its own any more."""
+        """The peer will not name a region of its own any more.
+
+        Raises:
+            RemoteProtocolError: It has given none of that number.
+        """
         if number not in self._regions:
             self._take(number)
         del self._regions[number]

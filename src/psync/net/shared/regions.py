@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 
 from psync.errors import RemoteProtocolError
-from psync.net.shared.views import address_of, root_of
-from psync.net.shared.windows import Windows
+from psync.net.shared.windows import Windows, address_of, root_of
 from psync.numerics.memory import POOL_BYTES, SHARING_BYTES, BlockPool, roomy
 from psync.wire.lent import LENT_ABOVE_BYTES
 

@@ -15,7 +15,6 @@ array of the same window meanwhile shows the same, down to the pages that were f
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import sys
 import weakref
@@ -23,8 +22,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
-
-from psync.net.shared.views import address_of, root_of
 
 PAGE = mmap.PAGESIZE
 
@@ -45,6 +42,21 @@ _NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python knows it from
 
 Layout = tuple[tuple[int, int, int], ...]
 """Of each piece: its mapping, address, size."""
+
+
+def root_of(memory: memoryview) -> np.ndarray:
+    """Return an array of bytes to which all references to this memory will lead.
+
+    numpy lets views of views refer to the first array in their chain: that is this one, as what is
+    below it is none.
+    """
+    return np.frombuffer(memory, np.uint8)
+
+
+def address_of(view: memoryview) -> int:
+    """Return where in this process a view begins."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 class Windows:
@@ -102,10 +114,8 @@ class Windows:
             self._mremap = None
             return None
         # Gone with the first of its regions: arrays of it keep all of them.
-        window.ends = [
-            weakref.ref(mapping, functools.partial(_drop, self._kept, layout))
-            for mapping in mappings
-        ]
+        kept = self._kept
+        window.ends = [weakref.ref(each, lambda _: kept.pop(layout, None)) for each in mappings]
         self._kept[layout] = window
         while len(self._kept) > MAX_WINDOWS or self.statistics()["window_bytes"] > MAX_WINDOW_BYTES:
             self._kept.popitem(last=False)
@@ -159,10 +169,6 @@ class _Window:
 
 
 _given_up: list[mmap.mmap] = []
-
-
-def _drop(windows: OrderedDict[Layout, _Window], layout: Layout, _: object) -> None:
-    windows.pop(layout, None)
 
 
 def _line_up(layout: Layout) -> bool:
