@@ -69,17 +69,6 @@ async def test_norms_are_measured_of_what_is_applied(kind: Any) -> None:
     np.testing.assert_array_equal(*found)
 
 
-async def test_what_travels_in_another_order_is_counted_where_it_goes() -> None:
-    """In 16 bits the large variable is a small one, and its ps comes first."""
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v, w = (psync.Variable(np.zeros(size, np.float32)) for size in (24_000, 1))
-        optimizer = optimizers.SGD(psync.schedules.InverseTimeDecay(1.0, 1, 1.0), compression="f16")
-        for pushed in ([w], [w], [v, w], [w]):
-            await optimizer.apply_gradients([(np.ones(x.shape, np.float32), x) for x in pushed])
-        assert (await w.read()).item() == pytest.approx(-(1 + 1 / 2 + 1 / 3 + 1 / 4))
-
-
 @each_kind
 @each_size
 async def test_synchronous_steps_apply_the_mean_of_what_was_rounded(kind: Any, size: int) -> None:

@@ -77,13 +77,6 @@ def test_rows_that_do_not_fit_are_refused_before_the_push(
         at_once(psync.optimizers.SGD(1.0).apply_gradients([(gradient, v)]))
 
 
-def test_a_scalar_has_no_rows() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(np.float32(0), name="v")
-    with pytest.raises(ValueMismatchError, match='gradient for "v": a scalar has no rows'):
-        at_once(psync.optimizers.SGD(1.0).apply_gradients([(IndexedSlices([1.0], [0]), v)]))
-
-
 async def test_a_synchronous_step_takes_the_mean_of_each_row_over_those_that_have_it() -> None:
     async with training(2, 2, partitioner=thirds) as (strategy, coordinator):
         with strategy.scope():
@@ -109,11 +102,6 @@ async def test_a_synchronous_step_takes_the_mean_of_each_row_over_those_that_hav
         assert value[:, 0].tolist() == [-4, 0, 0, 0, -2, 0, 0, 0, 0, -4]
         assert bias.tolist() == [-3, -3]
         assert steps == 2
-
-
-def test_the_divisor_of_rows_is_one_that_there_is() -> None:
-    with pytest.raises(psync.errors.ConfigurationError, match='sparse_divisor "per_index" or "tot'):
-        psync.SyncReplicasOptimizer(optimizers.SGD(1.0), 2, sparse_divisor="rows")
 
 
 @pytest.mark.parametrize("pull_ahead", [False, True])

@@ -161,31 +161,6 @@ async def test_all_gather_concatenates_in_the_order_of_the_replicas():
             await coordinator.strategy.run(ranks)
 
 
-async def test_a_plain_replica_waits_through_psync():
-    async with coordinating(num_workers=3) as (_, coordinator):
-
-        def fn(x):
-            context = psync.get_replica_context()
-            total = psync.wait(context.all_reduce("sum", x))
-            return total, psync.wait(context.merge_call(lambda distribution, value: 5, (x,)))
-
-        total, merged = await coordinator.strategy.run(fn, (psync.PerReplica((1, 2, 4)),))
-        assert list(total) == [7, 7, 7]
-        assert list(merged) == [5, 5, 5]
-
-
-async def test_large_values_are_reduced():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def fn(x):
-            total = await psync.get_replica_context().all_reduce("sum", x)
-            total += 1  # it is this replica's own
-            return float(total.sum())
-
-        array = np.ones((1 << 20,), np.float32)
-        assert list(await coordinator.strategy.run(fn, (array,))) == [3.0 * (1 << 20)] * 2
-
-
 # --- updates ---------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, shared, strategy_of, training
+from local_training import in_step, shared, training
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -129,31 +129,6 @@ async def test_modes_are_the_users() -> None:
         assert [await in_step(coordinator, step) for _ in range(2)] == [True, False]
 
 
-async def test_frozen_parameters_are_pulled_when_they_have_changed() -> None:
-    def build() -> Any:
-        module = linear()
-        module.weight.requires_grad_(False)
-        return module
-
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy, build)
-
-        async def step() -> Any:
-            module = await served.pull()
-            was = module.weight[0, 0].item()
-            with torch.no_grad():
-                module.weight.fill_(9)  # stays until it is pulled again
-            module(torch.ones(1, 2)).sum().backward()
-            await served.push()
-            return was
-
-        first = linear().weight[0, 0].item()
-        assert [await in_step(coordinator, step) for _ in range(2)] == [first, 9]
-        await served.load_state_dict({"weight": torch.full((3, 2), 5.0)}, strict=False)
-        assert [await in_step(coordinator, step) for _ in range(2)] == [5, 9]
-        assert (await served.state_dict())["bias"].tolist() == (linear().bias - 4).tolist()
-
-
 async def test_a_gradient_of_a_frozen_parameter_is_refused() -> None:
     def build() -> Any:
         module = linear()
@@ -196,21 +171,6 @@ async def test_gradients_are_sent_and_dropped_or_kept() -> None:
         torch.testing.assert_close(state["bias"], linear().bias.detach() - 2)
 
 
-async def test_what_a_failed_step_left_does_not_count() -> None:
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy)
-
-        async def fails() -> None:
-            (await served.pull())(torch.ones(1, 2)).sum().backward()
-            raise ValueError("on purpose")
-
-        with pytest.raises(ValueError, match="on purpose"):
-            await in_step(coordinator, fails)
-        state = await trained_once(served, coordinator, lambda net: net.bias.sum())
-        torch.testing.assert_close(state["weight"], linear().weight.detach())
-        torch.testing.assert_close(state["bias"], linear().bias.detach() - 1)
-
-
 async def test_gradients_of_several_batches_add_up_until_they_are_pushed() -> None:
     def twice(net: Any) -> Any:
         net.bias.sum().backward()
@@ -236,20 +196,6 @@ async def test_sparse_gradients_change_their_rows_alone() -> None:
         assert sum(each["store"]["rows"] for each in statistics) == 2
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-async def test_other_floating_dtypes_are_served_as_they_are(dtype: str) -> None:
-    def build() -> Any:
-        return torch.nn.Linear(2, 3).to(getattr(torch, dtype))
-
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy, build)
-        assert served.variable("bias").dtype.name == dtype
-        before = await served.state_dict()
-        state = await trained_once(served, coordinator, lambda net: net.bias.sum())
-        assert state["bias"].dtype == getattr(torch, dtype)
-        torch.testing.assert_close(state["bias"], before["bias"] - 1)
-
-
 async def test_memory_that_is_not_contiguous_is_pulled_and_pushed() -> None:
     def build() -> Any:
         torch.manual_seed(0)
@@ -262,36 +208,6 @@ async def test_memory_that_is_not_contiguous_is_pulled_and_pushed() -> None:
         alone = build()
         alone(x).square().sum().backward()
         torch.testing.assert_close(state["weight"], (alone.weight - alone.weight.grad).detach())
-
-
-async def test_a_worker_may_compute_in_half_precision() -> None:
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy)
-
-        async def step() -> str:
-            module = (await served.pull()).bfloat16()
-            module = await served.pull()  # into what is bfloat16 now
-            module(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
-            await served.push()
-            return str(module.weight.dtype)
-
-        assert await in_step(coordinator, step) == "torch.bfloat16"
-        state = await served.state_dict()
-        assert state["bias"].dtype == torch.float32
-        torch.testing.assert_close(state["bias"], linear().bias.detach() - 1)
-
-
-async def test_a_gradient_that_its_variable_cannot_hold_is_refused_by_name() -> None:
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy, lambda: linear().half(), name="net")
-
-        async def step() -> None:
-            await pushed_once(served, lambda net: (net.float().bias * 1e6).sum())
-
-        with pytest.raises(
-            ValueMismatchError, match='"net/bias": expected values in the range of float16'
-        ):
-            await in_step(coordinator, step)
 
 
 async def test_tied_parameters_are_one_variable() -> None:
@@ -345,18 +261,6 @@ async def test_a_graph_of_values_that_were_pulled_over_is_refused_by_torch() -> 
             await in_step(coordinator, step)
 
 
-async def test_replicas_of_a_gang_push_the_sum_of_their_gradients() -> None:
-    async with training(1, 2) as (strategy, _):
-        served = served_of(strategy)
-
-        async def replica() -> None:
-            await pushed_once(served, lambda net: net.bias.sum())
-
-        await strategy.run(replica)
-        state = await served.state_dict()
-        torch.testing.assert_close(state["bias"], linear().bias.detach() - 2)
-
-
 # --- state, from outside -----------------------------------------------------------------------
 
 
@@ -393,23 +297,6 @@ async def test_checkpoints_have_the_names_of_the_state_dict(tmp_path: Path) -> N
 
 
 # --- what it is made with ----------------------------------------------------------------------
-
-
-def test_what_it_is_made_with_is_checked() -> None:
-    def check(match: str, build: Any = linear, optimizer: Any = None, **options: Any) -> None:
-        with pytest.raises(ConfigurationError, match=match):
-            served_of(strategy_of(), build, optimizer, **options)
-
-    check(
-        "expected an optimizer of psync.*, got SGD", optimizer=torch.optim.SGD([torch.ones(1)], 1)
-    )
-    check("expected a function that builds the module, got int", build=5)
-    check("expected build_module to return a torch.nn.Module, got float", build=lambda: 1.0)
-    check("one of 'mean', 'first', 'local', got 'sum'", buffers="sum")
-    with pytest.raises(UsageError, match="making a PSModule outside a strategy's scope"):
-        PSModule(linear, psync.optimizers.SGD())
-    with pytest.raises(UsageError, match="expected a Python identifier, got 'a b'"):
-        served_of(strategy_of(), name="a b")
 
 
 async def test_a_module_that_a_worker_builds_otherwise_is_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from psync.errors import ConfigurationError, LocalProtocolError
 from psync.sync.group import Group
-from psync.sync.pushes import Answer, Close, Contribution, Refuse
+from psync.sync.pushes import Answer, Contribution, Refuse
 from psync.wire.closure_numbers import numbered
 from sync_tools import GROUP, Steps, answers, closes, config, refusals, replica
 
@@ -37,22 +37,6 @@ def test_a_repeated_push_whose_request_was_given_up_waits_again() -> None:
     assert answers(steps.push(0, 0, number=1)) == [accepted(0, 1)]
 
 
-def test_nobody_waits_for_a_push_once_its_replica_says_so() -> None:
-    steps = Steps(1, 2)
-    steps.push(0, 0, acked_below=1)
-    steps.push(0, 0, acked_below=2)  # the first was cancelled, and ps 0 has not heard of it
-    assert answers(steps.closed(GROUP, 0)) == [(0, "stale", 1)]
-    assert steps.remembered(replica(0)) == [2]
-
-
-def test_answers_are_forgotten_when_they_have_arrived() -> None:
-    steps = Steps(1)
-    for step in range(3):
-        steps.push(0, step)
-        steps.closed(GROUP, step)
-    assert len(steps.remembered(replica(0))) == 1
-
-
 def test_a_push_that_comes_late_takes_no_token_with_it() -> None:
     """Its replica has sent it again and has had the answer: a token would be lost with it."""
     steps = Steps(1, 2)  # two tokens a step, for two workers
@@ -75,14 +59,6 @@ def test_another_run_of_a_counted_closure_is_a_duplicate_and_takes_a_token() -> 
     steps.live(1)
     steps.closed(GROUP, 0)  # the target has followed: worker 0's push was enough
     assert answers(steps.push(1, 1, closure=11)) == [(1, "duplicate", 1)]
-
-
-def test_another_run_after_a_stale_one_counts() -> None:
-    steps = Steps(1, 2)
-    steps.push(1, 0)
-    steps.closed(GROUP, 0)
-    assert answers(steps.push(0, 0, closure=5)) == [(0, "stale", 1)]
-    assert closes(steps.push(1, 1, closure=5)) == [(1, [1], False)]
 
 
 def test_another_run_must_push_the_same_variables() -> None:
@@ -130,14 +106,6 @@ def test_a_shard_that_pushes_other_variables_when_it_comes_again_is_told_what_to
     assert "what a data shard has updated before" in str(refused.error)
 
 
-def test_an_older_incarnation_is_refused_and_waits_no_more() -> None:
-    steps = Steps(3)
-    steps.push(0, 0, incarnation=1)
-    assert refusals(steps.push(0, 0, incarnation=2)) == [(0, "FencedError")]
-    assert refusals(steps.push(0, 0, incarnation=1)) == [(0, "FencedError")]
-    assert closes(steps.push(1, 0)) == [(0, [0, 0, 1], False)]  # what was counted stays
-
-
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_weight_is_a_positive_number(weight: float) -> None:
     assert refusals(Steps(1).push(0, 0, weight=weight)) == [(0, "ValueMismatchError")]
@@ -148,14 +116,6 @@ def test_deterministic_sums_are_in_the_order_of_the_replicas() -> None:
     for index in (2, 0):
         steps.push(index, 0)
     assert closes(steps.push(1, 0)) == [(0, [0, 1, 2], False)]
-
-
-def test_otherwise_sums_are_in_the_order_of_arrival_and_weights_travel() -> None:
-    steps = Steps(2)
-    steps.push(1, 0, weight=3.0)
-    (close,) = steps.push(0, 0)
-    assert isinstance(close, Close)
-    assert close.pushes == ((*replica(1), 1, 3.0), (*replica(0), 1, 1.0))
 
 
 def test_statistics_count_drops_by_worker() -> None:
@@ -191,18 +151,6 @@ def test_too_few_initial_tokens_are_refused() -> None:
 
 def one_push() -> Contribution:
     return Contribution(replica(0), 1, 1, None, 0, b"v", 0, 1.0)
-
-
-def test_a_group_judges_counts_closes_and_goes_on() -> None:
-    group = Group(GROUP, config(1), 0, {replica(0)[0]: replica(0)[1]})
-    assert group.replayed(one_push()) is None
-    push = group.judge(one_push(), 0)
-    assert (push.outcome, group.is_complete, group.may_close) == ("accepted", True, True)
-    close = group.close(partial=False)
-    assert (close.step, group.step, group.may_close) == (0, 1, False)
-    assert group.take(push) == []
-    (answer,) = group.closed(0, None)
-    assert group.replayed(one_push()).answer is answer
 
 
 def test_a_step_is_not_closed_twice_nor_without_a_push() -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from psync.errors import (
     ConfigurationError,
-    LocalProtocolError,
     NotEnoughReplicas,
     ParameterServerLost,
 )
 from psync.sync.pushes import Answer, Close, Contribution, Refuse
 from psync.sync.steps import SyncSteps
-from sync_tools import GROUP, Pair, Steps, answers, closes, config, refusals, replica
+from sync_tools import GROUP, Steps, answers, closes, config, refusals, replica
 
 
 def accepted(index: int, token: int) -> tuple[int, str, int]:
@@ -22,15 +19,6 @@ def accepted(index: int, token: int) -> tuple[int, str, int]:
 
 
 # The sequence of a step.
-
-
-def test_two_replicas_close_step_after_step_and_none_is_wasted() -> None:
-    steps = Steps(2)
-    for step in range(3):
-        assert steps.push(0, step) == []
-        assert closes(steps.push(1, step)) == [(step, [0, 1], False)]
-        done = steps.closed(GROUP, step)
-        assert answers(done) == [accepted(0, step + 1), accepted(1, step + 1)]
 
 
 def test_tokens_come_only_when_the_step_has_been_applied() -> None:
@@ -74,15 +62,6 @@ def test_one_replica_of_three_gradients_a_step_goes_on_by_initial_tokens() -> No
     for _ in range(2):
         assert answers(steps.push(0, 1)) == [accepted(0, 1)]
     assert closes(steps.push(0, 1)) == [(1, [0, 0, 0], False)]
-
-
-def test_a_fast_replica_may_take_the_token_of_a_slow_one() -> None:
-    steps = Steps(2, 3)
-    steps.push(0, 0)
-    steps.push(1, 0)
-    steps.closed(GROUP, 0)
-    assert answers(steps.push(0, 1)) == [accepted(0, 1)]  # the third token, meant for worker 2
-    assert closes(steps.push(0, 1)) == [(1, [0, 0], False)]
 
 
 def test_bound_tokens_let_each_replica_contribute_once_a_step() -> None:
@@ -143,11 +122,6 @@ def test_the_wasted_first_step_of_tensorflow() -> None:
     assert closes(steps.push(1, 1)) == [(1, [0, 1], False)]
 
 
-def test_a_gradient_from_the_future_counts() -> None:
-    steps = Steps(1)
-    assert closes(steps.push(0, 5)) == [(0, [0], False)]
-
-
 def test_values_of_before_the_first_step_are_those_of_where_the_group_began() -> None:
     steps = Steps(1, 2, begin=40)
     assert steps.present_and_first(GROUP) == (40, 40)
@@ -180,16 +154,6 @@ def test_who_joins_does_not_raise_the_target_of_the_present_step() -> None:
     steps.live(0, 1)
     steps.push(0, 0)
     steps.live(0, 1, 2)
-    assert closes(steps.push(1, 0)) == [(0, [0, 1], False)]
-
-
-def test_who_joins_before_anything_has_counted_raises_the_target_at_once() -> None:
-    """As between two epochs, the first of which ended with the data of one replica."""
-    steps = Steps(2)
-    steps.live(0, 1)
-    steps.live(1)
-    steps.live(0, 1)
-    assert steps.push(0, 0) == []
     assert closes(steps.push(1, 0)) == [(0, [0, 1], False)]
 
 
@@ -229,15 +193,6 @@ def test_who_waits_though_it_takes_no_part_does_not_stand_for_who_does() -> None
         assert steps.push(index, 0) == []  # stale, and all tokens are taken
     # As many wait as take part, but worker 1 does not, and may still push.
     assert steps.members(dict([replica(0), replica(1)]), [], 0.0) == []
-
-
-def test_fencing_who_is_not_here_changes_nothing() -> None:
-    steps = Steps(2)
-    assert steps.fence(replica(0)[0], 5) == []
-    steps.push(0, 0, incarnation=5)
-    assert steps.fence(replica(0)[0], 5) == []
-    assert refusals(steps.fence(replica(0)[0], 6)) == [(0, "FencedError")]
-    assert refusals(steps.push(0, 0, incarnation=5)) == [(0, "FencedError")]
 
 
 @pytest.mark.promise("steps.never-stuck")
@@ -328,13 +283,6 @@ def test_a_closure_in_flight_that_does_not_wait_may_still_push() -> None:
     assert closes(steps.push(1, 0, closure=101)) == [(0, [0, 1], False)]
 
 
-def test_nothing_in_flight_closes_nothing() -> None:
-    steps = Steps(2)
-    steps.live(0, 1)
-    steps.push(0, 0, closure=100)
-    assert steps.schedule(False, []) == []
-
-
 def test_closures_that_wait_in_two_groups_release_each_other() -> None:
     steps = Steps(2)
     steps.define(8, config(2), 0)
@@ -380,17 +328,6 @@ def test_who_counts_in_the_step_that_is_being_applied_when_training_ends_is_told
     assert refusals(steps.push(0, 1)) == [(0, "TrainingEnded")]
 
 
-def test_whoever_gets_no_token_of_the_last_step_is_told_that_training_has_ended() -> None:
-    steps = Steps(2, 1)
-    steps.push(0, 0)
-    steps.push(0, 0)
-    steps.push(1, 0)
-    steps.end("done")
-    done = steps.closed(GROUP, 0)
-    assert len(answers(done)) + len(refusals(done)) == len(done)
-    assert steps.waiting == frozenset()
-
-
 def test_no_step_is_closed_after_the_end_of_training() -> None:
     steps = Steps(2)
     steps.live(0, 1)
@@ -422,16 +359,6 @@ def test_defining_again_changes_nothing_and_must_be_the_same() -> None:
     assert steps.present_and_first(GROUP)[0] == 0
     with pytest.raises(ConfigurationError, match="a different configuration"):
         steps.define(GROUP, config(3), 0)
-
-
-def test_what_does_not_exist_is_a_bug() -> None:
-    steps = SyncSteps()
-    assert not steps.knows(GROUP)
-    assert steps.present_and_first(GROUP) == (-1, -1)
-    with pytest.raises(LocalProtocolError):
-        steps.closed(GROUP, 0)
-    with pytest.raises(LocalProtocolError, match="not being closed"):
-        Steps(1).closed(GROUP, 0)
 
 
 def test_calls_of_two_runs_are_compared_by_their_numbers_so_a_loop_may_count_twice() -> None:
@@ -506,68 +433,9 @@ def test_calls_that_were_counted_before_are_duplicates() -> None:
 # What a backup is told.
 
 
-def pair_of(needed: int, total: int, **more: Any) -> Pair:
-    pair = Pair()
-    pair.define(GROUP, config(needed, total, **more), 0)
-    return pair
-
-
-def pushed(index: int, number: int, *, acked_below: int = 0) -> Contribution:
-    closure = 10 * index + number
-    return Contribution(replica(index), number, acked_below or number, closure, 0, b"w", 0, 1.0)
-
-
-def test_a_backup_knows_who_has_had_its_share_of_a_step() -> None:
-    pair = pair_of(2, 3, strict=True)
-    pair.tell("contribute", GROUP, pushed(0, 1))
-    pair.copy()
-    refused = pair.tell("contribute", GROUP, pushed(0, 2, acked_below=1))
-    assert refusals(refused) == [(0, "UsageError")]
-
-
-def test_a_backup_is_at_the_step_that_is_being_applied_and_goes_on_with_it() -> None:
-    pair = pair_of(2, 3)
-    pair.tell("contribute", GROUP, pushed(0, 1))
-    (close,) = pair.tell("contribute", GROUP, pushed(1, 1))
-    pair.copy()
-    pair.tell("contribute", GROUP, pushed(2, 1))
-    pair.promote()
-    assert isinstance(close, Close)
-    assert pair.rule.present_and_first(GROUP)[0] == 1
-    assert answers(pair.tell("closed", GROUP, close.step)) == [
-        accepted(0, 1), accepted(1, 1), (2, "stale", 1),
-    ]  # fmt: skip
-
-
-def test_a_backup_gives_the_answer_that_was_given_before() -> None:
-    pair = pair_of(1, 1)
-    pair.tell("contribute", GROUP, pushed(0, 1))
-    (answer,) = pair.tell("closed", GROUP, 0)
-    pair.copy()
-    pair.promote()
-    assert pair.tell("contribute", GROUP, pushed(0, 1)) == [answer]
-
-
-def test_a_backup_says_why_a_group_is_broken() -> None:
-    pair = pair_of(1, 2)
-    pair.tell("contribute", GROUP, pushed(0, 1))
-    pair.tell("close_failed", GROUP, ParameterServerLost("/job:ps/task:1"))
-    pair.copy()
-    assert refusals(pair.tell("contribute", GROUP, pushed(1, 1))) == [(1, "ParameterServerLost")]
-
-
 def test_a_group_that_begins_while_too_few_live_waits_for_them() -> None:
     steps = SyncSteps()
     steps.members({"/job:worker/task:0": 1000}, ["/job:worker/task:1"], 5.0)
     steps.define(GROUP, config(2, min_replicas=2, patience_s=3.0), 0)
     steps.contribute(GROUP, Contribution(replica(0), 1, 0, 7, 1, b"", 0, 1.0))
     assert steps.next_deadline() == 8.0
-
-
-def test_the_steps_that_are_decided_and_not_applied_are_listed() -> None:
-    steps = Steps(1)
-    assert steps.closing() == []
-    steps.push(0, 0)
-    assert [close.step for close in steps.closing()] == [0]
-    steps.closed(GROUP, 0)
-    assert steps.closing() == []

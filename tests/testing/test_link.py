@@ -13,26 +13,6 @@ from recorder import Recorder, end, pair
 from turns import Turns, linked
 
 
-def test_cut_loses_both_sides_and_what_was_under_way(turns: Turns) -> None:
-    client, server, link = linked()
-    client.transport.write(bytes(100))
-    link.cut()
-    link.cut()
-    turns.settle()
-    for recorder in (client, server):
-        assert isinstance(recorder.lost, ConnectionResetError)
-        assert recorder.events == ["made", "lost"]
-    assert server.received == b""
-    assert link.to_server.buffered_bytes == client.transport.get_write_buffer_size() == 0
-
-
-def test_cut_tells_what_it_is_told(turns: Turns) -> None:
-    client, server, link = linked()
-    link.cut(ConnectionAbortedError("the cable was pulled"))
-    turns.settle()
-    assert str(client.lost) == str(server.lost) == "the cable was pulled"
-
-
 @pytest.mark.parametrize("num_bytes", [1, 999, 1000])
 def test_cut_after_delivers_exactly_so_many_bytes(turns: Turns, num_bytes: int) -> None:
     client, server, link = linked()
@@ -43,25 +23,6 @@ def test_cut_after_delivers_exactly_so_many_bytes(turns: Turns, num_bytes: int) 
     assert client.events[-1] == server.events[-1] == "lost"
     assert server.received == data[:num_bytes]
     assert isinstance(client.lost, ConnectionResetError)
-
-
-def test_cut_after_nothing_cuts_now(turns: Turns) -> None:
-    client, server, link = linked()
-    link.to_client.cut_after(0)
-    turns.settle()
-    assert client.events == server.events == ["made", "lost"]
-
-
-def test_cut_after_counts_one_direction_only(turns: Turns) -> None:
-    client, server, link = linked()
-    link.to_client.cut_after(5)
-    client.transport.write(bytes(1000))
-    turns.settle()
-    assert len(server.received) == 1000
-    server.transport.write(b"123456")
-    turns.settle()
-    assert client.events[-1] == "lost"
-    assert client.received == b"12345"
 
 
 def test_a_stalled_direction_builds_up_back_pressure(turns: Turns) -> None:
@@ -81,36 +42,6 @@ def test_a_stalled_direction_builds_up_back_pressure(turns: Turns) -> None:
     turns.settle()
     assert len(server.received) == 66_200
     assert client.events == ["made", "pause", "data", "resume"]
-
-
-def test_without_a_kernel_everything_stays_in_the_write_buffer(turns: Turns) -> None:
-    client, server, link = linked(kernel_bytes=0)
-    link.to_server.stall()
-    client.transport.write(b"1")
-    turns.settle()
-    assert client.transport.get_write_buffer_size() == 1
-    client.transport.close()
-    turns.settle()
-    assert client.events == ["made"]  # closing waits for the write buffer
-    link.to_server.flow()
-    turns.settle()
-    assert client.events[-1] == server.events[-1] == "lost"
-    assert server.received == b"1"
-
-
-def test_close_does_not_wait_for_what_the_kernel_has_taken(turns: Turns) -> None:
-    client, server, link = linked()
-    link.to_server.stall()
-    client.transport.write(b"last words")
-    client.transport.close()
-    turns.settle()
-    assert client.events[-1] == "lost"
-    assert server.events == ["made"]
-    link.to_server.flow()
-    turns.settle()
-    assert server.events[-1] == "lost"
-    assert server.received == b"last words"
-    assert server.lost is None
 
 
 def test_a_partition_is_silent_and_heals_without_loss(turns: Turns) -> None:
@@ -144,16 +75,6 @@ def test_behind_a_partition_nobody_learns_that_the_other_side_is_gone(turns: Tur
     assert not link.is_live
 
 
-def test_a_partition_can_end_in_a_cut(turns: Turns) -> None:
-    client, server, link = linked()
-    link.partition()
-    client.transport.write(b"lost")
-    link.cut()
-    turns.settle()
-    assert client.events[-1] == server.events[-1] == "lost"
-    assert server.received == b""
-
-
 def test_an_abort_shows_as_an_end_or_as_a_reset(turns: Turns) -> None:
     def ending(seed: int) -> tuple[bool, bytes]:
         client, server, link = linked(seed=seed)
@@ -182,21 +103,6 @@ def test_bytes_for_a_closed_socket_are_answered_with_a_reset(turns: Turns) -> No
     assert client.received == b""
 
 
-def test_an_open_half_hears_of_the_end_once(turns: Turns) -> None:
-    client, server, _ = linked(server=lambda: Recorder(keep_open=True))
-    client.transport.write_eof()
-    client.transport.write_eof()
-    turns.settle()
-    assert server.events[-1] == "eof"
-    client.transport.abort()
-    turns.settle()
-    assert server.events == ["made", "eof"]
-    server.transport.write(b"x")
-    turns.settle()
-    assert server.events == ["made", "eof", "lost"]
-    assert isinstance(server.lost, ConnectionResetError)
-
-
 @pytest.mark.parametrize("chunk", [(1, 1), (7, 7), (3, 50)])
 def test_pieces_have_the_sizes_that_were_asked_for(turns: Turns, chunk: tuple[int, int]) -> None:
     client, server, _ = linked(chunk=chunk)
@@ -207,33 +113,6 @@ def test_pieces_have_the_sizes_that_were_asked_for(turns: Turns, chunk: tuple[in
     assert min(sizes) >= chunk[0]
     assert max(sizes) <= chunk[1]
     assert last <= chunk[1]
-
-
-def test_small_pieces_are_as_likely_as_large_ones(turns: Turns) -> None:
-    client, server, _ = linked()
-    server.memory = bytearray(1 << 20)
-    for _ in range(20):
-        client.transport.write(bytes(50_000))
-    turns.settle()
-    assert len(server.received) == 1_000_000
-    assert len([size for size in server.sizes if size < 256]) > 10
-    assert len([size for size in server.sizes if size > 10_000]) > 10
-
-
-def test_a_piece_is_never_larger_than_the_buffer_of_the_protocol(turns: Turns) -> None:
-    client, server, _ = linked(server=lambda: Recorder(room=10))
-    client.transport.write(bytes(1000))
-    turns.settle()
-    assert len(server.received) == 1000
-    assert max(server.sizes) == 10
-
-
-def test_names_of_links_and_transports_say_what_they_are(turns: Turns) -> None:
-    client, server, link = linked()
-    assert repr(link) == "<link 0 from client to ps0:1>"
-    assert repr(link.to_server) == f"<to_server of {link!r}>"
-    assert repr(client.transport) == f"<client of {link!r}>"
-    assert repr(server.transport) == f"<server of {link!r}>"
 
 
 @pytest.mark.parametrize("seed", range(100))

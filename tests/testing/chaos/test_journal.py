@@ -22,7 +22,3 @@ def test_a_line_that_was_cut_off_is_none_and_spoils_no_other(tmp_path: Path) -> 
     journal.say("life")
     journal.close()
     assert read_journal(tmp_path) == [{"kind": "done"}, {"kind": "life"}]
-
-
-def test_before_anything_is_said_there_is_nothing(tmp_path: Path) -> None:
-    assert read_journal(tmp_path) == []

@@ -177,14 +177,3 @@ async def test_who_was_stopped_goes_on_at_the_end(tmp_path: Path, looks: Looks) 
 
 def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def test_the_same_seed_draws_the_same(tmp_path: Path) -> None:
-    def drawn(seed: int) -> list[str]:
-        killer = killer_of(1, tmp_path, KillPlan(), seed)
-        names = [killer._drawn(KillPlan().jobs) for _ in range(200)]
-        killer._marks.close()
-        return names
-
-    assert drawn(1) == drawn(1) != drawn(2)
-    assert drawn(1).count("worker") > drawn(1).count("ps") > drawn(1).count("chief") > 0

@@ -19,10 +19,6 @@ def left_in(directory: Path) -> Result:
     return result
 
 
-def test_a_run_that_leaves_no_values_is_a_fault(tmp_path: Path) -> None:
-    assert left_in(tmp_path).faults == ["there are no final values"]
-
-
 def test_what_is_left_is_compared_with_what_was_said(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.say("life", restored=None, next=0, again=[], partial={})

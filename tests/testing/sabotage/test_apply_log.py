@@ -14,7 +14,6 @@ import memory_cluster
 import psync
 from inside import store_of
 from memory_cluster import cluster_of
-from psync.errors import ConfigurationError
 from psync.specs import ShardSpec
 from psync.store.gradients import GradientTable
 from psync.store.rows import RowTable
@@ -35,25 +34,6 @@ def logged(directory: Path) -> tuple[ApplyLog, ShardStore]:
 
 def log_of(directory: Path) -> Path:
     return directory / f"ps-0.{os.getpid()}.applies"
-
-
-def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:
-    log, store = ApplyLog(), ShardStore("here")
-    log.adopt(store)
-    log.cut(store)
-    assert not log.is_on
-    with pytest.raises(ConfigurationError, match="PSYNC_TESTING_APPLY_LOG"):
-        ApplyLog(str(tmp_path / "none"))
-
-
-def test_two_in_one_process_have_files_of_their_own(tmp_path: Path) -> None:
-    (one, _), (other, _) = logged(tmp_path), logged(tmp_path)
-    other.serves(promoted=True)
-    assert [name for name, _, _ in read_log(log_of(tmp_path))] == ["begin"]
-    second = tmp_path / f"ps-0.{os.getpid()}.1.applies"
-    assert [name for name, _, _ in read_log(second)] == ["begin", "serves"]
-    one.close()
-    other.close()
 
 
 def test_every_method_that_changes_a_store_is_written_down() -> None:

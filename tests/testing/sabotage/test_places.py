@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from psync.checkpoints.files import Writer
-from psync.store.store import ShardStore
 from psync.testing.sabotage import Failpoints
 from psync.testing.sabotage.places import PLACES, Place, with_places
 
@@ -71,7 +70,3 @@ def test_what_takes_the_place_of_a_method_of_the_class_is_called(
     writer = object.__new__(made)
     assert writer._rename_to("final") == ["final"]  # type: ignore[func-returns-value, arg-type]
     assert reached.names == ["checkpoint.before_rename"]
-
-
-def test_a_class_without_places_has_none() -> None:
-    assert not any(place.cls is ShardStore for place in PLACES)

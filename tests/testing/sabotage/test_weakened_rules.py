@@ -68,15 +68,6 @@ def test_without_the_timeline_only_a_roll_back_fences_nobody() -> None:
         begin(weak, 4, 2, closure=8)
 
 
-def test_without_the_timeline_an_earlier_coordinator_s_workers_are_refused() -> None:
-    ledger = SabotagedParts(without=frozenset({"timeline"})).of(Ledger)(floor=10)
-    assert isinstance(ledger, WeakLedger)
-    ledger.went_back([(WORKER, 13)])
-    with pytest.raises(FencedError):
-        begin(ledger, 9, 1)
-    assert isinstance(begin(ledger, 12, 1), Fresh)
-
-
 def test_without_the_low_water_mark_calls_are_forgotten_too_early() -> None:
     whole, weak = ledger_without(), ledger_without("low_water")
     for ledger, again in ((whole, AlreadyApplied), (weak, Fresh)):
