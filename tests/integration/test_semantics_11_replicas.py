@@ -10,7 +10,7 @@ import pytest
 import psync
 from memory_cluster import coordinating
 from psync import VariableAggregation, VariableSynchronization
-from psync.errors import ReplicaValueError, ValueMismatchError
+from psync.errors import ReplicaValueError
 
 
 async def replica_id() -> int:
@@ -48,26 +48,6 @@ async def test_contexts_in_a_gang():
         expected = (2, ([False, False], True, True, True, "ParameterServerStrategy", 2))
         assert strategy.experimental_local_results(found) == (expected, expected)
         assert strategy.num_replicas_in_sync == 1
-
-
-async def test_what_replicas_return_is_regrouped_item_by_item():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        strategy = coordinator.strategy
-        with strategy.scope():
-            v = psync.Variable(1.0, name="v")
-
-        async def fn(own, everyones):
-            index = await replica_id()
-            return {"v": v, "list": [index, own], "none": None, "all": everyones}
-
-        found = await strategy.run(
-            fn, args=(psync.PerReplica(("a", "b")),), kwargs={"everyones": 7}
-        )
-        assert found["v"] is v
-        assert list(found["list"][0]) == [0, 1]
-        assert list(found["list"][1]) == ["a", "b"]
-        assert found["none"] is None
-        assert list(found["all"]) == [7, 7]
 
 
 async def test_a_merge_function_may_be_a_coroutine_and_use_variables():
@@ -256,21 +236,6 @@ async def test_factors_of_all_replicas_are_multiplied_a_mean_divides_each(
 
         await coordinator.strategy.run(fn)
         assert (await v.read()).tolist() == expected
-
-
-async def test_a_mean_of_rows_of_integers_is_an_error() -> None:
-    async with coordinating(num_workers=2) as (_, coordinator):
-        with coordinator.strategy.scope():
-            v = psync.Variable(np.ones(2, int), name="v", aggregation=VariableAggregation.MEAN)
-
-        for method in ("scatter_add", "scatter_mul"):
-
-            async def fn(method: str) -> None:
-                await getattr(v, method)((np.array([0]), np.array([2])))
-
-            expected = f'{method} to "v", with aggregation MEAN: expected floating values'
-            with pytest.raises(ValueMismatchError, match=expected):
-                await coordinator.strategy.run(fn, args=(method,))
 
 
 async def test_gradients_are_summed_and_applied_once():

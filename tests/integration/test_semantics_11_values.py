@@ -40,17 +40,6 @@ def make() -> tuple[psync.ParameterServerStrategy, Any]:
 # --- reduce --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [ReduceOp.SUM, "sum", "Sum", "SUM"])
-def test_the_operation_is_an_enum_or_its_name_in_any_case(op: Any) -> None:
-    assert reduced(op, PerReplica([1.0, 2.0]), 2) == 3.0
-
-
-@pytest.mark.parametrize("op", [psync.VariableAggregation.SUM, "none", None, 0])
-def test_an_aggregation_of_variables_is_no_operation(op: Any) -> None:
-    with pytest.raises(ReplicaValueError, match="expected a reduction, SUM or MEAN"):
-        reduced(op, PerReplica([1.0, 2.0]), 2)
-
-
 @pytest.mark.parametrize(
     ("op", "value", "replicas", "expected"),
     [
@@ -90,17 +79,6 @@ def test_an_axis_is_reduced_within_each_replica_and_then_across(
 ) -> None:
     result = reduced(op, PerReplica([ROWS_4, ROWS_2]), 2, axis)
     assert np.asarray(result).tolist() == pytest.approx(expected)
-
-
-def test_without_an_axis_it_is_across_replicas_only() -> None:
-    total = reduced("sum", PerReplica([ROWS_2, ROWS_2]), 2, axis=None)
-    assert total.tolist() == [[20.0], [40.0]]
-
-
-@pytest.mark.parametrize("axis", [2, -3, "0", 1.0, [0, None], [0, 0]])
-def test_an_axis_is_a_whole_number_and_there(axis: Any) -> None:
-    with pytest.raises(ReplicaValueError, match="axis"):
-        reduced("sum", PerReplica([ROWS_4, ROWS_4]), 2, axis)
 
 
 def test_gather_puts_values_one_behind_the_other() -> None:

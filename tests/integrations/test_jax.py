@@ -131,26 +131,6 @@ async def test_a_step_of_jitted_gradients() -> None:
         assert values["n"] == 2
 
 
-async def test_rows_are_gradients_too() -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(strategy)
-        rows = psync.IndexedSlices(jnp.ones((1, 2)), jnp.array([2]))
-        await served.push({"w": rows, "b": None})
-        assert (await served.state_dict())["w"].tolist() == [[0, 1], [2, 3], [3, 4]]
-
-
-async def test_arrays_that_are_still_computed_are_waited_for() -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(strategy)
-
-        @jax.jit
-        def slow(x: Any) -> Any:
-            return jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x)[0, :2] * 0 + 1
-
-        await served.push({"w": None, "b": slow(jnp.eye(100))})
-        assert (await served.state_dict())["b"].tolist() == [-1, -1]
-
-
 async def test_what_is_no_gradient_is_refused() -> None:
     async with training(1, 1) as (strategy, _):
         served = served_of(strategy, name="net")
@@ -179,20 +159,6 @@ async def push_state(served: PSPytree[Any], mean: float, count: int) -> Any:
     new = {"bn": {"mean": stats["bn"]["mean"] * 0 + mean, "count": stats["bn"]["count"] + count}}
     await served.push(ones_like(params), state=new)
     return stats
-
-
-async def test_state_is_merged() -> None:
-    async with training(2, 2) as (strategy, coordinator):
-        served = served_of(strategy, state=STATS, name="net")
-        assert served.variable("state/bn/mean").name == "net/state/bn/mean"
-
-        async def step() -> None:
-            await push_state(served, 8.0, 3)
-
-        await in_step(coordinator, step)
-        _, stats = await served.pull()
-        assert stats["bn"]["mean"].tolist() == [4] * 4  # of two workers
-        assert stats["bn"]["count"] == 3
 
 
 async def test_state_has_to_be_pulled_and_pushed() -> None:
@@ -239,17 +205,6 @@ async def test_checkpoints_have_the_names_of_the_tree(tmp_path: Path) -> None:
         assert read["model"].keys() == {
             "dense/w", "dense/b", "state/bn/mean", "state/bn/count"
         }  # fmt: skip
-
-
-async def test_loading_asks_for_all_names() -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(strategy, name="net")
-        with pytest.raises(UsageError, match=r"load_state_dict: missing: b; unknown: c"):
-            await served.load_state_dict({"w": PARAMS["w"], "c": 1})
-        found = await served.load_state_dict({"w": PARAMS["w"] + 1, "c": 1}, strict=False)
-        assert found == (["b"], ["c"])
-        np.testing.assert_array_equal((await served.pull())["w"], PARAMS["w"] + 1)
-        await served.load_state_dict({"w": jnp.zeros((3, 2)), "b": np.ones(2)})
 
 
 async def test_numbers_of_64_bits_are_refused_where_jax_has_none() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from psync.cli.main import main
 from psync.integrations.batch_scripts import Batch, script
-from psync.integrations.manifests import USER, Launch, manifests, pod_template
+from psync.integrations.manifests import Launch, manifests, pod_template
 from psync.integrations.yaml_text import dump
 from psync.net.resolvers import resolve_cluster
 
@@ -70,10 +70,6 @@ def test_the_dockerfile_has_nothing_for_hadolint_to_say() -> None:
     assert (run.returncode, run.stdout) == (0, "")
 
 
-def test_the_image_runs_as_the_user_that_manifests_name() -> None:
-    assert f"USER {USER}:{USER}\n" in (ROOT / "Dockerfile").read_text()
-
-
 def test_the_image_is_built_of_what_is_not_ignored() -> None:
     ignored = (ROOT / ".dockerignore").read_text()
     copied = re.findall(r"^COPY (?!--from)(.*) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
@@ -108,12 +104,6 @@ def test_certificates_are_for_the_pods(capsys: pytest.CaptureFixture[str]) -> No
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     pods = ("chief-0", "ps-0", "worker-0", "worker-1")
     assert names.get_values_for_type(x509.DNSName) == [f"run-{pod}.run" for pod in pods]
-
-
-def test_a_command_that_is_no_script_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*KUBERNETES, "--name", "run", "--", "python3.12", "-m", "train"]) == 0
-    words = '            - python3.12\n            - "-m"\n            - train\n'
-    assert words in capsys.readouterr().out
 
 
 def test_the_batch_script_names_the_job_and_quotes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,13 +292,3 @@ def test_text_that_lines_of_its_own_would_change_is_quoted() -> None:
         "\n", "\n\n", "a\r\nb\r\n", "a\nb\0c",
     ]:  # fmt: skip
         assert dump([("", {"key": text})]) == f"---\nkey: {json.dumps(text)}\n"
-
-
-def test_other_text_has_lines_of_its_own() -> None:
-    for text, written in [
-        ("a\n", "|\n  a\n"),
-        ("a\n  b", "|-\n  a\n    b\n"),
-        ("\na\n\n \nb\n", "|\n\n  a\n\n   \n  b\n"),
-        ("a\n\tb", "|-\n  a\n  \tb\n"),
-    ]:
-        assert dump([("", {"key": text})]) == f"---\nkey: {written}"

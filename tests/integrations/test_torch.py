@@ -56,16 +56,6 @@ async def trained_once(served: PSModule, coordinator: Any, loss_of: Callable[[An
 # --- values ------------------------------------------------------------------------------------
 
 
-async def test_the_first_values_are_those_of_the_module_that_the_program_builds() -> None:
-    async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
-        served = served_of(strategy, name="net")
-        assert served.variable("weight").name == "net/weight"
-        state = await served.state_dict()
-        assert list(state) == ["weight", "bias"]
-        torch.testing.assert_close(dict(state), dict(linear().state_dict()))
-        linear().load_state_dict(state)
-
-
 async def test_each_worker_builds_a_module_once_and_gets_it_again() -> None:
     shared["builds"] = 0
 
@@ -114,19 +104,6 @@ async def test_a_module_ends_with_the_session_of_its_worker() -> None:
     while shared["module"]() is not None:  # until the thread that built it has let go of it
         gc.collect()
         await asyncio.sleep(0)
-
-
-async def test_modes_are_the_users() -> None:
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy, linear)
-
-        async def step() -> bool:
-            module = await served.pull()
-            was = bool(module.training)
-            module.eval()
-            return was
-
-        assert [await in_step(coordinator, step) for _ in range(2)] == [True, False]
 
 
 async def test_a_gradient_of_a_frozen_parameter_is_refused() -> None:
@@ -196,20 +173,6 @@ async def test_sparse_gradients_change_their_rows_alone() -> None:
         assert sum(each["store"]["rows"] for each in statistics) == 2
 
 
-async def test_memory_that_is_not_contiguous_is_pulled_and_pushed() -> None:
-    def build() -> Any:
-        torch.manual_seed(0)
-        return torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy, build)
-        x = torch.randn(1, 3, 4, 4)
-        state = await trained_once(served, coordinator, lambda net: net(x).square().sum())
-        alone = build()
-        alone(x).square().sum().backward()
-        torch.testing.assert_close(state["weight"], (alone.weight - alone.weight.grad).detach())
-
-
 async def test_tied_parameters_are_one_variable() -> None:
     def build() -> Any:
         module = torch.nn.ModuleDict(
@@ -247,38 +210,7 @@ async def test_without_a_gradient_or_a_pull_there_is_nothing_to_push() -> None:
             await in_step(coordinator, without_pull)
 
 
-async def test_a_graph_of_values_that_were_pulled_over_is_refused_by_torch() -> None:
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy)
-
-        async def step() -> None:
-            module = await served.pull()
-            loss = (module.weight**2).sum()
-            await served.pull()
-            loss.backward()
-
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            await in_step(coordinator, step)
-
-
 # --- state, from outside -----------------------------------------------------------------------
-
-
-async def test_load_state_dict_takes_what_torch_takes() -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(strategy)
-        other = {"weight": torch.full((3, 2), 2.0, dtype=torch.float64), "bias": np.zeros(3)}
-        assert await served.load_state_dict(other) == ([], [])
-        state = await served.state_dict()
-        assert (state["weight"] == 2).all()
-        part = {"bias": torch.ones(3), "head": torch.ones(1)}
-        with pytest.raises(UsageError, match="load_state_dict: missing: weight; unknown: head"):
-            await served.load_state_dict(part)
-        assert not (await served.state_dict())["bias"].any()
-        assert await served.load_state_dict(part, strict=False) == (["weight"], ["head"])
-        assert (await served.state_dict())["bias"].all()
-        with pytest.raises(ValueMismatchError, match=r'"bias": expected shape \(3,\), got \(4,\)'):
-            await served.load_state_dict({"bias": torch.ones(4)}, strict=False)
 
 
 async def test_checkpoints_have_the_names_of_the_state_dict(tmp_path: Path) -> None:

@@ -157,6 +157,14 @@ def test_among_strangers_only_nobody_waits_and_none_is_behind_afterwards():
     assert set(clocks.statistics()["clocks"].values()) == {6}
 
 
+def test_a_stranger_that_is_older_than_the_living_one_is_forgotten():
+    workers = Workers(0)
+    assert workers.clocks.tick(A, BORN - 1, 5) == []
+    workers.tick(A)
+    assert names(workers.clocks.members({A: BORN, B: BORN}, None)) == []
+    assert sorted(workers.tick(B)) == [A, A, B]
+
+
 # --- ends ------------------------------------------------------------------------------------
 
 
@@ -164,6 +172,7 @@ def test_who_is_cancelled_is_not_released_but_its_round_is_done():
     workers = Workers(0, (A, B, C))
     workers.tick(A)
     workers.tick(C)
+    assert workers.clocks.waiting == {(A, BORN), (C, BORN)}
     workers.clocks.cancel(Tick(A, BORN, 1))
     assert workers.tick(B) == [C, B]
     assert workers.values() == {A: 1, B: 1, C: 1}

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from psync.testing import RealWorldError, VirtualClockLoop, run_virtual, settle
-from psync.testing.loop_base import Fence
+from psync.testing.clock import Fence
 
 FENCED = [name for name, value in vars(Fence).items() if type(value).__name__ == "_Fenced"]
 

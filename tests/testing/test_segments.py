@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from psync.testing import BufferChanged, MemoryNetwork
-from psync.testing.segments import Segment, check_buffer
+from psync.testing.link import Segment, check_buffer
 from recorder import pair
 from turns import Turns, linked
 

@@ -18,14 +18,13 @@ from psync.sync.group import Group
 from psync.testing.simulation.__main__ import main
 from psync.testing.simulation.drawing import SHAPES, drawn
 from psync.testing.simulation.journal import Closure, Run
-from psync.testing.simulation.marks import MARKS
 from psync.testing.simulation.mutants import MUTANTS, mutated
 from psync.testing.simulation.plan import Batch, Call, ClosurePlan, Fault, Plan, Trigger
 from psync.testing.simulation.processes import Process, ProcessLoop
 from psync.testing.simulation.run import Report, simulate
 from psync.testing.simulation.shrink import shrunk
 from psync.testing.simulation.sweep import Job, hunt, run_all
-from psync.testing.simulation.watch import marks_of
+from psync.testing.simulation.watch import MARKS, marks_of
 from psync.testing.simulation.workload.tables import Rows, Seen
 from psync.worker_task import WorkerTask
 

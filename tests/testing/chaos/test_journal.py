@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from psync.testing.chaos.journal import NAME, Journal, read_journal
+from psync.testing.chaos.evidence import NAME, Journal, read_journal
 
 
 def test_lines_of_all_lives_come_in_order(tmp_path: Path) -> None:

@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 
 from psync.testing.chaos import killer as killer_module
-from psync.testing.chaos.journal import Journal
+from psync.testing.chaos.evidence import Journal, PushMarks, Victim, victims_of
 from psync.testing.chaos.killer import Killer, KillPlan
-from psync.testing.chaos.marks import PushMarks
-from psync.testing.chaos.victims import Victim, victims_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -28,7 +26,7 @@ LAUNCHER = """
 import json, os, subprocess, sys, time
 task = '''
 import json, os, time
-from psync.testing.chaos.marks import PushMarks
+from psync.testing.chaos.evidence import PushMarks
 me = json.loads(os.environ["TF_CONFIG"])["task"]
 marks = PushMarks(os.path.join(DIRECTORY, "marks"))
 while os.getppid() == LAUNCHER:

@@ -11,8 +11,7 @@ import pytest
 import psync
 from memory_cluster import cluster_of
 from psync.testing.chaos import oracle
-from psync.testing.chaos.journal import Journal, read_journal
-from psync.testing.chaos.marks import marks_at
+from psync.testing.chaos.evidence import Journal, marks_at, read_journal
 from psync.testing.chaos.program import FINAL, STOP, Parts, Program, Settings
 
 

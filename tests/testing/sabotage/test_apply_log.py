@@ -78,30 +78,6 @@ def test_calls_come_back_as_they_were_made(tmp_path: Path) -> None:
     log.close()
 
 
-def test_what_is_taken_up_from_an_earlier_store_is_written_down_with_its_slots(
-    tmp_path: Path,
-) -> None:
-    earlier = ShardStore("here")
-    earlier.create(SPEC, fill=np.float32(3))
-    earlier.define_optimizer(1, psync.optimizers.Adam(0.1).get_config())
-    gradient = np.ones((2, 3), np.float32)
-    for _ in earlier.apply(1, SPEC.key, gradient, earlier.begin_push(1, 0)):
-        pass
-    log, store = logged(tmp_path)
-    (shard,), optimizers = earlier.release()
-    beside, shard.slots = dict(shard.slots), {}
-    store.take_up(shard)
-    store.take_up_optimizer(1, optimizers[1])
-    shard.slots.update(beside)  # as ``former_store`` does it
-    for _ in store.apply(1, SPEC.key, gradient, store.begin_push(1, 0)):
-        pass
-    log.cut(store)
-    replayed = replay(log_of(tmp_path))
-    assert replayed.faults == []
-    assert digest(replayed.store) == digest(store)
-    log.close()
-
-
 def test_a_record_that_was_cut_off_is_none(tmp_path: Path) -> None:
     log, store = logged(tmp_path)
     store.create(SPEC, fill=np.float32(3))

@@ -21,7 +21,7 @@ class Trigger:
         at_s: Not before this time, in virtual seconds since the start.
         kind: "": at that time. "message": when a task is about to serve a request. "place": when
             a task reaches a failpoint. "moment": when the world or the program comes to a point
-            (``faults.MOMENTS``). "file": before something is done to a file (``faults.FILES``).
+            (``drawing.MOMENTS``). "file": before something is done to a file (``drawing.FILES``).
             "turn": at a turn of the loop. "life": at a turn of a process that starts after
             ``at_s``.
         name: Of the message, failpoint, moment or operation; "": any.
@@ -43,7 +43,7 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        kind: One of ``faults.KINDS``.
+        kind: One of ``drawing.KINDS``.
         when: Its trigger.
         targets: Names of processes; at a trigger that is no time, "" is the one that reached it.
         seconds: How long it lasts, or until what died is started again.
