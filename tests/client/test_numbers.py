@@ -23,6 +23,14 @@ def test_answers_are_acknowledged_up_to_the_first_that_is_not_there():
     assert not numbers.under_way
 
 
+def test_an_answer_that_comes_twice_counts_once():
+    numbers = Numbers()
+    with numbers.drawn() as number:
+        assert numbers.under_way
+        numbers.answered(number)
+    assert numbers.acked_below == 2
+
+
 @given(st.lists(st.integers(0, 9)))
 def test_no_number_under_way_is_ever_acknowledged(choices: list[int]) -> None:
     """0 draws; another choice answers one of those under way, or one that was answered before."""

@@ -8,6 +8,31 @@ from hypothesis import strategies as st
 from psync.client.pulled_steps import PulledSteps
 
 
+def test_without_a_pull_there_is_no_step() -> None:
+    assert PulledSteps().lowest(1) is None
+
+
+def test_a_group_that_no_answer_names_is_where_it_began() -> None:
+    pulled = PulledSteps()
+    pulled.note([])
+    assert pulled.lowest(1) == -1
+
+
+def test_the_lowest_of_several_ps_tasks_counts() -> None:
+    pulled = PulledSteps()
+    pulled.note([(1, 5), (2, 9)])
+    pulled.note([(1, 4), (2, 9)])
+    assert (pulled.lowest(1), pulled.lowest(2)) == (4, 9)
+
+
+def test_one_ps_that_has_not_begun_makes_it_the_beginning() -> None:
+    for answers in ([(1, 1)], []), ([], [(1, 1)]):
+        pulled = PulledSteps()
+        for steps in answers:
+            pulled.note(steps)
+        assert pulled.lowest(1) == -1
+
+
 def test_after_a_push_only_later_pulls_count_and_only_for_its_group() -> None:
     pulled = PulledSteps()
     pulled.note([(1, 3), (2, 7)])

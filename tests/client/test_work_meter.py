@@ -35,6 +35,12 @@ def spent(meter: WorkMeter) -> list[float]:
     return [reading[kind] for kind in KINDS]
 
 
+def test_time_without_work_counts_nowhere(meter: WorkMeter, clock: Clock) -> None:
+    clock.now += 5
+    expected = {"at": 105.0, "since": 100.0, "compute": 0, "pull": 0, "push": 0, "wait": 0}
+    assert meter.read() == expected
+
+
 def test_a_pull_within_a_step_is_no_computing(meter: WorkMeter, clock: Clock) -> None:
     with meter.compute:
         clock.now += 1
@@ -67,6 +73,19 @@ def test_a_kind_that_ends_behind_a_later_one_is_forgotten(meter: WorkMeter, cloc
     push.__exit__(None, None, None)
     clock.now += 2
     assert spent(meter) == [0, 0, 1, 0]
+
+
+def test_what_goes_on_counts_up_to_now(meter: WorkMeter, clock: Clock) -> None:
+    with meter.wait:
+        clock.now += 3
+        assert meter.read()["wait"] == 3
+
+
+def test_an_error_ends_it(meter: WorkMeter, clock: Clock) -> None:
+    with pytest.raises(ValueError, match="x"), meter.push:
+        raise ValueError("x")
+    clock.now += 3
+    assert spent(meter) == [0, 0, 0, 0]
 
 
 def test_while_nobody_reads_it_does_not_look_at_the_clock(clock: Clock) -> None:

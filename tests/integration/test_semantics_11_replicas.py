@@ -291,32 +291,3 @@ async def test_training_with_replicas_equals_one_process():
 
 
 # --- in a closure ----------------------------------------------------------------------------
-
-
-async def test_in_a_scheduled_step_there_is_one_replica_and_run_is_local():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        strategy = coordinator.strategy
-        with strategy.scope():
-            v = psync.Variable(0.0, name="v")
-
-        async def write(distribution, value):
-            await v.assign_add(value)
-            return distribution.experimental_local_results(value)
-
-        async def step():
-            context = psync.get_replica_context()
-            assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (0, 1)
-
-            async def fn(x):
-                return await psync.get_replica_context().merge_call(write, (x,))
-
-            first = await psync.get_strategy().run(fn, (2.0,))
-            return first, await context.all_reduce("MEAN", 3.0)
-
-        def plain():
-            return psync.wait(psync.get_replica_context().merge_call(write, (1.0,)))
-
-        with strategy.scope():
-            values = [coordinator.schedule(step), coordinator.schedule(plain)]
-        assert await coordinator.fetch(values) == [((2.0,), 3.0), (1.0,)]
-        assert await v.read() == 3
