@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
+import logging
 import math
+import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from psync.testing import Deadlock, RealWorldError, VirtualClockLoop, run_virtual, settle
 from psync.testing import clock as clock_module
+from psync.testing.clock import Fence
 
 
 def now() -> float:
@@ -446,3 +451,149 @@ async def test_settle_gives_other_loops_many_rounds() -> None:
     await settle()
     assert steps == 50
     await task
+
+
+async def wait_for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def call_it() -> None:
+    await wait_for_ever()
+
+
+def test_each_task_is_listed_with_the_lines_at_which_it_waits() -> None:
+    async def main() -> None:
+        task = asyncio.create_task(call_it(), name="reader")
+        await task
+
+    with pytest.raises(Deadlock) as caught:
+        run_virtual(main)
+    first, *rest = str(caught.value).splitlines()
+    assert first == ("nothing is ready and no timer is set, at virtual time 0 s; 2 pending tasks:")
+    names = [line for line in rest if not line.startswith("    ")]
+    assert names[0].startswith("  Task-") or names[1].startswith("  Task-")
+    assert "  reader (call_it) waits for a Future" in names
+    assert any(line.endswith(".<locals>.main) waits for reader") for line in names)
+    places = [line for line in rest if line.startswith("    ")]
+    lines = {name: code.__code__.co_firstlineno + 1 for name, code in CODE.items()}
+    assert f"    {__file__}:{lines['call_it']} in call_it: await wait_for_ever()" in places
+    assert (
+        f"    {__file__}:{lines['wait_for_ever']} in wait_for_ever: await asyncio.Event().wait()"
+        in (places)
+    )
+    assert set(caught.value.tasks) > {"reader"}
+
+
+CODE = {"call_it": call_it, "wait_for_ever": wait_for_ever}
+
+
+def test_a_run_without_tasks_says_what_would_have_ended_it() -> None:
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        loop = runner.get_loop()
+        with pytest.raises(Deadlock, match=r"no task is pending: only stop\(\) could"):
+            loop.run_forever()
+
+
+def test_it_can_be_pickled() -> None:
+    error = pickle.loads(pickle.dumps(Deadlock("text", ("a", "b"))))
+    assert (str(error), error.tasks) == ("text", ("a", "b"))
+    assert isinstance(error, AssertionError)
+
+
+FENCED = [name for name, value in vars(Fence).items() if type(value).__name__ == "_Fenced"]
+
+
+@pytest.mark.parametrize("name", FENCED)
+def test_what_reaches_the_real_world_is_refused(name: str) -> None:
+    async def main() -> None:
+        message = rf"{name}\(\) reaches out of a loop with a virtual clock"
+        with pytest.raises(RealWorldError, match=message):
+            getattr(asyncio.get_running_loop(), name)("an", argument=1)
+
+    run_virtual(main)
+
+
+def test_every_method_of_a_loop_is_there_or_fenced() -> None:
+    methods = dict(inspect.getmembers(asyncio.AbstractEventLoop, inspect.isfunction))
+    missing = [
+        name for name, method in methods.items() if getattr(VirtualClockLoop, name) is method
+    ]
+    assert missing == []
+
+
+async def count(ended: list[str], name: str) -> AsyncIterator[int]:
+    try:
+        yield 1
+        yield 2
+    finally:
+        await asyncio.sleep(1.0)
+        ended.append(name)
+
+
+def test_generators_that_are_still_open_are_closed_at_the_end() -> None:
+    ended: list[str] = []
+    held = []
+
+    async def main() -> None:
+        for name in ("a", "b"):
+            held.append(count(ended, name))
+            await anext(held[-1])
+
+    run_virtual(main)
+    assert sorted(ended) == ["a", "b"]
+
+
+def test_an_error_while_closing_a_generator_is_reported() -> None:
+    async def fail() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            raise ZeroDivisionError
+
+    held, reports = [], []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+        held.append(fail())
+        await anext(held[0])
+
+    run_virtual(main)
+    assert reports[0]["message"].startswith("an error occurred while closing <async_generator")
+    assert isinstance(reports[0]["exception"], ZeroDivisionError)
+
+
+def test_errors_that_nobody_awaits_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert loop.get_exception_handler() is None
+        loop.call_soon(lambda: 1 // 0)
+        await settle()
+        loop.call_exception_handler({"protocol": "p"})
+
+    with caplog.at_level(logging.ERROR, "asyncio"):
+        run_virtual(main)
+    first, second = caplog.records
+    assert first.getMessage().startswith("Exception in callback")
+    assert first.exc_info is not None
+    assert first.exc_info[0] is ZeroDivisionError
+    assert second.getMessage() == "unhandled exception in the event loop\nprotocol: 'p'"
+
+
+def test_a_handler_gets_the_errors_instead(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        loop, reports = asyncio.get_running_loop(), []
+
+        def handle(loop, report) -> None:
+            reports.append(report["message"])
+            if len(reports) == 2:
+                raise ZeroDivisionError
+
+        loop.set_exception_handler(handle)
+        assert loop.get_exception_handler() is handle
+        loop.call_exception_handler({"message": "one"})
+        loop.call_exception_handler({"message": "two"})
+        assert reports == ["one", "two"]
+
+    run_virtual(main)
+    (record,) = caplog.records
+    assert record.getMessage() == "the exception handler failed\ncontext: {'message': 'two'}"
