@@ -25,9 +25,8 @@ BYTES_ALLOWED = {
     "net.shared.bodies": "finds where in that memory a buffer lies",
     "numerics.memory": "memory of shards is cut into blocks of bytes",
     "numerics.rows": "blocks that lie in one mapping of memory",
-    "testing.segments": "finds memory that is changed while it is in flight",
+    "testing.link": "finds memory that is changed while it is in flight",
     "testing.memory_sharing": "lends memory as regions do",
-    "testing.memory_transport": "copies into the receiver's buffer, as a kernel does",
 }
 BYTES_CALL = re.compile(r"\.tobytes\(|\bfrombuffer\(|\bmemoryview\((?!b\")")
 

@@ -16,7 +16,6 @@ from psync.backups.fingerprint import (
     DTYPES,
     _fingerprint_with,
     fingerprint,
-    probe,
     values,
 )
 
@@ -66,12 +65,6 @@ def optional_features() -> list[str]:
     return list(config["SIMD Extensions"].get("found", ()))
 
 
-def test_it_is_of_sixteen_digits_and_made_once() -> None:
-    assert len(fingerprint()) == 16
-    assert int(fingerprint(), 16) >= 0
-    assert fingerprint() is fingerprint()
-
-
 @pytest.mark.slow
 def test_it_is_that_of_every_other_process_and_of_narrower_registers_and_other_blas() -> None:
     features = optional_features()
@@ -90,13 +83,6 @@ def test_where_it_is_equal_the_results_are() -> None:
     mark, results = computed(GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX2,-FMA,-FMA4")
     here, ours = computed()
     assert (mark == here) == (results == ours)
-
-
-def test_every_array_of_the_probe_says_something() -> None:
-    with np.errstate(all="ignore"):
-        for array in probe():
-            assert np.isfinite(array).mean() > 0.9
-            assert array.size <= 2 or len(np.unique(array)) > 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,10 +18,6 @@ def paired(ps: int, host: int, epoch: int, **changed: int) -> Primary:
     return Primary(ps, "", changed.get("coordinator", 7), 0, 0, host, epoch)
 
 
-def test_where_nobody_serves_anything_each_is_at_its_own_address() -> None:
-    assert places([NOTHING, NOTHING]) == [Place(0, ""), Place(1, "")]
-
-
 def test_one_that_its_backup_has_replaced_is_where_that_serves() -> None:
     promoted = Primary(0, "ps-1:4711", 7, 0, 3)
     at_home = Primary(1, "", 7, 0, 0)
@@ -59,16 +55,6 @@ def test_one_whose_backup_is_where_it_was_has_not_been_replaced() -> None:
 def test_one_whose_backup_is_gone_may_have_been_replaced(there: Found) -> None:
     with pytest.raises(AttachError, match=r"ps/task:0 may have been replaced .* of /job:ps/task:1"):
         places([found(paired(0, 1, 5)), there])
-
-
-def test_a_backup_in_a_process_that_this_cluster_does_not_have_is_gone() -> None:
-    with pytest.raises(AttachError, match="process of /job:ps/task:2, which is gone"):
-        places([found(paired(0, 2, 5)), NOTHING])
-
-
-def test_what_is_not_the_newest_is_not_asked_about_its_backup() -> None:
-    newest = Primary(0, "b", 7, 0, 6)
-    assert places([found(paired(0, 1, 5)), found(newest)])[0] == Place(1, "b")
 
 
 def test_one_of_which_there_is_only_a_backup_is_lost() -> None:

@@ -37,11 +37,6 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert "psync bench sync-async --quick" in capsys.readouterr().out
 
 
-def test_by_default_everything_runs(asked: list[Options]) -> None:
-    assert main(["bench", "sync-async"]) == 0
-    assert asked == [Options(parts=("processes", "virtual"), workers=(2, 4))]
-
-
 def test_options_reach_the_benchmark(asked: list[Options], tmp_path: Path) -> None:
     args = ["--quick", "--parts", "virtual", "--workers", "3", "--out", str(tmp_path)]
     assert main(["bench", "sync-async", *args]) == 0

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
 from psync.bench import digits
-from psync.errors import ConfigurationError
 
 pytest.importorskip("sklearn")
-
-
-def test_no_image_is_in_both_parts() -> None:
-    parts = [{image.tobytes() for image in digits.load(part)[0]} for part in ("train", "test")]
-    assert [len(digits.load(part)[1]) for part in ("train", "test")] == [1437, 360]
-    assert not parts[0] & parts[1]
 
 
 def test_gradients_are_the_slope_of_the_loss() -> None:
@@ -43,10 +34,3 @@ def test_the_network_learns() -> None:
         for param, gradient in zip(model, digits.gradients(model, images, labels), strict=True):
             param -= 0.5 * gradient
     assert digits.loss_on_test(model) < 0.5
-
-
-def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    digits.load.cache_clear()
-    with pytest.raises(ConfigurationError, match=r"scikit-learn.*\n.*pip install"):
-        digits.load("train")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench_runs import asynchronous_run, push, run_of, synchronous_run
-from psync.bench.figures import backup_figures, figures_of, histogram, step_seconds
+from psync.bench.figures import backup_figures, figures_of
 from psync.bench.modes import Mode
 
 
@@ -28,12 +28,6 @@ def test_staleness_is_counted_apart_for_accepted_and_dropped_gradients() -> None
     assert (figures["staleness"], figures["mean_staleness"]) == ({0: 2, 1: 2}, 0.5)
 
 
-def test_what_ends_after_the_time_is_up_does_not_count() -> None:
-    pushes = [[push(1.0, 1), push(9.0, 3)], [push(2.0, 2)]]
-    figures = figures_of(run_of(Mode(2), pushes, 3, [1.0, 0.5], duration_s=2.0), "one slow")
-    assert (figures["gradients"], figures["gradients_per_s"]) == (2, 1.0)
-
-
 def test_the_time_to_a_loss_is_that_of_the_first_look() -> None:
     run = asynchronous_run()
     assert run.time_to_loss(0.6) == 1.0
@@ -41,21 +35,8 @@ def test_the_time_to_a_loss_is_that_of_the_first_look() -> None:
     assert run.time_to_loss(0.1) is None
 
 
-def test_a_step_lasts_until_the_first_answer_of_the_next() -> None:
-    assert step_seconds(synchronous_run()).tolist() == [1.0, 1.5]
-
-
-def test_a_step_that_no_answer_names_ended_with_the_next_one() -> None:
-    pushes = [[push(3.0, 3, counted=1)]]
-    assert step_seconds(run_of(Mode(1, backups=0), pushes, 3, [1.5])).tolist() == [3.0, 0.0, 0.0]
-
-
 def test_steps_with_a_slow_gradient_are_told_from_others_by_their_time() -> None:
     pushes = [[push(1.0, 1), push(2.1, 2), push(6.0, 3), push(7.0, 4)]]
     figures = backup_figures(run_of(Mode(1, backups=0), pushes, 4, [2.0]))
     assert figures["without_slow"] == 0.75
     assert figures["mean_step_s"] == 1.75
-
-
-def test_a_histogram_is_in_order() -> None:
-    assert list(histogram([3, 1, 3]).items()) == [(1, 1), (3, 2)]

@@ -6,13 +6,6 @@ import pytest
 
 from psync import SyncReplicasOptimizer
 from psync.bench.modes import Mode, modes_of
-from psync.optimizers import SGD
-
-
-def test_all_modes_have_names_of_their_own() -> None:
-    assert [mode.name for mode in modes_of(4, 2)] == [
-        "async", "bounded 2", "bounded 8", "sync", "sync, 1 backup", "sync, 2 backups",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", modes_of(4, 3), ids=lambda mode: str(mode.name))
@@ -25,8 +18,3 @@ def test_backups_are_replicas_that_are_not_waited_for() -> None:
     assert isinstance(optimizer, SyncReplicasOptimizer)
     config = optimizer.get_config()
     assert (config["replicas_to_aggregate"], config["total_num_replicas"]) == (3, 4)
-
-
-def test_asynchronous_modes_use_the_plain_optimizer() -> None:
-    assert type(Mode(4).optimizer(0.5)) is SGD
-    assert type(Mode(4, bound=2).optimizer(0.5)) is SGD

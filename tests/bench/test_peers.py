@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,18 +69,6 @@ def test_a_system_that_fails_is_named_and_one_that_hangs_is_ended(
             system.measure(ROW, 3)
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ([sys.executable, "-c", ""], "gave no answer but ''"),
-        (["/nowhere/python"], "/nowhere/python cannot be started: No such file or directory"),
-    ],
-)
-def test_a_system_that_does_not_begin_is_named(command: list[str], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        System(command)
-
-
 def test_a_system_that_polls_is_stopped_but_for_its_turns() -> None:
     def wait_stopped() -> None:
         os.waitid(os.P_PID, system.pid, os.WSTOPPED)
@@ -98,15 +85,6 @@ def test_ratios_are_those_of_neighbours() -> None:
     compared = peers.compared({"psync": [8.0, 90.0, 10.0], "torch": [2.0, 30.0, 5.0]})
     assert compared["torch"]["ratio"] == 3.0
     assert "ratio" not in compared["psync"]
-
-
-def test_no_row_of_that_name_and_missing_programs_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "peers", "--rows", "sideways"]) == 2
-    assert "no row name contains 'sideways'" in capsys.readouterr().err
-    assert main(["bench", "peers", "--scripts", str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "it is part of psync's sources" in capsys.readouterr().err
 
 
 def _stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before_answer: str = "0") -> list[str]:
@@ -141,34 +119,6 @@ def test_an_interrupted_run_keeps_its_rows_and_is_resumed(
     written = json.loads((tmp_path / "peers.json").read_text())
     assert [row["name"] for row in written["rows"]] == ["pull, 1 MiB", "push + SGD, 1 MiB"]
     assert "| push + SGD, 1 MiB, GiB/s |" in (tmp_path / "peers.md").read_text()
-
-
-def test_nothing_to_resume_and_no_checkout_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = _stub(monkeypatch, tmp_path)
-    assert main([*options, "--resume"]) == 2
-    assert "nothing to resume" in capsys.readouterr().err
-    assert main([*options, "--against", str(tmp_path)]) == 2
-    assert "git worktree add" in capsys.readouterr().err
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_another_checkout_is_measured_in_the_same_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "IDLE_S", 0.1)
-    root = SCRIPTS.parents[1]
-    other = tmp_path / "before"
-    (other / "src").mkdir(parents=True)
-    shutil.copytree(root / "src" / "psync", other / "src" / "psync")
-    options = ["--quick", "--only", "psync", "--rows", "pull, 1 MiB", "--against", str(other)]
-    assert main(["bench", "peers", *options, "--out", str(tmp_path)]) == 0
-    [row] = json.loads((tmp_path / "peers.json").read_text())["rows"]
-    assert row["systems"].keys() == {"psync", "psync in before"}
-    assert row["systems"]["psync in before"]["ratio"] > 0
 
 
 @pytest.mark.processes

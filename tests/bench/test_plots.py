@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench_runs import asynchronous_run, synchronous_run
 from psync.bench import plots
-from psync.bench.figures import backup_figures, figures_of
-from psync.errors import ConfigurationError
+from psync.bench.figures import figures_of
 
 PNG = b"\x89PNG"
 
@@ -36,13 +34,6 @@ def test_training_of_all_kinds_is_drawn(path: Path) -> None:
     assert path.read_bytes().startswith(PNG)
 
 
-def test_backups_are_drawn(path: Path) -> None:
-    run = synchronous_run()
-    figures = figures_of(run, "late gradients given up") | backup_figures(run)
-    plots.plot_backups([[figures_of(asynchronous_run(), "x"), figures], [figures]], path)
-    assert path.read_bytes().startswith(PNG)
-
-
 @pytest.mark.slow
 def test_curves_of_any_number_are_drawn_and_empty_ones_passed_over(path: Path) -> None:
     points = [{"at": at, "median": 3.0, "min": 2.0, "max": 5.0 * at} for at in (1, 10)]
@@ -54,9 +45,3 @@ def test_curves_of_any_number_are_drawn_and_empty_ones_passed_over(path: Path) -
     assert path.read_bytes().startswith(PNG)
     plots.plot_scaling([], path.with_suffix(".svg"))
     assert b"<svg" in path.with_suffix(".svg").read_bytes()
-
-
-def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigurationError, match=r"matplotlib.*\n.*pip install"):
-        plots.new_figure(1, 1)

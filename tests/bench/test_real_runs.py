@@ -7,16 +7,9 @@ import pytest
 
 from psync import LocalCluster
 from psync.bench.modes import Mode
-from psync.bench.real_runs import MEAN_S, SETTINGS, SLOWDOWN, SPREAD, SleepPace, run_one
+from psync.bench.real_runs import MEAN_S, SETTINGS, SPREAD, SleepPace, run_one
 
 pytest.importorskip("sklearn")
-
-
-def test_the_slow_worker_takes_a_multiple() -> None:
-    none, one = SleepPace(None), SleepPace(1)
-    for index in range(20):
-        assert one.seconds(0, index) == none.seconds(0, index)
-        assert one.seconds(1, index) == none.seconds(1, index) * SLOWDOWN
 
 
 def test_times_spread_round_their_mean_and_are_the_same_each_time() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from psync.bench import report
@@ -16,12 +15,6 @@ def result(mode: str, time: float | None, backups: int | None = None, **rates: f
     } | rates  # fmt: skip
 
 
-def test_columns_are_aligned() -> None:
-    assert report.table(("", "rate"), [("a", "1"), ("bcd", "1,000")]) == (
-        "      rate\na        1\nbcd  1,000"
-    )
-
-
 def test_a_line_of_the_table_of_modes() -> None:
     line = report.training_table([result("async", None)]).splitlines()[1]
     assert line.split() == "async 10 1,234 0.5 3.5 / 7 25.0% not reached".split()
@@ -32,10 +25,6 @@ def test_the_first_to_reach_the_loss_is_named() -> None:
     assert report.findings(results) == [
         '"sync" reached a loss of 0.5 first, after 1.50 s; async 2.00.'
     ]
-
-
-def test_it_is_said_if_no_mode_reached_the_loss() -> None:
-    assert report.findings([result("async", None)]) == ["No mode reached a loss of 0.5."]
 
 
 def test_the_best_number_of_backups_is_named_by_time_and_by_rates() -> None:
@@ -52,16 +41,6 @@ def test_the_best_number_of_backups_is_named_by_time_and_by_rates() -> None:
     ]
 
 
-def test_the_table_of_backups_shows_what_was_expected() -> None:
-    line = report.backups_table([
-        result("sync", 1.0, 0) | {
-            "mean_step_s": 3.5, "step_s_percentiles": {99: 6.0}, "without_slow": 0.3,
-            "without_slow_expected": 0.301,
-        }
-    ]).splitlines()[1]  # fmt: skip
-    assert line.split() == ["0", "3.500", "6.000", "10", "30%", "30%"]
-
-
 def test_a_table_of_peers_shows_ratios_and_what_was_not_measured() -> None:
     own = {"min": 1400.0, "median": 1500.0, "max": 1600.0}
     other = {"min": 240.0, "median": 250.0, "max": 260.0, "ratio": 6.0}
@@ -71,9 +50,3 @@ def test_a_table_of_peers_shows_ratios_and_what_was_not_measured() -> None:
         "| --- | ---: | ---: | ---: |",
         "| pull, 1 MiB, 1/s | 1,500 (1,400–1,600) | 250 (240–260), 6 × | – |",
     ]
-
-
-def test_figures_have_as_many_digits_as_can_be_trusted() -> None:
-    assert [report.number(value) for value in (12345.6, 99.94, 0.12345, math.pi)] == [
-        "12,346", "99.9", "0.123", "3.14",
-    ]  # fmt: skip

@@ -6,12 +6,11 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench_runs import asynchronous_run, synchronous_run
-from psync.bench import plots, real_runs, sync_async, virtual_runs
+from psync.bench import plots, sync_async, virtual_runs
 from psync.bench.checks import WrongResultError
 from psync.bench.figures import Figures, backup_figures, figures_of
 from psync.bench.sync_async import Options
@@ -60,17 +59,6 @@ def test_the_parts_that_were_asked_for_are_printed_and_written(
     written = json.loads((out / "sync_vs_async.json").read_text())
     assert written.keys() == {"machine", "quick", "virtual"}
     assert written["virtual"][1]["staleness_of_dropped"] == {"1": 1}
-
-
-def test_each_cluster_of_processes_gets_a_picture(
-    tmp_path: Path, drawn: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def measure(*_: Any) -> list[Figures]:
-        return figures("none slow") + figures("one slow")
-
-    monkeypatch.setattr(real_runs, "measure", measure)
-    assert sync_async.run(Options(parts=["processes"], out=tmp_path)) == 0
-    assert drawn == ["sync_vs_async_2_workers.png", "sync_vs_async_3_workers.png"] * 2
 
 
 def test_a_wrong_result_ends_the_benchmark_with_code_1(

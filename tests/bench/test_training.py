@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from psync import LocalCluster
-from psync.bench import digits
 from psync.bench.checks import check
 from psync.bench.modes import Mode
 from psync.bench.training import Job, Run, train
 from psync.bench.virtual_runs import DrawnPace
-from psync.errors import DeadlineExceeded
 
 pytest.importorskip("sklearn")
 pytestmark = pytest.mark.virtual_time
@@ -76,23 +74,3 @@ async def test_with_a_backup_a_late_gradient_is_dropped(
     assert late.seconds == table[0][1]
     assert ended[0] < late.ended < ended[1]
     assert run.seconds < seconds
-
-
-async def test_a_run_of_some_duration_ends_with_the_gradients_that_have_begun() -> None:
-    run = await trained(Mode(2), [[1.0, 2.0]], duration_s=2.5)
-    assert [len(own) for own in run.pushes] == [3, 2]
-    assert run.seconds == 2.5
-
-
-async def test_the_loss_is_looked_at_all_the_time_and_falls() -> None:
-    run = await trained(Mode(2, backups=0), [[1.0, 1.0]] * 20)
-    times, losses = zip(*run.losses, strict=True)
-    assert np.diff(times) == pytest.approx(0.5, abs=0.05)
-    assert len(losses) == pytest.approx(40, abs=2)
-    assert losses[0] == pytest.approx(digits.loss_on_test(digits.initial_model(0)))
-    assert losses[-1] < 0.7 * losses[0]
-
-
-async def test_a_run_that_takes_too_long_fails() -> None:
-    with pytest.raises(DeadlineExceeded, match=r"work.* on /job:worker/task:1"):
-        await trained(Mode(2), [[1.0, 1000.0]], limit_s=10.0)

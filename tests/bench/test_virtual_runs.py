@@ -49,20 +49,6 @@ def test_late_gradients_that_are_finished_use_backups_up() -> None:
     assert times[virtual_runs.GIVEN_UP] < 7 < times[virtual_runs.FINISHED]
 
 
-def test_the_same_draws_give_the_same_run() -> None:
-    runs = [
-        virtual_runs.run_one(Mode(4, backups=1), DrawnPace(table_with_slow(1, 0, 2, workers=4)))
-        for _ in range(2)
-    ]
-    assert runs[0].pushes == runs[1].pushes
-    assert runs[0].losses == runs[1].losses
-
-
-def test_the_table_begins_anew_after_its_last_step() -> None:
-    pace = DrawnPace(np.array([[1.0, 2.0], [3.0, 4.0]]))
-    assert [pace.seconds(1, index) for index in range(4)] == [2.0, 4.0, 2.0, 4.0]
-
-
 @pytest.mark.slow
 def test_quick_runs_reach_the_loss_that_they_are_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draws, "WORKERS", 8)  # too few for the modes with backups

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from psync import get_worker_index, wait
+from psync import wait
 from psync.client.context import (
     ClosureContext,
-    DatasetContext,
     inside,
 )
 from psync.errors import ClosureCancelled, UsageError
@@ -36,15 +35,6 @@ def test_ordinals_count_the_calls_of_one_run() -> None:
     first, second = closure(), closure()
     assert [next(first.ordinals) for _ in range(3)] == [0, 1, 2]
     assert next(second.ordinals) == 0
-
-
-def test_repr_tells_the_state() -> None:
-    context = closure()
-    assert repr(context) == "<closure 7 on worker 3, open>"
-    context.closed = True
-    assert repr(context) == "<closure 7 on worker 3, closed>"
-    context.cancel()
-    assert repr(context) == "<closure 7 on worker 3, cancelled>"
 
 
 # --- wait -------------------------------------------------------------------------------------
@@ -84,27 +74,6 @@ async def test_wait_on_the_loop_says_to_await() -> None:
         "wait on an event loop would block the loop forever\n"
         "hint: in a coroutine use `await …` instead of `psync.wait(…)`"
     )
-
-
-def test_wait_in_dataset_code_is_an_error() -> None:
-    with inside(DatasetContext(0)), pytest.raises(UsageError, match=r"^wait in dataset code"):
-        wait(asyncio.sleep(0))
-
-
-def test_wait_of_something_else_than_an_awaitable_is_an_error() -> None:
-    loop = asyncio.new_event_loop()
-    try:
-        with inside(closure(loop=loop)):
-            with pytest.raises(UsageError, match=r"^wait expected an awaitable, got list$"):
-                wait([1, 2])  # type: ignore[arg-type]
-    finally:
-        loop.close()
-
-
-def test_wait_in_a_closure_without_a_loop_is_an_error() -> None:
-    with inside(closure()):
-        with pytest.raises(UsageError, match=r"^wait in closure 7, which has no event loop\n"):
-            wait(asyncio.sleep(0))
 
 
 def test_wait_on_a_worker_that_has_stopped_ends_as_cancelled() -> None:
@@ -182,12 +151,3 @@ async def test_a_cancellation_between_the_check_and_the_loop_is_not_lost() -> No
     may_go.set()
     with pytest.raises(ClosureCancelled, match=r"while it waited$"):
         await running
-
-
-def test_worker_index_outside_a_step_is_an_error() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        get_worker_index()
-    assert str(caught.value) == (
-        "get_worker_index outside a step: this code does not run on a worker\n"
-        "hint: call it in a step function, or in a dataset function"
-    )

@@ -17,7 +17,6 @@ from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
 from psync.store.store import ShardStore
-from psync.sync.ps_services import PsServices
 from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.codec import Message
 
@@ -61,14 +60,6 @@ def store_of(ps: Any) -> ShardStore:
 def begins(ps: Any, group: int) -> bool:
     """Whether ps 0 reads the global step, with which a group begins."""
     return group in closer_of(ps)._beginning
-
-
-def staged_on(services: PsServices) -> list[tuple[int, Any, int, int, bytes]]:
-    """(group, replica, push, local step, bytes) of all parts that are staged, in order."""
-    return sorted(
-        (group, replica, push, local_step, b"".join(part.body))
-        for group, replica, push, local_step, part in services.sync.staging.held()
-    )
 
 
 def closer_of(ps: Any) -> Any:

@@ -85,14 +85,6 @@ class StepsTraining:
         np.testing.assert_array_equal(value, np.full(value.shape, -2.0 * steps))
         return steps
 
-    async def check_pushes(self, begun: int) -> int:
-        """As ``check``, where some steps had one push, since another one was a duplicate."""
-        value, steps = await self.v.read(), int(await self.global_step.read())
-        pushes = int(-value[0, 0])
-        np.testing.assert_array_equal(value, np.full(value.shape, -float(pushes)))
-        assert steps <= pushes <= min(2 * steps, begun)
-        return pushes
-
 
 def declared(coordinator: psync.ClusterCoordinator) -> tuple[Any, Any]:
     """A counter with a shard on each ps, and a small one on ps 0."""

@@ -51,14 +51,6 @@ async def train(
             return cluster.tasks["ps-0"].statistics()
 
 
-@pytest.mark.parametrize(("workers", "rounds", "ticks"), [(2, 0, 6), (2, 1, 6), (3, 0, 5)])
-async def test_workers_that_wait_at_as_many_clocks_go_on(workers, rounds, ticks):
-    clocks = [bounded(rounds) for _ in range(workers)]
-    counters = await train(workers, clocks, [*range(workers)] * ticks)
-    assert [c["ticks"] for c in counters["clocks"].values()] == [ticks] * workers
-    assert [c["waiting"] for c in counters["clocks"].values()] == [0] * workers
-
-
 @pytest.mark.parametrize(
     ("order", "partial_steps"), [([0, 1] * 6, None), ([0, 1, 0, 0, 1, 0], 0)], ids=["all", "whole"]
 )

@@ -174,24 +174,6 @@ async def test_another_run_of_the_closure_gets_the_same_error() -> None:
         assert np.array_equal(await w.read(), np.ones(SHAPE))
 
 
-async def test_a_backup_that_was_made_after_the_error_knows_it_too() -> None:
-    async with replicated() as (cluster, coordinator):
-        w, optimizer = declared(coordinator.strategy.scope())
-        result = coordinator.schedule(push_and_hang, args=(w, optimizer))
-        await event_of("run 1").wait()
-        events = coordinator.events()
-        for run, name in ((2, "ps-1"), (3, "ps-0")):
-            await cluster.kill(name)
-            assert isinstance(await anext(events), FailoverEvent)
-            await event_of(f"run {run}").wait()
-            await cluster.revive(name)
-            await coordinator.backed_up()  # by a snapshot
-        event_of("go on").set()
-        assert shared["told"] == [await result.fetch()] * 3
-        assert "raised ValueError" in shared["told"][0]
-        assert np.array_equal(await w.read(), np.ones(SHAPE))
-
-
 async def step_of(w: Any, optimizer: Any, gradient: np.ndarray, global_step: Any) -> None:
     await psync.pull(w)
     await optimizer.apply_gradients([(gradient, w)], global_step)
@@ -221,19 +203,3 @@ async def test_a_synchronous_step_that_raises_ends_the_training_of_its_optimizer
         if burying is not None:
             await burying
         assert not any(cluster.ps(n).is_torn for n in ("ps-0", "ps-1") if n != lost)
-
-
-async def test_a_schedule_that_raises_refuses_the_push() -> None:
-    async with replicated() as (_, coordinator):
-        with coordinator.strategy.scope():
-            w = psync.Variable(np.ones(SHAPE, np.float32), name="w")
-        optimizer = psync.optimizers.SGD(own_rules.Halving(0.5, raises_at=1))
-        ones = np.ones(SHAPE, np.float32)
-        first = coordinator.schedule(push, args=(w, optimizer, ones))
-        assert await first.fetch() == "accepted"
-        second = coordinator.schedule(push, args=(w, optimizer, ones))
-        assert (await second.fetch()).startswith('schedule "Halving" raised ArithmeticError on')
-        await optimizer.set_learning_rate(0.25)
-        third = coordinator.schedule(push, args=(w, optimizer, ones))
-        assert await third.fetch() == "accepted"
-        assert np.array_equal(await w.read(), np.full(SHAPE, 0.25))

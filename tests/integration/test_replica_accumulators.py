@@ -102,34 +102,6 @@ async def test_wherever_a_ps_dies_each_gradient_is_taken_once(
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
 
 
-async def test_a_take_that_waits_while_its_ps_dies_goes_on() -> None:
-    async with replicated() as (cluster, coordinator):
-        program = Program(coordinator)
-        program.schedule(2)
-        await coordinator.join()
-        taking = asyncio.create_task(program.take(3))
-        await until(lambda: cluster.ps("ps-0").statistics()["accumulators"]["waiting"])
-        await cluster.kill("ps-0")
-        program.schedule(1)
-        await taking
-        assert program.total.sum() == 3
-        await program.check()
-
-
-@pytest.mark.parametrize("what", ["take", "gradient"])
-async def test_what_was_answered_just_before_a_death_is_not_undone(what: str) -> None:
-    async with replicated() as (cluster, coordinator):
-        program = Program(coordinator)
-        program.schedule(3)
-        await coordinator.join()
-        if what == "take":
-            await program.take(2)
-        await cluster.kill("ps-0")
-        assert await program.held.num_accumulated() == (0 if what == "take" else 3)
-        await program.round()
-        await program.check()
-
-
 async def collect(held: Any, num_required: int) -> np.ndarray:
     taken: np.ndarray = await held.take_grad(num_required)
     return taken

@@ -17,9 +17,9 @@ import psync
 from chief_lives import backing_one_another_up, fail_over, life, life_of, silence
 from memory_cluster import MemoryCluster
 from psync import FailoverEvent
-from psync.errors import AttachError, FencedError, ParameterServerLost
+from psync.errors import AttachError
 from psync.testing.seams import fresh_process
-from psync.wire.messages import AskServed, AttachPs, Promote
+from psync.wire.messages import Promote
 from replica_training import add, check, declared, run
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.promise("failures.chief-after-failover")]
@@ -115,43 +115,6 @@ async def test_the_chief_dies_and_the_process_in_which_a_backup_serves() -> None
                 pass
 
 
-async def test_a_chief_that_dies_while_it_attaches_leaves_all_that_the_next_one_needs() -> None:
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            variables = declared(first)
-            await run(first, 3, *variables)
-            await fail_over(cluster, "ps-0")
-            await first.backed_up()
-        for kind in (AskServed, AttachPs):
-            second = psync.ClusterCoordinator(cluster.replica_strategy(), attach=True)
-            task = cluster.ps("ps-1")
-            with cluster.tap("ps-1").at(kind, lambda: lambda: silence(cluster, second)) as reached:  # noqa: B023
-                starting = asyncio.create_task(second.start())
-                await reached.wait()
-                starting.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
-            if kind is AskServed:  # until it is attached anew it waits for its backup
-                assert task.statistics()["backup"]["state"] == "paired"
-        async with life(cluster) as third:
-            variables = declared(third)
-            await check(variables, 3)
-            await third.backed_up()
-            await fail_over(cluster, "ps-1")
-            await check(variables, 3)
-
-
-async def test_a_ps_that_dies_before_all_is_adopted_has_no_backup_yet() -> None:
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            await run(first, 3, *declared(first))
-        async with life(cluster) as second:
-            variables = declared(second)
-            await check(variables, 3)
-            await cluster.kill("ps-0")
-            with pytest.raises(ParameterServerLost):
-                await check(variables, 3)
-
-
 # Who was replaced, and does not know it.
 
 
@@ -182,20 +145,6 @@ async def test_one_that_was_replaced_does_not_stand_in_for_a_newer_one_that_is_l
                 pass
 
 
-async def test_a_chief_that_lives_on_can_let_no_backup_serve_any_more() -> None:
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            variables = declared(first)
-            await run(first, 2, *variables)
-            async with life(cluster) as second:
-                variables = declared(second)
-                await check(variables, 2)
-                await run(second, 2, *variables)
-                await check(variables, 4)
-                with pytest.raises(FencedError):
-                    await run(first, 1, *variables)
-
-
 # Who is the coordinator.
 
 
@@ -211,21 +160,6 @@ async def test_attaching_without_backups_is_refused_where_a_backup_serves() -> N
         assert 'ps_recovery="backup"' in told.value.hint
         async with life(cluster) as second:
             await check(declared(second), 3)
-
-
-async def test_a_program_without_backups_goes_on_where_nothing_has_moved() -> None:
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            await run(first, 3, *declared(first))
-        strategy = psync.ParameterServerStrategy(
-            cluster.strategy().cluster_resolver, psync.FixedShardsPartitioner(2)
-        )
-        async with life_of(strategy, attach=True) as second:
-            variables = declared(second)
-            await run(second, 2, *variables)
-            await check(variables, 5)
-            for name in ("ps-0", "ps-1"):
-                assert cluster.ps(name).statistics()["backup"]["state"] == "alone"
 
 
 # A program that begins anew.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from chief_lives import backing_one_another_up, fail_over, life, silence
+from chief_lives import backing_one_another_up, life, silence
 from psync.testing.seams import fresh_process
 from psync.wire.messages import Promote
 from replica_training import LARGE, SMALL, StepsTraining
@@ -19,28 +19,6 @@ pytestmark = pytest.mark.virtual_time
 def _own_process() -> Iterator[None]:
     with fresh_process():
         yield
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step_ps", [0, 1])
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
-async def test_steps_go_on_where_backups_serve(lost: str, size: int, step_ps: int) -> None:
-    async with backing_one_another_up() as cluster:
-        pushes = 0
-        for lives in range(3):
-            async with life(cluster) as coordinator:
-                training = StepsTraining(coordinator, size, step_ps)
-                assert await training.check_pushes(12 * lives) == pushes
-                training.schedule(6)
-                await coordinator.join()
-                if lives < 2:
-                    await fail_over(cluster, lost)
-                training.schedule(6)
-                await coordinator.join()
-                pushes = await training.check_pushes(12 * (lives + 1))
-                assert pushes >= 6 * (lives + 1)
-                lost = "ps-1" if lost == "ps-0" else "ps-0"
 
 
 AT_PS_0 = ["ps.backup.sending", "ps.backup.taken", "ps0.step.decided", "ps.step.applied",

@@ -9,7 +9,6 @@ import pytest
 
 from memory_cluster import replicated
 from psync import FailoverEvent, RollbackEvent
-from psync.errors import ParameterServerLost
 from psync.testing.sabotage.message_loss import FORMS
 from replica_training import check, declared, run
 from snapshot_store import keep_snapshots
@@ -68,34 +67,3 @@ async def test_a_ps_without_a_backup_is_not_given_up_in_haste() -> None:
         cluster.network.admit("ps-0")
         await running
         await check(variables, 6)
-
-
-async def test_a_process_that_is_slow_to_answer_still_lets_its_backup_serve() -> None:
-    """It was stopped while the ps died, say: the backup in it is complete."""
-    async with replicated() as (cluster, coordinator):
-        variables = declared(coordinator)
-        await run(coordinator, 3, *variables)
-        cluster.network.partition("chief-0", "ps-1")
-        await cluster.kill("ps-0")
-        await asyncio.sleep(5)
-        cluster.network.heal("chief-0", "ps-1")
-        assert isinstance(await anext(coordinator.events()), FailoverEvent)
-        await check(variables, 3)
-
-
-async def test_at_the_end_nobody_looks_for_variables_where_they_were_at_the_beginning() -> None:
-    """The process of before is there again, and knows none of them."""
-    async with replicated() as (cluster, coordinator):
-        variables = declared(coordinator)
-        await run(coordinator, 3, *variables)
-        await cluster.kill("ps-0")
-        assert isinstance(await anext(coordinator.events()), FailoverEvent)
-        cluster.network.partition("ps-0", "ps-1")  # so there is no backup
-        await cluster.revive("ps-0")
-        await cluster.kill("ps-1")
-        with pytest.raises(ParameterServerLost):
-            await run(coordinator, 1, *variables)
-        for variable in variables:
-            with pytest.raises(ParameterServerLost):
-                await variable.read()
-        cluster.network.heal("ps-0", "ps-1")

@@ -66,13 +66,6 @@ async def test_what_rounds_another_way_is_paired_counted_and_logged_once(caplog:
             await check(variables, 3)
 
 
-async def test_alike_ones_count_nothing() -> None:
-    async with running(MixedCluster(2, "nobody", **OTHER_NUMERICS)) as cluster:
-        async with psync.ClusterCoordinator(cluster.replica_strategy()):
-            assert cluster.ps("ps-0").statistics()["backup"]["unequal"] == 0
-            assert not any("last bits" in line for line in cluster.ps("ps-0").describe())
-
-
 @pytest.mark.promise("backups.other-arithmetic-refused")
 @pytest.mark.parametrize("num_ps", [2, 3])
 async def test_a_deterministic_group_is_refused_where_backups_round_another_way(

@@ -22,39 +22,6 @@ def ones(*indices: int) -> IndexedSlices:
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"),
-    [((9, 0, 9, 4), [-1, 0, 0, 0, -1, 0, 0, 0, 0, -2]), ((), [0] * 10)],
-    ids=["duplicates are summed", "no rows are a push like any other"],
-)
-async def test_rows_are_updated_and_the_push_counts(
-    rows: tuple[int, ...], expected: list[int]
-) -> None:
-    async with training(partitioner=thirds) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros((10, 2), np.float32))
-        assert (await optimizers.SGD(1.0).apply_gradients([(ones(*rows), v)])).step == 1
-        assert (await v.read())[:, 0].tolist() == expected
-
-
-async def test_rows_and_whole_gradients_are_one_push() -> None:
-    async with training(partitioner=thirds) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros((10, 2), np.float32))
-            b = psync.Variable(np.zeros(2, np.float32))
-        adam = optimizers.Adam(0.1)
-        result = await adam.apply_gradients([(ones(3), v), (np.ones(2, np.float32), b)])
-        assert (result.outcome, result.step) == (psync.Outcome.ACCEPTED, 1)
-        value, bias = await psync.pull((v, b))
-        assert value[3].tolist() == bias.tolist()
-        assert not value[np.arange(10) != 3].any()
-        slot = adam.get_slot(v, "m")
-        assert slot is not None
-        moment = await slot.read()
-        assert moment[3].all()
-        assert not moment[np.arange(10) != 3].any()
-
-
-@pytest.mark.parametrize(
     ("gradient", "expected"),
     [
         (ones(3, 10), "row 10 does not exist, the variable has 10"),
@@ -75,13 +42,6 @@ def test_rows_that_do_not_fit_are_refused_before_the_push(
         v = psync.Variable(np.zeros((10, 2), np.float32), name="v")
     with pytest.raises(ValueMismatchError, match=f'gradient for "v": {expected}'):
         at_once(psync.optimizers.SGD(1.0).apply_gradients([(gradient, v)]))
-
-
-def test_a_scalar_has_no_rows() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(np.float32(0), name="v")
-    with pytest.raises(ValueMismatchError, match='gradient for "v": a scalar has no rows'):
-        at_once(psync.optimizers.SGD(1.0).apply_gradients([(IndexedSlices([1.0], [0]), v)]))
 
 
 async def test_a_synchronous_step_takes_the_mean_of_each_row_over_those_that_have_it() -> None:
@@ -111,11 +71,6 @@ async def test_a_synchronous_step_takes_the_mean_of_each_row_over_those_that_hav
         assert steps == 2
 
 
-def test_the_divisor_of_rows_is_one_that_there_is() -> None:
-    with pytest.raises(psync.errors.ConfigurationError, match='sparse_divisor "per_index" or "tot'):
-        psync.SyncReplicasOptimizer(optimizers.SGD(1.0), 2, sparse_divisor="rows")
-
-
 @pytest.mark.parametrize("pull_ahead", [False, True])
 async def test_whole_gradients_and_rows_of_the_same_variable_go_on_in_steps(
     pull_ahead: bool,
@@ -141,30 +96,3 @@ async def test_whole_gradients_and_rows_of_the_same_variable_go_on_in_steps(
 
         assert await in_step(coordinator, push) == ["accepted"] * 4
         assert (await v.read())[:, 0].tolist() == [-4, *[-2] * 8, -4]
-
-
-@pytest.mark.parametrize("rows", [40, 300_000], ids=["small", "large"])
-async def test_the_norm_of_a_step_is_that_of_the_mean_of_rows_and_whole_gradients(
-    rows: int,
-) -> None:
-    """One worker pushes a few rows, the other one all of them; both are in one step."""
-    async with training(2, 2, psync.FixedShardsPartitioner(2)) as (strategy, coordinator):
-        with strategy.scope():
-            table = psync.Variable(np.zeros((rows, 4), np.float32), name="table")
-            global_step = psync.get_or_create_global_step()
-        sgd = psync.optimizers.SGD(1.0, global_clipnorm=0.5)
-        optimizer = psync.SyncReplicasOptimizer(sgd, 2, strict=True)
-
-        async def step() -> None:
-            whole = np.full((rows, 4), 2, np.float32)
-            some = IndexedSlices(np.full((3, 4), 6, np.float32), [0, 7, rows - 1])
-            gradient = some if psync.get_worker_index() else whole
-            await optimizer.apply_gradients([(gradient, table)], global_step)
-
-        for _ in range(2):
-            coordinator.schedule(step)
-        await coordinator.join()
-        mean = np.full((rows, 4), 1, np.float32)
-        mean[[0, 7, rows - 1]] = 4
-        clipped = mean * (0.5 / np.linalg.norm(mean.astype(np.float64)))
-        np.testing.assert_allclose(await table.read(), -clipped, rtol=1e-5)

@@ -10,7 +10,7 @@ import pytest
 import psync
 from memory_cluster import coordinating
 from psync import VariableAggregation, VariableSynchronization
-from psync.errors import ReplicaValueError, ValueMismatchError
+from psync.errors import ReplicaValueError
 
 
 async def replica_id() -> int:
@@ -48,26 +48,6 @@ async def test_contexts_in_a_gang():
         expected = (2, ([False, False], True, True, True, "ParameterServerStrategy", 2))
         assert strategy.experimental_local_results(found) == (expected, expected)
         assert strategy.num_replicas_in_sync == 1
-
-
-async def test_what_replicas_return_is_regrouped_item_by_item():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        strategy = coordinator.strategy
-        with strategy.scope():
-            v = psync.Variable(1.0, name="v")
-
-        async def fn(own, everyones):
-            index = await replica_id()
-            return {"v": v, "list": [index, own], "none": None, "all": everyones}
-
-        found = await strategy.run(
-            fn, args=(psync.PerReplica(("a", "b")),), kwargs={"everyones": 7}
-        )
-        assert found["v"] is v
-        assert list(found["list"][0]) == [0, 1]
-        assert list(found["list"][1]) == ["a", "b"]
-        assert found["none"] is None
-        assert list(found["all"]) == [7, 7]
 
 
 async def test_a_merge_function_may_be_a_coroutine_and_use_variables():
@@ -159,31 +139,6 @@ async def test_all_gather_concatenates_in_the_order_of_the_replicas():
 
         with pytest.raises(ReplicaValueError, match="rank 1"):
             await coordinator.strategy.run(ranks)
-
-
-async def test_a_plain_replica_waits_through_psync():
-    async with coordinating(num_workers=3) as (_, coordinator):
-
-        def fn(x):
-            context = psync.get_replica_context()
-            total = psync.wait(context.all_reduce("sum", x))
-            return total, psync.wait(context.merge_call(lambda distribution, value: 5, (x,)))
-
-        total, merged = await coordinator.strategy.run(fn, (psync.PerReplica((1, 2, 4)),))
-        assert list(total) == [7, 7, 7]
-        assert list(merged) == [5, 5, 5]
-
-
-async def test_large_values_are_reduced():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def fn(x):
-            total = await psync.get_replica_context().all_reduce("sum", x)
-            total += 1  # it is this replica's own
-            return float(total.sum())
-
-        array = np.ones((1 << 20,), np.float32)
-        assert list(await coordinator.strategy.run(fn, (array,))) == [3.0 * (1 << 20)] * 2
 
 
 # --- updates ---------------------------------------------------------------------------------
@@ -283,21 +238,6 @@ async def test_factors_of_all_replicas_are_multiplied_a_mean_divides_each(
         assert (await v.read()).tolist() == expected
 
 
-async def test_a_mean_of_rows_of_integers_is_an_error() -> None:
-    async with coordinating(num_workers=2) as (_, coordinator):
-        with coordinator.strategy.scope():
-            v = psync.Variable(np.ones(2, int), name="v", aggregation=VariableAggregation.MEAN)
-
-        for method in ("scatter_add", "scatter_mul"):
-
-            async def fn(method: str) -> None:
-                await getattr(v, method)((np.array([0]), np.array([2])))
-
-            expected = f'{method} to "v", with aggregation MEAN: expected floating values'
-            with pytest.raises(ValueMismatchError, match=expected):
-                await coordinator.strategy.run(fn, args=(method,))
-
-
 async def test_gradients_are_summed_and_applied_once():
     async with coordinating(num_ps=2, num_workers=3) as (_, coordinator):
         strategy = coordinator.strategy
@@ -351,32 +291,3 @@ async def test_training_with_replicas_equals_one_process():
 
 
 # --- in a closure ----------------------------------------------------------------------------
-
-
-async def test_in_a_scheduled_step_there_is_one_replica_and_run_is_local():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        strategy = coordinator.strategy
-        with strategy.scope():
-            v = psync.Variable(0.0, name="v")
-
-        async def write(distribution, value):
-            await v.assign_add(value)
-            return distribution.experimental_local_results(value)
-
-        async def step():
-            context = psync.get_replica_context()
-            assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (0, 1)
-
-            async def fn(x):
-                return await psync.get_replica_context().merge_call(write, (x,))
-
-            first = await psync.get_strategy().run(fn, (2.0,))
-            return first, await context.all_reduce("MEAN", 3.0)
-
-        def plain():
-            return psync.wait(psync.get_replica_context().merge_call(write, (1.0,)))
-
-        with strategy.scope():
-            values = [coordinator.schedule(step), coordinator.schedule(plain)]
-        assert await coordinator.fetch(values) == [((2.0,), 3.0), (1.0,)]
-        assert await v.read() == 3

@@ -17,7 +17,7 @@ from local_training import in_update_context
 from memory_cluster import coordinating
 from psync import IndexedSlices, Mirrored, PerReplica, ReduceOp
 from psync.errors import ReplicaValueError
-from psync.numerics.replicas import gather_distributed, reducing_distributed, regroup, select
+from psync.numerics.replicas import gather_distributed, reducing_distributed
 from psync.numerics.sums import at_once
 
 
@@ -38,17 +38,6 @@ def make() -> tuple[psync.ParameterServerStrategy, Any]:
 
 
 # --- reduce --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("op", [ReduceOp.SUM, "sum", "Sum", "SUM"])
-def test_the_operation_is_an_enum_or_its_name_in_any_case(op: Any) -> None:
-    assert reduced(op, PerReplica([1.0, 2.0]), 2) == 3.0
-
-
-@pytest.mark.parametrize("op", [psync.VariableAggregation.SUM, "none", None, 0])
-def test_an_aggregation_of_variables_is_no_operation(op: Any) -> None:
-    with pytest.raises(ReplicaValueError, match="expected a reduction, SUM or MEAN"):
-        reduced(op, PerReplica([1.0, 2.0]), 2)
 
 
 @pytest.mark.parametrize(
@@ -90,17 +79,6 @@ def test_an_axis_is_reduced_within_each_replica_and_then_across(
 ) -> None:
     result = reduced(op, PerReplica([ROWS_4, ROWS_2]), 2, axis)
     assert np.asarray(result).tolist() == pytest.approx(expected)
-
-
-def test_without_an_axis_it_is_across_replicas_only() -> None:
-    total = reduced("sum", PerReplica([ROWS_2, ROWS_2]), 2, axis=None)
-    assert total.tolist() == [[20.0], [40.0]]
-
-
-@pytest.mark.parametrize("axis", [2, -3, "0", 1.0, [0, None], [0, 0]])
-def test_an_axis_is_a_whole_number_and_there(axis: Any) -> None:
-    with pytest.raises(ReplicaValueError, match="axis"):
-        reduced("sum", PerReplica([ROWS_4, ROWS_4]), 2, axis)
 
 
 def test_gather_puts_values_one_behind_the_other() -> None:
@@ -159,59 +137,4 @@ async def test_steps_2_to_4_of_the_standard_pattern_update_a_variable_once() -> 
         assert (await v.read()).tolist() == [4.0, 4.0]
 
 
-async def test_an_update_from_replicas_happens_once() -> None:
-    async with coordinating(num_workers=2) as (_, coordinator):
-        strategy = coordinator.strategy
-        with strategy.scope():
-            v = psync.Variable(0.0)
-
-        async def add(variable: Any, total: Any, copy_of: Any) -> bool:
-            await variable.assign_add(total)
-            return copy_of is variable
-
-        async def replica() -> Any:
-            context = psync.get_replica_context()
-            total = await context.all_reduce("sum", context.replica_id_in_sync_group + 1.0)
-            extended = psync.get_strategy().extended
-            return await extended.update(v, add, args=(Mirrored([total]), v))
-
-        assert list(await strategy.run(replica)) == [True, True]
-        assert await v.read() == 3.0
-
-
-def test_what_an_optimizer_keeps_once_is_where_the_smallest_name_is() -> None:
-    strategy, v = make()
-    with strategy.scope():
-        a = psync.Variable(0.0, name="a")
-    assert (v.device, a.device) == strategy.extended.parameter_devices
-    device = strategy.extended.non_slot_devices([v, a])
-    assert device == a.device
-    with strategy.scope(), strategy.extended.colocate_vars_with(device):
-        beta = psync.Variable(0.9, name="beta")
-    assert beta.device == a.device
-
-
-@pytest.mark.parametrize(
-    ("job", "index", "leads"), [("chief", 0, True), ("worker", 0, False), ("worker", 1, False)]
-)
-def test_who_saves_and_initializes_is_the_chief(job: str, index: int, leads: bool) -> None:
-    resolver = psync.SimpleClusterResolver(psync.ClusterSpec(CLUSTER), task_type=job, task_id=index)
-    extended = psync.ParameterServerStrategy(resolver).extended
-    assert extended.should_checkpoint is leads
-    assert extended.experimental_should_init is leads
-    assert extended.should_save_summary is leads
-
-
 # --- regroup -------------------------------------------------------------------------------------
-
-
-def test_what_replicas_return_is_regrouped() -> None:
-    """The example of TensorFlow's documentation: (x, a, v0) and (x, b, v1)."""
-    x, v = object(), make()[1]
-    grouped = regroup([(x, "a", v), (x, "b", v)])
-    assert grouped[0] is x
-    assert grouped[1].values == ("a", "b")
-    assert grouped[2] is v
-    assert [select(n, grouped) for n in range(2)] == [(x, "a", v), (x, "b", v)]
-    with pytest.raises(ReplicaValueError, match="do not agree on a structure"):
-        regroup([(x, "a"), (x, "b", v)])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 import psync
@@ -78,21 +77,6 @@ async def test_one_replica_and_the_program_write_as_they_are_told(aggregation: A
 # --- ON_READ -------------------------------------------------------------------------------------
 
 
-async def test_in_replica_context_only_the_local_copy_is_read_and_written() -> None:
-    """As in the documentation: v = 0.9 * v + 0.1 * update."""
-    async with coordinating(num_workers=2) as (_, coordinator):
-        v = variable(coordinator.strategy, 1.0, ON_READ, MEAN)
-
-        async def replica() -> float:
-            update = await replica_id() * 10.0
-            await v.assign(0.9 * await v.read() + 0.1 * update)
-            return float(await v.read())
-
-        result = await coordinator.strategy.run(replica)
-        assert list(result) == pytest.approx([0.9, 1.9])
-        assert float(await v.read()) == pytest.approx(1.4)
-
-
 @pytest.mark.parametrize(("aggregation", "expected"), [(SUM, 5.0), (MEAN, 2.5), (FIRST, 2.0)])
 async def test_a_read_in_cross_replica_context_aggregates(
     aggregation: Any, expected: float
@@ -147,34 +131,3 @@ async def test_adding_to_a_sum_in_cross_replica_context_is_an_error() -> None:
         ):
             await v.assign_sub(1.0)
         assert float(await v.read()) == 0.0
-
-
-async def test_rows_cannot_be_scattered_to() -> None:
-    async with coordinating(num_workers=1) as (_, coordinator):
-        v = variable(coordinator.strategy, np.zeros((2, 1)), ON_READ, SUM)
-        with pytest.raises(NotImplementedError, match="does not support scatter updates"):
-            await v.scatter_add(([0], [[1.0]]))
-
-
-@pytest.mark.parametrize(("aggregation", "stored"), [(SUM, 9.0), (MEAN, 3.0), (FIRST, 2.0)])
-async def test_a_checkpoint_stores_the_aggregate_and_restoring_divides_a_sum(
-    aggregation: Any, stored: float
-) -> None:
-    async with coordinating(num_workers=3) as (_, coordinator):
-        strategy = coordinator.strategy
-        v = variable(strategy, 0.0, ON_READ, aggregation)
-
-        async def count() -> None:
-            await v.assign(await replica_id() + 2.0)
-
-        async def copy() -> float:
-            return float(await v.read())
-
-        await strategy.run(count)
-        saved = await v.checkpoint_value()
-        assert float(saved) == stored
-        await v.assign(0.0)
-        await v.restore_value(saved)
-        share = stored / 3 if aggregation is SUM else stored
-        assert list(await strategy.run(copy)) == [share] * 3
-        assert float(await v.read()) == stored

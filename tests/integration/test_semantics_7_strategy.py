@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -85,30 +84,6 @@ def test_who_is_chief_and_how_many_compute() -> None:
 # --- where variables go ------------------------------------------------------------------------
 
 
-def test_each_shard_takes_a_turn_as_long_as_the_strategy_lives() -> None:
-    strategy = strategy_of(3, psync.FixedShardsPartitioner(2))
-    with strategy.scope():
-        a, b = psync.Variable(0.0), psync.Variable(np.zeros((4, 2)))
-    with strategy.scope():
-        c, d = psync.Variable(np.zeros(3)), psync.Variable(1)
-    assert places(a, b, c, d) == [[0], [1, 2], [0, 1], [2]]
-    assert a.device == "/job:ps/replica:0/task:0/device:CPU:0"
-
-
-def test_least_bytes_goes_by_size() -> None:
-    strategy = psync.ParameterServerStrategy(
-        strategy_of(3).cluster_resolver, psync.FixedShardsPartitioner(2), placement="least_bytes"
-    )
-    with strategy.scope():
-        table = psync.Variable(np.zeros((9, 100), np.float32))  # 2000 and 1600 bytes
-        with strategy.pinned(2):
-            large = psync.Variable(np.zeros(1000, np.float32))
-        small = [psync.Variable(np.zeros(50, np.float32)) for _ in range(4)]  # 100 bytes a shard
-    assert places(table, large) == [[0, 1], [2]]
-    assert places(*small) == [[1, 1], [1, 1], [0, 1], [0, 1]]
-    assert strategy.placement().totals == (2200, 2200, 4000)
-
-
 def test_a_placement_of_the_users_own_decides_and_its_mistakes_name_the_variable() -> None:
     class Last:
         def place(self, nbytes: int) -> int:
@@ -128,27 +103,6 @@ def test_a_placement_of_the_users_own_decides_and_its_mistakes_name_the_variable
 # --- into how many shards ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rows", "shards", "sizes", "offsets"),
-    [
-        (13, 5, [3, 3, 3, 2, 2], [0, 3, 6, 9, 11]),
-        (10, 4, [3, 3, 2, 2], [0, 3, 6, 8]),
-        (5, 2, [3, 2], [0, 3]),
-        (4, 2, [2, 2], [0, 2]),
-        (2, 5, [1, 1], [0, 1]),
-    ],
-)
-def test_rows_are_cut_evenly_the_larger_shards_first(
-    rows: int, shards: int, sizes: list[int], offsets: list[int]
-) -> None:
-    with strategy_of(2, lambda shape, dtype: [shards, 1]).scope():
-        v = psync.Variable(np.zeros((rows, 2)), name="v")
-    assert isinstance(v, psync.ShardedVariable)
-    assert [part.shape for part in v.variables] == [(size, 2) for size in sizes]
-    assert [shard.offset for shard in v.spec.shards] == offsets
-    assert [part.name for part in v.variables] == [f"v/part_{i}" for i in range(len(sizes))]
-
-
 @pytest.mark.parametrize("answer", [None, [], [0, 1, 1], [2, 2, 1], [2, 1], 2, "211", [2.0, 1, 1]])
 def test_an_answer_that_is_none_names_the_partitioner(answer: Any) -> None:
     with strategy_of(2, lambda shape, dtype: answer).scope():
@@ -156,42 +110,6 @@ def test_an_answer_that_is_none_names_the_partitioner(answer: Any) -> None:
             psync.Variable(np.zeros((4, 4, 4)), name="v")
     assert f"got {answer!r}" in str(caught.value)
     assert f"declared at {__file__}:" in str(caught.value)
-
-
-def test_a_partitioner_that_cannot_be_called_is_an_error_at_once() -> None:
-    with pytest.raises(ValueError, match="variable_partitioner: expected a callable") as caught:
-        strategy_of(2, 2)  # type: ignore[arg-type]
-    assert "psync.FixedShardsPartitioner(2)" in str(caught.value)
-
-
-def test_not_cut_are_scalars_single_parts_and_what_lies_beside_another() -> None:
-    strategy = strategy_of(2, lambda shape, dtype: [shape[0] - 1, *[1] * (len(shape) - 1)])
-    with strategy.scope():
-        scalar = psync.Variable(0.0)
-        one_part = psync.Variable(np.zeros(2))
-        with strategy.colocate_vars_with(scalar):
-            beside = psync.Variable(np.zeros(4))
-        cut = psync.Variable(np.zeros(3))
-    assert [type(v) for v in (scalar, one_part, beside)] == [psync.Variable] * 3
-    assert type(cut) is psync.ShardedVariable
-
-
-def test_partitioners_are_reached_by_their_module_and_any_callable_is_one() -> None:
-    assert psync.partitioners.FixedShardsPartitioner is psync.FixedShardsPartitioner
-
-    class ByRows(psync.Partitioner):
-        def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-            return [shape[axis] // 10, 1]  # as one for TensorFlow
-
-    with strategy_of(3, ByRows()).scope():
-        v = psync.Variable(np.zeros((35, 2), np.float32))
-    assert [shard.shape for shard in v.variables] == [(12, 2), (12, 2), (11, 2)]
-    assert issubclass(psync.partitioners.MaxSizePartitioner, psync.Partitioner)
-
-
-def test_a_variable_has_an_initial_value() -> None:
-    with strategy_of().scope(), pytest.raises(ValueError, match="initial_value is None"):
-        psync.Variable(None)
 
 
 @pytest.mark.parametrize(

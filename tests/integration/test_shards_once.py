@@ -68,40 +68,6 @@ async def test_what_shards_had_done_when_one_raised_is_not_done_again(num_ps: in
         assert second.is_complete
 
 
-async def test_so_it_is_when_another_closure_raises_and_when_shards_are_cancelled() -> None:
-    async def fails() -> None:
-        await asyncio.sleep(0.015)
-        raise KeyError("no shard's")
-
-    async with counting() as (_, coordinator, seen):
-        visits = coordinator.distribute_once(list(range(NUM_SHARDS)))
-        coordinator.schedule(fails)
-        visits.schedule(visit, (seen, None))
-        with pytest.raises(KeyError, match="no shard's"):
-            await coordinator.join()
-        values = visits.schedule(visit, (seen, None))
-        await asyncio.sleep(0.015)
-        for value in values:
-            value.cancel()
-        await coordinator.join()
-        assert not visits.done()
-        await visits.run(visit, (seen, None))
-        assert await counts(seen) == {2}
-
-
-async def test_a_worker_that_dies_between_two_runs_changes_nothing() -> None:
-    async with counting(2) as (cluster, coordinator, seen):
-        visits = coordinator.distribute_once(list(range(NUM_SHARDS)))
-        with pytest.raises(ValueError, match="a bad record"):
-            await visits.run(visit, (seen, 3))
-        visits.schedule(visit, (seen, None))
-        await asyncio.sleep(0.005)
-        await cluster.kill_worker("worker-1")
-        await coordinator.join()
-        assert visits.done()
-        assert await counts(seen) == {2}
-
-
 @pytest.mark.promise("data.shard-updates-once")
 @pytest.mark.parametrize("strict", [False, True])
 async def test_a_push_counts_once_in_a_synchronous_step(strict: bool) -> None:
@@ -128,31 +94,6 @@ async def test_a_push_counts_once_in_a_synchronous_step(strict: bool) -> None:
         await visits.run(train, (None,))
         assert len(visits.account()[0].restarted) > 2, "others had pushed, too"
         assert set((await w.read()).tolist()) == {-1.0}
-
-
-async def test_what_has_not_been_on_a_worker_counts_although_much_has_ended_since() -> None:
-    async def nothing() -> None:
-        pass
-
-    async with counting() as (_, coordinator, seen):
-        visits = coordinator.distribute_once(list(range(NUM_SHARDS)))
-        with pytest.raises(ValueError, match="a bad record"):
-            await visits.run(visit, (seen, 0))
-        for _ in range(3):  # ps tasks hear that closures are final
-            coordinator.schedule(nothing)
-            await coordinator.join()
-        await visits.run(visit, (seen, None))
-        assert await counts(seen) == {2}
-
-
-async def test_another_visit_of_the_same_shards_counts_anew() -> None:
-    async with counting() as (_, coordinator, seen):
-        for times in (2, 4):
-            visits = coordinator.distribute_once(list(range(NUM_SHARDS)))
-            with pytest.raises(ValueError, match="a bad record"):
-                await visits.run(visit, (seen, 7))
-            await visits.run(visit, (seen, None))
-            assert await counts(seen) == {times}
 
 
 async def test_a_step_that_updates_something_else_is_told_what_to_do() -> None:
@@ -250,16 +191,3 @@ async def test_what_a_checkpoint_has_of_a_shard_that_was_cancelled_is_not_done_a
         await visits.run(begun, (seen,))
         assert (await seen.read())[:, 0].tolist() == [2, 2]
         assert visits.account()[0].restarted == {0: 3}
-
-
-async def test_what_was_done_before_the_checkpoint_is_not_done_again(tmp_path: Path) -> None:
-    async with counting(2) as (cluster, coordinator, seen):
-        manager = psync.CheckpointManager(psync.Checkpoint(seen=seen), tmp_path)
-        visits = coordinator.distribute_once(list(range(NUM_SHARDS)))
-        with pytest.raises(ValueError, match="a bad record"):
-            await visits.run(visit, (seen, 5))
-        await visits.run(visit, (seen, None))
-        await manager.save()
-        assert (await lose(cluster, coordinator)).closures == ()
-        assert visits.done()
-        assert await counts(seen) == {2}

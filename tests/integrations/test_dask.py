@@ -25,12 +25,6 @@ def test_a_worker_is_killed_and_counts_are_exact_and_nothing_stays() -> None:
     assert said["left"] == []
 
 
-def test_what_is_wrong_is_said() -> None:
-    said, _ = run([PROGRAMS, "no_worker"])
-    assert said["no_worker"] == "Dask has no worker"
-    assert said["no_client"] == "client: expected a distributed.Client, got str"
-
-
 def test_the_example_finds_the_weights() -> None:
     _, lines = run([str(EXAMPLES / "dask_cluster.py")])
     assert "weights [0. 1. 2. 3.]" in lines

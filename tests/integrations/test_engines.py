@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 import psync
-from ports import claimed_ports
 from psync.cli.main import main
 from psync.errors import ConfigurationError
 from psync.integrations import engines
@@ -78,20 +76,6 @@ async def test_a_task_that_cannot_listen_says_where() -> None:
         await task.begin()
     assert task.has_ended
     assert "cannot listen" in await task.ended()
-
-
-async def test_it_does_not_listen_at_the_name_of_another_task(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with claimed_ports(1) as (port,):
-        create, ports = socket.create_server, [port, 0]
-        monkeypatch.setattr(
-            socket, "create_server", lambda at, **more: create((at[0], ports.pop(0)), **more)
-        )
-        task = HostedTask(order(names=[f"127.0.0.1:{port}"]), "127.0.0.1")
-        assert await task.begin() != f"127.0.0.1:{port}"
-    assert ports == []
-    await task.stop()
 
 
 def test_an_order_shows_no_secret() -> None:
@@ -257,24 +241,6 @@ async def test_a_ps_that_is_begun_elsewhere_is_found_there_and_counts_are_exact(
         assert cluster.resolver.cluster_spec().task_address("ps", 1) == before
 
 
-async def test_what_was_begun_again_is_known_to_those_that_come_later() -> None:
-    async with ThreadCluster(1, 1) as cluster:
-        name = cluster.resolver.cluster_spec().task_address("ps", 0)
-        seat = cluster.engine.seats["ps", 0]
-        assert await seat.begun.get() == name
-        await seat.lose()
-        await seat.begun.get()
-        await settle()
-        assert "begun 2 times" in cluster._repr_html_()
-        async with counting(cluster) as (coordinator, v):
-            await cluster.scale(2)
-            order = cluster.engine.seats["worker", 1].orders[0]
-            assert list(order.places) == [name]
-            assert name in order.names
-            await count(coordinator, v, 10)
-            assert (await v.read() == 10).all()
-
-
 async def test_workers_come_and_leave_by_scale() -> None:
     async with ThreadCluster(1, 1) as cluster, counting(cluster) as (coordinator, v):
         await cluster.scale(3)
@@ -300,19 +266,6 @@ async def test_a_task_that_is_lost_too_often_is_given_up(max_restarts: int) -> N
             await seat.lose()
         said = await gone.get()
         assert said.startswith(f"{address}: its process was killed, and is not started again (")
-
-
-async def test_a_task_whose_engine_has_no_place_for_it_is_given_up_at_once() -> None:
-    async with ThreadCluster(1, 2) as cluster:
-        address = cluster.resolver.cluster_spec().task_address("worker", 1)
-        given_up, seat = cluster.resolver.platform.given_up, cluster.engine.seats["worker", 1]
-        gone: asyncio.Queue[str] = asyncio.Queue()
-        given_up.listen(lambda at, reason: gone.put_nowait(f"{at}: {reason}"))
-        seat.is_gone_for_good = True
-        await seat.lose()
-        assert await gone.get() == (
-            f"{address}: nobody sits here any more, and is not started again"
-        )
 
 
 @pytest.fixture
@@ -351,8 +304,3 @@ def test_an_engine_that_is_not_installed_is_named(
     said = capsys.readouterr().err
     assert f"--on {engine} needs the package {package}, which is not installed here" in said
     assert f"pip install 'psync[{engine}]'" in said
-
-
-def test_a_script_that_is_missing_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--on", "ray", "nowhere.py"]) == 2
-    assert "script 'nowhere.py' does not exist" in capsys.readouterr().err

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, inside_a_step, shared, strategy_of, training
+from local_training import in_step, inside_a_step, strategy_of, training
 from psync.client.context import ClosureContext, inside
 from psync.errors import ConfigurationError, PartitionError, UsageError, ValueMismatchError
 
@@ -59,14 +57,6 @@ async def test_a_pull_gives_the_same_tree_of_jax_arrays() -> None:
         assert kinds == [("float32", (3, 2)), ("bfloat16", (2,)), ("int32", ())]
         for value, first in zip(values, jax.tree.leaves(params), strict=True):
             np.testing.assert_array_equal(value, first)
-
-
-async def test_a_tree_may_be_one_array() -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(strategy, np.ones(3), name="w")
-        assert served.variable("params").name == "w/params"
-        await served.push(ones_like(await served.pull()))
-        assert (await served.pull()).tolist() == [0, 0, 0]
 
 
 async def test_arrays_of_a_pull_stay_what_they_are() -> None:
@@ -120,27 +110,6 @@ async def test_values_go_to_a_device_or_sharding() -> None:
             assert (await served.pull(device=where))["w"].devices() == {device}
 
 
-async def test_large_trees_are_made_in_a_thread() -> None:
-    async with training(2, 1) as (strategy, _):
-        served = served_of(strategy, [np.full(3, index, np.float32) for index in range(50)])
-        assert [int(x[0]) for x in await served.pull()] == list(range(50))
-
-
-async def test_frozen_values_are_pulled_when_they_have_changed() -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(
-            strategy, {**PARAMS, "n": np.array(5)}, trainable=lambda name: "w" in name
-        )
-        assert [variable.name for variable in served.trainable_variables] == ["w"]
-        first = await served.pull()
-        await served.push({"w": jnp.ones((3, 2)), "b": jnp.ones(2), "n": None})
-        second = await served.pull()
-        assert second["b"] is first["b"]
-        assert second["n"].tolist() == 5
-        await served.load_state_dict({"b": jnp.full(2, 7)}, strict=False)
-        assert (await served.pull())["b"].tolist() == [7, 7]
-
-
 # --- gradients ---------------------------------------------------------------------------------
 
 
@@ -160,37 +129,6 @@ async def test_a_step_of_jitted_gradients() -> None:
         np.testing.assert_array_equal(values["w"], PARAMS["w"] - 2)
         assert values["b"].tolist() == [-2, -2]
         assert values["n"] == 2
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-async def test_gradients_of_any_float_are_cast(dtype: str) -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(strategy)
-        await served.push({"w": None, "b": np.array([1, 2], jnp.dtype(dtype))})
-        assert (await served.state_dict())["b"].tolist() == [-1, -2]
-        strict = served_of(strategy, cast_gradients=False, name="strict")
-        with pytest.raises(ValueMismatchError, match="expected dtype float32"):
-            await strict.push({"w": None, "b": np.array([1, 2], jnp.dtype(dtype))})
-
-
-async def test_rows_are_gradients_too() -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(strategy)
-        rows = psync.IndexedSlices(jnp.ones((1, 2)), jnp.array([2]))
-        await served.push({"w": rows, "b": None})
-        assert (await served.state_dict())["w"].tolist() == [[0, 1], [2, 3], [3, 4]]
-
-
-async def test_arrays_that_are_still_computed_are_waited_for() -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(strategy)
-
-        @jax.jit
-        def slow(x: Any) -> Any:
-            return jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x)[0, :2] * 0 + 1
-
-        await served.push({"w": None, "b": slow(jnp.eye(100))})
-        assert (await served.state_dict())["b"].tolist() == [-1, -1]
 
 
 async def test_what_is_no_gradient_is_refused() -> None:
@@ -221,44 +159,6 @@ async def push_state(served: PSPytree[Any], mean: float, count: int) -> Any:
     new = {"bn": {"mean": stats["bn"]["mean"] * 0 + mean, "count": stats["bn"]["count"] + count}}
     await served.push(ones_like(params), state=new)
     return stats
-
-
-async def test_state_is_merged() -> None:
-    async with training(2, 2) as (strategy, coordinator):
-        served = served_of(strategy, state=STATS, name="net")
-        assert served.variable("state/bn/mean").name == "net/state/bn/mean"
-
-        async def step() -> None:
-            await push_state(served, 8.0, 3)
-
-        await in_step(coordinator, step)
-        _, stats = await served.pull()
-        assert stats["bn"]["mean"].tolist() == [4] * 4  # of two workers
-        assert stats["bn"]["count"] == 3
-
-
-async def test_state_that_has_not_changed_is_not_sent() -> None:
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy, state=STATS)
-        params, stats = await served.pull()
-        await served.push(ones_like(params), state=stats)
-        await served.push(ones_like(params), state={"bn": {"mean": None, "count": None}})
-        (statistics,) = await coordinator.ps_statistics()
-        assert statistics["store"]["assigns"] == 0
-
-
-async def test_local_state_is_each_tasks_own() -> None:
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy, state=STATS, merge="local")
-
-        async def step() -> Any:
-            return np.asarray((await push_state(served, 8.0, 1))["bn"]["count"])
-
-        assert [await in_step(coordinator, step) for _ in range(3)] == [0, 1, 2]
-        assert (await served.pull())[1]["bn"]["count"] == 0  # the program's
-        assert (await served.state_dict())["state/bn/count"] == 0
-        await served.load_state_dict({"state/bn/count": 10}, strict=False)
-        assert await in_step(coordinator, step) == 10
 
 
 async def test_state_has_to_be_pulled_and_pushed() -> None:
@@ -307,37 +207,6 @@ async def test_checkpoints_have_the_names_of_the_tree(tmp_path: Path) -> None:
         }  # fmt: skip
 
 
-async def test_loading_asks_for_all_names() -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(strategy, name="net")
-        with pytest.raises(UsageError, match=r"load_state_dict: missing: b; unknown: c"):
-            await served.load_state_dict({"w": PARAMS["w"], "c": 1})
-        found = await served.load_state_dict({"w": PARAMS["w"] + 1, "c": 1}, strict=False)
-        assert found == (["b"], ["c"])
-        np.testing.assert_array_equal((await served.pull())["w"], PARAMS["w"] + 1)
-        await served.load_state_dict({"w": jnp.zeros((3, 2)), "b": np.ones(2)})
-
-
-def test_what_it_is_made_with_is_checked() -> None:
-    strategy = strategy_of()
-    with pytest.raises(ConfigurationError, match="PSPytree: expected an optimizer of psync"):
-        served_of(strategy, optimizer="adam")
-    with pytest.raises(ConfigurationError, match="expected trainable to be a function of a name"):
-        served_of(strategy, trainable="w")
-    with pytest.raises(ConfigurationError, match="params has no leaf to train\nhint: leaves: b, w"):
-        served_of(strategy, trainable=lambda name: False)
-    with pytest.raises(ConfigurationError, match=r"one of 'mean', 'first', 'local', got 'sum'"):
-        served_of(strategy, merge="sum")
-    with pytest.raises(ConfigurationError, match=r"of params and one of state .* 'state/bn/count'"):
-        served_of(strategy, {"state": STATS}, state=STATS)
-    with pytest.raises(ConfigurationError, match='leaf "act" is function'):
-        served_of(strategy, {**PARAMS, "act": lambda x: x})
-    with pytest.raises(PartitionError, match=r'"z".* dtype .complex64. is not supported'):
-        served_of(strategy, {**PARAMS, "z": jnp.ones(2, jnp.complex64)})
-    with pytest.raises(UsageError, match="making a PSPytree outside a strategy's scope"):
-        PSPytree(PARAMS, psync.optimizers.SGD())
-
-
 async def test_numbers_of_64_bits_are_refused_where_jax_has_none() -> None:
     async with training(1, 1) as (strategy, _):
         with jax.enable_x64(True):
@@ -345,21 +214,6 @@ async def test_numbers_of_64_bits_are_refused_where_jax_has_none() -> None:
         assert served.variable("w").dtype == np.float64
         with pytest.raises(ConfigurationError, match='"net/w" is float64, but jax has no 64-bit'):
             await served.pull()
-
-
-async def test_what_a_task_keeps_ends_with_its_session() -> None:
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy, trainable=lambda name: name == "b")
-
-        async def step() -> None:
-            import local_training
-
-            local_training.shared["array"] = weakref.ref((await served.pull())["w"])
-
-        await in_step(coordinator, step)
-        assert shared["array"]() is not None
-    gc.collect()
-    assert shared["array"]() is None
 
 
 def test_without_jax_one_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,11 +84,6 @@ def test_a_jobset_names_its_jobs_in_its_own_way() -> None:
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)
 
 
-def test_no_package_and_no_right_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kubernetes", None)
-    assert named().task_type == "chief"
-
-
 def test_what_is_missing_or_wrong_is_named() -> None:
     for options, told in [
         ({"jobs": None}, "jobs is missing"),
@@ -167,15 +162,6 @@ def test_it_asks_again_each_time_in_one_namespace() -> None:
     assert pods.namespaces == {"ml"}
 
 
-def test_the_namespace_is_the_pods_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pods = Pods(tensorflow=[pod("a", "10.0.0.1")])
-    monkeypatch.setattr(kubernetes, "NAMESPACE_FILE", tmp_path / "namespace")
-    KubernetesClusterResolver(override_client=pods).cluster_spec()
-    (tmp_path / "namespace").write_text("team-a")
-    KubernetesClusterResolver(override_client=pods).cluster_spec()
-    assert pods.namespaces == {"default", "team-a"}
-
-
 def test_the_task_of_this_process_is_that_of_its_pod() -> None:
     for host, task in [
         ("ps-2", ("ps", 1)),
@@ -227,15 +213,6 @@ def test_pods_that_do_not_run_yet_are_waited_for_by_name(
     assert lines[0].startswith(f"KubernetesClusterResolver has been waiting for 0 s: {told}")
 
 
-@pytest.mark.usefixtures("no_pauses")
-def test_so_many_pods_of_a_job_are_waited_for_as_it_is_said_to_have() -> None:
-    one, two = pod("b-0", "10.0.0.2"), pod("b-1", "10.0.0.3")
-    pods = Pods(tensorflow=[one])
-    pods.later = [{"tensorflow": [one]}, {"tensorflow": [one, two]}]
-    resolver = KubernetesClusterResolver(override_client=pods, jobs={"worker": 2})
-    assert resolver.cluster_spec().job_tasks("worker") == ["10.0.0.2:8470", "10.0.0.3:8470"]
-
-
 def test_pods_that_have_ended_or_are_ending_are_passed_over() -> None:
     pods = Pods(
         tensorflow=[
@@ -262,16 +239,6 @@ def test_waiting_for_pods_ends_and_says_for_which() -> None:
     assert caught.value.hint == "kubectl describe pods --namespace ml"
 
 
-def test_two_pods_of_one_host_are_told_apart_by_their_own_addresses() -> None:
-    pods = Pods(
-        tensorflow=[pod("a", "1::1", host_ip="10.0.0.1"), pod("b", "1::2", host_ip="10.0.0.1")]
-    )
-    assert KubernetesClusterResolver(override_client=pods).cluster_spec()
-    with pytest.raises(ConfigurationError, match="have the same address") as caught:
-        KubernetesClusterResolver(override_client=pods, use_pod_ip=False).cluster_spec()
-    assert "use_pod_ip=True" in str(caught.value.hint)
-
-
 def test_a_client_that_fails_is_told_as_a_failed_connection() -> None:
     class Refused:
         def list_namespaced_pod(self, namespace: str, *, label_selector: str) -> Any:
@@ -282,27 +249,6 @@ def test_a_client_that_fails_is_told_as_a_failed_connection() -> None:
     ) as caught:
         KubernetesClusterResolver(override_client=Refused()).cluster_spec()
     assert isinstance(caught.value.__cause__, OSError)
-
-
-def test_a_location_that_is_none_is_an_error() -> None:
-    for location in ["cloud", None, 3]:
-        with pytest.raises(
-            ConfigurationError, match=r"expected one of \['within_cluster', 'off_cl"
-        ):
-            KubernetesClusterResolver(executable_location=location, override_client=Pods())
-
-
-def test_selectors_are_a_list_of_text() -> None:
-    for selectors in ["job-name=ps", [3]]:
-        with pytest.raises(
-            ConfigurationError, match="job 'ps': expected a list of label selectors"
-        ):
-            KubernetesClusterResolver({"ps": selectors}, override_client=Pods())
-
-
-def test_a_number_of_tasks_needs_their_labels() -> None:
-    with pytest.raises(ConfigurationError, match="jobs: 'worker' has no label selectors"):
-        KubernetesClusterResolver({"ps": ["a=b"]}, override_client=Pods(), jobs={"worker": 1})
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,12 +337,3 @@ def test_the_kubernetes_client_lists_the_pods(
             other.cluster_spec()
         for each in (other, resolver):
             each._found._client.api_client.rest_client.pool_manager.clear()  # type: ignore[union-attr]
-
-
-@pytest.mark.filterwarnings("default")
-def test_outside_of_a_pod_there_is_no_account_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("kubernetes")
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(ConfigurationError, match=r"within_cluster: Service host/port") as caught:
-        KubernetesClusterResolver({"ps": ["job-name=ps"]})
-    assert caught.value.hint == "outside of a pod: executable_location='off_cluster'"

@@ -14,7 +14,7 @@ import pytest
 
 from psync.cli.main import main
 from psync.integrations.batch_scripts import Batch, script
-from psync.integrations.manifests import SPOT, USER, Launch, manifests, pod_template
+from psync.integrations.manifests import Launch, manifests, pod_template
 from psync.integrations.yaml_text import dump
 from psync.net.resolvers import resolve_cluster
 
@@ -70,10 +70,6 @@ def test_the_dockerfile_has_nothing_for_hadolint_to_say() -> None:
     assert (run.returncode, run.stdout) == (0, "")
 
 
-def test_the_image_runs_as_the_user_that_manifests_name() -> None:
-    assert f"USER {USER}:{USER}\n" in (ROOT / "Dockerfile").read_text()
-
-
 def test_the_image_is_built_of_what_is_not_ignored() -> None:
     ignored = (ROOT / ".dockerignore").read_text()
     copied = re.findall(r"^COPY (?!--from)(.*) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
@@ -108,12 +104,6 @@ def test_certificates_are_for_the_pods(capsys: pytest.CaptureFixture[str]) -> No
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     pods = ("chief-0", "ps-0", "worker-0", "worker-1")
     assert names.get_values_for_type(x509.DNSName) == [f"run-{pod}.run" for pod in pods]
-
-
-def test_a_command_that_is_no_script_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*KUBERNETES, "--name", "run", "--", "python3.12", "-m", "train"]) == 0
-    words = '            - python3.12\n            - "-m"\n            - train\n'
-    assert words in capsys.readouterr().out
 
 
 def test_the_batch_script_names_the_job_and_quotes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,33 +201,6 @@ def test_a_pod_finds_its_task_and_the_names_are_those_of_pods() -> None:
         assert sorted(addresses) == sorted(f"{host}:8470" for host in asked.hosts)
 
 
-def test_checkpoints_go_through_the_chief_unless_ps_tasks_have_its_volume() -> None:
-    def variables(asked: Launch, owner: str) -> dict[str, str]:
-        (container,) = objects(asked)[owner]["spec"]["template"]["spec"]["containers"]
-        mounts = {each["name"]: each["mountPath"] for each in container.get("volumeMounts", ())}
-        return mounts | {each["name"]: each.get("value") for each in container["env"]}
-
-    stream = "PSYNC_CHECKPOINT_STREAM"
-    assert {"data", stream} <= variables(launch(), "Job train-chief").keys()
-    assert not {"data", stream} & variables(launch(), "StatefulSet train-ps").keys()
-    for owner in ("Job train-chief", "StatefulSet train-ps"):
-        shared = variables(launch(shared_volume=True), owner)
-        assert shared["data"] == "/data"
-        assert stream not in shared
-    assert not {"data", stream} & variables(launch(volume=None), "Job train-chief").keys()
-
-
-def test_members_reach_each_other_at_any_port_and_nobody_else_does() -> None:
-    """A backup that takes over for a ps serves at a port of its own."""
-    labels = {"app.kubernetes.io/name": "psync", "app.kubernetes.io/instance": "train"}
-    members = {"podSelector": {"matchLabels": labels}}
-    spec = objects(launch())["NetworkPolicy train"]["spec"]
-    assert spec == {**members, "policyTypes": ["Ingress"], "ingress": [{"from": [members]}]}
-    for owner in ("StatefulSet train-ps", "Job train-worker", "Job train-chief"):
-        pod = objects(launch())[owner]["spec"]["template"]["metadata"]["labels"]
-        assert labels.items() <= pod.items()
-
-
 def test_a_secret_that_is_there_is_not_printed() -> None:
     named = objects(launch(secret="mine"), None)
     assert not any(name.startswith("Secret") for name in named)
@@ -277,41 +240,6 @@ def test_pods_may_nothing_that_the_restricted_standard_forbids() -> None:
         assert kinds <= {"secret", "emptyDir", "persistentVolumeClaim"}
 
 
-def test_workers_alone_are_on_spot_machines() -> None:
-    worker, ps = spec("worker", spot_workers=True), spec("ps", spot_workers=True)
-    assert {each["key"] for each in worker["tolerations"]} == {label for label, _ in SPOT}
-    required = "requiredDuringSchedulingIgnoredDuringExecution"
-    terms = worker["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"]
-    assert [len(term["matchExpressions"]) for term in terms] == [1] * len(SPOT)  # any of them
-    (term,) = ps["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"]
-    assert [each["operator"] for each in term["matchExpressions"]] == ["NotIn"] * len(SPOT)
-    assert "tolerations" not in ps
-    assert "affinity" not in spec("worker")
-
-
-def test_only_a_ps_is_asked_whether_it_lives() -> None:
-    probes = {job: {name for name in spec(job)["containers"][0] if "Probe" in name} for job in JOBS}
-    assert probes == {
-        "chief": set(),
-        "ps": {"startupProbe", "livenessProbe", "readinessProbe"},
-        "worker": {"readinessProbe"},
-    }
-
-
-def test_arguments_are_not_expanded() -> None:
-    asked = Launch("train", "train:1", ("python", "train.py", "$(HOME)", "$HOME"), 1, 1)
-    (container,) = pod_template(asked, "chief")["spec"]["containers"]
-    assert container["args"] == ["python", "train.py", "$$(HOME)", "$HOME"]
-
-
-def test_a_limit_is_set_on_memory_and_devices_and_not_on_cores() -> None:
-    amounts = {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1"}
-    (container,) = spec("worker", resources={"worker": amounts})["containers"]
-    limits = {"memory": "8Gi", "nvidia.com/gpu": "1"}
-    assert container["resources"] == {"requests": amounts, "limits": limits}
-    assert "resources" not in spec("ps", resources={"worker": amounts})["containers"][0]
-
-
 GOLDEN_BATCH = Path(__file__).parent / "manifests" / "train.sbatch"
 
 BATCH = Batch(
@@ -333,49 +261,9 @@ def test_the_script_is_as_it_was() -> None:
     assert GOLDEN_BATCH.read_text() == text, f"read the diff; then PSYNC_REWRITE=1: {GOLDEN_BATCH}"
 
 
-def test_options_stand_before_the_first_command() -> None:
-    lines = script(BATCH).splitlines()
-    options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
-    assert options == list(range(1, len(options) + 1))
-
-
 def test_the_secret_is_on_no_command_line() -> None:
     (srun,) = [line for line in script(BATCH).splitlines() if line.startswith("srun")]
     assert "SECRET" not in srun
-
-
-READABLE = """\
----
-# One line,
-# and another.
-kind: Job
-spec:
-  command:
-    - sh
-    - "-c"
-    - install -m 0600 /a/*.pem /b/
-  ports:
-    - name: psync
-      port: 8470
-    - {}
-  key: |
-    first
-
-    last
-"""
-
-
-def test_it_is_what_people_write() -> None:
-    data: dict[str, Any] = {
-        "kind": "Job",
-        "spec": {
-            "command": ["sh", "-c", "install -m 0600 /a/*.pem /b/"],
-            "ports": [{"name": "psync", "port": 8470}, {}],
-            "key": "first\n\nlast\n",
-        },
-    }
-    written = dump([("One line,\nand another.", data)])
-    assert written == READABLE
 
 
 def test_what_may_be_read_as_something_else_is_quoted() -> None:
@@ -404,13 +292,3 @@ def test_text_that_lines_of_its_own_would_change_is_quoted() -> None:
         "\n", "\n\n", "a\r\nb\r\n", "a\nb\0c",
     ]:  # fmt: skip
         assert dump([("", {"key": text})]) == f"---\nkey: {json.dumps(text)}\n"
-
-
-def test_other_text_has_lines_of_its_own() -> None:
-    for text, written in [
-        ("a\n", "|\n  a\n"),
-        ("a\n  b", "|-\n  a\n    b\n"),
-        ("\na\n\n \nb\n", "|\n\n  a\n\n   \n  b\n"),
-        ("a\n\tb", "|-\n  a\n  \tb\n"),
-    ]:
-        assert dump([("", {"key": text})]) == f"---\nkey: {written}"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import psync
 from local_training import shared, training
-from psync.errors import ConfigurationError
-from psync.integrations.merging import StateMerge
 from psync.integrations.served import ServedVariables
 
 ONE = np.ones(3, np.float32)
@@ -58,15 +55,6 @@ async def read(served: ServedVariables, key: str = "s") -> np.ndarray:
     return value
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
-async def test_with_one_worker_the_mean_is_what_the_worker_has(dtype: Any) -> None:
-    async with training(2, 1) as (strategy, _):
-        served = served_of(strategy, {"s": np.array([1.5, 2.5], dtype)})
-        now = np.array([1 / 3, 1e-4], dtype)
-        await push_state(served, s=now)
-        np.testing.assert_array_equal(await read(served), now)
-
-
 async def test_the_mean_lies_between_what_workers_send() -> None:
     async with training(1, 2) as (strategy, coordinator):
         served = served_of(strategy, {"s": np.zeros(2, np.float32)})
@@ -110,13 +98,6 @@ async def test_first_takes_worker_0_alone() -> None:
         assert await read(served) == [4.0]
 
 
-async def test_local_state_is_not_sent() -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(strategy, {"s": np.zeros(1, np.float32)}, "local")
-        await served._push_values({"w": ONE}, {}, {})
-        assert await read(served) == [0.0]
-
-
 async def test_what_has_not_changed_is_not_sent_and_counts_as_a_call_all_the_same() -> None:
     """A closure that runs again may change other state by chance; its calls keep their numbers."""
 
@@ -155,11 +136,6 @@ async def test_in_a_gang_it_is_the_plain_mean_of_all_replicas() -> None:
         await strategy.run(replica)
         assert await read(served) == [4.5]
         assert await read(served, "n") == 3
-
-
-def test_another_way_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="one of 'mean', 'first', 'local', got 'sum'"):
-        StateMerge("sum", {}, 1, "Model")
 
 
 @pytest.mark.promise("updates.model-state-merged-once")

@@ -14,7 +14,7 @@ import pytest
 import psync
 from local_training import in_step, strategy_of, training
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
-from psync.integrations.served import ServedVariables, check_same, digest_of, in_thread
+from psync.integrations.served import ServedVariables, check_same, in_thread
 
 VALUES = {
     "a.weight": np.arange(6, dtype=np.float32).reshape(3, 2),
@@ -73,13 +73,6 @@ async def test_a_restored_checkpoint_tells_that_frozen_values_are_others(tmp_pat
         assert saved["model"].keys() == {*VALUES, "~frozen"}
 
 
-async def test_a_model_without_frozen_values_has_no_version() -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(strategy, VALUES.keys())
-        assert len(served.variables) == 3
-        assert (await served._pull_values(None))[1] is None
-
-
 async def test_values_are_read_into_given_memory() -> None:
     async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
         served = served_of(strategy)
@@ -131,13 +124,6 @@ async def test_a_gradient_that_does_not_survive_the_cast_is_refused_by_name() ->
             await strict._push_values({"a.bias": np.ones(2)}, {}, {})
 
 
-async def test_no_gradient_at_all_is_an_error() -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(strategy)
-        with pytest.raises(ValueMismatchError, match="Model 'net': no gradient to push"):
-            await served._push_values({"a.bias": None}, {}, {})
-
-
 async def test_a_synchronous_optimizer_counts_in_the_global_step() -> None:
     async with training(2, 2) as (strategy, coordinator):
         sync = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
@@ -180,15 +166,6 @@ def test_a_build_with_other_arrays_is_refused() -> None:
     many = {str(index): ((), "int64") for index in range(7)}
     with pytest.raises(ConfigurationError, match="and 4 more"):
         check_same("Model", declared, many.items())
-
-
-def test_a_digest_tells_values_apart() -> None:
-    first = digest_of({"a": np.ones(3), "b": np.zeros((), ml_dtypes.bfloat16)})
-    assert 0 <= first < 1 << 63
-    assert first == digest_of({"a": np.ones(3), "b": np.zeros((), ml_dtypes.bfloat16)})
-    assert first != digest_of({"a": np.ones(3), "b": np.ones((), ml_dtypes.bfloat16)})
-    transposed = np.arange(6.0).reshape(2, 3).T
-    assert digest_of({"a": transposed}) == digest_of({"a": transposed.copy()})
 
 
 async def test_a_cancellation_waits_for_what_runs_in_a_thread() -> None:

@@ -63,12 +63,6 @@ def test_task_counts_are_expanded() -> None:
         assert expand_task_counts(text) == counts
 
 
-def test_malformed_task_counts_are_errors() -> None:
-    for text in ["", "2,", "x", "2(3)", "2(x)", "-1", "2 ,1", "1(x9999999)"]:
-        with pytest.raises(ConfigurationError, match="tasks per node: expected "):
-            expand_task_counts(text)
-
-
 def test_jobs_take_the_ranks_in_the_order_of_their_names_node_by_node() -> None:
     resolver = SlurmClusterResolver(JOBS, environ=step())
     assert resolver.cluster_spec() == ClusterSpec(
@@ -88,35 +82,6 @@ def test_each_rank_is_one_task() -> None:
     ]:
         resolver = SlurmClusterResolver(JOBS, environ=step(SLURM_PROCID=str(rank)))
         assert (resolver.task_type, resolver.task_id) == task
-
-
-def test_without_jobs_all_are_workers() -> None:
-    resolver = SlurmClusterResolver(port_base=100, rpc_layer="grpc", environ=step())
-    assert resolver.cluster_spec().num_tasks("worker") == 5
-    assert resolver.master() == "grpc://n10:101"
-    assert resolver.master("worker", 0) == "grpc://n9:100"
-
-
-def test_tasks_per_node_may_be_given() -> None:
-    for tasks_per_node, nodes in [
-        (2, ["n9", "n9", "n10", "n10", "m5", "m5"]),
-        ({"b": 1, "a": 2}, ["b", "a", "a"]),
-    ]:
-        resolver = SlurmClusterResolver(
-            {"worker": len(nodes)},
-            tasks_per_node=tasks_per_node,
-            environ=step(
-                SLURM_STEP_TASKS_PER_NODE=None, SLURM_STEP_NUM_TASKS=None, SLURM_PROCID="0"
-            ),
-        )
-        addresses = resolver.cluster_spec().job_tasks("worker")
-        assert [str(address).rpartition(":")[0] for address in addresses] == nodes
-
-
-def test_the_environment_of_the_process_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in STEP.items():
-        monkeypatch.setenv(name, value)
-    assert SlurmClusterResolver().task_id == 3
 
 
 def test_a_missing_variable_is_named() -> None:

@@ -26,7 +26,6 @@ from psync.integrations.ssh import (
     RemoteHost,
     RemoteProcess,
     connect_all,
-    own_address,
     parse_hosts,
 )
 from psync.launch.process import GRACE_S, PYTHON
@@ -145,13 +144,6 @@ async def test_stopping_asks_then_kills_then_does_not_wait_for_a_silent_host() -
     assert len(host.told) == 2
 
 
-async def test_one_that_waits_for_its_host_has_nothing_to_end() -> None:
-    host = Host(connected=False)
-    host.process.send_signal(signal.SIGUSR1)
-    assert host.process.returncode is None
-    assert await host.process.stop() == -signal.SIGTERM
-
-
 HERE = 'for last; do :; done; export SSH_CONNECTION="127.0.0.1 1 127.0.0.5 22"; exec sh -c "$last"'
 
 
@@ -193,14 +185,6 @@ async def test_a_task_starts_there_and_ends_when_it_is_asked_to() -> None:
         await scene.screen.wait_for("[worker-0] ready")
         assert task.pid > 0
         assert await task.stop() == -signal.SIGTERM
-
-
-@pytest.mark.processes
-async def test_closing_ends_what_runs_there() -> None:
-    async with connected() as scene:
-        task = await scene.start()
-        await scene.screen.wait_for("[worker-0] ready")
-    assert task.returncode is not None
 
 
 @pytest.mark.processes
@@ -246,14 +230,6 @@ async def test_a_host_that_cannot_be_used_says_why(
     assert error in caught.value.message
     assert (hint or "") in (caught.value.hint or "")
     await scene.host.close()
-
-
-@pytest.mark.processes
-async def test_a_command_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    scene = Scene()
-    scene.host.command = [str(tmp_path / "nossh")]
-    with pytest.raises(ConfigurationError, match="nossh: No such file"):
-        await scene.host.connect()
 
 
 @pytest.mark.processes
@@ -374,13 +350,6 @@ def test_its_tasks_end_with_it(agent: Agent, how: str) -> None:
 
 
 @pytest.mark.processes
-def test_it_ends_also_while_nobody_reads_what_its_tasks_print(agent: Agent) -> None:
-    pid = agent.begin("-c", "while True: print('x' * 1000)", silence_s=2.0)
-    assert agent.process.wait() == 0
-    wait_until_gone({"worker-0": pid})
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
@@ -393,18 +362,3 @@ def test_what_is_not_there_is_an_error(agent: Agent, changes: dict[str, Any], er
     agent.order(**changes)
     assert error in agent.hear("error")["error"]
     assert agent.process.wait() == 0
-
-
-@pytest.mark.processes
-def test_a_port_that_is_in_use_is_said(agent: Agent) -> None:
-    agent.order()
-    agent.say(do="listen", number=1, job="worker", index=0, port=0)
-    port = int(agent.hear("listens")["address"].rpartition(":")[2])
-    agent.say(do="listen", number=2, job="worker", index=1, port=port)
-    assert "in use" in agent.hear("error")["error"]
-
-
-@pytest.mark.processes
-def test_its_address_is_where_ssh_has_reached_it() -> None:
-    assert own_address({"SSH_CONNECTION": "10.0.0.1 1 fe80::2%eth0 22"}) == "fe80::2"
-    assert own_address({})

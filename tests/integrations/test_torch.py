@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, shared, strategy_of, training
+from local_training import in_step, shared, training
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -54,16 +54,6 @@ async def trained_once(served: PSModule, coordinator: Any, loss_of: Callable[[An
 
 
 # --- values ------------------------------------------------------------------------------------
-
-
-async def test_the_first_values_are_those_of_the_module_that_the_program_builds() -> None:
-    async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
-        served = served_of(strategy, name="net")
-        assert served.variable("weight").name == "net/weight"
-        state = await served.state_dict()
-        assert list(state) == ["weight", "bias"]
-        torch.testing.assert_close(dict(state), dict(linear().state_dict()))
-        linear().load_state_dict(state)
 
 
 async def test_each_worker_builds_a_module_once_and_gets_it_again() -> None:
@@ -116,44 +106,6 @@ async def test_a_module_ends_with_the_session_of_its_worker() -> None:
         await asyncio.sleep(0)
 
 
-async def test_modes_are_the_users() -> None:
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy, linear)
-
-        async def step() -> bool:
-            module = await served.pull()
-            was = bool(module.training)
-            module.eval()
-            return was
-
-        assert [await in_step(coordinator, step) for _ in range(2)] == [True, False]
-
-
-async def test_frozen_parameters_are_pulled_when_they_have_changed() -> None:
-    def build() -> Any:
-        module = linear()
-        module.weight.requires_grad_(False)
-        return module
-
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy, build)
-
-        async def step() -> Any:
-            module = await served.pull()
-            was = module.weight[0, 0].item()
-            with torch.no_grad():
-                module.weight.fill_(9)  # stays until it is pulled again
-            module(torch.ones(1, 2)).sum().backward()
-            await served.push()
-            return was
-
-        first = linear().weight[0, 0].item()
-        assert [await in_step(coordinator, step) for _ in range(2)] == [first, 9]
-        await served.load_state_dict({"weight": torch.full((3, 2), 5.0)}, strict=False)
-        assert [await in_step(coordinator, step) for _ in range(2)] == [5, 9]
-        assert (await served.state_dict())["bias"].tolist() == (linear().bias - 4).tolist()
-
-
 async def test_a_gradient_of_a_frozen_parameter_is_refused() -> None:
     def build() -> Any:
         module = linear()
@@ -196,21 +148,6 @@ async def test_gradients_are_sent_and_dropped_or_kept() -> None:
         torch.testing.assert_close(state["bias"], linear().bias.detach() - 2)
 
 
-async def test_what_a_failed_step_left_does_not_count() -> None:
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy)
-
-        async def fails() -> None:
-            (await served.pull())(torch.ones(1, 2)).sum().backward()
-            raise ValueError("on purpose")
-
-        with pytest.raises(ValueError, match="on purpose"):
-            await in_step(coordinator, fails)
-        state = await trained_once(served, coordinator, lambda net: net.bias.sum())
-        torch.testing.assert_close(state["weight"], linear().weight.detach())
-        torch.testing.assert_close(state["bias"], linear().bias.detach() - 1)
-
-
 async def test_gradients_of_several_batches_add_up_until_they_are_pushed() -> None:
     def twice(net: Any) -> Any:
         net.bias.sum().backward()
@@ -234,64 +171,6 @@ async def test_sparse_gradients_change_their_rows_alone() -> None:
         assert moved.tolist() == [False, True, False, False, False, True]
         statistics = await coordinator.ps_statistics()
         assert sum(each["store"]["rows"] for each in statistics) == 2
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-async def test_other_floating_dtypes_are_served_as_they_are(dtype: str) -> None:
-    def build() -> Any:
-        return torch.nn.Linear(2, 3).to(getattr(torch, dtype))
-
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy, build)
-        assert served.variable("bias").dtype.name == dtype
-        before = await served.state_dict()
-        state = await trained_once(served, coordinator, lambda net: net.bias.sum())
-        assert state["bias"].dtype == getattr(torch, dtype)
-        torch.testing.assert_close(state["bias"], before["bias"] - 1)
-
-
-async def test_memory_that_is_not_contiguous_is_pulled_and_pushed() -> None:
-    def build() -> Any:
-        torch.manual_seed(0)
-        return torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy, build)
-        x = torch.randn(1, 3, 4, 4)
-        state = await trained_once(served, coordinator, lambda net: net(x).square().sum())
-        alone = build()
-        alone(x).square().sum().backward()
-        torch.testing.assert_close(state["weight"], (alone.weight - alone.weight.grad).detach())
-
-
-async def test_a_worker_may_compute_in_half_precision() -> None:
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy)
-
-        async def step() -> str:
-            module = (await served.pull()).bfloat16()
-            module = await served.pull()  # into what is bfloat16 now
-            module(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
-            await served.push()
-            return str(module.weight.dtype)
-
-        assert await in_step(coordinator, step) == "torch.bfloat16"
-        state = await served.state_dict()
-        assert state["bias"].dtype == torch.float32
-        torch.testing.assert_close(state["bias"], linear().bias.detach() - 1)
-
-
-async def test_a_gradient_that_its_variable_cannot_hold_is_refused_by_name() -> None:
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy, lambda: linear().half(), name="net")
-
-        async def step() -> None:
-            await pushed_once(served, lambda net: (net.float().bias * 1e6).sum())
-
-        with pytest.raises(
-            ValueMismatchError, match='"net/bias": expected values in the range of float16'
-        ):
-            await in_step(coordinator, step)
 
 
 async def test_tied_parameters_are_one_variable() -> None:
@@ -331,50 +210,7 @@ async def test_without_a_gradient_or_a_pull_there_is_nothing_to_push() -> None:
             await in_step(coordinator, without_pull)
 
 
-async def test_a_graph_of_values_that_were_pulled_over_is_refused_by_torch() -> None:
-    async with training(1, 1) as (strategy, coordinator):
-        served = served_of(strategy)
-
-        async def step() -> None:
-            module = await served.pull()
-            loss = (module.weight**2).sum()
-            await served.pull()
-            loss.backward()
-
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            await in_step(coordinator, step)
-
-
-async def test_replicas_of_a_gang_push_the_sum_of_their_gradients() -> None:
-    async with training(1, 2) as (strategy, _):
-        served = served_of(strategy)
-
-        async def replica() -> None:
-            await pushed_once(served, lambda net: net.bias.sum())
-
-        await strategy.run(replica)
-        state = await served.state_dict()
-        torch.testing.assert_close(state["bias"], linear().bias.detach() - 2)
-
-
 # --- state, from outside -----------------------------------------------------------------------
-
-
-async def test_load_state_dict_takes_what_torch_takes() -> None:
-    async with training(1, 1) as (strategy, _):
-        served = served_of(strategy)
-        other = {"weight": torch.full((3, 2), 2.0, dtype=torch.float64), "bias": np.zeros(3)}
-        assert await served.load_state_dict(other) == ([], [])
-        state = await served.state_dict()
-        assert (state["weight"] == 2).all()
-        part = {"bias": torch.ones(3), "head": torch.ones(1)}
-        with pytest.raises(UsageError, match="load_state_dict: missing: weight; unknown: head"):
-            await served.load_state_dict(part)
-        assert not (await served.state_dict())["bias"].any()
-        assert await served.load_state_dict(part, strict=False) == (["weight"], ["head"])
-        assert (await served.state_dict())["bias"].all()
-        with pytest.raises(ValueMismatchError, match=r'"bias": expected shape \(3,\), got \(4,\)'):
-            await served.load_state_dict({"bias": torch.ones(4)}, strict=False)
 
 
 async def test_checkpoints_have_the_names_of_the_state_dict(tmp_path: Path) -> None:
@@ -393,23 +229,6 @@ async def test_checkpoints_have_the_names_of_the_state_dict(tmp_path: Path) -> N
 
 
 # --- what it is made with ----------------------------------------------------------------------
-
-
-def test_what_it_is_made_with_is_checked() -> None:
-    def check(match: str, build: Any = linear, optimizer: Any = None, **options: Any) -> None:
-        with pytest.raises(ConfigurationError, match=match):
-            served_of(strategy_of(), build, optimizer, **options)
-
-    check(
-        "expected an optimizer of psync.*, got SGD", optimizer=torch.optim.SGD([torch.ones(1)], 1)
-    )
-    check("expected a function that builds the module, got int", build=5)
-    check("expected build_module to return a torch.nn.Module, got float", build=lambda: 1.0)
-    check("one of 'mean', 'first', 'local', got 'sum'", buffers="sum")
-    with pytest.raises(UsageError, match="making a PSModule outside a strategy's scope"):
-        PSModule(linear, psync.optimizers.SGD())
-    with pytest.raises(UsageError, match="expected a Python identifier, got 'a b'"):
-        served_of(strategy_of(), name="a b")
 
 
 async def test_a_module_that_a_worker_builds_otherwise_is_refused() -> None:

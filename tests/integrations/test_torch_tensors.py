@@ -82,14 +82,6 @@ def test_a_module_of_another_dtype_is_written_through_its_variables_dtype() -> N
     assert abs(module.bias[0].item() - 1 / 3) < 1e-3
 
 
-def test_large_copies_are_costly() -> None:
-    tensors = ModuleTensors(torch.nn.Linear(600, 600).double())
-    tensors.module.float()
-    writing = tensors.begin_writing()
-    writing.target("weight")
-    assert writing.is_costly
-
-
 def test_gradients_are_in_their_memory_or_copied() -> None:
     tensors = ModuleTensors(torch.nn.Linear(2, 3))
     assert tensors.gradients(copy=False) == {"weight": None, "bias": None}
@@ -162,19 +154,6 @@ def tied_by_data() -> Any:
 def test_what_cannot_be_served_is_refused_by_name(build: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ModuleTensors(build())
-
-
-def test_a_buffer_of_a_strange_dtype_that_is_not_persistent_is_no_matter() -> None:
-    module = torch.nn.Linear(2, 3)
-    module.register_buffer("phase", torch.zeros(2, dtype=torch.complex64), persistent=False)
-    assert ModuleTensors(module).buffers == []
-
-
-def test_parameters_that_are_parts_of_one_array_are_served() -> None:
-    module = torch.nn.Linear(2, 3)
-    whole = torch.zeros(9)
-    module.weight.data, module.bias.data = whole[:6].view(3, 2), whole[6:]
-    assert ModuleTensors(module).trained == ["weight", "bias"]
 
 
 def grown(module: Any) -> None:

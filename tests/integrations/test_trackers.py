@@ -69,11 +69,3 @@ print(run.info.status)
         MLFLOW_ALLOW_FILE_STORE="true",
     )  # fmt: skip
     assert "[(0, 0.75), (1, -0.25)]\nFINISHED\n" in text
-
-
-def test_weights_and_biases(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    text = output_of("WandB", tmp_path, WANDB_MODE="offline", WANDB_SILENT="false")
-    summary = text.partition("Run summary:")[2]
-    assert re.search(r"batch/loss -0.5\n.* epoch 1\n.* loss -0.25\n", summary), text
-    assert list(tmp_path.rglob("*.wandb"))

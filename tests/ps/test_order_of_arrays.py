@@ -7,10 +7,9 @@ import pytest
 
 from asked import Reply
 from psync.numerics.rules import SGD
-from psync.schedules import Constant
 from psync.testing import settle
 from psync.wire.codec import Message
-from psync.wire.messages import CreateShards, Push, SetOptimizer, SetSlots
+from psync.wire.messages import CreateShards, Push, SetSlots
 from stage import CHIEF, Stage
 
 W, COPY = (0, 0), (1, 0)
@@ -53,13 +52,5 @@ async def test_a_slot_is_set_at_its_place_in_the_log() -> None:
     stage = await after_two_pushes(message, np.full(SIZE, 8, np.float32))
     task = stage.serving[0]
     value = float(stage.value(task, W)[0])
-    await stage.close()
-    assert value == 1 + 1.5
-
-
-@pytest.mark.virtual_time
-async def test_a_learning_rate_is_set_at_its_place_in_the_log() -> None:
-    stage = await after_two_pushes(SetOptimizer(1, RULE, -1, Constant(100.0).to_config()))
-    value = float(stage.value(stage.serving[0], W)[0])
     await stage.close()
     assert value == 1 + 1.5

@@ -60,31 +60,6 @@ def test_a_damaged_byte_is_found_and_its_item_named(
         read_items(tmp_path / "a", loaded(frozen), places)
 
 
-def test_a_file_that_is_too_short_is_found(frozen: Frozen, tmp_path: Path) -> None:
-    places = written(tmp_path / "a", frozen)
-    os.truncate(tmp_path / "a", (tmp_path / "a").stat().st_size - 1)
-    with pytest.raises(CheckpointCorrupt, match="variable 0: expected checksum"):
-        read_items(tmp_path / "a", loaded(frozen), places)
-
-
-def test_an_item_of_another_size_or_none_at_all(frozen: Frozen, tmp_path: Path) -> None:
-    (v, start, nbytes, crc), w = written(tmp_path / "a", frozen)
-    with pytest.raises(CheckpointCorrupt, match=f"variable 1: expected {nbytes} bytes, got 8"):
-        read_items(tmp_path / "a", loaded(frozen), [Place(v, start, 8, crc)])
-    with pytest.raises(CheckpointCorrupt, match="the value of shard 0 of variable 1 is not in"):
-        read_items(tmp_path / "a", loaded(frozen), [w])
-
-
-def test_a_file_that_is_not_there(frozen: Frozen, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"reading .*: No such file"):
-        read_items(tmp_path / "a", loaded(frozen), [])
-
-
-def test_constant_items_are_passed_over(frozen: Frozen, tmp_path: Path) -> None:
-    places = written(tmp_path / "a", frozen)
-    read_items(tmp_path / "a", loaded(frozen), [*places, Place(2, 0, 4_000_000_000, 0)])
-
-
 def test_a_file_that_is_there_is_left_alone(frozen: Frozen, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("mine")
     with pytest.raises(CheckpointError, match="File exists"):

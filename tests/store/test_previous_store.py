@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from psync.errors import PartitionError, UnknownVariableError, UsageError
-from psync.numerics.rules import Adam, RuleOptions
+from psync.numerics.rules import Adam
 from psync.schedules import Constant
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
@@ -123,18 +123,6 @@ def test_slots_that_wait_when_yet_another_program_comes_are_not_lost() -> None:
     assert third.push_count(2).marked == 1
 
 
-def test_what_was_accumulated_goes_on() -> None:
-    old = store_of("w")
-    rule = Adam(0.1).with_options(RuleOptions(gradient_accumulation_steps=2))
-    old.define_optimizer(1, rule.to_config())
-    push(old, 0)
-    assert value(old, 0) == [0.0, 0.0]  # half an update
-    former, new = former_of(old), ShardStore(TASK)
-    former.adopt(Orders((("w", 0, 0),), (), ((5, 1, 1),)), new)
-    push(new, 0)
-    assert value(new, 0) != [0.0, 0.0]
-
-
 def test_a_repetition_changes_nothing() -> None:
     old = store_of("w")
     old.define_optimizer(1, ADAM)
@@ -147,17 +135,6 @@ def test_a_repetition_changes_nothing() -> None:
     former.adopt(orders, new)
     assert (value(new, 2), slot(new, 2, 1)) == (after, momentum)
     assert new.push_count(1).marked == 2
-
-
-def test_shards_are_dropped_one_by_one_or_all() -> None:
-    old = store_of("w", "b")
-    old.define_optimizer(1, ADAM)
-    former, new = former_of(old), ShardStore(TASK)
-    former.adopt(Orders((), (("w", 0),)), new)
-    assert [shard.name for shard in former.describe().shards] == ["b"]
-    former.drop()
-    assert former.describe().shards == former.describe().optimizers == ()
-    assert new.keys() == []
 
 
 def test_what_is_not_here_is_told_and_nothing_has_changed() -> None:

@@ -133,12 +133,6 @@ def test_all_that_do_not_fit_are_named_together(other: VariableSpec) -> None:
     assert "checkpoint" in text
 
 
-def test_of_many_shards_some_are_named() -> None:
-    adoption = Adoption(holdings(variable("w", shards=6, rows=6)))
-    with pytest.raises(AttachError, match=r"on ps 1, …; the ps tasks hold .*, …"):
-        adoption.compare([variable("w", shards=6, rows=12)], [], last=True)
-
-
 # Lives.
 
 
@@ -189,18 +183,6 @@ def test_an_optimizer_is_known_by_its_configuration() -> None:
     assert adoption.compare([], new, last=True).optimizers == {}
 
 
-def test_a_ps_that_does_not_know_an_optimizer_hears_nothing_of_it() -> None:
-    first, second = holdings(variable("w"))
-    first = Holding(*first[:2], (used(1, step=0),))
-    second = Holding(*second[:2], (used(1), used(2, SGD)))
-    new = [NewOptimizer(1, "Adam", ADAM), NewOptimizer(2, "SGD", SGD)]
-    decision = Adoption([first, second]).compare([], new, last=True)
-    assert [orders.optimizers for orders in decision.orders] == [
-        ((5, 1, 1),),
-        ((5, 1, 1), (5, 2, 2)),
-    ]
-
-
 def test_several_of_one_configuration_are_known_by_their_numbers_if_these_are_the_same() -> None:
     new = [NewOptimizer(2, "b", ADAM), NewOptimizer(1, "a", ADAM)]
     assert compare([used(1), used(2)], new)[1].optimizers == {(5, 1): 1, (5, 2): 2}
@@ -224,10 +206,6 @@ def test_one_that_was_used_and_is_not_there_is_an_error_at_last_that_names_the_o
         compare([used(1)], [])
     with pytest.raises(AttachError, match=r'rule=Adam.*but "mine" \(rule=SGD'):
         compare([used(1)], [NewOptimizer(1, "mine", SGD)])
-
-
-def test_one_that_was_never_used_is_forgotten() -> None:
-    assert compare([used(1, step=0)], [])[1].optimizers == {}
 
 
 def test_a_learning_rate_that_was_set_is_use_and_so_are_slots() -> None:

@@ -221,16 +221,6 @@ class TestFrozen:
         (view,) = [view for view in frozen(store).views(0)]
         assert bytes_of(view).ctypes.data == bytes_of(store.read(W.key)[0]).ctypes.data
 
-    def test_items_are_in_order_of_shards_and_slots(self, store: ShardStore) -> None:
-        apply(store, V.key, 1.0)
-        items = frozen(store).state.items
-        assert [(item.key, item.optimizer, item.slot) for item in items] == [
-            (W.key, -1, ""), (V.key, -1, ""), (V.key, 1, "m"), (V.key, 1, "v"),
-        ]  # fmt: skip
-        assert items[1].nbytes == 3 * BLOCK_BYTES
-        assert str(items[2]) == "slot 'm' of optimizer 1 of shard 0 of variable 1"
-        assert str(items[0]) == "the value of shard 0 of variable 0"
-
     def test_a_busy_shard_is_to_be_waited_for(self, store: ShardStore) -> None:
         work = store.assign(V.key, "add", np.ones(LARGE, np.float32))
         with pytest.raises(BusyError, match='"v/part_0": an update is in progress'):
@@ -267,19 +257,6 @@ class TestFrozen:
                 snapshot.part(1, start, stop)
         with pytest.raises(CheckpointError, match="item 9 of a snapshot is"):
             snapshot.part(9, 0, 0)
-
-    def test_blocks_are_let_go_of_one_by_one(self, store: ShardStore) -> None:
-        assign(store, V.key, 1)
-        snapshot = frozen(store)
-        values = store.shards()[V.key].values
-        held = []
-        for view in snapshot.letting_go(1):
-            del view
-            held.append([values.block(i).held() for i in range(3)])
-        assert held == [[False, True, True], [False, False, True], [False] * 3]
-        with pytest.raises(CheckpointError, match="no longer held"):
-            snapshot.views(1)
-        assert snapshot.views(0)
 
     def test_drop_stops_who_is_reading(self, store: ShardStore) -> None:
         assign(store, V.key, 1)

@@ -15,12 +15,6 @@ def judged(ledger: Ledger, client: tuple[str, int], sequence: int) -> None:
     ledger.record(verdict, "accepted")
 
 
-def test_an_open_gate_holds_nobody() -> None:
-    gate = UpdateGate(Ledger(), CLOSER[0])
-    assert not gate.holds(W0, 1)
-    assert not gate.open(0)
-
-
 def test_a_shut_gate_holds_what_is_new_and_lets_pass_what_was_judged_and_ps_0() -> None:
     ledger = Ledger()
     gate = UpdateGate(ledger, CLOSER[0])

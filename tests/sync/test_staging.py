@@ -74,14 +74,6 @@ def end(staging: Staging, step: int, *pushes: tuple[Replica, int], group: int = 
 
 
 class TestAStep:
-    def test_parts_come_back_in_the_order_in_which_the_closing_names_them(
-        self, staging: Staging
-    ) -> None:
-        assert put(staging, A, 1)
-        assert put(staging, B, 4)
-        pushes = [(*B, 4, 0.5), (*A, 1, 2.0)]
-        assert staging.parts(7, pushes) == [((B, 4), 0.5), ((A, 1), 2.0)]
-
     def test_parts_count_until_the_step_is_applied(self, staging: Staging) -> None:
         put(staging, A, 1)
         put(staging, B, 1)
@@ -95,12 +87,6 @@ class TestAStep:
             "stale": 0,
         }  # fmt: skip
 
-    def test_a_part_may_be_looked_at_before(self, staging: Staging) -> None:
-        put(staging, A, 1)
-        assert staging.staged(7, A, 1) == (A, 1)
-        assert staging.staged(7, A, 2) is None
-        assert staging.staged(8, A, 1) is None
-
     def test_parts_that_come_with_the_closing_need_no_staging(self, staging: Staging) -> None:
         put(staging, B, 4)
         pushes = [(*A, 1, 2.0), (*B, 4, 0.5)]
@@ -108,33 +94,12 @@ class TestAStep:
             ("came along", 2.0), ((B, 4), 0.5),
         ]  # fmt: skip
 
-    def test_what_belongs_to_a_later_step_stays(self, staging: Staging) -> None:
-        put(staging, A, 1, local_step=5)  # its values are of a ps that has closed step 4
-        end(staging, 4)
-        assert of_step(staging, (A, 1)) == [(A, 1)]
-
     def test_what_was_counted_goes_with_the_step_whatever_its_local_step(
         self, staging: Staging
     ) -> None:
         put(staging, A, 1, local_step=5)
         end(staging, 4, (A, 1))
         assert staging.statistics()["parts"] == staging.statistics()["bytes"] == 0
-
-    def test_groups_are_apart(self, staging: Staging) -> None:
-        put(staging, A, 1)
-        end(staging, 3, group=8)
-        assert of_step(staging, (A, 1)) == [(A, 1)]
-        assert (staging.step(7), staging.step(8)) == (None, 4)
-
-    def test_a_push_without_variables_here_has_no_part(self, staging: Staging) -> None:
-        assert of_step(staging, (A, 1), (B, 1)) == []
-        put(staging, B, 1)
-        assert of_step(staging, (A, 1), (B, 1)) == [(B, 1)]
-
-    def test_a_group_without_variables_here_has_its_steps(self, staging: Staging) -> None:
-        assert staging.step(7) is None
-        staging.close(7, 0)
-        assert staging.step(7) == 1
 
     def test_a_closing_with_a_part_that_is_still_coming_in_is_an_error(
         self, staging: Staging
@@ -162,15 +127,6 @@ class TestSteps:
         end(staging, 9, group=3)
         assert sorted(staging.steps()) == [(3, 10), (7, 1)]
 
-    def test_are_the_same_list_until_one_is_applied(self, staging: Staging) -> None:
-        end(staging, 0)
-        before = staging.steps()
-        put(staging, A, 1, local_step=1)
-        nbytes = staging.close(7, 1)
-        assert staging.steps() is before
-        staging.applied(7, 1, nbytes)
-        assert (before, staging.steps()) == ([(7, 1)], [(7, 2)])  # who holds it sees no change
-
     def test_never_go_back(self, staging: Staging) -> None:
         """Steps without a shard in common are applied in any order, on a backup."""
         for step in (0, 1):
@@ -188,10 +144,6 @@ class TestStale:
         assert not arrive(staging, A, 1, local_step)
         statistics = staging.statistics()
         assert (statistics["parts"], statistics["bytes"], statistics["stale"]) == (0, 0, 1)
-
-    def test_any_local_step_will_do_before_the_first_closing(self, staging: Staging) -> None:
-        for push, local_step in enumerate((-1, 0, 17), 1):
-            assert put(staging, A, push, local_step)
 
     def test_a_part_whose_step_is_closed_while_it_comes_in_is_not_kept(
         self, staging: Staging
@@ -216,12 +168,6 @@ class TestStale:
 
 
 class TestRepetition:
-    def test_counts_once(self, staging: Staging) -> None:
-        for _ in range(20):
-            assert put(staging, A, 1)
-        assert staging.statistics()["bytes"] == 10
-        assert of_step(staging, (A, 1)) == [(A, 1)]
-
     def test_of_another_size_replaces_a_part_that_has_not_come(self, staging: Staging) -> None:
         for nbytes in (10, 30, 20):
             reserve(staging, A, 1, nbytes=nbytes)
@@ -238,12 +184,6 @@ class TestRepetition:
         assert put(staging, A, 1, local_step=6)
         with pytest.raises(RemoteProtocolError, match="of step 7, and the step is 5"):
             put(staging, A, 2, local_step=7)
-
-    def test_is_late_once_the_part_is_being_applied(self, staging: Staging) -> None:
-        put(staging, A, 1)
-        nbytes = staging.close(7, 0, named((A, 1)))
-        assert not put(staging, A, 1)
-        assert staging.statistics()["bytes"] == nbytes
 
 
 class TestFence:
@@ -290,17 +230,6 @@ class TestBudget:
         staging.reserve(7, A, 1, -1, 20, config_of(needed, total))
         with pytest.raises(ConfigurationError, match=r"5 pushes of 21 bytes \(105 bytes\)"):
             staging.reserve(7, B, 1, -1, 21, config_of(needed, total))
-
-    def test_parts_that_are_coming_in_count(self, staging: Staging) -> None:
-        for push in (1, 2, 3):
-            reserve(staging, A, push, nbytes=33)
-        with pytest.raises(ConfigurationError) as caught:
-            reserve(staging, B, 1, nbytes=2)
-        assert str(caught.value) == (
-            "sync on /job:ps/task:1: pushes of open steps use 99 of 100 bytes, and 2 more are "
-            "needed\nhint: set PSYNC_LIMIT_STAGING_BYTES=101 or more on the ps tasks"
-        )
-        reserve(staging, B, 1, nbytes=1)
 
     def test_a_part_that_grows_needs_the_difference(self, staging: Staging) -> None:
         for push in (1, 2):

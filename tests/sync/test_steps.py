@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import msgpack
 import pytest
 
 from psync.errors import (
@@ -12,25 +11,274 @@ from psync.errors import (
     NotEnoughReplicas,
     ParameterServerLost,
 )
-from psync.sync.pushes import Answer, Close, Contribution, Refuse
+from psync.sync.group import Group
+from psync.sync.pushes import Answer, Close, Contribution, Push, Refuse
 from psync.sync.steps import SyncSteps
-from sync_tools import GROUP, Pair, Steps, answers, closes, config, refusals, replica
+from psync.sync.tokens import Replica, Taker, TokenChannel
+from psync.wire.closure_numbers import numbered
+from sync_tools import GROUP, Steps, answers, closes, config, refusals, replica
+
+A, B, C = (Replica((f"/job:worker/task:{index}", 1)) for index in range(3))
+
+
+def ask(replica: Replica, number: int = 1) -> Taker:
+    return (replica, number)
+
+
+def test_free_tokens_go_to_whoever_asks_first() -> None:
+    channel = TokenChannel()
+    assert channel.put(0, 2) == []
+    assert channel.take(ask(A, 1)) == 0
+    assert channel.take(ask(A, 2)) == 0  # what was meant for B
+    assert channel.take(ask(B)) is None
+    assert list(channel.waiting) == [ask(B)]
+
+
+def test_who_asks_again_while_waiting_keeps_its_place() -> None:
+    channel = TokenChannel()
+    assert channel.take(ask(A)) is None
+    assert channel.take(ask(B)) is None
+    assert channel.take(ask(A)) is None
+    assert channel.put(1, 1) == [(ask(A), 1)]
+
+
+def test_a_new_step_voids_older_tokens() -> None:
+    channel = TokenChannel()
+    channel.put(0, 3)
+    channel.put(1, 1)
+    assert channel.take(ask(A)) == 1
+    assert channel.take(ask(B)) is None
+    statistics = channel.statistics()
+    assert (statistics["published"], statistics["taken"], statistics["void"]) == (4, 1, 3)
+    assert (statistics["left"], len(channel.waiting)) == (0, 1)
+
+
+def test_older_tokens_stay_and_come_first_where_they_are_kept() -> None:
+    channel = TokenChannel(keeps_old=True)
+    channel.put(0, 1)
+    channel.put(1, 1)
+    assert [channel.take(ask(A, n)) for n in (1, 2, 3)] == [0, 1, None]
+
+
+def test_bound_tokens_give_each_replica_its_allowance_of_each_step() -> None:
+    channel = TokenChannel(2)
+    channel.put(0, 0)
+    assert [channel.take(ask(A, n)) for n in (1, 2, 3)] == [0, 0, None]
+    assert channel.take(ask(B)) == 0
+    assert channel.put(1, 0) == [(ask(A, 3), 1)]
+
+
+def test_bound_tokens_skip_who_has_had_its_share_and_serve_who_stands_behind() -> None:
+    channel = TokenChannel(1)
+    channel.put(0, 0)
+    channel.charge(A, 0)  # began without a token
+    channel.charge(B, 0)
+    assert channel.take(ask(A)) is None
+    assert channel.take(ask(B)) is None
+    channel.put(0, 0)
+    assert list(channel.waiting) == [ask(A), ask(B)]
+    assert channel.put(1, 0) == [(ask(A), 1), (ask(B), 1)]
+    assert channel.take(ask(A, 2)) is None
+
+
+def test_what_is_charged_to_the_next_step_counts_when_that_begins() -> None:
+    channel = TokenChannel(2)
+    channel.put(0, 0)
+    channel.void_below(1)
+    channel.charge(A, 1)
+    assert channel.take(ask(A, 1)) is None  # of no step any more
+    assert channel.put(1, 0) == [(ask(A, 1), 1)]
+    assert channel.take(ask(A, 2)) is None
+    assert [channel.take(ask(B, n)) for n in (1, 2, 3)] == [1, 1, None]
+
+
+def test_release_lets_all_go_on_who_wait() -> None:
+    channel = TokenChannel()
+    channel.take(ask(A))
+    channel.take(ask(B))
+    assert channel.release(4) == [(ask(A), 4), (ask(B), 4)]
+    assert list(channel.waiting) == []
+    statistics = channel.statistics()
+    assert statistics["published"] == statistics["taken"] == 2
 
 
 def accepted(index: int, token: int) -> tuple[int, str, int]:
     return (index, "accepted", token)
 
 
-# The sequence of a step.
+# Repetitions, other runs, other incarnations.
 
 
-def test_two_replicas_close_step_after_step_and_none_is_wasted() -> None:
+def test_a_repeated_push_gets_the_first_answer_again() -> None:
     steps = Steps(2)
-    for step in range(3):
-        assert steps.push(0, step) == []
-        assert closes(steps.push(1, step)) == [(step, [0, 1], False)]
-        done = steps.closed(GROUP, step)
-        assert answers(done) == [accepted(0, step + 1), accepted(1, step + 1)]
+    assert steps.push(0, 0) == []
+    assert steps.push(0, 0, number=1) == []  # goes on waiting, and counts once
+    assert closes(steps.push(1, 0)) == [(0, [0, 1], False)]
+    first = next(act for act in steps.closed(GROUP, 0) if isinstance(act, Answer))
+    assert steps.push(0, 0, number=1) == [first]
+
+
+def test_a_repeated_push_whose_request_was_given_up_waits_again() -> None:
+    steps = Steps(2)
+    steps.push(0, 0)
+    steps.forget(GROUP, replica(0), 1)
+    steps.forget(99, replica(0), 1)
+    steps.push(1, 0)
+    assert answers(steps.closed(GROUP, 0)) == [accepted(1, 1)]
+    assert answers(steps.push(0, 0, number=1)) == [accepted(0, 1)]
+
+
+def test_a_push_that_comes_late_takes_no_token_with_it() -> None:
+    """Its replica has sent it again and has had the answer: a token would be lost with it."""
+    steps = Steps(1, 2)  # two tokens a step, for two workers
+    steps.push(0, 0, acked_below=1, closure=11)
+    assert answers(steps.closed(GROUP, 0)) == [accepted(0, 1)]
+    steps.push(0, 1, acked_below=2, closure=12)
+    late = steps.push(0, 0, number=1, acked_below=1, closure=11)
+    assert refusals(late) == [(0, "UsageError")]
+    assert answers(steps.closed(GROUP, 1)) == [accepted(0, 2)]
+    again = Steps(1, 2)
+    again.restore(steps.snapshot(), {GROUP: config(1, 2)})  # what a backup knows of it
+    assert refusals(again.push(0, 0, number=1, acked_below=1, closure=11))
+    assert [group["waiting"] for group in steps.statistics().values()] == [0]
+
+
+def test_another_run_of_a_counted_closure_is_a_duplicate_and_takes_a_token() -> None:
+    steps = Steps(2)
+    steps.live(0, 1)
+    steps.push(0, 0, closure=11)
+    steps.live(1)
+    steps.closed(GROUP, 0)  # the target has followed: worker 0's push was enough
+    assert answers(steps.push(1, 1, closure=11)) == [(1, "duplicate", 1)]
+
+
+def test_another_run_must_push_the_same_variables() -> None:
+    steps = Steps(2)
+    steps.push(0, 0, closure=5)
+    assert refusals(steps.push(1, 0, closure=5, variable_set=b"v")) == [(1, "UsageError")]
+
+
+def test_a_final_closure_counts_no_more() -> None:
+    steps = Steps(1)
+    steps.push(0, 0, closure=5)
+    steps.closed(GROUP, 0)
+    steps.final_below(6)
+    steps.final_below(3)
+    assert steps.calls() == []
+    assert steps.push(1, 1, closure=4) == []
+    assert steps.counted() == 0
+    assert closes(steps.push(0, 1, closure=7)) == [(1, [0], False)]
+    assert answers(steps.closed(GROUP, 1)) == [(1, "duplicate", 2)]
+
+
+def test_a_shard_that_comes_again_counts_once_and_its_run_before_no_more() -> None:
+    steps = Steps(1)
+    steps.push(0, 0, closure=5)
+    steps.closed(GROUP, 0)
+    steps.final_below(9, [(5, 1)])
+    again = numbered(5, 1)
+    assert [call[1] for call in steps.calls()] == [5]
+    assert steps.push(1, 1, closure=again) == []
+    assert steps.push(2, 1, closure=5, ordinal=1) == []
+    assert steps.counted() == 0
+    assert closes(steps.push(0, 1, closure=again, ordinal=1)) == [(1, [0], False)]
+    assert steps.pending_closures() == [5]
+    assert answers(steps.closed(GROUP, 1)) == [(1, "duplicate", 2)]
+    steps.final_below(9)
+    assert steps.calls() == []
+
+
+def test_a_shard_that_pushes_other_variables_when_it_comes_again_is_told_what_to_do() -> None:
+    steps = Steps(2)
+    steps.push(0, 0, closure=5)
+    (refused,) = steps.push(1, 0, closure=numbered(5, 1), variable_set=b"v")
+    assert isinstance(refused, Refuse)
+    assert "closure 5, call 0, pushes other variables" in str(refused.error)
+    assert "what a data shard has updated before" in str(refused.error)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_is_a_positive_number(weight: float) -> None:
+    assert refusals(Steps(1).push(0, 0, weight=weight)) == [(0, "ValueMismatchError")]
+
+
+def test_deterministic_sums_are_in_the_order_of_the_replicas() -> None:
+    steps = Steps(3, deterministic=True)
+    for index in (2, 0):
+        steps.push(index, 0)
+    assert closes(steps.push(1, 0)) == [(0, [0, 1, 2], False)]
+
+
+def test_statistics_count_drops_by_worker() -> None:
+    steps = Steps(1, 2)
+    steps.push(0, 0)
+    steps.closed(GROUP, 0)
+    steps.push(1, 0)
+    statistics = steps.statistics()[f"opt/{GROUP}"]
+    assert statistics["replicas"] == {
+        "/job:worker/task:0": {"accepted": 1, "stale": 0, "duplicate": 0},
+        "/job:worker/task:1": {"accepted": 0, "stale": 1, "duplicate": 0},
+    }
+    assert statistics["staleness"] == {"0": 1, "1": 1}
+    assert (statistics["steps"], statistics["partial_steps"], statistics["step"]) == (1, 0, 1)
+
+
+def test_initial_tokens_are_put_once() -> None:
+    steps = Steps(3, 1)
+    assert steps.init_tokens(GROUP, 2) == []
+    assert steps.init_tokens(GROUP, 2) == []  # a chief that was started again
+    assert answers(steps.push(0, 0)) == [accepted(0, 0)]
+    tokens = steps.statistics()[f"opt/{GROUP}"]["tokens"]
+    assert tokens == {"published": 2, "taken": 1, "void": 0, "left": 1}
+
+
+def test_too_few_initial_tokens_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="too few tokens"):
+        Steps(3, 1).init_tokens(GROUP, 1)
+
+
+# The order of calls, which ``SyncSteps`` keeps.
+
+
+def one_push() -> Contribution:
+    return Contribution(replica(0), 1, 1, None, 0, b"v", 0, 1.0)
+
+
+def test_a_step_is_not_closed_twice_nor_without_a_push() -> None:
+    group = Group(GROUP, config(1), 0, None)
+    with pytest.raises(AssertionError, match="nothing to close at step 0"):
+        group.close(partial=True)
+    group.judge(one_push(), 0)
+    group.close(partial=False)
+    with pytest.raises(AssertionError, match="nothing to close at step 1"):
+        group.close(partial=False)
+    with pytest.raises(LocalProtocolError, match="step 1 is not being closed, but step 0"):
+        group.closed(1, None)
+    group.closed(0, None)
+    with pytest.raises(LocalProtocolError, match="step 0 is not being closed, but none"):
+        group.closed(0, None)
+
+
+CONTRIBUTION = Contribution(("/job:worker/task:0", 5), 3, 2, None, 1, b"set", -1, 0.5)
+
+
+@pytest.mark.parametrize("closure", [None, 9])
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_push_comes_back_from_its_snapshot(closure: int | None, *, is_answered: bool) -> None:
+    one = CONTRIBUTION
+    contribution = Contribution(
+        one.replica, 3, 2, closure, 1, one.variable_set, one.local_step, one.weight
+    )
+    push = Push(contribution, "accepted", 0, partial=True, count=2)
+    if is_answered:
+        push.answer = Answer(GROUP, one.replica, 3, "accepted", 0, 4, True, 2)
+    back = Push.restored(GROUP, msgpack.unpackb(msgpack.packb(push.snapshot())))
+    assert back.contribution == contribution
+    assert (back.outcome, back.staleness, back.partial, back.count) == ("accepted", 0, True, 2)
+    assert back.answer == push.answer
+
+
+# The sequence of a step.
 
 
 def test_tokens_come_only_when_the_step_has_been_applied() -> None:
@@ -74,15 +322,6 @@ def test_one_replica_of_three_gradients_a_step_goes_on_by_initial_tokens() -> No
     for _ in range(2):
         assert answers(steps.push(0, 1)) == [accepted(0, 1)]
     assert closes(steps.push(0, 1)) == [(1, [0, 0, 0], False)]
-
-
-def test_a_fast_replica_may_take_the_token_of_a_slow_one() -> None:
-    steps = Steps(2, 3)
-    steps.push(0, 0)
-    steps.push(1, 0)
-    steps.closed(GROUP, 0)
-    assert answers(steps.push(0, 1)) == [accepted(0, 1)]  # the third token, meant for worker 2
-    assert closes(steps.push(0, 1)) == [(1, [0, 0], False)]
 
 
 def test_bound_tokens_let_each_replica_contribute_once_a_step() -> None:
@@ -143,11 +382,6 @@ def test_the_wasted_first_step_of_tensorflow() -> None:
     assert closes(steps.push(1, 1)) == [(1, [0, 1], False)]
 
 
-def test_a_gradient_from_the_future_counts() -> None:
-    steps = Steps(1)
-    assert closes(steps.push(0, 5)) == [(0, [0], False)]
-
-
 def test_values_of_before_the_first_step_are_those_of_where_the_group_began() -> None:
     steps = Steps(1, 2, begin=40)
     assert steps.present_and_first(GROUP) == (40, 40)
@@ -180,16 +414,6 @@ def test_who_joins_does_not_raise_the_target_of_the_present_step() -> None:
     steps.live(0, 1)
     steps.push(0, 0)
     steps.live(0, 1, 2)
-    assert closes(steps.push(1, 0)) == [(0, [0, 1], False)]
-
-
-def test_who_joins_before_anything_has_counted_raises_the_target_at_once() -> None:
-    """As between two epochs, the first of which ended with the data of one replica."""
-    steps = Steps(2)
-    steps.live(0, 1)
-    steps.live(1)
-    steps.live(0, 1)
-    assert steps.push(0, 0) == []
     assert closes(steps.push(1, 0)) == [(0, [0, 1], False)]
 
 
@@ -229,15 +453,6 @@ def test_who_waits_though_it_takes_no_part_does_not_stand_for_who_does() -> None
         assert steps.push(index, 0) == []  # stale, and all tokens are taken
     # As many wait as take part, but worker 1 does not, and may still push.
     assert steps.members(dict([replica(0), replica(1)]), [], 0.0) == []
-
-
-def test_fencing_who_is_not_here_changes_nothing() -> None:
-    steps = Steps(2)
-    assert steps.fence(replica(0)[0], 5) == []
-    steps.push(0, 0, incarnation=5)
-    assert steps.fence(replica(0)[0], 5) == []
-    assert refusals(steps.fence(replica(0)[0], 6)) == [(0, "FencedError")]
-    assert refusals(steps.push(0, 0, incarnation=5)) == [(0, "FencedError")]
 
 
 @pytest.mark.promise("steps.never-stuck")
@@ -328,13 +543,6 @@ def test_a_closure_in_flight_that_does_not_wait_may_still_push() -> None:
     assert closes(steps.push(1, 0, closure=101)) == [(0, [0, 1], False)]
 
 
-def test_nothing_in_flight_closes_nothing() -> None:
-    steps = Steps(2)
-    steps.live(0, 1)
-    steps.push(0, 0, closure=100)
-    assert steps.schedule(False, []) == []
-
-
 def test_closures_that_wait_in_two_groups_release_each_other() -> None:
     steps = Steps(2)
     steps.define(8, config(2), 0)
@@ -380,17 +588,6 @@ def test_who_counts_in_the_step_that_is_being_applied_when_training_ends_is_told
     assert refusals(steps.push(0, 1)) == [(0, "TrainingEnded")]
 
 
-def test_whoever_gets_no_token_of_the_last_step_is_told_that_training_has_ended() -> None:
-    steps = Steps(2, 1)
-    steps.push(0, 0)
-    steps.push(0, 0)
-    steps.push(1, 0)
-    steps.end("done")
-    done = steps.closed(GROUP, 0)
-    assert len(answers(done)) + len(refusals(done)) == len(done)
-    assert steps.waiting == frozenset()
-
-
 def test_no_step_is_closed_after_the_end_of_training() -> None:
     steps = Steps(2)
     steps.live(0, 1)
@@ -422,16 +619,6 @@ def test_defining_again_changes_nothing_and_must_be_the_same() -> None:
     assert steps.present_and_first(GROUP)[0] == 0
     with pytest.raises(ConfigurationError, match="a different configuration"):
         steps.define(GROUP, config(3), 0)
-
-
-def test_what_does_not_exist_is_a_bug() -> None:
-    steps = SyncSteps()
-    assert not steps.knows(GROUP)
-    assert steps.present_and_first(GROUP) == (-1, -1)
-    with pytest.raises(LocalProtocolError):
-        steps.closed(GROUP, 0)
-    with pytest.raises(LocalProtocolError, match="not being closed"):
-        Steps(1).closed(GROUP, 0)
 
 
 def test_calls_of_two_runs_are_compared_by_their_numbers_so_a_loop_may_count_twice() -> None:
@@ -506,68 +693,9 @@ def test_calls_that_were_counted_before_are_duplicates() -> None:
 # What a backup is told.
 
 
-def pair_of(needed: int, total: int, **more: Any) -> Pair:
-    pair = Pair()
-    pair.define(GROUP, config(needed, total, **more), 0)
-    return pair
-
-
-def pushed(index: int, number: int, *, acked_below: int = 0) -> Contribution:
-    closure = 10 * index + number
-    return Contribution(replica(index), number, acked_below or number, closure, 0, b"w", 0, 1.0)
-
-
-def test_a_backup_knows_who_has_had_its_share_of_a_step() -> None:
-    pair = pair_of(2, 3, strict=True)
-    pair.tell("contribute", GROUP, pushed(0, 1))
-    pair.copy()
-    refused = pair.tell("contribute", GROUP, pushed(0, 2, acked_below=1))
-    assert refusals(refused) == [(0, "UsageError")]
-
-
-def test_a_backup_is_at_the_step_that_is_being_applied_and_goes_on_with_it() -> None:
-    pair = pair_of(2, 3)
-    pair.tell("contribute", GROUP, pushed(0, 1))
-    (close,) = pair.tell("contribute", GROUP, pushed(1, 1))
-    pair.copy()
-    pair.tell("contribute", GROUP, pushed(2, 1))
-    pair.promote()
-    assert isinstance(close, Close)
-    assert pair.rule.present_and_first(GROUP)[0] == 1
-    assert answers(pair.tell("closed", GROUP, close.step)) == [
-        accepted(0, 1), accepted(1, 1), (2, "stale", 1),
-    ]  # fmt: skip
-
-
-def test_a_backup_gives_the_answer_that_was_given_before() -> None:
-    pair = pair_of(1, 1)
-    pair.tell("contribute", GROUP, pushed(0, 1))
-    (answer,) = pair.tell("closed", GROUP, 0)
-    pair.copy()
-    pair.promote()
-    assert pair.tell("contribute", GROUP, pushed(0, 1)) == [answer]
-
-
-def test_a_backup_says_why_a_group_is_broken() -> None:
-    pair = pair_of(1, 2)
-    pair.tell("contribute", GROUP, pushed(0, 1))
-    pair.tell("close_failed", GROUP, ParameterServerLost("/job:ps/task:1"))
-    pair.copy()
-    assert refusals(pair.tell("contribute", GROUP, pushed(1, 1))) == [(1, "ParameterServerLost")]
-
-
 def test_a_group_that_begins_while_too_few_live_waits_for_them() -> None:
     steps = SyncSteps()
     steps.members({"/job:worker/task:0": 1000}, ["/job:worker/task:1"], 5.0)
     steps.define(GROUP, config(2, min_replicas=2, patience_s=3.0), 0)
     steps.contribute(GROUP, Contribution(replica(0), 1, 0, 7, 1, b"", 0, 1.0))
     assert steps.next_deadline() == 8.0
-
-
-def test_the_steps_that_are_decided_and_not_applied_are_listed() -> None:
-    steps = Steps(1)
-    assert steps.closing() == []
-    steps.push(0, 0)
-    assert [close.step for close in steps.closing()] == [0]
-    steps.closed(GROUP, 0)
-    assert steps.closing() == []

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
+import logging
 import math
+import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from psync.testing import Deadlock, RealWorldError, VirtualClockLoop, run_virtual, settle
 from psync.testing import clock as clock_module
+from psync.testing.clock import Fence
 
 
 def now() -> float:
@@ -32,19 +37,6 @@ def test_time_starts_at_zero_and_jumps_to_the_next_timer() -> None:
         return times
 
     assert run_virtual(main) == [0.0, 3600.0, 3600.25, 3600.25]
-
-
-def test_timers_fire_in_the_order_of_their_times_and_then_of_their_making() -> None:
-    async def main() -> list[str]:
-        loop, fired = asyncio.get_running_loop(), []
-        loop.call_at(2.0, fired.append, "c")
-        loop.call_later(1.0, fired.append, "a")
-        loop.call_at(2.0, fired.append, "d")
-        loop.call_at(1.0, fired.append, "b")
-        await asyncio.sleep(3.0)
-        return fired
-
-    assert run_virtual(main) == ["a", "b", "c", "d"]
 
 
 def test_a_timer_in_the_past_fires_though_others_keep_the_loop_busy() -> None:
@@ -73,18 +65,6 @@ def test_cancelled_timers_do_not_move_the_clock() -> None:
     assert run_virtual(main) == 20.0
 
 
-def test_cancelled_timers_do_not_pile_up() -> None:
-    async def main() -> int:
-        loop = asyncio.get_running_loop()
-        kept = loop.call_later(7.0, int)
-        for _ in range(10_000):
-            loop.call_later(5.0, int).cancel()
-        assert not kept.cancelled()
-        return len(loop._timers)
-
-    assert run_virtual(main) <= 1024
-
-
 def test_a_timeout_takes_virtual_time() -> None:
     async def main() -> float:
         with pytest.raises(TimeoutError):
@@ -95,12 +75,6 @@ def test_a_timeout_takes_virtual_time() -> None:
         return now()
 
     assert run_virtual(main) == 350.0
-
-
-@pytest.mark.virtual_time
-async def test_a_test_can_be_marked_to_run_on_a_virtual_clock() -> None:
-    assert isinstance(asyncio.get_running_loop(), VirtualClockLoop)
-    await asyncio.sleep(3600.0)
 
 
 # Deadlocks.
@@ -215,13 +189,6 @@ def int_of_task(task: asyncio.Task[None]) -> None:
     """A callback that is not a step of a task, though a task calls it."""
 
 
-def test_the_seed_can_be_read_off_the_loop() -> None:
-    loop = VirtualClockLoop(17)
-    assert loop.seed == 17
-    assert repr(loop) == "<VirtualClockLoop seed=17 time=0>"
-    loop.close()
-
-
 # What asyncio builds on a loop.
 
 
@@ -253,42 +220,6 @@ def test_queues_locks_events_and_groups_work(seed: int | None) -> None:
     assert run_virtual(main, seed=seed) == list(range(20))
 
 
-def test_gather_and_wait_work() -> None:
-    async def number(value: int) -> int:
-        await asyncio.sleep(value)
-        return value
-
-    async def main() -> None:
-        assert await asyncio.gather(number(3), number(1)) == [3, 1]
-        tasks = [asyncio.create_task(number(value)) for value in (5, 2)]
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        assert [task.result() for task in done] == [2]
-        pending.pop().cancel()
-
-    run_virtual(main)
-
-
-def test_cancelling_a_task_reaches_it_where_it_waits() -> None:
-    async def main() -> list[str]:
-        seen = []
-
-        async def wait() -> None:
-            try:
-                await asyncio.sleep(100.0)
-            except asyncio.CancelledError:
-                seen.append(f"cancelled at {now():g}")
-                raise
-
-        task = asyncio.create_task(wait())
-        await asyncio.sleep(2.0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return seen
-
-    assert run_virtual(main) == ["cancelled at 2"]
-
-
 def test_callbacks_run_in_the_context_they_are_given() -> None:
     name = contextvars.ContextVar("name", default="none")
 
@@ -316,21 +247,6 @@ def test_a_runner_can_run_several_times_on_one_clock() -> None:
         runner.get_loop()
 
 
-def test_an_error_of_the_main_coroutine_comes_out() -> None:
-    async def main() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        run_virtual(main)
-
-
-def test_run_virtual_passes_arguments_on() -> None:
-    async def main(a: int, b: int) -> int:
-        return a - b
-
-    assert run_virtual(main, 5, 3) == 2
-
-
 # Functions that other loops run in threads.
 
 
@@ -350,14 +266,6 @@ def test_a_function_for_a_thread_runs_on_the_loop_as_one_step() -> None:
         return steps
 
     assert run_virtual(main) == [1]
-
-
-def test_an_error_of_such_a_function_comes_back() -> None:
-    async def main() -> None:
-        with pytest.raises(ZeroDivisionError):
-            await asyncio.to_thread(lambda: 1 // 0)
-
-    run_virtual(main)
 
 
 def test_such_a_function_may_end_the_program() -> None:
@@ -424,15 +332,6 @@ def test_stop_ends_the_run_after_the_present_pass() -> None:
     assert called == ["same pass", "next pass"]
     loop.stop()
     loop.run_forever()  # there is nothing to run
-    loop.close()
-
-
-def test_a_run_that_is_stopped_before_its_end_says_so() -> None:
-    loop = VirtualClockLoop()
-    loop.call_soon(loop.stop)
-    future = loop.create_future()
-    with pytest.raises(RuntimeError, match="stopped before the future was done"):
-        loop.run_until_complete(future)
     loop.close()
 
 
@@ -552,3 +451,149 @@ async def test_settle_gives_other_loops_many_rounds() -> None:
     await settle()
     assert steps == 50
     await task
+
+
+async def wait_for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def call_it() -> None:
+    await wait_for_ever()
+
+
+def test_each_task_is_listed_with_the_lines_at_which_it_waits() -> None:
+    async def main() -> None:
+        task = asyncio.create_task(call_it(), name="reader")
+        await task
+
+    with pytest.raises(Deadlock) as caught:
+        run_virtual(main)
+    first, *rest = str(caught.value).splitlines()
+    assert first == ("nothing is ready and no timer is set, at virtual time 0 s; 2 pending tasks:")
+    names = [line for line in rest if not line.startswith("    ")]
+    assert names[0].startswith("  Task-") or names[1].startswith("  Task-")
+    assert "  reader (call_it) waits for a Future" in names
+    assert any(line.endswith(".<locals>.main) waits for reader") for line in names)
+    places = [line for line in rest if line.startswith("    ")]
+    lines = {name: code.__code__.co_firstlineno + 1 for name, code in CODE.items()}
+    assert f"    {__file__}:{lines['call_it']} in call_it: await wait_for_ever()" in places
+    assert (
+        f"    {__file__}:{lines['wait_for_ever']} in wait_for_ever: await asyncio.Event().wait()"
+        in (places)
+    )
+    assert set(caught.value.tasks) > {"reader"}
+
+
+CODE = {"call_it": call_it, "wait_for_ever": wait_for_ever}
+
+
+def test_a_run_without_tasks_says_what_would_have_ended_it() -> None:
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        loop = runner.get_loop()
+        with pytest.raises(Deadlock, match=r"no task is pending: only stop\(\) could"):
+            loop.run_forever()
+
+
+def test_it_can_be_pickled() -> None:
+    error = pickle.loads(pickle.dumps(Deadlock("text", ("a", "b"))))
+    assert (str(error), error.tasks) == ("text", ("a", "b"))
+    assert isinstance(error, AssertionError)
+
+
+FENCED = [name for name, value in vars(Fence).items() if type(value).__name__ == "_Fenced"]
+
+
+@pytest.mark.parametrize("name", FENCED)
+def test_what_reaches_the_real_world_is_refused(name: str) -> None:
+    async def main() -> None:
+        message = rf"{name}\(\) reaches out of a loop with a virtual clock"
+        with pytest.raises(RealWorldError, match=message):
+            getattr(asyncio.get_running_loop(), name)("an", argument=1)
+
+    run_virtual(main)
+
+
+def test_every_method_of_a_loop_is_there_or_fenced() -> None:
+    methods = dict(inspect.getmembers(asyncio.AbstractEventLoop, inspect.isfunction))
+    missing = [
+        name for name, method in methods.items() if getattr(VirtualClockLoop, name) is method
+    ]
+    assert missing == []
+
+
+async def count(ended: list[str], name: str) -> AsyncIterator[int]:
+    try:
+        yield 1
+        yield 2
+    finally:
+        await asyncio.sleep(1.0)
+        ended.append(name)
+
+
+def test_generators_that_are_still_open_are_closed_at_the_end() -> None:
+    ended: list[str] = []
+    held = []
+
+    async def main() -> None:
+        for name in ("a", "b"):
+            held.append(count(ended, name))
+            await anext(held[-1])
+
+    run_virtual(main)
+    assert sorted(ended) == ["a", "b"]
+
+
+def test_an_error_while_closing_a_generator_is_reported() -> None:
+    async def fail() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            raise ZeroDivisionError
+
+    held, reports = [], []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+        held.append(fail())
+        await anext(held[0])
+
+    run_virtual(main)
+    assert reports[0]["message"].startswith("an error occurred while closing <async_generator")
+    assert isinstance(reports[0]["exception"], ZeroDivisionError)
+
+
+def test_errors_that_nobody_awaits_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert loop.get_exception_handler() is None
+        loop.call_soon(lambda: 1 // 0)
+        await settle()
+        loop.call_exception_handler({"protocol": "p"})
+
+    with caplog.at_level(logging.ERROR, "asyncio"):
+        run_virtual(main)
+    first, second = caplog.records
+    assert first.getMessage().startswith("Exception in callback")
+    assert first.exc_info is not None
+    assert first.exc_info[0] is ZeroDivisionError
+    assert second.getMessage() == "unhandled exception in the event loop\nprotocol: 'p'"
+
+
+def test_a_handler_gets_the_errors_instead(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        loop, reports = asyncio.get_running_loop(), []
+
+        def handle(loop, report) -> None:
+            reports.append(report["message"])
+            if len(reports) == 2:
+                raise ZeroDivisionError
+
+        loop.set_exception_handler(handle)
+        assert loop.get_exception_handler() is handle
+        loop.call_exception_handler({"message": "one"})
+        loop.call_exception_handler({"message": "two"})
+        assert reports == ["one", "two"]
+
+    run_virtual(main)
+    (record,) = caplog.records
+    assert record.getMessage() == "the exception handler failed\ncontext: {'message': 'two'}"

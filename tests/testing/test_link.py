@@ -5,32 +5,203 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 
-from psync.testing import MemoryNetwork, run_virtual
+from psync.testing import BufferChanged, MemoryNetwork, run_virtual
+from psync.testing.link import Segment, check_buffer
 from recorder import Recorder, end, pair
 from turns import Turns, linked
 
 
-def test_cut_loses_both_sides_and_what_was_under_way(turns: Turns) -> None:
+async def test_changing_a_buffer_after_writing_it_ends_the_connection() -> None:
+    network = MemoryNetwork()
+    client, server, _ = await pair(network)
+    data = bytearray(200_000)
+    client.transport.write(data)
+    data[150_000] = 1
+    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
+    (problem,) = network.problems
+    assert client.lost is server.lost is problem
+    assert "asyncio" not in str(problem), "the report ends where the loop begins"
+    assert str(problem).startswith(
+        "200000 bytes, written at position 0 to_server of <link 0 from client to 127.0.0.1:20000>, "
+        f"were changed before they were sent; written at {__file__}:"
+    )
+    with pytest.raises(BufferChanged, match="were changed before they were sent"):
+        network.check()
+
+
+def test_a_buffer_may_be_changed_once_the_write_buffer_is_empty(turns: Turns) -> None:
     client, server, link = linked()
-    client.transport.write(bytes(100))
-    link.cut()
-    link.cut()
+    server.transport.pause_reading()
+    data = bytearray(b"abc")
+    client.transport.write(data)
+    assert client.transport.get_write_buffer_size() == 3
     turns.settle()
-    for recorder in (client, server):
-        assert isinstance(recorder.lost, ConnectionResetError)
-        assert recorder.events == ["made", "lost"]
+    assert client.transport.get_write_buffer_size() == 0
+    data[:] = b"xyz"
+    server.transport.resume_reading()
+    turns.settle()
+    assert server.received == b"abc"
+    assert not link.fabric.problems
+
+
+def test_a_change_is_found_when_the_kernel_takes_the_buffer(turns: Turns) -> None:
+    client, server, link = linked()
+    server.transport.pause_reading()
+    data = bytearray(b"abc")
+    client.transport.write(data)
+    data[0] = 0
+    turns.settle()
+    assert client.events[-1] == server.events[-1] == "lost"
+    assert len(link.fabric.problems) == 1
     assert server.received == b""
-    assert link.to_server.buffered_bytes == client.transport.get_write_buffer_size() == 0
 
 
-def test_cut_tells_what_it_is_told(turns: Turns) -> None:
+def test_a_buffer_may_be_changed_after_an_abort(turns: Turns) -> None:
     client, server, link = linked()
-    link.cut(ConnectionAbortedError("the cable was pulled"))
+    data = bytearray(100_000)
+    client.transport.write(data)
+    client.transport.abort()
+    data[:] = bytes(range(100)) * 1000
     turns.settle()
-    assert str(client.lost) == str(server.lost) == "the cable was pulled"
+    assert client.events[-1] == server.events[-1] == "lost"
+    assert not link.fabric.problems
+
+
+def test_a_change_that_is_taken_back_is_found_where_it_went_out() -> None:
+    data = bytearray(b"abcdef")
+    segment = Segment(data, start=0, due=0.0, check=True)
+    assert segment.hand_over(2) == b"ab"
+    data[2] = 0
+    segment.hand_over(2)
+    data[2] = ord("c")
+    assert segment.is_intact()  # so far nobody can tell
+    assert segment.hand_over(10) == b"ef"
+    assert segment.left_bytes == 0
+    assert not segment.is_intact()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("text", "expected bytes, bytearray or memoryview, got a str"),
+        (np.zeros(2, np.uint8), "expected bytes, bytearray or memoryview, got a ndarray"),
+        (
+            memoryview(np.zeros(2, np.float32)),
+            r"memoryview of bytes, got format 'f', shape \(2,\), strides \(4,\)",
+        ),
+        (
+            memoryview(np.zeros((2, 3), np.uint8)),
+            r"one-dimensional memoryview of bytes, got format 'B', shape \(2, 3\)",
+        ),
+        (memoryview(bytes(4))[::2], r"contiguous .* got format 'B', shape \(2,\), strides \(2,\)"),
+    ],
+)
+def test_what_a_loop_would_refuse_or_send_wrongly_is_refused(data, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        check_buffer(data)
+
+
+def test_a_refused_buffer_leaves_nothing_half_written(turns: Turns) -> None:
+    client, _, _ = linked()
+    with pytest.raises(TypeError):
+        client.transport.writelines([b"good", "bad"])  # type: ignore[list-item]
+    assert client.transport.get_write_buffer_size() == 0
+
+
+def test_the_report_names_the_lines_that_wrote() -> None:
+    def inner() -> Segment:
+        return Segment(bytearray(1), start=0, due=0.0, check=True)
+
+    def outer() -> Segment:
+        return inner()
+
+    first, second, *_ = outer().writer.split(", called from ")
+    line = inner.__code__.co_firstlineno + 1
+    assert first == f"{__file__}:{line}"
+    assert second == f"{__file__}:{line + 3}"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (16 << 10, 64 << 10)),
+        ({"high": 100}, (25, 100)),
+        ({"low": 100}, (100, 400)),
+        ({"high": 0}, (0, 0)),
+        ({"high": 9, "low": 3}, (3, 9)),
+    ],
+)
+def test_water_marks_follow_asyncio(turns: Turns, given: Any, expected: Any) -> None:
+    client, _, _ = linked()
+    client.transport.set_write_buffer_limits(**given)
+    assert client.transport.get_write_buffer_limits() == expected
+
+
+def test_impossible_water_marks_are_refused(turns: Turns) -> None:
+    client, _, _ = linked()
+    with pytest.raises(ValueError, match="expected high >= low >= 0, got high=1, low=2"):
+        client.transport.set_write_buffer_limits(high=1, low=2)
+
+
+class Failing(Recorder):
+    """Fails in one method."""
+
+    def __init__(self, method: str, result: object = None) -> None:
+        super().__init__()
+        self._result = result
+        setattr(self, method, self.fail)
+
+    def fail(self, *args: object) -> object:
+        if self._result is None:
+            raise ZeroDivisionError("a bug in the protocol")
+        return self._result
+
+
+@pytest.mark.parametrize("method", ["get_buffer", "buffer_updated", "eof_received"])
+def test_an_error_of_the_protocol_ends_the_connection(turns: Turns, method: str) -> None:
+    client, server, _ = linked(server=lambda: Failing(method))
+    client.transport.write(b"x")
+    client.transport.close()
+    turns.settle()
+    assert client.events[-1] == server.events[-1] == "lost"
+    assert isinstance(server.lost, ZeroDivisionError)
+    assert [report["message"] for report in turns.reports] == [f"protocol.{method}() failed"]
+    assert turns.reports[0]["transport"] is server.transport
+    assert turns.reports[0]["protocol"] is server
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (bytearray(), r"get_buffer\(\) returned an empty buffer"),
+        (b"read-only", r"get_buffer\(\) returned a read-only buffer"),
+    ],
+)
+def test_memory_that_cannot_be_read_into_ends_the_connection(
+    turns: Turns, buffer: object, message: str
+) -> None:
+    client, server, _ = linked(server=lambda: Failing("get_buffer", buffer))
+    client.transport.write(b"x")
+    turns.settle()
+    assert client.events[-1] == server.events[-1] == "lost"
+    assert server.lost is not None
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        raise server.lost
+    assert len(turns.reports) == 1
+
+
+@pytest.mark.parametrize("method", ["pause_writing", "resume_writing"])
+def test_an_error_of_flow_control_is_reported_and_no_more(turns: Turns, method: str) -> None:
+    client, server, _ = linked(lambda: Failing(method))
+    client.transport.write(bytes(100_000))
+    turns.settle()
+    assert len(server.received) == 100_000
+    assert [report["message"] for report in turns.reports] == [f"protocol.{method}() failed"]
 
 
 @pytest.mark.parametrize("num_bytes", [1, 999, 1000])
@@ -43,25 +214,6 @@ def test_cut_after_delivers_exactly_so_many_bytes(turns: Turns, num_bytes: int) 
     assert client.events[-1] == server.events[-1] == "lost"
     assert server.received == data[:num_bytes]
     assert isinstance(client.lost, ConnectionResetError)
-
-
-def test_cut_after_nothing_cuts_now(turns: Turns) -> None:
-    client, server, link = linked()
-    link.to_client.cut_after(0)
-    turns.settle()
-    assert client.events == server.events == ["made", "lost"]
-
-
-def test_cut_after_counts_one_direction_only(turns: Turns) -> None:
-    client, server, link = linked()
-    link.to_client.cut_after(5)
-    client.transport.write(bytes(1000))
-    turns.settle()
-    assert len(server.received) == 1000
-    server.transport.write(b"123456")
-    turns.settle()
-    assert client.events[-1] == "lost"
-    assert client.received == b"12345"
 
 
 def test_a_stalled_direction_builds_up_back_pressure(turns: Turns) -> None:
@@ -81,36 +233,6 @@ def test_a_stalled_direction_builds_up_back_pressure(turns: Turns) -> None:
     turns.settle()
     assert len(server.received) == 66_200
     assert client.events == ["made", "pause", "data", "resume"]
-
-
-def test_without_a_kernel_everything_stays_in_the_write_buffer(turns: Turns) -> None:
-    client, server, link = linked(kernel_bytes=0)
-    link.to_server.stall()
-    client.transport.write(b"1")
-    turns.settle()
-    assert client.transport.get_write_buffer_size() == 1
-    client.transport.close()
-    turns.settle()
-    assert client.events == ["made"]  # closing waits for the write buffer
-    link.to_server.flow()
-    turns.settle()
-    assert client.events[-1] == server.events[-1] == "lost"
-    assert server.received == b"1"
-
-
-def test_close_does_not_wait_for_what_the_kernel_has_taken(turns: Turns) -> None:
-    client, server, link = linked()
-    link.to_server.stall()
-    client.transport.write(b"last words")
-    client.transport.close()
-    turns.settle()
-    assert client.events[-1] == "lost"
-    assert server.events == ["made"]
-    link.to_server.flow()
-    turns.settle()
-    assert server.events[-1] == "lost"
-    assert server.received == b"last words"
-    assert server.lost is None
 
 
 def test_a_partition_is_silent_and_heals_without_loss(turns: Turns) -> None:
@@ -144,16 +266,6 @@ def test_behind_a_partition_nobody_learns_that_the_other_side_is_gone(turns: Tur
     assert not link.is_live
 
 
-def test_a_partition_can_end_in_a_cut(turns: Turns) -> None:
-    client, server, link = linked()
-    link.partition()
-    client.transport.write(b"lost")
-    link.cut()
-    turns.settle()
-    assert client.events[-1] == server.events[-1] == "lost"
-    assert server.received == b""
-
-
 def test_an_abort_shows_as_an_end_or_as_a_reset(turns: Turns) -> None:
     def ending(seed: int) -> tuple[bool, bytes]:
         client, server, link = linked(seed=seed)
@@ -182,21 +294,6 @@ def test_bytes_for_a_closed_socket_are_answered_with_a_reset(turns: Turns) -> No
     assert client.received == b""
 
 
-def test_an_open_half_hears_of_the_end_once(turns: Turns) -> None:
-    client, server, _ = linked(server=lambda: Recorder(keep_open=True))
-    client.transport.write_eof()
-    client.transport.write_eof()
-    turns.settle()
-    assert server.events[-1] == "eof"
-    client.transport.abort()
-    turns.settle()
-    assert server.events == ["made", "eof"]
-    server.transport.write(b"x")
-    turns.settle()
-    assert server.events == ["made", "eof", "lost"]
-    assert isinstance(server.lost, ConnectionResetError)
-
-
 @pytest.mark.parametrize("chunk", [(1, 1), (7, 7), (3, 50)])
 def test_pieces_have_the_sizes_that_were_asked_for(turns: Turns, chunk: tuple[int, int]) -> None:
     client, server, _ = linked(chunk=chunk)
@@ -207,33 +304,6 @@ def test_pieces_have_the_sizes_that_were_asked_for(turns: Turns, chunk: tuple[in
     assert min(sizes) >= chunk[0]
     assert max(sizes) <= chunk[1]
     assert last <= chunk[1]
-
-
-def test_small_pieces_are_as_likely_as_large_ones(turns: Turns) -> None:
-    client, server, _ = linked()
-    server.memory = bytearray(1 << 20)
-    for _ in range(20):
-        client.transport.write(bytes(50_000))
-    turns.settle()
-    assert len(server.received) == 1_000_000
-    assert len([size for size in server.sizes if size < 256]) > 10
-    assert len([size for size in server.sizes if size > 10_000]) > 10
-
-
-def test_a_piece_is_never_larger_than_the_buffer_of_the_protocol(turns: Turns) -> None:
-    client, server, _ = linked(server=lambda: Recorder(room=10))
-    client.transport.write(bytes(1000))
-    turns.settle()
-    assert len(server.received) == 1000
-    assert max(server.sizes) == 10
-
-
-def test_names_of_links_and_transports_say_what_they_are(turns: Turns) -> None:
-    client, server, link = linked()
-    assert repr(link) == "<link 0 from client to ps0:1>"
-    assert repr(link.to_server) == f"<to_server of {link!r}>"
-    assert repr(client.transport) == f"<client of {link!r}>"
-    assert repr(server.transport) == f"<server of {link!r}>"
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -13,7 +13,7 @@ import pytest
 from endpoints import connected
 from psync.net.connection import Handler, Request
 from psync.net.shared.channel import SideChannel
-from psync.net.shared.regions import make_region, region_of
+from psync.net.shared.regions import region_of
 from psync.testing import MemoryNetwork, memory_sharing
 from psync.testing.memory_sharing import MemoryChannel, channels
 from psync.wire.messages import Pull, Pulled
@@ -47,40 +47,6 @@ def test_regions_arrive_at_once_in_order_and_cannot_be_written(
     assert list(theirs.take()) == list(ours.take()) == []
 
 
-def test_its_memory_outlives_the_region(ends: tuple[SideChannel, SideChannel]) -> None:
-    """As that of processes does: so its owner learns that nobody needs it, and says so."""
-    ours, theirs = ends
-    made = ours.make(1, 10)
-    gone: list[int] = []
-
-    class Knower:
-        region_gone = gone.append
-
-    knower = Knower()
-    made.region.on_gone[knower] = None
-    ours.give(made.region)
-    ((_, memory),) = theirs.take()
-    del made
-    assert gone == [1]
-    assert bytes(memory) == bytes(10)
-
-
-def test_a_region_of_processes_cannot_be_given(ends: tuple[SideChannel, SideChannel]) -> None:
-    assert not ends[0].give(make_region(1, 10).region)
-
-
-def test_after_the_end_nothing_is_given(
-    turns: Turns, ends: tuple[SideChannel, SideChannel]
-) -> None:
-    ours, theirs = ends
-    made = ours.make(1, 10)
-    assert ours.give(made.region)
-    theirs.end()
-    assert not ours.give(made.region)
-    assert list(theirs.take()) == []
-    assert theirs.give(theirs.make(1, 10).region)  # the other direction goes on
-
-
 @pytest.mark.parametrize("how", ["end", "close"])
 @pytest.mark.parametrize("early", [False, True])
 def test_the_end_is_told_once(
@@ -100,18 +66,6 @@ def test_the_end_is_told_once(
     getattr(ours, how)()
     turns.settle()
     assert told == ["ended"]
-
-
-def test_who_has_closed_is_told_nothing(
-    turns: Turns, ends: tuple[SideChannel, SideChannel]
-) -> None:
-    ours, theirs = ends
-    told: list[str] = []
-    theirs.when_ended(lambda: told.append("ended"))
-    theirs.close()
-    ours.end()
-    turns.settle()
-    assert told == []
 
 
 def test_some_regions_cannot_be_given_as_a_seed_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

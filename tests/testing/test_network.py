@@ -64,15 +64,6 @@ async def buffers_of_every_kind_are_joined_in_order(network):
 
 
 @contract
-async def text_is_refused(network):
-    client, server, listener = await pair(network)
-    listener.close()
-    with pytest.raises(TypeError):
-        client.transport.write("text")
-    await end(client, server)
-
-
-@contract
 async def addresses_are_resolved_and_told(network):
     client, server, listener = await pair(network)
     host, port = listener.address.split(":")
@@ -134,21 +125,6 @@ async def close_sends_everything_first(network):
 
 
 @contract
-async def a_write_after_close_is_dropped(network):
-    client, server, listener = await pair(network)
-    listener.close()
-    client.transport.write(b"first")
-    await server.until_received(5)
-    client.transport.close()
-    client.transport.write(b"second")
-    client.transport.close()
-    client.transport.abort()
-    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
-    assert server.received == b"first"
-    assert client.events.count("lost") == 1
-
-
-@contract
 async def abort_ends_both_sides_and_sends_a_prefix_at_most(network):
     client, server, listener = await pair(network)
     listener.close()
@@ -194,16 +170,6 @@ async def one_stream_may_end_before_the_other(network):
     server.transport.close()
     await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
     assert client.events == ["made", "data", "eof", "lost"]
-
-
-@contract
-async def writing_after_the_end_is_an_error(network):
-    client, server, listener = await pair(network, server=lambda: Recorder(keep_open=True))
-    listener.close()
-    client.transport.write_eof()
-    with pytest.raises(RuntimeError):
-        client.transport.write(b"more")
-    await end(client, server)
 
 
 @contract
@@ -370,21 +336,6 @@ async def test_cut_loses_the_connections_of_a_host_at_both_ends() -> None:
     await end(*other)
 
 
-async def test_refuse_turns_new_connections_away_until_admit() -> None:
-    network = MemoryNetwork()
-    accepting = await Accepting().listen(network.host("ps0"), "ps0:2222")
-    open_before = await accepting.connect(network)
-    for where in ("ps0", "ps0:2222"):
-        network.refuse(where)
-        with pytest.raises(ConnectionRefusedError, match="ps0:2222 refuses connections"):
-            await network.connect("ps0:2222", Recorder)
-        network.admit(where)
-    await end(*await accepting.connect(network))
-    open_before[0].transport.write(b"untouched")
-    await open_before[1].until_received(9)
-    await end(*open_before)
-
-
 async def test_a_partition_between_two_hosts_leaves_the_others_alone() -> None:
     network = MemoryNetwork()
     accepting = await Accepting().listen(network.host("ps0"), "ps0:2222")
@@ -439,29 +390,6 @@ def test_a_machine_that_has_died_answers_nobody_until_it_is_back() -> None:
     run_virtual(main)
 
 
-def test_links_of_unequal_speed_deliver_out_of_the_order_of_their_making() -> None:
-    async def main() -> list[int]:
-        network = MemoryNetwork(latency=(0.001, 0.002), spread=2.0)
-        accepted: list[Recorder] = []
-
-        def accept() -> Recorder:
-            accepted.append(Recorder())
-            return accepted[-1]
-
-        await network.listen("ps0:1", accept)
-        for number in range(8):
-            transport, _ = await network.connect("ps0:1", Recorder)
-            transport.write(bytes([number]))
-        for each in [*accepted]:
-            await each.until_received(1)
-        await asyncio.sleep(1)
-        return [each.received[0] for each in accepted]
-
-    order = run_virtual(main)
-    assert sorted(order) == list(range(8))
-    assert order != sorted(order)
-
-
 async def test_connecting_through_a_partition_waits_until_it_heals() -> None:
     network = MemoryNetwork()
     accepting = await Accepting().listen(network, "ps0:2222")
@@ -475,18 +403,6 @@ async def test_connecting_through_a_partition_waits_until_it_heals() -> None:
     assert not connecting.done()
     network.heal("worker0")
     await end(*await connecting)
-
-
-async def test_connecting_through_a_partition_can_be_cancelled() -> None:
-    network = MemoryNetwork()
-    listener = await network.listen("ps0:2222", Recorder)
-    network.partition("ps0:2222")
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.001):
-            await network.connect("ps0:2222", Recorder)
-    network.heal("ps0:2222")
-    assert network.links() == []
-    listener.close()
 
 
 def test_healing_what_was_not_partitioned_is_an_error() -> None:
@@ -536,31 +452,6 @@ async def test_a_server_factory_that_fails_costs_the_connection() -> None:
         await client.until_event("lost")
     assert [report["message"] for report in reports] == ["the factory of ps0:2222 failed"]
     assert network.links() == []
-
-
-async def test_addresses_mean_nothing_to_the_network() -> None:
-    network = MemoryNetwork()
-    client, server, _ = await pair(network, "unix:/run/ps0")
-    assert client.transport.get_extra_info("peername") == "unix:/run/ps0"
-    assert client.transport.get_extra_info("sockname") == "client#0"
-    assert client.transport.get_extra_info("socket") is None
-    await end(client, server)
-    client, server, _ = await pair(network.host("ps1"), "[::1]:2222")
-    assert client.transport.get_extra_info("peername") == ("::1", 2222)
-    assert server.transport.get_extra_info("peername") == "ps1#1"
-    await end(client, server)
-
-
-async def test_only_the_last_listener_of_an_address_can_close_it() -> None:
-    network = MemoryNetwork()
-    old = await network.listen("ps0:2222", Recorder)
-    old.close()
-    await network.listen("ps0:2222", Recorder)
-    old.close()
-    _, client = await network.connect("ps0:2222", Recorder)
-    client.transport.abort()
-    await client.until_event("lost")
-    network.cut("ps0:2222")
 
 
 def test_latency_is_virtual_time_and_nothing_overtakes() -> None:

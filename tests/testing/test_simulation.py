@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import os
 import subprocess
 import sys
@@ -19,14 +18,13 @@ from psync.sync.group import Group
 from psync.testing.simulation.__main__ import main
 from psync.testing.simulation.drawing import SHAPES, drawn
 from psync.testing.simulation.journal import Closure, Run
-from psync.testing.simulation.marks import MARKS
 from psync.testing.simulation.mutants import MUTANTS, mutated
 from psync.testing.simulation.plan import Batch, Call, ClosurePlan, Fault, Plan, Trigger
 from psync.testing.simulation.processes import Process, ProcessLoop
 from psync.testing.simulation.run import Report, simulate
-from psync.testing.simulation.shrink import shrunk, table
-from psync.testing.simulation.sweep import Job, difference, hunt, run_all, seeds
-from psync.testing.simulation.watch import marks_of
+from psync.testing.simulation.shrink import shrunk
+from psync.testing.simulation.sweep import Job, hunt, run_all
+from psync.testing.simulation.watch import MARKS, marks_of
 from psync.testing.simulation.workload.tables import Rows, Seen
 from psync.worker_task import WorkerTask
 
@@ -51,11 +49,6 @@ def test_a_seed_has_the_same_history_in_a_fresh_process_with_another_hash_seed()
     first = asyncio.run(_hashes(numbers, hash_seed=1))
     assert asyncio.run(_hashes(numbers, hash_seed=1001)) == first
     assert len(set(first)) == len(numbers)
-
-
-@pytest.mark.slow
-def test_two_runs_of_a_seed_are_compared_turn_by_turn() -> None:
-    assert asyncio.run(difference(Job(8))) == ""
 
 
 @pytest.mark.slow
@@ -176,21 +169,6 @@ def test_what_cannot_be_simulated_is_refused(
     assert "error: " in capsys.readouterr().err
 
 
-def test_of_a_run_that_breaks_no_promise_nothing_is_shrunk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--replay", "8", "--shrink", str(tmp_path / "plan.json")]) == 0
-    assert "nothing to shrink" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_share_of_the_seeds_comes_from_the_commit() -> None:
-    drawn_ones = seeds(10, 100, 0.33)
-    assert len(drawn_ones) == 100
-    assert drawn_ones[:67] == list(range(10, 77))
-    assert drawn_ones == seeds(10, 100, 0.33)
-
-
 def _fails_with_two_faults(plan: Plan) -> Report:
     kinds = [fault.kind for fault in plan.faults]
     calls = {call.kind for batch in plan.batches for each in batch.closures for call in each.calls}
@@ -232,15 +210,6 @@ def test_a_plan_that_does_not_fail_stays_as_it_is() -> None:
     assert shrunk(plan, _fails_with_two_faults) == (plan, Report(plan.seed))
 
 
-def test_another_oracle_is_another_failure() -> None:
-    plan = _large_plan()
-
-    def run(plan: Plan) -> Report:
-        return Report(plan.seed, "lost" if len(plan.faults) == 6 else "twice", "wrong")
-
-    assert len(shrunk(plan, run)[0].faults) == 6
-
-
 @pytest.mark.slow
 def test_what_is_left_is_written_and_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -256,17 +225,6 @@ def test_what_is_left_is_written_and_replayed(
     smaller = Plan.from_json(file.read_text())
     assert (smaller.faults, smaller.batches) == ((), ())
     assert main(["--plan", str(file), "--canary"]) == 1
-
-
-def test_a_table_tells_times_parties_and_messages() -> None:
-    plan = _large_plan()
-    report = Report(plan.seed, "lost", "lost: it is not there", at_s=2.5, entry=1)
-    report.trace = [(1.0, 7, "kill", "ps-0", ""), (2.0, 9, "bytes", "", "1 to_server 20")]
-    printed = table(plan, report)
-    assert "kill ps-0, at 1.0 s" in printed
-    assert "    1.0000  ps-0        kill" in printed
-    assert "to_server" not in printed
-    assert "at 2.5000 s, entry 1: lost: it is not there" in printed
 
 
 # Errors that nobody awaits.
@@ -318,16 +276,6 @@ def test_an_error_that_nobody_awaits_is_a_violation(monkeypatch: pytest.MonkeyPa
     assert "Task exception was never retrieved: _fail ZeroDivisionError()" in report.violation
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [11, 21])
-def test_nothing_is_printed_of_what_the_dead_have_left(
-    seed: int, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert not simulate(drawn(seed)).violation
-    gc.collect()
-    assert capfd.readouterr() == ("", "")
-
-
 # Marks.
 
 
@@ -337,7 +285,6 @@ def _trace(*entries: tuple[str, str, str]) -> list[tuple[float, int, str, str, s
 
 
 SERVED = "INFO /job:ps/task:0 is served by its backup, in the process of /job:ps/task:1, at x"
-COMPLETE = "INFO /job:ps/task:1: its backup in the process of /job:ps/task:0 is complete, after 0 s"
 
 
 def test_marks_of_a_fail_over_while_a_step_is_closing() -> None:
@@ -361,32 +308,6 @@ def test_marks_of_a_fail_over_while_a_step_is_closing() -> None:
         "a process that serves several ps tasks dies",
     }
     assert found.keys() <= set(MARKS)
-
-
-def test_marks_of_deaths_within_a_copy() -> None:
-    copy = [("start", "ps-0", ""), ("start", "ps-1", ""), ("message", "ps-0", "BeginBackup")]
-    within = marks_of(_trace(*copy, ("kill", "ps-1", ""), ("kill", "ps-0", "")))
-    assert within["a ps dies within a copy"] == 2
-    assert within["ps 0 and another ps die within one copy"] == 1
-    after = marks_of(_trace(*copy, ("log", "ps-1", COMPLETE), ("kill", "ps-1", "")))
-    assert "a ps dies within a copy" not in after
-
-
-def test_marks_of_closures_that_run_again() -> None:
-    found = marks_of(
-        _trace(
-            ("run", "worker-0", "7"),
-            ("place", "worker-0", "worker.push.begun"),
-            ("kill", "worker-0", ""),
-            ("run", "worker-1", "7"),
-            ("told", "worker-1", "7 0 duplicate"),
-        )
-    )
-    assert found.keys() == {
-        "a worker dies with a push begun",
-        "a closure runs again on another worker",
-        "a closure runs again and is told duplicate",
-    }
 
 
 def test_a_mark_is_reached_only_under_its_name() -> None:

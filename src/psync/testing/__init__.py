@@ -6,12 +6,9 @@
 - ``settle``: runs everything that is ready.
 """
 
-from psync.testing.clock import VirtualClockLoop, run_virtual, settle
-from psync.testing.deadlock import Deadlock
-from psync.testing.link import Direction, Link
-from psync.testing.loop_base import RealWorldError
+from psync.testing.clock import Deadlock, RealWorldError, VirtualClockLoop, run_virtual, settle
+from psync.testing.link import BufferChanged, Direction, Link
 from psync.testing.network import MemoryHost, MemoryListener, MemoryNetwork
-from psync.testing.segments import BufferChanged
 
 __all__ = [
     "BufferChanged",

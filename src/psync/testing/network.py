@@ -16,10 +16,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from psync.errors import ConfigurationError, UsageError
-from psync.testing.link import Ends, Fabric, Link
+from psync.testing.link import BufferChanged, Ends, Fabric, Link, reset_error
 from psync.testing.memory_sharing import MemoryChannel, channels
-from psync.testing.memory_transport import reset_error
-from psync.testing.segments import BufferChanged
 
 Factory = Callable[[], asyncio.BufferedProtocol]
 

@@ -179,22 +179,6 @@ async def trains_until_killed() -> None:
             await asyncio.Event().wait()
 
 
-async def no_worker() -> None:
-    async with (
-        distributed.LocalCluster(n_workers=0, asynchronous=True, **SERIAL) as engine,
-        distributed.Client(engine, asynchronous=True) as client,
-    ):
-        try:
-            async with DaskCluster(client, 1, 1):
-                pass
-        except ConfigurationError as exc:
-            say(no_worker=exc.message)
-    try:
-        DaskCluster("tcp://somewhere:8786", 1, 1)  # type: ignore[arg-type]
-    except ConfigurationError as exc:
-        say(no_client=exc.message)
-
-
 if __name__ == "__main__":
     program = globals()[sys.argv[1]]
     if asyncio.iscoroutinefunction(program):

@@ -91,21 +91,6 @@ async def test_one_worker_computes_what_a_single_process_does_state_too() -> Non
         )
 
 
-@pytest.mark.parametrize("synchronous", [False, True])
-async def test_evaluation_is_as_good_as_training(synchronous: bool) -> None:
-    optimizer: Any = psync.optimizers.Adam(0.02)
-    if synchronous:
-        optimizer = psync.SyncReplicasOptimizer(optimizer, 2)
-    async with training(2, 2) as (strategy, coordinator):
-        with strategy.scope():
-            served = PSPytree(first_params(), optimizer, name="net", state=first_stats())
-        await train(coordinator, served, 160)
-        params, stats = await served.pull()
-    as_in_training = accuracy_of(params, stats, True)
-    assert as_in_training > 0.9
-    assert accuracy_of(params, stats, False) > as_in_training - 0.02
-
-
 @pytest.mark.virtual_time
 async def test_a_closure_that_runs_again_elsewhere_has_the_same_key() -> None:
     shared.update(keys=[], begun=asyncio.Event())

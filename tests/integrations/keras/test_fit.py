@@ -83,62 +83,6 @@ async def test_weights_that_a_callback_sets_hold_for_all_and_for_the_next_run(
         np.testing.assert_array_equal(ours, next_ones)
 
 
-async def test_hooks_of_batches_see_the_epoch_so_far() -> None:
-    seen: list[Any] = []
-
-    class Notes(keras.callbacks.Callback):  # type: ignore[misc]  # of a package without types
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            seen.append(batch)
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            seen.append((batch, logs["rows"], int(self.model.optimizer.iterations) > batch))
-            self.model.stop_training = len(seen) == 8
-
-    async with training(1, 2) as (strategy, _):
-        model = served_of(strategy, lambda: net(metrics=[Rows()]))
-        history = await model.fit(
-            batches, 9, 6, None, [Notes()], steps_per_execution=2, verbose=False
-        )
-    assert seen[:6] == [1, (1, 64, True), 3, (3, 128, True), 5, (5, 192, True)]
-    assert seen[6:] == [1, (1, 64, True)]
-    assert history.epoch == [0, 1]
-    assert history.history["rows"][0] == 192
-
-
-async def test_nan_ends_training() -> None:
-    async with training(1, 1) as (strategy, _):
-        model = served_of(strategy, lambda: net(keras.optimizers.SGD(1e38)))
-        callback = keras.callbacks.TerminateOnNaN()
-        history = await model.fit(batches, 9, 20, None, [callback], verbose=False)
-    assert history.epoch == [0]
-
-
-async def test_model_checkpoints_are_of_the_present_values(tmp_path: Path) -> None:
-    async with training(1, 1) as (strategy, _):
-        model = served_of(strategy)
-        callback = keras.callbacks.BackupAndRestore(tmp_path / "b")
-        with pytest.raises(ConfigurationError, match="without the optimizer's slots"):
-            await model.fit(batches, 1, 1, callbacks=[callback], verbose=False)
-        saves = keras.callbacks.ModelCheckpoint(
-            tmp_path / "{epoch}.weights.h5", "loss", save_weights_only=True
-        )
-        await model.fit(batches, 1, 1, callbacks=[saves], verbose=False)
-        saved = net()
-        saved.load_weights(tmp_path / "1.weights.h5")
-        for ours, theirs in zip(await model.get_weights(), saved.get_weights(), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-
-
-async def test_training_ends_with_the_epoch_in_which_the_data_of_a_worker_end() -> None:
-    async with training(1, 1) as (strategy, _):
-        model = served_of(strategy, lambda: net(metrics=[Rows()]))
-        history = await model.fit(lambda: [points(1)] * 3, 9, 5, verbose=False)
-        assert history.epoch == [0]
-        assert history.history["rows"] == [3 * 32]
-        with pytest.raises(psync.errors.ConfigurationError, match="at least one batch, got none"):
-            await model.fit(lambda: [], 1, 5, verbose=False)
-
-
 @pytest.mark.parametrize("per_execution", [1, 4])
 async def test_every_batch_of_uneven_epochs_is_trained(
     per_execution: int, caplog: pytest.LogCaptureFixture
@@ -215,21 +159,6 @@ async def test_class_weights_are_those_of_keras(labels: str) -> None:
     assert history.history["accuracy"] == of_keras.history["accuracy"]
 
 
-async def test_sample_weights_are_part_of_batches() -> None:
-    weights = np.linspace(0, 2, 32).astype(np.float32)
-    x, y = points(1)
-    alone = net(keras.optimizers.SGD(0.1))
-    of_keras = alone.fit(x, y, 32, 1, sample_weight=weights, verbose=0)
-    async with training(1, 1) as (strategy, _):
-        model = served_of(strategy, lambda: net(keras.optimizers.SGD(0.1)))
-        history = await model.fit(lambda: [(x, y, weights)], 1, 1, verbose=False)
-        assert history.history["loss"] == pytest.approx(of_keras.history["loss"], rel=1e-5)
-        with pytest.raises(ConfigurationError, match=r"class_weight needs .* got \(x, y, sample_w"):
-            await model.fit(
-                lambda: [(x, y, weights)], 1, 1, class_weight={0: 1.0, 1: 2.0}, verbose=False
-            )
-
-
 async def test_arguments_of_keras_that_it_does_not_have_are_refused_with_what_there_is() -> None:
     async with training(1, 1) as (strategy, _):
         model = served_of(strategy)
@@ -270,16 +199,6 @@ async def test_a_model_that_the_program_has_changed_meanwhile_is_refused() -> No
         of_keras.compile("sgd", "mse")
         with pytest.raises(ConfigurationError, match=r"compiled again.*\nhint: .*another PSModel"):
             await model.fit(batches, 1, 1, verbose=False)
-
-
-def test_it_trains_without_async() -> None:
-    with psync.blocking.LocalCluster(1, 1, processes=False) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver)
-        with psync.blocking.ClusterCoordinator(strategy):
-            model = served_of(strategy)
-            history = psync.wait(model.fit(batches, 2, 3, verbose=False))
-            assert history.epoch == [0, 1]
-            assert psync.wait(model.evaluate(points(1))).keys() == {"accuracy", "loss"}
 
 
 @pytest.mark.parametrize(

@@ -24,20 +24,6 @@ def test_a_model_that_is_not_compiled_is_refused() -> None:
     assert "let build_model call model.compile(" in text
 
 
-def test_a_model_that_is_not_built_is_refused() -> None:
-    def build() -> Any:
-        model = keras.Sequential([keras.layers.Dense(2)])
-        model.compile("sgd", "mse")
-        return model
-
-    assert "is not built" in refusal(build)
-
-
-def test_what_is_no_model_is_refused() -> None:
-    assert "expected build_model to return a keras.Model, got int" in refusal(lambda: 3)
-    assert "expected a function that builds the model, got Sequential" in refusal(linear())
-
-
 def test_a_step_of_the_users_own_is_refused() -> None:
     class Own(keras.Sequential):  # type: ignore[misc]  # of a package without types
         def train_step(self, *arguments: Any) -> Any:
@@ -49,11 +35,6 @@ def test_a_step_of_the_users_own_is_refused() -> None:
         return model
 
     assert "Own overrides train_step" in refusal(build)
-
-
-def test_a_constraint_is_refused() -> None:
-    text = refusal(lambda: linear(kernel_constraint="non_neg"))
-    assert 'variable "dense/kernel": no rule on the ps has its constraint NonNeg' in text
 
 
 def test_a_model_with_nothing_to_train_is_refused() -> None:

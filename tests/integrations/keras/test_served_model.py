@@ -10,12 +10,10 @@ import pytest
 
 import psync
 from local_training import shared, training
-from psync.errors import UsageError
 
 keras: Any = pytest.importorskip("keras")
 
-from keras_nets import batches, linear, net, points, served_of  # noqa: E402
-from psync.integrations.keras import PSModel  # noqa: E402
+from keras_nets import batches, net, points, served_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
 
@@ -142,18 +140,6 @@ async def test_weights_go_in_and_out_and_outputs_are_those_of_the_model() -> Non
             await model.set_weights([*weights[:3], weights[0]])
 
 
-async def test_outputs_for_many_rows_take_few_pulls() -> None:
-    x, _ = points(5, 101)
-    async with training(1, 2) as (strategy, coordinator):
-        model = served_of(strategy)
-        (before,) = await coordinator.ps_statistics()
-        outputs = await model.predict(x, batch_size=3)
-        (after,) = await coordinator.ps_statistics()
-        assert len(outputs) == 101
-        np.testing.assert_allclose(outputs, net().predict(x, verbose=0), rtol=1e-5, atol=1e-6)
-        assert after["pulls"] - before["pulls"] <= 10
-
-
 async def test_frozen_layers_stay_as_they_are() -> None:
     def build() -> Any:
         model = net(norm=True)
@@ -169,11 +155,6 @@ async def test_frozen_layers_stay_as_they_are() -> None:
         after = await model.get_weights()
     same = [np.array_equal(a, b) for a, b in zip(after, before, strict=True)]
     assert same == [True] * 6 + [False] * 2
-
-
-def test_it_is_made_in_a_scope() -> None:
-    with pytest.raises(UsageError, match="outside a strategy's scope"):
-        PSModel(linear)
 
 
 @pytest.mark.processes

@@ -80,23 +80,6 @@ async def test_one_worker_computes_what_a_single_process_does_buffers_too(ours: 
         torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("synchronous", [False, True])
-async def test_evaluation_is_as_good_as_training(synchronous: bool) -> None:
-    async with training(2, 2) as (strategy, coordinator):
-        optimizer: Any = psync.optimizers.Adam(0.02)
-        if synchronous:
-            optimizer = psync.SyncReplicasOptimizer(optimizer, 2)
-        with strategy.scope():
-            served = PSModule(small_net, optimizer, name="net")
-        await train(coordinator, served, 160)
-        net = await served.pull()
-        as_in_training = accuracy_of(net.train())
-        net = await served.pull()  # training mode has changed the program's buffers
-        evaluated = accuracy_of(net.eval())
-    assert as_in_training > 0.93
-    assert evaluated > as_in_training - 0.02
-
-
 async def test_a_data_loader_is_a_dataset() -> None:
     def batches(context: psync.data.InputContext) -> Any:
         x, y = batch_of(context.input_pipeline_id)

@@ -31,9 +31,3 @@ def test_what_numpy_cannot_hold_is_refused() -> None:
             psync.Variable(torch.ones(2).to(torch.float8_e4m3fn))
         with pytest.raises(PartitionError, match="dtype 'complex64' is not supported"):
             psync.Variable(torch.ones(2, dtype=torch.complex64))
-
-
-def test_arrays_of_jax_are_initial_values() -> None:
-    jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
-    with strategy_of().scope():
-        assert psync.Variable(jnp.ones(3, jnp.bfloat16)).dtype.name == "bfloat16"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from psync.testing.chaos.journal import NAME, Journal, read_journal
+from psync.testing.chaos.evidence import NAME, Journal, read_journal
 
 
 def test_lines_of_all_lives_come_in_order(tmp_path: Path) -> None:
@@ -22,7 +22,3 @@ def test_a_line_that_was_cut_off_is_none_and_spoils_no_other(tmp_path: Path) -> 
     journal.say("life")
     journal.close()
     assert read_journal(tmp_path) == [{"kind": "done"}, {"kind": "life"}]
-
-
-def test_before_anything_is_said_there_is_nothing(tmp_path: Path) -> None:
-    assert read_journal(tmp_path) == []

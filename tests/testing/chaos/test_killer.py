@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 
 from psync.testing.chaos import killer as killer_module
-from psync.testing.chaos.journal import Journal
+from psync.testing.chaos.evidence import Journal, PushMarks, Victim, victims_of
 from psync.testing.chaos.killer import Killer, KillPlan
-from psync.testing.chaos.marks import PushMarks
-from psync.testing.chaos.victims import Victim, victims_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -28,7 +26,7 @@ LAUNCHER = """
 import json, os, subprocess, sys, time
 task = '''
 import json, os, time
-from psync.testing.chaos.marks import PushMarks
+from psync.testing.chaos.evidence import PushMarks
 me = json.loads(os.environ["TF_CONFIG"])["task"]
 marks = PushMarks(os.path.join(DIRECTORY, "marks"))
 while os.getppid() == LAUNCHER:
@@ -177,14 +175,3 @@ async def test_who_was_stopped_goes_on_at_the_end(tmp_path: Path, looks: Looks) 
 
 def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def test_the_same_seed_draws_the_same(tmp_path: Path) -> None:
-    def drawn(seed: int) -> list[str]:
-        killer = killer_of(1, tmp_path, KillPlan(), seed)
-        names = [killer._drawn(KillPlan().jobs) for _ in range(200)]
-        killer._marks.close()
-        return names
-
-    assert drawn(1) == drawn(1) != drawn(2)
-    assert drawn(1).count("worker") > drawn(1).count("ps") > drawn(1).count("chief") > 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from psync.testing.chaos.marks import PushMarks, in_flight
+from psync.testing.chaos.evidence import PushMarks, in_flight
 
 
 def test_a_push_is_seen_while_it_is_under_way_and_not_afterwards(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_a_worker_that_is_killed_in_a_push_leaves_its_mark_and_its_next_life_beg
     tmp_path: Path,
 ) -> None:
     program = (
-        "import os, signal; from psync.testing.chaos.marks import PushMarks\n"
+        "import os, signal; from psync.testing.chaos.evidence import PushMarks\n"
         f"with PushMarks({str(tmp_path / 'marks')!r}).pushing(0):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)"
     )

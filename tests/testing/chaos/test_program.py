@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +11,7 @@ import pytest
 import psync
 from memory_cluster import cluster_of
 from psync.testing.chaos import oracle
-from psync.testing.chaos.journal import Journal, read_journal
-from psync.testing.chaos.marks import marks_at
+from psync.testing.chaos.evidence import Journal, marks_at, read_journal
 from psync.testing.chaos.program import FINAL, STOP, Parts, Program, Settings
 
 
@@ -81,10 +78,3 @@ async def test_what_a_checkpoint_took_in_the_midst_of_a_batch_is_told_apart(tmp_
                 one = psync.IndexedSlices(np.ones((2, 1), np.float32), [1, 257])
                 await parts.rows.scatter_add(one)
                 assert await program._traces([0, 1, 2]) == ([0, 1, 0], [0, 0, 0])
-
-
-def test_settings_travel_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = dataclasses.replace(Settings("/somewhere"), seed=9, mode="sync")
-    for name, value in settings.to_environment().items():
-        monkeypatch.setitem(os.environ, name, value)
-    assert Settings.from_environment() == settings

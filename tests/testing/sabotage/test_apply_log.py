@@ -15,7 +15,6 @@ import memory_cluster
 import psync
 from inside import store_of
 from memory_cluster import cluster_of
-from psync.errors import ConfigurationError
 from psync.specs import ShardSpec
 from psync.store.rows import RowTable
 from psync.store.shards import ShardTable
@@ -35,25 +34,6 @@ def logged(directory: Path) -> tuple[ApplyLog, ShardStore]:
 
 def log_of(directory: Path) -> Path:
     return directory / f"ps-0.{os.getpid()}.applies"
-
-
-def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:
-    log, store = ApplyLog(), ShardStore("here")
-    log.adopt(store)
-    log.cut(store)
-    assert not log.is_on
-    with pytest.raises(ConfigurationError, match="PSYNC_TESTING_APPLY_LOG"):
-        ApplyLog(str(tmp_path / "none"))
-
-
-def test_two_in_one_process_have_files_of_their_own(tmp_path: Path) -> None:
-    (one, _), (other, _) = logged(tmp_path), logged(tmp_path)
-    other.serves(promoted=True)
-    assert [name for name, _, _ in read_log(log_of(tmp_path))] == ["begin"]
-    second = tmp_path / f"ps-0.{os.getpid()}.1.applies"
-    assert [name for name, _, _ in read_log(second)] == ["begin", "serves"]
-    one.close()
-    other.close()
 
 
 def test_every_method_that_changes_a_store_is_written_down() -> None:
@@ -92,30 +72,6 @@ def test_calls_come_back_as_they_were_made(tmp_path: Path) -> None:
     assert names[1:-1] == ["create", "assign_checked", "define_optimizer", "apply_checked"]
     *_, (_, (found,), _) = read_log(log_of(tmp_path))
     assert found == digest(store)
-    replayed = replay(log_of(tmp_path))
-    assert replayed.faults == []
-    assert digest(replayed.store) == digest(store)
-    log.close()
-
-
-def test_what_is_taken_up_from_an_earlier_store_is_written_down_with_its_slots(
-    tmp_path: Path,
-) -> None:
-    earlier = ShardStore("here")
-    earlier.create(SPEC, fill=np.float32(3))
-    earlier.define_optimizer(1, psync.optimizers.Adam(0.1).get_config())
-    gradient = np.ones((2, 3), np.float32)
-    for _ in earlier.apply(1, SPEC.key, gradient, earlier.begin_push(1, 0)):
-        pass
-    log, store = logged(tmp_path)
-    (shard,), optimizers = earlier.release()
-    beside, shard.slots = dict(shard.slots), {}
-    store.take_up(shard)
-    store.take_up_optimizer(1, optimizers[1])
-    shard.slots.update(beside)  # as ``former_store`` does it
-    for _ in store.apply(1, SPEC.key, gradient, store.begin_push(1, 0)):
-        pass
-    log.cut(store)
     replayed = replay(log_of(tmp_path))
     assert replayed.faults == []
     assert digest(replayed.store) == digest(store)

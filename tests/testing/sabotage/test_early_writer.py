@@ -69,13 +69,6 @@ def test_one_that_is_written_to_its_end_is_what_any_writer_leaves(tmp_path: Path
     assert values(early)[1] == 7
 
 
-def test_one_that_is_given_up_is_gone(tmp_path: Path) -> None:
-    writer = begun(tmp_path)
-    add_rows(writer, "ps-0", 0, 3)
-    writer.abandon()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.promise("checkpoints.complete-or-absent")
 def test_with_the_marker_there_is_none_until_the_end(tmp_path: Path) -> None:
     writer = begun(tmp_path, frozenset())

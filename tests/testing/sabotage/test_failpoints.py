@@ -10,14 +10,6 @@ from psync.testing.sabotage.failpoints import FailpointError, Failpoints
 from psync.testing.sabotage.places import NAMES
 
 
-def test_one_that_is_not_armed_does_nothing() -> None:
-    failpoints = Failpoints()
-    for name in NAMES:
-        failpoints.hit(name)
-        assert not failpoints.armed(name)
-    assert failpoints.hits == {}
-
-
 def test_an_error_is_raised_at_the_first_or_at_the_counted_time() -> None:
     failpoints = Failpoints(" ps.push.applied=error@3 , worker.push.begun=error,")
     with pytest.raises(FailpointError, match=r"failpoint worker\.push\.begun"):
@@ -30,20 +22,6 @@ def test_an_error_is_raised_at_the_first_or_at_the_counted_time() -> None:
     failpoints.hit("ps.push.applied")
     assert failpoints.hits == {"ps.push.applied": 4, "worker.push.begun": 2}
     assert issubclass(FailpointError, PsyncError)
-
-
-def test_a_test_gives_an_action_of_its_own() -> None:
-    failpoints, acted = Failpoints(), []
-    failpoints.arm("coordinator.dispatch", lambda: acted.append(1), 2)
-    assert failpoints.armed("coordinator.dispatch")
-    for expected in ([], [1], [1]):
-        failpoints.hit("coordinator.dispatch")
-        assert acted == expected
-
-
-def test_a_backup_in_the_same_process_has_none_that_is_armed() -> None:
-    of_backup = Failpoints("ps.push.applied=error").of_backup()
-    of_backup.hit("ps.push.applied")
 
 
 def test_the_environment_arms_them() -> None:

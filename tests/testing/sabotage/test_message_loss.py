@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from asked import Reply
 from endpoints import PLACES, PS, SECRET, WORKER, Gate, Handlers, new_endpoint, places, push
 from psync.errors import ConfigurationError, ConnectionLost
 from psync.net.connection import Connection, Handler, Request
@@ -22,7 +21,6 @@ from psync.testing.sabotage import Notes, SabotagedParts, notes_in
 from psync.testing.sabotage.message_loss import (
     FORMS,
     LOOK_EVERY_S,
-    SLOW_S,
     VARIABLE,
     MessageLosses,
 )
@@ -81,15 +79,6 @@ async def test_the_reply_can_be_lost_while_the_handler_still_works(
             await peer.call(push())
         assert (gate.begun, gate.open.is_set(), gate.cancelled) == (1, False, 0)
         gate.open.set()  # its answer goes nowhere
-
-
-async def test_an_error_is_lost_like_a_reply(tmp_path: Path) -> None:
-    def fails(*_: Any) -> Reply:
-        raise ConfigurationError("nobody hears of it")
-
-    async with losing("memory", tmp_path, {"*": {"reply": 1}}, {Push: Handler(fails)}) as peer:
-        with pytest.raises(ConnectionLost):
-            await peer.call(push())
 
 
 @pytest.mark.parametrize(("form", "served"), [("request", 0), ("reply", 1), ("in_flight", 1)])
@@ -169,41 +158,6 @@ async def test_a_slow_request_is_served_after_one_that_came_later(
     assert numbers == [2, 1]
 
 
-async def test_what_nobody_answers_is_never_slow_and_keeps_its_order(tmp_path: Path) -> None:
-    heard: list[int] = []
-
-    def noted(request: Request[Any]) -> None:
-        message = request.message
-        heard.append(message.closure)
-
-    handlers: Handlers = {FinalBelow: Handler(noted), Push: Handler(Served())}
-    async with losing("memory", tmp_path, {"FinalBelow": {"slow": 0.5}}, handlers) as peer:
-        for number in range(20):
-            peer.notify(FinalBelow(number))
-        await peer.call(push())
-    assert heard == list(range(20))
-
-
-async def test_kinds_that_are_not_named_come_through(tmp_path: Path) -> None:
-    served = Served()
-    async with losing("memory", tmp_path, {"Assign": {"request": 1}}, {Push: Handler(served)}) as p:
-        for _ in range(3):
-            await p.call(push())
-    assert served.count == 3
-
-
-async def test_without_a_plan_connections_are_what_they_always_are() -> None:
-    network, address = places(Path())["memory"]()
-    ps, worker = new_endpoint(network, PS), new_endpoint(network, WORKER)
-    try:
-        peer = await worker.connect((await ps.listen(address)).address, PS)
-        assert type(peer) is Connection
-    finally:
-        await worker.close()
-        await ps.close()
-    assert MessageLosses.from_environment({}) is None
-
-
 # --- which ----------------------------------------------------------------------------------------
 
 
@@ -221,14 +175,6 @@ def test_the_same_seed_loses_the_same() -> None:
     counts = Counter(first)
     assert all(20 < counts[form] < 90 for form in FORMS)
     assert counts[None] > 700
-
-
-def test_how_slow_a_request_is_comes_from_the_seed() -> None:
-    first, second = (MessageLosses({"Push": {"slow": 1}, "seed": 5}) for _ in range(2))
-    drawn_s = [(first.draw("Push"), first.slowness()) for _ in range(9)]
-    assert drawn_s == [(second.draw("Push"), second.slowness()) for _ in range(9)]
-    assert {form for form, _ in drawn_s} == {"slow"}
-    assert all(0 <= seconds <= SLOW_S for _, seconds in drawn_s)
 
 
 def test_rare_kinds_get_their_minimum_of_each_form() -> None:
@@ -280,12 +226,3 @@ def test_nothing_is_lost_unless_the_file_is_there(tmp_path: Path) -> None:
 def test_a_plan_that_makes_no_sense_is_refused(text: str, what: str) -> None:
     with pytest.raises(ConfigurationError, match=what):
         MessageLosses.from_environment({VARIABLE: text})
-
-
-async def test_a_lost_connection_says_what_lost_it(tmp_path: Path) -> None:
-    gate = Gate()
-    async with losing("memory", tmp_path, {"Push": {"in_flight": 1}}, {Push: Handler(gate)}) as p:
-        call = asyncio.ensure_future(p.call(push()))
-        with pytest.raises(ConnectionLost):
-            await call
-        gate.open.set()

@@ -10,17 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
-from psync.errors import ConfigurationError
 from psync.testing.sabotage.notes import Notes, notes_in
-
-
-def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:
-    notes = Notes()
-    notes.add("lost", "Push", "reply")
-    assert not notes.earlier()
-    assert not list(tmp_path.iterdir())
 
 
 def test_lines_are_counted_over_all_lives_of_a_task(tmp_path: Path) -> None:
@@ -43,13 +33,3 @@ def test_a_line_is_there_although_its_process_was_killed_at_once(tmp_path: Path)
     ended = subprocess.run([sys.executable, "-c", program], env=environ, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert notes_in(tmp_path) == {"worker-3": Counter({"here": 1})}
-
-
-@pytest.mark.parametrize("config", ["", "[", "{}", '{"task": 1}'])
-def test_a_task_without_a_name_has_notes_all_the_same(config: str) -> None:
-    assert Notes.from_environment({"TF_CONFIG": config}).task == "task"
-
-
-def test_a_directory_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"PSYNC_TESTING_NOTES: .*/none/task.notes"):
-        Notes(str(tmp_path / "none")).add("x")

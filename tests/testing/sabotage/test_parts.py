@@ -10,7 +10,6 @@ from law import MODULES, imports_in
 from psync.checkpoints.files import Writer
 from psync.net.connection import Connection
 from psync.net.environment import parts_of
-from psync.net.platform import Parts
 from psync.ps.updates import PsUpdates
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
@@ -20,11 +19,6 @@ from psync.sync.steps import SyncSteps
 from psync.testing.sabotage import Failpoints, MessageLosses, SabotagedParts
 from psync.testing.sabotage.parts import WITHOUT
 from psync.testing.sabotage.switches import NAMES
-
-
-def test_without_a_variable_a_part_is_the_class_itself() -> None:
-    assert type(parts_of({"PSYNC_SECRET": "x"})) is Parts
-    assert Parts().of(Ledger) is Ledger
 
 
 def test_each_switch_replaces_one_class_and_leaves_the_others() -> None:
@@ -38,12 +32,6 @@ def test_each_switch_replaces_one_class_and_leaves_the_others() -> None:
         replaced[name] = {cls for cls, weak in weakened if issubclass(parts.of(cls), weak)}
     assert replaced.pop("staged_commit") == set()
     assert replaced == {name: {strong} for name, (strong, _) in WITHOUT.items()}
-
-
-def test_a_class_is_made_once() -> None:
-    parts = SabotagedParts(without=frozenset({"dedup"}))
-    assert parts.of(Ledger) is parts.of(Ledger)
-    assert parts.of(Ledger) is not SabotagedParts(without=frozenset({"dedup"})).of(Ledger)
 
 
 def test_losses_and_the_log_come_from_the_environment() -> None:

@@ -10,11 +10,6 @@ from psync.errors import ConfigurationError
 from psync.testing.sabotage.switches import NAMES, VARIABLE, switched_off
 
 
-def test_nothing_is_off_unless_somebody_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    assert switched_off({}) == frozenset()
-    assert not caplog.records
-
-
 def test_a_task_that_is_wrong_on_purpose_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "psync"):
         assert switched_off({VARIABLE: "dedup, staleness"}) == {"dedup", "staleness"}

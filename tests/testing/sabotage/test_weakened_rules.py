@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from psync.errors import FencedError
-from psync.store.commit_log import CommitLog
 from psync.store.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
 from psync.testing.sabotage import SabotagedParts
-from psync.testing.sabotage.weakened_rules import CALLS_KEPT, WeakLedger
+from psync.testing.sabotage.weakened_rules import WeakLedger
 
 WORKER = "/job:worker/task:0"
 
@@ -37,18 +36,6 @@ def test_without_dedup_repetitions_and_second_runs_are_applied_again() -> None:
     assert weak.is_settled((WORKER, 1), 99), "cuts do not wait for what is not remembered"
 
 
-def test_without_fencing_whoever_was_replaced_is_served_on() -> None:
-    whole, weak = ledger_without(), ledger_without("fencing")
-    for ledger in (whole, weak):
-        begin(ledger, 2, 1)
-        ledger.fence(WORKER, 3)
-    with pytest.raises(FencedError):
-        begin(whole, 2, 2)
-    weak.check_incarnation(WORKER, 1)
-    assert isinstance(begin(weak, 2, 2, acked=2), Fresh)
-    assert isinstance(begin(weak, 2, 2, acked=2), Duplicate), "messages are still known"
-
-
 @pytest.mark.promise("updates.none-from-before-rollback")
 def test_without_the_timeline_only_a_roll_back_fences_nobody() -> None:
     whole, weak = ledger_without(), ledger_without("timeline")
@@ -66,32 +53,3 @@ def test_without_the_timeline_only_a_roll_back_fences_nobody() -> None:
     weak.fence(WORKER, 6)
     with pytest.raises(FencedError):
         begin(weak, 4, 2, closure=8)
-
-
-def test_without_the_timeline_an_earlier_coordinator_s_workers_are_refused() -> None:
-    ledger = SabotagedParts(without=frozenset({"timeline"})).of(Ledger)(floor=10)
-    assert isinstance(ledger, WeakLedger)
-    ledger.went_back([(WORKER, 13)])
-    with pytest.raises(FencedError):
-        begin(ledger, 9, 1)
-    assert isinstance(begin(ledger, 12, 1), Fresh)
-
-
-def test_without_the_low_water_mark_calls_are_forgotten_too_early() -> None:
-    whole, weak = ledger_without(), ledger_without("low_water")
-    for ledger, again in ((whole, AlreadyApplied), (weak, Fresh)):
-        for closure in range(CALLS_KEPT + 2):
-            begin(ledger, 1, closure + 1, closure)
-        assert isinstance(begin(ledger, 2, 1, closure=0), again)
-        ledger.final_below(100)
-        assert isinstance(begin(ledger, 2, 2, closure=1), again)
-
-
-def test_without_the_backup_s_word_entries_are_done_at_once() -> None:
-    for without, allowed in (("dedup", False), ("replica_ack", True)):
-        log = SabotagedParts(without=frozenset({without})).of(CommitLog)("/job:ps/task:0", 100)
-        log.begin_copy()
-        log.pair()
-        assert log.may_judge(log.append("entry", 1)) is allowed
-        log.give_up()
-        assert log.may_judge(1)

@@ -16,10 +16,9 @@ import click
 
 from psync.testing.chaos import one_run
 from psync.testing.chaos.killer import KillPlan
-from psync.testing.chaos.one_run import LOSSES, Result, RunPlan
+from psync.testing.chaos.one_run import LOSSES, Result, RunPlan, deaths_of, summary
 from psync.testing.chaos.program import Settings
 from psync.testing.chaos.scenes import SCENES
-from psync.testing.chaos.summary import deaths_of, summary
 
 WORKER_POINTS = {
     "async": ("worker.closure.start", "worker.closure.end", "worker.push.between_ps",

@@ -22,9 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from psync.testing.chaos.journal import read_journal
-from psync.testing.chaos.marks import PushMarks, in_flight
-from psync.testing.chaos.victims import Victim, victims_of
+from psync.testing.chaos.evidence import PushMarks, Victim, in_flight, read_journal, victims_of
 
 LOOK_EVERY_S = 0.02
 PATIENCE_S = 10.0  # then another task is drawn

@@ -32,8 +32,7 @@ import psync
 from psync.chief.events import RollbackEvent
 from psync.errors import AttachError, PsyncError
 from psync.testing.chaos import oracle
-from psync.testing.chaos.journal import Journal, read_journal
-from psync.testing.chaos.marks import marks_at
+from psync.testing.chaos.evidence import Journal, marks_at, read_journal
 
 VARIABLE = "PSYNC_CHAOS"
 STOP = "stop"

@@ -27,10 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from psync.testing.chaos.journal import read_journal
+from psync.testing.chaos.evidence import PushMarks, read_journal, victims_of
 from psync.testing.chaos.killer import LOOK_EVERY_S, Kill
-from psync.testing.chaos.marks import PushMarks
-from psync.testing.chaos.victims import victims_of
 from psync.testing.sabotage import notes_in
 from psync.testing.sabotage.message_loss import LATE
 

@@ -6,7 +6,7 @@ the same history each time, and a fault that is found once is found again.
 
 Begin with docs/explanation/testing.md, and run one seed:
 ``python -m psync.testing.simulation --replay 17``.
-Then read ``plan`` (what a seed does, as data), ``drawing`` and ``faults`` (how it is drawn),
+Then read ``plan`` (what a seed does, as data), ``drawing`` (how it is drawn),
 ``run`` and ``world`` (how it happens), ``program`` and ``tables`` (what is trained, and which mark
 each call leaves), ``journal`` (what the program was told) and ``oracle`` (what must hold of it).
 """

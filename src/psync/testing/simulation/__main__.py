@@ -21,7 +21,6 @@ from pathlib import Path
 
 from psync.testing.sabotage.switches import NAMES
 from psync.testing.simulation.drawing import SHAPES, drawn
-from psync.testing.simulation.marks import MARKS, MUST_BE_REACHED_BY
 from psync.testing.simulation.mutants import MUTANTS
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.run import Report
@@ -38,6 +37,7 @@ from psync.testing.simulation.sweep import (
     serve,
     told,
 )
+from psync.testing.simulation.watch import MARKS, MUST_BE_REACHED_BY
 
 NOISE = ("bytes", "message", "place")
 """Entries of a trace that are shown only if they are asked for."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from psync.errors import ConnectFailed, PsyncError
 from psync.net.transport import KEEPALIVE_IDLE_S
-from psync.testing.link import Direction, Link
-from psync.testing.memory_transport import reset_error
+from psync.testing.link import Direction, Link, reset_error
 from psync.testing.sabotage import Failpoints, MessageLosses
 from psync.testing.simulation.plan import Fault, Trigger
 from psync.testing.simulation.processes import Process

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,14 +20,116 @@ import numpy as np
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.client.context import current_closure
 from psync.testing.simulation import oracle
-from psync.testing.simulation.holdings import Holdings
 from psync.testing.simulation.plan import Call, ClosurePlan, Plan
-from psync.testing.simulation.processes import current_process
-from psync.testing.simulation.rounds import Rounds
+from psync.testing.simulation.processes import Process, current_process
 from psync.testing.simulation.workload.tables import Fault, Look, Table, Values
+from psync.wire.tensors import to_bytes_view
 
 if TYPE_CHECKING:
     from psync.testing.simulation.workload.own_updates import OwnUpdates
+
+
+class Rounds:
+    """The rounds of all workers.
+
+    Args:
+        plan: Of the run.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._at_work: Counter[str] = Counter()  # runs that are under way, by worker
+        self._begun: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def working(self, worker: str) -> Iterator[None]:
+        """A worker is in a step."""
+        self._at_work[worker] += 1
+        try:
+            yield
+        finally:
+            self._at_work[worker] -= 1
+
+    def begin(self, worker: str) -> None:
+        """A worker begins a call."""
+        self._begun[worker] += 1
+
+    def end(self, worker: str, table: str, journal: Journal) -> Iterator[Fault]:
+        """A push under a bound has counted: nobody who works is further behind than that."""
+        self._ended[worker] += 1
+        if not (journal.is_calm and (journal.lives, journal.next_batch) == (1, 1)):
+            return
+        bound = self._bound_of(table)
+        for other, runs in self._at_work.items():
+            if bound < 0 or not runs or other == worker:
+                continue
+            ahead = self._ended[worker] - self._begun[other]
+            if ahead == bound:
+                journal.say("mark", "a worker is ahead by all that a bound allows")
+            if ahead > bound:
+                said = (
+                    f"{table}: {worker} has ended {ahead} rounds more than {other} has begun, "
+                    f"which works; the bound is {bound}"
+                )
+                yield "ahead", said
+
+    def _bound_of(self, table: str) -> int:
+        """Return the bound if all that workers do is about this table; -1: rounds are uncertain."""
+        plan = self._plan
+        is_alone = all(
+            (each.fails, each.cancel_s, each.needs) == (False, None, -1)
+            and {call.kind for call in each.calls} == {table}
+            for each in plan.batches[0].closures
+        )
+        return plan.bound if plan.all_workers and not plan.works and is_alone else -1
+
+
+PULLS = 3
+"""That a worker holds; the oldest goes first."""
+
+_Pulled = list[tuple[np.ndarray, np.ndarray]]
+"""Of each array, what it was."""
+
+
+class Holdings:
+    """What each process holds."""
+
+    def __init__(self) -> None:
+        self._pulls: weakref.WeakKeyDictionary[Process, deque[_Pulled]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def hold(self, arrays: Iterable[np.ndarray]) -> None:
+        """The present process has pulled these."""
+        process = current_process.get()
+        if process is not None:
+            pulls = self._pulls.setdefault(process, deque(maxlen=PULLS))
+            pulls.append([(array, array.copy()) for array in arrays])
+
+    def any_leased(self) -> bool:
+        """Return whether the present process holds something that is a ps's memory."""
+        return any(_is_leased(array) for array, _ in self._here())
+
+    def faults(self) -> Iterator[Fault]:
+        """Look at what the present process holds."""
+        for array, then in self._here():
+            if to_bytes_view(array) != to_bytes_view(then):
+                yield ("held", f"an array that was pulled as {then.ravel()} became {array.ravel()}")
+
+    def _here(self) -> _Pulled:
+        process = current_process.get()
+        if process is None or process.is_dead:
+            return []
+        return [pair for pull in self._pulls.get(process, ()) for pair in pull]
+
+
+def _is_leased(array: np.ndarray) -> bool:
+    owner: object = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return isinstance(owner, memoryview) and owner.readonly
+
 
 LOOKED_AFTER_S = 1.0
 """After which what was pulled is compared: until then the program has heard of every rollback."""

@@ -112,13 +112,11 @@ def faults_of_save(journal: Journal, save: Save) -> Iterator[Fault]:
             elif save.scheduled is not None and closure.number >= save.scheduled and found.any():
                 wrong = "future"
             if wrong:
-                yield (
-                    wrong,
-                    (
-                        f"checkpoint {save.name}: closure {closure.number} ({closure.state}), "
-                        f"call {ordinal}, {call.kind}: marks {found.tolist()}"
-                    ),
+                said = (
+                    f"checkpoint {save.name}: closure {closure.number} ({closure.state}), "
+                    f"call {ordinal}, {call.kind}: marks {found.tolist()}"
                 )
+                yield wrong, said
 
 
 def saved_values(path: Path) -> dict[str, dict[str, np.ndarray]]:
@@ -278,10 +276,8 @@ def faults_of_beginning(
                 if save.scheduled is not None and closure.number >= save.scheduled and found.any():
                     wrong = "future"
             if wrong:
-                yield (
-                    wrong,
-                    (
-                        f"life {journal.lives + 1} began with checkpoint {restored}: closure "
-                        f"{closure.number} ({closure.state}): marks {found.tolist()}"
-                    ),
+                said = (
+                    f"life {journal.lives + 1} began with checkpoint {restored}: closure "
+                    f"{closure.number} ({closure.state}): marks {found.tolist()}"
                 )
+                yield wrong, said

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from psync.numerics.compression import Compression
 
@@ -21,7 +21,7 @@ class Trigger:
         at_s: Not before this time, in virtual seconds since the start.
         kind: "": at that time. "message": when a task is about to serve a request. "place": when
             a task reaches a failpoint. "moment": when the world or the program comes to a point
-            (``faults.MOMENTS``). "file": before something is done to a file (``faults.FILES``).
+            (``drawing.MOMENTS``). "file": before something is done to a file (``drawing.FILES``).
             "turn": at a turn of the loop. "life": at a turn of a process that starts after
             ``at_s``.
         name: Of the message, failpoint, moment or operation; "": any.
@@ -43,7 +43,7 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        kind: One of ``faults.KINDS``.
+        kind: One of ``drawing.KINDS``.
         when: Its trigger.
         targets: Names of processes; at a trigger that is no time, "" is the one that reached it.
         seconds: How long it lasts, or until what died is started again.
@@ -202,23 +202,15 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Return the plan that ``to_json`` has written."""
-        made = json.loads(text)
-        made["groups"] = tuple(GroupPlan(**each) for each in made["groups"])
-        made["batches"] = tuple(_batch(each) for each in made["batches"])
-        made["faults"] = tuple(_fault(each) for each in made["faults"])
-        for name in ("latency", "chunk", "works"):
-            made[name] = tuple(made[name])
-        made["layouts"] = tuple(tuple(each) for each in made.get("layouts", ()))
-        return cls(**made)
+        plan: Plan = _made(cls, json.loads(text))
+        return plan
 
 
-def _batch(made: dict[str, Any]) -> Batch:
-    closures = tuple(
-        ClosurePlan(**{**each, "calls": tuple(Call(**call) for call in each["calls"])})
-        for each in made["closures"]
-    )
-    return Batch(**{**made, "closures": closures})
-
-
-def _fault(made: dict[str, Any]) -> Fault:
-    return Fault(**{**made, "when": Trigger(**made["when"]), "targets": tuple(made["targets"])})
+def _made(kind: Any, value: Any) -> Any:
+    """Return what JSON has made of a value of this kind: of its parts a list, or a mapping."""
+    if dataclasses.is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        return kind(**{name: _made(kinds[name], each) for name, each in value.items()})  # type: ignore[operator]
+    if get_origin(kind) is tuple:
+        return tuple(_made(get_args(kind)[0], each) for each in value)  # all are of one kind
+    return value

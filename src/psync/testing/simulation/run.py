@@ -27,7 +27,7 @@ from psync.net.shared import regions
 from psync.ps import comparison, cooperative_work
 from psync.ps.updates import PsUpdates
 from psync.serialization import failures
-from psync.testing.deadlock import Deadlock, describe_tasks
+from psync.testing.clock import Deadlock, describe_tasks
 from psync.testing.simulation.journal import Journal, Violation
 from psync.testing.simulation.mutants import MUTANTS, mutated
 from psync.testing.simulation.plan import Plan

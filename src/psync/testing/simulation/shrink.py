@@ -99,11 +99,7 @@ class _Shrink:
         self._without(self._plan.faults, lambda left: self._try(faults=tuple(left)))
         for number, fault in enumerate(self._plan.faults):
             for left in _each_left_out(fault.targets) if len(fault.targets) > 1 else ():
-                self._try_fault(number, dataclasses.replace(fault, targets=left))
-
-    def _try_fault(self, number: int, fault: Fault) -> bool:
-        faults = self._plan.faults
-        return self._try(faults=(*faults[:number], fault, *faults[number + 1 :]))
+                self._try(faults=_changed(self._plan.faults, number, targets=left))
 
     def _batches(self) -> None:
         self._without(self._plan.batches, lambda left: self._try(batches=tuple(left)))
@@ -157,9 +153,7 @@ class _Shrink:
                 self._try_group(number, options=fewer)
 
     def _try_group(self, number: int, **changes: Any) -> bool:
-        groups = list(self._plan.groups)
-        groups[number] = dataclasses.replace(groups[number], **changes)
-        return self._try(groups=tuple(groups))
+        return self._try(groups=_changed(self._plan.groups, number, **changes))
 
     def _places(self) -> Iterator[tuple[int, int]]:
         """Yield the places of all closures, as long as they are there."""
@@ -168,14 +162,15 @@ class _Shrink:
                 yield number, at
 
     def _try_batch(self, number: int, **changes: Any) -> bool:
-        batches = list(self._plan.batches)
-        batches[number] = dataclasses.replace(batches[number], **changes)
-        return self._try(batches=tuple(batches))
+        return self._try(batches=_changed(self._plan.batches, number, **changes))
 
     def _try_closure(self, number: int, at: int, **changes: Any) -> bool:
-        closures = list(self._plan.batches[number].closures)
-        closures[at] = dataclasses.replace(closures[at], **changes)
-        return self._try_batch(number, closures=tuple(closures))
+        closures = _changed(self._plan.batches[number].closures, at, **changes)
+        return self._try_batch(number, closures=closures)
+
+
+def _changed(parts: Sequence[Any], at: int, **changes: Any) -> tuple[Any, ...]:
+    return (*parts[:at], dataclasses.replace(parts[at], **changes), *parts[at + 1 :])
 
 
 def _each_left_out(parts: tuple[_T, ...]) -> Iterator[tuple[_T, ...]]:

@@ -323,11 +323,9 @@ class Uneven(Table):
             times, read = trained[:, batch], self.handed[batch]
             unread = exact and self.plan.all_workers and read != 1
             if unread or (times > read).any() or (exact and (times < read).any()):
-                yield (
-                    "data",
-                    (
-                        f"{look.when}: {self.name}: of batches {self.sizes}, {self.takes} for each "
-                        f"closure, batch {batch} was read {read} times and trained "
-                        f"{times.tolist()}"
-                    ),
+                said = (
+                    f"{look.when}: {self.name}: of batches {self.sizes}, {self.takes} for each "
+                    f"closure, batch {batch} was read {read} times and trained "
+                    f"{times.tolist()}"
                 )
+                yield "data", said

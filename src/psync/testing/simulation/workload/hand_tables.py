@@ -141,13 +141,11 @@ class Held(Table):
             ):  # fmt: skip
                 wrong = "lost"
             if wrong:
-                yield (
-                    wrong,
-                    (
-                        f"{look.when}: closure {closure.number} ({closure.state}), {self.name} "
-                        f"column {column}, {outcome or 'no outcome'}: in {times} takes"
-                    ),
+                said = (
+                    f"{look.when}: closure {closure.number} ({closure.state}), {self.name} "
+                    f"column {column}, {outcome or 'no outcome'}: in {times} takes"
                 )
+                yield wrong, said
 
 
 class ReplicaFailed(Exception):
@@ -244,10 +242,8 @@ class Ganged(Table):
             ):  # fmt: skip
                 wrong = "lost"
             if wrong:
-                yield (
-                    wrong,
-                    (
-                        f"{look.when}: {self.name}: gang {column} of life {life}, with "
-                        f"{replicas} replicas: {values.tolist()}"
-                    ),
+                said = (
+                    f"{look.when}: {self.name}: gang {column} of life {life}, with "
+                    f"{replicas} replicas: {values.tolist()}"
                 )
+                yield wrong, said

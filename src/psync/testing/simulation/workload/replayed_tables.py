@@ -87,14 +87,12 @@ class Moved(Dense):
                 for jump in self._jumps.get(shard, ())
             )
             if all(_in_order(found) != _in_order(each) for each in (expected, *jumped)):
-                yield (
-                    "replay",
-                    (
-                        f"{look.when}: {self.name}: shard {shard} after {found.shape[1]} pushes "
-                        f"with {self.plan.rule}: values and slots {found.tolist()}, one process "
-                        f"makes of them {expected.tolist()}"
-                    ),
+                said = (
+                    f"{look.when}: {self.name}: shard {shard} after {found.shape[1]} pushes "
+                    f"with {self.plan.rule}: values and slots {found.tolist()}, one process "
+                    f"makes of them {expected.tolist()}"
                 )
+                yield "replay", said
 
     def _replayed(self, rule: UpdateRule, pushes: int, had: int = 0, jump: int = 0) -> np.ndarray:
         """Return what values and slots become if push n moves column n.
@@ -240,13 +238,11 @@ class Averaged(Added):
         begun, done = map(len, calls_made(journal, self.name))
         few = look.is_last and not journal.is_rolled_back and (counts < self._base + done).any()
         if few or (counts > begun).any():
-            yield (
-                "average",
-                (
-                    f"{means}: moved {counts.tolist()} times by {begun} calls, of which {done} "
-                    f"are done in this life, which began with {self._base.tolist()}"
-                ),
+            said = (
+                f"{means}: moved {counts.tolist()} times by {begun} calls, of which {done} "
+                f"are done in this life, which began with {self._base.tolist()}"
             )
+            yield "average", said
 
 
 class Metered(Table):
@@ -279,13 +275,11 @@ class Metered(Table):
         few = certain and count < self._base[1] + len(done)
         all_of_them = sum(column + 1 for column in begun)
         if few or count > len(begun) or (total != all_of_them and count == len(begun)):
-            yield (
-                "metric",
-                (
-                    f"{look.when}: {self.name}: {count} values, their sum is {total}; {begun} "
-                    f"were begun, {done} are done in this life, which began with {self._base}"
-                ),
+            said = (
+                f"{look.when}: {self.name}: {count} values, their sum is {total}; {begun} "
+                f"were begun, {done} are done in this life, which began with {self._base}"
             )
+            yield "metric", said
 
 
 def calls_made(journal: Journal, table: str) -> tuple[list[int], list[int]]:

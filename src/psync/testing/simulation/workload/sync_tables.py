@@ -226,13 +226,11 @@ class Synchronous(Table):
         for part, expected in self._replayed(order, weights).items():
             found = self._rows_of(values[part])
             if not (found.view(np.uint32) == expected.view(np.uint32)).all():
-                yield (
-                    "replay",
-                    (
-                        f"{where}.{part}: steps {order} with {self.group}: {found.tolist()}, one "
-                        f"process makes of them {expected.tolist()}"
-                    ),
+                said = (
+                    f"{where}.{part}: steps {order} with {self.group}: {found.tolist()}, one "
+                    f"process makes of them {expected.tolist()}"
                 )
+                yield "replay", said
 
     def _order(
         self, classes: Mapping[float, Sequence[int]], pushes: Mapping[int, Push], era: object
