@@ -79,6 +79,7 @@ def test_what_a_checkpoint_has_is_forgotten() -> None:
     ended.ended(3, 1)
     ended.ended(4, 1)
     ended.saved(CutCalls([snapshot((3, 0))]), lambda _: False)
+    assert [closure in ended for closure in (3, 4, 5)] == [False, True, False]
     assert ended.undone(CutCalls([snapshot()])) == Undone((4,), 1)
 
 

@@ -33,7 +33,7 @@ def there(exc: BaseException) -> Exception:
     """What the coordinator raises for an exception of a worker."""
     described = describe_exception(raised(exc))
     segments = [bytearray(segment) for segment in described.payload.segments]
-    return rebuild_exception(TASK, *described[:3], Payload.from_segments(segments))
+    return rebuild_exception(TASK, *described.texts, Payload.from_segments(segments))
 
 
 class Divergence(Exception):
@@ -112,10 +112,10 @@ def test_why_an_exception_is_not_raised_as_itself_is_said() -> None:
 def test_how_psync_found_that_a_task_is_lost_is_not_told() -> None:
     error = ParameterServerLost("/job:ps/task:0", "cannot be reached")
     error.__cause__ = ConnectionRefusedError("refused")
-    assert "refused" not in describe_exception(error).traceback_text
+    assert "refused" not in describe_exception(error).texts[2]
     other = ValueError("x")
     other.__cause__ = ConnectionRefusedError("refused")
-    assert "refused" in describe_exception(other).traceback_text
+    assert "refused" in describe_exception(other).texts[2]
 
 
 class TurnsIntoText(Exception):
@@ -171,21 +171,21 @@ def test_an_exception_without_a_usable_text_is_described_all_the_same() -> None:
         def __str__(self) -> str:
             raise ValueError
 
-    assert describe_exception(raised(Mute())).message == "<its text cannot be shown: ValueError>"
+    assert describe_exception(raised(Mute())).texts[1] == "<its text cannot be shown: ValueError>"
 
 
 def test_texts_are_cut_in_the_middle() -> None:
     described = describe_exception(raised(ValueError("a" * 10_000 + "z")))
-    assert len(described.message) < MAX_MESSAGE_CHARS + 100
-    assert described.message.startswith("aaa")
-    assert "… 5905 characters left out …" in described.message
-    assert described.message.endswith("az")
+    assert len(described.texts[1]) < MAX_MESSAGE_CHARS + 100
+    assert described.texts[1].startswith("aaa")
+    assert "… 5905 characters left out …" in described.texts[1]
+    assert described.texts[1].endswith("az")
     described = describe_exception(raised(ValueError("a" * 100_000)))
-    assert len(described.traceback_text) < MAX_TRACEBACK_CHARS + 100
+    assert len(described.texts[2]) < MAX_TRACEBACK_CHARS + 100
 
 
 def test_texts_are_valid_unicode() -> None:
-    message = describe_exception(ValueError("a\udc80b")).message
+    message = describe_exception(ValueError("a\udc80b")).texts[1]
     assert message == "a\\udc80b"
     message.encode()
 
@@ -206,7 +206,7 @@ def test_the_traceback_starts_in_user_code() -> None:
     with pytest.raises(ValueError, match="here") as caught:
         asyncio.run(runner.serve(step))
     frames = caught.tb.tb_next  # a worker has no frame of this test
-    text = describe_exception(caught.value.with_traceback(frames)).traceback_text
+    text = describe_exception(caught.value.with_traceback(frames)).texts[2]
     assert text.startswith(f'Traceback (most recent call last):\n  File "{__file__}", line ')
     assert text.count("File") == 1
 
@@ -214,7 +214,7 @@ def test_the_traceback_starts_in_user_code() -> None:
 def test_psync_frames_below_user_code_stay() -> None:
     with inside(DatasetContext(0)), pytest.raises(UsageError) as caught:
         forbid_in_dataset("pull")
-    assert "in forbid_in_dataset" in describe_exception(caught.value).traceback_text
+    assert "in forbid_in_dataset" in describe_exception(caught.value).texts[2]
 
 
 def test_a_traceback_of_psync_alone_stays_whole() -> None:
@@ -223,5 +223,5 @@ def test_a_traceback_of_psync_alone_stays_whole() -> None:
     with pytest.raises(UsageError) as caught:
         closed.check_open()
     frames = caught.tb.tb_next  # a worker has no frame of this test
-    text = describe_exception(caught.value.with_traceback(frames)).traceback_text
+    text = describe_exception(caught.value.with_traceback(frames)).texts[2]
     assert "in check_open" in text

@@ -177,6 +177,9 @@ class EndedClosures:
         self._saves = 0  # since then
         self.kept = KeptCalls()
 
+    def __contains__(self, closure: int) -> bool:
+        return closure in self._ended
+
     def ended(self, number: int, calls: int) -> None:
         """Note a closure that has just ended, by its number on ps tasks, and the calls it made."""
         first = first_of(number)

@@ -72,7 +72,10 @@ class _Epoch:
     """The shards of one epoch. Of one that is over nothing is kept but its runs."""
 
     def __init__(
-        self, num_shards: int, done: Iterable[int] = (), unfinished: Mapping[int, int] = {}
+        self,
+        num_shards: int,
+        done: Iterable[int] = (),
+        unfinished: Mapping[int, int] | None = None,
     ) -> None:
         self.undone = set(range(num_shards)).difference(done)
         self.handed_out: set[int] = set()  # of these

@@ -32,15 +32,8 @@ _RUNNERS = frozenset({"psync", "asyncio", "concurrent", "contextvars", "threadin
 class Described(NamedTuple):
     """An exception as it travels."""
 
-    type_name: str  # qualified name of its type
-    message: str  # its text
-    traceback_text: str
+    texts: tuple[str, str, str]  # qualified name of its type, its text, its traceback
     payload: Payload  # the exception itself, or EMPTY if it cannot be sent
-
-    @property
-    def texts(self) -> tuple[str, str, str]:
-        """Type, text and traceback."""
-        return self.type_name, self.message, self.traceback_text
 
 
 def describe_exception(exc: BaseException, *, main_by_name: bool = True) -> Described:
@@ -52,12 +45,12 @@ def describe_exception(exc: BaseException, *, main_by_name: bool = True) -> Desc
     chain = not isinstance(exc, (TaskLost, TransportError))
     lines = format_exception(type(exc), exc, frames, chain=chain)
     name = type_name(exc).removeprefix("__main__.")
-    return Described(
+    texts = (
         _clip(name, 256),
         _clip(text_of(exc), MAX_MESSAGE_CHARS),
         _clip("".join(lines), MAX_TRACEBACK_CHARS),
-        _pickled(exc, main_by_name),
     )
+    return Described(texts, _pickled(exc, main_by_name))
 
 
 def rebuild_exception(
@@ -67,9 +60,9 @@ def rebuild_exception(
 
     Args:
         task: Name of the task that raised it.
-        type_name: The four fields of `Described`.
-        message: See there.
-        traceback_text: See there.
+        type_name: The first of the texts of `Described`.
+        message: The second.
+        traceback_text: The third.
         payload: See there.
 
     Returns:
