@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
+import subprocess
+import sys
 
-from process_tools import Screen, script
+import pytest
 
-PRINTED = "fetched [0.0, 1.0, 2.0, 3.0] w [6.0, 6.0]"
+from tasks_by_hand import ended, script, wait_for_line
 
-
-async def start(*command: str) -> tuple[asyncio.subprocess.Process, Screen, asyncio.Task[None]]:
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    screen = Screen()
-
-    async def show() -> None:
-        assert process.stdout is not None
-        async for line in process.stdout:
-            screen(line.decode())
-
-    return process, screen, asyncio.create_task(show())
+PYTHON, SCRIPT = sys.executable, *script("blocking.py")
+PRINTED = "fetched [0.0, 1.0, 2.0, 3.0] w [6.0, 6.0]\n"
 
 
-async def test_a_script_starts_a_cluster_trains_and_ends() -> None:
-    process, screen, shown = await start(*script("blocking.py"))
-    assert await process.wait() == 0, screen.lines
-    await shown
-    assert screen.lines == [PRINTED]
+def test_a_script_starts_a_cluster_trains_and_ends() -> None:
+    done = subprocess.run([PYTHON, SCRIPT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, PRINTED), done.stderr
 
 
-async def test_under_psync_run_it_is_the_chief() -> None:
-    python, path = script("blocking.py")
-    run = (python, "-m", "psync", "run", path, "--ps", "1", "--workers", "1", "--", "run")
-    process, screen, shown = await start(*run)
-    await screen.wait_for("joining")
-    process.send_signal(signal.SIGTERM)
-    assert await process.wait() == 143, screen.lines
-    await shown
-    assert any(PRINTED in line for line in screen.lines)
-    assert any("interrupted" in line for line in screen.lines)
-
-
-async def test_ctrl_c_ends_what_is_waited_for_and_the_cluster_with_it() -> None:
-    process, screen, shown = await start(*script("blocking.py", "wait"))
-    await screen.wait_for("joining")
-    process.send_signal(signal.SIGINT)
-    assert await process.wait() == -signal.SIGINT, screen.lines
-    await shown
-    assert "interrupted" in screen.lines
-    assert screen.lines[-1] == "KeyboardInterrupt"
+@pytest.mark.parametrize(
+    ("command", "signum", "code"),
+    [
+        ([SCRIPT, "wait"], signal.SIGINT, -signal.SIGINT),
+        (
+            ["-m", "psync", "run", SCRIPT, "--ps", "1", "--workers", "1", "--", "run"],
+            signal.SIGTERM,
+            143,
+        ),
+    ],
+    ids=["alone", "under psync run"],
+)
+def test_a_signal_ends_what_is_waited_for_and_the_cluster_with_it(
+    command: list[str], signum: signal.Signals, code: int
+) -> None:
+    process = subprocess.Popen([PYTHON, *command], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == PRINTED
+    wait_for_line(process, "joining", "stdout")
+    process.send_signal(signum)
+    end = ended(process)
+    assert end.code == code
+    assert "interrupted" in end.out
