@@ -157,12 +157,6 @@ async def test_a_consistent_pull_fills_what_it_is_given() -> None:
         assert (await v.read()).tolist() == [1, 2]
 
 
-def test_a_value_that_does_not_fit_locks_nothing() -> None:
-    v = declared(2, halves, v=[1.0, 2.0])
-    with pytest.raises(ValueMismatchError, match=r'assign to "v": expected shape \(2,\)'):
-        at_once(v.assign([1, 2, 3], atomic=True))
-
-
 def test_what_the_dtype_cannot_hold_is_refused() -> None:
     with strategy_of().scope():
         small = psync.Variable([100], dtype="int8", name="small")

@@ -70,8 +70,8 @@ class Visits:
         self._schedule, self._join = schedule, join  # of the coordinator
         self._digest = _digest(self.shards)
         self._num_epochs, self._shuffle_seed = num_epochs, shuffle_seed
-        self._running: dict[_Key, RemoteValue[Any]] = {}  # of the shards that are handed out
-        self._losses: dict[_Key, int] = {}  # of them, those that are noted
+        # Of the shards that are handed out: the result, and how many losses are noted.
+        self._running: dict[_Key, tuple[RemoteValue[Any], int]] = {}
         self._num_scheduled = 0
         self._begin(state)
 
@@ -128,7 +128,7 @@ class Visits:
             identity = self._identities.get(key) or Identity(key, self._undone)
             value = self._schedule(fn, (self.shards[shard], *args), kwargs, identity)
             self._visitation.hand_out(shard)
-            self._running[key], self._identities[key] = value, identity
+            self._running[key], self._identities[key] = (value, 0), identity
             self._num_scheduled += 1
             values.append(value)
         return values
@@ -244,14 +244,14 @@ class Visits:
 
     def _look(self) -> None:
         """Note what became of the shards that are running, and what was undone."""
-        for key, value in list(self._running.items()):
+        for key, (value, noted) in list(self._running.items()):
             (epoch, shard), closure = key, value._closure
-            for _ in range(closure.times_back - self._losses.get(key, 0)):
+            for _ in range(closure.times_back - noted):
                 self._visitation.lose(shard, epoch)
-            self._losses[key] = closure.times_back
+            self._running[key] = value, closure.times_back
             if not value.done():
                 continue
-            del self._running[key], self._losses[key]
+            del self._running[key]
             if closure.state is State.FINISHED:
                 self._visitation.finish(shard, epoch)
             else:

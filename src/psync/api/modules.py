@@ -86,11 +86,10 @@ class Module:
 
 
 def _add_submodules(module: Module, found: dict[int, Module]) -> None:
-    held = {id(leaf): leaf for leaf in _leaves(vars(module), set()) if isinstance(leaf, Module)}
-    for key, submodule in held.items():
-        if key not in found:
-            found[key] = submodule
-            _add_submodules(submodule, found)
+    for leaf in _leaves(vars(module), set()):
+        if isinstance(leaf, Module) and id(leaf) not in found:
+            found[id(leaf)] = leaf
+            _add_submodules(leaf, found)
 
 
 def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
