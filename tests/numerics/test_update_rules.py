@@ -501,12 +501,13 @@ def registry() -> Iterator[None]:
 
 @pytest.mark.usefixtures("registry")
 def test_what_is_registered_is_listed_in_order_and_survives_the_wire() -> None:
-    rule = own_rules.Momentum(own_rules.Halving(0.5), momentum=0.25, most=-3)
+    rule = own_rules.Momentum(own_rules.Halving(0.5), momentum=0.25)
     config = msgpack.unpackb(msgpack.packb(rule.to_config()))
     rebuilt = rule_from_config(config)
     assert type(rebuilt) is own_rules.Momentum
     assert rebuilt.to_config() == config
     assert registered_in(rebuilt) == registered()
+    assert own_rules.Momentum(most=-3).most == -3.0  # it has no range
     assert registered() == [("rule", "tests.momentum", 1), ("schedule", "Halving", 1)]
     assert registered_in(SGD(0.1)) == []
     assert registered_in(SGD(own_rules.Halving(0.1))) == [("schedule", "Halving", 1)]

@@ -750,19 +750,20 @@ def check_places(snapshot: StoredSnapshot) -> None:
 
 
 def why_not(
-    snapshots: Sequence[StoredSnapshot],
-    num_ps: int,
-    shards: Iterable[ShardSpec],
-    optimizers: Mapping[int, Config],
+    path: Path, num_ps: int, shards: Iterable[ShardSpec], optimizers: Mapping[int, Config]
 ) -> str | None:
-    """Return why a program cannot go back to snapshots of another one, or None if it can.
+    """Return why a program cannot go back to a checkpoint of another one, or None if it can.
 
     Args:
-        snapshots: What that one has left behind.
+        path: Of the checkpoint.
         num_ps: Of the program.
         shards: Of its variables.
         optimizers: Their configurations, by their numbers.
     """
+    try:
+        snapshots = stored_snapshots(path)
+    except CheckpointError as exc:
+        return exc.message
     if len(snapshots) != num_ps:
         return f"the checkpoint is of {len(snapshots)} ps tasks, here are {num_ps}"
     states = [SnapshotState.from_bytes(each.state, str(each.file)) for each in snapshots]

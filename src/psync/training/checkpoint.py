@@ -53,7 +53,6 @@ from psync.checkpoints.files import (
     mark_last,
     remove,
     remove_leftovers,
-    stored_snapshots,
     unmark_last,
     why_not,
 )
@@ -568,19 +567,11 @@ class CheckpointManager:
         if coordinator is None or not contents.handles:
             return
         scope = scope_of(next(iter(contents.handles.values())))
-        specs = [variable.spec for variable in scope._variables] if scope is not None else []
+        variables = scope._variables if scope is not None else []
+        shards = [shard for variable in variables for shard in variable.spec.shards]
         optimizers = {each.number: each._config for each in contents.optimizers.values()}
-
-        def judge() -> str | None:
-            try:
-                return why_not(
-                    stored_snapshots(path), len(coordinator.links.ps.links),
-                    [shard for spec in specs for shard in spec.shards], optimizers,
-                )  # fmt: skip
-            except CheckpointError as exc:
-                return exc.message
-
-        reason = await asyncio.to_thread(judge)
+        num_ps = len(coordinator.links.ps.links)
+        reason = await asyncio.to_thread(why_not, path, num_ps, shards, optimizers)
         if reason is None:
             self._offer(path, coordinator)
         else:

@@ -216,7 +216,11 @@ Run = tuple[RemoteValue[Any], int]
 
 @dataclass(eq=False)
 class EpochRuns:
-    """Runs the epochs of one fit: their steps, and again what rollbacks have undone."""
+    """Runs the epochs of one fit: their steps, and again what rollbacks have undone.
+
+    Attributes:
+        ended: Whether data have ended in the present epoch, or before the first one.
+    """
 
     trainer: Trainer
     coordinator: ClusterCoordinator
@@ -225,6 +229,7 @@ class EpochRuns:
     steps_per_execution: int
     show: Progress
     told: Sequence[Callback]  # of batches
+    ended: bool = False
 
     def __post_init__(self) -> None:
         inner = coordinator_of(self.trainer.strategy._origin)
@@ -243,7 +248,7 @@ class EpochRuns:
 
     async def run(
         self, steps: int, validate: Callable[[], Awaitable[Mapping[str, float]]] | None
-    ) -> tuple[dict[str, float], bool, int]:
+    ) -> tuple[dict[str, float], int]:
         """Run one epoch, until none of its steps is undone.
 
         Args:
@@ -251,7 +256,7 @@ class EpochRuns:
             validate: Evaluates; None: this epoch has no validation.
 
         Returns:
-            Its values, whether the data ended, and how many steps were trained again.
+            Its values, and how many steps were trained again.
 
         Raises:
             ConfigurationError: The data have no batch.
@@ -267,12 +272,13 @@ class EpochRuns:
         self._closures = {}
         self._scheduled = 0
         self._pass += 1
-        ended, again = await self._train(steps, self.told), 0
+        self.ended, again = False, 0
+        await self._train(steps, self.told)
         while True:
             while undone := self.owed_steps():
                 again += undone
-                ended |= await self._train(None, self.told)
-            logs, over = await trainer._values_of(list(self._closures.values()), ended)
+                await self._train(None, self.told)
+            logs = await trainer._values_of(list(self._closures.values()), self.ended)
             if validate is not None and logs:
                 found = await validate()
                 logs |= {f"val_{name}": value for name, value in found.items()}
@@ -283,16 +289,13 @@ class EpochRuns:
                     "fit: expected at least one batch, got none",
                     hint="the dataset of a worker is empty",
                 )
-            return logs, over, again
+            return logs, again
 
-    async def settle(self, *, saved: bool = False) -> bool:
+    async def settle(self, *, saved: bool = False) -> None:
         """Save between epochs, and train again what was undone there, before and meanwhile.
 
         Args:
             saved: Whether there is nothing to be saved, unless steps are trained again.
-
-        Returns:
-            Whether the data ended.
 
         Raises:
             CheckpointError: As ``Checkpoint.save``.
@@ -300,30 +303,27 @@ class EpochRuns:
 
         Cancellation: As ``run``.
         """
-        manager, ended = self.trainer.manager, False
+        manager = self.trainer.manager
         while (undone := self.owed_steps()) or not (saved or manager is None):
             if undone:
                 self.trainer.history._add_repeated(undone)
-                ended |= await self._train(None)
-                _, ended = await self.trainer._values_of(list(self._closures.values()), ended)
+                await self._train(None)
+                await self.trainer._values_of(list(self._closures.values()), self.ended)
                 saved = False
             elif manager is not None:
                 await self.trainer.save(manager)
                 saved = True
-        return ended
 
-    async def _train(self, steps: int | None, told: Sequence[Callback] = ()) -> bool:
-        """Train the steps of an epoch, or those that are owed; return whether data ended.
+    async def _train(self, steps: int | None, told: Sequence[Callback] = ()) -> None:
+        """Train the steps of an epoch, or those that are owed; note whether data ended.
 
         They have ended when no worker has a batch for a step; of data that end with their first
         end, when one has none.
         """
         ended, missing = await self._train_once(steps, told)
-        while missing and not ended:
-            if self.batches.end == "first":
-                return True
+        while missing and not ended and self.batches.end != "first":
             ended, missing = await self._train_once(missing, told)
-        return ended
+        self.ended |= ended or missing > 0
 
     async def _train_once(self, steps: int | None, told: Sequence[Callback]) -> tuple[bool, int]:
         """Train steps; return whether data ended, and how many steps closures lacked data for."""
@@ -775,10 +775,10 @@ class Trainer:
                 try:
                     await call_back(self, callbacks, "on_train_begin")
                     # A checkpoint may lack steps of earlier epochs.
-                    ended = await runs.settle(saved=True)
-                    if ended and first < epochs:
+                    await runs.settle(saved=True)
+                    if runs.ended and first < epochs:
                         say_over(max(0, first - 1), epochs)
-                    for epoch in range(first, first if ended else epochs):
+                    for epoch in range(first, first if runs.ended else epochs):
                         await call_back(self, callbacks, "on_epoch_begin", epoch)
                         began = time.perf_counter()
                         show.begin(epoch, epochs, steps_per_epoch)
@@ -787,17 +787,17 @@ class Trainer:
                         validate = functools.partial(
                             self.evaluate, validation_data, batch_size=validation_batch_size
                         )
-                        logs, ended, again = await runs.run(
+                        logs, again = await runs.run(
                             steps_per_epoch, validate if validates and is_due else None
                         )
                         show.end(time.perf_counter() - began, logs, again)
                         history._add(epoch, logs, again)
                         coordinator.report({"epoch": epoch, **logs})
                         await call_back(self, callbacks, "on_epoch_end", epoch, logs)
-                        ended |= await runs.settle()
-                        if ended and epoch + 1 < epochs:
+                        await runs.settle()
+                        if runs.ended and epoch + 1 < epochs:
                             say_over(epoch, epochs)
-                        if ended or self.stop_training:
+                        if runs.ended or self.stop_training:
                             break
                 except BaseException as exc:
                     show.close()
@@ -881,14 +881,14 @@ class Trainer:
 
     async def _values_of(
         self, closures: Sequence[RemoteValue[Any]], ended: bool
-    ) -> tuple[dict[str, float], bool]:
-        """Return the values of an epoch, and whether data ended, or raise the error of a step.
+    ) -> dict[str, float]:
+        """Return the values of an epoch, or raise the error of a step.
 
-        There are no values if no batch was trained.
+        There are none if no batch was trained, which can only be if data ``ended``.
         """
         if ended and not any(await self._counted["loss"].variables[0].read()):
-            return {}, ended
-        return {name: await metric.result() for name, metric in self._counted.items()}, ended
+            return {}
+        return {name: await metric.result() for name, metric in self._counted.items()}
 
     def _steps(self, *, tells: bool) -> Callable[..., Any]:
         """Return the step function: some steps, then one message for each metric.

@@ -133,11 +133,10 @@ class KerasTrainer(Trainer):
 
     async def _values_of(
         self, closures: Sequence[RemoteValue[Any]], ended: bool
-    ) -> tuple[dict[str, float], bool]:
+    ) -> dict[str, float]:
         results = [result async for result in _returned(closures)]
         self._so_far, counted = Counted(), _total(each for _, each in results)
-        logs = {} if counted.spec is None else await asyncio.to_thread(self._results, counted)
-        return logs, ended
+        return {} if counted.spec is None else await asyncio.to_thread(self._results, counted)
 
     async def evaluate(
         self, data: Any, *, batch_size: int = 32, num_shards: int | None = None
