@@ -19,11 +19,11 @@ from inside import peers_of
 from memory_cluster import MemoryCluster, coordinating
 from ps_cluster import PsCluster, assign, heard, pull
 from psync import Outcome, SyncReplicasOptimizer, optimizers
-from psync.client import prefetch
-from psync.client.prefetch import PulledAhead, Wanted
-from psync.client.ps_client import PsClient
-from psync.client.ps_link import always
-from psync.numerics.memory import BlockPool
+from psync.client import sync
+from psync.client.link import always
+from psync.client.plan import Landing
+from psync.client.ps import PsClient
+from psync.client.sync import PulledAhead
 from psync.specs import VariableSpec
 from psync.wire.messages import AskStatistics, Pull
 
@@ -35,7 +35,7 @@ STEPS = 6
 @pytest.fixture
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are good for this turn, however long that takes."""
-    monkeypatch.setattr(prefetch, "GOOD_FOR_S", math.inf)
+    monkeypatch.setattr(sync, "GOOD_FOR_S", math.inf)
 
 
 # --- what is kept, and for whom ------------------------------------------------------------------
@@ -47,7 +47,7 @@ class Kept(NamedTuple):
     ahead: PulledAhead
     v: VariableSpec
 
-    def take(self, arrival: int = 1) -> Wanted | None:
+    def take(self, arrival: int = 1) -> Landing | None:
         return self.ahead.take(self.client.plan((self.v,)), arrival)
 
 
@@ -64,7 +64,7 @@ async def kept(now: Callable[[], float] | None = None) -> AsyncIterator[Kept]:
         wanted = ahead.want()
         assert wanted is not None
         client.links[0].num_calls += 2  # the push, and its answer
-        wanted.receive(BlockPool())
+        wanted.into_whole(None, wanted.plan.whole.lengths, None)
         wanted.steps = [[(9, 3)]]
         ahead.put(wanted)
         yield Kept(cluster, client, ahead, v)
@@ -118,21 +118,6 @@ class TestKeeping:
             assert not values.arrays[0].flags.writeable
             assert k.take() is None
 
-    async def test_room_that_was_made_for_them_is_used_once(self) -> None:
-        async with kept() as k:
-            wanted, pool = k.ahead.want(), BlockPool()
-            assert wanted is not None
-            wanted.make_room(pool)
-            assert wanted.arrays is None  # there are no values yet
-            for _ in range(2):  # again after a lost connection
-                targets = wanted.receive(pool)
-                assert wanted.arrays is not None
-                for n, target in enumerate(targets, 1):
-                    target[:] = np.full(2, n, np.float32).tobytes()
-                assert wanted.arrays[0].tolist() == [1, 1, 2, 2]
-                first, wanted.arrays = wanted.arrays[0], None
-            assert first.tolist() == [1, 1, 2, 2]
-
     @pytest.mark.parametrize(
         "happens",
         [pulls_another_set, asks_a_ps, waits, connects_anew, pushes_again, comes_in],
@@ -151,7 +136,7 @@ class TestKeeping:
             wanted = k.ahead.want()
             assert wanted is not None
             k.client.links[0].num_calls += 2
-            wanted.receive(BlockPool())
+            wanted.into_whole(None, wanted.plan.whole.lengths, None)
             k.ahead.put(wanted)
             await asked
             assert k.take() is None
@@ -159,7 +144,7 @@ class TestKeeping:
     async def test_they_are_dropped_if_the_step_has_not_let_go_of_the_loop_for_long(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(prefetch, "GOOD_FOR_S", 0.001)
+        monkeypatch.setattr(sync, "GOOD_FOR_S", 0.001)
         async with kept() as k:
             time.sleep(0.002)  # noqa: ASYNC251  # it computes, or reads a file
             assert k.take() is None
@@ -168,7 +153,7 @@ class TestKeeping:
     async def test_they_are_good_for_a_millisecond_also_where_the_loop_counts_no_less(
         self, age_s: float, good: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(prefetch, "GOOD_FOR_S", 0.001)
+        monkeypatch.setattr(sync, "GOOD_FOR_S", 0.001)
         times = iter([7.0005, 7.0005 + age_s])
         async with kept(lambda: next(times)) as k:
             assert (k.take() is not None) is good
@@ -177,7 +162,7 @@ class TestKeeping:
         async with kept() as k:
             first = k.ahead.want()
             assert first is not None
-            first.receive(BlockPool())
+            first.into_whole(None, first.plan.whole.lengths, None)
             assert k.ahead.want() is not None
             k.client.links[0].num_calls += 2
             k.ahead.put(first)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_cluster import PsCluster
-from psync.client.ps_client import PsClient
+from psync.client.ps import PsClient
 from psync.store.snapshot import SnapshotState
 from psync.wire.codec import Message
 from psync.wire.frames import Frame

@@ -12,8 +12,7 @@ from typing import Any
 
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import RecoveryRule
-from psync.client.lanes import AWAY_FOR_S, REFUSED_FOR_S
-from psync.client.ps_link import PsLink, always, ask
+from psync.client.link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, always, ask
 from psync.errors import ConfigurationError, ParameterServerLost, PsyncError, VersionMismatch
 from psync.net.connection import Connection
 from psync.wire import messages

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from psync.backups.locate_ps import Found, Place, Primary, places
-from psync.client.calls import all_of
-from psync.client.ps_link import expect
+from psync.client.link import all_of, expect
 from psync.closures.membership import backoff
 from psync.cluster import CHIEF, ENQUIRER
 from psync.errors import AttachError, ConnectFailed, ConnectionLost, FencedError, PsyncError

@@ -17,9 +17,8 @@ from typing import Any
 
 from psync.chief.enquiries import ServedSearch, absent, enquire
 from psync.chief.events import Events
-from psync.client.optimizer_client import note_plugins
-from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, ask
+from psync.client.link import PsLink, ask, note_plugins
+from psync.client.ps import PsClient
 from psync.closures.membership import (
     LIMIT,
     Fence,

@@ -17,10 +17,9 @@ from psync.api.sync_replicas import wait_over
 from psync.chief.creation import MESSAGE_SHARDS, Creation, as_sent
 from psync.chief.declarations import Declaration
 from psync.chief.enquiries import enquire
-from psync.client.optimizer_client import note_plugins
-from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, always, ask
-from psync.client.runtime import Runtime
+from psync.client.context import Runtime
+from psync.client.link import PsLink, always, ask, note_plugins
+from psync.client.ps import PsClient
 from psync.cluster import CHIEF, ENQUIRER
 from psync.errors import ConnectFailed, RemoteProtocolError, TrainingEnded
 from psync.net.endpoint import Endpoint

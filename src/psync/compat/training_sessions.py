@@ -19,8 +19,7 @@ from psync.api.seeing import placed
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SessionHook
 from psync.api.variables import Variable
-from psync.client.context import forbid_in_step
-from psync.client.runtime import Runtime
+from psync.client.context import Runtime, forbid_in_step
 from psync.cluster import CHIEF, task_name
 from psync.compat.session_links import SessionLinks
 from psync.errors import (

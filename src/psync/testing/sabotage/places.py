@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from psync.backups.sender import BackupSender
 from psync.checkpoints.files import Writer
-from psync.client.ps_client import PsClient
-from psync.client.sync_client import SyncClient
+from psync.client.ps import PsClient
+from psync.client.sync import SyncClient
 from psync.coordinator import Coordinator
 from psync.net.connection import OwnRequest, Request
 from psync.ps.creation import ShardCreation
