@@ -857,8 +857,8 @@ class Optimizer:
             answers = await ps.outgoing.shielded(in_steps)
         if self._compression is not None:
             plan = ps.plan(plan.variables, self._compression)  # whose messages are answered
-        if known is not (newer := runtime.pushes(self.number)):  # it is undone
-            known, number, before = newer, 0, {}
+        if known.timeline != ps.outgoing.timeline:  # it is undone
+            known, number, before = runtime.pushes(self.number), 0, {}
         known.learn(plan, before, answers)
         result = result_of(answers, number)
         if self._staleness_bound is not None and result.outcome is Outcome.ACCEPTED:
@@ -1029,23 +1029,8 @@ class Optimizer:
         """Return gradients that fit, and their variables."""
         if hasattr(grads_and_vars, "__next__"):  # it can be gone through once
             grads_and_vars = list(grads_and_vars)
-        if type(grads_and_vars) is list:
-            try:
-                gradients, variables = zip(*grads_and_vars, strict=True)
-                expected = self._settled.get(variables, ())
-            except (TypeError, ValueError):  # no pairs
-                expected = ()
-            for gradient, (dtype, shape) in zip(gradients, expected, strict=False):
-                if not (
-                    type(gradient) is np.ndarray
-                    and gradient.dtype == dtype
-                    and gradient.shape == shape
-                    and gradient.flags.c_contiguous
-                ):
-                    break
-            else:
-                if expected:
-                    return gradients, variables
+        if (known := self._settled_pairs(grads_and_vars)) is not None:
+            return known
         pairs = checked_pairs(grads_and_vars, self._name if self._forbid_nonfinite else None)
         for gradient, variable in pairs:
             if not variable.spec.trainable:
@@ -1057,6 +1042,24 @@ class Optimizer:
             if len(self._settled) >= MAX_SETTLED:
                 self._settled.pop(next(iter(self._settled)))
             self._settled[variables] = [(each.dtype, each.spec.shape) for each in variables]
+        return gradients, variables
+
+    def _settled_pairs(
+        self, pairs: Any
+    ) -> tuple[Sequence[Gradient], tuple[AnyVariable, ...]] | None:
+        """Return gradients and variables that need no other check; None: it is not sure."""
+        if type(pairs) is not list:
+            return None
+        try:
+            gradients, variables = zip(*pairs, strict=True)
+            expected = self._settled[variables]
+        except (TypeError, ValueError, KeyError):
+            return None
+        for gradient, (dtype, shape) in zip(gradients, expected, strict=True):
+            if type(gradient) is not np.ndarray or gradient.dtype != dtype:
+                return None
+            if gradient.shape != shape or not gradient.flags.c_contiguous:
+                return None
         return gradients, variables
 
     async def _runtime(self, operation: str, *variables: AnyVariable) -> Runtime:

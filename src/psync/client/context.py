@@ -483,8 +483,9 @@ class Runtime:
     def note_values(self, landing: Landing) -> list[np.ndarray] | None:
         """Return values that came with an answer, as pulled now; None: they did not come."""
         if landing.arrays is not None:
+            pulled = self.pulled
             for steps in landing.steps:
-                self.pulled.note(steps)
+                pulled.note(steps)
         return landing.arrays
 
     def begin_update(self, operation: str) -> tuple[int, int]:
@@ -496,7 +497,8 @@ class Runtime:
         closure = here.get()
         if type(closure) is ClosureContext:
             closure.check_open(operation)
-            return closure.number_on_ps, next(closure.ordinals)
+            number = closure.number if closure.number >= 0 else closure.closure_id
+            return number, next(closure.ordinals)
         return -1, next(self._ordinals)
 
 

@@ -20,7 +20,8 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
 from psync.client.counters import Numbers
@@ -38,7 +39,7 @@ from psync.net.connection import Connection, Into
 from psync.net.endpoint import Endpoint
 from psync.numerics.rules import Registered
 from psync.wire.codec import Message, check
-from psync.wire.frames import Frame, Segment
+from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment
 from psync.wire.handshake import LANES
 from psync.wire.messages import PsAttached
 
@@ -94,6 +95,7 @@ class PsLink:
             None: it was not.
         away_for_s: So long it may be without any connection, once there was one; then it is lost.
         num_calls: Requests so far, answers, and connections.
+        repeating: Calls that have no connection.
     """
 
     plugins: Sequence[Registered] | None = None
@@ -118,7 +120,7 @@ class PsLink:
         self._keepalive: asyncio.Task[None] | None = None
         self._closed = False
         self._released: asyncio.Event | None = None  # while ordinary calls are held back
-        self._asking: set[asyncio.Task[None]] = set()
+        self.repeating: set[asyncio.Task[None]] = set()
 
     # Requests.
 
@@ -128,28 +130,20 @@ class PsLink:
         segments: Sequence[Segment] = (),
         *,
         bulk: bool = False,
-        into: Into | None = None,
-        set_ids: Iterable[int] = (),
         locked: bool = False,
         cut: bool = False,
         urgent: bool = False,
-        copied: bool = False,
+        set_ids: Collection[int] = (),
     ) -> Frame:
-        """Send a request that may be repeated, over and over until it is answered.
+        """Make a ``Call``, and return the reply.
 
         Args:
-            build: Makes the message.
-            segments: As for ``Connection.call``.
+            build: As for ``Call``, as are ``segments``, ``urgent`` and ``set_ids``.
             bulk: Whether a large body goes or comes.
-            into: As for ``Connection.call``.
-            set_ids: The sets that the ps knows once it has answered: not before, as messages may
-                overtake one another.
             locked: Whether it is about a lock, or said under one: then nothing may be in front of
                 it that waits for a lock.
             cut: Whether it is about a cut, or a backup: then nothing may be in front of it that
                 waits at a gate, or for the backup.
-            urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
-            copied: As for ``Connection.call``.
 
         Raises:
             ParameterServerLost: See ``peer``, also for its other errors.
@@ -160,52 +154,39 @@ class PsLink:
         Cancellation: Safe; the request may have been served.
         """
         lane = "cut" if cut else "lock" if locked else "bulk" if bulk else "control"
-        self.num_calls += 1
-        losses = 0
-        while True:
-            if self._released is not None and not urgent:
-                await self._released.wait()
-            try:
-                peer = await self.peer(lane)
-            except ParameterServerLost:
-                if self._released is None or urgent:
-                    raise
-                continue  # a recovery has begun
-            if self._released is not None and not urgent:
-                continue  # likewise, and the ps is there, but empty
-            try:
-                message = build(peer)
-                received = await peer.call(message, segments, into=into, copied=copied)
-            except ConnectionLost as exc:
-                losses += 1
-                check(message)  # or it would cost the next connections, too
-                if losses == MAX_LOSSES:
-                    raise ConnectionLost(
-                        f"{self.task}: {losses} connections in a row were lost with the same "
-                        f"request, the last because: {exc.message}"
-                    ) from exc
-                logger.debug("%s: repeating a request: %s", self.task, exc.message)
+        call = Call(self, build, segments, lane=lane, set_ids=set_ids, urgent=urgent)
+        reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+
+        def then(outcome: Frame | Exception) -> None:
+            if reply.done():
+                return
+            if isinstance(outcome, Exception):
+                reply.set_exception(outcome)
             else:
-                self._note_known(peer, set_ids)
-                return received
-            finally:
-                self.num_calls += 1
-            if losses > 1:
-                await asyncio.sleep(backoff(losses, self._endpoint.platform.uniform()))
+                reply.set_result(outcome)
+
+        try:
+            self.ask(call, then)
+            return await reply
+        finally:
+            call.give_up()
 
     def ask(self, call: Call, then: Then) -> Call:
-        """As ``call``, without a coroutine while there is a connection and it lasts.
+        """Make a call of this link; without a coroutine while there is a connection and it lasts.
 
         Args:
-            call: Of this link; it can be given up.
+            call: Can be given up.
             then: Told of the end.
         """
         call.then = then
+        if not call.lane:
+            call.lane = "bulk" if call.nbytes > SMALL_BODY_BYTES else "control"
         peer = self._peers.get(call.lane)
-        if peer is None or not peer.is_open or self.lost is not None or self._released is not None:
+        is_held = self._released is not None and not call.urgent
+        self.num_calls += 1
+        if peer is None or not peer.is_open or self.lost is not None or is_held:
             call.go_on()
             return call
-        self.num_calls += 1
         call.peer = peer
         try:
             message = call.message = call.build(peer)
@@ -215,11 +196,36 @@ class PsLink:
             call.tell(exc)
         return call
 
-    def _note_known(self, peer: Connection, set_ids: Iterable[int]) -> None:
-        known: set[int] = peer.state["sets"]
-        known.update(set_ids)
-        if len(known) >= SETS_PER_CONNECTION:
-            peer.close()  # what is under way is repeated on a new one
+    async def repeat(self, call: Call) -> Frame:
+        """Make a call over and over until it is answered; as ``call``."""
+        losses = 0
+        while True:
+            if self._released is not None and not call.urgent:
+                await self._released.wait()
+            try:
+                peer = call.peer = await self.peer(call.lane)
+            except ParameterServerLost:
+                if self._released is None or call.urgent:
+                    raise
+                continue  # a recovery has begun
+            if self._released is not None and not call.urgent:
+                continue  # likewise, and the ps is there, but empty
+            try:
+                message = call.build(peer)
+                return await peer.call(message, call.segments, into=call.into, copied=call.copied)
+            except ConnectionLost as exc:
+                losses += 1
+                check(message)  # or it would cost the next connections, too
+                if losses == MAX_LOSSES:
+                    raise ConnectionLost(
+                        f"{self.task}: {losses} connections in a row were lost with the same "
+                        f"request, the last because: {exc.message}"
+                    ) from exc
+                logger.debug("%s: repeating a request: %s", self.task, exc.message)
+            finally:
+                self.num_calls += 1
+            if losses > 1:
+                await asyncio.sleep(backoff(losses, self._endpoint.platform.uniform()))
 
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a notification if there is a connection."""
@@ -456,46 +462,41 @@ class PsLink:
             peer.close()
 
 
+@dataclass(slots=True, eq=False)
 class Call:
-    """A request to a ps that nobody waits for in a coroutine; the arguments as of ``PsLink.call``.
+    """A request to a ps that may be repeated: it is sent over and over until it is answered.
 
     Attributes:
+        link: To the ps.
+        build: Makes the message.
+        segments: As for ``Connection.call``.
+        nbytes: Of the larger body, that goes or comes.
+        lane: Over which connection it goes; "": that for its bytes.
+        set_ids: The sets that the ps knows once it has answered: not before, as messages may
+            overtake one another.
+        into: As for ``Connection.call``.
         lengths: Of the segments of its answer; None: whatever comes.
+        urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
+        copied: As for ``Connection.call``.
         number: By which the ps knows it again, of an update.
+        end: Gives it up; None: it is not under way.
     """
 
-    __slots__ = (
-        "build", "copied", "end", "into", "lane", "lengths", "link", "message", "number", "peer",
-        "segments", "set_ids", "then",
-    )  # fmt: skip
-
-    message: Message  # as it was sent, to
-    peer: Connection
-    number: int
-
-    def __init__(
-        self,
-        link: PsLink,
-        build: Build,
-        segments: Sequence[Segment] = (),
-        *,
-        bulk: bool = False,
-        into: Into | None = None,
-        lengths: tuple[int, ...] | None = None,
-        set_ids: Sequence[int] = (),
-        locked: bool = False,
-        copied: bool = False,
-    ) -> None:
-        self.link = link
-        self.build = build
-        self.segments = segments
-        self.lane = "lock" if locked else "bulk" if bulk else "control"
-        self.into = into
-        self.lengths = lengths
-        self.set_ids = set_ids
-        self.copied = copied
-        self.end: Callable[[], object] | None = None  # while it is under way
-        self.then: Then | None = None
+    link: PsLink
+    build: Build
+    segments: Sequence[Segment] = ()
+    nbytes: int = 0
+    lane: str = ""
+    set_ids: Collection[int] = ()
+    into: Into | None = None
+    lengths: tuple[int, ...] | None = None
+    urgent: bool = False
+    copied: bool = False
+    number: int = 0
+    end: Callable[[], object] | None = None
+    then: Then | None = None
+    message: Message = field(init=False)  # as it was sent last without a coroutine
+    peer: Connection = field(init=False)  # to which it was sent last
 
     def give_up(self) -> None:
         """Call nothing more, and write no more to memory for the reply."""
@@ -505,42 +506,41 @@ class Call:
 
     def answered(self, outcome: Frame | Exception) -> None:
         """Its first connection has an answer, or is gone."""
-        link = self.link
-        link.num_calls += 1
+        self.link.num_calls += 1
         if isinstance(outcome, ConnectionLost):
             try:
                 check(self.message)  # or it would cost the next connections, too
             except LocalProtocolError as exc:
                 outcome = exc
             else:
+                self.link.num_calls += 1
                 self.go_on()
                 return
-        elif not self.peer.state["sets"].issuperset(self.set_ids):
-            if not isinstance(outcome, Exception):
-                link._note_known(self.peer, self.set_ids)
         self.tell(outcome)
 
     def tell(self, outcome: Frame | Exception) -> None:
         """It is over."""
         self.end = None
+        if self.set_ids and not isinstance(outcome, Exception):
+            known: set[int] = self.peer.state["sets"]
+            known.update(self.set_ids)
+            if len(known) >= SETS_PER_CONNECTION:
+                self.peer.close()  # what is under way is repeated on a new one
         then, self.then = self.then, None  # which leads back here: it would hold what came
         if then is not None:
             then(outcome)
 
     def go_on(self) -> None:
         """Go on in a coroutine: there is no connection."""
-        task = asyncio.get_running_loop().create_task(self._call())
-        self.link._asking.add(task)
-        task.add_done_callback(self.link._asking.discard)
+        task = asyncio.get_running_loop().create_task(self._repeat())
+        self.link.repeating.add(task)
+        task.add_done_callback(self.link.repeating.discard)
         self.end = task.cancel
 
-    async def _call(self) -> None:
+    async def _repeat(self) -> None:
         outcome: Frame | Exception
         try:
-            outcome = await self.link.call(
-                self.build, self.segments, bulk=self.lane == "bulk", into=self.into,
-                set_ids=self.set_ids, locked=self.lane == "lock", copied=self.copied,
-            )  # fmt: skip
+            outcome = await self.link.repeat(self)
         except Exception as exc:
             outcome = exc
         self.tell(outcome)

@@ -73,7 +73,7 @@ from psync.specs import ShardSpec, VariableSpec, count_of, dtype_of, marked_afte
 from psync.store.push_counts import total_of
 from psync.wire.closure_numbers import PART_BITS
 from psync.wire.codec import Message
-from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment
+from psync.wire.frames import Frame, Segment
 from psync.wire.messages import (
     AccumulatorState,
     ApplyGradient,
@@ -117,6 +117,8 @@ ROWS_PER_REQUEST_BYTES = 32 << 20
 """More rows of one ps are asked for in several messages, each of which may see another version."""
 
 PARTS_PER_REQUEST = 4096
+
+CLOSED = "the connections to the ps tasks are closed"
 
 _KEY = operator.attrgetter("key")
 _SPEC = operator.attrgetter("spec")
@@ -170,7 +172,8 @@ class Outgoing:
 
         Cancellation: As ``shielded``.
         """
-        self._check_open()
+        if self._closed:
+            raise ClosedError(CLOSED)
         update.outgoing, update.drawn = self, []
         for call in update.calls:
             call.number = call.link.updates.draw()
@@ -209,7 +212,8 @@ class Outgoing:
 
         Cancellation: It goes on in the background, see ``drain``; an error is logged then.
         """
-        self._check_open()
+        if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
+            raise ClosedError(CLOSED)
         under_way = asyncio.ensure_future(work())
         self.begun.add(under_way)
         under_way.add_done_callback(self.begun.discard)
@@ -218,10 +222,6 @@ class Outgoing:
         except asyncio.CancelledError:
             under_way.add_done_callback(_note_result)
             raise
-
-    def _check_open(self) -> None:
-        if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
-            raise ClosedError("the connections to the ps tasks are closed")
 
     def _go_on(self, update: Delivery[Any]) -> None:
         """Let a delivery end without its caller, who was cancelled."""
@@ -267,7 +267,7 @@ def _log_error(error: BaseException) -> None:
     logger.log(level, "a push whose step was cancelled failed: %s", error)
 
 
-class _Update(Delivery[Pushed]):
+class Update(Delivery[Pushed]):
     """An update of a plan's variables: a message for each of the plan's requests.
 
     Args:
@@ -276,7 +276,7 @@ class _Update(Delivery[Pushed]):
         arrays: For each of them; or none at all.
         call: (closure, ordinal).
         message: Makes one, given this, the place of its request, and the connection.
-        locked: Whether it is said under a lock.
+        lane: Over which connection it goes.
         landing: Gets values that come with the answers; None: none are wanted.
     """
 
@@ -286,30 +286,25 @@ class _Update(Delivery[Pushed]):
         plan: Plan,
         arrays: Sequence[Array],
         call: tuple[int, int],
-        message: Callable[[_Update, int, Connection], Message],
-        locked: bool = False,
+        message: Callable[[Update, int, Connection], Message],
+        lane: str = "",
         landing: Landing | None = None,
     ) -> None:
-        self._plan = plan
-        self._call = call
+        self._plan, self._call = plan, call
         self.rows: list[list[int] | None] = []  # that the messages name
         calls = []
         for at, (segments, rows, nbytes) in enumerate(bodies_of(plan, arrays)):
             request = plan.requests[at]
-            made = Call(
-                client.links[request.ps], functools.partial(message, self, at), segments,
-                bulk=nbytes > SMALL_BODY_BYTES, set_ids=(request.set_id,) if arrays else (),
-                locked=locked,
-            )  # fmt: skip
+            build, link = functools.partial(message, self, at), client.links[request.ps]
+            made = Call(link, build, segments, nbytes, lane, (request.set_id,) if arrays else ())
             self.rows.append(rows)
             calls.append(made)
             if landing is not None and request.ps in landing.plan.first:
                 place = landing.plan.first[request.ps]
                 pulled = landing.plan.requests[place]
                 made.into, made.lengths = functools.partial(landing.into, place), pulled.lengths
+                made.nbytes = max(nbytes, pulled.nbytes)
                 made.set_ids = request.set_id, pulled.set_id
-                if pulled.nbytes > SMALL_BODY_BYTES:
-                    made.lane = "bulk"
         super().__init__(Pushed, "an update", calls, "the shards", may_lack=True)
 
     def identity(self, at: int) -> tuple[int, int, int, int]:
@@ -441,20 +436,16 @@ class PsClient:
         Cancellation: Safe; ``out`` then holds anything.
         """
         landing = Landing(plan, self._pool, out, writable, self.memory.windows)
-        timeline = -1
+        lane, timeline = "lock" if lock else "", -1
         with self.work.pull:
             while self.outgoing.timeline != timeline:  # again, if ps tasks rolled back meanwhile
                 timeline = self.outgoing.timeline
                 calls = []
                 for at, request in enumerate(plan.requests):
                     build = functools.partial(_pull_of, request, optimizer, slot, lock)
-                    calls.append(
-                        Call(
-                            self.links[request.ps], build, bulk=request.nbytes > SMALL_BODY_BYTES,
-                            into=functools.partial(landing.into, at), lengths=request.lengths,
-                            set_ids=(request.set_id,), locked=lock > 0,
-                        )
-                    )  # fmt: skip
+                    into, link = functools.partial(landing.into, at), self.links[request.ps]
+                    what = request.nbytes, lane, (request.set_id,), into, request.lengths
+                    calls.append(Call(link, build, (), *what))
                 for pulled in await Answers(Pulled, "a pull", calls, "the shards").send().all():
                     if seen is not None:
                         seen.note(pulled.steps)
@@ -510,15 +501,15 @@ class PsClient:
         return made
 
     def _rows_call(self, parts: Sequence[_Rows]) -> Call:
+        message = PullRows([each.on_wire for each in parts], -1, "")
         numbers = [to_bytes_view(each.rows) for each in parts if isinstance(each.rows, np.ndarray)]
         lengths = tuple([len(each.target) for each in parts])
-        targets = [each.target for each in parts if each.target]
-        return Call(
-            self.links[parts[0].shard.ps],
-            always(PullRows([each.on_wire for each in parts], -1, "")), numbers,
-            bulk=max(sum(lengths), sum(map(len, numbers))) > SMALL_BODY_BYTES,
-            into=functools.partial(into_targets, lengths, targets), lengths=lengths,
-        )  # fmt: skip
+        into = functools.partial(
+            into_targets, lengths, [each.target for each in parts if each.target]
+        )
+        nbytes = max(sum(lengths), sum(map(len, numbers)))
+        link = self.links[parts[0].shard.ps]
+        return Call(link, always(message), numbers, nbytes, into=into, lengths=lengths)
 
     # What is changed.
 
@@ -566,7 +557,7 @@ class PsClient:
             ratios = await self._trust_ratios(plan, gradients, optimizer, config, elsewhere)
         timeline = self.outgoing.timeline
 
-        def message(update: _Update, at: int, peer: Connection) -> Push:
+        def message(update: Update, at: int, peer: Connection) -> Push:
             request, sets = plan.requests[at], peer.state["sets"]
             ps, pull, pulled_members = request.ps, -1, None
             if landing is not None and ps in landing.plan.first:
@@ -588,8 +579,11 @@ class PsClient:
                 request.place,
             )  # fmt: skip
 
-        update = _Update(self, plan, self.in_order(gradients), call, message, landing=landing)
-        answers = await self._mutate(update)
+        if IndexedSlices in map(type, gradients):
+            gradients = self.in_order(gradients)
+        update = Update(self, plan, gradients, call, message, landing=landing)
+        with self.work.push:
+            answers = await self.outgoing.deliver(update)
         for request in plan.requests:
             self._optimizers[request.ps].add(optimizer)
         if landing is not None:
@@ -628,15 +622,12 @@ class PsClient:
             known = elsewhere.get(request.ps, 0)
             return MeasurePush(request.set_id, members, optimizer, config, known)
 
-        calls = [
-            Call(
-                self.links[request.ps], functools.partial(message, request), segments,
-                bulk=nbytes > SMALL_BODY_BYTES, set_ids=(request.set_id,),
-            )
-            for request, (segments, _, nbytes) in zip(
-                plan.requests, bodies_of(plan, gradients), strict=True
-            )
-        ]  # fmt: skip
+        calls = []
+        for request, (segments, _, nbytes) in zip(
+            plan.requests, bodies_of(plan, gradients), strict=True
+        ):
+            build, link = functools.partial(message, request), self.links[request.ps]
+            calls.append(Call(link, build, segments, nbytes, set_ids=(request.set_id,)))
         answers = await Answers(Measured, "a measurement", calls).send().all()
         sums: list[list[Sums]] = [[] for _ in plan.variables]  # what its shards add to its norms
         for request, answer in zip(plan.requests, answers, strict=True):
@@ -674,7 +665,7 @@ class PsClient:
         Cancellation: As ``push``.
         """
 
-        def message(update: _Update, at: int, peer: Connection) -> Assign:
+        def message(update: Update, at: int, peer: Connection) -> Assign:
             request = plan.requests[at]
             members = None if request.set_id in peer.state["sets"] else request.members
             said = *update.identity(at), request.set_id, members, op, update.rows[at]
@@ -682,7 +673,9 @@ class PsClient:
                 return AssignLocked(*said, update.others(at), lock)
             return Assign(*said, update.others(at))
 
-        return await self._mutate(_Update(self, plan, values, call, message, locked=lock > 0))
+        update = Update(self, plan, values, call, message, "lock" if lock else "")
+        with self.work.push:
+            return await self.outgoing.deliver(update)
 
     async def scatter(
         self,
@@ -740,22 +733,16 @@ class PsClient:
         Cancellation: As ``push``.
         """
 
-        def message(update: _Update, at: int, _: Connection) -> AverageShards:
+        def message(update: Update, at: int, _: Connection) -> AverageShards:
             members = plan.requests[at].members
             shards = [(number, originals[number], index) for number, index in members]
             return AverageShards(*update.identity(at), shards, decay, update.others(at))
 
-        return await self._mutate(_Update(self, plan, (), call, message))
-
-    async def _mutate(self, update: _Update) -> list[Pushed]:
-        """Deliver an update."""
         with self.work.push:
-            return await self.outgoing.deliver(update)
+            return await self.outgoing.deliver(Update(self, plan, (), call, message))
 
     def in_order(self, gradients: Sequence[Array]) -> Sequence[Array]:
         """Return the same gradients; those of rows with ascending indices, each once."""
-        if IndexedSlices not in map(type, gradients):
-            return gradients
         ordered: list[Array] = []
         for gradient in gradients:
             if isinstance(gradient, IndexedSlices):
@@ -804,9 +791,8 @@ class PsClient:
         for shard in variable.shards:
             message = SetSlots(optimizer, config, [(*shard.key, slot)])
             rows = value[shard.offset : shard.offset + shard.shape[0]] if shard.shape else value
-            bulk = rows.nbytes > SMALL_BODY_BYTES
             body = [to_bytes_view(rows)]
-            calls.append(Call(self.links[shard.ps], always(message), body, bulk=bulk))
+            calls.append(Call(self.links[shard.ps], always(message), body, rows.nbytes))
         await Answers(Done, "values of slots", calls).send().all()
 
     async def set_optimizer(
@@ -1135,7 +1121,7 @@ class AccumulatorClient:
             def build(_: Connection) -> Message:
                 return message(call.number, link.updates.acked_below)
 
-            call = Call(link, build, segments, bulk=sum(map(len, segments)) > SMALL_BODY_BYTES)
+            call = Call(link, build, segments, sum(map(len, segments)))
             return self._ps.outgoing.deliver(Delivery(GradientApplied, "a gradient", [call]))
 
         (answer,) = await self._of_defined(place, deliver)

@@ -403,13 +403,11 @@ class SyncClient:
                 push.group, config, push.number, push.local_step, request.set_id, members, part.rows
             )
 
-        calls = [
-            Call(
-                self._ps.links[part.request.ps], functools.partial(build, part), part.segments,
-                bulk=part.nbytes > SMALL_BODY_BYTES, set_ids=(part.request.set_id,), copied=copied,
-            )
-            for part in parts
-        ]  # fmt: skip
+        calls = []
+        for part in parts:
+            request, link = part.request, self._ps.links[part.request.ps]
+            what = part.segments, part.nbytes, "", (request.set_id,)
+            calls.append(Call(link, functools.partial(build, part), *what, copied=copied))
         if not copied:
             region_of = self._ps.memory.own_region_of
             push.read.extend(part for part in parts if any(map(region_of, part.views())))

@@ -301,8 +301,8 @@ class AllPs:
             else:
                 done(None)
 
-        bulk = bool(segments) and sum(map(len, segments)) > SMALL_BODY_BYTES
-        link.ask(Call(link, build, segments, bulk=bulk, set_ids=[*sets]), answered)
+        nbytes = sum(map(len, segments))
+        link.ask(Call(link, build, segments, nbytes, set_ids=[*sets]), answered)
 
     def _others(self) -> Sequence[PsLink]:
         return self._links().links[1:] if self.has_others else ()
