@@ -497,8 +497,7 @@ class Runtime:
         closure = here.get()
         if type(closure) is ClosureContext:
             closure.check_open(operation)
-            number = closure.number if closure.number >= 0 else closure.closure_id
-            return number, next(closure.ordinals)
+            return closure.number_on_ps, next(closure.ordinals)
         return -1, next(self._ordinals)
 
 

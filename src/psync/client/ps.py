@@ -143,7 +143,8 @@ class Delivery(Answers[M]):
             outgoing.send(self)
             return
         outgoing.answered(self.calls)
-        super().complete()
+        if not self.ended.done():
+            self.ended.set_result(None)
 
     def give_up(self) -> None:
         """Nobody waits for it any more."""
