@@ -27,7 +27,7 @@ from psync.specs import Outcome, dtype_of
 from psync.store.dense_accumulators import ConditionalAccumulator as DenseRule
 from psync.store.sparse_accumulators import Slices, SparseGradient
 from psync.store.sparse_accumulators import SparseConditionalAccumulator as SparseRule
-from psync.wire.messages import GradientApplied, GradientTaken
+from psync.wire.messages import ApplyGradient, GradientTaken, SetAccumulatorStep
 from psync.wire.tensors import to_bytes_view
 
 
@@ -124,7 +124,7 @@ class AccumulatorHandle:
         step = self._rule.as_step(new_global_step)
         runtime = await self._runtime("set_global_step")
         call = runtime.begin_update(self._named("set_global_step"))
-        await runtime.accumulators.set_step(self.place, step, call=call)
+        await runtime.accumulators.update(self.place, SetAccumulatorStep, [step], call)
 
     async def _apply(
         self,
@@ -137,9 +137,10 @@ class AccumulatorHandle:
         step, factor = self._rule.as_call(local_step, weight)
         runtime = await self._runtime("apply_grad")
         call = runtime.begin_update(self._named("apply_grad"))
-        answer: GradientApplied = await runtime.accumulators.apply(
-            self.place, [to_bytes_view(array) for array in arrays], arrays[-1].shape, dense_shape,
-            local_step=step, weight=factor, call=call,
+        shapes = list(arrays[-1].shape), None if dense_shape is None else list(dense_shape)
+        answer = await runtime.accumulators.update(
+            self.place, ApplyGradient, [*shapes, step, factor], call,
+            [to_bytes_view(array) for array in arrays],
         )  # fmt: skip
         return GradientResult(Outcome(answer.outcome), answer.count, answer.step)
 

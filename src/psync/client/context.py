@@ -328,19 +328,16 @@ def wait(awaitable: Awaitable[T]) -> T:
             forbid_in_dataset("wait")
             return cast(T, program_waits()[-1](awaitable))
         closure, loop = _waiting_closure(awaitable)
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        here_and_now = contextvars.copy_context()
+        try:
+            loop.call_soon_threadsafe(closure.start_waiting, awaitable, here_and_now, outcome)
+        except RuntimeError as exc:  # the loop is closed: the worker has stopped meanwhile
+            raise ClosureCancelled(f"closure {closure.closure_id}: its worker has stopped") from exc
     except BaseException:
         if inspect.iscoroutine(awaitable):
             awaitable.close()  # one clear error, not also "was never awaited"
         raise
-    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-    try:
-        loop.call_soon_threadsafe(
-            closure.start_waiting, awaitable, contextvars.copy_context(), outcome
-        )
-    except RuntimeError as exc:  # the loop is closed: the worker has stopped meanwhile
-        if inspect.iscoroutine(awaitable):
-            awaitable.close()
-        raise ClosureCancelled(f"closure {closure.closure_id}: its worker has stopped") from exc
     return outcome.result()
 
 

@@ -41,7 +41,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -70,15 +70,13 @@ _numbers = PerProcess(lambda: itertools.count(1))
 A = TypeVar("A", bound=list[Pushed] | Contributed)
 
 
-async def pull_at_once(
-    ps: PsClient,
-    plan: Plan,
-    *,
-    writable: bool = False,
-    out: Sequence[np.ndarray | None] | None = None,
-    seen: PulledSteps | None = None,
-) -> list[np.ndarray]:
+async def pull_at_once(ps: PsClient, plan: Plan, **options: Any) -> list[np.ndarray]:
     """Return the values of a plan's variables as they are at one instant; else as ``pull``.
+
+    Args:
+        ps: All ps tasks.
+        plan: Of the variables.
+        options: As for ``PsClient.pull``.
 
     Raises:
         ParameterServerLost: A ps is gone.
@@ -88,12 +86,12 @@ async def pull_at_once(
     Cancellation: Safe; ``out`` then holds anything.
     """
     if not _is_divided(plan):
-        return await ps.pull(plan, writable=writable, out=out, seen=seen)
+        return await ps.pull(plan, **options)
     attempts = itertools.count(1)
     while True:
         try:
             async with _locked(ps, plan) as lock:
-                return await ps.pull(plan, writable=writable, out=out, seen=seen, lock=lock)
+                return await ps.pull(plan, lock=lock, **options)
         except LockLost:
             if next(attempts) == READ_ATTEMPTS:
                 raise

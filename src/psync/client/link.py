@@ -638,10 +638,11 @@ class Answers(Generic[M]):
             if isinstance(outcome, Exception):
                 raise outcome
             assert outcome is not None, "none is missing"
-            if not isinstance(outcome.message, self._kind):
-                raise _unexpected(call.link.task, self._question, outcome)
             del call.build  # which leads back here: it would hold what was sent
-            messages.append(outcome.message)
+            message = outcome.message
+            if not isinstance(message, self._kind):
+                message = expect(outcome, self._kind, call.link.task, self._question)
+            messages.append(message)
             got = outcome.lengths
             if got != call.lengths and call.lengths is not None and (got or not self._may_lack):
                 raise RemoteProtocolError(
@@ -656,10 +657,6 @@ def always(message: Message) -> Build:
     return lambda peer: message
 
 
-def _unexpected(who: str, question: str, received: Frame) -> RemoteProtocolError:
-    return RemoteProtocolError(f"{who} answered {question} with {type(received.message).__name__}")
-
-
 def expect(received: Frame, kind: type[M], who: str, question: str) -> M:
     """Return the message of an answer.
 
@@ -672,9 +669,10 @@ def expect(received: Frame, kind: type[M], who: str, question: str) -> M:
     Raises:
         RemoteProtocolError: It is of another kind.
     """
-    if not isinstance(received.message, kind):
-        raise _unexpected(who, question, received)
-    return received.message
+    message = received.message
+    if not isinstance(message, kind):
+        raise RemoteProtocolError(f"{who} answered {question} with {type(message).__name__}")
+    return message
 
 
 def note_plugins(link: PsLink, received: Frame) -> None:

@@ -46,7 +46,7 @@ import math
 import operator
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -71,38 +71,10 @@ from psync.numerics.rows import IndexedSlices, check_scatter, distinct, merged
 from psync.numerics.rules import Lamb, Sums, UpdateRule, registered_in
 from psync.specs import ShardSpec, VariableSpec, count_of, dtype_of, marked_after
 from psync.store.push_counts import total_of
+from psync.wire import messages
 from psync.wire.closure_numbers import PART_BITS
 from psync.wire.codec import Message
-from psync.wire.frames import Frame, Segment
-from psync.wire.messages import (
-    AccumulatorState,
-    ApplyGradient,
-    AskAccumulator,
-    AskOptimizer,
-    Assign,
-    AssignLocked,
-    AverageShards,
-    DefineAccumulator,
-    DefineOptimizer,
-    Done,
-    ForgetTakes,
-    GradientApplied,
-    GradientTaken,
-    Measured,
-    MeasurePush,
-    OptimizerState,
-    Pull,
-    Pulled,
-    PullLocked,
-    PullRows,
-    Push,
-    Pushed,
-    RowsPulled,
-    SetAccumulatorStep,
-    SetOptimizer,
-    SetSlots,
-    TakeGradient,
-)
+from psync.wire.frames import Frame
 from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
@@ -268,7 +240,7 @@ def _log_error(error: BaseException) -> None:
     logger.log(level, "a push whose step was cancelled failed: %s", error)
 
 
-class Update(Delivery[Pushed]):
+class Update(Delivery[messages.Pushed]):
     """An update of a plan's variables: a message for each of the plan's requests.
 
     Args:
@@ -306,7 +278,7 @@ class Update(Delivery[Pushed]):
                 made.into, made.lengths = functools.partial(landing.into, place), pulled.lengths
                 made.nbytes = max(nbytes, pulled.nbytes)
                 made.set_ids = request.set_id, pulled.set_id
-        super().__init__(Pushed, "an update", calls, "the shards", may_lack=True)
+        super().__init__(messages.Pushed, "an update", calls, "the shards", may_lack=True)
 
     def identity(self, at: int) -> tuple[int, int, int, int]:
         """Return the number of a message, below which all are answered, closure and call."""
@@ -447,7 +419,8 @@ class PsClient:
                     into, link = functools.partial(landing.into, at), self.links[request.ps]
                     what = request.nbytes, lane, (request.set_id,), into, request.lengths
                     calls.append(Call(link, build, (), *what))
-                for pulled in await Answers(Pulled, "a pull", calls, "the shards").send().all():
+                answers = Answers(messages.Pulled, "a pull", calls, "the shards").send()
+                for pulled in await answers.all():
                     if seen is not None:
                         seen.note(pulled.steps)
             return await landing.copied() if landing.kept else landing.settle()
@@ -487,14 +460,12 @@ class PsClient:
             each, inverse = distinct(rows, sort=len(spec.shards) > 1)
         landed = self.empty((len(each), *row), dtype)
         calls = [self._rows_call(parts) for parts in _messages_of(_parts_of(spec, each, landed))]
+        answers = Answers(messages.RowsPulled, "a pull of rows", calls, "the rows")
         if calls:
             with self.work.pull:
-                answers = (
-                    await Answers(RowsPulled, "a pull of rows", calls, "the rows").send().all()
-                )
-            if seen is not None:
-                for pulled in answers:
-                    seen.note(pulled.steps)
+                for pulled in await answers.send().all():
+                    if seen is not None:
+                        seen.note(pulled.steps)
         if inverse is None:
             return landed
         made = self.empty((len(rows), *row), dtype)
@@ -502,7 +473,7 @@ class PsClient:
         return made
 
     def _rows_call(self, parts: Sequence[_Rows]) -> Call:
-        message = PullRows([each.on_wire for each in parts], -1, "")
+        message = messages.PullRows([each.on_wire for each in parts], -1, "")
         numbers = [to_bytes_view(each.rows) for each in parts if isinstance(each.rows, np.ndarray)]
         lengths = tuple([len(each.target) for each in parts])
         into = functools.partial(
@@ -526,7 +497,7 @@ class PsClient:
         layerwise: bool = False,
         landing: Landing | None = None,
         raised: ShardSpec | None = None,
-    ) -> list[Pushed]:
+    ) -> list[messages.Pushed]:
         """Push a gradient for each of a plan's variables.
 
         Args:
@@ -558,7 +529,7 @@ class PsClient:
             ratios = await self._trust_ratios(plan, gradients, optimizer, config, elsewhere)
         timeline = self.outgoing.timeline
 
-        def message(update: Update, at: int, peer: Connection) -> Push:
+        def message(update: Update, at: int, peer: Connection) -> messages.Push:
             request, sets = plan.requests[at], peer.state["sets"]
             ps, pull, pulled_members = request.ps, -1, None
             if landing is not None and ps in landing.plan.first:
@@ -567,7 +538,7 @@ class PsClient:
                 # What the push itself defines is defined when the rest is read.
                 if pull != request.set_id and pull not in sets:
                     pulled_members = pulled.members
-            return Push(
+            return messages.Push(
                 *update.identity(at), request.set_id,
                 None if request.set_id in sets else request.members, optimizer,
                 None if optimizer in self._optimizers[ps] else config,
@@ -618,10 +589,10 @@ class PsClient:
         if IndexedSlices in map(type, gradients):
             return None
 
-        def message(request: Request, peer: Connection) -> MeasurePush:
+        def message(request: Request, peer: Connection) -> messages.MeasurePush:
             members = None if request.set_id in peer.state["sets"] else request.members
             known = elsewhere.get(request.ps, 0)
-            return MeasurePush(request.set_id, members, optimizer, config, known)
+            return messages.MeasurePush(request.set_id, members, optimizer, config, known)
 
         calls = []
         for request, (segments, _, nbytes) in zip(
@@ -629,7 +600,7 @@ class PsClient:
         ):
             build, link = functools.partial(message, request), self.links[request.ps]
             calls.append(Call(link, build, segments, nbytes, set_ids=(request.set_id,)))
-        answers = await Answers(Measured, "a measurement", calls).send().all()
+        answers = await Answers(messages.Measured, "a measurement", calls).send().all()
         sums: list[list[Sums]] = [[] for _ in plan.variables]  # what its shards add to its norms
         for request, answer in zip(plan.requests, answers, strict=True):
             if len(answer.sums) != len(request.cuts):
@@ -649,7 +620,7 @@ class PsClient:
         op: str,
         call: tuple[int, int],
         lock: int = 0,
-    ) -> list[Pushed]:
+    ) -> list[messages.Pushed]:
         """Assign, add or subtract a value for each of a plan's variables; else as ``push``.
 
         Args:
@@ -666,13 +637,13 @@ class PsClient:
         Cancellation: As ``push``.
         """
 
-        def message(update: Update, at: int, peer: Connection) -> Assign:
+        def message(update: Update, at: int, peer: Connection) -> messages.Assign:
             request = plan.requests[at]
             members = None if request.set_id in peer.state["sets"] else request.members
             said = *update.identity(at), request.set_id, members, op, update.rows[at]
             if lock:
-                return AssignLocked(*said, update.others(at), lock)
-            return Assign(*said, update.others(at))
+                return messages.AssignLocked(*said, update.others(at), lock)
+            return messages.Assign(*said, update.others(at))
 
         update = Update(self, plan, values, call, message, "lock" if lock else "")
         with self.work.push:
@@ -686,7 +657,7 @@ class PsClient:
         *,
         op: str,
         call: tuple[int, int],
-    ) -> list[Pushed]:
+    ) -> list[messages.Pushed]:
         """Change some rows of a variable; else as ``assign``.
 
         Args:
@@ -716,7 +687,7 @@ class PsClient:
         *,
         decay: float,
         call: tuple[int, int],
-    ) -> list[Pushed]:
+    ) -> list[messages.Pushed]:
         """Let the ps tasks update moving averages: ``s -= (1 - decay) * (s - v)``.
 
         Args:
@@ -734,10 +705,10 @@ class PsClient:
         Cancellation: As ``push``.
         """
 
-        def message(update: Update, at: int, _: Connection) -> AverageShards:
+        def message(update: Update, at: int, _: Connection) -> messages.AverageShards:
             members = plan.requests[at].members
             shards = [(number, originals[number], index) for number, index in members]
-            return AverageShards(*update.identity(at), shards, decay, update.others(at))
+            return messages.AverageShards(*update.identity(at), shards, decay, update.others(at))
 
         with self.work.push:
             return await self.outgoing.deliver(Update(self, plan, (), call, message))
@@ -762,7 +733,7 @@ class PsClient:
 
         Cancellation: Safe.
         """
-        await self._ask_all(DefineOptimizer(optimizer, config), Done)
+        await self._ask_all(messages.DefineOptimizer(optimizer, config), messages.Done)
 
     async def set_slot(
         self,
@@ -790,11 +761,11 @@ class PsClient:
         """
         calls = []
         for shard in variable.shards:
-            message = SetSlots(optimizer, config, [(*shard.key, slot)])
+            message = messages.SetSlots(optimizer, config, [(*shard.key, slot)])
             rows = value[shard.offset : shard.offset + shard.shape[0]] if shard.shape else value
             body = [to_bytes_view(rows)]
             calls.append(Call(self.links[shard.ps], always(message), body, rows.nbytes))
-        await Answers(Done, "values of slots", calls).send().all()
+        await Answers(messages.Done, "values of slots", calls).send().all()
 
     async def set_optimizer(
         self,
@@ -820,7 +791,9 @@ class PsClient:
         """
         if step >= 0:  # one mark for all, whoever of them hears of it once more
             step = marked_after(await self._marked_pushes(optimizer, config), step)
-        await self._ask_all(SetOptimizer(optimizer, config, step, learning_rate), Done)
+        await self._ask_all(
+            messages.SetOptimizer(optimizer, config, step, learning_rate), messages.Done
+        )
 
     async def num_pushes(self, optimizer: int, config: dict[str, Any]) -> int:
         """Return how many pushes of an optimizer were applied, or synchronous steps.
@@ -839,7 +812,9 @@ class PsClient:
         return count_of(await self._marked_pushes(optimizer, config))
 
     async def _marked_pushes(self, optimizer: int, config: dict[str, Any]) -> int:
-        answers = await self._ask_all(AskOptimizer(optimizer, config), OptimizerState)
+        answers = await self._ask_all(
+            messages.AskOptimizer(optimizer, config), messages.OptimizerState
+        )
         return total_of((answer.base, answer.own, answer.steps) for answer in answers)
 
     async def _ask_all(self, message: Message, kind: type[M]) -> list[M]:
@@ -852,12 +827,14 @@ class PsClient:
         return answers
 
 
-def _pull_of(request: Request, optimizer: int, slot: str, lock: int, peer: Connection) -> Pull:
+def _pull_of(
+    request: Request, optimizer: int, slot: str, lock: int, peer: Connection
+) -> messages.Pull:
     is_known = request.set_id in peer.state["sets"]
     if is_known and optimizer < 0 and not lock:
         return request.pull
     what = request.set_id, None if is_known else request.members, optimizer, slot
-    return PullLocked(*what, lock) if lock else Pull(*what)
+    return messages.PullLocked(*what, lock) if lock else messages.Pull(*what)
 
 
 def check_plugins(links: Sequence[PsLink], name: str, rule: UpdateRule) -> None:
@@ -928,17 +905,17 @@ def _check_exist(spec: VariableSpec, rows: np.ndarray) -> None:
 
 def _messages_of(wanted: Iterator[_Rows]) -> list[list[_Rows]]:
     """Return what is asked for in one message each: of one ps, and not too much."""
-    messages: list[list[_Rows]] = []
+    all_parts: list[list[_Rows]] = []
     open_ones: dict[int, tuple[list[_Rows], int]] = {}  # by ps: the last message and its size
     for one in wanted:
         ps, nbytes = one.shard.ps, len(one.target)
         parts, size = open_ones.get(ps, ([], 0))
         if not parts or size + nbytes > ROWS_PER_REQUEST_BYTES or len(parts) >= PARTS_PER_REQUEST:
             parts, size = [], 0
-            messages.append(parts)
+            all_parts.append(parts)
         parts.append(one)
         open_ones[ps] = parts, size + nbytes
-    return messages
+    return all_parts
 
 
 def _parts_of(spec: VariableSpec, rows: np.ndarray | range, made: np.ndarray) -> Iterator[_Rows]:
@@ -987,7 +964,7 @@ def _within(rows: np.ndarray | range, low: int, high: int) -> tuple[int, int]:
 class Place(NamedTuple):
     """An accumulator, and the ps where it is."""
 
-    definition: DefineAccumulator
+    definition: messages.DefineAccumulator
     ps: int
 
 
@@ -1007,52 +984,42 @@ class AccumulatorClient:
         self._timelines: dict[str, int] = {}
         self._takes: dict[str, Numbers] = {}
 
-    async def apply(
+    async def update(
         self,
         place: Place,
-        segments: Sequence[memoryview],
-        shape: Sequence[int],
-        dense_shape: Sequence[int] | None,
-        *,
-        local_step: int,
-        weight: float,
+        kind: type[messages.ApplyGradient | messages.SetAccumulatorStep],
+        said: Sequence[object],
         call: tuple[int, int],
-    ) -> GradientApplied:
-        """Add a gradient.
+        segments: Sequence[memoryview] = (),
+    ) -> messages.GradientApplied:
+        """Add a gradient, or set the step.
 
         Args:
             place: Of the accumulator.
-            segments: Values; of a sparse gradient the indices before them. Not copied.
-            shape: Of the values.
-            dense_shape: Of the array that the rows are of, if it is known.
-            local_step: Of the values that the gradient was computed from.
-            weight: Of the gradient in the mean.
+            kind: Of the message.
+            said: Its fields behind the name.
             call: Id of the closure, or -1; and the ordinal of the call within it.
+            segments: Not copied.
 
         Raises:
             ValueMismatchError: It does not fit.
 
         Cancellation: Once begun, it ends in the background.
         """
-        sizes = list(shape), None if dense_shape is None else list(dense_shape)
+        link, name = self._ps.links[place.ps], place.definition.name
 
-        def message(sequence: int, acked_below: int) -> ApplyGradient:
-            return ApplyGradient(
-                sequence, acked_below, call[0], call[1] << PART_BITS, place.definition.name,
-                *sizes, local_step, weight,
-            )  # fmt: skip
+        def deliver() -> Awaitable[list[messages.GradientApplied]]:
+            def build(_: Connection) -> Message:
+                numbers = asked.number, link.updates.acked_below, call[0], call[1] << PART_BITS
+                message: Message = cast(Any, kind)(*numbers, name, *said)
+                return message
 
-        return await self._update(place, message, segments)
+            asked = Call(link, build, segments, sum(map(len, segments)))
+            delivery = Delivery(messages.GradientApplied, "a gradient", [asked])
+            return self._ps.outgoing.deliver(delivery)
 
-    async def set_step(self, place: Place, step: int, *, call: tuple[int, int]) -> GradientApplied:
-        """Set the step. Cancellation: as ``apply``."""
-
-        def message(sequence: int, acked_below: int) -> SetAccumulatorStep:
-            return SetAccumulatorStep(
-                sequence, acked_below, call[0], call[1] << PART_BITS, place.definition.name, step
-            )
-
-        return await self._update(place, message)
+        (answer,) = await self._of_defined(place, deliver)
+        return answer
 
     async def take(self, place: Place, num_required: int) -> Frame:
         """Wait for gradients, and take what they amount to.
@@ -1070,12 +1037,13 @@ class AccumulatorClient:
 
         async def call() -> Frame:
             number = takes.draw()
+
+            def build(_: Connection) -> Message:
+                return messages.TakeGradient(name, number, takes.acked_below, num_required)
+
             try:
                 with self._ps.work.wait:
-                    return await link.call(
-                        lambda _: TakeGradient(name, number, takes.acked_below, num_required),
-                        bulk=True,  # the answer may be large
-                    )
+                    return await link.call(build, bulk=True)  # the answer may be large
             finally:
                 takes.answered(number)
 
@@ -1083,14 +1051,15 @@ class AccumulatorClient:
             received = await self._of_defined(place, call)
         finally:
             # If this is lost, the next take says so.
-            link.notify(ForgetTakes(name, takes.acked_below))
-        expect(received, GradientTaken, link.task, "a take")
+            link.notify(messages.ForgetTakes(name, takes.acked_below))
+        expect(received, messages.GradientTaken, link.task, "a take")
         return received
 
-    async def state(self, place: Place) -> AccumulatorState:
+    async def state(self, place: Place) -> messages.AccumulatorState:
         """Return how far an accumulator is. Cancellation: safe."""
-        link, question = self._ps.links[place.ps], AskAccumulator(place.definition.name)
-        state, _ = await self._of_defined(place, lambda: ask(link, question, AccumulatorState))
+        link, question = self._ps.links[place.ps], messages.AskAccumulator(place.definition.name)
+        kind = messages.AccumulatorState
+        state, _ = await self._of_defined(place, lambda: ask(link, question, kind))
         return state
 
     async def _of_defined(self, place: Place, work: Callable[[], Awaitable[T]]) -> T:
@@ -1102,28 +1071,10 @@ class AccumulatorClient:
         while True:
             timeline = self._ps.timeline
             if self._timelines.get(name) != timeline:
-                await ask(self._ps.links[place.ps], place.definition, Done)
+                await ask(self._ps.links[place.ps], place.definition, messages.Done)
                 self._timelines[name] = timeline
             try:
                 return await work()
             except UnknownVariableError:
                 if self._ps.timeline == timeline:
                     raise
-
-    async def _update(
-        self,
-        place: Place,
-        message: Callable[[int, int], Message],
-        segments: Sequence[Segment] = (),
-    ) -> GradientApplied:
-        link = self._ps.links[place.ps]
-
-        def deliver() -> Awaitable[list[GradientApplied]]:
-            def build(_: Connection) -> Message:
-                return message(call.number, link.updates.acked_below)
-
-            call = Call(link, build, segments, sum(map(len, segments)))
-            return self._ps.outgoing.deliver(Delivery(GradientApplied, "a gradient", [call]))
-
-        (answer,) = await self._of_defined(place, deliver)
-        return answer

@@ -55,16 +55,8 @@ from psync.errors import ConfigurationError, PsyncError
 from psync.net.connection import Connection
 from psync.numerics.memory import BlockPool
 from psync.numerics.rows import IndexedSlices
+from psync.wire import messages
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
-from psync.wire.messages import (
-    AskStep,
-    Contribute,
-    Contributed,
-    InitTokens,
-    Staged,
-    StagePush,
-    SyncStep,
-)
 from psync.wire.tensors import to_bytes_view
 
 ASK_FROM_SMALLS = 16
@@ -209,7 +201,7 @@ class _Push(NamedTuple):
     local_step: int
     read: list[_Part]  # where they lie: in the caller's memory
 
-    def is_applied(self, answer: Contributed) -> bool:
+    def is_applied(self, answer: messages.Contributed) -> bool:
         """Return whether nothing will be computed from it any more, now that it is answered."""
         if answer.outcome != "accepted":
             return True
@@ -251,7 +243,7 @@ class SyncClient:
         weight: float,
         ahead: PulledAhead | None = None,
         announced: Plan | None = None,
-    ) -> Contributed:
+    ) -> messages.Contributed:
         """Contribute a gradient for each of a plan's variables to the group's step.
 
         Args:
@@ -299,10 +291,10 @@ class SyncClient:
                 next_set = landing.plan.whole
                 asyncio.get_running_loop().call_soon(landing.make_room)  # meanwhile
 
-            def build(peer: Connection) -> Contribute:
+            def build(peer: Connection) -> messages.Contribute:
                 if landing is not None:
                     landing.arrays = None  # of an answer that did not come in whole
-                return Contribute(
+                return messages.Contribute(
                     group, None if known.is_decided else config, push.number,
                     pushes.acked_below, *call, plan.digest, local_step, weight,
                     *_named(peer, along), *_named(peer, next_set), rows, plan.spread,
@@ -314,7 +306,7 @@ class SyncClient:
                 lengths=None if next_set is None else next_set.lengths,
                 set_ids=[-each.set_id for each in (along, next_set) if each],
             )  # fmt: skip
-            answers = Answers(Contributed, "a push", [asked], "the values", may_lack=True)
+            answers = Answers(messages.Contributed, "a push", [asked], "the values", may_lack=True)
             with self._ps.work.wait:
                 try:
                     (answer,) = await answers.send().all()
@@ -343,8 +335,8 @@ class SyncClient:
 
         Cancellation: Safe; they may have been put.
         """
-        tokens = InitTokens(group, config, count)
-        present, _ = await ask(self._ps.links[0], tokens, SyncStep)
+        tokens = messages.InitTokens(group, config, count)
+        present, _ = await ask(self._ps.links[0], tokens, messages.SyncStep)
         self._group(group).is_decided = True
         return present.step
 
@@ -383,7 +375,7 @@ class SyncClient:
         travel = sum(part.nbytes for part in parts if not self._ps.links[part.request.ps].lends)
         if travel <= ASK_FROM_SMALLS * SMALL_BODY_BYTES:
             return False
-        present, _ = await ask(self._ps.links[0], AskStep(push.group), SyncStep)
+        present, _ = await ask(self._ps.links[0], messages.AskStep(push.group), messages.SyncStep)
         return (push.local_step if push.local_step >= 0 else present.first) < present.step
 
     async def _stage(self, parts: Sequence[_Part], push: _Push, copied: bool) -> None:
@@ -396,10 +388,10 @@ class SyncClient:
             return
         staging = self._group(push.group).staging
 
-        def build(part: _Part, peer: Connection) -> StagePush:
+        def build(part: _Part, peer: Connection) -> messages.StagePush:
             request, config = part.request, None if part.request.ps in staging else push.config
             members = None if request.set_id in peer.state["sets"] else request.members
-            return StagePush(
+            return messages.StagePush(
                 push.group, config, push.number, push.local_step, request.set_id, members, part.rows
             )
 
@@ -411,7 +403,7 @@ class SyncClient:
         if not copied:
             region_of = self._ps.memory.own_region_of
             push.read.extend(part for part in parts if any(map(region_of, part.views())))
-        answers = Answers(Staged, "a part of a push", calls)
+        answers = Answers(messages.Staged, "a part of a push", calls)
         self._ps.outgoing.send(answers)
         await answers.all()
         staging.update(part.request.ps for part in parts)
