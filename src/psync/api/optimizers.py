@@ -1048,7 +1048,7 @@ class Optimizer:
         self, pairs: Any
     ) -> tuple[Sequence[Gradient], tuple[AnyVariable, ...]] | None:
         """Return gradients and variables that need no other check; None: it is not sure."""
-        if type(pairs) is not list:
+        if not isinstance(pairs, (list, tuple)):
             return None
         try:
             gradients, variables = zip(*pairs, strict=True)

@@ -155,21 +155,16 @@ class PsLink:
         """
         lane = "cut" if cut else "lock" if locked else "bulk" if bulk else "control"
         call = Call(self, build, segments, lane=lane, set_ids=set_ids, urgent=urgent)
-        reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-
-        def then(outcome: Frame | Exception) -> None:
-            if reply.done():
-                return
-            if isinstance(outcome, Exception):
-                reply.set_exception(outcome)
-            else:
-                reply.set_result(outcome)
-
+        answers = Answers(Message, "", [call]).send()
         try:
-            self.ask(call, then)
-            return await reply
+            await answers.ended
         finally:
-            call.give_up()
+            answers.give_up()
+        (outcome,) = answers.outcomes
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert outcome is not None, "it has ended"
+        return outcome
 
     def ask(self, call: Call, then: Then) -> Call:
         """Make a call of this link; without a coroutine while there is a connection and it lasts.
@@ -573,13 +568,13 @@ class Answers(Generic[M]):
         self.calls = calls
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.missing = 0
-        self._outcomes: list[Frame | Exception | None] = []
+        self.outcomes: list[Frame | Exception | None] = []
         self._kind, self._question, self._body, self._may_lack = kind, question, body, may_lack
 
     def send(self) -> Self:
         """Make the calls, perhaps once more."""
         self.missing = len(self.calls)
-        self._outcomes = [None] * self.missing
+        self.outcomes = [None] * self.missing
         for at in range(self.missing):
             self.ask(at)
         if not self.calls:
@@ -593,7 +588,7 @@ class Answers(Generic[M]):
 
     def note(self, at: int, outcome: Frame | Exception) -> None:
         """One of them has ended."""
-        self._outcomes[at] = outcome
+        self.outcomes[at] = outcome
         self.missing -= 1
         if not self.missing:
             self.complete()
@@ -602,10 +597,6 @@ class Answers(Generic[M]):
         """All have ended."""
         if not self.ended.done():
             self.ended.set_result(None)
-
-    def has_failed(self) -> bool:
-        """Return whether an error is among the answers."""
-        return any(isinstance(outcome, Exception) for outcome in self._outcomes)
 
     def give_up(self) -> None:
         """Nobody wants the answers any more that are not there."""
@@ -634,16 +625,15 @@ class Answers(Generic[M]):
             Exception: The first error.
         """
         messages = []
-        for call, outcome in zip(self.calls, self._outcomes, strict=True):
+        for call, outcome in zip(self.calls, self.outcomes, strict=True):
             if isinstance(outcome, Exception):
                 raise outcome
             assert outcome is not None, "none is missing"
             del call.build  # which leads back here: it would hold what was sent
-            message = outcome.message
+            message, got = outcome.message, outcome.lengths
             if not isinstance(message, self._kind):
                 message = expect(outcome, self._kind, call.link.task, self._question)
             messages.append(message)
-            got = outcome.lengths
             if got != call.lengths and call.lengths is not None and (got or not self._may_lack):
                 raise RemoteProtocolError(
                     f"{call.link.task} sent wrong sizes for {self._body}: expected "

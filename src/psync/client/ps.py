@@ -110,10 +110,11 @@ class Delivery(Answers[M]):
     def complete(self) -> None:
         """All have ended: an error, or an answer that no rollback has undone, is the end."""
         outgoing = self.outgoing
-        if self.timeline != outgoing.timeline and not self.has_failed():
-            self.timeline = outgoing.timeline
-            outgoing.send(self)
-            return
+        if self.timeline != outgoing.timeline:
+            if not any(isinstance(outcome, Exception) for outcome in self.outcomes):
+                self.timeline = outgoing.timeline
+                outgoing.send(self)
+                return
         outgoing.answered(self.calls)
         if not self.ended.done():
             self.ended.set_result(None)
