@@ -495,7 +495,7 @@ class Call:
 
     def give_up(self) -> None:
         """Call nothing more, and write no more to memory for the reply."""
-        end, self.end = self.end, None
+        end, self.end, self.then = self.end, None, None
         if end is not None:
             end()
 
@@ -624,12 +624,13 @@ class Answers(Generic[M]):
         Raises:
             Exception: The first error.
         """
+        for call in self.calls:
+            del call.build  # which leads back here: it would hold what was sent
         messages = []
         for call, outcome in zip(self.calls, self.outcomes, strict=True):
             if isinstance(outcome, Exception):
                 raise outcome
             assert outcome is not None, "none is missing"
-            del call.build  # which leads back here: it would hold what was sent
             message, got = outcome.message, outcome.lengths
             if not isinstance(message, self._kind):
                 message = expect(outcome, self._kind, call.link.task, self._question)
