@@ -288,6 +288,7 @@ GradsAndVars = Iterable[tuple[Any, AnyVariable]]
 Gradient = np.ndarray | IndexedSlices
 Pairs = list[tuple[Gradient, AnyVariable]]
 
+T = TypeVar("T")
 V = TypeVar("V", bound=Handle)
 K = TypeVar("K")
 
@@ -831,32 +832,29 @@ class Optimizer:
         landing = None
         if pulled and (asked := self._asked(runtime, pulled, global_step)) is not None:
             landing = ps.landing(asked, plan)
-        call, known, before = runtime.begin_update("push"), runtime.pushes(self.number), {}
-        number = known.number
-        if len(plan.first) < len(ps.links):
-            apart = (index for index in range(len(ps.links)) if index not in plan.first)
-            before = {index: known.elsewhere.get(index, 0) for index in apart}
+        call, known = runtime.begin_update("push"), runtime.pushes(self.number)
+        number, before = known.number, known.before(plan, len(ps.links))
         raised = None  # by one, in the same update; not of a rule that may raise an error
         if global_step is not None and not self._rule.may_raise:
             (shard,) = global_step.spec.shards
             raised = shard if shard.ps in plan.first else None
-        push = functools.partial(
+        send = functools.partial(
             ps.push, optimizer=self.number, config=self._config, elsewhere=known.elsewhere,
             call=call, layerwise=self._rule.takes_norms, landing=landing, raised=raised,
         )  # fmt: skip
-        if self._compression is None and (global_step is None or raised is not None):
-            answers = await push(plan, gradients)
-        else:
-            after = None
-            if global_step is not None and raised is None:
-                after = functools.partial(
-                    ps.assign, ps.plan_of((global_step,)), [np.ones((), global_step.dtype)],
-                    op="add", call=runtime.begin_update("push"),
-                )  # fmt: skip
-            in_steps = functools.partial(self._push_in_steps, runtime, push, plan, gradients, after)
-            answers = await ps.outgoing.shielded(in_steps)
+        push = functools.partial(send, plan, gradients)
         if self._compression is not None:
+            push = functools.partial(
+                runtime.feedback.push, plan, gradients, send, kind=self._compression,
+                optimizer=self.number,
+            )  # fmt: skip
             plan = ps.plan(plan.variables, self._compression)  # whose messages are answered
+        is_one = self._compression is None
+        if global_step is not None and raised is None:
+            is_one, one = False, [np.ones((), global_step.dtype)]
+            add = functools.partial(ps.assign, ps.plan_of((global_step,)), one, op="add")
+            push = functools.partial(_then, push, add, runtime.begin_update("push"))
+        answers = await (push() if is_one else ps.outgoing.shielded(push))
         if known.timeline != ps.outgoing.timeline:  # it is undone
             known, number, before = runtime.pushes(self.number), 0, {}
         known.learn(plan, before, answers)
@@ -865,25 +863,6 @@ class Optimizer:
             if call[0] >= 0 or runtime.in_session:  # else the program itself, which has no clock
                 await self._staleness_bound.end_round(runtime, self.number)
         return result, None if landing is None else runtime.note_values(landing)
-
-    async def _push_in_steps(
-        self,
-        runtime: Runtime,
-        push: Callable[..., Awaitable[list[Pushed]]],
-        plan: Plan,
-        gradients: Sequence[Gradient],
-        after: Callable[[], Awaitable[object]] | None,
-    ) -> list[Pushed]:
-        """Push, compressed if it is to be; then do what the push itself cannot."""
-        if self._compression is None:
-            answers = await push(plan, gradients)
-        else:
-            answers = await runtime.feedback.push(
-                plan, gradients, push, kind=self._compression, optimizer=self.number
-            )
-        if after is not None:
-            await after()
-        return answers
 
     async def push_pull(
         self,
@@ -1040,7 +1019,7 @@ class Optimizer:
         gradients, variables = zip(*pairs, strict=True)
         if not self._forbid_nonfinite:
             if len(self._settled) >= MAX_SETTLED:
-                self._settled.pop(next(iter(self._settled)))
+                self._settled.clear()
             self._settled[variables] = [(each.dtype, each.spec.shape) for each in variables]
         return gradients, variables
 
@@ -1076,6 +1055,15 @@ class Optimizer:
                 hint="create it in main(), on the coordinator, and let the step capture it",
             )
         return runtime
+
+
+async def _then(
+    push: Callable[[], Awaitable[T]], other: Callable[..., Awaitable[object]], call: tuple[int, int]
+) -> T:
+    """Push; then make another update, whose identity is drawn."""
+    answers = await push()
+    await other(call=call)
+    return answers
 
 
 class OptimizerRegistry:
