@@ -340,7 +340,7 @@ class Landing:
         """
         request = self.plan.requests[at]
         if lengths != request.lengths:
-            return [memoryview(bytearray(sum(lengths)))]
+            return _thrown_away(lengths)
         if self.kept:
             self.kept.pop(at, None)  # of an answer that was asked for again
         if lent is not None and self._windows is not None and lent.may_keep:
@@ -368,7 +368,7 @@ class Landing:
     ) -> list[memoryview]:
         """As ``into``, of an answer that brings all at once: the arrays are there with it."""
         if lengths != self.plan.whole.lengths:
-            return [memoryview(bytearray(sum(lengths)))]
+            return _thrown_away(lengths)
         targets: list[memoryview] = []
         for at, request in enumerate(self.plan.requests):
             targets += self.into(at, None, request.lengths, None)
@@ -464,9 +464,14 @@ class _Lying:
         return pieces
 
 
+def _thrown_away(lengths: tuple[int, ...]) -> list[memoryview]:
+    """Return where a body that is not what was asked for goes."""
+    return [to_bytes_view(np.empty(sum(lengths), np.uint8))]
+
+
 def into_targets(
     expected: tuple[int, ...], targets: Sequence[memoryview], _: object, lengths: tuple[int, ...],
     lent: object,
 ) -> Sequence[memoryview]:  # fmt: skip
     """Return where a body of the expected lengths belongs; others are thrown away."""
-    return targets if lengths == expected else [memoryview(bytearray(sum(lengths)))]
+    return targets if lengths == expected else _thrown_away(lengths)
