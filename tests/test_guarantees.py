@@ -49,7 +49,7 @@ def test_every_promise_is_shown_by_the_contract_or_by_real_processes() -> None:
         ("from psync.ps import cut_gate", {"psync.ps.cut_gate"}),
         ("import psync.net.peer as peer", {"psync.net.peer"}),
         ("from inside import store_of", {"psync.store.store"}),
-        ("patch('psync.client.plans.SIZE', 1)", {"psync.client.plans"}),
+        ("patch('psync.client.plan.SIZE', 1)", {"psync.client.plan"}),
         ("strategy._runtime.ps", {"psync's _runtime"}),
         ("self._own, pair._replace(a=1), page._repr_html_()", set()),
     ],

@@ -25,10 +25,9 @@ from psync.chief.declarations import Declaration
 from psync.chief.events import RollbackEvent
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery import ClusterRecovery
-from psync.client.context import LATE_HINT
-from psync.client.ps_client import PsClient
-from psync.client.ps_link import always
-from psync.client.runtime import Runtime
+from psync.client.context import LATE_HINT, Runtime
+from psync.client.link import always
+from psync.client.ps import PsClient
 from psync.closures.closure import Closure, Identity, Needs, State
 from psync.closures.dispatcher import Dispatch, GiveBack
 from psync.closures.membership import TaskState

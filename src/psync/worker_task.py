@@ -19,8 +19,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from psync.client.ps_client import PsClient
-from psync.client.runtime import Runtime
+from psync.client.context import Runtime
+from psync.client.ps import PsClient
 from psync.errors import (
     ConnectionLost,
     FencedError,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from asked import Asked, frame_of, peer_of
 from inside import handlers_of
-from psync.client.ps_link import Call
+from psync.client.link import Call
 from psync.errors import ClosedError, PsyncError
 from psync.net.connection import Connection
 from psync.ps_task import PsTask
@@ -84,7 +84,7 @@ class HeldLink:
                 future.set_result(outcome)
 
         sets = list(set_ids)
-        self.ask(Call(cast(Any, self), build, Message, "", segments, set_ids=sets), then)
+        self.ask(Call(cast(Any, self), build, segments, set_ids=sets), then)
         return await future
 
     def hold(self) -> None:

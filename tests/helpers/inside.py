@@ -11,7 +11,7 @@ import asyncio
 from typing import Any
 
 from psync.backups.host import BackupHost
-from psync.client.ps_link import PsLink
+from psync.client.link import PsLink
 from psync.net.connection import Connection, Handler
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform

@@ -63,12 +63,12 @@ LAW = (
 # Rules, and what reads bytes: tested without an event loop, every branch of them.
 PURE = (
     "errors specs cluster wire partitioners schedules "
-    "numerics accumulators store closures net.handshake_limits client.numbers client.pulled_steps "
+    "numerics accumulators store closures net.handshake_limits client.counters "
     "worker.element_specs checkpoints.manifest ps.life "
     "backups.pairing backups.fingerprint backups.locate_ps "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
     "chief.recovery_rule compat.session_members status.model status.rates status.exposition "
-    "status.diagnosis status.units client.work_meter "
+    "status.diagnosis status.units "
     "status.dashboard.view"
     " net.trace_file"
 ).split()

@@ -14,7 +14,7 @@ from inside import handlers_of
 from memory_cluster import until as until
 from psync.chief.creation import Creation
 from psync.chief.declarations import Declaration, split
-from psync.client.ps_client import Plan, PsClient
+from psync.client.ps import Plan, PsClient
 from psync.net.connection import Handler, Request
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
@@ -167,7 +167,7 @@ async def push(
     ]
     return await client.push(
         plan or client.plan(variables), arrays, optimizer=optimizer, config=config, elsewhere={},
-        closure=closure, ordinal=ordinal,
+        call=(closure, ordinal),
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ async def assign(
     ordinal: int = 0,
 ) -> list[Pushed]:
     plan = client.plan((variable,))
-    return await client.assign(plan, [np.asarray(value)], op=op, closure=closure, ordinal=ordinal)
+    return await client.assign(plan, [np.asarray(value)], op=op, call=(closure, ordinal))
 
 
 def heard(task: PsTask, kind: type[Message]) -> list[Any]:

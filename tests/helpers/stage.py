@@ -20,7 +20,7 @@ from held_backups import HeldSender
 from held_links import HeldClient, Letters
 from inside import backups_of, handlers_of
 from psync.backups.sender import BackupSender
-from psync.client.ps_client import PsClient
+from psync.client.ps import PsClient
 from psync.errors import FencedError
 from psync.net.connection import AsIfFrom, Connection
 from psync.net.platform import Parts, Platform

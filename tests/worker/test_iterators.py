@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from psync import InputContext, get_worker_index
-from psync.client.context import ClosureContext, forbid_in_dataset, inside
-from psync.client.runtime import Runtime
+from psync.client.context import ClosureContext, Runtime, forbid_in_dataset, inside
 from psync.errors import ClosedError, ClosureInputError, EndOfData, UsageError
 from psync.worker.iterators import IteratorHandle, WorkerIterator, arriving
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, Self, TypeVar, cast
 import numpy as np
 
 from psync.api.scopes import OTHER_STRATEGY_HINT, Scope, runtime_here, scope_for
-from psync.client.accumulator_client import Place
-from psync.client.runtime import Runtime
+from psync.client.context import Runtime
+from psync.client.ps import Place
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
 from psync.net.platform import PerProcess
@@ -27,7 +27,7 @@ from psync.specs import Outcome, dtype_of
 from psync.store.dense_accumulators import ConditionalAccumulator as DenseRule
 from psync.store.sparse_accumulators import Slices, SparseGradient
 from psync.store.sparse_accumulators import SparseConditionalAccumulator as SparseRule
-from psync.wire.messages import GradientApplied, GradientTaken
+from psync.wire.messages import ApplyGradient, GradientTaken, SetAccumulatorStep
 from psync.wire.tensors import to_bytes_view
 
 
@@ -158,8 +158,8 @@ class AccumulatorHandle:
         """
         step = self._rule.as_step(new_global_step)
         runtime = await self._runtime("set_global_step")
-        closure, ordinal = runtime.begin_update(self._named("set_global_step"))
-        await runtime.accumulators.set_step(self.place, step, closure=closure, ordinal=ordinal)
+        call = runtime.begin_update(self._named("set_global_step"))
+        await runtime.accumulators.update(self.place, SetAccumulatorStep, [step], call)
 
     async def _apply(
         self,
@@ -171,10 +171,11 @@ class AccumulatorHandle:
         """Send a gradient: values, or indices and values."""
         step, factor = self._rule.as_call(local_step, weight)
         runtime = await self._runtime("apply_grad")
-        closure, ordinal = runtime.begin_update(self._named("apply_grad"))
-        answer: GradientApplied = await runtime.accumulators.apply(
-            self.place, [to_bytes_view(array) for array in arrays], arrays[-1].shape, dense_shape,
-            local_step=step, weight=factor, closure=closure, ordinal=ordinal,
+        call = runtime.begin_update(self._named("apply_grad"))
+        shapes = list(arrays[-1].shape), None if dense_shape is None else list(dense_shape)
+        answer = await runtime.accumulators.update(
+            self.place, ApplyGradient, [*shapes, step, factor], call,
+            [to_bytes_view(array) for array in arrays],
         )  # fmt: skip
         return GradientResult(Outcome(answer.outcome), answer.count, answer.step)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from psync.api.reads import runtime_of
 from psync.api.variables import Handle, OnReadVariable
-from psync.client.calls import all_of
+from psync.client.link import all_of
 from psync.errors import IndexTypeError, PartitionError, UsageError, ValueMismatchError
 from psync.numerics.embedding import SparseIds, check_choice, check_sizes, shared_out, with_max_norm
 from psync.numerics.indexing import row_numbers

@@ -173,10 +173,10 @@ class ExponentialMovingAverage:
         if step is not None:
             (count,) = await ps.pull(ps.plan((step.spec,)))
             decay = growing_decay(decay, int(count))
-        closure, ordinal = runtime.begin_update(operation)
+        call = runtime.begin_update(operation)
         originals = {shadow: original for original, shadow in self._pairs()}
         plan = ps.plan(tuple(shadow.spec for shadow in shadows))
-        await ps.average(plan, originals, decay=decay, closure=closure, ordinal=ordinal)
+        await ps.average(plan, originals, decay=decay, call=call)
 
     def average(self, var: AnyVariable) -> AnyVariable | None:
         """Return the variable that holds the average of ``var``, or None if it has no average."""

@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -24,19 +23,10 @@ from psync.api.pulls import pull as pull_values
 from psync.api.reads import kept_here, runtime_of
 from psync.api.scopes import running_scopes
 from psync.api.variables import Handle, OnReadVariable, ShardedVariable, Variable, check_step
-from psync.client.context import forbid_in_step
-from psync.client.optimizer_client import (
-    check_plugins,
-    num_pushes,
-    push_and_count,
-    raised_with,
-    set_optimizer,
-    set_slot,
-)
-from psync.client.plans import Plan
-from psync.client.prefetch import Wanted
-from psync.client.ps_link import PsLink
-from psync.client.runtime import Runtime, current_runtime
+from psync.client.context import Runtime, current_runtime, forbid_in_step
+from psync.client.link import PsLink
+from psync.client.plan import Plan
+from psync.client.ps import check_plugins
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.net.platform import PerProcess, random_hex
 from psync.numerics.casting import fits, fitting
@@ -46,6 +36,7 @@ from psync.numerics.rules import (
     RuleOptions,
     UpdateRule,
     clipped_by_norm,
+    clips_norms,
     registered_in,
     rule_from_config,
     slot_dtype,
@@ -70,6 +61,9 @@ from psync.wire.messages import Pushed, TickClock
 MAX_ITERATIONS = 1 << 32
 """Of an optimizer whose number is set."""
 
+
+MAX_SETTLED = 1024
+"""Sets of variables that an optimizer knows it may train."""
 
 MAX_STALENESS = 1 << 31
 """More rounds than anybody is ever ahead: no bound at all is ``staleness_bound=None``."""
@@ -162,9 +156,11 @@ def result_of(answers: Sequence[Pushed], known: int) -> PushResult:
         known: The number of pushes that was known before, marked: what others have done since is
             the staleness, unless the number was set meanwhile.
     """
-    step = max(known, *(answer.step for answer in answers))  # a duplicate's is 0
-    refused = [answer.outcome for answer in answers if answer.outcome != "accepted"]
-    outcome = Outcome(refused[0]) if refused else Outcome.ACCEPTED
+    step, outcome = known, Outcome.ACCEPTED
+    for answer in answers:
+        step = max(step, answer.step)  # a duplicate's is 0
+        if answer.outcome != "accepted" and outcome is Outcome.ACCEPTED:
+            outcome = Outcome(answer.outcome)
     others = step - known - 1 if step >> STEP_BITS == known >> STEP_BITS else 0
     return PushResult(outcome, count_of(step), max(0, others))
 
@@ -223,8 +219,8 @@ class Slot:
         operation = f'assign to slot "{self.name}" of "{spec.name}"'
         array = fitting(value, spec, operation, casting="same_kind")
         optimizer, runtime = self.optimizer, await self.optimizer._runtime(operation, self.variable)
-        await set_slot(
-            runtime.ps, spec, array,
+        await runtime.ps.set_slot(
+            spec, array,
             optimizer=optimizer.number, config=optimizer._config, slot=self.name,
         )  # fmt: skip
         return self
@@ -256,7 +252,7 @@ class Iterations:
         """
         optimizer = self.optimizer
         runtime = await optimizer._runtime("read of iterations")
-        pushes = await num_pushes(runtime.ps, optimizer.number, optimizer._config)
+        pushes = await runtime.ps.num_pushes(optimizer.number, optimizer._config)
         return optimizer._rule.iteration(pushes)
 
     async def assign(self, step: int) -> None:
@@ -271,7 +267,7 @@ class Iterations:
         optimizer = self.optimizer
         pushes = pushes_of(optimizer, step)
         runtime = await optimizer._runtime("assign to iterations")
-        await set_optimizer(runtime.ps, optimizer.number, optimizer._config, step=pushes)
+        await runtime.ps.set_optimizer(optimizer.number, optimizer._config, step=pushes)
 
 
 def pushes_of(optimizer: Optimizer, step: object) -> int:
@@ -291,7 +287,7 @@ GradsAndVars = Iterable[tuple[Any, AnyVariable]]
 Gradient = np.ndarray | IndexedSlices
 Pairs = list[tuple[Gradient, AnyVariable]]
 
-_SPEC, _ID = operator.attrgetter("spec"), operator.attrgetter("variable_id")
+T = TypeVar("T")
 
 
 def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
@@ -475,7 +471,7 @@ predictions, if it has any."""
 OF_THE_PROCESS = frozenset(
     {
         "number", "origin", "_rule", "_arrived", "_also_trained", "_wrapper", "_in_use",
-        "_global_step", "_told",
+        "_global_step", "_told", "_settled",
     }
 )  # fmt: skip
 """Attributes of an optimizer that do not travel with it as they are."""
@@ -571,6 +567,8 @@ class Optimizer:
         self._arrived: tuple[AnyVariable, ...] = ()
         self._also_trained: set[tuple[str, int]] = set()  # not trainable, and pushed from here
         self._wrapper: weakref.ref[Optimizer] | None = None
+        # Variables that it may train together, and what their gradients are.
+        self._settled: dict[tuple[Any, ...], list[tuple[np.dtype, tuple[int, ...]]]] = {}
         self._in_use = in_use  # from then on the ps tasks know the configuration, or soon will
 
     def __psync_handle__(self) -> tuple[int, ...]:
@@ -700,7 +698,7 @@ class Optimizer:
         rate = as_schedule(learning_rate)
         runtime = await self._runtime("set_learning_rate")
         holder = self._holder
-        await set_optimizer(runtime.ps, holder.number, self._config, learning_rate=rate.to_config())
+        await runtime.ps.set_optimizer(holder.number, self._config, learning_rate=rate.to_config())
         holder._rule.learning_rate = rate
 
     @property
@@ -759,46 +757,54 @@ class Optimizer:
         global_step: AnyVariable | None,
         pulled: Sequence[AnyVariable],
     ) -> Answered:
-        pairs = self._checked(grads_and_vars)
-        gradients, variables = zip(*pairs, strict=True)
-        specs = tuple(map(_SPEC, variables))
+        gradients, variables = self._checked(grads_and_vars)
+        concerned = variables
         if global_step is not None:
             check_step(global_step, "apply_gradients: global_step")
-            variables += (global_step,)
+            concerned += (global_step,)
         if (member := current_gang()) is not None:
+            pairs = list(zip(gradients, variables, strict=True))
             return await gang_updates.apply_gradients(member, self, pairs, global_step), None
-        clipped = clipped_by_norm(gradients, list(map(_ID, specs)), self._rule.options)
-        runtime = await self._runtime("apply_gradients", *variables, *pulled)
+        if clips_norms(self._rule.options):
+            ids = [variable.spec.variable_id for variable in variables]
+            gradients = clipped_by_norm(gradients, ids, self._rule.options)
+        runtime = await self._runtime("apply_gradients", *concerned, *pulled)
         self._wrapper = None  # then it has a state of its own
-        pull = self._asked(runtime, pulled, global_step) if pulled else None
-        closure, ordinal = runtime.begin_update("push")
-        plan, known = runtime.ps.plan(specs), runtime.pushes(self.number)
-        number, before = known.number, known.before(plan, len(runtime.ps.links))
-        wanted = None if pull is None else Wanted(pull)
-        raised = None if global_step is None else raised_with(plan, self._rule, global_step.spec)
+        ps, plan = runtime.ps, runtime.ps.plan_of(variables)
+        landing = None
+        if pulled and (asked := self._asked(runtime, pulled, global_step)) is not None:
+            landing = ps.landing(asked, plan)
+        call, known = runtime.begin_update("push"), runtime.pushes(self.number)
+        number, before = known.number, known.before(plan, len(ps.links))
+        raised = None  # by one, in the same update; not of a rule that may raise an error
+        if global_step is not None and not self._rule.may_raise:
+            (shard,) = global_step.spec.shards
+            raised = shard if shard.ps in plan.first else None
         send = functools.partial(
-            runtime.ps.push, optimizer=self.number, config=self._config, elsewhere=known.elsewhere,
-            closure=closure, ordinal=ordinal, layerwise=self._rule.takes_norms, wanted=wanted,
-            raised=raised,
+            ps.push, optimizer=self.number, config=self._config, elsewhere=known.elsewhere,
+            call=call, layerwise=self._rule.takes_norms, landing=landing, raised=raised,
         )  # fmt: skip
-        push = functools.partial(send, plan, clipped)
+        push = functools.partial(send, plan, gradients)
         if self._compression is not None:
-            compressed = functools.partial(
-                runtime.feedback.push, plan, clipped, send, kind=self._compression,
+            push = functools.partial(
+                runtime.feedback.push, plan, gradients, send, kind=self._compression,
                 optimizer=self.number,
             )  # fmt: skip
-            push = functools.partial(runtime.ps.outgoing.shielded, compressed)
-            plan = runtime.ps.plan(specs, self._compression)  # whose messages are answered
-        apart = None if global_step is None or raised is not None else global_step.spec
-        answers = await push_and_count(runtime, push, apart)
-        if known is not (newer := runtime.pushes(self.number)):  # it is undone
-            known, number, before = newer, 0, {}
+            plan = ps.plan(plan.variables, self._compression)  # whose messages are answered
+        is_one = self._compression is None
+        if global_step is not None and raised is None:
+            is_one, one = False, [np.ones((), global_step.dtype)]
+            add = functools.partial(ps.assign, ps.plan_of((global_step,)), one, op="add")
+            push = functools.partial(_then, push, add, runtime.begin_update("push"))
+        answers = await (push() if is_one else ps.outgoing.shielded(push))
+        if known.timeline != ps.outgoing.timeline:  # it is undone
+            known, number, before = runtime.pushes(self.number), 0, {}
         known.learn(plan, before, answers)
         result = result_of(answers, number)
         if self._staleness_bound is not None and result.outcome is Outcome.ACCEPTED:
-            if closure >= 0 or runtime.in_session:  # else the program itself, which has no clock
+            if call[0] >= 0 or runtime.in_session:  # else the program itself, which has no clock
                 await self._staleness_bound.end_round(runtime, self.number)
-        return result, None if wanted is None else runtime.note_values(wanted)
+        return result, None if landing is None else runtime.note_values(landing)
 
     async def push_pull(
         self,
@@ -853,10 +859,10 @@ class Optimizer:
         self, runtime: Runtime, pulled: Sequence[AnyVariable], step: AnyVariable | None
     ) -> Plan | None:
         """Return the plan of what may come with a push; None: nothing, it is pulled apart."""
-        copied = any(isinstance(variable, OnReadVariable) for variable in pulled)
+        copied = OnReadVariable in map(type, pulled)
         if copied or kept_here() is not None or not self._may_bring(pulled, step):
             return None
-        return runtime.ps.plan(tuple(map(_SPEC, pulled)))
+        return runtime.ps.plan_of(tuple(pulled))
 
     def _may_bring(self, pulled: Sequence[AnyVariable], step: AnyVariable | None) -> bool:
         """Return whether values may be of when the push is applied: nothing changes them later."""
@@ -938,14 +944,44 @@ class Optimizer:
             (gradient, variable) for variable, gradient in pairs(variables, grads, "gradients")
         ]
 
-    def _checked(self, grads_and_vars: GradsAndVars) -> Pairs:
+    def _checked(
+        self, grads_and_vars: GradsAndVars
+    ) -> tuple[Sequence[Gradient], tuple[AnyVariable, ...]]:
+        """Return gradients that fit, and their variables."""
+        if hasattr(grads_and_vars, "__next__"):  # it can be gone through once
+            grads_and_vars = list(grads_and_vars)
+        if (known := self._settled_pairs(grads_and_vars)) is not None:
+            return known
         pairs = checked_pairs(grads_and_vars, self._name if self._forbid_nonfinite else None)
         for gradient, variable in pairs:
             if not variable.spec.trainable:
                 self._also_trained.add((variable.origin, variable.spec.variable_id))
             if isinstance(gradient, IndexedSlices):  # a ps would refuse, others would not
                 self._rule.check_rows(f'gradient for "{variable.name}"')
-        return pairs
+        gradients, variables = zip(*pairs, strict=True)
+        if not self._forbid_nonfinite:
+            if len(self._settled) >= MAX_SETTLED:
+                self._settled.clear()
+            self._settled[variables] = [(each.dtype, each.spec.shape) for each in variables]
+        return gradients, variables
+
+    def _settled_pairs(
+        self, pairs: Any
+    ) -> tuple[Sequence[Gradient], tuple[AnyVariable, ...]] | None:
+        """Return gradients and variables that need no other check; None: it is not sure."""
+        if not isinstance(pairs, (list, tuple)):
+            return None
+        try:
+            gradients, variables = zip(*pairs, strict=True)
+            expected = self._settled[variables]
+        except (TypeError, ValueError, KeyError):
+            return None
+        for gradient, (dtype, shape) in zip(gradients, expected, strict=True):
+            if type(gradient) is not np.ndarray or gradient.dtype != dtype:
+                return None
+            if gradient.shape != shape or not gradient.flags.c_contiguous:
+                return None
+        return gradients, variables
 
     async def _runtime(self, operation: str, *variables: AnyVariable) -> Runtime:
         """Return what carries ``operation`` to the ps tasks, by default on all that it trains."""
@@ -961,6 +997,15 @@ class Optimizer:
                 hint="create it in main(), on the coordinator, and let the step capture it",
             )
         return runtime
+
+
+async def _then(
+    push: Callable[[], Awaitable[T]], other: Callable[..., Awaitable[object]], call: tuple[int, int]
+) -> T:
+    """Push; then make another update, whose identity is drawn."""
+    answers = await push()
+    await other(call=call)
+    return answers
 
 
 class OptimizerRegistry:

@@ -76,13 +76,14 @@ async def pull(
     """
     kind = checked_compression("pull", compression)
     is_list = type(tree) is list and is_flat(tree)
-    variables = list(dict.fromkeys(tree if is_list else leaves(tree)))
+    variables = tuple(dict.fromkeys(tree if is_list else leaves(tree)))
     if not variables:
         return tree
     targets = {} if out is None else _targets(tree, out)
     runtime = await runtime_of("pull", *variables)
-    copied = [variable for variable in variables if isinstance(variable, OnReadVariable)]
-    stored = [variable for variable in variables if variable not in copied] if copied else variables
+    stored = variables
+    if OnReadVariable in map(type, variables):
+        stored = tuple([each for each in variables if not isinstance(each, OnReadVariable)])
     values = {}
     if stored:
         given = [targets[variable] for variable in stored] if targets else None
@@ -92,8 +93,9 @@ async def pull(
         if is_list and len(arrays) == len(tree):  # each stands there once
             return arrays
         values = dict(zip(stored, arrays, strict=True))
-    for variable in copied:
-        values[variable] = await variable.read(copy=copy, out=targets.get(variable))
+    for variable in variables if stored is not variables else ():
+        if variable not in values:
+            values[variable] = await variable.read(copy=copy, out=targets.get(variable))
     return mapped(tree, values.__getitem__)
 
 

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from psync.api.scopes import OTHER_STRATEGY_HINT, Scope, runtime_here
-from psync.client.compression import pull_compressed
-from psync.client.context import ClosureContext, current_closure, here
-from psync.client.runtime import Runtime
-from psync.client.shard_locks import pull_at_once
+from psync.client.context import ClosureContext, Runtime, current_closure, here
+from psync.client.extras import pull_at_once, pull_compressed
 from psync.errors import ContextError, UsageError
 from psync.numerics.compression import Compression
 from psync.wire.frames import SMALL_BODY_BYTES
@@ -118,7 +116,7 @@ def kept_here() -> _Kept | None:
 
 async def values_of(
     runtime: Runtime,
-    variables: Sequence[Handle],
+    variables: tuple[Handle, ...],
     *,
     copy: bool = False,
     out: Sequence[np.ndarray | None] | None = None,
@@ -148,7 +146,7 @@ async def values_of(
             value.copy() if copy and target is None else _placed(value, target)
             for value, target in zip(values, out or [None] * len(values), strict=True)
         ]
-    plan = runtime.ps.plan(tuple([variable.spec for variable in variables]))
+    plan = runtime.ps.plan_of(variables)
     if consistent:
         return await pull_at_once(runtime.ps, plan, writable=copy, out=out, seen=runtime.pulled)
     if compression is not None and plan.whole.nbytes > SMALL_BODY_BYTES:
@@ -162,11 +160,13 @@ async def values_of(
     return await runtime.ps.pull(plan, writable=copy, out=out, seen=runtime.pulled)
 
 
-async def _through(kept: _Kept, runtime: Runtime, variables: Sequence[Handle]) -> list[np.ndarray]:
+async def _through(
+    kept: _Kept, runtime: Runtime, variables: tuple[Handle, ...]
+) -> list[np.ndarray]:
     """Return what is kept, and pull and keep the rest."""
-    missing = [variable for variable in variables if variable not in kept.values]
+    missing = tuple([variable for variable in variables if variable not in kept.values])
     if missing:
-        plan = runtime.ps.plan(tuple([variable.spec for variable in missing]))
+        plan = runtime.ps.plan_of(missing)
         arrays = await runtime.ps.pull(plan, seen=runtime.pulled)
         for variable, array in zip(missing, arrays, strict=True):
             kept.values.setdefault(variable, array)  # the first of two at once is it

@@ -18,8 +18,7 @@ from types import FrameType
 from typing import Any
 
 from psync.chief.declarations import Declaration, beside, describe, split
-from psync.client.context import current_closure, forbid_in_dataset, forbid_in_step
-from psync.client.runtime import Runtime
+from psync.client.context import Runtime, current_closure, forbid_in_dataset, forbid_in_step
 from psync.cluster import ClusterSpec
 from psync.errors import ClosedError, PartitionError, UsageError, other_loop
 from psync.net.platform import PerProcess, random_hex

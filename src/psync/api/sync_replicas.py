@@ -27,9 +27,8 @@ from psync.api.optimizers import (
 from psync.api.reads import runtime_of, scope_of
 from psync.api.scopes import running_scopes
 from psync.api.variables import Handle, OnReadVariable, Variable, global_step_of
-from psync.client.context import current_closure
-from psync.client.ps_client import PsClient
-from psync.client.runtime import Runtime, current_runtime
+from psync.client.context import Runtime, current_closure, current_runtime
+from psync.client.ps import PsClient
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -502,12 +501,11 @@ class SyncReplicasOptimizer(Optimizer):
         weight: float = 1.0,
         name: str | None = None,
     ) -> Answered:
-        pairs = self._checked(grads_and_vars)
+        gradients, variables = self._checked(grads_and_vars)
         weight = checked_weight(weight)
         step = self._global_step  # was checked when it was first given
         if step is None or step is not global_step:
             step = checked_step("apply_gradients", global_step)
-        gradients, variables = zip(*pairs, strict=True)
         runtime = await self._runtime("apply_gradients", *variables, step, *pulled)
         run = current_closure()
         if run is None and not runtime.in_session:
@@ -517,15 +515,14 @@ class SyncReplicasOptimizer(Optimizer):
                 hint="call it in a scheduled step function, or in a training session",
             )
         config = self._of_step(step)
-        closure, ordinal = runtime.begin_update("push")
-        plan = runtime.ps.plan(tuple([variable.spec for variable in variables]))
+        call = runtime.begin_update("push")
+        plan = runtime.ps.plan_of(variables)
         push = functools.partial(
             runtime.sync.contribute,
             group=self.number,
             config=config,
             local_step=self._local_step_of_push(runtime),
-            closure=closure,
-            ordinal=ordinal,
+            call=call,
             weight=weight,
             ahead=runtime.ahead if self._pull_ahead else None,
             announced=self._asked(runtime, pulled, step) if pulled else None,

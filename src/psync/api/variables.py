@@ -32,9 +32,8 @@ from psync.api.scopes import (
     scope_for,
 )
 from psync.chief.declarations import describe, initial_array
-from psync.client.context import current_closure, forbid_in_step
-from psync.client.runtime import Runtime
-from psync.client.shard_locks import assign_at_once
+from psync.client.context import Runtime, current_closure, forbid_in_step
+from psync.client.extras import assign_at_once
 from psync.cluster import device_name
 from psync.errors import (
     ConfigurationError,
@@ -210,10 +209,10 @@ class Handle(AwaitFirst):
             await gang_updates.assign(member, self, method, array)
             return self
         runtime = await runtime_of(operation, self)
-        closure, ordinal = runtime.begin_update(operation)
-        plan = runtime.ps.plan((self.spec,))
+        call = runtime.begin_update(operation)
+        plan = runtime.ps.plan_of((self,))
         assign = partial(assign_at_once, runtime.ps) if at_once else runtime.ps.assign
-        await assign(plan, [array], op=op, closure=closure, ordinal=ordinal)
+        await assign(plan, [array], op=op, call=call)
         return self
 
     def __getitem__(self, index: Any) -> PartRead:
@@ -279,9 +278,6 @@ class Handle(AwaitFirst):
         if rows is None:
             (value,) = await runtime.ps.pull(runtime.ps.plan((spec,)), seen=runtime.pulled)
             return value
-        if isinstance(rows, range):
-            bounds = rows.start, rows.stop, rows.step
-            return await runtime.ps.read_range(spec, *bounds, seen=runtime.pulled)
         return await runtime.ps.read_rows(spec, rows, seen=runtime.pulled)
 
     async def gather_nd(self, indices: Any) -> np.ndarray:
@@ -393,8 +389,8 @@ class Handle(AwaitFirst):
             await gang_updates.scatter(member, self, method, rows, values)
             return self
         runtime = await runtime_of(operation, self)
-        closure, ordinal = runtime.begin_update(operation)
-        await runtime.ps.scatter(self.spec, rows, values, op=op, closure=closure, ordinal=ordinal)
+        call = runtime.begin_update(operation)
+        await runtime.ps.scatter(self.spec, rows, values, op=op, call=call)
         return self
 
     def _rows_and_values(self, delta: Any, operation: str) -> tuple[np.ndarray, np.ndarray]:
@@ -849,10 +845,8 @@ class OnReadVariable(Variable):
         if row is None:
             await self._write_all(runtime, op, array, operation)
             return self
-        closure, ordinal = runtime.begin_update(operation)
-        await runtime.ps.scatter(
-            self.spec, np.array([row]), array[np.newaxis], op=op, closure=closure, ordinal=ordinal
-        )
+        call = runtime.begin_update(operation)
+        await runtime.ps.scatter(self.spec, np.array([row]), array[np.newaxis], op=op, call=call)
         return self
 
     async def _write_all(
@@ -860,9 +854,9 @@ class OnReadVariable(Variable):
     ) -> None:
         copies_of = spread if op == "assign" else repeated
         copies = copies_of(array, self._num_workers, self.aggregation)
-        closure, ordinal = runtime.begin_update(operation)
+        call = runtime.begin_update(operation)
         plan = runtime.ps.plan((self.spec,))
-        await runtime.ps.assign(plan, [copies], op=op, closure=closure, ordinal=ordinal)
+        await runtime.ps.assign(plan, [copies], op=op, call=call)
 
     @property
     def _num_workers(self) -> int:

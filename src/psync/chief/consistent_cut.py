@@ -33,9 +33,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from psync.client.calls import all_of
-from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, always, ask
+from psync.client.link import PsLink, all_of, always, ask
+from psync.client.ps import PsClient
 from psync.closures.membership import backoff
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.specs import dtype_of

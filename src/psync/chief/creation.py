@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from psync.chief.declarations import Declaration, initial_shards, is_constant
-from psync.client.calls import all_of
-from psync.client.ps_client import PsClient
-from psync.client.ps_link import ask
+from psync.client.link import all_of, ask
+from psync.client.ps import PsClient
 from psync.specs import ShardSpec, VariableSpec
 from psync.store.reattach import (
     Adoption,

@@ -17,10 +17,8 @@ from typing import Any, TypeVar
 
 from psync.backups.locate_ps import Found, Primary, places
 from psync.chief.events import Events
-from psync.client.calls import all_of
-from psync.client.optimizer_client import note_plugins
-from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, ask, expect
+from psync.client.link import PsLink, all_of, ask, expect, note_plugins
+from psync.client.ps import PsClient
 from psync.closures.membership import (
     LIMIT,
     Fence,

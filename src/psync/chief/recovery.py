@@ -24,9 +24,7 @@ from psync.chief.creation import Creation, OwnOptimizers
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
-from psync.client.calls import all_of
-from psync.client.lanes import AWAY_FOR_S, REFUSED_FOR_S
-from psync.client.ps_link import PsLink, always, ask
+from psync.client.link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, all_of, always, ask
 from psync.closures.closure import State as ClosureState
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue

@@ -1,4 +1,4 @@
-"""The caller's context: a step, dataset code, or the program itself.
+"""The caller's context: a step, dataset code, or the program itself; and its way to ps tasks.
 
 The answer lies in a context variable, so two workers in one process do not see each other's
 steps, and a task or thread that a step starts with its context counts as that step. There is
@@ -15,17 +15,27 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
+import functools
 import inspect
 import itertools
 import os
-from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, cast
 
-from psync.client.pulled_steps import PulledSteps
+import numpy as np
+
+from psync.client.counters import PulledSteps
+from psync.client.extras import ErrorFeedback
+from psync.client.plan import Landing, Plan
+from psync.client.ps import AccumulatorClient, PsClient
+from psync.client.sync import PulledAhead, SyncClient
 from psync.errors import ClosureCancelled, ContextError, UsageError, other_loop
 from psync.net.platform import PerProcess
+from psync.specs import STEP_BITS, count_of
+from psync.store.push_counts import HOME
+from psync.wire.messages import Pushed
 
 T = TypeVar("T")
 
@@ -318,19 +328,16 @@ def wait(awaitable: Awaitable[T]) -> T:
             forbid_in_dataset("wait")
             return cast(T, program_waits()[-1](awaitable))
         closure, loop = _waiting_closure(awaitable)
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        here_and_now = contextvars.copy_context()
+        try:
+            loop.call_soon_threadsafe(closure.start_waiting, awaitable, here_and_now, outcome)
+        except RuntimeError as exc:  # the loop is closed: the worker has stopped meanwhile
+            raise ClosureCancelled(f"closure {closure.closure_id}: its worker has stopped") from exc
     except BaseException:
         if inspect.iscoroutine(awaitable):
             awaitable.close()  # one clear error, not also "was never awaited"
         raise
-    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-    try:
-        loop.call_soon_threadsafe(
-            closure.start_waiting, awaitable, contextvars.copy_context(), outcome
-        )
-    except RuntimeError as exc:  # the loop is closed: the worker has stopped meanwhile
-        if inspect.iscoroutine(awaitable):
-            awaitable.close()
-        raise ClosureCancelled(f"closure {closure.closure_id}: its worker has stopped") from exc
     return outcome.result()
 
 
@@ -366,3 +373,141 @@ def _waiting_closure(awaitable: object) -> tuple[ClosureContext, asyncio.Abstrac
 async def result_of(awaitable: Awaitable[T]) -> T:
     """Await anything awaitable: tasks are made of coroutines only."""
     return await awaitable
+
+
+# The way to the ps tasks.
+
+
+class KnownPushes:
+    """What one client knows of the number of an optimizer's pushes, on one timeline.
+
+    Attributes:
+        timeline: That one; ps tasks have undone what was on others.
+        number: The highest number that a ps has named, marked.
+        elsewhere: By ps, the pushes without a part there, marked; see ``store.push_counts``.
+    """
+
+    __slots__ = ("elsewhere", "number", "timeline")
+
+    def __init__(self, timeline: int) -> None:
+        self.timeline = timeline
+        self.number = 0
+        self.elsewhere: dict[int, int] = {}
+
+    def before(self, plan: Plan, num_ps: int) -> dict[int, int]:
+        """Return what is known, before a push, of the ps tasks that get no part of it."""
+        if len(plan.first) == num_ps:
+            return {}
+        apart = (ps for ps in range(num_ps) if ps not in plan.first)
+        return {ps: self.elsewhere.get(ps, 0) for ps in apart}
+
+    def learn(self, plan: Plan, before: Mapping[int, int], answers: Sequence[Pushed]) -> None:
+        """Take in the answers to a push.
+
+        Args:
+            plan: Of the push.
+            before: What was known before, of the ps tasks that have got no part of it.
+            answers: Of the others.
+        """
+        for request, answer in zip(plan.requests, answers, strict=True):
+            self.number = max(self.number, answer.step)
+            if count_of(answer.elsewhere):
+                self._raise(request.ps, answer.elsewhere)
+            if before and request.place == HOME and answer.outcome == "accepted":
+                epoch = answer.step >> STEP_BITS
+                for ps, known in before.items():
+                    if known >> STEP_BITS <= epoch:
+                        self._raise(ps, max(known, epoch << STEP_BITS) + 1)
+
+    def _raise(self, ps: int, elsewhere: int) -> None:
+        self.elsewhere[ps] = max(elsewhere, self.elsewhere.get(ps, 0))
+
+
+@dataclass(eq=False)
+class Runtime:
+    """One task's way to the ps tasks: the worker's in a step, else the coordinator's."""
+
+    ps: PsClient
+    origin: str  # token of the strategy whose variables it serves
+    program: str = ""  # token of the process whose optimizers it serves
+    ensure_created: Callable[[], Awaitable[None]] | None = None
+    """Creates what has been declared meanwhile; None: there is nothing to create."""
+    find_iterator: Callable[[str], Iterator[Any] | None] | None = None
+    """Returns a worker's per-worker iterator by its uid; None on the coordinator."""
+    in_session: bool = field(default=False, kw_only=True)
+    """Whether the program itself trains, outside of closures: a worker in a training session."""
+    rounds: dict[int, int] = field(default_factory=dict, init=False)
+    """Done through each optimizer that has a staleness bound."""
+    _pushes: dict[int, KnownPushes] = field(default_factory=dict, init=False)
+    _pulled: PulledSteps = field(default_factory=PulledSteps, init=False)
+    """By code outside of closures."""
+    _ordinals: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
+
+    def pushes(self, optimizer: int) -> KnownPushes:
+        """Return what is known of an optimizer's pushes; none that ps tasks have undone."""
+        timeline = self.ps.outgoing.timeline
+        known = self._pushes.get(optimizer)
+        if known is None or known.timeline != timeline:
+            known = self._pushes[optimizer] = KnownPushes(timeline)
+        return known
+
+    @functools.cached_property
+    def sync(self) -> SyncClient:
+        """The way to the synchronous groups."""
+        return self.ps.parts.of(SyncClient)(self.ps)
+
+    @functools.cached_property
+    def ahead(self) -> PulledAhead:
+        """Values that came with the answer to a push."""
+        return PulledAhead(self.ps.links, self.ps.now)
+
+    @functools.cached_property
+    def feedback(self) -> ErrorFeedback:
+        """What compressed pushes have left."""
+        return ErrorFeedback(self.ps)
+
+    @functools.cached_property
+    def accumulators(self) -> AccumulatorClient:
+        """The way to the accumulators."""
+        return AccumulatorClient(self.ps)
+
+    @property
+    def pulled(self) -> PulledSteps:
+        """What the pulls of the step that runs here, or of the program, have seen."""
+        closure = here.get()
+        return closure.pulled if type(closure) is ClosureContext else self._pulled
+
+    def take_ahead(self, plan: Plan) -> list[np.ndarray] | None:
+        """Return values that came with an answer, if they are what a pull would bring now."""
+        closure = here.get()
+        arrival = closure.arrival if type(closure) is ClosureContext else 0
+        landing = self.ahead.take(plan, arrival)
+        return None if landing is None else self.note_values(landing)
+
+    def note_values(self, landing: Landing) -> list[np.ndarray] | None:
+        """Return values that came with an answer, as pulled now; None: they did not come."""
+        if landing.arrays is not None:
+            pulled = self.pulled
+            for steps in landing.steps:
+                pulled.note(steps)
+        return landing.arrays
+
+    def begin_update(self, operation: str) -> tuple[int, int]:
+        """Return the identity of a new push or assign: (number of the closure or -1, ordinal).
+
+        Raises:
+            UsageError, ClosureCancelled: As ``ClosureContext.check_open``.
+        """
+        closure = here.get()
+        if type(closure) is ClosureContext:
+            closure.check_open(operation)
+            return closure.number_on_ps, next(closure.ordinals)
+        return -1, next(self._ordinals)
+
+
+def current_runtime() -> Runtime | None:
+    """Return the runtime of the step that runs here, or None outside a step."""
+    closure = here.get()
+    if type(closure) is ClosureContext and isinstance(closure.runtime, Runtime):
+        return closure.runtime
+    return None

@@ -18,7 +18,7 @@ if it returns. Its incarnation is fenced like a lost one's, since messages may b
 next worker of that name gets incarnations above all earlier ones.
 
 **A ps** holds state, so a broken connection says little: whether it is lost, finds its link
-(``client.ps_link``). A ps that connects is sent the fences of all workers that were lost before.
+(``client.link``). A ps that connects is sent the fences of all workers that were lost before.
 
 Source: TensorFlow's ``ClusterCoordinator`` and its ``WorkerPreemptionHandler``. Different: every
 task recovers by itself, a lost task is known by its connection and incarnation and not by the text

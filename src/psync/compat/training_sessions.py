@@ -21,11 +21,9 @@ from psync.api.sync_replicas import SessionHook, wait_over
 from psync.api.variables import Variable, get_or_create_global_step
 from psync.chief.creation import MESSAGE_SHARDS, Creation, as_sent
 from psync.chief.links import enquire
-from psync.client.context import forbid_in_step
-from psync.client.optimizer_client import note_plugins
-from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, always, ask
-from psync.client.runtime import Runtime
+from psync.client.context import Runtime, forbid_in_step
+from psync.client.link import PsLink, always, ask, note_plugins
+from psync.client.ps import PsClient
 from psync.cluster import CHIEF, ENQUIRER, task_name
 from psync.errors import (
     ClosedError,

@@ -38,9 +38,8 @@ import numpy as np
 
 from psync.api.reads import runtime_of, scope_of
 from psync.api.variables import ShardedVariable, Variable, VariableAggregation
-from psync.client.calls import all_of
-from psync.client.context import current_closure
-from psync.client.runtime import Runtime
+from psync.client.context import Runtime, current_closure
+from psync.client.link import all_of
 from psync.errors import ConfigurationError
 from psync.numerics.casting import fitting
 from psync.optimizers import SGD
@@ -163,11 +162,11 @@ class StateMerge:
         Cancellation: As ``Variable.assign``.
         """
         runtime = await runtime_of(self._what, *variables.values())
-        closure, ordinal = runtime.begin_update(self._what)
+        call = runtime.begin_update(self._what)
         if names:
             plan = runtime.ps.plan(tuple(variables[name].spec for name in names))
             arrays: Sequence[Any] = [values[name] for name in names]
-            await runtime.ps.assign(plan, arrays, op=op, closure=closure, ordinal=ordinal)
+            await runtime.ps.assign(plan, arrays, op=op, call=call)
 
     def _weighted(self, value: np.ndarray) -> np.ndarray:
         """Return the gradient by which the rule takes up a value."""

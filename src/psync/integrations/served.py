@@ -25,9 +25,8 @@ from psync.api.pulls import pull
 from psync.api.reads import runtime_of
 from psync.api.scopes import Scope, scope_for
 from psync.api.variables import Variable, VariableAggregation, get_or_create_global_step
-from psync.client.calls import all_of
-from psync.client.context import current_closure, forbid_in_step
-from psync.client.runtime import Runtime
+from psync.client.context import Runtime, current_closure, forbid_in_step
+from psync.client.link import all_of
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.integrations.merging import AnyVariable, StateMerge
 from psync.net.platform import PerProcess

@@ -38,7 +38,7 @@ from psync.wire.messages import (
 
 SENT = 256  # as ``net.connection``
 
-KINDS = ("compute", "pull", "push", "wait")  # as ``client.work_meter``
+KINDS = ("compute", "pull", "push", "wait")  # as ``client.counters``
 
 SHOWN_NAMES = 4
 """Of the variables of a request; the others are counted."""

@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from psync.client.ps_link import Call, PsLink, Question, always
+from psync.client.link import Call, PsLink, always
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
@@ -80,7 +80,7 @@ class CountTeller:
         self.others = [ps for ps in range(len(addresses)) if ps != index]
         self._told: dict[tuple[int, int], News] = {}  # acknowledged, by ps and optimizer
         # By ps, what has to end before it is told more: a message, or the wait after a refusal.
-        self._busy: dict[int, Question | asyncio.TimerHandle] = {}
+        self._busy: dict[int, Call | asyncio.TimerHandle] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._earliest = 0.0  # when the next messages may be sent
         self._interval_s = INTERVAL_S
@@ -106,7 +106,7 @@ class CountTeller:
             if news:
                 then = functools.partial(self._told_to, ps, news)
                 link, build = self._links[ps], always(TellCounts(news))
-                self._busy[ps] = link.ask(Call(link, build, CountsHeard, "counts"), then)
+                self._busy[ps] = link.ask(Call(link, build), then)
 
     def _told_to(
         self,
@@ -150,7 +150,7 @@ class CountTeller:
         if self._timer is not None:
             self._timer.cancel()
         for busy in self._busy.values():
-            if isinstance(busy, Question):
+            if isinstance(busy, Call):
                 busy.give_up()
             else:
                 busy.cancel()

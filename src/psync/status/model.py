@@ -47,7 +47,7 @@ class SeenError:
 class WorkShares:
     """The use of a worker's time, as shares of ``seconds``; the remainder is time without work.
 
-    Known while a dashboard or a run log is open; ``psync.client.work_meter`` defines the shares.
+    Known while a dashboard or a run log is open; ``psync.client.counters`` defines the shares.
     """
 
     compute: float

@@ -39,7 +39,7 @@ from psync.wire.messages import AskStatistics, Statistics
 
 if TYPE_CHECKING:
     from psync.chief.links import WorkerRecord
-    from psync.client.ps_link import PsLink
+    from psync.client.link import PsLink
     from psync.closures.closure import Closure
     from psync.coordinator import Coordinator
     from psync.net.endpoint import Endpoint

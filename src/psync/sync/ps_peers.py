@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from psync.client.ps_client import PsClient
-from psync.client.ps_link import Call, PsLink, always
+from psync.client.link import Call, PsLink, always
+from psync.client.ps import PsClient
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -301,8 +301,8 @@ class AllPs:
             else:
                 done(None)
 
-        bulk = bool(segments) and sum(map(len, segments)) > SMALL_BODY_BYTES
-        link.ask(Call(link, build, Message, "", segments, bulk, set_ids=[*sets]), answered)
+        nbytes = sum(map(len, segments))
+        link.ask(Call(link, build, segments, nbytes, set_ids=[*sets]), answered)
 
     def _others(self) -> Sequence[PsLink]:
         return self._links().links[1:] if self.has_others else ()

@@ -16,8 +16,7 @@ import numpy as np
 from psync import schedules
 from psync.api.optimizers import optimizers_here
 from psync.backups.pairing import Computation
-from psync.client.context import ClosureContext, inside
-from psync.client.runtime import Runtime
+from psync.client.context import ClosureContext, Runtime, inside
 from psync.net.platform import Parts, Platform
 from psync.net.platform import fresh_process as fresh_process
 from psync.net.secret import Secret

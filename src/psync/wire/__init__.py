@@ -14,8 +14,8 @@ themselves.
 
 Which of them may be lost: any, with its connection. Then
 
-    a request to a ps that lives                    the sender's ``client.ps_link`` repeats it; what
-                                                    it changes is numbered (``client.outgoing``)
+    a request to a ps that lives                    the sender's ``client.link`` repeats it; what
+                                                    it changes is numbered (``client.ps``)
     one to a ps that has died                       the coordinator's and ps 0's go to its backup,
                                                     or after a rollback to the ps that was started
                                                     again, with all of an update's others; a

@@ -20,8 +20,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from psync.client.context import DatasetContext, inside
-from psync.client.runtime import current_runtime
+from psync.client.context import DatasetContext, current_runtime, inside
 from psync.errors import ClosedError, ClosureInputError, EndOfData, UnsupportedError, UsageError
 from psync.serialization.captures import name_of
 from psync.worker.data_sources import open_dataset

@@ -27,9 +27,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
-from psync.client.context import ClosureContext, here
-from psync.client.prefetch import NEVER
-from psync.client.runtime import Runtime
+from psync.client.context import ClosureContext, Runtime, here
+from psync.client.sync import NEVER
 from psync.errors import (
     ClosureCancelled,
     ClosureInputError,

@@ -7,22 +7,18 @@ them; and a step that is decided ends with the error that a failpoint raises.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from psync.client.outgoing import Outgoing
-from psync.client.plans import Plan
-from psync.client.ps_link import Answers, Call
-from psync.client.sync_client import SyncClient
+from psync.client.link import Answers
+from psync.client.plan import Plan
+from psync.client.ps import Outgoing
+from psync.client.sync import SyncClient
 from psync.errors import PsyncError
 from psync.sync.groups import OutgoingStep
 from psync.sync.outgoing_steps import Ended, StepRounds
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
-from psync.wire.codec import Message
 from psync.wire.frames import Frame
-
-M = TypeVar("M", bound=Message)
 
 
 class SteppedOutgoing(Outgoing):
@@ -30,41 +26,37 @@ class SteppedOutgoing(Outgoing):
 
     failpoints: Failpoints
 
-    def ask(self, calls: Sequence[Call[M]]) -> Answers[M]:
+    def send(self, parts: Answers[Any]) -> None:
         """Send all at once; or one by one, if it is armed what happens between them."""
-        if not self.failpoints.armed(BETWEEN_PS):
-            return super().ask(calls)
-        return SteppedAnswers(calls, self.failpoints)
+        if self.failpoints.armed(BETWEEN_PS):
+            _step(parts, self.failpoints)
+        super().send(parts)
 
 
-class SteppedAnswers(Answers[M]):
-    """Calls that are made one by one, each when the one before it was answered.
+def _step(parts: Answers[Any], failpoints: Failpoints) -> None:
+    """Let each call be made when the one before it was answered."""
+    ask, note = type(parts).ask, type(parts).note
 
-    Args:
-        calls: As for ``Answers``.
-        failpoints: Told between two of them.
-    """
+    def ask_first(at: int) -> None:
+        if not at:
+            ask(parts, at)
 
-    def __init__(self, calls: Sequence[Call[M]], failpoints: Failpoints) -> None:
-        self._failpoints = failpoints
-        super().__init__(calls)
-
-    def _ask(self, positions: Sequence[int]) -> None:
-        super()._ask(positions[:1])
-
-    def _note(self, position: int, outcome: Frame | Exception) -> None:
-        super()._note(position, outcome)
-        following = position + 1
-        if following == len(self._calls):
+    def note_and_go_on(at: int, outcome: Frame | Exception) -> None:
+        following = at + 1
+        is_last = following == len(parts.calls)
+        note(parts, at, outcome)
+        if is_last:
             return
         try:
             if isinstance(outcome, Exception):
                 raise outcome
-            self._failpoints.hit(BETWEEN_PS)
+            failpoints.hit(BETWEEN_PS)
         except Exception as exc:
-            self._note(following, exc)
+            parts.note(following, exc)
         else:
-            self._ask((following,))
+            ask(parts, following)
+
+    parts.ask, parts.note = ask_first, note_and_go_on  # type: ignore[method-assign]
 
 
 class SteppedSyncClient(SyncClient):

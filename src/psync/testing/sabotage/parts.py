@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TypeVar, cast
 
 from psync.checkpoints.files import Writer
-from psync.client.outgoing import Outgoing
-from psync.client.sync_client import SyncClient
+from psync.client.ps import Outgoing
+from psync.client.sync import SyncClient
 from psync.net.connection import Connection
 from psync.net.platform import Parts, Platform
 from psync.ps.updates import PsUpdates

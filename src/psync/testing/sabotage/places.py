@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from psync.backups.sender import BackupSender
 from psync.checkpoints.files import Writer
-from psync.client.ps_client import PsClient
-from psync.client.sync_client import SyncClient
+from psync.client.ps import Delivery, Outgoing
+from psync.client.ps import Update as ClientUpdate
+from psync.client.sync import SyncClient
 from psync.coordinator import Coordinator
 from psync.net.connection import OwnRequest, Request
 from psync.ps.creation import ShardCreation
@@ -50,6 +51,10 @@ def _is_no_push(_: PsUpdates, update: Update, *__: Any) -> bool:
     return not isinstance(update.message, Push)
 
 
+def _is_update(_: Outgoing, update: Delivery[Any]) -> bool:
+    return isinstance(update, ClientUpdate)  # of variables
+
+
 def _came(_: PsUpdates, request: Request[Any]) -> bool:
     return not isinstance(request, OwnRequest)  # not out of the log of another one
 
@@ -68,12 +73,12 @@ PLACES = (
     # The step has returned, its result is not sent.
     Place("worker.closure.end", Session, "_call", END),
     # Nothing is sent.
-    Place("worker.push.begun", PsClient, "_mutate", BEGIN),
+    Place("worker.push.begun", Outgoing, "deliver", BEGIN, _is_update),
     Place("worker.push.begun", SyncClient, "contribute", BEGIN),
     # Every ps has its part, ps 0 has not been told.
     Place("worker.push.staged", SyncClient, "_stage_large", END),
     # All ps tasks have answered, the step does not know yet.
-    Place("worker.push.answered", PsClient, "_mutate", END),
+    Place("worker.push.answered", Outgoing, "deliver", END, _is_update),
     Place("worker.push.answered", SyncClient, "contribute", END),
     # Complete, nothing is applied.
     Place("ps.push.received", PsUpdates, "_arrived", BEGIN, _came),

@@ -24,9 +24,9 @@ from psync.chief import creation, links
 from psync.chief.creation import Creation
 from psync.chief.recovery import Backups
 from psync.chief.recovery_rule import RecoveryRule
-from psync.client import optimizer_client, ps_client
-from psync.client.prefetch import PulledAhead
-from psync.client.runtime import Runtime
+from psync.client import ps
+from psync.client.context import Runtime
+from psync.client.sync import PulledAhead
 from psync.closures.closure import Identities
 from psync.closures.dispatcher import Dispatcher
 from psync.closures.queue import ClosureQueue
@@ -290,11 +290,11 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "set_steps_are_plain": Mutant(
         "a step that was set holds, whoever remembers a higher one", ("async",),
-        ((optimizer_client, "marked_after", lambda original: lambda newest, count: count),),
+        ((ps, "marked_after", lambda original: lambda newest, count: count),),
     ),
     "home_of_each_client": Mutant(
         "all runs of a closure have the same home of a push", ("async",),
-        ((ps_client.PsClient, "plan", wrong.home_of_each_client),),
+        ((ps.PsClient, "plan", wrong.home_of_each_client),),
     ),
     "duplicate_is_counted": Mutant(
         "of the runs of a closure one is counted by its optimizer", ("async",),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from psync.backups import accumulators, host, sender
 from psync.backups.host import BackupHost
 from psync.chief import consistent_cut, creation, recovery
-from psync.client.outgoing import Outgoing
+from psync.client.ps import Outgoing
 from psync.closures import dispatcher
 from psync.coordinator import FinalClosures
 from psync.net.connection import OwnRequest, Request

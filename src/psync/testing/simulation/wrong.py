@@ -12,9 +12,9 @@ from typing import Any
 
 from psync.accumulators import Accumulator
 from psync.backups.host import _Backup
-from psync.client.plans import Plan
-from psync.client.prefetch import PulledAhead, Wanted
-from psync.client.runtime import Runtime
+from psync.client.context import Runtime
+from psync.client.plan import Landing, Plan
+from psync.client.sync import PulledAhead
 from psync.closures.closure import Closure, Identities, Identity
 from psync.closures.queue import Action, ClosureQueue
 from psync.errors import TaskLost
@@ -186,7 +186,7 @@ def one_is_missing(original: Callable[..., Any]) -> Any:
 
 
 def takes_what_came(original: Callable[..., Any]) -> Any:
-    def take(self: PulledAhead, plan: Plan, arrival: int) -> Wanted | None:
+    def take(self: PulledAhead, plan: Plan, arrival: int) -> Landing | None:
         came = self._wanted
         original(self, plan, arrival)
         return came if came is not None and came.plan is plan else None

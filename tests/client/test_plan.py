@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psync.client import plans
-from psync.client.plans import Plan, make_plan, targets_of
+from psync.client import plan as plans
+from psync.client.plan import Landing, Plan, make_plan
+from psync.numerics.memory import BlockPool
 from psync.partitioners import div_split
 from psync.specs import ShardSpec, VariableSpec, dtype_of
-from psync.wire.tensors import to_bytes_view
 
 
 def variable(
@@ -73,21 +73,21 @@ def test_every_byte_of_every_body_lands_where_its_variable_lies(
         np.random.default_rng(i).integers(0, 256, v.nbytes).astype(np.uint8)
         for i, v in enumerate(variables)
     ]
-    roots = [np.zeros(nbytes, np.uint8) for nbytes in plan.buffers]
-    own = {i: np.zeros(v.nbytes, np.uint8) for i, v in enumerate(variables) if drawn[i][3]}
-    buffers = {number: to_bytes_view(root) for number, root in enumerate(roots)}
-    given_views = {i: to_bytes_view(array) for i, array in own.items()}
-    for request in plan.requests:
+    own = [np.zeros(v.shape, v.dtype) if drawn[i][3] else None for i, v in enumerate(variables)]
+    landing = Landing(plan, BlockPool(), own)
+    for at, request in enumerate(plan.requests):
         body = b"".join(bytes(contents[i][start:end]) for i, start, end in request.cuts)
         assert len(body) == request.nbytes == sum(request.lengths)
-        targets = targets_of(plan, request, buffers, given_views)
+        targets = landing.into(at, None, request.lengths, None)
         assert sum(map(len, targets)) == len(body)
         assert all(map(len, targets))
         for target in targets:
             target[:], body = body[: len(target)], body[len(target) :]
-    for i, (place, v) in enumerate(zip(plan.places, variables, strict=True)):
-        got = own[i] if i in own else roots[place.buffer][place.offset :][: v.nbytes]
-        assert np.array_equal(got, contents[i])
-        assert place.offset % dtype_of(v.dtype).itemsize == 0
-        assert (place.shape, place.dtype) == (v.shape, dtype_of(v.dtype))
+    for out, array, content, v in zip(own, landing.settle(), contents, variables, strict=True):
+        assert array is out or out is None
+        assert array.tobytes() == content.tobytes()
+        assert array.flags.aligned
+        assert (array.shape, array.dtype, array.flags.writeable) == (
+            v.shape, dtype_of(v.dtype), out is not None,
+        )  # fmt: skip
     assert sum(plan.buffers) == sum(v.nbytes for v in variables)

@@ -1,0 +1,703 @@
+"""The link to one ps task: requests, each sent again until it is answered.
+
+Every request to a ps may be repeated: pulls change nothing, updates bear an identity by which the
+ps answers a repetition from memory. So a lost connection is made again and the request is sent
+again, until the ps has answered or is lost. There is a connection for each lane that is used.
+
+A ps may be away for a while, be lost, and be recovered. What becomes of a lost one ``on_lost``
+decides. A worker ends its session, and the closure runs again elsewhere (``worker_task``): if its
+update had reached the backup, the ledger answers "duplicate"; after a rollback it is applied anew,
+unless the checkpoint has it (``chief.recovery``). The coordinator recovers the ps
+(``chief.recovery``); its own requests wait (``hold``), and are sent again under the same identities
+(``client.ps``).
+
+A ps that is stopped is found by pings: its kernel still answers, its loop does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypeVar
+
+from psync.client.counters import Numbers
+from psync.closures.membership import backoff
+from psync.errors import (
+    ClosedError,
+    ConnectFailed,
+    ConnectionLost,
+    LocalProtocolError,
+    ParameterServerLost,
+    PsyncError,
+    RemoteProtocolError,
+)
+from psync.net.connection import Connection, Into
+from psync.net.endpoint import Endpoint
+from psync.numerics.rules import Registered
+from psync.wire.codec import Message, check
+from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment
+from psync.wire.handshake import LANES
+from psync.wire.messages import PsAttached
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
+AWAY_FOR_S = 0.3
+"""A ps with a backup that is gone for so long is lost: waiting longer costs more than a mistake. A
+launcher may hold the socket of a ps that has died: then nobody refuses."""
+
+REFUSED_FOR_S = 2.0
+"""A ps that was there, and at whose address nobody has listened for this long, is lost: not
+"refused" once, which something between us and the ps may have said."""
+
+PING_INTERVAL_S = 5.0
+PING_TIMEOUT_S = 10.0
+"""A ps runs no user code and answers within milliseconds; two silent periods: it is gone."""
+
+MAX_LOSSES = 16
+"""Connections that one request may outlive: more, and it is what breaks them."""
+
+SETS_PER_CONNECTION = 8192
+"""Sets of shards that a ps may be named by their numbers alone. Fewer than it allows: forgotten
+ones stay known to a connection for its life, so a new one is made then, which knows none."""
+
+Build = Callable[[Connection], Message]
+"""Makes the message of a request for a connection: what it defines depends on that."""
+
+Then = Callable[[Frame | Exception], None]
+"""Called once with the reply, or with the reason why there is none. Must not raise."""
+
+
+class PsLink:
+    """The way to one ps task.
+
+    Invariant: one incarnation of the ps is talked to. Another one has lost the shards, and
+    from then on every call raises ParameterServerLost.
+
+    Args:
+        endpoint: Bears the client's name and incarnation.
+        index: Of the ps.
+        address: Where it is.
+        lost_after_s: A ps that cannot be reached for so long is lost. inf: it may not be up yet.
+
+    Attributes:
+        incarnation: Of the ps; None until the first connection.
+        lost: Set once, for ever, unless it is revived.
+        on_lost: Told of that.
+        updates: Numbers of pushes, assigns and gradients for accumulators.
+        plugins: What plugins have registered there, as it said when it was attached from here;
+            None: it was not.
+        away_for_s: So long it may be without any connection, once there was one; then it is lost.
+        num_calls: Requests so far, answers, and connections.
+        repeating: Calls that have no connection.
+    """
+
+    plugins: Sequence[Registered] | None = None
+
+    def __init__(self, endpoint: Endpoint, index: int, address: str, lost_after_s: float) -> None:
+        self.index = index
+        self.task = f"/job:ps/task:{index}"
+        self.address = address
+        self.incarnation: int | None = None
+        self.lost: ParameterServerLost | None = None
+        self.on_lost: Callable[[ParameterServerLost], None] | None = None
+        self.updates = Numbers()
+        self.refused_for_s = REFUSED_FOR_S
+        self.away_for_s = math.inf
+        self.lost_after_s = lost_after_s
+        self.num_calls = 0
+        self._endpoint = endpoint
+        self._life = 0  # how often it was revived
+        self._peers: dict[str, Connection] = {}
+        self._connecting = {lane: asyncio.Lock() for lane in LANES}
+        self._attempts: dict[str, asyncio.Timeout] = {}  # to connect
+        self._keepalive: asyncio.Task[None] | None = None
+        self._closed = False
+        self._released: asyncio.Event | None = None  # while ordinary calls are held back
+        self.repeating: set[asyncio.Task[None]] = set()
+
+    # Requests.
+
+    async def call(
+        self,
+        build: Build,
+        segments: Sequence[Segment] = (),
+        *,
+        bulk: bool = False,
+        locked: bool = False,
+        cut: bool = False,
+        urgent: bool = False,
+        set_ids: Collection[int] = (),
+    ) -> Frame:
+        """Make a ``Call``, and return the reply.
+
+        Args:
+            build: As for ``Call``, as are ``segments``, ``urgent`` and ``set_ids``.
+            bulk: Whether a large body goes or comes.
+            locked: Whether it is about a lock, or said under one: then nothing may be in front of
+                it that waits for a lock.
+            cut: Whether it is about a cut, or a backup: then nothing may be in front of it that
+                waits at a gate, or for the backup.
+
+        Raises:
+            ParameterServerLost: See ``peer``, also for its other errors.
+            ConnectionLost: Again and again: the request itself seems to be the cause.
+            LocalProtocolError: A field of it is of a wrong type.
+            PsyncError: The ps's answer.
+
+        Cancellation: Safe; the request may have been served.
+        """
+        lane = "cut" if cut else "lock" if locked else "bulk" if bulk else "control"
+        call = Call(self, build, segments, lane=lane, set_ids=set_ids, urgent=urgent)
+        answers = Answers(Message, "", [call]).send()
+        try:
+            await answers.ended
+        finally:
+            answers.give_up()
+        (outcome,) = answers.outcomes
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert outcome is not None, "it has ended"
+        return outcome
+
+    def ask(self, call: Call, then: Then) -> Call:
+        """Make a call of this link; without a coroutine while there is a connection and it lasts.
+
+        Args:
+            call: Can be given up.
+            then: Told of the end.
+        """
+        call.then = then
+        if not call.lane:
+            call.lane = "bulk" if call.nbytes > SMALL_BODY_BYTES else "control"
+        peer = self._peers.get(call.lane)
+        is_held = self._released is not None and not call.urgent
+        self.num_calls += 1
+        if peer is None or not peer.is_open or self.lost is not None or is_held:
+            call.go_on()
+            return call
+        call.peer = peer
+        try:
+            message = call.message = call.build(peer)
+            number = peer.ask(message, call.segments, call.answered, call.into, copied=call.copied)
+            call.end = functools.partial(peer.give_up, number)
+        except Exception as exc:
+            call.tell(exc)
+        return call
+
+    async def repeat(self, call: Call) -> Frame:
+        """Make a call over and over until it is answered; as ``call``."""
+        losses = 0
+        while True:
+            if self._released is not None and not call.urgent:
+                await self._released.wait()
+            try:
+                peer = call.peer = await self.peer(call.lane)
+            except ParameterServerLost:
+                if self._released is None or call.urgent:
+                    raise
+                continue  # a recovery has begun
+            if self._released is not None and not call.urgent:
+                continue  # likewise, and the ps is there, but empty
+            try:
+                message = call.build(peer)
+                return await peer.call(message, call.segments, into=call.into, copied=call.copied)
+            except ConnectionLost as exc:
+                losses += 1
+                check(message)  # or it would cost the next connections, too
+                if losses == MAX_LOSSES:
+                    raise ConnectionLost(
+                        f"{self.task}: {losses} connections in a row were lost with the same "
+                        f"request, the last because: {exc.message}"
+                    ) from exc
+                logger.debug("%s: repeating a request: %s", self.task, exc.message)
+            finally:
+                self.num_calls += 1
+            if losses > 1:
+                await asyncio.sleep(backoff(losses, self._endpoint.platform.uniform()))
+
+    def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
+        """Send a notification if there is a connection."""
+        peer = self._peers.get("control")
+        if peer is not None and peer.is_open:
+            peer.notify(message, segments)
+
+    @property
+    def lends(self) -> bool:
+        """Whether large bodies do not travel to it, since it reads this task's memory."""
+        peer = self._peers.get("bulk")
+        return peer is not None and peer.is_open and peer.sharing is not None
+
+    # Connections.
+
+    async def peer(self, lane: str) -> Connection:
+        """Return an open connection.
+
+        Raises:
+            ParameterServerLost: None comes up within the time, or the ps came back empty.
+            AuthenticationError, ProtocolError: It is not our ps.
+            FencedError: A newer incarnation of this task has replaced us.
+            ClosedError: The link was closed here.
+
+        Cancellation: Safe.
+        """
+        peer = self._peers.get(lane)
+        if peer is not None and peer.is_open and self.lost is None:
+            return peer
+        async with self._connecting[lane]:
+            life = -1
+            while life != self._life:
+                peer = self._peers.get(lane)
+                self._check_usable()
+                if peer is not None and peer.is_open:
+                    return peer
+                life = self._life
+                try:
+                    async with asyncio.timeout(None) as attempt:  # it is ended from outside
+                        self._attempts[lane] = attempt
+                        peer = await self._connect(lane)
+                except (ConnectFailed, TimeoutError) as exc:
+                    if life == self._life:  # else it was looked for where it is not any more
+                        why = exc.message if isinstance(exc, ConnectFailed) else "given up"
+                        raise self._declare_lost(
+                            f"at {self.address} cannot be reached ({why})"
+                        ) from exc
+                else:
+                    if life != self._life:
+                        peer.close()
+                finally:
+                    del self._attempts[lane]
+            assert peer is not None, "else an error was raised"
+            if self._closed or self.lost is not None:  # meanwhile
+                peer.close()
+                self._check_usable()
+            if self.incarnation is None:
+                self.incarnation = peer.incarnation
+            elif self.incarnation != peer.incarnation:
+                peer.close()
+                raise self._declare_lost(f"at {self.address} was restarted and has lost its shards")
+            self._peers[lane] = peer
+            peer.state["sets"] = set()  # that the ps certainly knows here
+            self.num_calls += 1
+            if self._keepalive is None:
+                self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
+            return peer
+
+    async def _connect(self, lane: str) -> Connection:
+        """Connect, with patience for a ps that is slow or far, and less for one that has ended.
+
+        A ps listens as long as it lives. Where nobody listens any more, it has ended; where
+        nobody has listened yet, our patience is infinite, see ``lost_after_s``.
+        """
+        connect = self._endpoint.connect_retrying
+        loop = asyncio.get_running_loop()
+        while self.incarnation is not None and self.away_for_s < math.inf and not self.is_open:
+            began = loop.time()
+            try:
+                async with asyncio.timeout(self.away_for_s):
+                    return await connect(self.address, self.task, lane)
+            except TimeoutError as exc:
+                if loop.time() - began <= 2 * self.away_for_s:
+                    raise ConnectFailed(f"no answer within {self.away_for_s:g} s") from exc
+                # Our own loop stood still: the answer may be unread.
+        patience_s = self.lost_after_s
+        if self.refused_for_s < patience_s < math.inf:
+            try:
+                return await connect(self.address, self.task, lane, timeout_s=self.refused_for_s)
+            except ConnectFailed as exc:
+                if exc.__cause__ and isinstance(exc.__cause__.__cause__, ConnectionRefusedError):
+                    raise
+            patience_s -= self.refused_for_s
+        try:
+            return await connect(self.address, self.task, lane, timeout_s=patience_s)
+        except ConnectFailed as exc:
+            last = exc.__cause__ or exc
+            raise ConnectFailed(
+                f"no connection within {self.lost_after_s:g} s: {last}", hint=exc.hint
+            ) from last
+
+    async def _keep_alive(self) -> None:
+        """Ping the ps for as long as it is not lost, and end its connections when it is silent."""
+        loop = asyncio.get_running_loop()
+        silent_since: float | None = None
+        while True:
+            await asyncio.sleep(PING_INTERVAL_S)
+            if self.lost is not None:
+                return
+            before, silent_since, began = silent_since, None, loop.time()
+            if not self.is_open:
+                continue
+            try:
+                # Pings do not queue behind tensors: if need be the control lane is opened.
+                peer = await self.peer("control")
+                async with asyncio.timeout(PING_TIMEOUT_S):
+                    await peer.ping()
+            except TimeoutError:
+                # Our own loop may have been blocked by a step, with the answer unread: only
+                # a second silence in a row counts.
+                if before is None:
+                    silent_since = began
+                    continue
+                text = f"{self.task} did not answer pings for {loop.time() - before:.0f} s"
+                logger.warning("%s; its connections are closed", text)
+                self._abort(text)
+            except PsyncError as exc:  # whoever needs the ps gets it, too
+                logger.info("%s: no ping: %s", self.task, exc.message)
+
+    def _abort(self, why: str) -> None:
+        for peer in self._peers.values():
+            peer.abort(ConnectionLost(why))
+
+    # How it is.
+
+    @property
+    def state(self) -> str:
+        """Return how it is: "unconnected", "connected", "broken" or "lost"; for reports."""
+        if self.lost is not None:
+            return "lost"
+        if self.is_open:
+            return "connected"
+        return "unconnected" if self.incarnation is None else "broken"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection."""
+        return any(peer.is_open for peer in self._peers.values())
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a recovery is under way."""
+        return self._released is not None
+
+    @property
+    def gone_for_good(self) -> str | None:
+        """Return what became of the ps, if nobody starts it again."""
+        return self._endpoint.platform.given_up.reason(self.address)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the link to {self.task} is closed")
+        if self.lost is not None:
+            raise self.lost.with_traceback(None)  # it is raised many times
+
+    # What becomes of it.
+
+    def hold(self) -> None:
+        """Hold ordinary calls back, also those that are under way and lose their connection."""
+        if self._released is None and not self._closed:  # else nobody would release them
+            self._released = asyncio.Event()
+
+    def release(self) -> None:
+        """Let them go on: the ps has been recovered; or, if it is lost, they raise that."""
+        released, self._released = self._released, None
+        if released is not None:
+            released.set()
+
+    async def recovered(self) -> bool:
+        """Wait for the end of a recovery; return whether the ps is there. Cancellation: safe."""
+        while self._released is not None:
+            await self._released.wait()
+        return self.lost is None and not self._closed
+
+    def revive(self) -> None:
+        """Forget that the ps was lost, and under which incarnation it was there."""
+        self._abort(f"{self.task} is being recovered")
+        self._peers.clear()
+        self._end_attempts()
+        self.lost = None
+        self.incarnation = None
+        self._life += 1
+        if self._keepalive is not None:
+            self._keepalive.cancel()  # the next connection has one of its own
+            self._keepalive = None
+
+    def give_up(self, message: str) -> None:
+        """The ps says itself that it has lost its shards, or is gone for good."""
+        self._declare_lost(message)
+        self._end_attempts()
+
+    def fail(self, error: ParameterServerLost) -> None:
+        """Let all requests fail with this error, including those that wait for a connection."""
+        self.lost = self.lost or error
+        self._end_attempts()
+
+    def _end_attempts(self) -> None:
+        for attempt in self._attempts.values():
+            if not attempt.expired():  # it ends already
+                attempt.reschedule(asyncio.get_running_loop().time())
+
+    def _declare_lost(self, message: str) -> ParameterServerLost:
+        if self.lost is not None:
+            return self.lost
+        error = self.lost = ParameterServerLost(
+            self.task, message,
+            hint="its shards are lost, and there is no checkpoint or complete backup: restart the "
+            'program; with a psync.CheckpointManager, or with ps_recovery="backup" and a complete '
+            "backup, training would continue",
+        )  # fmt: skip
+        self._abort(error.message)
+        if self.on_lost is not None:
+            self.on_lost(error)  # which may revive it at once
+        return error
+
+    async def close(self) -> None:
+        """Close the connections; calls under way fail. Cancellation: safe."""
+        self._closed = True
+        self.release()
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+            await asyncio.gather(self._keepalive, return_exceptions=True)
+        for peer in self._peers.values():
+            peer.close()
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request to a ps that may be repeated: it is sent over and over until it is answered.
+
+    Attributes:
+        link: To the ps.
+        build: Makes the message.
+        segments: As for ``Connection.call``.
+        nbytes: Of the larger body, that goes or comes.
+        lane: Over which connection it goes; "": that for its bytes.
+        set_ids: The sets that the ps knows once it has answered: not before, as messages may
+            overtake one another.
+        into: As for ``Connection.call``.
+        lengths: Of the segments of its answer; None: whatever comes.
+        urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
+        copied: As for ``Connection.call``.
+        number: By which the ps knows it again, of an update.
+        end: Gives it up; None: it is not under way.
+    """
+
+    link: PsLink
+    build: Build
+    segments: Sequence[Segment] = ()
+    nbytes: int = 0
+    lane: str = ""
+    set_ids: Collection[int] = ()
+    into: Into | None = None
+    lengths: tuple[int, ...] | None = None
+    urgent: bool = False
+    copied: bool = False
+    number: int = 0
+    end: Callable[[], object] | None = None
+    then: Then | None = None
+    message: Message = field(init=False)  # as it was sent last without a coroutine
+    peer: Connection = field(init=False)  # to which it was sent last
+
+    def give_up(self) -> None:
+        """Call nothing more, and write no more to memory for the reply."""
+        end, self.end, self.then = self.end, None, None
+        if end is not None:
+            end()
+
+    def answered(self, outcome: Frame | Exception) -> None:
+        """Its first connection has an answer, or is gone."""
+        self.link.num_calls += 1
+        if isinstance(outcome, ConnectionLost):
+            try:
+                check(self.message)  # or it would cost the next connections, too
+            except LocalProtocolError as exc:
+                outcome = exc
+            else:
+                self.link.num_calls += 1
+                self.go_on()
+                return
+        self.tell(outcome)
+
+    def tell(self, outcome: Frame | Exception) -> None:
+        """It is over."""
+        self.end = None
+        if self.set_ids and not isinstance(outcome, Exception):
+            known: set[int] = self.peer.state["sets"]
+            known.update(self.set_ids)
+            if len(known) >= SETS_PER_CONNECTION:
+                self.peer.close()  # what is under way is repeated on a new one
+        then, self.then = self.then, None  # which leads back here: it would hold what came
+        if then is not None:
+            then(outcome)
+
+    def go_on(self) -> None:
+        """Go on in a coroutine: there is no connection."""
+        task = asyncio.get_running_loop().create_task(self._repeat())
+        self.link.repeating.add(task)
+        task.add_done_callback(self.link.repeating.discard)
+        self.end = task.cancel
+
+    async def _repeat(self) -> None:
+        outcome: Frame | Exception
+        try:
+            outcome = await self.link.repeat(self)
+        except Exception as exc:
+            outcome = exc
+        self.tell(outcome)
+
+
+class Answers(Generic[M]):
+    """Calls that are made at once, and the answers to them, in order.
+
+    What ``all_of`` is for coroutines, and without them: every pull and push comes through here.
+
+    Args:
+        kind: Of the answers.
+        question: What is asked: "a pull".
+        calls: Are made by ``send``.
+        body: What the answers bring: "the shards".
+        may_lack: Whether an answer without a body is one, too.
+
+    Attributes:
+        ended: Done when all have ended.
+    """
+
+    def __init__(
+        self,
+        kind: type[M],
+        question: str,
+        calls: Sequence[Call],
+        body: str = "",
+        may_lack: bool = False,
+    ) -> None:
+        self.calls = calls
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.missing = 0
+        self.outcomes: list[Frame | Exception | None] = []
+        self._kind, self._question, self._body, self._may_lack = kind, question, body, may_lack
+
+    def send(self) -> Self:
+        """Make the calls, perhaps once more."""
+        self.missing = len(self.calls)
+        self.outcomes = [None] * self.missing
+        for at in range(self.missing):
+            self.ask(at)
+        if not self.calls:
+            self.complete()
+        return self
+
+    def ask(self, at: int) -> None:
+        """Make one call."""
+        call = self.calls[at]
+        call.link.ask(call, functools.partial(self.note, at))
+
+    def note(self, at: int, outcome: Frame | Exception) -> None:
+        """One of them has ended."""
+        self.outcomes[at] = outcome
+        self.missing -= 1
+        if not self.missing:
+            self.complete()
+
+    def complete(self) -> None:
+        """All have ended."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def give_up(self) -> None:
+        """Nobody wants the answers any more that are not there."""
+        if self.missing:
+            for call in self.calls:
+                call.give_up()
+
+    async def all(self) -> list[M]:
+        """Return the answers.
+
+        Raises:
+            Exception: The first error, once all have ended.
+
+        Cancellation: All are given up.
+        """
+        try:
+            await self.ended
+        finally:
+            self.give_up()
+        return self.messages()
+
+    def messages(self) -> list[M]:
+        """Return the answers, once; all have ended.
+
+        Raises:
+            Exception: The first error.
+        """
+        for call in self.calls:
+            del call.build  # which leads back here: it would hold what was sent
+        messages = []
+        for call, outcome in zip(self.calls, self.outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+            assert outcome is not None, "none is missing"
+            message, got = outcome.message, outcome.lengths
+            if not isinstance(message, self._kind):
+                message = expect(outcome, self._kind, call.link.task, self._question)
+            messages.append(message)
+            if got != call.lengths and call.lengths is not None and (got or not self._may_lack):
+                raise RemoteProtocolError(
+                    f"{call.link.task} sent wrong sizes for {self._body}: expected "
+                    f"{sum(call.lengths)} bytes, got {sum(got)}"
+                )
+        return messages
+
+
+def always(message: Message) -> Build:
+    """Return what makes this message for any connection, see ``PsLink.call``."""
+    return lambda peer: message
+
+
+def expect(received: Frame, kind: type[M], who: str, question: str) -> M:
+    """Return the message of an answer.
+
+    Args:
+        received: The answer.
+        kind: That it should be of.
+        who: Gave it.
+        question: What was asked: "a pull".
+
+    Raises:
+        RemoteProtocolError: It is of another kind.
+    """
+    message = received.message
+    if not isinstance(message, kind):
+        raise RemoteProtocolError(f"{who} answered {question} with {type(message).__name__}")
+    return message
+
+
+def note_plugins(link: PsLink, received: Frame) -> None:
+    """Note what a ps has answered when it was attached.
+
+    Raises:
+        RemoteProtocolError: That is something else.
+    """
+    link.plugins = expect(received, PsAttached, link.task, "an attachment").plugins
+
+
+async def ask(
+    link: PsLink, message: Message, kind: type[M], segments: Sequence[Segment] = (), **lane: bool
+) -> tuple[M, Sequence[memoryview]]:
+    """Return the answer of a ps, which is of one kind, and what came with it.
+
+    Args:
+        link: To the ps.
+        message: The request; it may be repeated.
+        kind: The kind of message that is expected.
+        segments: As for ``PsLink.call``, like ``lane``, and what it raises.
+        lane: Over which connection.
+
+    Raises:
+        RemoteProtocolError: It answers something else.
+    """
+    received = await link.call(always(message), segments, **lane)  # type: ignore[arg-type]
+    return expect(received, kind, link.task, type(message).__name__), received.segments
+
+
+async def all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all and return their results; the first error wins once all have ended."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes  # type: ignore[return-value]

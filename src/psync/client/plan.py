@@ -1,0 +1,477 @@
+"""Plans: what one task does with one set of variables, settled once and kept.
+
+A ``Plan`` has the parts of a set on each ps, what the messages about them say, and the memory in
+which their values land. From the second time on a pull costs one small request to each ps, and its
+answer is read straight into the arrays that the caller gets: a ``Landing``.
+
+A body that is lent (``net.shared``) need not be copied by who only reads it. A *lease* is an array
+over a ps's own memory: it is read-only, stays as it is for as long as anybody sees it, and gives
+that memory back when nobody does. A variable becomes one where all of it can be seen as one array:
+it is one extent of a body, or its shards can be mapped side by side (``net.shared.windows``). All
+else is copied into memory from a pool, by the connection while it comes in, or here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from psync.net.shared.windows import Windows
+from psync.numerics.compression import Compression, marker, narrowed
+from psync.numerics.memory import BlockPool
+from psync.numerics.rows import IndexedSlices
+from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.store.push_counts import FIRST, FURTHER, HOME
+from psync.wire.frames import SMALL_BODY_BYTES, Segment
+from psync.wire.lent import LENT_ABOVE_BYTES, Borrowed, copies
+from psync.wire.messages import Pull
+from psync.wire.tensors import Joined, to_bytes_view
+
+ARENA_BYTES = 1 << 20
+"""Small variables of one pull share memory up to this much: one read instead of many."""
+
+MEMBERS_PER_REQUEST = 16_384
+BODY_PER_REQUEST = 2 << 30
+"""A larger set is split over several requests, well below ``wire.limits``."""
+
+
+class Part(NamedTuple):
+    """Where a shard lies in the bodies of a plan's requests."""
+
+    request: int  # its place in the plan
+    offset: int  # in the body
+    nbytes: int
+
+
+class Place(NamedTuple):
+    """Where a variable lies in the receive buffers."""
+
+    buffer: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclass(slots=True)
+class Request:
+    """The part of a plan that one message to one ps carries."""
+
+    ps: int
+    set_id: int
+    part: int  # its number among the plan's requests to this ps
+    place: int = FIRST  # of a push, see ``store.push_counts``
+    members: list[tuple[int, int]] = field(default_factory=list)  # as the wire defines its set
+    cuts: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of each shard: index of its variable in the plan, first byte in it, end."""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """Of each shard: its first row in the variable, end."""
+    lengths: tuple[int, ...] = ()  # of each shard, once all are there
+    pieces: list[tuple[int, int, int]] = field(default_factory=list)
+    """Where the body lies: buffer, first byte in it, end. Adjacent pieces are merged."""
+    nbytes: int = 0
+    pull: Pull = field(init=False)  # of its values, where the ps knows the set
+
+    def add(self, shard: ShardSpec, variable: int, start: int, place: Place) -> None:
+        """Let the request carry one more shard, whose first byte is ``start`` of its variable."""
+        stop = start + shard.nbytes
+        self.members.append(shard.key)
+        self.cuts.append((variable, start, stop))
+        self.spans.append((shard.offset, shard.offset + shard.shape[0] if shard.shape else 0))
+        self.nbytes += stop - start
+        if start == stop:
+            return
+        first, end = place.offset + start, place.offset + stop
+        if self.pieces and self.pieces[-1][::2] == (place.buffer, first):
+            first = self.pieces.pop()[1]
+        self.pieces.append((place.buffer, first, end))
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A plan, or requests of it, in one message to ps 0, which hands on what belongs to others."""
+
+    set_id: int  # numbered apart from those of requests
+    members: list[tuple[int, int, int]]  # (ps, variable id, index) of each shard, ps by ps
+    cuts: list[tuple[int, int, int]]  # as those of a request
+    lengths: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Whole:
+        """Return these requests in one."""
+        own = requests[0].set_id if requests else 0
+        return cls(
+            # ps 0 is also told of its own part alone, which has the number of that request.
+            next((request.set_id for request in requests if request.ps), own),
+            [(request.ps, *member) for request in requests for member in request.members],
+            [cut for request in requests for cut in request.cuts],
+            tuple(length for request in requests for length in request.lengths),
+            sum(request.nbytes for request in requests),
+        )
+
+
+@dataclass(slots=True)
+class Plan:
+    """How a fixed set of variables is pulled and pushed."""
+
+    variables: tuple[VariableSpec, ...]
+    requests: list[Request]
+    buffers: list[int]  # bytes of each receive buffer
+    places: list[Place]  # of each variable
+    large: dict[int, list[Part]]
+    """Of each variable that may be lent by itself, by its index: its shards but empty ones, in
+    order."""
+    digest: bytes  # of the set of shards, in whatever order: the same in every process
+    whole: Whole
+    spread: bool  # whether a variable lies on several ps tasks
+    first: dict[int, int]  # by ps that it concerns: the place of its first request
+    in_parts: bool  # whether one of these gets several requests
+
+
+def make_plan(
+    variables: Sequence[VariableSpec],
+    set_ids: Iterator[int],
+    compression: Compression | None = None,
+) -> Plan:
+    """Lay out the variables in receive buffers and their shards in requests.
+
+    A variable of at least 64 KiB has a buffer of its own, so that keeping it alive keeps
+    nothing else alive; smaller ones share arenas, in which those of one ps are adjacent.
+
+    Args:
+        variables: In the order in which the caller wants them.
+        set_ids: Numbers for the requests' sets.
+        compression: How float32 travels: the plan is of variables of that dtype.
+    """
+    if compression is not None:
+        variables = [narrowed(variable, compression) for variable in variables]
+    buffers, places = _laid_out(variables)
+    requests: dict[int, list[Request]] = {}
+    for index, place in places.items():  # the small ones first
+        variable = variables[index]
+        row_bytes = variable.nbytes // max(1, variable.shape[0]) if variable.shape else 0
+        for shard in variable.shards:
+            mine = requests.setdefault(shard.ps, [])
+            if (
+                not mine
+                or len(mine[-1].members) >= MEMBERS_PER_REQUEST
+                or mine[-1].nbytes + shard.nbytes > BODY_PER_REQUEST
+            ):
+                mine.append(Request(shard.ps, next(set_ids), len(mine)))
+            mine[-1].add(shard, index, shard.offset * row_bytes, place)
+    ordered = [request for of_ps in requests.values() for request in of_ps]
+    for request in ordered:
+        request.lengths = tuple([stop - start for _, start, stop in request.cuts])
+        request.place = FURTHER if request.part else FIRST
+        request.pull = Pull(request.set_id, None, -1, "")
+        if compression is not None:
+            request.members.insert(0, marker(compression))
+    if requests:
+        requests[min(requests)][0].place = HOME
+    keys = sorted(shard.key for variable in variables for shard in variable.shards)
+    return Plan(
+        tuple(variables), ordered, buffers, [places[index] for index in range(len(variables))],
+        _large_in(ordered, variables),
+        hashlib.blake2b(repr(keys).encode(), digest_size=16).digest(), Whole.of(ordered),
+        any(len({shard.ps for shard in variable.shards}) > 1 for variable in variables),
+        {of_ps[0].ps: ordered.index(of_ps[0]) for of_ps in requests.values()},
+        len(ordered) > len(requests),
+    )  # fmt: skip
+
+
+def _laid_out(variables: Sequence[VariableSpec]) -> tuple[list[int], dict[int, Place]]:
+    """Return the bytes of each receive buffer, and each variable's place: small ones first."""
+    buffers: list[int] = []
+    places: dict[int, Place] = {}
+    dtypes = [dtype_of(variable.dtype) for variable in variables]
+
+    # By ps, then wide elements first: packed without gaps, each is aligned to its elements.
+    def order(index: int) -> tuple[bool, int, int]:
+        if variables[index].nbytes >= SMALL_BODY_BYTES:
+            return True, 0, 0
+        return False, variables[index].shards[0].ps, -dtypes[index].itemsize
+
+    arena_ps = -1  # of which the last buffer has small variables; -1: of none
+    for index in sorted(range(len(variables)), key=order):
+        variable, (is_large, ps, _) = variables[index], order(index)
+        if is_large or ps != arena_ps or buffers[-1] + variable.nbytes > ARENA_BYTES:
+            arena_ps = -1 if is_large else ps
+            buffers.append(0)
+        places[index] = Place(len(buffers) - 1, buffers[-1], variable.shape, dtypes[index])
+        buffers[-1] += variable.nbytes
+    return buffers, places
+
+
+def _large_in(
+    requests: Sequence[Request], variables: Sequence[VariableSpec]
+) -> dict[int, list[Part]]:
+    found: dict[int, list[tuple[int, Part]]] = {}
+    for number, request in enumerate(requests):
+        offset = 0
+        for (index, start, _), nbytes in zip(request.cuts, request.lengths, strict=True):
+            if nbytes and variables[index].nbytes > LENT_ABOVE_BYTES:
+                found.setdefault(index, []).append((start, Part(number, offset, nbytes)))
+            offset += nbytes
+    return {index: [part for _, part in sorted(parts)] for index, parts in found.items()}
+
+
+# What is sent.
+
+Array = np.ndarray | IndexedSlices
+"""What a push or assign has for a variable: all of it, or some rows in ascending order."""
+
+Body = tuple[Sequence[Segment], list[int] | None, int]
+"""A segment for each shard; the number of rows in each one, -1 for all of it, or None where all of
+them are whole; and the bytes of all."""
+
+
+def bodies_of(plan: Plan, arrays: Sequence[Array]) -> list[Body]:
+    """Return what each message of a push or assign carries. Nothing is copied."""
+    if not arrays:
+        return [((), None, 0) for _ in plan.requests]
+    if IndexedSlices in map(type, arrays):
+        return [_body_with_rows(request, arrays) for request in plan.requests]
+    views = list(map(to_bytes_view, arrays))  # type: ignore[arg-type]
+    bodies: list[Body] = []
+    for request in plan.requests:
+        parts = []
+        for index, start, stop in request.cuts:
+            parts.append(views[index][start:stop])
+        bodies.append((Joined.of(parts, request.lengths), None, request.nbytes))
+    return bodies
+
+
+def _body_with_rows(request: Request, arrays: Sequence[Array]) -> Body:
+    segments: list[Segment] = []
+    counts: list[int] = []
+    nbytes = 0
+    for (variable, start, stop), (first, last) in zip(request.cuts, request.spans, strict=True):
+        value = arrays[variable]
+        if isinstance(value, IndexedSlices):
+            rows = slice(*value.indices.searchsorted((first, last)).tolist())
+            parts = [value.indices[rows] - first, value.values[rows]]
+            counts.append(len(parts[0]))
+            segments.append([to_bytes_view(part) for part in parts])
+            nbytes += sum(part.nbytes for part in parts)
+        else:
+            counts.append(-1)
+            segments.append(to_bytes_view(value)[start:stop])
+            nbytes += stop - start
+    return segments, counts if max(counts, default=-1) >= 0 else None, nbytes
+
+
+# Where answers land.
+
+
+class Landing:
+    """Room for the values of a plan's variables, which come in once.
+
+    Args:
+        plan: That is pulled.
+        pool: Memory of arrays that are copied into, handed out again once they are gone.
+        out: Arrays that take the values instead, or None for each.
+        writable: Whether the others may be changed.
+        windows: Make arrays of what is lent; None: all is copied.
+
+    Attributes:
+        arrays: The values, once they are here.
+        steps: That these are of, as the answers of the ps tasks say it.
+        kept: Bodies where they lie, by the places of their requests; ``settle`` looks at them.
+    """
+
+    __slots__ = (
+        "_given", "_pool", "_roots", "_views", "_windows", "_writable", "arrays", "kept", "plan",
+        "steps",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        plan: Plan,
+        pool: BlockPool,
+        out: Sequence[np.ndarray | None] | None = None,
+        writable: bool = False,
+        windows: Windows | None = None,
+    ) -> None:
+        self.plan = plan
+        self.arrays: list[np.ndarray] | None = None
+        self.steps: list[Sequence[tuple[int, int]]] = []
+        self.kept: dict[int, list[memoryview]] = {}
+        self._pool = pool
+        self._writable = writable
+        self._windows = None if writable else windows
+        self._given: Mapping[int, np.ndarray] = {}
+        if out is not None:
+            self._given = {at: array for at, array in enumerate(out) if array is not None}
+        # The receive buffers, each once it is needed.
+        self._roots: list[np.ndarray | None] = [None] * len(plan.buffers)
+        self._views: list[memoryview | None] = [None] * len(plan.buffers)
+
+    def _buffer(self, number: int) -> memoryview:
+        """Return a receive buffer; arrays on it are as writable as ``root``."""
+        view = self._views[number]
+        if view is None:
+            memory = self._pool.lend(self.plan.buffers[number])
+            view = self._views[number] = to_bytes_view(memory)
+            root = self._roots[number] = memory.view()
+            root.flags.writeable = self._writable
+        return view
+
+    def make_room(self) -> None:
+        """Take memory for all of it: best while nothing else is to be done."""
+        for number in range(len(self.plan.buffers)):
+            self._buffer(number)
+
+    def into(
+        self, at: int, _: object, lengths: tuple[int, ...], lent: Borrowed | None
+    ) -> Sequence[memoryview]:
+        """Return where the body of an answer belongs; or that body itself, to be read there.
+
+        Args:
+            at: Place of the request among the plan's.
+            lengths: Of the segments that come. Others than expected are thrown away.
+            lent: The body, if it is lent.
+        """
+        request = self.plan.requests[at]
+        if lengths != request.lengths:
+            return _thrown_away(lengths)
+        if self.kept:
+            self.kept.pop(at, None)  # of an answer that was asked for again
+        if lent is not None and self._windows is not None and lent.may_keep:
+            if self._is_worth_it(at, lent.views):
+                kept = self.kept[at] = lent.keep()
+                return kept
+        targets = []
+        if self._given:
+            targets = [self._target(*cut) for cut in request.cuts if cut[1] < cut[2]]
+        else:
+            for number, start, stop in request.pieces:
+                view = self._views[number] or self._buffer(number)
+                targets.append(view[start:stop])
+        return targets
+
+    def _target(self, index: int, start: int, stop: int) -> memoryview:
+        """Return where some bytes of a variable belong."""
+        if index in self._given:
+            return to_bytes_view(self._given[index])[start:stop]
+        buffer, offset, *_ = self.plan.places[index]
+        return self._buffer(buffer)[offset + start : offset + stop]
+
+    def into_whole(
+        self, _: object, lengths: tuple[int, ...], lent: Borrowed | None
+    ) -> list[memoryview]:
+        """As ``into``, of an answer that brings all at once: the arrays are there with it."""
+        if lengths != self.plan.whole.lengths:
+            return _thrown_away(lengths)
+        targets: list[memoryview] = []
+        for at, request in enumerate(self.plan.requests):
+            targets += self.into(at, None, request.lengths, None)
+        self.settle()
+        return targets
+
+    async def copied(self) -> list[np.ndarray]:
+        """Copy what is kept, and cannot be leased; then ``settle``. Cancellation: safe."""
+        leased = self._leased()
+        while self.kept:
+            for _ in self._copying(*self.kept.popitem(), leased):
+                await asyncio.sleep(0)
+        return self.settle(leased)
+
+    def settle(self, leased: Mapping[int, np.ndarray] | None = None) -> list[np.ndarray]:
+        """Return an array for each variable: all is there, ``leased`` as the bytes of some."""
+        self.arrays = arrays = []
+        for index, (buffer, offset, shape, dtype) in enumerate(self.plan.places):
+            if index in self._given:
+                arrays.append(self._given[index])
+                continue
+            if leased and index in leased:
+                arrays.append(np.ndarray(shape, dtype, leased[index]))
+                continue
+            if self._roots[buffer] is None:  # of an empty one nothing has come
+                self._buffer(buffer)
+            arrays.append(np.ndarray(shape, dtype, self._roots[buffer], offset))
+        return arrays
+
+    # What is lent.
+
+    def _is_worth_it(self, at: int, views: Sequence[memoryview]) -> bool:
+        """Whether a large shard lies in one piece in a body, and has not to go elsewhere."""
+        body = _Lying(views)
+        return any(
+            part.request == at and index not in self._given and body.piece(part) is not None
+            for index, parts in self.plan.large.items()
+            for part in parts
+        )
+
+    def _leased(self) -> dict[int, np.ndarray]:
+        """Return the bytes of each variable that can be seen where they lie."""
+        assert self._windows is not None, "something was kept"
+        bodies = {at: _Lying(views) for at, views in self.kept.items()}
+        leased: dict[int, np.ndarray] = {}
+        for index, parts in self.plan.large.items():
+            if index in self._given or any(part.request not in bodies for part in parts):
+                continue
+            root = self._windows.joined([bodies[part.request].piece(part) for part in parts])
+            if root is None:
+                continue
+            address: int = root.__array_interface__["data"][0]
+            if not address % self.plan.places[index].dtype.alignment:
+                leased[index] = root
+        return leased
+
+    def _copying(
+        self, at: int, views: Sequence[memoryview], leased: Mapping[int, np.ndarray]
+    ) -> Iterator[int]:
+        """Copy what is not leased of a body; yield after each part."""
+        body, stop = _Lying(views), 0
+        targets: list[memoryview] = []
+        sources: list[memoryview] = []
+        for index, first, end in self.plan.requests[at].cuts:
+            start, stop = stop, stop + end - first
+            if index not in leased:
+                targets.append(self._target(index, first, end))
+                sources += body.pieces(start, stop)
+        return copies(targets, sources)
+
+
+class _Lying:
+    """A body where it lies: its extents."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self._ends = list(itertools.accumulate(map(len, views)))
+
+    def piece(self, part: Part) -> memoryview | None:
+        """Return a part that is in one extent; None: it is in several."""
+        pieces = self.pieces(part.offset, part.offset + part.nbytes)
+        return pieces[0] if len(pieces) == 1 else None
+
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes from ``start`` to ``stop``."""
+        pieces = []
+        number = bisect.bisect_right(self._ends, start)
+        while start < stop:
+            view, end = self._views[number], self._ends[number]
+            begin = end - len(view)
+            pieces.append(view[start - begin : min(stop, end) - begin])
+            start, number = end, number + 1
+        return pieces
+
+
+def _thrown_away(lengths: tuple[int, ...]) -> list[memoryview]:
+    """Return where a body that is not what was asked for goes."""
+    return [to_bytes_view(np.empty(sum(lengths), np.uint8))]
+
+
+def into_targets(
+    expected: tuple[int, ...], targets: Sequence[memoryview], _: object, lengths: tuple[int, ...],
+    lent: object,
+) -> Sequence[memoryview]:  # fmt: skip
+    """Return where a body of the expected lengths belongs; others are thrown away."""
+    return targets if lengths == expected else _thrown_away(lengths)

@@ -1,0 +1,1081 @@
+"""All ps tasks as one task sees them: pulls of variables and rows, updates, optimizers' state.
+
+An update changes each ps at most once, whatever is lost. It is one message or several: to each ps,
+and more to one that gets much. Each bears a number of the link that it goes over, and says which
+smaller ones are answered (``counters.Numbers``); the ledger of a ps answers a repetition from
+memory. Besides, it bears (closure, ordinal), by which ps tasks know a second run of a closure.
+
+    state       meaning                               leaves it by
+    drawn       it has its numbers                    the first message → under way
+    under way   on a connection, or waiting for one   every answer → answered; an error, or its
+                                                      caller's cancellation → given up
+    answered    the caller has the answers            its numbers are acknowledged
+    given up    nobody waits for an answer; it may    its numbers are acknowledged
+                have been served
+
+    dies, or is lost                    what follows
+    a connection, a message, an answer  ``PsLink`` sends the message again, under the same number
+    a ps that has a backup              the coordinator's link waits for the failover, then sends it
+                                        to that. A worker's session ends, see ``client.link``
+    a ps, before a rollback             the link waits; all messages of an update are sent again
+                                        under the same numbers, also those that were answered: what
+                                        one ps has undone no other may keep. A worker's session ends
+    a ps, for good                      ParameterServerLost to the caller, when all messages have
+                                        ended; those to other ps tasks may have been served
+    the caller (cancelled)              shielded: it goes on, its error is logged; ``drain`` waits
+                                        for it. Otherwise it is given up
+    this task                           ps tasks fence it. Its closure runs again elsewhere and
+                                        sends the same (closure, ordinal): answered "duplicate"
+
+A layer-wise rule (Lamb) needs norms of whole variables before a push: ``MeasurePush`` carries the
+gradients to the ps tasks, which answer with sums of squares and change nothing, and the ``Push``
+that follows carries one ratio for each variable. Nothing is remembered between the two.
+
+A row that is requested many times travels once. Rows of several shards travel in ascending order,
+so those of one shard lie side by side, and a lookup costs one small request to each ps that has
+some of them; one pass brings the rows into the order in which they were asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import math
+import operator
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from psync.client.counters import Numbers, PulledSteps, WorkMeter
+from psync.client.link import Answers, Call, PsLink, always, ask, expect
+from psync.client.plan import Array, Landing, Plan, Request, bodies_of, into_targets, make_plan
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    FencedError,
+    RemoteProtocolError,
+    TaskLost,
+    UnknownVariableError,
+    ValueMismatchError,
+)
+from psync.net.connection import Connection
+from psync.net.endpoint import Endpoint
+from psync.net.shielding import shielded
+from psync.numerics.compression import Compression
+from psync.numerics.memory import BlockPool, roomy
+from psync.numerics.rows import IndexedSlices, check_scatter, distinct, merged
+from psync.numerics.rules import Lamb, Sums, UpdateRule, registered_in
+from psync.specs import ShardSpec, VariableSpec, count_of, dtype_of, marked_after
+from psync.store.push_counts import total_of
+from psync.wire import messages
+from psync.wire.closure_numbers import PART_BITS
+from psync.wire.codec import Message
+from psync.wire.frames import Frame
+from psync.wire.tensors import to_bytes_view
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
+MAX_PLANS = 1024
+"""Sets of variables whose plans are kept, the least recently used go first."""
+
+ROWS_PER_REQUEST_BYTES = 32 << 20
+"""More rows of one ps are asked for in several messages, each of which may see another version."""
+
+PARTS_PER_REQUEST = 4096
+
+CLOSED = "the connections to the ps tasks are closed"
+
+_KEY = operator.attrgetter("key")
+_SPEC = operator.attrgetter("spec")
+
+
+class Delivery(Answers[M]):
+    """An update on its way: its calls have numbers, and are made again after a rollback.
+
+    Attributes:
+        timeline: On which its messages were sent.
+    """
+
+    outgoing: Outgoing
+    timeline: int
+    drawn: list[tuple[int, int]]  # (ps, number there) of each message
+
+    def complete(self) -> None:
+        """All have ended: an error, or an answer that no rollback has undone, is the end."""
+        outgoing = self.outgoing
+        if self.timeline != outgoing.timeline:
+            if not any(isinstance(outcome, Exception) for outcome in self.outcomes):
+                self.timeline = outgoing.timeline
+                outgoing.send(self)
+                return
+        outgoing.answered(self.calls)
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more."""
+        super().give_up()
+        self.outgoing.answered(self.calls)
+
+
+class Outgoing:
+    """All updates of one client of ps tasks, see the tables above.
+
+    Attributes:
+        timeline: Grows whenever all ps tasks have rolled back to a snapshot.
+        begun: What is under way, and shielded from cancellation.
+    """
+
+    def __init__(self) -> None:
+        self.timeline = 0
+        self.begun: set[asyncio.Future[Any]] = set()
+        self._closed = False
+
+    async def deliver(self, update: Delivery[M]) -> list[M]:
+        """Deliver an update; return the answer to each of its messages.
+
+        Raises:
+            Exception: The first error, once all have ended.
+
+        Cancellation: As ``shielded``.
+        """
+        if self._closed:
+            raise ClosedError(CLOSED)
+        update.outgoing, update.drawn = self, []
+        for call in update.calls:
+            call.number = call.link.updates.draw()
+            update.drawn.append((call.link.index, call.number))
+        ended = update.ended
+        self.begun.add(ended)
+        update.timeline = self.timeline
+        try:
+            self.send(update)
+            await ended
+        except asyncio.CancelledError:
+            if self._closed:
+                update.give_up()
+            else:
+                self._go_on(update)
+            raise
+        finally:
+            self.begun.discard(ended)
+        return update.messages()
+
+    def send(self, parts: Answers[Any]) -> None:
+        """Send all messages of an update, or what is staged of one."""
+        parts.send()
+
+    def answered(self, calls: Sequence[Call]) -> None:
+        """Acknowledge the numbers of these calls, with the next messages to their ps tasks."""
+        for call in calls:
+            call.link.updates.answered(call.number)
+
+    async def shielded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do ``work`` and return what it returns.
+
+        Raises:
+            ClosedError: The client was closed; nothing is begun.
+            Exception: What it raises.
+
+        Cancellation: It goes on in the background, see ``drain``; an error is logged then.
+        """
+        if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
+            raise ClosedError(CLOSED)
+        under_way = asyncio.ensure_future(work())
+        self.begun.add(under_way)
+        under_way.add_done_callback(self.begun.discard)
+        try:
+            return await shielded(under_way)
+        except asyncio.CancelledError:
+            under_way.add_done_callback(_note_result)
+            raise
+
+    def _go_on(self, update: Delivery[Any]) -> None:
+        """Let a delivery end without its caller, who was cancelled."""
+        update.ended = rest = asyncio.get_running_loop().create_future()
+
+        def ended(rest: asyncio.Future[Any]) -> None:
+            self.begun.discard(rest)
+            if rest.cancelled():  # all is closed
+                update.give_up()
+                return
+            try:
+                update.messages()
+            except Exception as exc:
+                _log_error(exc)
+
+        self.begun.add(rest)
+        rest.add_done_callback(ended)
+        if not update.missing:
+            rest.set_result(None)
+
+    async def drain(self) -> None:
+        """Wait for what was begun and whose callers were cancelled. Cancellation: safe."""
+        while self.begun:
+            await asyncio.wait(list(self.begun))
+
+    async def close(self, patience_s: float = 0.0) -> None:
+        """Begin nothing more; stop what has not ended after so long. Cancellation: safe."""
+        self._closed = True
+        if self.begun and patience_s:
+            await asyncio.wait(list(self.begun), timeout=patience_s)
+        for work in self.begun:
+            work.cancel()
+        await asyncio.gather(*self.begun, return_exceptions=True)
+
+
+def _note_result(work: asyncio.Future[Any]) -> None:
+    if not work.cancelled() and (error := work.exception()) is not None:
+        _log_error(error)
+
+
+def _log_error(error: BaseException) -> None:
+    level = logging.DEBUG if isinstance(error, FencedError | TaskLost) else logging.INFO
+    logger.log(level, "a push whose step was cancelled failed: %s", error)
+
+
+class Update(Delivery[messages.Pushed]):
+    """An update of a plan's variables: a message for each of the plan's requests.
+
+    Args:
+        client: Whose update it is.
+        plan: Of the variables.
+        arrays: For each of them; or none at all.
+        call: (closure, ordinal).
+        message: Makes one, given this, the place of its request, and the connection.
+        lane: Over which connection it goes.
+        landing: Gets values that come with the answers; None: none are wanted.
+    """
+
+    def __init__(
+        self,
+        client: PsClient,
+        plan: Plan,
+        arrays: Sequence[Array],
+        call: tuple[int, int],
+        message: Callable[[Update, int, Connection], Message],
+        lane: str = "",
+        landing: Landing | None = None,
+    ) -> None:
+        self._plan, self._call = plan, call
+        self.rows: list[list[int] | None] = []  # that the messages name
+        calls = []
+        for at, (segments, rows, nbytes) in enumerate(bodies_of(plan, arrays)):
+            request = plan.requests[at]
+            build, link = functools.partial(message, self, at), client.links[request.ps]
+            made = Call(link, build, segments, nbytes, lane, (request.set_id,) if arrays else ())
+            self.rows.append(rows)
+            calls.append(made)
+            if landing is not None and request.ps in landing.plan.first:
+                place = landing.plan.first[request.ps]
+                pulled = landing.plan.requests[place]
+                made.into, made.lengths = functools.partial(landing.into, place), pulled.lengths
+                made.nbytes = max(nbytes, pulled.nbytes)
+                made.set_ids = request.set_id, pulled.set_id
+        super().__init__(messages.Pushed, "an update", calls, "the shards", may_lack=True)
+
+    def identity(self, at: int) -> tuple[int, int, int, int]:
+        """Return the number of a message, below which all are answered, closure and call."""
+        call, (closure, ordinal) = self.calls[at], self._call
+        part = self._plan.requests[at].part
+        return call.number, call.link.updates.acked_below, closure, ordinal << PART_BITS | part
+
+    def others(self, at: int) -> list[tuple[int, int]] | None:
+        """Return (ps, number) of the other messages, so that a cut finds all or none."""
+        return [*self.drawn[:at], *self.drawn[at + 1 :]] if len(self.drawn) > 1 else None
+
+
+class PsClient:
+    """All ps tasks as seen by one worker or by the coordinator.
+
+    Args:
+        endpoint: Bears the client's name and incarnation.
+        addresses: Of the ps tasks, in order.
+        pool: Memory of pulled arrays, recycled once nobody holds them.
+        lost_after_s: A ps that cannot be reached for this many seconds is lost.
+
+    Attributes:
+        loop: The event loop to which its connections belong.
+        memory: Of this task, which ps tasks of its host can read.
+        work: What the time of this task goes to.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        addresses: Sequence[str],
+        pool: BlockPool,
+        lost_after_s: float = 15.0,
+    ) -> None:
+        self.links = [
+            PsLink(endpoint, index, address, lost_after_s)
+            for index, address in enumerate(addresses)
+        ]
+        self.parts, self.now = endpoint.platform.parts, endpoint.platform.now
+        self.memory = endpoint.platform.memory
+        self.outgoing = self.parts.of(Outgoing)()
+        self._pool = pool
+        self.loop = asyncio.get_running_loop()
+        self.work = WorkMeter(self.loop.time)
+        # By handles, and by compression and keys of variables. The last used is at the end.
+        self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+        self._set_ids = itertools.count(1)
+        self._optimizers: list[set[int]] = [set() for _ in addresses]  # that each ps knows
+
+    async def close(self, patience_s: float = 0.0) -> None:
+        """Stop updates that have not ended after so long, close all links. Cancellation: safe."""
+        await self.outgoing.close(patience_s)
+        for link in self.links:
+            await link.close()
+
+    @property
+    def timeline(self) -> int:
+        """How often all ps tasks have rolled back to a snapshot."""
+        return self.outgoing.timeline
+
+    def begin_timeline(self, timeline: int) -> None:
+        """All ps tasks have rolled back to a snapshot: they know what was in that, and no more."""
+        self.outgoing.timeline = timeline
+        for known in self._optimizers:
+            known.clear()
+
+    def plan(
+        self, variables: Sequence[VariableSpec], compression: Compression | None = None
+    ) -> Plan:
+        """Return the plan for these variables, in this order; as they are, or compressed."""
+        key = (compression, *map(_KEY, variables))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = make_plan(variables, self._set_ids, compression)
+        return self._keep(key, plan)
+
+    def plan_of(self, handles: tuple[Any, ...]) -> Plan:
+        """As ``plan``, by the variables' handles: one look-up, as these hash by identity."""
+        plan = self._plans.get(handles)
+        if plan is None:
+            return self._keep(handles, self.plan(tuple(map(_SPEC, handles))))
+        self._plans.move_to_end(handles)
+        return plan
+
+    def _keep(self, key: tuple[object, ...], plan: Plan) -> Plan:
+        """Keep a plan as the last that was used."""
+        self._plans[key] = plan
+        self._plans.move_to_end(key)
+        if len(self._plans) > MAX_PLANS:
+            self._plans.popitem(last=False)
+        return plan
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an array with any contents, whose memory is used again once nobody holds it."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        array: np.ndarray = np.ndarray(shape, dtype, self._pool.lend(roomy(nbytes)))
+        return array
+
+    # What is read.
+
+    async def pull(
+        self,
+        plan: Plan,
+        *,
+        writable: bool = False,
+        out: Sequence[np.ndarray | None] | None = None,
+        optimizer: int = -1,
+        slot: str = "",
+        seen: PulledSteps | None = None,
+        lock: int = 0,
+    ) -> list[np.ndarray]:
+        """Return the values of a plan's variables, one consistent version of each shard.
+
+        Args:
+            plan: From ``plan``.
+            writable: Whether the caller may change the arrays.
+            out: Arrays to read into instead (C-contiguous, of the variable's shape and
+                dtype), or None for each.
+            optimizer: With ``slot``: that optimizer's slot instead of the values.
+            slot: Its name.
+            seen: Notes which steps of synchronous groups the values are of.
+            lock: Under which this client holds the shards; 0: none.
+
+        Raises:
+            ParameterServerLost: A ps is gone.
+            LockLost: The lock has ended before all shards were read.
+
+        Cancellation: Safe; ``out`` then holds anything.
+        """
+        landing = Landing(plan, self._pool, out, writable, self.memory.windows)
+        lane, timeline = "lock" if lock else "", -1
+        with self.work.pull:
+            while self.outgoing.timeline != timeline:  # again, if ps tasks rolled back meanwhile
+                timeline = self.outgoing.timeline
+                calls = []
+                for at, request in enumerate(plan.requests):
+                    build = functools.partial(_pull_of, request, optimizer, slot, lock)
+                    into, link = functools.partial(landing.into, at), self.links[request.ps]
+                    what = request.nbytes, lane, (request.set_id,), into, request.lengths
+                    calls.append(Call(link, build, (), *what))
+                answers = Answers(messages.Pulled, "a pull", calls, "the shards").send()
+                for pulled in await answers.all():
+                    if seen is not None:
+                        seen.note(pulled.steps)
+            return await landing.copied() if landing.kept else landing.settle()
+
+    async def read_rows(
+        self,
+        spec: VariableSpec,
+        rows: np.ndarray | range,
+        *,
+        seen: PulledSteps | None = None,
+    ) -> np.ndarray:
+        """Return some rows of a variable. Each row is one version of itself, never a torn one.
+
+        Rows of one shard are of one version as long as they are not more than 32 MiB.
+
+        Args:
+            spec: Of the variable.
+            rows: int64, 1-D, each in [0, number of rows), in any order; duplicates travel once.
+                Or evenly spaced ones as a range, of which only the bounds travel.
+            seen: Notes which steps of synchronous groups the values are of.
+
+        Returns:
+            Shape (number of rows asked for, *shape of a row); writable, the caller's own.
+
+        Raises:
+            ValueMismatchError: There is no such row.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+        """
+        dtype, row, inverse, each = dtype_of(spec.dtype), spec.shape[1:], None, rows
+        if isinstance(rows, range):
+            _check_exist(spec, np.array([rows[0], rows[-1]] if rows else [], np.int64))
+        else:
+            _check_exist(spec, rows)
+            # A ps gathers in any order; rows of several are cut at the shards, so they must ascend.
+            each, inverse = distinct(rows, sort=len(spec.shards) > 1)
+        landed = self.empty((len(each), *row), dtype)
+        calls = [self._rows_call(parts) for parts in _messages_of(_parts_of(spec, each, landed))]
+        answers = Answers(messages.RowsPulled, "a pull of rows", calls, "the rows")
+        if calls:
+            with self.work.pull:
+                for pulled in await answers.send().all():
+                    if seen is not None:
+                        seen.note(pulled.steps)
+        if inverse is None:
+            return landed
+        made = self.empty((len(rows), *row), dtype)
+        landed.take(inverse, 0, made, "clip")
+        return made
+
+    def _rows_call(self, parts: Sequence[_Rows]) -> Call:
+        message = messages.PullRows([each.on_wire for each in parts], -1, "")
+        numbers = [to_bytes_view(each.rows) for each in parts if isinstance(each.rows, np.ndarray)]
+        lengths = tuple([len(each.target) for each in parts])
+        into = functools.partial(
+            into_targets, lengths, [each.target for each in parts if each.target]
+        )
+        nbytes = max(sum(lengths), sum(map(len, numbers)))
+        link = self.links[parts[0].shard.ps]
+        return Call(link, always(message), numbers, nbytes, into=into, lengths=lengths)
+
+    # What is changed.
+
+    async def push(
+        self,
+        plan: Plan,
+        gradients: Sequence[Array],
+        *,
+        optimizer: int,
+        config: dict[str, Any],
+        elsewhere: Mapping[int, int],
+        call: tuple[int, int],
+        layerwise: bool = False,
+        landing: Landing | None = None,
+        raised: ShardSpec | None = None,
+    ) -> list[messages.Pushed]:
+        """Push a gradient for each of a plan's variables.
+
+        Args:
+            plan: From ``plan``.
+            gradients: Of the variables' shapes and dtypes, C-contiguous. Not copied. Of some rows
+                only: IndexedSlices of the variable's dtype, with int64 as indices; rows that occur
+                more than once are summed.
+            optimizer: Id of the optimizer that applies them.
+            config: Defines it, for a ps that does not know it yet.
+            elsewhere: By ps, the pushes of it without a part there that this client knows of,
+                marked.
+            call: Id of the closure, or -1; and the ordinal of the call within it.
+            layerwise: Whether the rule takes norms of whole variables: then the shards are measured
+                first, so that all of a variable get the same trust ratio.
+            landing: From ``landing``; gets its values with the answers, each read once the push is
+                applied there. It has none if a shard was busy then.
+            raised: A shard of one number, on a ps that is pushed to, that becomes one more.
+
+        Returns:
+            Each request's answer.
+
+        Raises:
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: A push once begun is shielded: it ends in the background.
+        """
+        ratios: list[float] | None = None
+        if layerwise:
+            ratios = await self._trust_ratios(plan, gradients, optimizer, config, elsewhere)
+        timeline = self.outgoing.timeline
+
+        def message(update: Update, at: int, peer: Connection) -> messages.Push:
+            request, sets = plan.requests[at], peer.state["sets"]
+            ps, pull, pulled_members = request.ps, -1, None
+            if landing is not None and ps in landing.plan.first:
+                pulled = landing.plan.requests[landing.plan.first[ps]]
+                pull = pulled.set_id
+                # What the push itself defines is defined when the rest is read.
+                if pull != request.set_id and pull not in sets:
+                    pulled_members = pulled.members
+            return messages.Push(
+                *update.identity(at), request.set_id,
+                None if request.set_id in sets else request.members, optimizer,
+                None if optimizer in self._optimizers[ps] else config,
+                # What was known on another timeline ps tasks have undone.
+                elsewhere.get(ps, 0) if timeline == self.outgoing.timeline else 0,
+                update.rows[at],
+                None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
+                update.others(at), pull, pulled_members,
+                raised.key if raised and (ps, request.part) == (raised.ps, 0) else None,
+                request.place,
+            )  # fmt: skip
+
+        if IndexedSlices in map(type, gradients):
+            gradients = self.in_order(gradients)
+        update = Update(self, plan, gradients, call, message, landing=landing)
+        with self.work.push:
+            answers = await self.outgoing.deliver(update)
+        for request in plan.requests:
+            self._optimizers[request.ps].add(optimizer)
+        if landing is not None:
+            landing.steps = [each.steps for each in answers if each.steps is not None]
+            if len(landing.steps) == len(landing.plan.requests):
+                await landing.copied() if landing.kept else landing.settle()
+        return answers
+
+    def landing(self, plan: Plan, push: Plan) -> Landing | None:
+        """Return room for values that come with a push; None: they lie where nothing is pushed."""
+        # Of a push in several messages a ps would read before it is applied whole.
+        if plan.in_parts or push.in_parts or not plan.first.keys() <= push.first.keys():
+            return None
+        return Landing(plan, self._pool, windows=self.memory.windows)
+
+    async def _trust_ratios(
+        self,
+        plan: Plan,
+        gradients: Sequence[Array],
+        optimizer: int,
+        config: dict[str, Any],
+        elsewhere: Mapping[int, int],
+    ) -> list[float] | None:
+        """Return what the learning rate is multiplied by for each of a plan's variables.
+
+        None if there is nothing to ask for: each variable lies on one ps, which finds the ratio
+        itself; or there are gradients of rows, which such a rule refuses.
+        """
+        if all(len(v.shards) == 1 for v in plan.variables):
+            return None
+        if IndexedSlices in map(type, gradients):
+            return None
+
+        def message(request: Request, peer: Connection) -> messages.MeasurePush:
+            members = None if request.set_id in peer.state["sets"] else request.members
+            known = elsewhere.get(request.ps, 0)
+            return messages.MeasurePush(request.set_id, members, optimizer, config, known)
+
+        calls = []
+        for request, (segments, _, nbytes) in zip(
+            plan.requests, bodies_of(plan, gradients), strict=True
+        ):
+            build, link = functools.partial(message, request), self.links[request.ps]
+            calls.append(Call(link, build, segments, nbytes, set_ids=(request.set_id,)))
+        answers = await Answers(messages.Measured, "a measurement", calls).send().all()
+        sums: list[list[Sums]] = [[] for _ in plan.variables]  # what its shards add to its norms
+        for request, answer in zip(plan.requests, answers, strict=True):
+            if len(answer.sums) != len(request.cuts):
+                raise RemoteProtocolError(
+                    f"/job:ps/task:{request.ps} measured {len(answer.sums)} shards, expected "
+                    f"{len(request.cuts)}"
+                )
+            for (variable, *_), of_shard in zip(request.cuts, answer.sums, strict=True):
+                sums[variable].append((of_shard[0], of_shard[1]))
+        return [Lamb.trust_ratio(of_variable) for of_variable in sums]
+
+    async def assign(
+        self,
+        plan: Plan,
+        values: Sequence[Array],
+        *,
+        op: str,
+        call: tuple[int, int],
+        lock: int = 0,
+    ) -> list[messages.Pushed]:
+        """Assign, add or subtract a value for each of a plan's variables; else as ``push``.
+
+        Args:
+            plan: From ``plan``.
+            values: As ``gradients`` of ``push``.
+            op: "assign", "add", "sub" or "max"; where all values are rows, any of
+                ``numerics.scatter``.
+            call: Id of the closure, or -1; and the ordinal of the call within it.
+            lock: Under which this client holds the shards; 0: none.
+
+        Raises:
+            ParameterServerLost, LockLost: A ps is gone; the lock has ended too soon.
+
+        Cancellation: As ``push``.
+        """
+
+        def message(update: Update, at: int, peer: Connection) -> messages.Assign:
+            request = plan.requests[at]
+            members = None if request.set_id in peer.state["sets"] else request.members
+            said = *update.identity(at), request.set_id, members, op, update.rows[at]
+            if lock:
+                return messages.AssignLocked(*said, update.others(at), lock)
+            return messages.Assign(*said, update.others(at))
+
+        update = Update(self, plan, values, call, message, "lock" if lock else "")
+        with self.work.push:
+            return await self.outgoing.deliver(update)
+
+    async def scatter(
+        self,
+        spec: VariableSpec,
+        rows: np.ndarray,
+        values: np.ndarray,
+        *,
+        op: str,
+        call: tuple[int, int],
+    ) -> list[messages.Pushed]:
+        """Change some rows of a variable; else as ``assign``.
+
+        Args:
+            spec: Of the variable.
+            rows: int64, each in [0, number of rows), in any order.
+            values: A row for each, C-contiguous, of the variable's dtype. Of several for one row
+                all count ("assign": the last), see ``scatter_ops.merged``.
+            op: One of ``scatter_ops.SCATTER_OPS``.
+            call: Id of the closure, or -1; and the ordinal of the call within it.
+
+        Raises:
+            ValueMismatchError: The operation is none for the variable's dtype.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: As ``push``.
+        """
+        check_scatter(op, spec.dtype, f'variable "{spec.name}"')
+        _check_exist(spec, rows)
+        rows, values = merged(rows, values, op, self.empty)
+        slices = IndexedSlices(values, rows)
+        return await self.assign(self.plan((spec,)), [slices], op=op, call=call)
+
+    async def average(
+        self,
+        plan: Plan,
+        originals: Mapping[int, int],
+        *,
+        decay: float,
+        call: tuple[int, int],
+    ) -> list[messages.Pushed]:
+        """Let the ps tasks update moving averages: ``s -= (1 - decay) * (s - v)``.
+
+        Args:
+            plan: Of the averages.
+            originals: Id of each average → id of the variable beside which it lies.
+            decay: In [0, 1).
+            call: Id of the closure, or -1; and the ordinal of the call within it.
+
+        Returns:
+            Each request's answer.
+
+        Raises:
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: As ``push``.
+        """
+
+        def message(update: Update, at: int, _: Connection) -> messages.AverageShards:
+            members = plan.requests[at].members
+            shards = [(number, originals[number], index) for number, index in members]
+            return messages.AverageShards(*update.identity(at), shards, decay, update.others(at))
+
+        with self.work.push:
+            return await self.outgoing.deliver(Update(self, plan, (), call, message))
+
+    def in_order(self, gradients: Sequence[Array]) -> Sequence[Array]:
+        """Return the same gradients; those of rows with ascending indices, each once."""
+        ordered: list[Array] = []
+        for gradient in gradients:
+            if isinstance(gradient, IndexedSlices):
+                rows, values = merged(gradient.indices, gradient.values, "add", self.empty)
+                gradient = IndexedSlices(values, rows)
+            ordered.append(gradient)
+        return ordered
+
+    # Optimizers.
+
+    async def define_optimizer(self, optimizer: int, config: dict[str, Any]) -> None:
+        """Make an optimizer known to all ps tasks, so that its slots can be read.
+
+        Raises:
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+        """
+        await self._ask_all(messages.DefineOptimizer(optimizer, config), messages.Done)
+
+    async def set_slot(
+        self,
+        variable: VariableSpec,
+        value: np.ndarray,
+        *,
+        optimizer: int,
+        config: dict[str, Any],
+        slot: str,
+    ) -> None:
+        """Set one slot of all shards of a variable.
+
+        Args:
+            variable: Whose slot it is.
+            value: Of the variable's shape and of the slot's dtype, C-contiguous. Not copied.
+            optimizer: Number of the optimizer.
+            config: Defines it.
+            slot: Its name.
+
+        Raises:
+            UsageError: The optimizer has no such slot.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Some shards are set, others are not.
+        """
+        calls = []
+        for shard in variable.shards:
+            message = messages.SetSlots(optimizer, config, [(*shard.key, slot)])
+            rows = value[shard.offset : shard.offset + shard.shape[0]] if shard.shape else value
+            body = [to_bytes_view(rows)]
+            calls.append(Call(self.links[shard.ps], always(message), body, rows.nbytes))
+        await Answers(messages.Done, "values of slots", calls).send().all()
+
+    async def set_optimizer(
+        self,
+        optimizer: int,
+        config: dict[str, Any],
+        *,
+        step: int = -1,
+        learning_rate: dict[str, Any] | None = None,
+    ) -> None:
+        """Let an optimizer go on with another step or learning rate, on all ps tasks.
+
+        Args:
+            optimizer: Its number.
+            config: Defines it.
+            step: Pushes that it has applied; -1: as they are.
+            learning_rate: Config of a schedule; None: as it is.
+
+        Raises:
+            ConfigurationError: The learning rate is none.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Some ps tasks have heard of it, others have not.
+        """
+        if step >= 0:  # one mark for all, whoever of them hears of it once more
+            step = marked_after(await self._marked_pushes(optimizer, config), step)
+        await self._ask_all(
+            messages.SetOptimizer(optimizer, config, step, learning_rate), messages.Done
+        )
+
+    async def num_pushes(self, optimizer: int, config: dict[str, Any]) -> int:
+        """Return how many pushes of an optimizer were applied, or synchronous steps.
+
+        Never less than have returned, and exact while none is under way.
+
+        Args:
+            optimizer: Its number.
+            config: Defines it.
+
+        Raises:
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+        """
+        return count_of(await self._marked_pushes(optimizer, config))
+
+    async def _marked_pushes(self, optimizer: int, config: dict[str, Any]) -> int:
+        answers = await self._ask_all(
+            messages.AskOptimizer(optimizer, config), messages.OptimizerState
+        )
+        return total_of((answer.base, answer.own, answer.steps) for answer in answers)
+
+    async def _ask_all(self, message: Message, kind: type[M]) -> list[M]:
+        """Ask all ps tasks the same; again, if they rolled back meanwhile."""
+        timeline, answers = -1, list[M]()
+        while self.timeline != timeline:
+            timeline = self.timeline
+            calls = [Call(link, always(message)) for link in self.links]
+            answers = await Answers(kind, type(message).__name__, calls).send().all()
+        return answers
+
+
+def _pull_of(
+    request: Request, optimizer: int, slot: str, lock: int, peer: Connection
+) -> messages.Pull:
+    is_known = request.set_id in peer.state["sets"]
+    if is_known and optimizer < 0 and not lock:
+        return request.pull
+    what = request.set_id, None if is_known else request.members, optimizer, slot
+    return messages.PullLocked(*what, lock) if lock else messages.Pull(*what)
+
+
+def check_plugins(links: Sequence[PsLink], name: str, rule: UpdateRule) -> None:
+    """Check that all ps tasks know the rule and the schedules of an optimizer.
+
+    Args:
+        links: To all ps tasks; those that were never attached from here are not asked.
+        name: Of the optimizer.
+        rule: That it has.
+
+    Raises:
+        ConfigurationError: One does not, or in another version.
+    """
+    there = {
+        link.task: {(kind, name): version for kind, name, version in link.plugins}
+        for link in links
+        if link.plugins is not None
+    }
+    for kind, needed, version in registered_in(rule):
+        what = f"{kind} {needed!r}"
+        lacking = [task for task, known in there.items() if (kind, needed) not in known]
+        if lacking:
+            raise ConfigurationError(
+                f"optimizer {name!r}: the {what} is unknown to {', '.join(lacking)}",
+                hint="start all tasks with the plugin that registers it: psync run --plugin MODULE,"
+                " psync task --plugin MODULE, LocalCluster(…, plugins=[MODULE])",
+            )
+        for task, known in there.items():
+            if known[kind, needed] != version:
+                raise ConfigurationError(
+                    f"optimizer {name!r}: {task} has version {known[kind, needed]} of the {what}, "
+                    f"this process has version {version}",
+                    hint="install one version of the plugin for all tasks",
+                )
+
+
+# Rows.
+
+
+class _Rows(NamedTuple):
+    """Rows of one shard, and where they belong."""
+
+    shard: ShardSpec
+    rows: np.ndarray | range  # local to the shard
+    target: memoryview
+
+    @property
+    def on_wire(self) -> tuple[int, int, int, int, int, int]:
+        """As a message names them."""
+        rows, (variable, index) = self.rows, self.shard.key
+        if isinstance(rows, range):
+            return (variable, index, len(rows), rows.start, rows.stop, rows.step)
+        return (variable, index, len(rows), 0, 0, 0)
+
+
+def _check_exist(spec: VariableSpec, rows: np.ndarray) -> None:
+    """Check that a variable has these rows; raises ValueMismatchError."""
+    if not len(rows):
+        return
+    count = spec.shape[0] if spec.shape else 0
+    lowest, highest = int(rows.min()), int(rows.max())
+    if lowest < 0 or highest >= count:
+        raise ValueMismatchError(
+            f'variable "{spec.name}": row {lowest if lowest < 0 else highest} does not exist, '
+            + (f"it has {count}" if spec.shape else "a scalar has no rows")
+        )
+
+
+def _messages_of(wanted: Iterator[_Rows]) -> list[list[_Rows]]:
+    """Return what is asked for in one message each: of one ps, and not too much."""
+    all_parts: list[list[_Rows]] = []
+    open_ones: dict[int, tuple[list[_Rows], int]] = {}  # by ps: the last message and its size
+    for one in wanted:
+        ps, nbytes = one.shard.ps, len(one.target)
+        parts, size = open_ones.get(ps, ([], 0))
+        if not parts or size + nbytes > ROWS_PER_REQUEST_BYTES or len(parts) >= PARTS_PER_REQUEST:
+            parts, size = [], 0
+            all_parts.append(parts)
+        parts.append(one)
+        open_ones[ps] = parts, size + nbytes
+    return all_parts
+
+
+def _parts_of(spec: VariableSpec, rows: np.ndarray | range, made: np.ndarray) -> Iterator[_Rows]:
+    """Yield what is wanted of each shard, in parts that one message may carry.
+
+    Args:
+        spec: Of the variable.
+        rows: Each once; of more than one shard: ascending, or evenly spaced.
+        made: Where they belong.
+    """
+    row_bytes = math.prod(spec.shape[1:]) * made.dtype.itemsize
+    most = max(1, ROWS_PER_REQUEST_BYTES // max(1, row_bytes))
+    target = to_bytes_view(made)
+    for shard in spec.shards:
+        begin, end = 0, len(rows)
+        if len(spec.shards) > 1:
+            begin, end = _within(rows, shard.offset, shard.offset + shard.shape[0])
+        for start in range(begin, end, most):
+            stop = min(start + most, end)
+            part = rows[start:stop]
+            if isinstance(part, range):
+                first, last = part[0] - shard.offset, part[-1] - shard.offset
+                step = part.step if first != last else 1  # of one row any number would do for numpy
+                part = range(first, last + step, step)
+            else:
+                part = part - shard.offset
+            yield _Rows(shard, part, target[start * row_bytes : stop * row_bytes])
+
+
+def _within(rows: np.ndarray | range, low: int, high: int) -> tuple[int, int]:
+    """Return which positions of ``rows`` have numbers from ``low`` to below ``high``."""
+    if not isinstance(rows, range):
+        begin, end = rows.searchsorted((low, high)).tolist()
+        return begin, end
+    if rows.step < 0:
+        begin, end = _within(rows[::-1], low, high)
+        return len(rows) - end, len(rows) - begin
+    begin, end = (-((rows.start - bound) // rows.step) for bound in (low, high))
+    return min(max(begin, 0), len(rows)), min(max(end, 0), len(rows))
+
+
+# Conditional accumulators. What changes one is an update of its ps, and bears the identities of a
+# push. A take is numbered separately for each accumulator.
+
+
+class Place(NamedTuple):
+    """An accumulator, and the ps where it is."""
+
+    definition: messages.DefineAccumulator
+    ps: int
+
+
+class AccumulatorClient:
+    """All accumulators as one task sees them.
+
+    Every coroutine raises ParameterServerLost if the ps is gone, ConfigurationError if it has
+    another accumulator of that name, and FencedError if this task was replaced.
+
+    Args:
+        ps: All ps tasks.
+    """
+
+    def __init__(self, ps: PsClient) -> None:
+        self._ps = ps
+        # By name: in which timeline its ps has it, as one that goes back may have been without it.
+        self._timelines: dict[str, int] = {}
+        self._takes: dict[str, Numbers] = {}
+
+    async def update(
+        self,
+        place: Place,
+        kind: type[messages.ApplyGradient | messages.SetAccumulatorStep],
+        said: Sequence[object],
+        call: tuple[int, int],
+        segments: Sequence[memoryview] = (),
+    ) -> messages.GradientApplied:
+        """Add a gradient, or set the step.
+
+        Args:
+            place: Of the accumulator.
+            kind: Of the message.
+            said: Its fields behind the name.
+            call: Id of the closure, or -1; and the ordinal of the call within it.
+            segments: Not copied.
+
+        Raises:
+            ValueMismatchError: It does not fit.
+
+        Cancellation: Once begun, it ends in the background.
+        """
+        link, name = self._ps.links[place.ps], place.definition.name
+
+        def deliver() -> Awaitable[list[messages.GradientApplied]]:
+            def build(_: Connection) -> Message:
+                numbers = asked.number, link.updates.acked_below, call[0], call[1] << PART_BITS
+                message: Message = cast(Any, kind)(*numbers, name, *said)
+                return message
+
+            asked = Call(link, build, segments, sum(map(len, segments)))
+            delivery = Delivery(messages.GradientApplied, "a gradient", [asked])
+            return self._ps.outgoing.deliver(delivery)
+
+        (answer,) = await self._of_defined(place, deliver)
+        return answer
+
+    async def take(self, place: Place, num_required: int) -> Frame:
+        """Wait for gradients, and take what they amount to.
+
+        Returns:
+            GradientTaken, and its segments: memory that is the caller's.
+
+        Raises:
+            ConfigurationError: ``num_required`` is not above 0.
+
+        Cancellation: A take that waits consumes nothing. One whose value is on its way is lost.
+        """
+        link, name = self._ps.links[place.ps], place.definition.name
+        takes = self._takes.setdefault(name, Numbers())
+
+        async def call() -> Frame:
+            number = takes.draw()
+
+            def build(_: Connection) -> Message:
+                return messages.TakeGradient(name, number, takes.acked_below, num_required)
+
+            try:
+                with self._ps.work.wait:
+                    return await link.call(build, bulk=True)  # the answer may be large
+            finally:
+                takes.answered(number)
+
+        try:
+            received = await self._of_defined(place, call)
+        finally:
+            # If this is lost, the next take says so.
+            link.notify(messages.ForgetTakes(name, takes.acked_below))
+        expect(received, messages.GradientTaken, link.task, "a take")
+        return received
+
+    async def state(self, place: Place) -> messages.AccumulatorState:
+        """Return how far an accumulator is. Cancellation: safe."""
+        link, question = self._ps.links[place.ps], messages.AskAccumulator(place.definition.name)
+        kind = messages.AccumulatorState
+        state, _ = await self._of_defined(place, lambda: ask(link, question, kind))
+        return state
+
+    async def _of_defined(self, place: Place, work: Callable[[], Awaitable[T]]) -> T:
+        """Do something with an accumulator once its ps has it.
+
+        What waits while ps tasks go back to a snapshot of before it was defined is done again.
+        """
+        name = place.definition.name
+        while True:
+            timeline = self._ps.timeline
+            if self._timelines.get(name) != timeline:
+                await ask(self._ps.links[place.ps], place.definition, messages.Done)
+                self._timelines[name] = timeline
+            try:
+                return await work()
+            except UnknownVariableError:
+                if self._ps.timeline == timeline:
+                    raise
