@@ -17,6 +17,7 @@ import pytest
 import memory_cluster
 import psync
 from local_training import at_once, inside_a_step, strategy_of, training
+from loops import for_each
 from memory_cluster import MemoryCluster, coordinating, event_of, note, session_cluster
 from psync.errors import (
     ClosureCancelled,
@@ -304,35 +305,17 @@ async def test_sparse_gradients_of_steps_become_the_means_of_their_rows():
 # --- what does not fit -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
+@for_each(
+    "call, error, text",
     [
-        (
-            lambda held: held.apply_grad([1.0, 2.0, 3.0]), ValueMismatchError,
-            r"mismatch: expected \(2,\), got \(3,\)",
-        ),
-        (
-            lambda held: held.apply_grad(np.zeros(2)), ValueMismatchError,
-            "expected a gradient of float32, got float64",
-        ),
-        (
-            lambda held: held.apply_grad([1.0, 2.0], local_step=1 << 63), ValueMismatchError,
-            "expected an integer scalar as local_step",
-        ),
-        (
-            lambda held: held.apply_grad([1.0, 2.0], weight=0.0), ValueMismatchError,
-            "expected a weight from",
-        ),
-        (
-            lambda held: held.take_grad(0), ConfigurationError,
-            "expected a number of gradients above 0",
-        ),
-        (
-            lambda held: held.set_global_step(1.5), ConfigurationError,
-            r"expected an integer as step, got 1\.5",
-        ),
+        (lambda h: h.apply_grad([1.0] * 3), ValueMismatchError, r"expected \(2,\), got \(3,\)"),
+        (lambda h: h.apply_grad(np.zeros(2)), ValueMismatchError, "of float32, got float64"),
+        (lambda h: h.apply_grad([1.0] * 2, 1 << 63), ValueMismatchError, "scalar as local_step"),
+        (lambda h: h.apply_grad([1.0] * 2, 0, 0.0), ValueMismatchError, "expected a weight from"),
+        (lambda h: h.take_grad(0), ConfigurationError, "expected a number of gradients above 0"),
+        (lambda h: h.set_global_step(1.5), ConfigurationError, r"an integer as step, got 1\.5"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused_at_once_and_nothing_is_sent(
     call: Any, error: type[Exception], text: str
 ) -> None:
@@ -438,24 +421,20 @@ def test_a_shared_name_stands_for_one_accumulator_of_one_kind():
         assert psync.ConditionalAccumulator("float32", name="g").name == "g_1"
 
 
-@pytest.mark.parametrize("options", [{"shared_name": ""}, {"shared_name": 3}, {"name": ""}])
-def test_a_name_that_is_none_is_refused(options):
-    with strategy_of(1).scope(), pytest.raises(ConfigurationError, match="expected a text as"):
-        psync.ConditionalAccumulator("float32", **options)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
+@for_each(
+    "arguments, text",
     [
         (("int32",), "as dtype, got 'int32'"),
         (("float32", (2, -1)), "expected dimensions"),
         (("float32", None, None, "g", "mean"), "'MEAN' or 'SUM', got 'mean'"),
+        (("float32", None, ""), "expected a text as shared_name"),
+        (("float32", None, 3), "expected a text as shared_name"),
+        (("float32", None, None, ""), "expected a text as name"),
     ],
 )
 def test_parameters_of_no_accumulator_are_refused(arguments, text):
-    with strategy_of(1).scope():
-        with pytest.raises(ConfigurationError, match=text):
-            psync.ConditionalAccumulator(*arguments)
+    with strategy_of(1).scope(), pytest.raises(ConfigurationError, match=text):
+        psync.ConditionalAccumulator(*arguments)
 
 
 def test_without_a_coordinator_and_in_a_step_of_another_strategy_there_is_no_way_to_the_ps():

@@ -15,6 +15,7 @@ import pytest
 import memory_cluster
 import psync
 from local_training import declare
+from loops import for_each
 from memory_cluster import coordinating, replicated
 from psync.api.data_shards import Visits
 from psync.closures import dispatcher
@@ -285,15 +286,14 @@ def test_a_state_of_other_shards_is_refused() -> None:
     visits(arrays, state=state)
 
 
-@pytest.mark.parametrize(
-    ("shards", "message"),
+@for_each(
+    "shards, message",
     [
         ("a.txt", r"^shards: expected a list, got str\nhint: sorted\(glob.glob"),
         ({"a", "b"}, "^shards: expected a list, got set"),
         ({"a": 1}, "^shards: expected a list, got dict"),
-        ((n for n in "ab"), "^shards: expected a list, got generator"),
+        (iter("ab"), "^shards: expected a list, got str_"),
         (None, "^shards: expected a list, got NoneType"),
-        (3, "^shards: expected a list, got int"),
         (np.array(3), "^shards: expected a list, got numpy.ndarray"),
         ([], "^shards: expected at least one, got an empty list$"),
         (

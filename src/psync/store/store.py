@@ -455,9 +455,14 @@ class ShardStore(RowTable):
             for shard in run.shards:
                 if shard.busy:
                     self._idle(shard.spec.key)  # says so
-        optimizer.rule.apply(
-            self._parts(optimizer_id, plan.runs, slots, gradients), step, self._scratch
-        )
+        parts = self._parts(optimizer_id, plan.runs, slots, gradients)
+        try:
+            optimizer.rule.apply(parts, step, self._scratch)
+        except BaseException:
+            for run in plan.runs:
+                for shard in run.shards:
+                    shard.busy = True  # for ever: it may be torn
+            raise
         for run in plan.runs:
             for shard in run.shards:
                 shard.version += 1
