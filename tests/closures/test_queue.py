@@ -484,6 +484,13 @@ def test_error_that_is_no_closures_own_ends_everything_and_is_raised() -> None:
     assert bench.run(4) == [bench.dispatch("a", 4)]
 
 
+def test_stop_asks_each_worker_once() -> None:
+    bench = Bench("a", "b")
+    bench.run(0, 1)
+    bench.queue.cancel(0)
+    assert bench.queue.stop() == [Cancel("b", (1,))]
+
+
 def test_stop_cancels_everything_now_and_later() -> None:
     bench = Bench("a")
     bench.run(0, 1, 2, 3)
