@@ -73,8 +73,10 @@ def setup() -> tuple[OneInput, list[bytes]]:
             return frame.segments
 
         def look_at(frame: Frame) -> None:
-            if frame.kind in (Kind.RETURN, Kind.FORGET):
-                sharing.told(frame.kind == Kind.RETURN, frame.request_id)
+            if frame.kind == Kind.RETURN:
+                sharing.returned(frame.request_id)
+            elif frame.kind == Kind.FORGET:
+                sharing.forget(frame.request_id)
             if frame.borrowed is not None:
                 for segment in frame.segments:  # of one region: its number is all that is in it
                     assert set(segment) <= set(range(6))

@@ -179,14 +179,13 @@ class EarlyStopping(Callback):
         self._arguments = (monitor, mode, min_delta, baseline)
         self._patience = checked_integer("early stopping: expected patience from 0", patience, 0)
         self._restore = restore_best_weights
-        self._values: Any = None
         self.on_train_begin()
 
     def on_train_begin(self) -> None:
         """Reset the state of an earlier ``fit``."""
         self._monitor = _Monitor(*self._arguments)
         self._waited = 0
-        self._values = None
+        self._values: Any = None
         self.best_epoch = 0
         self.stopped_epoch: int | None = None
 

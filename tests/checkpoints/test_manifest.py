@@ -272,6 +272,7 @@ def test_what_is_wanted_has_its_name_and_the_rest_is_called_by_its_variable() ->
         ["model/w@0", "adam/m/w@0", "~/w/7-v@0", "~/b/value/value@0"],
         ["model/w@3", "adam/m/w@3", "~/w/7-v@3"],
     ]
+    assert [(each.rows, each.nbytes) for each in M] == [(3, 12), (2, 8)]
     assert layout.find(M[1]) == (1, 1)
     assert layout.find(never_pushed) is None
 

@@ -32,6 +32,20 @@ async def test_a_silence_while_there_is_work_is_told_of_and_again_when_it_goes_o
         assert len(reports(caplog)) == told
 
 
+async def test_an_error_while_reporting_is_logged_and_the_watch_goes_on(caplog):
+    heard: list[str] = []
+
+    def fails(text: str) -> None:
+        heard.append(text)
+        raise RuntimeError("no report today")
+
+    options = {"watchdog_timeout": 10, "on_stall": fails}
+    async with coordinating(num_workers=1, **options) as (_, coordinator):
+        await coordinator.schedule(asyncio.sleep, (25,))
+    assert len(heard) == 2
+    assert "no report today" in caplog.text
+
+
 async def test_a_step_that_hangs_is_named_with_its_worker_and_what_waits(caplog):
     heard: list[str] = []
     options = {"watchdog_timeout": 30, "on_stall": heard.append}

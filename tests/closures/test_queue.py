@@ -313,18 +313,6 @@ def test_nothing_is_dispatched_while_an_error_waits_to_be_raised() -> None:
 # --- inputs ----------------------------------------------------------------------------------
 
 
-def test_closure_waits_for_its_inputs() -> None:
-    bench = Bench("a", "b", "c")
-    bench.run(0, 1)
-    assert bench.schedule(2, 0, 1, 0) == []
-    assert bench.queue.dispatch() == []
-    assert bench.states()[2] == "waiting"
-    assert bench.queue.statistics().waiting == 1
-    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0)]
-    assert bench.queue.finished("b", (1,), SLOW) == [bench.settle(1), bench.dispatch("c", 2)]
-    assert bench.closures[2].dependencies == ()
-
-
 def test_closures_that_needed_the_value_of_a_failed_one_fail_with_its_error() -> None:
     bench = Bench("a", "b")
     bench.run(0, 1)
@@ -482,6 +470,13 @@ def test_error_that_is_no_closures_own_ends_everything_and_is_raised() -> None:
     bench.queue.cancelled("a", 1)
     assert bench.queue.collect_error() == (lost, ())
     assert bench.run(4) == [bench.dispatch("a", 4)]
+
+
+def test_stop_asks_each_worker_once() -> None:
+    bench = Bench("a", "b")
+    bench.run(0, 1)
+    bench.queue.cancel(0)
+    assert bench.queue.stop() == [Cancel("b", (1,))]
 
 
 def test_stop_cancels_everything_now_and_later() -> None:

@@ -51,6 +51,7 @@ def rounded(values: Any, kind: Compression) -> np.ndarray:
 def test_anything_else_is_refused(value: object) -> None:
     with pytest.raises(ConfigurationError, match='SGD: expected "bf16", "f16" or None as compres'):
         checked_compression("SGD", value)
+    assert checked_compression("SGD", "f16") == "f16"
 
 
 @each_kind

@@ -186,6 +186,11 @@ class TestOptions:
         np.testing.assert_array_equal(param, np.array([-2, 2, -1, -2, np.nan], np.float32))
         assert grad.tobytes() == before
 
+    def test_who_is_excluded_has_the_rule_without_decay(self) -> None:
+        rule = Adam(0.5).with_options(RuleOptions(weight_decay=0.25, excluded_words=("b",)))
+        assert rule.for_variable("w") is rule
+        assert rule.for_variable("b").options.weight_decay is None
+
     def test_with_accumulation_schedules_count_pushes_and_all_else_updates(self) -> None:
         rule = Adam(ExponentialDecay(0.1, 1, 0.5))
         third = rule.with_options(RuleOptions(gradient_accumulation_steps=3))

@@ -18,8 +18,9 @@ from psync import (
     in_cross_replica_context,
 )
 from psync.api.scopes import current_scope
+from psync.api.strategy import LocalRunWarning
 from psync.client.context import ClosureContext, DatasetContext, inside
-from psync.errors import UsageError
+from psync.errors import SerializationError, UsageError
 from psync.replicas.context import (
     cross_replica,
     current_gang,
@@ -247,3 +248,35 @@ async def test_work_in_pieces_that_is_cancelled_ends_where_it_is():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+# --- run, where no coordinator is ---------------------------------------------------------------
+
+
+async def ids(x: int) -> tuple[int, int, int]:
+    context = psync.get_replica_context()
+    return context.replica_id_in_sync_group, context.num_replicas_in_sync, x
+
+
+def test_without_a_coordinator_one_replica_runs_here_with_a_warning():
+    mine = strategy()
+    with pytest.warns(LocalRunWarning, match="one replica runs in this process"):
+        assert at_once(mine.run(ids, (5,))) == (0, 1, 5)
+    with mine.scope(), pytest.warns(LocalRunWarning):
+        assert at_once(mine.run(lambda x: psync.get_strategy() is mine, kwargs={"x": 1}))
+
+
+def test_in_a_training_session_the_program_is_the_replica():
+    mine = strategy()
+    mine._runtime = object()  # that of a session; nothing is asked of it here
+    assert at_once(mine.run(ids, [5])) == (0, 1, 5)
+
+
+def test_what_is_no_call_is_refused():
+    mine = strategy()
+    with pytest.raises(SerializationError, match="args: expected a tuple, got int"):
+        at_once(mine.run(ids, 5))  # type: ignore[arg-type]
+    with pytest.raises(SerializationError, match="args: expected a tuple, got PerReplica"):
+        at_once(mine.run(ids, psync.PerReplica((1, 2))))  # type: ignore[arg-type]
+    with inside(DatasetContext(0)), pytest.raises(UsageError, match="in dataset code"):
+        at_once(mine.run(ids, (5,)))

@@ -12,7 +12,6 @@ from psync.errors import ConfigurationError, PartitionError
 from psync.specs import (
     DTYPE_NAMES,
     HiddenValues,
-    Outcome,
     ShardSpec,
     VariableSpec,
     as_integer,
@@ -77,12 +76,6 @@ def test_specs_are_values_that_travel() -> None:
     assert spec.with_dtype("float16").shards[0].nbytes == 4
     with pytest.raises(dataclasses.FrozenInstanceError):
         shard.ps = 0  # type: ignore[misc]
-
-
-def test_outcomes_are_what_the_wire_says() -> None:
-    assert [outcome.value for outcome in Outcome] == [
-        "accepted", "stale", "duplicate", "rolled_back",
-    ]  # fmt: skip
 
 
 def test_integers_of_all_kinds_are_integers() -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psync.errors import BusyError
-from psync.ps.cooperative_work import INLINE_BYTES, SHARD_BYTES, LongWork
+from psync.ps.cooperative_work import LongWork
 from psync.store.store import Key, ShardStore
 
 Place = Key | str
@@ -31,16 +31,33 @@ Touches = Callable[[Any], Sequence[Key]]
 """Returns the shards, given a message, whose computes have to be done before."""
 
 
-@dataclass(slots=True, eq=False)
 class Compute:
-    """What an entry does to arrays."""
+    """What an entry does to arrays.
 
-    keys: Sequence[Place]  # of what it reads or changes
-    done: Callable[[], None]  # answers, when it is done; raises a RuleError instead
-    nbytes: int = 0  # that it touches
-    # Does it, if that is little; raises BusyError, with nothing done, if shards are read or filled.
-    at_once: Callable[[], None] = lambda: None
-    in_pieces: Callable[[], Awaitable[None]] | None = None  # or else; None: there is nothing to do
+    Args:
+        keys: Of what it reads or changes.
+        done: Answers, when it is done; raises a RuleError instead.
+        nbytes: That it touches.
+        at_once: Does it, if that is little; raises BusyError, with nothing done, if shards are
+            read or filled just now.
+        in_pieces: Or else; None: there is nothing to do.
+    """
+
+    __slots__ = ("at_once", "done", "in_pieces", "keys", "nbytes")
+
+    def __init__(
+        self,
+        keys: Sequence[Place],
+        done: Callable[[], None],
+        nbytes: int = 0,
+        at_once: Callable[[], None] = lambda: None,
+        in_pieces: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.keys = keys
+        self.done = done
+        self.nbytes = nbytes
+        self.at_once = at_once
+        self.in_pieces = in_pieces
 
 
 @dataclass(slots=True, eq=False)
@@ -61,21 +78,21 @@ class Computes:
     def __init__(self, store: ShardStore, work: LongWork) -> None:
         self._store = store
         self._work = work
-        self._queues: dict[Place, deque[_Job]] = {}  # the first of each is being done, or waits
+        self.queues: dict[Place, deque[_Job]] = {}  # the first of each is being done, or waits
 
     @property
     def waiting(self) -> int:
         """How many are not done."""
-        return len({id(job) for queue in self._queues.values() for job in queue})
+        return len({id(job) for queue in self.queues.values() for job in queue})
 
     def check_idle(self) -> None:
         """Raise BusyError unless all of shards are done."""
-        if shards := sum(not isinstance(key, str) for key in self._queues):
+        if shards := sum(not isinstance(key, str) for key in self.queues):
             raise BusyError(f"{self._store.task}: updates of {shards} shards wait")
 
     def waits_at(self, places: Sequence[Place]) -> bool:
         """Return whether some of these places are not done."""
-        return bool(self._queues) and any(place in self._queues for place in places)
+        return bool(self.queues) and any(place in self.queues for place in places)
 
     async def settled(self, places: Sequence[Place] | None = None) -> None:
         """Wait until all are done, or those of some places.
@@ -85,36 +102,14 @@ class Computes:
 
         Cancellation: Safe.
         """
-        while self._queues if places is None else self.waits_at(places):
+        while self.queues if places is None else self.waits_at(places):
             await self._work.next_turn()
-
-    def done_now(self, compute: Compute) -> bool:
-        """Do a compute within this turn; False: it is large, or others are before it.
-
-        Raises:
-            Exception: It failed, and the task ends.
-        """
-        if self._work.is_torn:
-            self._work.check_whole()
-        keys = compute.keys
-        if self._queues and self.waits_at(keys):
-            return False
-        if compute.nbytes + SHARD_BYTES * len(keys) > INLINE_BYTES:
-            return False
-        try:
-            compute.at_once()
-        except BusyError:
-            return False
-        except Exception as exc:
-            self._work.give_up(exc)
-            raise
-        return True
 
     def add(self, compute: Compute, done: Callable[[Exception | None], None]) -> None:
         """Do a compute when those before it are done, then call ``done``."""
         job = _Job(compute, done)
         for key in dict.fromkeys(compute.keys):
-            queue = self._queues.setdefault(key, deque())
+            queue = self.queues.setdefault(key, deque())
             job.behind += bool(queue)
             queue.append(job)
         if not job.behind:
@@ -140,10 +135,10 @@ class Computes:
 
     def _end(self, job: _Job) -> None:
         for key in dict.fromkeys(job.compute.keys):
-            queue = self._queues[key]
+            queue = self.queues[key]
             queue.popleft()
             if not queue:
-                del self._queues[key]
+                del self.queues[key]
                 continue
             queue[0].behind -= 1
             if not queue[0].behind:

@@ -29,11 +29,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from psync.errors import ClosedError, FencedError, PsyncError
+from psync.errors import BusyError, ClosedError, FencedError, PsyncError
 from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request, fail
 from psync.ps.comparison import Comparison
 from psync.ps.computes import Compute, Computes, Touches
-from psync.ps.cooperative_work import LongWork
+from psync.ps.cooperative_work import INLINE_BYTES, SHARD_BYTES, LongWork
 from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
 from psync.store.ledger import Client
 from psync.store.store import Key, ShardStore
@@ -303,8 +303,22 @@ class Executor:
                 self._work.give_up(exc)
         self._acting = False
         if isinstance(outcome, Compute):
+            keys, computes = outcome.keys, self.computes
+            waits = outcome.nbytes + SHARD_BYTES * len(keys) > INLINE_BYTES
+            if not waits and computes.queues:
+                waits = computes.waits_at(keys)
             try:
-                if not self.computes.done_now(outcome):
+                if self._work.is_torn:
+                    self._work.check_whole()
+                if not waits:
+                    try:
+                        outcome.at_once()
+                    except BusyError:
+                        waits = True
+                    except Exception as exc:
+                        self._work.give_up(exc)
+                        raise
+                if waits:
                     self._compute(outcome, request, ended if claim is None else claim())
                     return
                 outcome.done()

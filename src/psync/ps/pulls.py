@@ -56,7 +56,7 @@ class PsPulls:
         self._task = task
         self._store = store
         self._work = work
-        self._steps = steps
+        self.steps = steps
         self._locks = locks
         self._pool = pool
 
@@ -66,7 +66,11 @@ class PsPulls:
 
     def _pull(self, request: Request[Pull] | Request[PullLocked]) -> None:
         message = request.message
-        known = set_of(request.peer, message.set_id, message.members, self._task)
+        known = None
+        if message.members is None:
+            known = request.peer.state.get("sets", {}).get(message.set_id)
+        if known is None:
+            known = set_of(request.peer, message.set_id, message.members, self._task)
         self.pulls += 1
         if known.compression is not None:
             request.start(self._pull_narrow(request, known))
@@ -80,7 +84,7 @@ class PsPulls:
         except BusyError:
             request.start(self._pull_later(request, known.keys, self._reader(message)))
         else:
-            request.answer(Pulled(self._steps()), values)
+            request.answer(Pulled(self.steps()), values)
 
     def _values(self, known: ShardSet) -> Sequence[Segment]:
         """Return a segment for each shard of a set. Raises BusyError: one is busy."""
@@ -89,19 +93,14 @@ class PsPulls:
         views = self._store.read_together(known.plan)
         return Joined.of(views, known.lengths) if known.plan.is_joined else views
 
-    def read_now(self, known: ShardSet) -> tuple[list[tuple[int, int]], Sequence[Segment]] | None:
-        """Return what a pull of whole shards would bring: steps, values. None: ask again.
-
-        As one is busy, or the values are to be rounded first.
-        """
-        if known.compression is not None:
-            return None
+    def read_now(self, known: ShardSet) -> Sequence[Segment] | None:
+        """Return the values that a pull of whole shards would bring; None: one is busy."""
         try:
-            values = self._values(known)
+            views = self._store.read_together(known.plan)
         except BusyError:
             return None
         self.pulls += 1
-        return self._steps(), values
+        return Joined.of(views, known.lengths) if known.plan.is_joined else views
 
     def _pull_locked(self, request: Request[PullLocked]) -> None:
         keys = set_of(
@@ -123,7 +122,7 @@ class PsPulls:
         read: Callable[[Key], list[memoryview]],
     ) -> None:
         """Read shard by shard: under steady updates never all of them are idle at once."""
-        steps = self._steps()
+        steps = self.steps()
         values = [await self._work.when_idle(read, key) for key in keys]
         request.answer(Pulled(steps), values)
 
@@ -132,7 +131,7 @@ class PsPulls:
         if request.message.optimizer >= 0:
             raise RemoteProtocolError(f"{self._task}: slots are not pulled compressed")
         assert known.compression is not None, "it was looked at"
-        steps, dtype = self._steps(), narrow_dtype(known.compression)
+        steps, dtype = self.steps(), narrow_dtype(known.compression)
         specs = known.look_up(self._store).specs
         read = [await self._work.when_idle(self._store.read, key) for key in known.keys]
         segments: list[Segment] = []

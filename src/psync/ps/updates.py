@@ -92,8 +92,10 @@ class PushStaleness:
         }
 
 
-class Update:
+class Update(Compute):
     """A push, assign or average that has come in whole, and what it is applied to.
+
+    It is a compute once it has been judged.
 
     Args:
         request: Gets the answer.
@@ -105,7 +107,7 @@ class Update:
     """
 
     __slots__ = (
-        "body", "client", "costs", "followed", "known", "ledger", "message", "nbytes", "needed",
+        "body", "client", "costs", "followed", "known", "ledger", "message", "needed",
         "operands", "others", "raised", "request", "runs", "step", "store", "wanted",
     )  # fmt: skip
 
@@ -263,7 +265,7 @@ class Update:
                 f"and optimizer {optimizer}"
             )
 
-    def at_once(self) -> None:
+    def whole(self) -> None:
         """Do all the work; for small shards. Raises BusyError, with nothing done: one is busy."""
         message, known, done = self.message, self.known, 0
         if self.raised is not None:
@@ -424,7 +426,9 @@ class PsUpdates:
             update = Update(request, message, known, body, store, self._ledger)
             if isinstance(message, Push):
                 if message.pull >= 0:
-                    wanted = set_of(peer, message.pull, message.pull_members, self._task)
+                    wanted = peer.state["sets"].get(message.pull)
+                    if wanted is None or message.pull_members is not None:
+                        wanted = set_of(peer, message.pull, message.pull_members, self._task)
                     update.wanted = wanted if wanted.store is store else wanted.look_up(store)
                 if message.raised is not None:
                     raised = (message.raised[0], message.raised[1])
@@ -543,19 +547,21 @@ class PsUpdates:
             answer = Pushed("accepted", 0)
             self.assigns += 1
         self._ledger.record(verdict, answer)
-        at_once: Callable[[], None] = update.at_once
+        update.keys = update.needed
+        update.done = partial(self._applied, update, answer)
         if update.runs and update.raised is None and isinstance(message, Push):
-            at_once = partial(
+            update.at_once = partial(
                 update.store.apply_at_once, message.optimizer, update.known.plan,
-                cast(Adjacent, update.operands), update.step,
+                update.operands,  # type: ignore[arg-type]  # there are runs, so none of rows
+                update.step,
             )  # fmt: skip
-        return Compute(
-            update.needed, partial(self._applied, update, answer), update.nbytes, at_once,
-            partial(self._work.shard_by_shard, update.costs, update.work),
-        )  # fmt: skip
+        else:
+            update.at_once = update.whole
+        update.in_pieces = partial(self._work.shard_by_shard, update.costs, update.work)
+        return update
 
     def _applied(self, update: Update, answer: Pushed) -> None:
-        """All shards have it, and nobody was told yet."""
+        """All shards have it, and nobody was told yet: with the values that were asked for."""
         if self._gate.rule.cut:
             self._gate.wake()
         message = update.message
@@ -572,12 +578,14 @@ class PsUpdates:
 
     def _answer(self, update: Update, answer: Pushed) -> None:
         """Answer, with the values that were asked for if no shard is busy."""
-        if update.wanted is not None and (read := self._pulls.read_now(update.wanted)) is not None:
-            steps, values = read
-            brought = Pushed(answer.outcome, answer.step, steps, answer.elsewhere)
-            update.request.answer(brought, values)
-        else:
+        wanted, read = update.wanted, None
+        if wanted is not None and wanted.compression is None:
+            read = self._pulls.read_now(wanted)
+        if read is None:
             update.request.answer(answer)
+            return
+        brought = Pushed(answer.outcome, answer.step, self._pulls.steps(), answer.elsewhere)
+        update.request.answer(brought, read)
 
     def _answering(self, update: Update, answer: Pushed) -> Compute:
         """Return what answers once the shards are as an earlier update has left them."""
