@@ -859,15 +859,14 @@ class Optimizer:
         self, runtime: Runtime, pulled: Sequence[AnyVariable], step: AnyVariable | None
     ) -> Plan | None:
         """Return the plan of what may come with a push; None: nothing, it is pulled apart."""
-        copied = OnReadVariable in map(type, pulled)
-        if copied or kept_here() is not None or not self._may_bring(pulled, step):
+        raised = None if step is None else step.spec.variable_id
+        for variable in pulled:
+            if type(variable) is OnReadVariable or variable.spec.variable_id == raised:
+                return None
+        # Nothing changes the values after the push is applied.
+        if self._staleness_bound is not None or kept_here() is not None:
             return None
         return runtime.ps.plan_of(tuple(pulled))
-
-    def _may_bring(self, pulled: Sequence[AnyVariable], step: AnyVariable | None) -> bool:
-        """Return whether values may be of when the push is applied: nothing changes them later."""
-        raised = None if step is None else step.spec.variable_id
-        return self._staleness_bound is None and raised not in [v.spec.variable_id for v in pulled]
 
     async def compute_gradients(
         self, value_and_grad: ValueAndGrad, var_list: Any = None

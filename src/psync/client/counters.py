@@ -13,26 +13,29 @@ class Numbers:
 
     A ps answers a repetition from memory; it forgets an answer when the task says that it has it.
     Invariant: ``acked_below`` never falls, and no number below it is under way.
+
+    Attributes:
+        next: Is drawn next.
     """
 
-    __slots__ = ("_next", "acked_below", "under_way")
+    __slots__ = ("acked_below", "next", "under_way")
 
     def __init__(self) -> None:
         self.acked_below = 1  # all smaller numbers are answered, or given up
-        self._next = 1
+        self.next = 1
         self.under_way: dict[int, None] = {}  # in order
 
     def draw(self) -> int:
         """Return the number of a new one; give it back with ``answered``."""
-        number = self._next
-        self._next = number + 1
+        number = self.next
+        self.next = number + 1
         self.under_way[number] = None
         return number
 
     def answered(self, number: int) -> None:
         """The answer to ``number`` is here, or is not wanted any more."""
         self.under_way.pop(number, None)
-        self.acked_below = next(iter(self.under_way), self._next)
+        self.acked_below = next(iter(self.under_way), self.next)
 
 
 UNNAMED = -1

@@ -185,10 +185,10 @@ class PsLink:
         call.peer = peer
         try:
             message = call.message = call.build(peer)
-            number = peer.ask(message, call.segments, call.answered, call.into, copied=call.copied)
+            number = peer.ask(message, call.segments, call.told, call.into, copied=call.copied)
             call.end = functools.partial(peer.give_up, number)
         except Exception as exc:
-            call.tell(exc)
+            call.told(exc)
         return call
 
     async def repeat(self, call: Call) -> Frame:
@@ -490,6 +490,7 @@ class Call:
     number: int = 0
     end: Callable[[], object] | None = None
     then: Then | None = None
+    is_repeated: bool = False  # in a coroutine
     message: Message = field(init=False)  # as it was sent last without a coroutine
     peer: Connection = field(init=False)  # to which it was sent last
 
@@ -499,10 +500,10 @@ class Call:
         if end is not None:
             end()
 
-    def answered(self, outcome: Frame | Exception) -> None:
-        """Its first connection has an answer, or is gone."""
+    def told(self, outcome: Frame | Exception) -> None:
+        """It is over; unless its first connection is gone."""
         self.link.num_calls += 1
-        if isinstance(outcome, ConnectionLost):
+        if isinstance(outcome, ConnectionLost) and not self.is_repeated:
             try:
                 check(self.message)  # or it would cost the next connections, too
             except LocalProtocolError as exc:
@@ -511,10 +512,6 @@ class Call:
                 self.link.num_calls += 1
                 self.go_on()
                 return
-        self.tell(outcome)
-
-    def tell(self, outcome: Frame | Exception) -> None:
-        """It is over."""
         self.end = None
         if self.set_ids and not isinstance(outcome, Exception):
             known: set[int] = self.peer.state["sets"]
@@ -527,6 +524,7 @@ class Call:
 
     def go_on(self) -> None:
         """Go on in a coroutine: there is no connection."""
+        self.is_repeated = True
         task = asyncio.get_running_loop().create_task(self._repeat())
         self.link.repeating.add(task)
         task.add_done_callback(self.link.repeating.discard)
@@ -538,7 +536,7 @@ class Call:
             outcome = await self.link.repeat(self)
         except Exception as exc:
             outcome = exc
-        self.tell(outcome)
+        self.told(outcome)
 
 
 class Answers(Generic[M]):

@@ -149,9 +149,12 @@ class Outgoing:
         if self._closed:
             raise ClosedError(CLOSED)
         update.outgoing, update.drawn = self, []
-        for call in update.calls:
-            call.number = call.link.updates.draw()
-            update.drawn.append((call.link.index, call.number))
+        for call in update.calls:  # as ``Numbers.draw``
+            numbers = call.link.updates
+            number = call.number = numbers.next
+            numbers.next = number + 1
+            numbers.under_way[number] = None
+            update.drawn.append((call.link.index, number))
         ended = update.ended
         self.begun.add(ended)
         update.timeline = self.timeline
@@ -174,8 +177,10 @@ class Outgoing:
 
     def answered(self, calls: Sequence[Call]) -> None:
         """Acknowledge the numbers of these calls, with the next messages to their ps tasks."""
-        for call in calls:
-            call.link.updates.answered(call.number)
+        for call in calls:  # as ``Numbers.answered``
+            numbers = call.link.updates
+            numbers.under_way.pop(call.number, None)
+            numbers.acked_below = next(iter(numbers.under_way), numbers.next)
 
     async def shielded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do ``work`` and return what it returns.
@@ -532,6 +537,7 @@ class PsClient:
 
         def message(update: Update, at: int, peer: Connection) -> messages.Push:
             request, sets = plan.requests[at], peer.state["sets"]
+            sent, drawn = update.calls[at], update.drawn  # see ``identity`` and ``others``
             ps, pull, pulled_members = request.ps, -1, None
             if landing is not None and ps in landing.plan.first:
                 pulled = landing.plan.requests[landing.plan.first[ps]]
@@ -540,14 +546,15 @@ class PsClient:
                 if pull != request.set_id and pull not in sets:
                     pulled_members = pulled.members
             return messages.Push(
-                *update.identity(at), request.set_id,
+                sent.number, sent.link.updates.acked_below, call[0],
+                call[1] << PART_BITS | request.part, request.set_id,
                 None if request.set_id in sets else request.members, optimizer,
                 None if optimizer in self._optimizers[ps] else config,
                 # What was known on another timeline ps tasks have undone.
                 elsewhere.get(ps, 0) if timeline == self.outgoing.timeline else 0,
                 update.rows[at],
                 None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
-                update.others(at), pull, pulled_members,
+                [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None, pull, pulled_members,
                 raised.key if raised and (ps, request.part) == (raised.ps, 0) else None,
                 request.place,
             )  # fmt: skip
