@@ -775,7 +775,9 @@ class Optimizer:
         if pulled and (asked := self._asked(runtime, pulled, global_step)) is not None:
             landing = ps.landing(asked, plan)
         call, known = runtime.begin_update("push"), runtime.pushes(self.number)
-        number, before = known.number, known.before(plan, len(ps.links))
+        number, before = known.number, dict[int, int]()
+        if len(plan.first) < len(ps.links):
+            before = known.before(plan, len(ps.links))
         raised = None  # by one, in the same update; not of a rule that may raise an error
         if global_step is not None and not self._rule.may_raise:
             (shard,) = global_step.spec.shards

@@ -396,8 +396,6 @@ class KnownPushes:
 
     def before(self, plan: Plan, num_ps: int) -> dict[int, int]:
         """Return what is known, before a push, of the ps tasks that get no part of it."""
-        if len(plan.first) == num_ps:
-            return {}
         apart = (ps for ps in range(num_ps) if ps not in plan.first)
         return {ps: self.elsewhere.get(ps, 0) for ps in apart}
 
