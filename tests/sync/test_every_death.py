@@ -142,7 +142,7 @@ class Story:
     def left(self) -> tuple[object, ...]:
         first, second = self.stage.serving[0], self.stage.serving[1]
         values = [float(self.stage.value(first, W)[0]), float(self.stage.value(second, X)[0])]
-        steps = [each.services.sync.staging.steps() for each in (first, second)]
+        steps = [each.services.sync.staging.steps for each in (first, second)]
         return values, int(self.stage.value(first, STEP)), steps
 
 

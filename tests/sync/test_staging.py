@@ -119,13 +119,13 @@ class TestAStep:
 
 class TestSteps:
     def test_name_the_groups_of_which_a_step_is_applied(self, staging: Staging) -> None:
-        assert staging.steps() == []
+        assert staging.steps == []
         put(staging, A, 1)
         staging.close(7, 0)
-        assert staging.steps() == []
+        assert staging.steps == []
         staging.applied(7, 0)
         end(staging, 9, group=3)
-        assert sorted(staging.steps()) == [(3, 10), (7, 1)]
+        assert sorted(staging.steps) == [(3, 10), (7, 1)]
 
     def test_never_go_back(self, staging: Staging) -> None:
         """Steps without a shard in common are applied in any order, on a backup."""
@@ -133,7 +133,7 @@ class TestSteps:
             staging.close(7, step)
         staging.applied(7, 1)
         staging.applied(7, 0)
-        assert staging.steps() == [(7, 2)]
+        assert staging.steps == [(7, 2)]
 
 
 class TestStale:
@@ -353,7 +353,7 @@ class Steps(RuleBasedStateMachine):
         for group, step in self.steps.items():
             assert self.staging.step(group) == (step if step >= 0 else None)
         applied = {group: step for group, step in self.applied.items() if step >= 0}
-        assert dict(self.staging.steps()) == applied
+        assert dict(self.staging.steps) == applied
 
     def reserve(self, part: Held) -> None:
         self.staging.reserve(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,6 +31,12 @@ from psync.wire.messages import Pull, Pulled, PullLocked, PullRows, RowsPulled
 from psync.wire.tensors import Joined
 
 
+class Closed(Protocol):
+    """Knows the synchronous steps that were applied here: ``sync.staging``."""
+
+    steps: list[tuple[int, int]]  # (group, step); the same list until there is another one
+
+
 class PsPulls:
     """Serves pulls.
 
@@ -38,7 +44,7 @@ class PsPulls:
         task: Name of the ps.
         store: Its shards.
         work: What takes long.
-        steps: Returns the last closed step of each group that has one, which values are of.
+        closed: Has the last closed step of each group that has one, which values are of.
         locks: Knows who holds which.
         pool: Memory for values in 16 bits.
     """
@@ -48,7 +54,7 @@ class PsPulls:
         task: str,
         store: ShardStore,
         work: LongWork,
-        steps: Callable[[], list[tuple[int, int]]],
+        closed: Closed,
         locks: PsLocks,
         pool: BlockPool,
     ) -> None:
@@ -56,7 +62,7 @@ class PsPulls:
         self._task = task
         self._store = store
         self._work = work
-        self.steps = steps
+        self.closed = closed
         self._locks = locks
         self._pool = pool
 
@@ -77,21 +83,18 @@ class PsPulls:
             return
         try:
             if message.optimizer < 0:
-                values = self._values(known)
+                if known.store is not self._store:
+                    known.look_up(self._store)
+                values: Sequence[Segment] = self._store.read_together(known.plan)
+                if known.plan.is_joined:
+                    values = Joined.of(values, known.lengths)  # type: ignore[arg-type]
             else:
                 read = self._reader(message)
                 values = [read(key) for key in known.keys]
         except BusyError:
             request.start(self._pull_later(request, known.keys, self._reader(message)))
         else:
-            request.answer(Pulled(self.steps()), values)
-
-    def _values(self, known: ShardSet) -> Sequence[Segment]:
-        """Return a segment for each shard of a set. Raises BusyError: one is busy."""
-        if known.store is not self._store:
-            known.look_up(self._store)
-        views = self._store.read_together(known.plan)
-        return Joined.of(views, known.lengths) if known.plan.is_joined else views
+            request.answer(Pulled(self.closed.steps), values)
 
     def read_now(self, known: ShardSet) -> Sequence[Segment] | None:
         """Return the values that a pull of whole shards would bring; None: one is busy."""
@@ -122,7 +125,7 @@ class PsPulls:
         read: Callable[[Key], list[memoryview]],
     ) -> None:
         """Read shard by shard: under steady updates never all of them are idle at once."""
-        steps = self.steps()
+        steps = self.closed.steps
         values = [await self._work.when_idle(read, key) for key in keys]
         request.answer(Pulled(steps), values)
 
@@ -131,7 +134,7 @@ class PsPulls:
         if request.message.optimizer >= 0:
             raise RemoteProtocolError(f"{self._task}: slots are not pulled compressed")
         assert known.compression is not None, "it was looked at"
-        steps, dtype = self.steps(), narrow_dtype(known.compression)
+        steps, dtype = self.closed.steps, narrow_dtype(known.compression)
         specs = known.look_up(self._store).specs
         read = [await self._work.when_idle(self._store.read, key) for key in known.keys]
         segments: list[Segment] = []
@@ -178,7 +181,7 @@ class RowPulls:
         work: What takes long.
         pool: Memory for what comes in, and for what is gathered.
         store: Its shards.
-        steps: Returns (group, step) of each synchronous group that has closed a step here.
+        closed: As for ``PsPulls``.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class RowPulls:
         work: LongWork,
         pool: BlockPool,
         store: ShardStore,
-        steps: Callable[[], list[tuple[int, int]]],
+        closed: Closed,
     ) -> None:
         self.pulls = 0  # that were served
         self._task = task
@@ -196,7 +199,7 @@ class RowPulls:
         self._work = work
         self._pool = pool
         self._store = store
-        self._steps = steps
+        self._closed = closed
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -233,12 +236,12 @@ class RowPulls:
             for _ in _begun(store, message, one, memory):
                 pass
             segments.append(memory[one.start : one.start + one.nbytes])
-        request.answer(RowsPulled(self._steps()), segments)
+        request.answer(RowsPulled(self._closed.steps), segments)
 
     async def _pull_slowly(
         self, request: Request[PullRows], wanted: Sequence[WantedRows], memory: memoryview
     ) -> None:
-        store, message, steps = self._store, request.message, self._steps()
+        store, message, steps = self._store, request.message, self._closed.steps
         segments: list[Segment] = []
         for one in wanted:
             if one.consecutive:

@@ -584,7 +584,7 @@ class PsUpdates:
         if read is None:
             update.request.answer(answer)
             return
-        brought = Pushed(answer.outcome, answer.step, self._pulls.steps(), answer.elsewhere)
+        brought = Pushed(answer.outcome, answer.step, self._pulls.closed.steps, answer.elsewhere)
         update.request.answer(brought, read)
 
     def _answering(self, update: Update, answer: Pushed) -> Compute:

@@ -167,8 +167,8 @@ class PsServices:
             task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
             functools.partial(self.resume, "cut"), parts,
         )  # fmt: skip
-        self.pulls = PsPulls(task, store, work, self.sync.staging.steps, self.locks, pool)
-        self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.staging.steps)
+        self.pulls = PsPulls(task, store, work, self.sync.staging, self.locks, pool)
+        self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.staging)
         self.updates = parts.of(PsUpdates)(*served, self.gate, self.pulls)
         self.teller: CountTeller | None = None  # None: there is one ps
         if attach is not None and num_ps > 1:

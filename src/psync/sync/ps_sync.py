@@ -279,7 +279,7 @@ class PsSync(GroupTable):
             for each in self.outgoing()
             if each.is_measured
         ]
-        steps, held = dict(self.staging.steps()), self.staging.held()
+        steps, held = dict(self.staging.steps), self.staging.held()
         return entries_of_snapshot(self.raw_configs(), steps, spread, held, rule, measured)
 
     def along(self, close: Close) -> list[Sequence[Along]]:

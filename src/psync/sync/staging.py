@@ -62,6 +62,10 @@ class Staging:
 
     Invariant: the bytes of all parts, those still coming in included, are within the budget.
 
+    Attributes:
+        steps: (group, step) of each group of which a step was applied here. The same list until
+            one is; not to be changed.
+
     Args:
         budget_bytes: ``Limits.staging_bytes``.
         task: Name of the ps, for messages: ``/job:ps/task:1``.
@@ -71,7 +75,7 @@ class Staging:
         self._budget = budget_bytes
         self._task = task
         self._groups: dict[int, _Group] = {}
-        self._steps: list[tuple[int, int]] = []
+        self.steps: list[tuple[int, int]] = []
         self._bytes = 0
         self._peak = 0
         self._staged = 0
@@ -253,9 +257,9 @@ class Staging:
     def applied(self, group: int, step: int, nbytes: int = 0) -> None:
         """A step that was closed is applied: pulls say so, and the memory of its parts is free."""
         self._bytes -= nbytes
-        former = dict(self._steps).get(group, 0)  # computes without a shard in common meet nowhere
-        others = [each for each in self._steps if each[0] != group]
-        self._steps = [*others, (group, max(former, step + 1))]
+        former = dict(self.steps).get(group, 0)  # computes without a shard in common meet nowhere
+        others = [each for each in self.steps if each[0] != group]
+        self.steps = [*others, (group, max(former, step + 1))]
 
     def fence(self, task: str, below: int) -> None:
         """Take no parts any more of incarnations of ``task`` below ``below``.
@@ -266,13 +270,6 @@ class Staging:
         for known in self._groups.values():
             for key in [k for k in known.coming if k[0][0] == task and k[0][1] < below]:
                 self._count(-known.coming.pop(key).nbytes)
-
-    def steps(self) -> list[tuple[int, int]]:
-        """Return (group, step) of each group of which a step was applied here.
-
-        The same list until one is; not to be changed.
-        """
-        return self._steps
 
     def step(self, group: int) -> int | None:
         """Return the step that the group has here; None if none was closed yet."""

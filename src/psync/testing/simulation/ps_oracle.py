@@ -77,7 +77,7 @@ def faults_of_rest(
         if moved.get(task.task, task.task) != host.task or task._index >= num_ps:
             continue
         name, statistics = f"{task.task} in the process of {host.task}", task.statistics()
-        staging, steps = statistics["staging"], dict(task.services.sync.staging.steps())
+        staging, steps = statistics["staging"], dict(task.services.sync.staging.steps)
         # Of pushes that were told duplicate, or cancelled, and of runs that were lost, they wait
         # for the end of the step that is open. That of values that nobody has pulled is -1.
         waiting = sum(
@@ -194,7 +194,7 @@ def _contents(task: PsTask) -> dict[str, Any]:
     for name in ("shards", "versions", "pushes", "accumulators"):
         found[name] = getattr(state, name)
     # A definition that came in passing is told to the backup with the first entry that needs it.
-    steps = dict(task.services.sync.staging.steps())
+    steps = dict(task.services.sync.staging.steps)
     for number, optimizer in state.optimizers.items():
         if any(optimizer.count):
             found[f"optimizer {number}"] = optimizer
