@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from psync.errors import PartitionError, UnknownVariableError, UsageError
-from psync.numerics.rules import Adam
+from psync.numerics.rules import Adam, RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
@@ -167,3 +167,15 @@ def test_an_optimizer_that_is_known_by_hearsay_is_not_held() -> None:
     former.take(second, Ledger(), 6)
     held = [(each.identity, each.step) for each in former.describe().optimizers]
     assert held == [((5, 1), 1)]
+
+
+def test_what_was_accumulated_goes_on() -> None:
+    old = store_of("w")
+    rule = Adam(0.1).with_options(RuleOptions(gradient_accumulation_steps=2))
+    old.define_optimizer(1, rule.to_config())
+    push(old, 0)
+    assert value(old, 0) == [0.0, 0.0]  # half an update
+    former, new = former_of(old), ShardStore(TASK)
+    former.adopt(Orders((("w", 0, 0),), (), ((5, 1, 1),)), new)
+    push(new, 0)
+    assert value(new, 0) != [0.0, 0.0]

@@ -316,3 +316,7 @@ def test_an_optimizer_that_only_some_ps_tasks_had_adopted_is_one() -> None:
     ]
     adoption.done(decision)
     assert adoption.compare([], new, last=True).optimizers == {}
+
+
+def test_one_that_was_never_used_is_forgotten() -> None:
+    assert compare([used(1, step=0)], [])[1].optimizers == {}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +28,10 @@ def test_what_is_written_is_read() -> None:
     thing = Thing("a", (Pair(1, "x"), Pair(2, "y")), b"\0\xff", {"f": 3})
     assert read_json(to_json(thing), Thing, "it") == thing
     assert read_json(to_json([thing], indent=1), list[Thing], "it") == [thing]
+
+
+def test_mappings_of_any_kind_are_objects() -> None:
+    assert to_json(MappingProxyType({"rate": 0.5})) == b'{"rate":0.5}'
 
 
 def test_what_has_a_default_may_be_missing_and_what_is_not_known_may_be_there() -> None:
