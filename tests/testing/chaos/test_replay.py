@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from psync.ps.update import Update
 
+from psync.ps.updates import Update
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
 from psync.testing.chaos.replay import check, replay, store_of

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from psync.store.gradients import GradientTable
 
 import memory_cluster
 import psync
@@ -40,9 +39,9 @@ def test_every_method_that_changes_a_store_is_written_down() -> None:
     """A new one has to be added to the list, or to those that read."""
     reading = {
         "check_apply", "check_apply_rows", "check_assign", "check_average", "check_optimizable",
-        "check_rate", "check_row_numbers", "check_rows", "check_scatter", "has_bundles",
-        "is_layerwise", "iterations", "keys", "mean_of", "measure", "optimizers", "push_count",
-        "read", "read_range", "read_rows", "read_slot", "row_bytes", "rows_cost", "rule", "shards",
+        "check_rate", "check_row_numbers", "check_rows", "check_scatter", "check_idle",
+        "is_layerwise", "iterations", "keys", "mean_of", "measure", "push_count",
+        "read", "read_range", "read_together", "read_rows", "read_slot", "row_bytes", "rows_cost", "rule", "shards",
         "spec", "square_mean", "square_row_mean", "statistics", "pool", "busy", "version",
     }  # fmt: skip
     through_others = {"apply", "assign"}  # they call one that is written down
@@ -50,7 +49,7 @@ def test_every_method_that_changes_a_store_is_written_down() -> None:
     of_its_own = {"take_up", "take_up_optimizer", "release", "take_failure"}
     public = {
         name
-        for table in (ShardStore, GradientTable, RowTable, ShardTable)
+        for table in (ShardStore, RowTable, ShardTable)
         for name in vars(table)
         if not name.startswith("_")
     }
