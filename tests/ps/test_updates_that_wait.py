@@ -36,7 +36,7 @@ async def test_one_that_has_waited_for_a_lock_fails_for_want_of_memory(
     await stage.request(HOLDER, 0, LockShards(1, [W], 10.0))
     said: list[Any] = []
     gradient = np.ones(2, np.float32).tobytes()
-    stage.ask(WORKER, 0, Push(1, 0, -1, 0, 1, [W], 1, None, 0), [gradient], said.append)
+    stage.ask(WORKER, 0, Push(1, 0, -1, 0, 1, [W], 1, None, 0, pull=1), [gradient], said.append)
     await settle()
     assert said == []
 
@@ -60,7 +60,7 @@ async def test_one_that_is_applied_fails_if_there_is_no_memory_for_its_answer(
     monkeypatch.setattr(PsUpdates, "_answer", no_memory)
     said: list[Any] = []
     gradient = np.ones(LARGE, np.float32).tobytes()
-    stage.ask(WORKER, 0, Push(1, 0, -1, 0, 1, [W], 1, None, 0), [gradient], said.append)
+    stage.ask(WORKER, 0, Push(1, 0, -1, 0, 1, [W], 1, None, 0, pull=1), [gradient], said.append)
     await settle()
     assert [type(each) for each in said] == [MemoryError]
     await stage.request(HOLDER, 0, LockShards(1, [W], 10.0))

@@ -186,8 +186,8 @@ class ShardSet:
     def gradients(self, store: ShardStore, optimizer: int, body: Body) -> Sequence[np.ndarray]:
         """Return each shard's gradient in a body, checked as ``store.check_apply`` does."""
         is_whole = self.dtype is not None and len(body) == 1
-        if is_whole and optimizer in self.optimizers:
-            return Adjacent(np.frombuffer(body[0], self.dtype), self.elements)
+        if self.dtype is not None and is_whole and optimizer in self.optimizers:
+            return Adjacent(np.asarray(body[0]).view(self.dtype), self.elements)
         parts = zip(self.keys, self.cut(body), strict=True)
         gradients = [self._gradient(store, optimizer, *part) for part in parts]
         self.optimizers.add(optimizer)

@@ -185,7 +185,7 @@ class Update(Compute):
                 self._check_ratios(message.ratios, optimizer)
             body = self.body
             if optimizer in known.optimizers and known.dtype is not None and len(body) == 1:
-                self.operands = Adjacent(np.frombuffer(body[0], known.dtype), known.elements)
+                self.operands = Adjacent(np.asarray(body[0]).view(known.dtype), known.elements)
             else:
                 self.operands = known.gradients(store, optimizer, body)
             if message.place == HOME and message.spread:

@@ -421,6 +421,9 @@ class ShardStore(RowTable):
         if not {len(plan.keys)}.issuperset(map(len, gradients_by_push)):
             raise UsageError(f"expected {len(plan.keys)} gradients of each push")
         means = _Means(gradients_by_push, weights, reduction, self._space)
+        MeanGradient(  # raises what is wrong with these
+            [np.empty(0)] * len(gradients_by_push), weights, reduction, self._space.sums
+        )
         self.apply_at_once(optimizer_id, plan, means, step)
 
     def apply_at_once(
@@ -703,11 +706,12 @@ class ShardStore(RowTable):
 
         def prepared(i: int) -> Prepared:
             target = averages.writable(i, pool)
-            average, value = averages.block(i).array, bytes_of(held.pop()).view(averages.dtype)
-            return Prepared(
-                lambda space: move_average(average, value, target.array, decay, space.sums),
-                lambda: self._commit(averages, i, target),
-            )
+            read = [bytes_of(held.pop()).view(averages.dtype), averages.block(i).array]
+
+            def compute(space: Workspace) -> None:  # and hold nothing when it is committed
+                move_average(read.pop(), read.pop(), target.array, decay, space.sums)
+
+            return Prepared(compute, lambda: self._commit(averages, i, target))
 
         return self._assigning(shard, prepared)
 
