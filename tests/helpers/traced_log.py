@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from psync.errors import PsyncError
+from psync.errors import BusyError, PsyncError
 from psync.ps.computes import Compute, Place
 from psync.ps.executor import Entry
 from psync.ps.life import Life
 from psync.store.commit_log import CommitLog, LogNames
 from psync.sync.ps_services import PsServices
-from psync.wire.codec import Message, decode
+from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import CheckState, DefineOptimizer
 from stage_words import entry_words, error_words
 
@@ -49,9 +49,8 @@ class TracedServices(PsServices):
     def __init__(self, process: Any, life: Life, *rest: Any) -> None:
         self.index, self.is_hosted = process.index, life is Life.HOSTED
         super().__init__(process, life, *rest)
-        executor, work = self.executor, process.work
+        executor = self.executor
         self._submit_plain, executor.submit = executor.submit, self._submit  # type: ignore[method-assign]
-        self._fits_plain, work.fits_now = work.fits_now, self._fits
         self._appending: Shown | None = None
         cast(TracedLog, executor.log).appended = self._appended  # type: ignore[method-assign]
 
@@ -73,16 +72,18 @@ class TracedServices(PsServices):
         client = (claim[1] if len(claim) > 1 else None) or request.peer.client
         shown = message if isinstance(message, Message) else message(LogNames())
         entry = Shown(entry_words(client, shown), type(shown))
+        if self.executor.is_alone and self.executor._over is None:
+            self._appended(self.executor.log.last + 1, Entry(client, encode(shown), ()), entry)
         outer, self._appending = self._appending, entry
         try:
             return self._submit_plain(request, message, body, lambda: self._act(entry, act), *claim)
         finally:
             self._appending = outer
 
-    def _appended(self, number: int, entry: Entry) -> None:
+    def _appended(self, number: int, entry: Entry, shown: Shown | None = None) -> None:
         if self.is_hosted or not self.stage.traced:
             return  # of a backup: its own log begins when it is promoted
-        shown = self._appending
+        shown = shown or self._appending
         message = decode(entry.header) if entry.header else None
         if isinstance(message, DefineOptimizer | CheckState) and (
             shown is None or shown.kind is not type(message)
@@ -103,16 +104,18 @@ class TracedServices(PsServices):
             raise
         if self.is_hosted:
             return outcome
-        if isinstance(outcome, Compute) and outcome.in_pieces is not None:
-            outcome.in_pieces = functools.partial(
-                self._compute, entry, outcome.keys, outcome.in_pieces
-            )
+        if isinstance(outcome, Compute):
+            outcome.at_once = functools.partial(self._at_once, outcome.keys, outcome.at_once)
+            if outcome.in_pieces is not None:
+                outcome.in_pieces = functools.partial(
+                    self._compute, entry, outcome.keys, outcome.in_pieces
+                )
         return outcome
 
-    def _fits(self, store: Any, keys: Sequence[Place], nbytes: int) -> bool:
-        if not self.is_hosted and self.stage.busy.intersection(keys):
-            return False
-        return self._fits_plain(store, keys, nbytes)
+    def _at_once(self, keys: Sequence[Place], work: Callable[[], None]) -> None:
+        if self.stage.busy.intersection(keys):
+            raise BusyError("the script says so")
+        work()
 
     async def _compute(
         self, entry: Shown, keys: Sequence[Place], work: Callable[[], Awaitable[None]]

@@ -36,7 +36,7 @@ def test_a_run_gets_more_workers_and_fewer(environ: dict[str, str]) -> None:
         leave = f"{who}1 workers; 3 leave when what they run has ended\n"
         assert scale(environ, "1").stdout == leave
         assert run.ask("1") == "workers 0"
-        left = {run.wait_for_error(" has left") for _ in range(3)}
+        left = {run.wait_for_error(" has left\n") for _ in range(3)}
         assert left == {f"psync: worker-{index} has left\n" for index in (1, 2, 3)}
         assert scale(environ, "2").returncode == 0
         assert run.ask("2") == "workers 0 1"

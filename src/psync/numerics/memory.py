@@ -645,6 +645,12 @@ class ArenaArray(BlockArray):
         self.start = start
         self._blocks[0] = _Window(arena, start, start + size)
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether all elements are ``fill``, bit for bit."""
+        raw = self.block(0).array.view(np.uint8).reshape(self.size, -1)
+        return bool((raw == bytes_of(np.full(1, self.fill, self.dtype))).all())
+
     def load(self, data: np.ndarray, pool: BlockPool) -> None:
         """Let a new array have the contents ``data`` (1-D uint8, as many bytes)."""
         self.block(0).array.view(np.uint8)[:] = data

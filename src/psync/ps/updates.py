@@ -561,7 +561,8 @@ class PsUpdates:
         return update
 
     def _applied(self, update: Update, answer: Pushed) -> None:
-        """All shards have it, and nobody was told yet: with the values that were asked for."""
+        """All shards have it, and nobody was told yet."""
+        del update.done, update.at_once, update.in_pieces  # which lead back here
         if self._gate.rule.cut:
             self._gate.wake()
         message = update.message

@@ -42,7 +42,8 @@ def test_every_method_that_changes_a_store_is_written_down() -> None:
         "check_rate", "check_row_numbers", "check_rows", "check_scatter", "check_idle",
         "is_layerwise", "iterations", "keys", "mean_of", "measure", "push_count",
         "read", "read_range", "read_together", "read_rows", "read_slot", "row_bytes", "rows_cost",
-        "rule", "shards", "spec", "square_mean", "square_row_mean", "statistics", "pool", "busy", "version",
+        "rule", "shards", "spec", "square_mean", "square_row_mean", "statistics", "pool", "busy",
+        "version",
     }  # fmt: skip
     through_others = {"apply", "assign"}  # they call one that is written down
     # Who served it is gone, of the third; errors of rules are made again when it is replayed.
