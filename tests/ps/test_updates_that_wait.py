@@ -57,11 +57,30 @@ async def test_one_that_is_applied_fails_if_there_is_no_memory_for_its_answer(
     await stage.begin()
     stage.create(0, W, "w", np.zeros(LARGE, np.float32))
     stage.serving[0].services.store.define_optimizer(1, SGD(1.0).to_config())
-    monkeypatch.setattr(PsUpdates, "_answer", no_memory)
+    monkeypatch.setattr(PsUpdates, "_applied", no_memory)
     said: list[Any] = []
     gradient = np.ones(LARGE, np.float32).tobytes()
     stage.ask(WORKER, 0, Push(1, 0, -1, 0, 1, [W], 1, None, 0, pull=1), [gradient], said.append)
     await settle()
     assert [type(each) for each in said] == [MemoryError]
     await stage.request(HOLDER, 0, LockShards(1, [W], 10.0))
+    await stage.close()
+
+
+@pytest.mark.virtual_time
+async def test_small_shards_that_are_updated_together_get_their_part_of_a_large_push() -> None:
+    stage = Stage(1)
+    stage.traced = False
+    await stage.begin()
+    sizes = {(0, 0): 2, (1, 0): 3, (2, 0): LARGE}
+    for key, size in sizes.items():
+        stage.create(0, key, f"v{key[0]}", np.zeros(size, np.float32))
+    stage.serving[0].services.store.define_optimizer(1, SGD(1.0).to_config())
+    said: list[Any] = []
+    gradients = [np.full(size, key[0], np.float32).tobytes() for key, size in sizes.items()]
+    stage.ask(WORKER, 0, Push(1, 0, -1, 0, 1, [*sizes], 1, None, 0), gradients, said.append)
+    await settle()
+    assert [each.message.outcome for each in said] == ["accepted"]
+    for key in sizes:
+        assert set(stage.value(stage.serving[0], key).tolist()) == {-key[0]}
     await stage.close()

@@ -34,7 +34,7 @@ from psync.store.previous_store import FormerStore
 from psync.store.reattach import Orders
 from psync.store.rows import RowMean, RowValues
 from psync.store.snapshot import SnapshotState, freeze, load_snapshot
-from psync.store.store import ShardStore, Work, ones
+from psync.store.store import Plan, ShardStore, Work, ones
 from psync.store.work import BlockWork, Workspace
 from rule_table import RULES
 
@@ -280,6 +280,40 @@ def test_every_rule_gives_the_same_bits_however_its_shards_are_pushed(
         ]  # fmt: skip
         assert contents[0] == contents[1]
     assert {store.version(key) for store in stores for key in keys} == {6}
+
+
+@pytest.mark.promise("answers.asynchronous", "updates.received-is-applied")
+def test_a_plan_that_was_settled_while_rows_were_laid_out_is_settled_anew() -> None:
+    store, plan = store_of((4, 2), "float32", SGD(1.0), fill=1), Plan([KEY])
+    work = scatter(store, "assign", np.array([0]), np.full((1, 2), 5, np.float32))
+    next(work)
+    with pytest.raises(BusyError):
+        store.read_together(plan)
+    run(work)
+    store.apply_at_once(0, plan, [np.ones(8, np.float32)], 0)
+    assert b"".join(store.read_together(plan)) == value(store).tobytes()
+    assert value(store).tolist() == [[4, 4], [0, 0], [0, 0], [0, 0]]
+    layout = store.layout
+    gathered(store, np.array([1]))
+    assert store.layout == layout
+
+
+@pytest.mark.promise("updates.at-most-once")
+@pytest.mark.parametrize("repeats", [False, True])
+def test_where_one_shard_is_busy_none_is_updated(repeats: bool) -> None:
+    rule = (
+        SGD(1.0)
+        if repeats
+        else SGD(1.0).with_options(RuleOptions(weight_decay=0.5, excluded_names=("w",)))
+    )
+    store = store_of((2,), "float32", rule, fill=1)
+    store.create(spec_of((2, 1), number=1))
+    keys = [KEY, *[KEY] * repeats, (1, 0)]
+    work = store.read_rows((1, 0), np.array([0]), np.empty(4, np.uint8))
+    with pytest.raises(BusyError):
+        store.apply_at_once(0, keys, [np.ones(2, np.float32)] * len(keys), 0)
+    run(work)
+    assert value(store).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)

@@ -381,12 +381,13 @@ class RowTable(ShardTable):
     def _lay_out(self, shard: Shard) -> Generator[None, None, None]:
         """Lay the blocks of a shard and of its slots side by side."""
         count, size = shard.spec.shape[0], self._row_size(shard)
-        self.layout += 1
         if not isinstance(shard.values, RowBlocks):
             shard.values = yield from self._laid_out(shard.values, count, size)
+            self.layout += 1
         for slot, array in shard.slots.items():
             if not isinstance(array, RowBlocks):
                 shard.slots[slot] = yield from self._laid_out(array, count, size)
+                self.layout += 1
 
     def _laid_out(
         self, array: BlockArray, count: int, size: int

@@ -415,7 +415,7 @@ class ShardStore(RowTable):
 
         Raises:
             UsageError: If there are no pushes, or not as many weights, or gradients as keys.
-            BusyError: If an update of one of them is under way; those before it are applied.
+            BusyError: If an update of one of them is under way; none is applied then.
         """
         plan = shards if isinstance(shards, Plan) else Plan(shards)
         if not {len(plan.keys)}.issuperset(map(len, gradients_by_push)):
@@ -439,12 +439,15 @@ class ShardStore(RowTable):
         as long as that of one.
 
         Raises:
-            BusyError: If an update of one of them is under way; none is applied then, or those
-                before it, by a rule that is more than one for each element.
+            BusyError: If an update of one of them is under way; none is applied then.
         """
         plan = shards if isinstance(shards, Plan) else Plan(shards)
         if plan.layout != self.layout:
             self._settle(plan)
+        for run in plan.runs:
+            for shard in run.shards:
+                if shard.busy:
+                    self._idle(shard.spec.key)  # says so
         optimizer = self.optimizers[optimizer_id]
         if not optimizer.is_elementwise or plan.repeats:
             for position, key in enumerate(plan.keys):
@@ -454,10 +457,6 @@ class ShardStore(RowTable):
         slots = plan.slots.get(optimizer_id)
         if slots is None:
             slots = self._settle_slots(plan, optimizer_id)
-        for run in plan.runs:
-            for shard in run.shards:
-                if shard.busy:
-                    self._idle(shard.spec.key)  # says so
         parts = self._parts(optimizer_id, plan.runs, slots, gradients)
         try:
             optimizer.rule.apply(parts, step, self._scratch)
@@ -487,7 +486,7 @@ class ShardStore(RowTable):
                     yield from self._blocks(shard, optimizer_id, gradients[position])
                     position += 1
                 continue
-            if type(gradients) is Adjacent and not position and len(gradients.parts) == end:
+            if type(gradients) is Adjacent and gradients.whole.size == run.stop - run.start:
                 gradient = gradients.whole
             else:
                 gradient = _side_by_side(gradients, run, position, end)
