@@ -57,7 +57,7 @@ async def test_one_that_is_applied_fails_if_there_is_no_memory_for_its_answer(
     await stage.begin()
     stage.create(0, W, "w", np.zeros(LARGE, np.float32))
     stage.serving[0].services.store.define_optimizer(1, SGD(1.0).to_config())
-    monkeypatch.setattr(PsUpdates, "_applied", no_memory)
+    monkeypatch.setattr(PsUpdates, "_answer", no_memory)
     said: list[Any] = []
     gradient = np.ones(LARGE, np.float32).tobytes()
     stage.ask(WORKER, 0, Push(1, 0, -1, 0, 1, [W], 1, None, 0, pull=1), [gradient], said.append)

@@ -23,7 +23,7 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.numerics.memory import BLOCK_BYTES, BLOCK_ELEMENTS, Scratch
+from psync.numerics.memory import BLOCK_BYTES, BLOCK_ELEMENTS, ArenaArray, Scratch
 from psync.numerics.rows import SCATTER_OPS, combine
 from psync.numerics.rules import ACCUMULATOR, SGD, Adam, Lamb, RuleOptions, Sums, UpdateRule
 from psync.numerics.sums import sum_of_squares
@@ -296,6 +296,41 @@ def test_a_plan_that_was_settled_while_rows_were_laid_out_is_settled_anew() -> N
     layout = store.layout
     gathered(store, np.array([1]))
     assert store.layout == layout
+
+
+def test_an_arena_is_copied_only_while_somebody_else_reads() -> None:
+    store = store_of((4,), "float32", ACCUMULATING, Lamb(0.5), SGD(0.5), fill=1)
+    store.create(spec_of((4,), number=1), fill=1)
+    ones = np.ones(4, np.float32)
+
+    def everything() -> int:
+        run(store.assign(KEY, "add", ones))
+        run(store.average((1, 0), KEY, 0.5))
+        for optimizer in range(3):
+            push(store, ones, optimizer=optimizer)
+        return store.statistics()["copies"]  # type: ignore[no-any-return]
+
+    assert everything() == 0
+    held, before = store.read((1, 0)), value(store, (1, 0)).tobytes()
+    assert everything() == 1
+    assert b"".join(held) == before
+
+
+def test_slots_of_shards_that_are_pushed_apart_are_laid_out_with_no_others() -> None:
+    store = store_of((4,), "float32", Adam(0.5))
+    for number in range(1, 6):
+        store.create(spec_of((4,), number=number))
+
+    def arenas(*numbers: int) -> int:
+        keys = [(number, 0) for number in numbers]
+        store.apply_at_once(0, keys, [np.ones(4, np.float32)] * len(keys), 0)
+        slots = [each.slots[0, "m"] for each in store.shards().values() if each.slots]
+        return len({each.arena for each in slots if isinstance(each, ArenaArray)})
+
+    assert [arenas(0), arenas(1), arenas(2, 3), arenas(3, 4)] == [1, 2, 3, 1]
+    layout = store.layout
+    assert (arenas(2, 3), store.layout) == (1, layout)
+    assert arenas(4, 5) == 1
 
 
 @pytest.mark.promise("updates.at-most-once")

@@ -637,7 +637,7 @@ class ArenaArray(BlockArray):
         start: Its first element there.
     """
 
-    __slots__ = ("arena", "start")
+    __slots__ = ("_is_replaced", "arena", "start")
 
     def __init__(self, arena: Arena, start: int, size: int, fill: float | np.ndarray) -> None:
         super().__init__(size, arena.array.dtype, fill)
@@ -656,11 +656,17 @@ class ArenaArray(BlockArray):
         self.block(0).array.view(np.uint8)[:] = data
 
     def writable(self, i: int, pool: BlockPool) -> Block:
-        """As ``apart``: what is computed piece by piece must not be in the way of the others."""
-        return self.apart(i, pool)
+        """As of a block, where it lies; ``commit`` it in this turn: the others are updated, too."""
+        end = self.start + self.size
+        present, target, self._is_replaced = self.arena.begin(self.start, end, pool)
+        if present is not target:
+            np.copyto(target, present)
+        return self.block(i)
 
     def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
         """Let the array have the contents of a block. Returns whether somebody reads the old."""
+        if block is self._blocks[i]:
+            return self._is_replaced
         _, target, is_replaced = self.arena.begin(self.start, self.start + self.size, pool)
         np.copyto(target, block.array)
         block.retire(pool)

@@ -557,7 +557,7 @@ class ShardStore(RowTable):
         names = [(optimizer_id, name) for name in self.optimizers[optimizer_id].rule.slot_names()]
         for run in plan.runs:
             if run.arena is not None and None in self._slots_of(run, names):
-                self._lay_slots(run.arena, names)
+                self._lay_slots(run, names)
         found: list[list[Run] | None] = []
         for run in plan.runs:  # now that all lie where they will
             slots = [None] if run.arena is None else self._slots_of(run, names)
@@ -572,16 +572,21 @@ class ShardStore(RowTable):
                 self._slots(shard, names[0][0])
         return [_adjoining(run, name) for name in names]
 
-    def _lay_slots(self, arena: Arena, names: Sequence[tuple[int, str]]) -> None:
-        """Lay slots side by side: of all that an arena has, so that no two plans do so in turn."""
-        there = [
-            shard
-            for shard in self._shards.values()
-            if isinstance(shard.values, ArenaArray)
-            and shard.values.arena is arena
-            and names[0] in shard.slots
-        ]
-        there.sort(key=lambda shard: cast(ArenaArray, shard.values).start)
+    def _lay_slots(self, run: Run, names: Sequence[tuple[int, str]]) -> None:
+        """Lay slots side by side: of all that its arena has, if some of them lie with others.
+
+        So no two runs that have a shard in common do so in turn.
+        """
+        there = run.shards
+        if any(isinstance(shard.slots[names[0]], ArenaArray) for shard in there):
+            there = [
+                shard
+                for shard in self._shards.values()
+                if isinstance(shard.values, ArenaArray)
+                and shard.values.arena is run.arena
+                and names[0] in shard.slots
+            ]
+            there.sort(key=lambda shard: cast(ArenaArray, shard.values).start)
         each = [shard.slots[name] for shard in there for name in names]
         if any(shard.busy for shard in there) or any(slot.num_blocks > 1 for slot in each):
             return
@@ -701,16 +706,19 @@ class ShardStore(RowTable):
         self.check_average(average_key, key)
         shard, other = self._idle(average_key), self._idle(key)
         averages, pool = shard.values, self._pool
-        held = other.values.export()[::-1]  # one view of each block, the first at the end
+        # One view of each block, the first at the end. What is done in one turn holds nothing: the
+        # other one may lie in the same arena.
+        held = other.values.export()[::-1] if other.values.num_blocks > 1 else []
 
         def prepared(i: int) -> Prepared:
             target = averages.writable(i, pool)
-            read = [bytes_of(held.pop()).view(averages.dtype), averages.block(i).array]
-
-            def compute(space: Workspace) -> None:  # and hold nothing when it is committed
-                move_average(read.pop(), read.pop(), target.array, decay, space.sums)
-
-            return Prepared(compute, lambda: self._commit(averages, i, target))
+            average, value = averages.block(i).array, other.values.block(i).array
+            if held:
+                value = bytes_of(held.pop()).view(averages.dtype)
+            return Prepared(
+                lambda space: move_average(average, value, target.array, decay, space.sums),
+                lambda: self._commit(averages, i, target),
+            )
 
         return self._assigning(shard, prepared)
 
