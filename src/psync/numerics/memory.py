@@ -622,7 +622,8 @@ class _Window(Block):
     def export(self, start: int = 0, stop: int | None = None) -> memoryview:
         """As of a block: bytes ``start`` to ``stop`` of the window."""
         size = self._arena.array.itemsize
-        return self._arena.export(self._start * size, self._stop * size)[start:stop]
+        end = self._stop * size if stop is None else self._start * size + stop
+        return self._arena.export(self._start * size + start, end)
 
     def held(self) -> bool:
         """Return whether anybody outside sees any of the arena."""
@@ -648,8 +649,10 @@ class ArenaArray(BlockArray):
     @property
     def is_constant(self) -> bool:
         """Whether all elements are ``fill``, bit for bit."""
-        raw = self.block(0).array.view(np.uint8).reshape(self.size, -1)
-        return bool((raw == bytes_of(np.full(1, self.fill, self.dtype))).all())
+        array, fill = self.block(0).array, np.full(1, self.fill, self.dtype)
+        if array[0] != fill[0] and fill[0] == fill[0]:  # as that of most is
+            return False
+        return bool((array.view(np.uint8).reshape(self.size, -1) == bytes_of(fill)).all())
 
     def load(self, data: np.ndarray, pool: BlockPool) -> None:
         """Let a new array have the contents ``data`` (1-D uint8, as many bytes)."""

@@ -355,7 +355,11 @@ class UpdateRule(ABC):
         scaled_rate = rate if ratio is None else rate * ratio
         iteration = step // (options.gradient_accumulation_steps or 1)
         coefficients = self._coefficients(scaled_rate, iteration + 1)
-        scratch.quietly(self._apply, parts, decay, coefficients, scratch)
+        if self.may_raise:  # and what it does to the context of others nobody knows
+            with np.errstate(all="ignore"):
+                self._apply(parts, decay, coefficients, scratch)
+        else:
+            scratch.quietly(self._apply, parts, decay, coefficients, scratch)
 
     def _apply(
         self, parts: Iterable[Part], decay: float, coefficients: Coefficients, scratch: Scratch

@@ -563,7 +563,8 @@ class ShardStore(RowTable):
             slots = [None] if run.arena is None else self._slots_of(run, names)
             found.append(None if None in slots else cast(list[Run], slots))
         _note_further([slot for beside in found for slot in beside or ()])
-        plan.slots[optimizer_id] = found
+        if not any(shard.busy for run in plan.runs for shard in run.shards):
+            plan.slots[optimizer_id] = found
         return found
 
     def _slots_of(self, run: Run, names: Sequence[tuple[int, str]]) -> list[Run | None]:
