@@ -30,6 +30,13 @@ halves = psync.FixedShardsPartitioner(2)
 # --- what comes back ---------------------------------------------------------------------------
 
 
+async def test_pairs_may_be_gone_through_once() -> None:
+    optimizer = optimizers.SGD(1.0)
+    async with training_of(v=np.float32(10)) as (_, v):
+        await optimizer.apply_gradients([iter((np.float32(1), v))])
+        assert await v.read() == np.float32(9)
+
+
 async def test_two_optimizers_on_one_variable_count_their_own_steps() -> None:
     slow, fast = optimizers.SGD(0.1), optimizers.SGD(1.0)
     async with training_of(v=np.float32(10)) as (_, v):
