@@ -484,7 +484,13 @@ class ShardStore(RowTable):
                     yield from self._blocks(shard, optimizer_id, gradients[position])
                     position += 1
                 continue
-            if type(gradients) is Adjacent and not position and len(gradients.parts) == end:
+            if (
+                type(gradients) is Adjacent
+                and not position
+                and len(gradients.parts) == end
+                and not gradients.parts[0].start
+                and gradients.parts[-1].stop == gradients.whole.size  # not a slice of others
+            ):
                 gradient = gradients.whole
             else:
                 gradient = _side_by_side(gradients, run, position, end)
