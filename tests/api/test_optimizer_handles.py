@@ -30,6 +30,23 @@ halves = psync.FixedShardsPartitioner(2)
 # --- what comes back ---------------------------------------------------------------------------
 
 
+async def test_pairs_may_be_gone_through_once() -> None:
+    optimizer = optimizers.SGD(1.0)
+    async with training_of(v=np.float32(10)) as (_, v):
+        await optimizer.apply_gradients([iter((np.float32(1), v))])
+        assert await v.read() == np.float32(9)
+
+
+async def test_small_variables_may_be_pushed_with_a_large_one() -> None:
+    names = [f"v{number}" for number in range(5)]
+    values = {name: np.zeros(1000, np.float32) for name in names}
+    async with training_of(big=np.zeros(1 << 20, np.float32), **values) as (_, *variables):
+        gradients = [np.ones(variable.shape, np.float32) for variable in variables]
+        await optimizers.SGD(1.0).apply_gradients(zip(gradients, variables, strict=True))
+        for variable in variables:
+            assert (await variable.read() == -1).all()
+
+
 async def test_two_optimizers_on_one_variable_count_their_own_steps() -> None:
     slow, fast = optimizers.SGD(0.1), optimizers.SGD(1.0)
     async with training_of(v=np.float32(10)) as (_, v):

@@ -79,6 +79,32 @@ async def test_an_update_answered_while_ps_tasks_go_back_is_made_again(tmp_path:
         assert int(await v.read()) == 2
 
 
+async def test_an_update_that_is_made_again_outlives_lost_connections_as_before(
+    tmp_path: Path,
+) -> None:
+    async with running(MemoryCluster(2, 1, tapped=True)) as cluster:
+        async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:
+            v = counter(coordinator, (2,))
+            await v.assign_add([1, 1])
+            await keep_snapshots(coordinator, tmp_path)
+            sent: list[str] = []
+
+            def cut() -> None:
+                sent.append("")
+                if len(sent) in (1, 3):  # what it sends first, and first after the rollback
+                    cluster.network.cut("ps-0:1")
+
+            with cluster.tap("ps-0").at(Assign, cut):
+                with cluster.tap("ps-1").at(Assign, lambda: False) as lost:
+                    adding = asyncio.ensure_future(v.assign_add([1, 1]))
+                    await lost.wait()
+                await until(lambda: len(sent) == 2)
+                await lose(cluster, "ps-1")
+                await adding
+            assert len(sent) == 4
+            assert (await v.read()).tolist() == [2, 2]
+
+
 async def test_who_closes_during_a_recovery_does_not_wait_for_it(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     async with cluster_of(2, 1) as cluster:

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ps_cluster import PsCluster
 from psync.client import plan as plans
+from psync.client import ps as client
 from psync.client.plan import Landing, Plan, make_plan
 from psync.numerics.memory import BlockPool
 from psync.partitioners import div_split
@@ -25,6 +27,11 @@ def variable(
         for i, (offset, count) in enumerate(rows)
     )
     return VariableSpec(name, number, shape, dtype, True, shards, "train.py:1")
+
+
+class Held:
+    def __init__(self, spec: VariableSpec) -> None:
+        self.spec = spec
 
 
 def plan_of(*variables: VariableSpec) -> Plan:
@@ -91,3 +98,13 @@ def test_every_byte_of_every_body_lands_where_its_variable_lies(
             v.shape, dtype_of(v.dtype), out is not None,
         )  # fmt: skip
     assert sum(plan.buffers) == sum(v.nbytes for v in variables)
+
+
+async def test_as_many_sets_as_are_kept_have_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MAX_PLANS", 3)
+    async with PsCluster() as cluster:
+        sets = [(Held(variable(number, (3,))),) for number in range(3)]
+        plans = [cluster.chief.plan_of(each) for each in sets]
+        for each, plan in zip(sets, plans, strict=True):
+            assert cluster.chief.plan_of(each) is plan
+            assert cluster.chief.plan((each[0].spec,)) is plan

@@ -284,6 +284,7 @@ def pushes_of(optimizer: Optimizer, step: object) -> int:
 
 AnyVariable = Variable | ShardedVariable
 GradsAndVars = Iterable[tuple[Any, AnyVariable]]
+_PAIRS = {tuple, list}
 Gradient = np.ndarray | IndexedSlices
 Pairs = list[tuple[Gradient, AnyVariable]]
 
@@ -970,8 +971,8 @@ class Optimizer:
         self, pairs: Any
     ) -> tuple[Sequence[Gradient], tuple[AnyVariable, ...]] | None:
         """Return gradients and variables that need no other check; None: it is not sure."""
-        if not isinstance(pairs, (list, tuple)):
-            return None
+        if not isinstance(pairs, (list, tuple)) or not _PAIRS.issuperset(map(type, pairs)):
+            return None  # or they could be gone through once
         try:
             gradients, variables = zip(*pairs, strict=True)
             expected = self._settled[variables]

@@ -173,7 +173,7 @@ class PsLink:
             call: Can be given up.
             then: Told of the end.
         """
-        call.then = then
+        call.then, call.is_repeated = then, False  # it may be made again after a rollback
         if not call.lane:
             call.lane = "bulk" if call.nbytes > SMALL_BODY_BYTES else "control"
         peer = self._peers.get(call.lane)

@@ -83,7 +83,8 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 MAX_PLANS = 1024
-"""Sets of variables whose plans are kept, the least recently used go first."""
+"""Sets of variables whose plans are kept, the least recently used go first. Each may be there
+twice: by its handles, and by its keys."""
 
 ROWS_PER_REQUEST_BYTES = 32 << 20
 """More rows of one ps are asked for in several messages, each of which may see another version."""
@@ -373,7 +374,7 @@ class PsClient:
         """Keep a plan as the last that was used."""
         self._plans[key] = plan
         self._plans.move_to_end(key)
-        if len(self._plans) > MAX_PLANS:
+        if len(self._plans) > 2 * MAX_PLANS:
             self._plans.popitem(last=False)
         return plan
 

@@ -562,7 +562,7 @@ class PsUpdates:
 
     def _applied(self, update: Update, answer: Pushed) -> None:
         """All shards have it, and nobody was told yet."""
-        del update.done, update.at_once, update.in_pieces  # which lead back here
+        del update.done, update.at_once, update.in_pieces  # which lead back: its body would be held
         if self._gate.rule.cut:
             self._gate.wake()
         message = update.message
