@@ -44,6 +44,7 @@ from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.locks import LockTable
 from psync.store.shards import ShardTable
+from psync.store.store import ShardStore
 from psync.store.update_gate import UpdateGate
 from psync.sync import step_update
 from psync.sync.group import Group
@@ -286,7 +287,8 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "reads_in_between": Mutant(
         "nobody reads what is half updated", ("any",),
-        ((ShardTable, "read", lambda original: wrong.read_at_any_time),),
+        ((ShardTable, "read", lambda original: wrong.read_at_any_time),
+         (ShardStore, "read_together", lambda original: wrong.read_together_at_any_time)),
     ),
     "set_steps_are_plain": Mutant(
         "a step that was set holds, whoever remembers a higher one", ("async",),

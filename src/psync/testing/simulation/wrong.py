@@ -28,6 +28,7 @@ from psync.store.ledger import AlreadyApplied, Fresh, Ledger
 from psync.store.locks import LockTable
 from psync.store.push_counts import FIRST, HOME
 from psync.store.shards import ShardTable
+from psync.store.store import ShardStore
 from psync.sync.group import Group
 from psync.sync.ps_services import PsServices
 from psync.sync.staging import Staging
@@ -172,6 +173,12 @@ def writes_are_let_in(original: Callable[..., Any]) -> Any:
 
 def read_at_any_time(self: ShardTable, key: Any) -> Any:
     return self._shard(key).values.export()
+
+
+def read_together_at_any_time(self: ShardStore, shards: Any) -> Any:
+    if shards.layout != self.layout:
+        self._settle(shards)
+    return [view for key in shards for view in read_at_any_time(self, key)]
 
 
 def only_values(shard: Any) -> Iterator[Any]:
