@@ -176,7 +176,7 @@ def adopted(store: ShardStore) -> ShardStore:
 
 
 @pytest.mark.promise("reads.never-torn", "reads.stable")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.tuples(

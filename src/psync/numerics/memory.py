@@ -638,21 +638,24 @@ class ArenaArray(BlockArray):
         start: Its first element there.
     """
 
-    __slots__ = ("_is_replaced", "arena", "start")
+    __slots__ = ("_is_replaced", "_is_used", "arena", "start")
 
     def __init__(self, arena: Arena, start: int, size: int, fill: float | np.ndarray) -> None:
         super().__init__(size, arena.array.dtype, fill)
         self.arena = arena
         self.start = start
+        self._is_used = False
         self._blocks[0] = _Window(arena, start, start + size)
 
     @property
     def is_constant(self) -> bool:
-        """Whether all elements are ``fill``, bit for bit."""
-        array, fill = self.block(0).array, np.full(1, self.fill, self.dtype)
-        if array[0] != fill[0] and fill[0] == fill[0]:  # as that of most is
-            return False
-        return bool((array.view(np.uint8).reshape(self.size, -1) == bytes_of(fill)).all())
+        """Whether nothing was ever written: all elements are ``fill``."""
+        return not self._is_used
+
+    def block(self, i: int) -> Block:
+        """Return block ``i``, which may be written to from now on."""
+        self._is_used = True
+        return super().block(i)
 
     def load(self, data: np.ndarray, pool: BlockPool) -> None:
         """Let a new array have the contents ``data`` (1-D uint8, as many bytes)."""
@@ -670,6 +673,7 @@ class ArenaArray(BlockArray):
         """Let the array have the contents of a block. Returns whether somebody reads the old."""
         if block is self._blocks[i]:
             return self._is_replaced
+        self._is_used = True
         _, target, is_replaced = self.arena.begin(self.start, self.start + self.size, pool)
         np.copyto(target, block.array)
         block.retire(pool)

@@ -560,7 +560,14 @@ class ShardStore(RowTable):
                 self._lay_slots(run, names)
         found: list[list[Run] | None] = []
         for run in plan.runs:  # now that all lie where they will
-            slots = [None] if run.arena is None else self._slots_of(run, names)
+            if run.arena is None:
+                found.append(None)
+                continue
+            for shard in run.shards:
+                for array in (shard.values, *(shard.slots[name] for name in names)):
+                    if isinstance(array, ArenaArray):
+                        array.block(0)  # it is written from now on
+            slots = self._slots_of(run, names)
             found.append(None if None in slots else cast(list[Run], slots))
         _note_further([slot for beside in found for slot in beside or ()])
         if not any(shard.busy for run in plan.runs for shard in run.shards):
