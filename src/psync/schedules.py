@@ -114,7 +114,9 @@ class Constant(Schedule):
     def rate(self, step: float) -> float:
         return self.value
 
-    __call__ = rate  # it was checked when it was made
+    def __call__(self, step: float) -> float:
+        """Return the rate, which was checked when it was made."""
+        return float(self.value)
 
 
 @dataclass(frozen=True)
