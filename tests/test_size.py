@@ -9,9 +9,9 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 46_456,
-    "src": 62_414,
-    "nodes": 590_156,
+    "core": 46_310,
+    "src": 62_268,
+    "nodes": 588_629,
     "tests": 91_937,
     "net": 4_693,
     "api": 3_644,
@@ -22,7 +22,7 @@ SIZES = {
     "numerics": 2_866,
     "status": 2_710,
     "client": 2_271,
-    "chief": 2_459,
+    "chief": 2_313,
     "closures": 1_740,
     "training": 1_743,
     "launch": 1_666,
