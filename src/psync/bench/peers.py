@@ -30,7 +30,7 @@ from psync.bench.figures import Figures
 from psync.bench.sync_async import machine
 from psync.errors import ConfigurationError
 
-SMALL, SMALL_SHAPE = 100, (64, 64)  # variables of the work "variables"
+SMALL, SMALL_SHAPE = 100, (16, 16)  # variables of the work "variables"
 ROWS_OF_TABLE, COLUMNS, IDS = 1_000_000, 64, 4096  # of the work "lookup"
 
 OWN = "psync"
