@@ -91,6 +91,11 @@ class GateService(Changing):
         """Whether a cut is being taken."""
         return self.rule.cut > 0
 
+    @property
+    def num_waiting(self) -> int:
+        """How many messages wait here, and not for a lock."""
+        return self.rule.waiting.total() - len(self._locked_out)
+
     def describe(self) -> list[str]:
         """Say which cut is being taken, and who waits for it; for reports."""
         if not self.is_shut:

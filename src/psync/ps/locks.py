@@ -73,6 +73,11 @@ class PsLocks:
             RenewLock: Handler(self._renew),
         }
 
+    @property
+    def num_waiting(self) -> int:
+        """How many locks and updates wait for a lock to end."""
+        return len(self._turns)
+
     def statistics(self) -> dict[str, int]:
         """Return counters."""
         return {"held": len(self._locks), "taken": self.taken, "expired": self.expired}
