@@ -921,6 +921,7 @@ def test_a_shard_is_as_it_was_when_a_rule_of_a_user_raises(
     other.begin_push(0)
     for each in (store, other):
         assert pushed(each, drawn(3)) is None
+        assert push(each, drawn(4)) is None  # of the whole shard, rows or not
     assert state(store) == state(other) != before
     assert b"".join(held) == drawn(1).tobytes()
 
