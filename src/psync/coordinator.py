@@ -20,8 +20,7 @@ from typing import Any
 from psync.checkpoints.ownership import Owner
 from psync.chief import watchdog
 from psync.chief.consistent_cut import Cuts
-from psync.chief.creation import Creation, OwnOptimizers, Reattachment, reattach
-from psync.chief.declarations import Declaration
+from psync.chief.declarations import Creation, Declaration, OwnOptimizers
 from psync.chief.events import RollbackEvent
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery import ClusterRecovery
@@ -425,10 +424,9 @@ class Coordinator:
         has_backups: Whether each ps has a backup.
 
     Attributes:
-        links, workers, joins, gangs, cuts, events, functions, recovery, runtime: Its parts, as
-            ``api`` and ``training`` use them.
-        left: What an earlier program has left, with which this one goes on; None: nothing.
-        partial_updates: Updates of the earlier program that some of their ps tasks lack.
+        links, workers, joins, gangs, cuts, events, functions, creation, recovery, runtime: Its
+            parts, as ``api`` and ``training`` use them.
+        attached: Whether this program goes on with what an earlier one has left.
 
     Invariant: All is on its loop. After ``close``, ``schedule`` and ``join`` raise ClosedError.
     """
@@ -447,9 +445,7 @@ class Coordinator:
         has_backups: bool,
     ) -> None:
         self._options = options
-        self._own = own
-        self.left: Reattachment | None = None
-        self.partial_updates = 0
+        self.attached = False
         self.parts = platform.parts
         self._limits = platform.limits
         self._main_by_name = main_by_name
@@ -473,11 +469,11 @@ class Coordinator:
             waits_for=self.waits_for,
         )  # fmt: skip
         self._reports = ScheduleReports(self.workers.names(), self._queue)
-        self._creation = Creation(declared, self.links.ps)
+        self.creation = Creation(declared, self.links.ps, own)
         self.events = self.links.events
-        self.cuts = Cuts(self.links.ps, functools.partial(self._creation.ensure, last=True))
+        self.cuts = Cuts(self.links.ps, functools.partial(self.creation.ensure, last=True))
         self.recovery = ClusterRecovery(
-            self.links, self._queue, self.gangs, self._reports, self._creation, own,
+            self.links, self._queue, self.gangs, self._reports, self.creation,
             perform=self.perform, tell_again=self._tell_again, has_backups=has_backups,
         )  # fmt: skip
         self.links.endpoint.handlers.update({
@@ -509,15 +505,13 @@ class Coordinator:
         options = self._options
         await self.links.start(options.min_workers, options.connect_timeout_s)
         if options.attach:
-            self._creation.reattachment = self.left = await reattach(
-                self.links.ps, self.links.endpoint.incarnation, self._own
-            )
-            self.partial_updates = 0 if self.left is None else self.left.partial_updates
-        if self.left is None:
-            self._creation.repeatable = []
+            await self.creation.reattach(self.links.endpoint.incarnation)
+        self.attached = self.creation.left is not None
+        if not self.attached:
+            self.creation.repeatable = []
         if options.attach:
-            await self._creation.ensure()  # what does not fit is told here, as far as it is known
-        await self.recovery.first_backups(options.connect_timeout_s, attached=self.left is not None)
+            await self.creation.ensure()  # what does not fit is told here, as far as it is known
+        await self.recovery.first_backups(options.connect_timeout_s, attached=self.attached)
         self.recovery.started()
         self._begin(self._report_schedule(), "the schedule is no longer reported")
         if options.closure_timeout_s is not None:
@@ -642,7 +636,7 @@ class Coordinator:
     ) -> RemoteValue[Any]:
         closure = self._closures.make(self._queue.next_id, call, self, identity, needs)
         value = self._closures.adopt(closure)
-        if self._creation.pending and self._creating is None:
+        if self.creation.pending and self._creating is None:
             self._create_if_declared()
         if actions := self._queue.schedule(closure):
             self.perform(actions)
@@ -759,17 +753,17 @@ class Coordinator:
 
     async def _ensure_created(self) -> None:
         """Create what is declared, for a request of the program itself."""
-        await self._creation.ensure()
+        await self.creation.ensure()
         await self.recovery.begin()
 
     def _create_if_declared(self) -> None:
-        if self._creation.pending and self._creating is None:
+        if self.creation.pending and self._creating is None:
             self._queue.pause()
             self._creating = self._begin(self._create(), "variables cannot be created")
 
     async def _create(self) -> None:
         try:
-            await self._creation.ensure(last=True)
+            await self.creation.ensure(last=True)
         except Exception as exc:
             self.recovery.fail(exc)
         finally:
@@ -956,7 +950,7 @@ class Coordinator:
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:
-        self._creation.repeatable = None  # the program begins to compute
+        self.creation.repeatable = None  # the program begins to compute
         now = self.loop.time()
         for closure in action.closures:
             closure.payload.sent_at = now

@@ -24,7 +24,7 @@ from psync.api.datasets import (
 from psync.api.optimizers import optimizers_here
 from psync.api.scheduling import Scheduling
 from psync.api.strategy import ParameterServerStrategy
-from psync.chief.creation import OwnOptimizers
+from psync.chief.declarations import OwnOptimizers
 from psync.chief.events import Event
 from psync.chief.links import FollowedWorkers
 from psync.chief.recovery_rule import MAX_STARTS
@@ -351,12 +351,12 @@ class ClusterCoordinator(Scheduling):
 
         False without ``attach=True``, and if there were no values: then restore a checkpoint.
         """
-        return self._coordinator is not None and self._coordinator.left is not None
+        return self._coordinator is not None and self._coordinator.attached
 
     @property
     def partial_updates(self) -> int:
         """Updates of an earlier program that only some ps tasks have, and others never will."""
-        return 0 if self._coordinator is None else self._coordinator.partial_updates
+        return 0 if self._coordinator is None else self._coordinator.creation.partial_updates
 
     async def close(self) -> None:
         """Cancel unfinished closures and close all connections; tasks keep waiting for a chief.

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from psync.checkpoints.files import STREAM_VARIABLE, StoredSnapshot, disk_errors
 from psync.chief import recovery_rule as rules
-from psync.chief.creation import Creation, OwnOptimizers
+from psync.chief.declarations import Creation
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
@@ -292,7 +292,6 @@ class ClusterRecovery:
     gangs: GangRunner  # those that run are ended by one
     reports: ScheduleReports  # are told again to ps 0 after one
     creation: Creation  # knows what was created, and what is adopted
-    optimizers: OwnOptimizers  # of this program
     _: KW_ONLY
     perform: Callable[[Sequence[QueueAction]], None]  # does what the queue decided
     tell_again: Callable[[], None]  # tells ps tasks how far closures are: they do not know
@@ -406,7 +405,7 @@ class ClusterRecovery:
     async def backed_up(self) -> None:
         """Wait until every ps has a backup; see ``ClusterCoordinator.backed_up``."""
         if self.has_backups:
-            if self.creation.reattachment is not None:
+            if self.creation.left is not None:
                 await self.creation.ensure(last=True)
             await self.backups.complete()
 
@@ -605,7 +604,7 @@ class ClusterRecovery:
                 hint="save again after the last variable was declared",
             )
         self._snapshots = snapshots
-        incarnation, optimizers = self.links.endpoint.incarnation, self.optimizers.listed()
+        incarnation, optimizers = self.links.endpoint.incarnation, self.creation.own.listed()
         self._states = [
             state.for_coordinator(incarnation).with_rates(optimizers) for state in states
         ]
