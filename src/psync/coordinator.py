@@ -29,10 +29,9 @@ from psync.client.link import always
 from psync.client.ps import PsClient
 from psync.closures.closure import Closure, Identity, Needs, State
 from psync.closures.dispatcher import Dispatch, GiveBack
-from psync.closures.membership import TaskState
+from psync.closures.membership import ScheduleReports, TaskState
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import Cancel, ClosureQueue, Settle
-from psync.closures.schedule_reports import ScheduleReports
 from psync.cluster import ClusterSpec, parse_task_name
 from psync.errors import (
     ClosedError,

@@ -498,8 +498,7 @@ class ClusterCoordinator(Scheduling):
 
         Cancellation: The worker is not added.
         """
-        coordinator, cluster = self._running("add_worker"), self.strategy.cluster
-        workers = coordinator.links.workers
+        workers, cluster = self._running("add_worker").workers, self.strategy.cluster
         known = {parse_task_name(name)[1]: at for name, at in workers.addresses().items()}
         if index is None:
             index = next(number for number in itertools.count() if number not in known)
@@ -510,10 +509,7 @@ class ClusterCoordinator(Scheduling):
             )
         # Is it an address, and nobody else's? Is the index one?
         ClusterSpec({**cluster.as_dict(), "worker": {**known, index: address}})
-        try:
-            name = await workers.add(address, index, timeout)
-        finally:
-            coordinator.recovery.fail_if_gone()  # it may have been the last hope
+        name = await workers.add(address, index, timeout)
         added = added_workers.get()
         if added is not None:
             added[name] = address
@@ -537,8 +533,7 @@ class ClusterCoordinator(Scheduling):
 
         Cancellation: The worker leaves all the same.
         """
-        coordinator = self._running("remove_worker")
-        workers = coordinator.links.workers
+        workers = self._running("remove_worker").workers
         known = workers.addresses()
         if task not in known:
             raise ConfigurationError(
@@ -553,7 +548,6 @@ class ClusterCoordinator(Scheduling):
                 hint="it leaves once the closure ends; wait again, or stop its process to remove "
                 "it now",
             ) from exc
-        coordinator.recovery.fail_if_gone()
         added = added_workers.get()
         if added is not None:
             added.pop(task, None)

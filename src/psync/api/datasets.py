@@ -305,10 +305,9 @@ class PerWorkerIterator(IteratorHandle[T]):
         Cancellation: Safe.
         """
         coordinator = self._coordinator._running("positions")
-        answers = await coordinator.workers.ask_all(AskPosition(self.uid))
+        answers = await coordinator.workers.ask(AskPosition(self.uid))
         positions = {}
-        workers = coordinator.links.workers.names()[: self.num_pipelines]
-        for place, worker in enumerate(workers):
+        for place, worker in enumerate(coordinator.workers.names()[: self.num_pipelines]):
             positions[place] = self.starts.get(place, 0)
             answer = answers.get(worker)
             if isinstance(answer, IteratorPosition) and answer.position >= 0:

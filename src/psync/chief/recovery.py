@@ -26,10 +26,10 @@ from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
 from psync.client.link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, all_of, always, ask
 from psync.closures.closure import State as ClosureState
+from psync.closures.membership import ScheduleReports
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
 from psync.closures.rollback import KEPT_BYTES, CutCalls, EndedClosures
-from psync.closures.schedule_reports import ScheduleReports
 from psync.cluster import parse_task_name
 from psync.errors import (
     CheckpointCorrupt,
