@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from psync.api.pulls import pull
-from psync.errors import ConfigurationError
+from psync.errors import ConfigurationError, check_fits
 from psync.schedules import Schedule
 from psync.specs import checked_integer, checked_kind
 from psync.training.checkpoint import CheckpointManager
@@ -94,8 +94,7 @@ class _Monitor:
         self, monitor: str, mode: str, min_delta: float = 0.0, baseline: float | None = None
     ) -> None:
         checked_kind("callback: expected the name of a value as monitor", monitor, str)
-        if mode not in ("auto", "min", "max"):
-            raise ConfigurationError(f"callback: expected mode auto, min or max, got {mode!r}")
+        check_fits(mode in ("auto", "min", "max"), "callback: expected mode auto, min or max", mode)
         grows = mode == "max" or (
             mode == "auto" and any(word in monitor for word in ("acc", "auc", "fmeasure"))
         )
@@ -132,8 +131,7 @@ def _checked_number(name: str, value: Any) -> float:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if math.isnan(number):
-        raise ConfigurationError(f"callback: expected a number as {name}, got {value!r}")
+    check_fits(not math.isnan(number), f"callback: expected a number as {name}", value)
     return number
 
 
@@ -228,11 +226,9 @@ class LearningRateScheduler(Callback):
     """
 
     def __init__(self, schedule: Callable[[int, float], float]) -> None:
-        if not callable(schedule):
-            raise ConfigurationError(
-                f"learning rate scheduler: expected a function (epoch, rate), got {schedule!r}",
-                hint="for a constant rate set the optimizer's learning_rate",
-            )
+        expected = "learning rate scheduler: expected a function (epoch, rate)"
+        hint = "for a constant rate set the optimizer's learning_rate"
+        check_fits(callable(schedule), expected, schedule, hint)
         self._schedule = schedule
         self._rate: float | None = None
 
@@ -264,10 +260,8 @@ class CSVLogger(Callback):
     def __init__(
         self, path: str | os.PathLike[str], separator: str = ",", append: bool = False
     ) -> None:
-        if not isinstance(separator, str) or len(separator) != 1:
-            raise ConfigurationError(
-                f"csv logger: expected one character as separator, got {separator!r}"
-            )
+        is_one = isinstance(separator, str) and len(separator) == 1
+        check_fits(is_one, "csv logger: expected one character as separator", separator)
         self._path = Path(path)
         self._separator = separator
         self._append = append

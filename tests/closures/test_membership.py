@@ -15,19 +15,17 @@ from psync.closures.membership import (
     RETURN_S,
     SETTLE_S,
     WINDOW_S,
-    AdaptiveRule,
     Fence,
     Flapping,
-    Load,
     Membership,
     ScheduleReports,
     ScheduleState,
     SessionEnd,
     TaskState,
     backoff,
-    changes,
 )
 from psync.closures.queue import ClosureQueue, QueueStatistics
+from psync.closures.scaling import AdaptiveRule, Load, changes
 from psync.errors import ConfigurationError, EndOfData, LocalProtocolError
 
 W0, W1 = "/job:worker/task:0", "/job:worker/task:1"

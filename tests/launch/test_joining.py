@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Collection, Mapping
 
 import pytest
 
-from psync.closures.membership import Load
+from psync.closures.scaling import Load
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed
 from psync.launch.process import PYTHON
 from psync.launch.tasks import FIRST_JOINED, FORGET_AFTER_S, Door, Membership, join

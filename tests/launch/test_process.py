@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from process_tools import script, watching
-from psync.closures.membership import Load
+from psync.closures.scaling import Load
 from psync.errors import ConfigurationError
 from psync.launch import process
 from psync.launch.process import (

@@ -14,7 +14,7 @@ import pytest
 import psync
 from psync import optimizers
 from psync.api.scopes import running_scopes
-from psync.closures.membership import Load
+from psync.closures.scaling import Load
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError
 from psync.net.platform import GivenUp, PerProcess, Platform, Workforce, flag, fresh_process

@@ -41,6 +41,7 @@ from psync.errors import (
     PsyncError,
     SerializationError,
     UsageError,
+    check_fits,
     other_loop,
 )
 from psync.net.environment import (
@@ -191,11 +192,13 @@ class ClusterCoordinator(Scheduling):
             watchdog_timeout = watchdog_timeout_here()
         else:
             fits = 0 <= watchdog_timeout < math.inf
-            _check("watchdog_timeout", watchdog_timeout, "seconds, 0 or above", fits)
-        _check("min_workers", min_workers, f"1 to {num_workers}", 1 <= min_workers <= num_workers)
+            check_fits(fits, "watchdog_timeout: expected seconds, 0 or above", watchdog_timeout)
+        fits = 1 <= min_workers <= num_workers
+        check_fits(fits, f"min_workers: expected 1 to {num_workers}", min_workers)
         if closure_timeout is not None:
-            _check("closure_timeout", closure_timeout, "seconds above 0", closure_timeout > 0)
-        _check("max_losses", max_losses, "at least 1", max_losses >= 1)
+            expected = "closure_timeout: expected seconds above 0"
+            check_fits(closure_timeout > 0, expected, closure_timeout)
+        check_fits(max_losses >= 1, "max_losses: expected at least 1", max_losses)
         Flapping(max_flaps)  # is it a limit?
         self._options = CoordinatorOptions(
             min_workers=min_workers,
@@ -450,11 +453,9 @@ class ClusterCoordinator(Scheduling):
         Source: ``ClusterCoordinator.create_per_worker_dataset``.
         """
         coordinator = self._running("create_per_worker_dataset")
-        if end not in ("all", "first"):
-            raise ConfigurationError(
-                f'create_per_worker_dataset: end: expected "all" or "first", got {end!r}',
-                hint='"all" trains on every batch; "first" ends when one worker has no data left',
-            )
+        hint = '"all" trains on every batch; "first" ends when one worker has no data left'
+        expected = 'create_per_worker_dataset: end: expected "all" or "first"'
+        check_fits(end in ("all", "first"), expected, end, hint)
         try:
             captured, function = capture_dataset(dataset_fn, coordinator.functions)
         except SerializationError as error:
@@ -535,10 +536,8 @@ class ClusterCoordinator(Scheduling):
         """
         workers = self._running("remove_worker").workers
         known = workers.addresses()
-        if task not in known:
-            raise ConfigurationError(
-                f"task: expected a worker of the cluster ({', '.join(known)}), got {task!r}"
-            )
+        expected = f"task: expected a worker of the cluster ({', '.join(known)})"
+        check_fits(task in known, expected, task)
         try:
             async with asyncio.timeout(timeout):
                 await workers.remove(task, "the program removes it")
@@ -728,11 +727,6 @@ class ClusterCoordinator(Scheduling):
         if asyncio._get_running_loop() is not self._coordinator.loop:
             raise other_loop(operation)
         return self._coordinator
-
-
-def _check(option: str, value: float, expected: str, fits: bool) -> None:
-    if not fits:
-        raise ConfigurationError(f"{option}: expected {expected}, got {value}")
 
 
 class report:

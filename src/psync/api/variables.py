@@ -43,6 +43,7 @@ from psync.errors import (
     UnsupportedError,
     UsageError,
     ValueMismatchError,
+    check_fits,
 )
 from psync.net.platform import PerProcess
 from psync.numerics.casting import checked_target, fitting
@@ -301,11 +302,10 @@ class Handle(AwaitFirst):
         operation = f'gather_nd of "{self.spec.name}"'
         array = index_array(indices, operation)
         depth = array.shape[-1] if array.ndim else 0
-        if not 1 <= depth <= len(self.shape):
-            raise IndexValueError(
-                f"{operation}: expected indices of shape (…, k) with k from 1 to "
-                f"{len(self.shape)}, got {array.shape}"
-            )
+        expected = (
+            f"{operation}: expected indices of shape (…, k) with k from 1 to {len(self.shape)}"
+        )
+        check_fits(1 <= depth <= len(self.shape), expected, array.shape, error=IndexValueError)
         named = tuple(
             row_numbers(array[..., axis], self.shape[axis], f"{operation}, axis {axis}")
             for axis in range(depth)
@@ -555,11 +555,8 @@ def variable_creator_scope(variable_creator: Creator) -> Generator[None, None, N
         place. Precedence is the same as in TensorFlow's parameter-server strategy.
     """
     forbid_in_step("entering a variable creator scope")
-    if not callable(variable_creator):
-        raise UsageError(
-            "variable_creator_scope: expected a callable (next_creator, **kwargs), got "
-            f"{variable_creator!r}"
-        )
+    expected = "variable_creator_scope: expected a callable (next_creator, **kwargs)"
+    check_fits(callable(variable_creator), expected, variable_creator, error=UsageError)
     entered = (variable_creator, current_scope() is not None)
     token = _creators.set((*_creators.get(), entered))
     try:
@@ -638,11 +635,9 @@ class Variable(Handle):
             shape=shape, trainable=trainable, synchronization=synchronization,
             aggregation=aggregation,
         )  # fmt: skip
-        if not isinstance(made, Handle):
-            raise UsageError(
-                f"{called}: expected a variable creator to return a variable, got {made!r}",
-                hint="return next_creator(**kwargs)",
-            )
+        expected = f"{called}: expected a variable creator to return a variable"
+        hint = "return next_creator(**kwargs)"
+        check_fits(isinstance(made, Handle), expected, made, hint, error=UsageError)
         return cast(Variable, made)
 
     @property
@@ -895,11 +890,9 @@ def _declare(
     on_read = synchronization is VariableSynchronization.ON_READ
     kinds = (VariableSynchronization, synchronization), (VariableAggregation, aggregation)
     for kind, given in kinds:
-        if not isinstance(given, kind):
-            raise ConfigurationError(
-                f'variable "{name}": expected a psync.{kind.__name__}, got {given!r}',
-                hint=f"one of {', '.join(f'psync.{member}' for member in kind)}",
-            )
+        hint = f"one of {', '.join(f'psync.{member}' for member in kind)}"
+        expected = f'variable "{name}": expected a psync.{kind.__name__}'
+        check_fits(isinstance(given, kind), expected, given, hint)
     if synchronization is VariableSynchronization.NONE:
         raise ConfigurationError(
             f'variable "{name}": synchronization NONE is not supported',
@@ -1092,8 +1085,8 @@ class Module:
     _name: str | None = None  # None: after the class
 
     def __init__(self, name: str | None = None) -> None:
-        if name is not None and not (isinstance(name, str) and name.isidentifier()):
-            raise UsageError(f"name of a module: expected a Python identifier, got {name!r}")
+        fits = name is None or (isinstance(name, str) and name.isidentifier())
+        check_fits(fits, "name of a module: expected a Python identifier", name, error=UsageError)
         self._name = name
 
     @property

@@ -23,13 +23,13 @@ from psync.closures.membership import (
     LIMIT,
     Fence,
     Flapping,
-    Load,
     Membership,
     SessionEnd,
     TaskState,
     backoff,
 )
 from psync.closures.queue import ClosureQueue
+from psync.closures.scaling import Load
 from psync.cluster import CHIEF, ENQUIRER, ClusterSpec, parse_task_name, task_name
 from psync.errors import (
     AttachError,

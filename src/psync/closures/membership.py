@@ -1,4 +1,4 @@
-"""Membership: who is alive, fenced, set aside or reported, and how many workers there shall be.
+"""Membership: which tasks are alive, fenced, set aside, and reported to ps 0.
 
 ``Membership`` is the coordinator's view. Its inputs are connections made and ended; it returns the
 fences that follow from that.
@@ -27,17 +27,14 @@ of an error, and a ps may return.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 
-from psync.closures.queue import ClosureQueue, QueueStatistics
-from psync.errors import ConfigurationError, LocalProtocolError
-from psync.specs import checked_integer
+from psync.closures.queue import ClosureQueue
+from psync.errors import LocalProtocolError, check_fits
 
 BACKOFF_MIN_S = 0.02
 BACKOFF_MAX_S = 5.0
@@ -284,8 +281,8 @@ class Flapping:
     """
 
     def __init__(self, limit: int | None = LIMIT) -> None:
-        if limit is not None and limit < 0:
-            raise ConfigurationError(f"max_flaps: expected at least 0 or None, got {limit}")
+        fits = limit is None or limit >= 0
+        check_fits(fits, "max_flaps: expected at least 0 or None", limit)
         self._limit = limit
         self.is_anyone_there: Callable[[], bool] = lambda: True
         self._records: dict[str, _Record] = {}
@@ -527,90 +524,3 @@ class ScheduleReports:
             for worker in self._workers
             if worker in self._joined and worker not in absent
         ]
-
-
-# --- scaling -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a coordinator has to do at one moment."""
-
-    queued: int = 0  # closures that no worker holds, and that wait for no input
-    in_flight: int = 0  # closures that workers hold
-    mean_s: float | None = None  # seconds that one takes; None: none has ended yet
-
-    @classmethod
-    def of(cls, counts: QueueStatistics) -> Load:
-        """Return the load of a queue; the mean is that of its workers."""
-        means = [worker.mean_s for worker in counts.workers if worker.mean_s is not None]
-        mean_s = sum(means) / len(means) if means else None
-        return cls(counts.queued, counts.in_flight, mean_s)
-
-
-class AdaptiveRule:
-    """How many workers a cluster shall have, asked again and again.
-
-    Args:
-        minimum: Of workers, at least 1.
-        maximum: Of workers.
-        target_s: In how many seconds what there is to do should be done.
-        wait_count: So many looks in a row have to ask for fewer workers before any leaves.
-
-    Raises:
-        ConfigurationError: One of them is out of range.
-    """
-
-    def __init__(
-        self, minimum: int, maximum: int, target_s: float = 5.0, wait_count: int = 3
-    ) -> None:
-        for name, value in (("minimum", minimum), ("wait_count", wait_count)):
-            checked_integer(f"{name}: expected a whole number above 0", value, 1)
-        expected = f"maximum: expected a whole number, {minimum} or above"
-        checked_integer(expected, maximum, minimum)
-        if not 0 < target_s < math.inf:
-            raise ConfigurationError(f"target_duration: expected seconds above 0, got {target_s!r}")
-        self._minimum, self._maximum, self._target_s = minimum, maximum, target_s
-        self._fewer: deque[int] = deque(maxlen=wait_count)  # the last looks, if they ask for fewer
-
-    def wanted(self, load: Load) -> int:
-        """Return how many workers a load asks for, within the bounds."""
-        number = load.queued + load.in_flight
-        if load.mean_s is not None:
-            number = min(number, math.ceil(number * load.mean_s / self._target_s))
-        return min(max(number, self._minimum), self._maximum)
-
-    def decide(self, load: Load, workers: int) -> int:
-        """Return how many workers there shall be, where there are ``workers`` now."""
-        wanted = self.wanted(load)
-        if wanted >= workers:
-            self._fewer.clear()
-            return wanted
-        self._fewer.append(wanted)
-        if len(self._fewer) < (self._fewer.maxlen or 0):
-            return workers
-        target = max(self._fewer)
-        self._fewer.clear()
-        return target
-
-
-def changes(
-    present: Collection[int], taken: Collection[int], number: int
-) -> tuple[list[int], list[int]]:
-    """Return which workers have to come and which to leave, by index, for ``number`` of them.
-
-    Those come that have the lowest indices which are free; those leave that have the highest.
-
-    Args:
-        present: Workers that there are.
-        taken: Further indices that are not free yet: of workers that are about to leave.
-        number: At least 1.
-
-    Raises:
-        ConfigurationError: It is no such number.
-    """
-    checked_integer("workers: expected a whole number above 0", number, 1)
-    free = (index for index in itertools.count() if index not in present and index not in taken)
-    come = list(itertools.islice(free, max(number - len(present), 0)))
-    leave = sorted(present, reverse=True)[: max(len(present) - number, 0)]
-    return come, leave

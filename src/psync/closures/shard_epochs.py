@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.errors import ConfigurationError, LocalProtocolError
+from psync.errors import ConfigurationError, LocalProtocolError, check_fits
 from psync.specs import checked_integer
 
 STATE_VERSION = 1
@@ -241,12 +241,10 @@ class Visitation:
                 f"state: expected a result of state(), version {STATE_VERSION}, got "
                 f"{type(state).__name__} of version {version!r}"
             )
-        if state.get("num_shards") != self.num_shards:
-            raise ConfigurationError(
-                f"state: expected a state of {self.num_shards} shards, as given now, got one of "
-                f"{state.get('num_shards')!r}",
-                hint="pass the same shards in the same order as before, or start without the state",
-            )
+        saved, expected = state.get("num_shards"), f"a state of {self.num_shards} shards"
+        hint = "pass the same shards in the same order as before, or start without the state"
+        fits = saved == self.num_shards
+        check_fits(fits, f"state: expected {expected}, as given now", saved, hint)
         try:  # of each epoch, the shards that are done, None: all; and runs that have not finished
             epochs: list[tuple[set[int] | None, dict[int, int]]] = [
                 (None, {int(s): int(runs) - (int(runs) > 0) for s, runs in epoch})
@@ -261,19 +259,14 @@ class Visitation:
                 f"state: expected a result of state(), got {dict(state)!r:.200}"
             ) from exc
         named = set().union(*(each for done, runs in epochs for each in (done or (), runs)))
-        if named and not 0 <= min(named) <= max(named) < self.num_shards:
-            raise ConfigurationError(
-                f"state: expected shards 0 to {self.num_shards - 1}, got {sorted(named)}"
-            )
-        counts = [count for _, runs in epochs for count in runs.values()]
-        if counts and min(counts) < 0:
-            raise ConfigurationError(f"state: expected numbers of runs from 0, got {min(counts)}")
+        fits = not named or 0 <= min(named) <= max(named) < self.num_shards
+        check_fits(fits, f"state: expected shards 0 to {self.num_shards - 1}", sorted(named))
+        fewest = min((count for _, runs in epochs for count in runs.values()), default=0)
+        check_fits(fewest >= 0, "state: expected numbers of runs from 0", fewest)
         while epochs and epochs[-1] == (set(), {}):  # it has not begun
             epochs.pop()
-        if len(epochs) > self.num_epochs:
-            raise ConfigurationError(
-                f"state: expected at most {self.num_epochs} epochs (num_epochs), got {len(epochs)}"
-            )
+        expected = f"state: expected at most {self.num_epochs} epochs (num_epochs)"
+        check_fits(len(epochs) <= self.num_epochs, expected, len(epochs))
         every = range(self.num_shards)
         self._epochs = [
             _Epoch(self.num_shards, every if done is None else done, unfinished)

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Self
 
-from psync.closures.membership import AdaptiveRule, changes
+from psync.closures.scaling import AdaptiveRule, changes
 from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConfigurationError, PsyncError, UsageError, other_loop
 from psync.launch.plugins import load_plugins, plugins_environ

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from io import FileIO
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from psync.closures.membership import Load
+from psync.closures.scaling import Load
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError
 from psync.net.secret import Secret
