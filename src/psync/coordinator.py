@@ -93,7 +93,6 @@ class Joins:
         self.waiting: dict[asyncio.Future[None], int] = {}  # and the ids below which each waits for
         self._ends_of_data: dict[asyncio.Future[None], BaseException | None] = {}  # to be raised
         self._late = Counter[tuple[str, str]]()  # refused operations, by step and operation
-        self._exhausted_at: int | None = None  # lowest closure that met an end of data, not told
 
         self.stop_reason: str | None = None
         """Why a step asked for the end of training that the latest join met; None if none did."""
@@ -201,14 +200,6 @@ class Joins:
         else:
             error.add_note(f"also failed: {type(collected).__name__}: {text_of(collected)}")
 
-    def note_final(self, closures: Sequence[Closure]) -> None:
-        """Look for closures whose data had ended."""
-        for closure in closures:
-            if closure.state is State.EXHAUSTED and (
-                self._exhausted_at is None or closure.id < self._exhausted_at
-            ):
-                self._exhausted_at = closure.id
-
     def note_late(self, worker: str, step: str, operation: str, times: int) -> None:
         """A worker has refused an operation whose step had returned; a join will raise that."""
         if (step, operation) not in self._late:
@@ -240,8 +231,8 @@ class Joins:
         if ready and self._queue.pending_errors:
             self.fail(self._collect())
             return
-        exhausted = self._exhausted_at
-        if exhausted is not None and any(cutoff > exhausted for cutoff in ready.values()):
+        exhausted = self._queue.exhausted_at
+        if any(cutoff > exhausted for cutoff in ready.values()):
             error = self._collect()
             concerned = [f for f, cutoff in self.waiting.items() if cutoff > exhausted]
             self._ends_of_data |= dict.fromkeys(concerned, error)
@@ -265,7 +256,6 @@ class Joins:
             logger.warning("closing without join; join would have raised %s: %s", name, text)
 
     def _collect(self) -> BaseException | None:
-        self._exhausted_at = None
         if (collected := self._queue.collect_error()) is None:
             return None
         first, others = collected
@@ -518,8 +508,8 @@ class Coordinator:
             watch = watchdog.watch_closures(self._queue, limit_s, self.workers.waits, self._give_up)
             self._begin(watch, "the closure timeout is off")
         if options.watchdog_timeout_s is not None:
-            stalled = functools.partial(watchdog.log_stall, self.describe, options.on_stall)
-            watch = watchdog.watch(options.watchdog_timeout_s, self._progress, stalled)
+            limit_s, on_stall = options.watchdog_timeout_s, options.on_stall
+            watch = watchdog.watch(limit_s, self._progress, self.describe, on_stall)
             self._begin(watch, "the watchdog is off")
 
     def _begin(self, work: Coroutine[Any, Any, None], if_it_fails: str) -> asyncio.Task[None]:
@@ -849,10 +839,8 @@ class Coordinator:
             self.joins.note_late(peer.task, step, operation, times)
         self._finished(peer.task, finished, message.mean_seconds)
         # What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
-        if self.cuts.taken or self.recovery.source is not None:
-            self.recovery.note_ended(ended)
-        else:
-            self.recovery.note_ended_early(ended)
+        early = not self.cuts.taken and self.recovery.source is None
+        self.recovery.note_ended(ended, early=early)
         self.joins.heard_at = self.loop.time()
         self._final.look()
 
@@ -923,7 +911,6 @@ class Coordinator:
         replicas: list[Closure] = []
         for action in actions:
             if isinstance(action, Settle):
-                self.joins.note_final(action.closures)
                 for closure in action.closures:
                     self._closures.settle(closure, closure.error)
                     if closure.is_replica:

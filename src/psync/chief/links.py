@@ -730,11 +730,7 @@ class ClusterLinks:
                     raise first.lost from exc
                 silent = await absent(self._platform, dict(missing))
                 missing = silent or [(first.task, first.address)]
-            who = ", ".join(f"{task} at {address}" for task, address in missing)
-            raise ConnectFailed(
-                f"the cluster did not come up within {timeout_s:g} s: no connection to {who}",
-                hint="are these tasks running, and are these their addresses?",
-            ) from exc
+            raise _did_not_come_up(timeout_s, missing) from exc
         finally:
             self._asking = None
         self.is_up = True
@@ -1001,6 +997,14 @@ class ClusterLinks:
             await ask(link, messages.Fence(fence.task, fence.below), messages.Done)
         except PsyncError as exc:
             logger.warning("a fence was not accepted: %s", exc)
+
+
+def _did_not_come_up(timeout_s: float, missing: Sequence[tuple[str, str]]) -> ConnectFailed:
+    who = ", ".join(f"{task} at {address}" for task, address in missing)
+    return ConnectFailed(
+        f"the cluster did not come up within {timeout_s:g} s: no connection to {who}",
+        hint="are these tasks running, and are these their addresses?",
+    )
 
 
 def _addresses(cluster: ClusterSpec, job: str) -> dict[str, str]:

@@ -324,18 +324,22 @@ class ClusterRecovery:
         """There is a new checkpoint: what it has cannot be undone any more."""
         self.ended.saved(CutCalls(snapshots), self.queue.is_open)
 
-    def note_ended(self, ended: Sequence[EndedCall]) -> None:
-        """Note closures that have ended: a rollback may undo them."""
-        for each in ended:
-            self.ended.ended(each.number, each.updates)
-            if each.call is not None and _may_be_repeated(each):
-                self.ended.kept.keep(each.number, each.call, each.call.parts())
+    def note_ended(self, ended: Sequence[EndedCall], *, early: bool) -> None:
+        """Note closures that have ended: a rollback may undo them.
 
-    def note_ended_early(self, ended: Sequence[EndedCall]) -> None:
-        """Note closures that have ended before the first cut: it may lack a synchronous push."""
+        Args:
+            ended: The closures.
+            early: Whether no cut was begun yet: the first one may lack a synchronous push.
+        """
         for each in ended:
-            if _may_be_repeated(each):
+            if not early:
+                self.ended.ended(each.number, each.updates)
+            if each.call is None or not _may_be_repeated(each):
+                continue
+            if early:
                 self.ended.ended_early(each.number)
+            else:
+                self.ended.kept.keep(each.number, each.call, each.call.parts())
 
     def calls_undone_by(self, event: RollbackEvent) -> list[ScheduledCall]:
         """Return, once, the calls of the closures that a rollback has undone, in order.

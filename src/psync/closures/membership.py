@@ -350,16 +350,6 @@ class ScheduleState:
     queued: bool
     in_flight: tuple[tuple[int, str], ...]  # (closure, worker); empty while closures are queued
 
-    def is_urgent_after(self, earlier: ScheduleState) -> bool:
-        """Whether a worker has come, or the queue has filled."""
-        if self.queued and not earlier.queued:
-            return True
-        return not set(self.workers) <= set(earlier.workers)
-
-    def adds_to(self, earlier: ScheduleState) -> bool:
-        """Whether there is a closure that ``earlier`` does not know of."""
-        return not earlier.queued and not set(self.in_flight) <= set(earlier.in_flight)
-
 
 class ScheduleReports:
     """Decides what is reported, and when. While the queue is full it is not looked at closer.
@@ -488,8 +478,13 @@ class ScheduleReports:
         if state == self._reported:
             self._deadline = None
             return None
-        if self._reported is not None and not state.is_urgent_after(self._reported):
-            since = self._reported_at if state.adds_to(self._reported) else now
+        before = self._reported
+        # A worker that has come, and a queue that has filled, are urgent.
+        if before is not None and not (
+            (state.queued and not before.queued) or set(state.workers) - set(before.workers)
+        ):
+            adds = not before.queued and not set(state.in_flight) <= set(before.in_flight)
+            since = self._reported_at if adds else now
             due = since + SETTLE_S
             self._deadline = due if self._deadline is None else min(due, self._deadline)
             if now < self._deadline:

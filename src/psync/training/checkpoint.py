@@ -48,7 +48,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -1237,7 +1237,8 @@ async def _written(
     """
     begun: list[Writer] = []  # so that who is cancelled while it is made abandons it, too
     shapes = {name: (array.shape, array.dtype) for name, array in contents.arrays.items()}
-    total, nonce = sum(part.nbytes for part in contents.parts), ""
+    parts = contents.parts
+    total, nonce = sum(part.nbytes for part in parts), ""
     if cut is not None:
         total = sum(item.nbytes for state in cut.snapshots for item in state.items)
         nonce = "" if flag(os.environ, STREAM_VARIABLE) else random_hex(16)
@@ -1252,11 +1253,7 @@ async def _written(
                 lambda: begun.append(make(directory, name, number, shapes, states, nonce))
             )
             writer = begun[0]
-            work = (
-                _write_parts(writer, contents.parts)
-                if cut is None
-                else _write_cut(cut, contents, writer)
-            )
+            work = _write_parts(writer, parts) if cut is None else _write_cut(cut, parts, writer)
             if verbose:
                 work = _shown(work, verbose, writer, total)
             await work
@@ -1315,12 +1312,12 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     raise cancelled
 
 
-async def _write_cut(cut: Cut, contents: Contents, writer: Writer) -> None:
-    """Write what ps tasks held at a cut.
+async def _write_cut(cut: Cut, parts: Sequence[Part], writer: Writer) -> None:
+    """Write what ps tasks held at a cut. When something fails, all else has ended as well.
 
     Args:
         cut: Held meanwhile.
-        contents: What is wanted by name.
+        parts: What is wanted by name.
         writer: Of the checkpoint.
 
     Raises:
@@ -1329,11 +1326,15 @@ async def _write_cut(cut: Cut, contents: Contents, writer: Writer) -> None:
 
     Cancellation: Files are half written.
     """
-    parts = contents.parts
     layout = Layout(cut.snapshots, [part for part in parts if part.compute is None])
     own = await _own(cut, parts, layout)  # first: a ps lets go of what it has written
-    theirs = [_write_snapshot(cut, ps, layout, writer) for ps in range(len(cut.snapshots))]
-    await _together([*theirs, _write_parts(writer, own)])
+    try:
+        async with asyncio.TaskGroup() as group:
+            for ps in range(len(cut.snapshots)):
+                group.create_task(_write_snapshot(cut, ps, layout, writer))
+            group.create_task(_write_parts(writer, own))
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
 
 
 async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: Writer) -> None:
@@ -1402,16 +1403,7 @@ async def _value(value: Any) -> Any:
 
 
 async def _write_parts(writer: Writer, parts: Sequence[Part]) -> None:
-    for number, batch in enumerate(_batches(parts)):
-        name = f"data-{number:05d}.safetensors"
-        data_file = await in_thread(writer.data_file, name, batch)
-        for part in batch:
-            await in_thread(data_file.write, await part.read())
-
-
-def _batches(parts: Sequence[Part]) -> list[list[Part]]:
-    """Return what goes into which file."""
-    batches: list[list[Part]] = []
+    batches: list[list[Part]] = []  # of each file
     nbytes = FILE_BYTES
     for part in parts:
         if nbytes >= FILE_BYTES:
@@ -1419,7 +1411,11 @@ def _batches(parts: Sequence[Part]) -> list[list[Part]]:
             nbytes = 0
         batches[-1].append(part)
         nbytes += part.nbytes
-    return batches
+    for number, batch in enumerate(batches):
+        name = f"data-{number:05d}.safetensors"
+        data_file = await in_thread(writer.data_file, name, batch)
+        for part in batch:
+            await in_thread(data_file.write, await part.read())
 
 
 def _constant(part: Part) -> Iterator[np.ndarray]:
@@ -1430,13 +1426,3 @@ def _constant(part: Part) -> Iterator[np.ndarray]:
     while left > 0:
         yield elements[:left]
         left -= elements.size
-
-
-async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Await all; when one fails the others are cancelled, and have ended when it is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None

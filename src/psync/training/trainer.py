@@ -670,11 +670,9 @@ class Trainer:
         self.checkpoint = Checkpoint(
             model=by_name(variables), optimizer=optimizer, history=self.fit_state
         )
-        self.manager = (
-            None
-            if checkpoint_directory is None
-            else CheckpointManager(self.checkpoint, checkpoint_directory, max_to_keep)
-        )
+        self.manager: CheckpointManager | None = None
+        if checkpoint_directory is not None:
+            self.manager = CheckpointManager(self.checkpoint, checkpoint_directory, max_to_keep)
 
     async def fit(
         self,
