@@ -185,14 +185,16 @@ class Joins:
             failed.result()
         task.result()
 
-    async def collect_into(self, error: Exception, cutoff: int) -> None:
+    async def collect_into(self, error: Exception) -> None:
         """Collect the error that a join would raise, where ``error`` is raised instead.
 
         If that is another one it becomes the cause of ``error``, or a note.
 
         Cancellation: Safe; a join still raises it.
         """
-        collected = (await self.below(cutoff)).exception()
+        if not self._queue.pending_errors:
+            return
+        collected = (await self.below(self._queue.next_id)).exception()
         if collected is None or collected is error or isinstance(collected, ClosedError):
             return
         if error.__cause__ is None:
@@ -393,7 +395,6 @@ class CoordinatorOptions:
     max_flaps: int | None  # None: as often as it likes
     watchdog_timeout_s: float | None  # None: there is no watchdog
     on_stall: Callable[[str], object] | None
-    insecure: bool
     attach: bool
 
 
@@ -461,9 +462,10 @@ class Coordinator:
         self.creation = Creation(declared, self.links.ps, own)
         self.events = self.links.events
         self.cuts = Cuts(self.links.ps, functools.partial(self.creation.ensure, last=True))
+        self._final = FinalClosures(self._queue, self.links.ps)
         self.recovery = ClusterRecovery(
             self.links, self._queue, self.gangs, self._reports, self.creation,
-            perform=self.perform, tell_again=self._tell_again, has_backups=has_backups,
+            perform=self.perform, tell_again=self._final.tell_again, has_backups=has_backups,
         )  # fmt: skip
         self.links.endpoint.handlers.update({
             messages.ClosureResults: Handler(self._results),
@@ -476,7 +478,6 @@ class Coordinator:
         })  # fmt: skip
         self.runtime = Runtime(self.links.ps, origin, program, self._ensure_created)
         self._report_due = asyncio.Event()  # set when the schedule has changed
-        self._final = FinalClosures(self._queue, self.links.ps)
         self._dispatch_due = False  # ``_dispatch`` comes in this turn of the loop
         self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused
         self._tasks: set[asyncio.Task[None]] = set()  # that end with the coordinator
@@ -671,14 +672,6 @@ class Coordinator:
         """Why a step has asked for the end of training; see ``ClusterCoordinator.stop_reason``."""
         return self._queue.requested_stop or self.joins.stop_reason
 
-    async def collect_into(self, error: Exception) -> None:
-        """Collect the error that a join would raise; see ``Joins.collect_into``.
-
-        Cancellation: Safe; closures go on.
-        """
-        if not self._closed and self._queue.pending_errors:
-            await self.joins.collect_into(error, self._queue.next_id)
-
     async def _finish_steps(self, limit: Limit | None) -> None:
         finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
         await self.joins.run(finish, limit)
@@ -824,20 +817,22 @@ class Coordinator:
             if self._queue.ending is None:
                 logger.info("training stops: %s (%s on %s)", reason, closure, peer.task)
             self.perform(self._queue.request_stop(reason))
-        finished: list[tuple[int, Payload]] = []
+        finished: list[int] = []
+        payloads: list[Payload] = []  # of these
         at = 0
         for closure_id, outcome, count, error in message.results:
             payload = Payload.from_segments(segments[at : at + count]) if count else EMPTY
             at += count
             if outcome == "ok":
-                finished.append((closure_id, payload))
+                finished.append(closure_id)
+                payloads.append(payload)
                 continue
-            self._finished(peer.task, finished, message.mean_seconds)
-            finished = []
+            self._finished(peer.task, finished, payloads, message.mean_seconds)
+            finished, payloads = [], []
             self._ended(peer.task, closure_id, outcome, error, payload)
         for step, operation, times in message.late or ():
             self.joins.note_late(peer.task, step, operation, times)
-        self._finished(peer.task, finished, message.mean_seconds)
+        self._finished(peer.task, finished, payloads, message.mean_seconds)
         # What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
         early = not self.cuts.taken and self.recovery.source is None
         self.recovery.note_ended(ended, early=early)
@@ -845,15 +840,14 @@ class Coordinator:
         self._final.look()
 
     def _finished(
-        self, worker: str, results: Sequence[tuple[int, Payload]], mean_seconds: float
+        self, worker: str, ids: Sequence[int], payloads: Sequence[Payload], mean_seconds: float
     ) -> None:
         """Closures ended with values, which are there before anything that needs them is sent."""
-        if not results:
+        if not ids:
             return
-        ids = [closure_id for closure_id, _ in results]
         actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
         self._reports.has_data(worker)
-        for closure_id, payload in results:
+        for closure_id, payload in zip(ids, payloads, strict=True):
             closure = self._closures[closure_id]
             value = closure.payload.value()
             if value is not None and closure.state is State.FINISHED:
@@ -932,7 +926,8 @@ class Coordinator:
 
     def _dispatch(self) -> None:
         self._dispatch_due = False
-        self.recovery.fail_if_gone()
+        if self.recovery.is_gone:
+            self.recovery.fail_if_gone()
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:
@@ -942,9 +937,3 @@ class Coordinator:
             closure.payload.sent_at = now
         message, segments = starting(action.closures)
         self.workers.notify(action.worker, message, segments)
-
-    def _tell_again(self) -> None:
-        """ps tasks know nothing of what they were told: tell them how far closures are."""
-        if self._reports.look():
-            self._report_due.set()
-        self._final.tell_again()

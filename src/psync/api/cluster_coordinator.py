@@ -209,9 +209,9 @@ class ClusterCoordinator(Scheduling):
             max_flaps=max_flaps,
             watchdog_timeout_s=watchdog_timeout or None,
             on_stall=on_stall,
-            insecure=insecure,
             attach=attach,
         )
+        self._insecure = insecure
         self._metrics, self._dashboard, self._run_log = metrics, dashboard, run_log
         self.strategy = strategy
         self._ending = AsyncExitStack()  # what ``close`` has to do
@@ -267,8 +267,7 @@ class ClusterCoordinator(Scheduling):
         cluster, own = self.strategy.cluster, "127.0.0.1:1"  # not in the cluster: listens nowhere
         if "chief" in cluster.jobs:
             own = cluster.task_address("chief", cluster.task_indices("chief")[0])
-        resolver, insecure = self.strategy.cluster_resolver, self._options.insecure
-        platform = platform_of(resolver, own, insecure=insecure)
+        platform = platform_of(self.strategy.cluster_resolver, own, insecure=self._insecure)
         self._starting = True
         declared, here = self.strategy._uncreated, list(self.strategy._uncreated)
         try:

@@ -152,9 +152,8 @@ def checked_weight(weight: object) -> float:
     """
     if weight == 1.0 and type(weight) is float:
         return weight
-    number = as_number("apply_gradients: weight", weight)
     try:
-        return check_weight(number)
+        return check_weight(as_number("apply_gradients: weight", weight))
     except ValueMismatchError as exc:
         raise ValueMismatchError(f"apply_gradients: {exc.message}") from None
 
@@ -540,9 +539,6 @@ class SyncReplicasOptimizer(Optimizer):
         if run is not None and result.outcome is Outcome.STALE:
             run.dropped += 1
         return result, None  # the next pull takes what has come
-
-    def _may_bring(self, pulled: Sequence[AnyVariable], step: AnyVariable | None) -> bool:
-        return self._pull_ahead
 
     async def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, AnyVariable]]:
         """Return pairs of gradient and variable: ``compute_gradients`` of the wrapped optimizer.

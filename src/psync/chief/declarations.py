@@ -218,7 +218,7 @@ def beside(
     *,
     trainable: bool,
     where: str,
-    dtype: str | None = None,
+    dtype: str,
 ) -> VariableSpec:
     """Return the spec of a variable that lies beside another one, shard by shard.
 
@@ -230,7 +230,7 @@ def beside(
         variable_id: Unique in the strategy.
         trainable: Whether optimizers take it by default.
         where: "file:line" of the declaration.
-        dtype: Its name; None: that of the other one.
+        dtype: Its name.
 
     Raises:
         UsageError: The name is too long.
@@ -239,7 +239,6 @@ def beside(
     Source: ``colocate_with_primary`` of TensorFlow's ``slot_creator.create_slot``.
     """
     _check_name(name, where)
-    dtype = dtype or original.dtype
     shards = tuple(
         dataclasses.replace(shard, variable=name, variable_id=variable_id, dtype=dtype)
         for shard in original.shards

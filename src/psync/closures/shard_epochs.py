@@ -241,10 +241,12 @@ class Visitation:
                 f"state: expected a result of state(), version {STATE_VERSION}, got "
                 f"{type(state).__name__} of version {version!r}"
             )
-        saved, expected = state.get("num_shards"), f"a state of {self.num_shards} shards"
-        hint = "pass the same shards in the same order as before, or start without the state"
-        fits = saved == self.num_shards
-        check_fits(fits, f"state: expected {expected}, as given now", saved, hint)
+        if state.get("num_shards") != self.num_shards:
+            raise ConfigurationError(
+                f"state: expected a state of {self.num_shards} shards, as given now, got one of "
+                f"{state.get('num_shards')!r}",
+                hint="pass the same shards in the same order as before, or start without the state",
+            )
         try:  # of each epoch, the shards that are done, None: all; and runs that have not finished
             epochs: list[tuple[set[int] | None, dict[int, int]]] = [
                 (None, {int(s): int(runs) - (int(runs) > 0) for s, runs in epoch})
