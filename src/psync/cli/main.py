@@ -42,7 +42,7 @@ from psync.launch.process import configure_logging, fill_standard_streams, run_l
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from psync.net.tracing import Trace
+    from psync.net.trace import Trace
     from psync.status.dashboard.run_log import FinishedRun
     from psync.status.serving import StatusReader, UrlReader
 
@@ -303,7 +303,7 @@ def trace(out: Path, run: str | None, seconds: float) -> int:
 
 
 async def _trace(out: Path, path: str | None, seconds: float) -> Trace:
-    from psync.net.tracing import tracing
+    from psync.net.trace import tracing
 
     loop = asyncio.get_running_loop()
     async with reading_of(path) as reader:

@@ -11,6 +11,7 @@ Source: "Trace Event Format" (Google, 2016): JSON object format, events X, C, M,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import Counter, defaultdict
@@ -74,8 +75,8 @@ class Half:
     is_client: bool
     message: Message
     begin: float  # it was sent, or had come
-    sent: int = 0  # bytes of bodies
-    received: int = 0
+    request_bytes: int  # of its body
+    answer_bytes: int = 0
     end: float = math.nan  # its answer had come, or was sent; NaN: neither
     answer: Message | None = None
     outcome: str = ""  # "error", "given up", or "" else
@@ -89,13 +90,6 @@ class Half:
     def is_over(self) -> bool:
         """Whether its end is known."""
         return not math.isnan(self.end)
-
-    def add_bytes(self, nbytes: int, *, is_sent: bool) -> None:
-        """Count the body of the request or of its answer."""
-        if is_sent:
-            self.sent += nbytes
-        else:
-            self.received += nbytes
 
 
 @dataclass(slots=True, eq=False)
@@ -148,30 +142,23 @@ class TaskLog:
         own, own_incarnation, peer, peer_incarnation, lane = self._links[number]
         message = None
         if kind in (Kind.REQUEST, Kind.REPLY, Kind.ERROR, Kind.NOTIFY):
-            try:
+            with contextlib.suppress(PsyncError):  # this version of psync does not know it
                 message = decode(header)
-            except PsyncError:  # this version of psync does not know it
-                if kind in (Kind.REQUEST, Kind.NOTIFY):
-                    return
-        if kind == Kind.REQUEST:
-            assert message is not None
+        if kind == Kind.REQUEST and message is not None:
             ends = (own, own_incarnation), (peer, peer_incarnation)
             client, server = ends if is_sent else ends[::-1]
-            half = Half((*client, *server, lane), request, is_sent, message, at)
-            half.add_bytes(nbytes, is_sent=is_sent)
+            half = Half((*client, *server, lane), request, is_sent, message, at, nbytes)
             self._open[number, request, is_sent] = half
             self.halves.append(half)
-        elif kind == Kind.NOTIFY:
-            assert message is not None
+        elif kind == Kind.NOTIFY and message is not None:
             self.told.append((at, is_sent, peer, message))
         elif kind == Kind.CANCEL:
             if (known := self._open.get((number, request, is_sent))) is not None:
                 known.end, known.outcome = at, "given up"
         elif kind in (Kind.REPLY, Kind.ERROR):
             if (known := self._open.pop((number, request, not is_sent), None)) is not None:
-                known.end, known.answer = at, message
+                known.end, known.answer, known.answer_bytes = at, message, nbytes
                 known.outcome = "error" if kind == Kind.ERROR else ""
-                known.add_bytes(nbytes, is_sent=is_sent)
 
 
 def logs_of(readings: Iterable[Reading]) -> list[TaskLog]:
@@ -440,10 +427,12 @@ def _requests(log: TaskLog, names: Names) -> Iterator[Slice]:
     for half in log.halves:
         if isinstance(half.message, AskSpans):
             continue
+        sizes = half.request_bytes, half.answer_bytes
+        sent, received = sizes if half.is_client else sizes[::-1]
         told = {
             "variables": names.of_request(half),
-            "bytes sent": half.sent,
-            "bytes received": half.received,
+            "bytes sent": sent,
+            "bytes received": received,
             "end": half.outcome or ("" if half.is_over else "not in this trace"),
         }
         args = {**_fields(half.message), **_fields(half.answer)}
