@@ -1,4 +1,4 @@
-"""The side channels of connections in memory: what ``net.shared.channel`` is between processes."""
+"""The side channels of connections in memory: what ``SideChannel`` is between processes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
+from psync.net.shared.doors import SideChannel
 from psync.net.shared.regions import Make, Region, make_heap
 
 REFUSED = 0.02
 """How often a region cannot be given, as if a queue were full."""
 
 
-class MemoryChannel:
-    """One end of a side channel; see ``net.shared.channel.SideChannel``.
+class MemoryChannel(SideChannel):
+    """One end of a side channel; see ``SideChannel``.
 
     Args:
         random: Draws which regions cannot be given.
