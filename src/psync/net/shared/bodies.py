@@ -28,8 +28,7 @@ from dataclasses import dataclass, field
 
 from psync.errors import RemoteProtocolError
 from psync.net.shared.doors import SideChannel
-from psync.net.shared.regions import Region, SharedMemory, offset_of
-from psync.net.shared.windows import root_of
+from psync.net.shared.regions import Region, SharedMemory, offset_of, root_of
 from psync.wire.frames import Buffer
 from psync.wire.lent import MAX_EXTENTS, Extent, copies
 from psync.wire.tensors import to_bytes_view
