@@ -61,6 +61,7 @@ from psync.net.resolvers import (
 )
 from psync.net.secret import load_secret
 from psync.net.shared.door_names import BACKLOG
+from psync.net.shielding import first_of
 from psync.net.task_reports import add_description
 from psync.net.transport import SocketNetwork
 from psync.wire.messages import Done, JoinCluster, Joined, LeaveCluster, Shutdown
@@ -526,20 +527,11 @@ async def join(
         own = OwnTask(resolver, cluster, "worker", index)
         logger.info("%s joins the cluster of %s, and listens at %s", own.name, chief, address)
         awaited = f"{own.name} waits for the coordinator of {chief} to connect to {address}"
-        serve = serve_as(
+        serving = serve_as(
             own, insecure=False, shared=shared, chief_timeout=chief_timeout, awaited=awaited
         )
-        serving = asyncio.ensure_future(serve)
-        keeping = asyncio.ensure_future(membership.keep())
-        try:
-            await asyncio.wait((serving, keeping), return_when=asyncio.FIRST_COMPLETED)
-            if not serving.done():
-                keeping.result()  # the chief does not want it any more, and this says why
-            return serving.result()
-        finally:
-            serving.cancel()
-            keeping.cancel()
-            await asyncio.gather(serving, keeping, return_exceptions=True)
+        # The latter says why the chief does not want this worker any more.
+        return await first_of(serving, membership.keep())
 
 
 async def _open_to_joiners(
@@ -618,7 +610,7 @@ class Membership:
             )
         self.index = received.index
 
-    async def keep(self) -> None:
+    async def keep(self) -> NoReturn:
         """Come back to the door whenever the connection is lost, until cancelled.
 
         Raises:
