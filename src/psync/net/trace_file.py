@@ -23,19 +23,9 @@ import msgpack
 import numpy as np
 
 from psync.errors import PsyncError
+from psync.wire import messages
 from psync.wire.codec import Message, decode
 from psync.wire.frames import Kind
-from psync.wire.messages import (
-    AskSpans,
-    ClosureResults,
-    Contribute,
-    Contributed,
-    GivenBack,
-    PullRows,
-    Pushed,
-    RunClosures,
-    RunReplica,
-)
 
 SENT = 256  # as ``net.connection``
 
@@ -323,7 +313,7 @@ class Names:
 
     def of_request(self, half: Half) -> str:
         """Return the names of the variables of a request; "": it has none, or nobody knows."""
-        if isinstance(half.message, PullRows):
+        if isinstance(half.message, messages.PullRows):
             variables: Sequence[int] = [part[0] for part in half.message.parts]
         elif hasattr(half.message, "set_id"):
             variables = self.sets.get(_set_of(half), ())
@@ -337,14 +327,14 @@ class Names:
 def _set_of(half: Half) -> tuple[str, str]:
     (client, incarnation, server, _, lane), message = half.link, half.message
     number: int = getattr(message, "set_id")  # noqa: B009
-    shown = f"whole {number}" if isinstance(message, Contribute) else str(number)
+    shown = f"whole {number}" if isinstance(message, messages.Contribute) else str(number)
     return f"{client} {incarnation} {lane} {server}", shown
 
 
 def _closures_of(message: Message) -> Sequence[tuple[int, bytes, int, list[int]]]:
-    if isinstance(message, RunReplica):
+    if isinstance(message, messages.RunReplica):
         return [message.closure]
-    return message.closures if isinstance(message, RunClosures) else ()
+    return message.closures if isinstance(message, messages.RunClosures) else ()
 
 
 def label(task: str) -> str:
@@ -382,9 +372,9 @@ def samples_of(log: TaskLog) -> Iterator[tuple[str, float, float]]:
     newest: dict[str, int] = {}
     for half in _served(log):
         answer, name, step = half.answer, "", 0
-        if isinstance(answer, Contributed):
+        if isinstance(answer, messages.Contributed):
             name, step = "global step", answer.token
-        elif isinstance(answer, Pushed):
+        elif isinstance(answer, messages.Pushed):
             name, step = "optimizer step", answer.step
         if name and step > newest.get(name, 0):
             newest[name] = step
@@ -425,7 +415,7 @@ def _steps(log: TaskLog, names: Names) -> Iterator[Slice]:
 def _requests(log: TaskLog, names: Names) -> Iterator[Slice]:
     """What a task asks of others, and what others ask of it."""
     for half in log.halves:
-        if isinstance(half.message, AskSpans):
+        if isinstance(half.message, messages.AskSpans):
             continue
         sizes = half.request_bytes, half.answer_bytes
         sent, received = sizes if half.is_client else sizes[::-1]
@@ -465,10 +455,10 @@ def _results(log: TaskLog, names: Names) -> Iterator[Slice]:
     for at, is_sent, peer, message in log.told:
         if is_sent:
             sent.update(((peer, closure[0]), at) for closure in _closures_of(message))
-        elif isinstance(message, GivenBack):
+        elif isinstance(message, messages.GivenBack):
             for number in message.closures:
                 sent.pop((peer, number), None)
-        elif isinstance(message, ClosureResults) and message.results:
+        elif isinstance(message, messages.ClosureResults) and message.results:
             numbers = [result[0] for result in message.results]
             begins = {number: sent.pop((peer, number), log.begin) for number in numbers}
             yield batch(peer, begins, at, is_over=True)
@@ -480,10 +470,11 @@ def _results(log: TaskLog, names: Names) -> Iterator[Slice]:
 
 def _sync_steps(log: TaskLog) -> Iterator[Slice]:
     """Synchronous steps on ps 0, from the first gradient until it is closed."""
-    closed: dict[tuple[int, int], list[tuple[Contributed, Half]]] = defaultdict(list)
+    closed: dict[tuple[int, int], list[tuple[messages.Contributed, Half]]] = defaultdict(list)
     for half in _served(log):
-        if isinstance(half.message, Contribute) and isinstance(half.answer, Contributed):
-            closed[half.message.group, half.answer.token].append((half.answer, half))
+        asked, answer = half.message, half.answer
+        if isinstance(asked, messages.Contribute) and isinstance(answer, messages.Contributed):
+            closed[asked.group, answer.token].append((answer, half))
     last: dict[int, float] = defaultdict(lambda: log.begin)
     for (group, token), several in closed.items():
         counted = [(answer, half) for answer, half in several if answer.outcome == "accepted"]
