@@ -51,8 +51,8 @@ from psync.launch.process import loop_factory
 from psync.net.platform import PerProcess
 from psync.net.resolvers import ClusterResolver, opened
 from psync.net.shielding import shielded
+from psync.net.trace import Trace
 from psync.net.trace_file import Summary
-from psync.net.tracing import Trace
 from psync.serialization.remote_value import RemoteValue as AsyncRemoteValue
 from psync.status.model import Status
 

@@ -55,7 +55,7 @@ from psync.net.environment import watchdog_timeout as watchdog_timeout_here
 from psync.net.notebook_cells import of_no_cell
 from psync.net.platform import PerProcess, Platform
 from psync.net.task_reports import add_description
-from psync.net.tracing import Trace, tracing
+from psync.net.trace import Trace, tracing
 from psync.specs import checked_kind
 from psync.status.html_tables import table_of_workers
 from psync.status.model import ShardStatus
