@@ -31,7 +31,6 @@ from typing import Any
 
 import msgpack
 
-from psync.backups.accumulators import AccumulatorSection
 from psync.backups.sender import Served
 from psync.backups.service import BackupService, Section
 from psync.cluster import parse_task_name
@@ -39,7 +38,7 @@ from psync.errors import ConfigurationError, ConnectionLost, FencedError, PsyncE
 from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
-from psync.ps.accumulators import AccumulatorService
+from psync.ps.accumulators import Accumulators
 from psync.ps.computes import Compute, Touches
 from psync.ps.cooperative_work import LongWork
 from psync.ps.count_teller import NEWS_SHIFT, CountTeller
@@ -154,7 +153,7 @@ class PsServices:
         self.sync = parts.of(PsSync)(platform, *served, num_ps, shares, serves=serves)
         for number, raw in contents.groups.items():
             self.sync.known(number, raw)
-        self.accumulators = AccumulatorService(task, work, ledger, executor, contents.accumulators)
+        self.accumulators = Accumulators(task, work, ledger, executor, contents.accumulators)
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
@@ -179,7 +178,7 @@ class PsServices:
                 self._tell_counts()
         self.sections: Sequence[Section] = (
             self.updates,
-            AccumulatorSection(self.accumulators),
+            self.accumulators,
             self.closer or self.sync,
         )
         self.backup = BackupService(
