@@ -81,7 +81,6 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.SetOptimizer(3, {}, -1, None), "957e0380ffc0"),
     (m.LockShards(1, [(0, 1)], 5.0), "94730191920001cb4014000000000000"),
     (m.UnlockShards(1), "927401"),
-    (m.RenewLock(1), "927501"),
     (m.PullLocked(1, None, -1, "", 4), "967601c0ffa004"),
     (m.AssignLocked(1, 1, 4, 0, 2, None, "sub", None, None, 4), "9b770101040002c0a3737562c0c004"),
     (

@@ -39,14 +39,13 @@ from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
 from psync.ps.accumulators import Accumulators
+from psync.ps.admission import GateService, PsLocks
 from psync.ps.computes import Compute, Touches
 from psync.ps.cooperative_work import LongWork
 from psync.ps.count_teller import NEWS_SHIFT, CountTeller
 from psync.ps.creation import ShardCreation, copied_by
-from psync.ps.cut_gate import GateService
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
-from psync.ps.locks import PsLocks
 from psync.ps.pulls import PsPulls, RowPulls
 from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
 from psync.ps.updates import PsUpdates

@@ -350,18 +350,12 @@ class LockShards(Message, code=115):
     """
 
     lock: int  # number of the lock, unique in its client
-    members: list[tuple[int, int]]
+    members: list[tuple[int, int]]  # none: the lease of a lock that is held begins anew
     lease_s: float
 
 
 class UnlockShards(Message, code=116):
     """Give a lock up, held or not; idempotent. Answered by Done."""
-
-    lock: int
-
-
-class RenewLock(Message, code=117):
-    """Let the lease of a lock begin anew. Answered by Done, or LockLost."""
 
     lock: int
 
