@@ -61,9 +61,10 @@ class TakeState(enum.Enum):
 class Take(Generic[ResultT]):
     """A pending or completed request for the gradients of one step, reduced to one."""
 
-    __slots__ = ("_making", "_result", "count", "num_required", "state", "step")
+    __slots__ = ("_making", "_result", "count", "num_required", "owner", "state", "step")
 
-    def __init__(self, num_required: int) -> None:
+    def __init__(self, num_required: int, owner: Any = None) -> None:
+        self.owner = owner  # whoever has asked for it; opaque
         self.num_required = num_required  # gradients that must be there
         self.state = TakeState.WAITING
         self.count = 0  # gradients in the result: num_required or more; 0 while it waits
@@ -123,6 +124,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
 
     Attributes:
         nbytes: Size of the sum that it holds.
+        waiting: Takes that wait.
 
     Args:
         dtype: float16, bfloat16, float32 or float64: of gradients and results.
@@ -167,7 +169,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         self.max_staleness = staleness
         self._step = 0
         self._count = 0
-        self._takes: dict[Take[ResultT], None] = {}  # that wait, in the order of their coming
+        self.waiting: dict[Take[ResultT], None] = {}  # in the order of their coming
 
     @property
     def nbytes(self) -> int:
@@ -197,8 +199,8 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
             return f"{self}: the step went back from {before} to {new}"
         return None
 
-    def enter(self, num_required: int) -> Take[ResultT]:
-        """Ask for what at least ``num_required`` gradients amount to.
+    def enter(self, num_required: int, owner: Any = None) -> Take[ResultT]:
+        """Ask for what at least ``num_required`` gradients amount to, for an owner.
 
         Returns:
             A take, WAITING even if enough gradients are there: ``complete`` completes it.
@@ -206,8 +208,8 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         Raises:
             ConfigurationError: If ``num_required`` is not an integer above 0.
         """
-        take: Take[ResultT] = Take(self.as_required(num_required))
-        self._takes[take] = None
+        take: Take[ResultT] = Take(self.as_required(num_required), owner)
+        self.waiting[take] = None
         return take
 
     def withdraw(self, take: Take[ResultT]) -> bool:
@@ -221,9 +223,9 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """
         if take.state is not TakeState.WAITING:
             return False
-        if take not in self._takes:
+        if take not in self.waiting:
             raise UsageError(f"{self}: expected a take of this accumulator")
-        del self._takes[take]
+        del self.waiting[take]
         take.state = TakeState.CANCELLED
         return True
 
@@ -264,11 +266,11 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         Returns:
             The take, COMPLETE; None: there are too few gradients, or no take waits.
         """
-        take = next(iter(self._takes), None)
+        take = next(iter(self.waiting), None)
         if take is None or self._count < take.num_required:
             return None
         take._making = self._reduce()
-        del self._takes[take]
+        del self.waiting[take]
         self._step += 1
         take.count, take.step, take.state = self._count, self._step, TakeState.COMPLETE
         self._count = 0

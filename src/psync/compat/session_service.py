@@ -54,7 +54,6 @@ class SessionService:
         told = {
             messages.EnterSession: self._enter,
             messages.LeaveSession: self._leave,
-            messages.ReplicaFailed: self._fail,
             messages.Declared: self._declared,
             messages.EndTraining: self._end,
             messages.AwaitEnd: self._await_end,
@@ -116,18 +115,15 @@ class SessionService:
             self._members.disconnected(*peer.client, now)
 
     def _leave(self, request: Request[messages.LeaveSession]) -> None:
-        peer = request.peer
+        peer, error = request.peer, request.message.error
         if peer.task.startswith("/job:chief/"):
             self._check_coordinator(peer)
             self._members.leave_as_chief(request, _now())
-        else:
+            return
+        if error is None:
             self._members.leave(*peer.client, _now())
-            request.answer(messages.Done())
-
-    def _fail(self, request: Request[messages.ReplicaFailed]) -> None:
-        message = request.message
-        error = message.type_name, message.message, message.traceback
-        self._members.fail(*request.peer.client, error, _now())
+        else:
+            self._members.fail(*peer.client, error, _now())
         request.answer(messages.Done())
 
     def _end(self, request: Request[messages.EndTraining]) -> None:

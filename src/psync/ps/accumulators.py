@@ -113,17 +113,14 @@ MAX_LISTED = 256
 NOBODY: Client = ("", 0)
 """In place of a client: nobody has asked for these entries."""
 
-Completed = tuple["HostedAccumulator", Take[Any], Ticket]
-
 
 class HostedAccumulator:
-    """One accumulator, and its takes."""
+    """One accumulator. The owners of its takes are their tickets."""
 
     def __init__(self, definition: DefineAccumulator) -> None:
         self.definition = definition
         self.rule = rule_of(definition)
         self.takes = Ledger()  # those that are not forgotten; their answer is None until it is made
-        self.waiting: dict[Take[Any], Ticket] = {}  # in the order in which they are served
 
     def enter(self, ticket: Ticket, num_required: int) -> None:
         """Let a take wait.
@@ -131,22 +128,16 @@ class HostedAccumulator:
         Raises:
             ConfigurationError: ``num_required`` is not above 0.
         """
-        self.waiting[self.rule.enter(num_required)] = ticket
+        self.rule.enter(num_required, ticket)
         self.takes.record(ticket, None)
 
     def withdraw(self, leaves: Callable[[Ticket], bool]) -> list[Ticket]:
         """Let those of the waiting takes wait no longer that leave, and return them."""
-        left = [(take, ticket) for take, ticket in self.waiting.items() if leaves(ticket)]
-        for take, ticket in left:
-            del self.waiting[take]
+        left = [take for take in self.rule.waiting if leaves(take.owner)]
+        for take in left:
             self.rule.withdraw(take)
-            self.takes.forget(ticket.client, ticket.sequence)
-        return [ticket for _, ticket in left]
-
-    def complete(self) -> list[Completed]:
-        """Complete the first take, if there are enough gradients for it."""
-        take = self.rule.complete()
-        return [] if take is None else [(self, take, self.waiting.pop(take))]
+            self.takes.forget(take.owner.client, take.owner.sequence)
+        return [take.owner for take in left]
 
     def state(self, outcome: str = "") -> AccumulatorState:
         """Return how far it is."""
@@ -228,7 +219,7 @@ class Accumulators:
         """Return what counts and waits, as plain data in an order of its own, for a digest."""
         return [
             [name, hosted.rule.num_accumulated(), hosted.rule.step,
-             [[*ticket.client, ticket.sequence] for ticket in hosted.waiting.values()],
+             [[*take.owner.client, take.owner.sequence] for take in hosted.rule.waiting],
              control_of(hosted.takes, lambda _: b"")[0]]
             for name, hosted in sorted(self.hosted.items())
         ]  # fmt: skip
@@ -266,7 +257,7 @@ class Accumulators:
     def statistics(self) -> dict[str, int]:
         """Return sizes, and how many takes wait or have answers that are kept."""
         hosted = self.hosted.values()
-        waiting = sum(len(each.waiting) for each in hosted)
+        waiting = sum(len(each.rule.waiting) for each in hosted)
         return {
             "accumulators": len(self.hosted),
             "gradients": sum(each.rule.num_accumulated() for each in hosted),
@@ -374,8 +365,7 @@ class Accumulators:
             request.answer(answer)
             return None
         self._ledger.record(ticket, answer)
-        take = applied.completed
-        completed = [] if take is None else [(hosted, take, hosted.waiting.pop(take))]
+        completed = [] if applied.completed is None else [(hosted, applied.completed)]
         return self._compute(
             [rule.name], applied.work(), nbytes, completed, lambda: request.answer(answer)
         )
@@ -434,13 +424,13 @@ class Accumulators:
         nbytes, completed = 0, []
         for hosted in changed:
             size = hosted.rule.nbytes
-            if made := hosted.complete():
-                completed += made
+            if (take := hosted.rule.complete()) is not None:
+                completed.append((hosted, take))
                 nbytes += size
         if not completed:
             return None
-        names = [hosted.rule.name for hosted, _, _ in completed]
-        making = (piece for _, take, _ in completed for piece in take.making())
+        names = [hosted.rule.name for hosted, _ in completed]
+        making = (piece for _, take in completed for piece in take.making())
         return self._compute(names, making, nbytes, completed)
 
     def _compute(
@@ -448,13 +438,13 @@ class Accumulators:
         names: Sequence[str],
         pieces: Pieces[None],
         nbytes: int,
-        completed: Sequence[Completed],
+        completed: Sequence[tuple[HostedAccumulator, Take[Any]]],
         answer: Callable[[], None] = lambda: None,
     ) -> Compute:
         def done() -> None:
-            for hosted, take, ticket in completed:
-                ticket.answer = taken = answer_of(take)
-                self._settle(hosted, [ticket], taken)
+            for hosted, take in completed:
+                take.owner.answer = taken = answer_of(take)
+                self._settle(hosted, [take.owner], taken)
             answer()
 
         return Compute(
@@ -611,7 +601,8 @@ def _takes_of(name: str, hosted: HostedAccumulator) -> Iterator[Listed]:
             _, segments = kept.pop(0)
             body = [cast(memoryview, each) for each in segments]
             yield NOBODY, HoldTake(name, *client, below, number, 0, taken), body
-    for take, ticket in hosted.waiting.items():
+    for take in hosted.rule.waiting:
+        ticket = take.owner
         below = acked[ticket.client]
         message = HoldTake(name, *ticket.client, below, ticket.sequence, take.num_required, b"")
         yield NOBODY, message, ()

@@ -1260,18 +1260,12 @@ class CheckShards(Message, code=58):
 
 
 class LeaveSession(Message, code=55):
-    """A worker that entered has ended its loop; answered by Done.
+    """A worker that entered has ended its loop; answered by Done. An error of it ends training.
 
     From the chief it ends training, and is answered by TrainingOver when all others have left.
     """
 
-
-class ReplicaFailed(Message, code=139):
-    """A worker that entered has left by an error, which ends training; answered by Done."""
-
-    type_name: str
-    message: str
-    traceback: str
+    error: tuple[str, str, str] | None  # type name, message, traceback
 
 
 # The end of training, of coordinators, too.
@@ -1299,5 +1293,5 @@ class TrainingOver(Message, code=60):
 
 # Requests, by who serves them.
 
-ON_PS_0 = (Declared, EnterSession, LeaveSession, ReplicaFailed, EndTraining, AwaitEnd)
+ON_PS_0 = (Declared, EnterSession, LeaveSession, EndTraining, AwaitEnd)
 ON_EACH_PS = (CheckShards,)
