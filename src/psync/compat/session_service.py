@@ -51,7 +51,7 @@ class SessionService:
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
-        told = {
+        told: dict[type[Message], Callable[[Request[Any]], None]] = {
             messages.EnterSession: self._enter,
             messages.LeaveSession: self._leave,
             messages.Declared: self._declared,

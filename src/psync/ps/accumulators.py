@@ -602,7 +602,7 @@ def _takes_of(name: str, hosted: HostedAccumulator) -> Iterator[Listed]:
             body = [cast(memoryview, each) for each in segments]
             yield NOBODY, HoldTake(name, *client, below, number, 0, taken), body
     for take in hosted.rule.waiting:
-        ticket = take.owner
+        ticket: Ticket = take.owner
         below = acked[ticket.client]
         message = HoldTake(name, *ticket.client, below, ticket.sequence, take.num_required, b"")
         yield NOBODY, message, ()
