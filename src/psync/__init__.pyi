@@ -139,9 +139,9 @@ from psync.training.sidecar_evaluator import Evaluation as Evaluation
 from psync.training.sidecar_evaluator import SidecarEvaluator as SidecarEvaluator
 from psync.training.trainer import History as History
 from psync.training.trainer import Trainer as Trainer
-from psync.worker.element_specs import TensorSpec as TensorSpec
-from psync.worker.input_contexts import InputContext as InputContext
-from psync.worker.input_contexts import ValueContext as ValueContext
+from psync.worker.data_sources import InputContext as InputContext
+from psync.worker.data_sources import TensorSpec as TensorSpec
+from psync.worker.data_sources import ValueContext as ValueContext
 
 __all__: list[str]
 __version__: str

@@ -29,16 +29,16 @@ from psync.wire.messages import AskPosition, IteratorPosition
 from psync.worker.data_sources import (
     POLICIES,
     Dataset,
+    InputContext,
     IterableDataset,
     Sharded,
     dataset_of,
     iterable_of,
     open_dataset,
     policy_for,
+    spec_of,
     takes_context,
 )
-from psync.worker.element_specs import spec_of
-from psync.worker.input_contexts import InputContext
 from psync.worker.iterators import IteratorHandle
 
 if TYPE_CHECKING:

@@ -61,8 +61,7 @@ from psync.specs import checked_integer, checked_kind, plain_array
 from psync.status.progress import Progress, kind_of
 from psync.store.untrusted_json import read_json, to_json, wrong
 from psync.training.checkpoint import Checkpoint, CheckpointManager, by_name
-from psync.worker.data_sources import ArrayDataset
-from psync.worker.element_specs import leaves_of, map_nest
+from psync.worker.data_sources import ArrayDataset, leaves_of, map_nest
 
 logger = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
+from psync.ps.admission import LockTable, UpdateGate
 from psync.ps.computes import Computes
 from psync.ps.updates import PsUpdates, Update
 from psync.ps_task import PsTask
@@ -42,10 +43,8 @@ from psync.replicas import gang_runner
 from psync.store import ledger_snapshot, snapshot
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
-from psync.store.locks import LockTable
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
-from psync.store.update_gate import UpdateGate
 from psync.sync import step_update
 from psync.sync.group import Group
 from psync.sync.ps_services import PsServices

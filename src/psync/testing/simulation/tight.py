@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from psync.backups import accumulators, host, sender
+from psync.backups import host, sender
 from psync.backups.host import BackupHost
 from psync.chief import consistent_cut, declarations, recovery
 from psync.client.ps import Outgoing
@@ -25,7 +25,7 @@ from psync.coordinator import FinalClosures
 from psync.net.connection import OwnRequest, Request
 from psync.net.shared import bodies, regions
 from psync.numerics import memory
-from psync.ps import cooperative_work, executor
+from psync.ps import accumulators, cooperative_work, executor
 from psync.replicas import closure_messages
 from psync.wire import frames, lent
 

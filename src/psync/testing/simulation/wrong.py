@@ -20,12 +20,12 @@ from psync.closures.queue import Action, ClosureQueue
 from psync.errors import TaskLost
 from psync.net.connection import Handler
 from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
+from psync.ps.admission import LockTable
 from psync.ps.computes import Computes
 from psync.ps.updates import Update
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog, LogState, chained
 from psync.store.ledger import AlreadyApplied, Fresh, Ledger
-from psync.store.locks import LockTable
 from psync.store.push_counts import FIRST, HOME
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
