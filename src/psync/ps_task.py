@@ -112,13 +112,14 @@ class PsTask:
         )
         nothing = self._nothing(0)
         self.services = parts.of(PsServices)(self._process, self.life, None, 0, nothing)
-        floor, services = (lambda: self.floor), (lambda: self.services)
         self._host = BackupHost(task, self, pool, self._make_backup, parts)
         self._sessions: SessionService | None = None  # until a training session asks
         self._adoption = AdoptionService(
             task, work, check, lambda: self.services.store, lambda: self.services.updates.counted()
         )
-        self._snapshots = Snapshots(task, work, pool, check, services, floor, self.take, parts)
+        self._snapshots = parts.of(Snapshots)(
+            task, work, pool, check, lambda: self.services, self.take, parts
+        )
         # Every chief knows the process's own address: it is asked there what it serves, and that
         # of ps 0 grants incarnations, wherever ps 0 is served.
         grants = index == 0 and not is_hosted

@@ -24,7 +24,6 @@ from psync.ps.executor import Listed
 from psync.ps.shard_sets import NO_BYTES
 from psync.ps.takes import HostedAccumulator, TakeName, Taker, Wanted
 from psync.store.ledger import Client
-from psync.store.ledger_snapshot import GradientStates, gradients_of, note_gradients
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import Done, GradientApplied, HoldGradients, KeepAnswers
 from psync.wire.tensors import to_bytes_view
@@ -70,9 +69,9 @@ class AccumulatorSection:
                 entries.append(_entry(message, body))
                 body = []
             entries += [_entry(*each) for each in _kept(hosted)]
-        states = gradients_of(self._service.ledger, _pack)
-        entries += [_entry(KeepAnswers(answers, [], [])) for answers in _parts(states.answers)]
-        entries += [_entry(KeepAnswers([], calls, [])) for calls in _parts(states.calls)]
+        answers, calls = self._service.ledger.gradients(_pack)
+        entries += [_entry(KeepAnswers(some, [], [])) for some in _parts(answers)]
+        entries += [_entry(KeepAnswers([], some_calls, [])) for some_calls in _parts(calls)]
         return entries
 
     # On its backup.
@@ -99,7 +98,7 @@ class AccumulatorSection:
 
     def _keep(self, request: Request[KeepAnswers]) -> None:
         message, body = request.message, request.segments
-        note_gradients(self._service.ledger, GradientStates(message.answers, message.calls), decode)
+        self._service.ledger.note_gradients(message.answers, message.calls, decode)
         at = 0
         for task, incarnation, accumulator, number, packed, count in message.takes:
             segments = body[at : at + count] or [NO_BYTES] * count  # without elements

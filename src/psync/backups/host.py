@@ -57,7 +57,7 @@ from psync.ps.snapshots import unpack_answer
 from psync.ps.succession import check_newest
 from psync.store.commit_log import chained
 from psync.store.ledger import Ledger
-from psync.store.snapshot import Loaded, load_snapshot
+from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import SnapshotState
 from psync.store.store import ShardStore
 from psync.wire.codec import Message, decode
@@ -382,7 +382,7 @@ class BackupHost:
         state = SnapshotState.from_bytes(bytes(body[0]), where)
         store = self._parts.of(ShardStore)(sender, self._pool)
         ledger = self._parts.of(Ledger)(message.coordinator)
-        loaded = load_snapshot(state, store, ledger, unpack_answer)
+        loaded = Loaded(state, store, ledger, unpack_answer)
         if known is not None:
             self._end(known)
         self._backups[message.ps] = _Backup(message, self._make(message.ps), loaded, sender)

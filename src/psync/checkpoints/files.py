@@ -683,12 +683,12 @@ class StoredSnapshot:
     """What one ps held.
 
     Attributes:
-        state: All but its arrays, as ``SnapshotState.to_bytes`` made it. It was checked.
+        state: All but its arrays.
         file: With the arrays. Absolute: on a ps it may be there, too.
         places: Of each array that is not constant: (item, first byte, bytes, crc32).
     """
 
-    state: bytes
+    state: SnapshotState
     file: Path
     places: tuple[Place, ...]
 
@@ -715,14 +715,14 @@ def _stored(reader: Reader, snapshot: Snapshot) -> StoredSnapshot:
     path = reader.path.absolute()
     where = path / snapshot.state
     with disk_errors(f"reading {where}"):
-        state = read_bounded(where, reader.manifest.files[snapshot.state])
-    if zlib.crc32(state) != snapshot.crc32:
+        data = read_bounded(where, reader.manifest.files[snapshot.state])
+    if zlib.crc32(data) != snapshot.crc32:
         raise CheckpointCorrupt(
-            f"{where}: expected checksum {snapshot.crc32:08x}, got {zlib.crc32(state):08x}",
+            f"{where}: expected checksum {snapshot.crc32:08x}, got {zlib.crc32(data):08x}",
             hint="use another checkpoint; this one was changed or damaged",
         )
-    items = SnapshotState.from_bytes(state, str(where)).items
-    needed = {i: item.nbytes for i, item in enumerate(items) if not item.is_constant}
+    state = SnapshotState.from_bytes(data, str(where))
+    needed = {i: item.nbytes for i, item in enumerate(state.items) if not item.is_constant}
     there = {place.item: place.nbytes for place in snapshot.places}
     if there != needed or len(snapshot.places) != len(there):
         wrong = sorted(i for i in {*there, *needed} if there.get(i) != needed.get(i))
@@ -766,11 +766,10 @@ def why_not(
         return exc.message
     if len(snapshots) != num_ps:
         return f"the checkpoint is of {len(snapshots)} ps tasks, here are {num_ps}"
-    states = [SnapshotState.from_bytes(each.state, str(each.file)) for each in snapshots]
-    held = {spec for state in states for spec in state.shards}
+    held = {spec for each in snapshots for spec in each.state.specs.values()}
     if missing := [spec for spec in shards if spec not in held]:
         return f"the checkpoint has no shard {missing[0]} as it is declared here"
-    known = {number: each.config for state in states for number, each in state.optimizers.items()}
+    known = {each.number: each.config for one in snapshots for each in one.state.optimizers}
     for number, config in optimizers.items():
         if known.get(number) != config:
             return f"the checkpoint has another optimizer {number}"

@@ -5,7 +5,7 @@
                              those under way
                          ←   Gated: parts, on other ps tasks, of the updates that have begun here
     Admit(cut, parts)    →   lets these through, answers when each is settled
-    Freeze(cut)          →   holds references to its blocks      ←   Frozen: the snapshot's state
+    Freeze(cut)          →   holds references to its blocks      ←   the snapshot's state
     OpenGate(cut)        →   goes on
     WriteFrozen, ReadFrozen  …                                       as long as the save takes
     DropFrozen(cut)      →   releases them
@@ -38,7 +38,7 @@ from psync.client.ps import PsClient
 from psync.closures.membership import backoff
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.specs import dtype_of
-from psync.store.snapshot import SnapshotState
+from psync.store.snapshot_state import SnapshotState
 from psync.store.untrusted_json import read_json, to_json
 from psync.wire import messages
 from psync.wire.codec import Message
@@ -66,7 +66,7 @@ class WrittenSnapshot(NamedTuple):
     """A file with arrays of a ps."""
 
     size: int  # in bytes
-    places: Sequence[tuple[int, int, int]]  # first byte, bytes, crc32 of each item
+    places: tuple[tuple[int, int, int], ...]  # first byte, bytes, crc32 of each item
 
 
 @dataclass(eq=False)
@@ -101,15 +101,15 @@ class Cut:
         Cancellation: The file may be written.
         """
         link, order = self._link(ps), messages.WriteFrozen(self.number, path, nonce)
-        message, segments = await ask(link, order, messages.Written, [to_json(items)], cut=True)
-        if message.size is None:
+        _, segments = await ask(link, order, messages.Done, [to_json(items)], cut=True)
+        if not segments:
             return None
-        places = read_json(b"".join(segments), list[tuple[int, int, int]], link.task)
-        if len(places) != len(items):
+        written = read_json(b"".join(segments), WrittenSnapshot, link.task)
+        if len(written.places) != len(items):
             raise RemoteProtocolError(
-                f"{link.task} wrote {len(places)} items, expected {len(items)}"
+                f"{link.task} wrote {len(written.places)} items, expected {len(items)}"
             )
-        return WrittenSnapshot(message.size, places)
+        return written
 
     async def pieces(self, ps: int, item: int) -> AsyncIterator[memoryview]:
         """Yield the bytes of an item, at most 16 MiB at once.
@@ -227,7 +227,7 @@ class Cuts:
                             wanted.setdefault(ps, []).append((task, incarnation, sequence))
                     doing = _described(wanted)
                     await self._admit(number, wanted)
-                    frozen = await _ask_all(links, messages.Freeze(number), messages.Frozen)
+                    frozen = await _ask_all(links, messages.Freeze(number), messages.Done)
                 if at_instant is not None:
                     at_instant()
             finally:

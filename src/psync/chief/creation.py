@@ -25,7 +25,7 @@ from psync.store.reattach import (
     Orders,
     partial_updates,
 )
-from psync.wire.messages import AdoptShards, CreateShards, DescribeShards, Done, ShardsDescribed
+from psync.wire.messages import AdoptShards, CreateShards, DescribeShards, Done
 from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ async def reattach(ps: PsClient, lineage: int, optimizers: OwnOptimizers) -> Rea
 
     Cancellation: Safe.
     """
-    answers = await all_of([ask(link, DescribeShards(), ShardsDescribed) for link in ps.links])
+    answers = await all_of([ask(link, DescribeShards(), Done) for link in ps.links])
     holdings = [Holding.from_bytes(b"".join(segments)) for _, segments in answers]
     adoption = Adoption(holdings)
     if not adoption.is_empty:

@@ -28,7 +28,6 @@ from psync.wire.messages import (
     DescribeShards,
     Done,
     GrantCoordinator,
-    ShardsDescribed,
 )
 
 REPLACED = (
@@ -145,7 +144,7 @@ class AdoptionService:
     def _describe(self, request: Request[DescribeShards]) -> None:
         peer = request.peer
         self._check_coordinator(peer)
-        request.answer(ShardsDescribed(), [self.former.describe().to_bytes()])
+        request.answer(Done(), [self.former.describe().to_bytes()])
 
     def _adopt(self, request: Request[AdoptShards]) -> None:
         peer, message, body = request.peer, request.message, request.segments

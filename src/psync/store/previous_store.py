@@ -11,7 +11,6 @@ import dataclasses
 from psync.errors import PartitionError, UnknownVariableError, UsageError
 from psync.numerics.memory import BlockArray
 from psync.store.ledger import Ledger
-from psync.store.ledger_snapshot import held_updates
 from psync.store.reattach import (
     HeldOptimizer,
     HeldShard,
@@ -63,7 +62,7 @@ class FormerStore:
         self._numbers.clear()
         self._adopted.clear()
         if lineage:  # else there was none
-            self._updates[lineage] = held_updates(ledger, lineage)
+            self._updates[lineage] = ledger.held_updates(lineage)
         used = {number for shard in shards for number, _ in shard.slots}
         for number, optimizer in optimizers.items():
             # Of one that is known here by hearsay alone, since its adoption had not come so far,

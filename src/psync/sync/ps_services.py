@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -49,7 +48,7 @@ from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
 from psync.ps.locks import PsLocks
 from psync.ps.pulls import PsPulls, RowPulls
-from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
+from psync.ps.snapshots import Contents, pack_accumulators, pack_answer, unpack_accumulators
 from psync.ps.updates import PsUpdates
 from psync.specs import STEP_BITS
 from psync.store.commit_log import CommitLog
@@ -184,7 +183,7 @@ class PsServices:
         )
         self.backup = BackupService(
             platform, process.served, store, work, process.check_coordinator,
-            lambda: self.freeze()[0], executor, self._expect_moves, self._deposed, self,
+            self.freeze, executor, self._expect_moves, self._deposed, self,
             self.sections,
         )  # fmt: skip
         self.sync.check = self.backup.check_group
@@ -292,7 +291,7 @@ class PsServices:
         state = [section.control() for section in self.sections]
         return hashlib.blake2b(msgpack.packb(state), digest_size=16).digest()
 
-    # Snapshots, see ``frozen_snapshots.Freezable``.
+    # Snapshots, see ``snapshots.Freezable``.
 
     def settling(self) -> Iterator[None]:
         """Make ``freeze`` quick, in pieces."""
@@ -302,26 +301,36 @@ class PsServices:
         """Refuse a cut that may have missed updates."""
         self.gate.check(cut)
 
-    def freeze(self) -> tuple[Frozen, list[int]]:
-        """Hold what is served; say which closures are counted in steps not yet applied.
+    def freeze(self) -> Frozen:
+        """Hold what is served.
 
         Raises:
             BusyError: An update is under way.
         """
         self.executor.computes.check_idle()
         steps = None if self.closer is None else self.closer.steps
-        pending = [] if steps is None else steps.pending_closures()
-        frozen = freeze(
-            self.store, self.ledger, pack_answer,
-            pack_accumulators(self.accumulators.definitions()), self.sync.raw_configs(),
-            () if steps is None else steps.calls(), pending,
-        )  # fmt: skip
-        return frozen, pending
+        state = replace(
+            self.ledger.snapshot(pack_answer),
+            accumulators=pack_accumulators(self.accumulators.definitions()),
+            groups=tuple(self.sync.raw_configs().items()),
+            counted=() if steps is None else tuple(steps.calls()),
+            pending=() if steps is None else tuple(steps.pending_closures()),
+        )
+        return freeze(self.store, state)
 
     def restored(self, loaded: Loaded) -> Contents:
         """Return what a snapshot holds, and what clients of this ps take for defined."""
-        optimizers, groups = self.store.optimizers, self.sync.raw_configs()
-        return Contents.restored(loaded, optimizers, self.accumulators.definitions(), groups)
+        store, state = loaded.store, loaded.state
+        for number, optimizer in self.store.optimizers.items():
+            store.define_optimizer(number, optimizer.config)
+        # What clients take for defined may be newer than the snapshot; steps do not count.
+        accumulators = {each.name: (each, 0) for each, _ in self.accumulators.definitions()}
+        for definition, step in unpack_accumulators(state.accumulators):
+            accumulators[definition.name] = definition, step
+        return Contents(
+            store, loaded.ledger, tuple(accumulators.values()),
+            {**self.sync.raw_configs(), **dict(state.groups)}, state.counted, state.final,
+        )  # fmt: skip
 
     # Synchronous steps, see ``backups.service.Steps``.
 
@@ -353,7 +362,7 @@ class PsServices:
             return
         if moves < self.attach.moves:
             return
-        self.attach = dataclasses.replace(self.attach, ps_addresses=list(addresses), moves=moves)
+        self.attach = replace(self.attach, ps_addresses=list(addresses), moves=moves)
         if self.closer is not None:
             if addresses != known:
                 self.closer.all_ps.move(addresses)

@@ -53,7 +53,6 @@ from psync.errors import (
 from psync.metrics import Metric
 from psync.schedules import Schedule, from_config
 from psync.specs import ShardSpec, shortened
-from psync.store.snapshot_state import SnapshotState
 
 logger = logging.getLogger(__name__)
 
@@ -568,12 +567,11 @@ def _variable_names(reader: Reader) -> dict[str, str]:
     """Return of which variable each tensor is the value, as far as what each ps held says it."""
     values: dict[tuple[str, int], str] = {}  # (file, first byte) → variable
     for snapshot in stored_snapshots(reader.path) if reader.manifest.snapshots else ():
-        state = SnapshotState.from_bytes(snapshot.state, str(snapshot.file))
-        variables = {spec.key: spec.variable for spec in state.shards}
+        state = snapshot.state
         for place in snapshot.places:
             item = state.items[place.item]
             if place.nbytes and not item.slot:
-                values[snapshot.file.name, place.start] = variables[item.key]
+                values[snapshot.file.name, place.start] = state.specs[item.key].variable
     return {
         tensor.name: values[piece.file, piece.start]
         for tensor in reader.manifest.tensors.values()
