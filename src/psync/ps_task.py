@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 from collections.abc import Sequence
 from importlib import import_module
@@ -39,7 +40,6 @@ from psync.numerics.memory import BlockPool
 from psync.numerics.rules import registered
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life, LifeEvent
-from psync.ps.report import describe_ps
 from psync.ps.snapshots import Contents, Snapshots
 from psync.ps.succession import (
     REPLACED,
@@ -71,6 +71,9 @@ if TYPE_CHECKING:
     from psync.compat.session_service import SessionService
 
 logger = logging.getLogger(__name__)
+
+MAX_LISTED = 20
+"""Peers and locks that a report names."""
 
 
 class PsTask:
@@ -174,9 +177,26 @@ class PsTask:
 
     def describe(self) -> list[str]:
         """Say what this task holds and who waits here; for reports."""
-        waits, peers = self.services.describe() + self._host.describe(), self._endpoint.peers
-        in_groups = self.services.in_groups
-        return describe_ps(self.task, self.floor, self.statistics(), waits, in_groups, peers)
+        counters = self.statistics()
+        store, groups = counters.pop("store"), counters.pop("sync")
+        serves = f"serves coordinator {self.floor}" if self.floor else "waits for a coordinator"
+        lines = [
+            f"{self.task}: {serves}",
+            f"  {store['shards']} shards, {store['bytes']} bytes, {store['slot_bytes']} of slots",
+            *(f"  {line}" for line in _some(self.services.describe() + self._host.describe())),
+        ]
+        for name, group in groups.items():
+            lines.append(
+                f"  synchronous group {name}: step {group['step']}, {group['counted']} of "
+                f"{group['target']} counted, {group['waiting']} wait for a token"
+            )
+        if waiting := sorted(self.services.in_groups):
+            names = _some([f"{name} ({incarnation})" for name, incarnation in waiting])
+            lines.append(f"  waiting for others: {', '.join(names)}")
+        peers = self._endpoint.peers
+        ends = _some(sorted(f"{peer.task} ({peer.incarnation}) {peer.lane}" for peer in peers))
+        lines.append(f"  connections: {', '.join(ends) or 'none'}")
+        return [*lines, f"  counters: {json.dumps(counters, default=str)}"]
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: store, ledger, connections."""
@@ -409,6 +429,11 @@ class PsTask:
         for fence in fences:
             self.services.executor.in_turn(functools.partial(self.services.refuse_below, *fence))
         return await self.start()
+
+
+def _some(lines: list[str]) -> list[str]:
+    more = len(lines) - MAX_LISTED
+    return [*lines[:MAX_LISTED], f"and {more} more"] if more > 0 else lines
 
 
 def _sets_of(peer: Connection) -> dict[str, list[int]]:

@@ -24,7 +24,9 @@ from psync.store.reattach import (
     NewOptimizer,
     Orders,
     partial_updates,
+    read_sent,
 )
+from psync.store.untrusted_json import to_json
 from psync.wire.messages import AdoptShards, CreateShards, DescribeShards, Done
 from psync.wire.tensors import to_bytes_view
 
@@ -112,7 +114,8 @@ async def reattach(ps: PsClient, lineage: int, optimizers: OwnOptimizers) -> Rea
     Cancellation: Safe.
     """
     answers = await all_of([ask(link, DescribeShards(), Done) for link in ps.links])
-    holdings = [Holding.from_bytes(b"".join(segments)) for _, segments in answers]
+    where = "a ps has described what it holds as nonsense"
+    holdings = [read_sent(segments, Holding, where) for _, segments in answers]
     adoption = Adoption(holdings)
     if not adoption.is_empty:
         partial = partial_updates(holdings)
@@ -132,7 +135,7 @@ async def reattach(ps: PsClient, lineage: int, optimizers: OwnOptimizers) -> Rea
 async def _order(ps: PsClient, orders: Sequence[Orders], *, lineage: int, last: bool) -> None:
     """Let each ps do what was decided."""
     message, each = AdoptShards(lineage, last), zip(ps.links, orders, strict=True)
-    await all_of([ask(link, message, Done, [what.to_bytes()]) for link, what in each])
+    await all_of([ask(link, message, Done, [to_json(what)]) for link, what in each])
 
 
 def _say(decision: Decision) -> None:

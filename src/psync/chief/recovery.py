@@ -577,7 +577,7 @@ class ClusterRecovery:
             await self._ask_all(messages.RestoreSnapshot(self._loads, ps.timeline, fences))
         else:
             lineage = self.links.endpoint.incarnation + self.links.ps.timeline
-            await self._ask_all(messages.AdoptShards(lineage, last=True), [Orders().to_bytes()])
+            await self._ask_all(messages.AdoptShards(lineage, last=True), [to_json(Orders())])
 
     async def _ask_all(self, message: Message, segments: Sequence[bytes] = ()) -> None:
         links = self.links.ps.links

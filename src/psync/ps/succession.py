@@ -19,8 +19,9 @@ from psync.net.connection import Connection, Handler, Request
 from psync.ps.cooperative_work import LongWork
 from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
-from psync.store.reattach import Orders
+from psync.store.reattach import Orders, read_sent
 from psync.store.store import ShardStore
+from psync.store.untrusted_json import to_json
 from psync.wire.codec import Message
 from psync.wire.messages import (
     AdoptShards,
@@ -144,12 +145,13 @@ class AdoptionService:
     def _describe(self, request: Request[DescribeShards]) -> None:
         peer = request.peer
         self._check_coordinator(peer)
-        request.answer(Done(), [self.former.describe().to_bytes()])
+        request.answer(Done(), [to_json(self.former.describe())])
 
     def _adopt(self, request: Request[AdoptShards]) -> None:
         peer, message, body = request.peer, request.message, request.segments
         self._check_coordinator(peer)
-        self.former.adopt(Orders.from_bytes(b"".join(body)), self._store())
+        orders = read_sent(body, Orders, "what is to be adopted is nonsense")
+        self.former.adopt(orders, self._store())
         self._adopted()
         if message.last:
             self.former.drop()

@@ -13,7 +13,6 @@ from psync.numerics.memory import BlockArray
 from psync.store.ledger import Ledger
 from psync.store.reattach import (
     HeldOptimizer,
-    HeldShard,
     HeldUpdates,
     Holding,
     Identity,
@@ -84,10 +83,7 @@ class FormerStore:
         with_slots = {identity for beside in self._beside.values() for identity in beside}
         return Holding(
             self.lineage,
-            tuple(
-                HeldShard(spec.variable, spec.index, spec.offset, spec.shape, spec.dtype)
-                for spec in (shard.spec for shard in self._shards.values())
-            ),
+            tuple(shard.spec for shard in self._shards.values()),
             tuple(
                 HeldOptimizer(
                     identity, optimizer.config, optimizer.rule.learning_rate.to_config(),
