@@ -40,7 +40,7 @@ from psync.numerics.memory import BlockPool
 from psync.numerics.rules import registered
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life, LifeEvent
-from psync.ps.snapshots import Contents, Snapshots
+from psync.ps.snapshots import Snapshots, load
 from psync.ps.succession import (
     REPLACED,
     AdoptionService,
@@ -49,6 +49,7 @@ from psync.ps.succession import (
     check_newest,
 )
 from psync.store.snapshot import Loaded
+from psync.store.snapshot_state import NOTHING
 from psync.sync.groups import CLOSER
 from psync.sync.ps_services import PsProcess, PsServices
 from psync.wire.codec import Message
@@ -222,7 +223,7 @@ class PsTask:
         return {"queue": executor.waiting + executor.computes.waiting}
 
     def _replace(
-        self, attach: AttachPs, timeline: int, contents: Contents, patience_s: float | None
+        self, attach: AttachPs, timeline: int, contents: Loaded, patience_s: float | None
     ) -> None:
         """Serve something else from now on; what was begun before ends where it began.
 
@@ -238,8 +239,8 @@ class PsTask:
         self.services = make(self._process, self.life, attach, timeline, contents, shares)
         self._endpoint.handlers.update(self.services.handlers())
 
-    def _nothing(self, floor: int) -> Contents:
-        return Contents.empty(self._platform.parts, self.task, self._pool, floor)
+    def _nothing(self, floor: int) -> Loaded:
+        return load(NOTHING, self._platform.parts, self.task, self._pool, floor)
 
     # The coordinator.
 

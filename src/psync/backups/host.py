@@ -53,13 +53,11 @@ from psync.net.transport import Listener
 from psync.numerics.memory import BlockPool
 from psync.ps.comparison import Diverged
 from psync.ps.shard_sets import NO_BYTES
-from psync.ps.snapshots import unpack_answer
+from psync.ps.snapshots import load
 from psync.ps.succession import check_newest
 from psync.store.commit_log import chained
-from psync.store.ledger import Ledger
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import SnapshotState
-from psync.store.store import ShardStore
 from psync.wire.codec import Message, decode
 from psync.wire.messages import (
     AskServed,
@@ -380,9 +378,7 @@ class BackupHost:
                 return
         where = f"snapshot of {sender}"
         state = SnapshotState.from_bytes(bytes(body[0]), where)
-        store = self._parts.of(ShardStore)(sender, self._pool)
-        ledger = self._parts.of(Ledger)(message.coordinator)
-        loaded = Loaded(state, store, ledger, unpack_answer)
+        loaded = load(state, self._parts, sender, self._pool, message.coordinator)
         if known is not None:
             self._end(known)
         self._backups[message.ps] = _Backup(message, self._make(message.ps), loaded, sender)

@@ -470,14 +470,34 @@ class Writer:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _read_pieces(path: Path, start: int, nbytes: int) -> Iterator[np.ndarray]:
-    """Yield bytes of a file, fewer if it is too short; each piece is valid until the next one."""
-    buffer = np.empty(min(READ_BYTES, nbytes), np.uint8)
+def _read_pieces(
+    path: Path, start: int, nbytes: int, what: str, crc32: int, *, whole: bool = True
+) -> Iterator[np.ndarray]:
+    """Yield bytes of a file; each piece is valid until the next one.
+
+    Args:
+        path: Of the file.
+        start: The first byte.
+        nbytes: How many.
+        what: Lies there, for messages.
+        crc32: Its checksum.
+        whole: Whether the bytes are all of it, so that they have this checksum.
+
+    Raises:
+        CheckpointCorrupt: The file is too short, or the checksum another one.
+        CheckpointError: It cannot be read.
+    """
+    buffer, crc, left = np.empty(min(READ_BYTES, nbytes), np.uint8), 0, nbytes
     with disk_errors(f"reading {path}"), open(path, "rb", opener=regular) as file:
         file.seek(start)
-        while nbytes and (count := file.readinto(buffer[:nbytes].data)):
+        while left and (count := file.readinto(buffer[:left].data)):
+            crc, left = zlib.crc32(buffer[:count].data, crc), left - count
             yield buffer[:count]
-            nbytes -= count
+    if left or (whole and crc != crc32):
+        raise CheckpointCorrupt(
+            f"{path}: {what}: expected checksum {crc32:08x}, got {crc:08x}",
+            hint="restore an older checkpoint; this one was changed or damaged after saving",
+        )
 
 
 class Reader:
@@ -553,19 +573,14 @@ class Reader:
         path, is_checked = self.path / piece.file, piece in self._checked
         first, last = wanted
         at, stop = wanted if is_checked else (0, piece.nbytes)
-        crc = 0
-        for read in _read_pieces(path, piece.start + at, stop - at):
-            crc = zlib.crc32(read.data, crc)
+        what = f"tensor {tensor.name!r} from row {piece.offset}"
+        for read in _read_pieces(
+            path, piece.start + at, stop - at, what, piece.crc32, whole=not is_checked
+        ):
             low, high = max(first, at), min(last, at + read.size)
             if low < high:
                 target[low - first : high - first] = read[low - at : high - at]
             at += read.size
-        if at != stop or (not is_checked and crc != piece.crc32):
-            raise CheckpointCorrupt(
-                f"{path}: tensor {tensor.name!r} from row {piece.offset}: "
-                f"expected checksum {piece.crc32:08x}, got {crc:08x}",
-                hint="restore an older checkpoint; this one was changed or damaged after saving",
-            )
         self._checked.add(piece)
 
 
@@ -738,15 +753,9 @@ def check_places(snapshot: StoredSnapshot) -> None:
         CheckpointCorrupt: One is not what was written.
         CheckpointError: The file cannot be read.
     """
-    for place in snapshot.places:
-        crc, left = 0, place.nbytes
-        for read in _read_pieces(snapshot.file, place.start, place.nbytes):
-            crc, left = zlib.crc32(read.data, crc), left - read.size
-        if left or crc != place.crc32:
-            raise CheckpointCorrupt(
-                f"{snapshot.file}: item {place.item}: expected checksum {place.crc32:08x}, got "
-                f"{crc:08x}"
-            )
+    for item, start, nbytes, crc32 in snapshot.places:
+        for _ in _read_pieces(snapshot.file, start, nbytes, f"item {item}", crc32):
+            pass
 
 
 def why_not(

@@ -29,7 +29,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,8 +45,6 @@ from psync.wire.codec import Message
 from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
-
-M = TypeVar("M", bound=Message)
 
 TRIES = 3
 """A cut is taken anew when a connection to a ps is lost meanwhile, or a lock is in its way."""
@@ -220,14 +218,18 @@ class Cuts:
         try:
             try:
                 async with asyncio.timeout(PATIENCE_S):
-                    gated = await _ask_all(links, messages.Gate(number), messages.Gated)
+                    gate = messages.Gate(number)
+                    gated = await all_of(
+                        [ask(link, gate, messages.Gated, cut=True) for link in links]
+                    )
                     wanted: dict[int, list[tuple[str, int, int]]] = {}
                     for message, _ in gated:
                         for ps, task, incarnation, sequence in message.others:
                             wanted.setdefault(ps, []).append((task, incarnation, sequence))
                     doing = _described(wanted)
                     await self._admit(number, wanted)
-                    frozen = await _ask_all(links, messages.Freeze(number), messages.Done)
+                    freeze = always(messages.Freeze(number))
+                    frozen = await all_of([link.call(freeze, cut=True) for link in links])
                 if at_instant is not None:
                     at_instant()
             finally:
@@ -235,8 +237,8 @@ class Cuts:
             await asyncio.wait((opened,))
             logger.debug("cut %d held updates up for %.1f ms", number, (loop.time() - began) * 1e3)
             snapshots = [  # read only now: that holds nobody up
-                SnapshotState.from_bytes(b"".join(segments), link.task)
-                for link, (_, segments) in zip(links, frozen, strict=True)
+                SnapshotState.from_bytes(b"".join(answer.segments), link.task)
+                for link, answer in zip(links, frozen, strict=True)
             ]
         except BaseException as exc:
             self._tell_all(messages.DropFrozen(number))
@@ -274,12 +276,6 @@ class Cuts:
         for task in self._ending:
             task.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
-
-
-async def _ask_all(
-    links: Sequence[PsLink], message: Message, answer: type[M]
-) -> list[tuple[M, Sequence[memoryview]]]:
-    return await all_of([ask(link, message, answer, cut=True) for link in links])
 
 
 def _described(wanted: dict[int, list[tuple[str, int, int]]]) -> str:

@@ -21,12 +21,12 @@ import asyncio
 import contextlib
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from psync.checkpoints.files import NONCE, DataFile, current_disk, disk_errors
+from psync.checkpoints.files import NONCE, DataFile, current_disk, disk_errors, read_bounded
 from psync.checkpoints.manifest import Place, Planned
 from psync.errors import (
     CheckpointCorrupt,
@@ -49,7 +49,6 @@ from psync.store.snapshot import Frozen, Loaded
 from psync.store.snapshot_state import SnapshotState
 from psync.store.store import ShardStore
 from psync.store.untrusted_json import Signed, read_json, to_json
-from psync.wire.closure_numbers import Finality
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     DefineAccumulator,
@@ -66,8 +65,26 @@ from psync.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
+M = TypeVar("M", bound=Message)
+
 MAX_READ_BYTES = 16 << 20
 """Of one ReadFrozen."""
+
+
+def load(state: SnapshotState, parts: Parts, task: str, pool: BlockPool, floor: int) -> Loaded:
+    """Begin to make what a ps holds of the state of a snapshot, or of ``NOTHING``.
+
+    Args:
+        state: The state.
+        parts: Of the task.
+        task: Name of the ps.
+        pool: Memory of its shards.
+        floor: Lowest incarnation of any task that may be served.
+
+    Raises:
+        CheckpointCorrupt: An answer in it is none.
+    """
+    return Loaded(state, parts.of(ShardStore)(task, pool), parts.of(Ledger)(floor), unpack_answer)
 
 
 def pack_answer(answer: object) -> bytes | None:
@@ -81,13 +98,7 @@ def unpack_answer(data: bytes) -> Pushed:
     Raises:
         CheckpointCorrupt: It is no such answer.
     """
-    try:
-        answer = decode(data)
-    except RemoteProtocolError as exc:
-        raise CheckpointCorrupt(f"an answer in a snapshot is damaged: {exc.message}") from exc
-    if not isinstance(answer, Pushed):
-        raise CheckpointCorrupt(f"an answer in a snapshot is a {type(answer).__name__}")
-    return answer
+    return _unpack(data, Pushed, "an answer")
 
 
 def pack_accumulators(
@@ -105,10 +116,8 @@ def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[Defin
     """
     definitions = []
     for data, step in packed:
+        definition = _unpack(data, DefineAccumulator, "an accumulator")
         try:
-            definition = decode(data)
-            if not isinstance(definition, DefineAccumulator):
-                raise CheckpointCorrupt(f"an accumulator is a {type(definition).__name__}")
             rule_of(definition)
         except (RemoteProtocolError, ConfigurationError) as exc:
             raise CheckpointCorrupt(f"an accumulator in a snapshot: {exc.message}") from exc
@@ -116,21 +125,14 @@ def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[Defin
     return definitions
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What a timeline of a ps begins with."""
-
-    store: ShardStore
-    ledger: Ledger
-    accumulators: Sequence[tuple[DefineAccumulator, int]] = ()  # with their global steps
-    groups: Mapping[int, dict[str, Any]] = field(default_factory=dict)  # their configurations
-    counted: Sequence[tuple[int, int, int, bytes]] = ()  # see ``SyncSteps.note_calls``
-    final: Finality = field(default_factory=Finality)
-
-    @classmethod
-    def empty(cls, parts: Parts, task: str, pool: BlockPool, floor: int = 0) -> Contents:
-        """Return nothing, of which no incarnation below ``floor`` hears."""
-        return cls(parts.of(ShardStore)(task, pool), parts.of(Ledger)(floor))
+def _unpack(data: bytes, kind: type[M], what: str) -> M:
+    try:
+        message = decode(data)
+    except RemoteProtocolError as exc:
+        raise CheckpointCorrupt(f"{what} in a snapshot is damaged: {exc.message}") from exc
+    if not isinstance(message, kind):
+        raise CheckpointCorrupt(f"{what} in a snapshot is a {type(message).__name__}")
+    return message
 
 
 class Freezable(Protocol):
@@ -172,7 +174,7 @@ class _Load:
 
     number: int
     loaded: Loaded | None = None  # None: its state is being read
-    ready: asyncio.Future[Sequence[bytes]] | None = None  # never cancelled
+    ready: asyncio.Future[Sequence[bytes]] = field(init=False)  # never cancelled
     given_up: bool = False
 
 
@@ -329,31 +331,26 @@ class Snapshots:
             self._loads += 1
             load = self._load = _Load(message.load)
             load.ready = self._work.to_the_end(self._prepared(load, message.path, body))
-        assert load.ready is not None, "it has been begun"
         request.start(_answered(request, load.ready))
 
     async def _prepared(
-        self, load: _Load, path: str, body: Sequence[memoryview]
+        self, prepared: _Load, path: str, body: Sequence[memoryview]
     ) -> Sequence[bytes]:
-        where = f"{self._task}: snapshot {load.number}"
+        where = f"{self._task}: snapshot {prepared.number}"
         try:
             if len(body) != 1 + bool(path):
                 raise RemoteProtocolError(f"{where}: {len(body)} segments")
             state = await asyncio.to_thread(SnapshotState.from_bytes, bytes(body[0]), where)
-            if load.given_up:
+            if prepared.given_up:
                 raise PsyncError(f"{where} was cancelled")
-            load.loaded = Loaded(
-                state,
-                self._parts.of(ShardStore)(self._task, self._pool),
-                self._parts.of(Ledger)(self._served().coordinator),
-                unpack_answer,
-            )
+            floor = self._served().coordinator
+            prepared.loaded = load(state, self._parts, self._task, self._pool, floor)
             unpack_accumulators(state.accumulators)  # that they can be
             if path:
                 places = read_json(bytes(body[1]), list[Place], f"{where}: places in {path}")
-                await asyncio.to_thread(read_items, Path(path), load.loaded, places)
+                await asyncio.to_thread(read_items, Path(path), prepared.loaded, places)
         except Exception:
-            if self._load is load:
+            if self._load is prepared:
                 self._give_up()  # so that it can be tried again
             raise
         return ()
@@ -490,11 +487,7 @@ def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:
 
 def has_text(path: Path, text: str) -> bool:
     """Return whether there is a file that holds this text and no more."""
-    expected = text.encode()
     try:
-        if not path.is_file() or path.stat().st_size != len(expected):
-            return False
-        with open(path, "rb") as file:
-            return file.read(len(expected)) == expected
-    except OSError:
+        return read_bounded(path, len(text.encode())) == text.encode()
+    except (OSError, CheckpointCorrupt):
         return False

@@ -48,7 +48,7 @@ from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
 from psync.ps.locks import PsLocks
 from psync.ps.pulls import PsPulls, RowPulls
-from psync.ps.snapshots import Contents, pack_accumulators, pack_answer, unpack_accumulators
+from psync.ps.snapshots import pack_accumulators, pack_answer, unpack_accumulators
 from psync.ps.updates import PsUpdates
 from psync.specs import STEP_BITS
 from psync.store.commit_log import CommitLog
@@ -118,7 +118,7 @@ class PsServices:
         life: SERVING, HOSTED; else nothing is to be served, and this is what refuses it.
         attach: Who the coordinator is, where ps tasks are served; None: there was none yet.
         timeline: How often that coordinator has rolled back to a snapshot.
-        contents: What is served from now on.
+        contents: What is served from now on; ``PsTask`` has filled it.
         shares: Numbers that connections of this coordinator's tasks may still use.
 
     Attributes:
@@ -132,12 +132,13 @@ class PsServices:
         life: Life,
         attach: AttachPs | None,
         timeline: int,
-        contents: Contents,
+        contents: Loaded,
         shares: ShareNumbers | None = None,
     ) -> None:
         platform, task, work, pool = process.platform, process.task, process.work, process.pool
         self.attach, self.timeline = attach, timeline
         self.store, self.ledger = store, ledger = contents.store, contents.ledger
+        state = contents.state
         ledger.on_fence = lambda *_: process.cut_off()
         self._process = process
         self._unheard: set[int] = set()  # optimizers of which others tell in vain
@@ -151,9 +152,10 @@ class PsServices:
         serves = life in (Life.SERVING, Life.HOSTED)
         num_ps = 1 if attach is None else len(attach.ps_addresses)
         self.sync = parts.of(PsSync)(platform, *served, num_ps, shares, serves=serves)
-        for number, raw in contents.groups.items():
+        for number, raw in state.groups:
             self.sync.known(number, raw)
-        self.accumulators = AccumulatorService(task, work, ledger, executor, contents.accumulators)
+        accumulators = unpack_accumulators(state.accumulators)
+        self.accumulators = AccumulatorService(task, work, ledger, executor, accumulators)
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
@@ -161,7 +163,7 @@ class PsServices:
                 platform, attach, self.sync, pool, work, self.clocks.look_again, timeline,
                 is_hosted=life is Life.HOSTED,
             )  # fmt: skip
-            self.closer.steps.note_calls(contents.counted, contents.final)
+            self.closer.steps.note_calls(state.counted, state.final)
         self.gate = GateService(
             task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
             functools.partial(self.resume, "cut"), parts,
@@ -318,19 +320,24 @@ class PsServices:
         )
         return freeze(self.store, state)
 
-    def restored(self, loaded: Loaded) -> Contents:
-        """Return what a snapshot holds, and what clients of this ps take for defined."""
-        store, state = loaded.store, loaded.state
+    def restored(self, loaded: Loaded) -> Loaded:
+        """Return what a snapshot holds, with what clients of this ps take for defined.
+
+        That may be newer than the snapshot; the steps of accumulators do not count.
+        """
+        state = loaded.state
         for number, optimizer in self.store.optimizers.items():
-            store.define_optimizer(number, optimizer.config)
-        # What clients take for defined may be newer than the snapshot; steps do not count.
+            loaded.store.define_optimizer(number, optimizer.config)
         accumulators = {each.name: (each, 0) for each, _ in self.accumulators.definitions()}
         for definition, step in unpack_accumulators(state.accumulators):
             accumulators[definition.name] = definition, step
-        return Contents(
-            store, loaded.ledger, tuple(accumulators.values()),
-            {**self.sync.raw_configs(), **dict(state.groups)}, state.counted, state.final,
-        )  # fmt: skip
+        groups = {**self.sync.raw_configs(), **dict(state.groups)}
+        loaded.state = replace(
+            state,
+            accumulators=pack_accumulators(accumulators.values()),
+            groups=tuple(groups.items()),
+        )
+        return loaded
 
     # Synchronous steps, see ``backups.service.Steps``.
 
