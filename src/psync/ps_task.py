@@ -43,8 +43,7 @@ from psync.ps.life import Life, LifeEvent
 from psync.ps.snapshots import Snapshots, load
 from psync.ps.succession import (
     REPLACED,
-    AdoptionService,
-    GrantService,
+    Succession,
     check_chief,
     check_newest,
 )
@@ -118,26 +117,25 @@ class PsTask:
         self.services = parts.of(PsServices)(self._process, self.life, None, 0, nothing)
         self._host = BackupHost(task, self, pool, self._make_backup, parts)
         self._sessions: SessionService | None = None  # until a training session asks
-        self._adoption = AdoptionService(
-            task, work, check, lambda: self.services.store, lambda: self.services.updates.counted()
-        )
+        # Every chief knows the process's own address: it is asked there what it serves, and that
+        # of ps 0 grants incarnations, wherever ps 0 is served.
+        clock = None if index or is_hosted else platform.new_incarnation
+        self._succession = Succession(
+            task, work, check, lambda: self.services.store,
+            lambda: self.services.updates.counted(), lambda: self.newest, clock,
+        )  # fmt: skip
         self._snapshots = parts.of(Snapshots)(
             task, work, pool, check, lambda: self.services, self.take, parts
         )
-        # Every chief knows the process's own address: it is asked there what it serves, and that
-        # of ps 0 grants incarnations, wherever ps 0 is served.
-        grants = index == 0 and not is_hosted
-        granting = GrantService(lambda: self.newest, platform.new_incarnation, grants=grants)
         handlers: dict[type[Message], Handler] = {
             AttachPs: Handler(self._attach),
             AskStatistics: Handler(lambda request: request.answer(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
-            **self._adoption.handlers(),
+            **self._succession.handlers(),
             **self._snapshots.handlers(),
             **self._host.handlers(),
             **dict.fromkeys(ON_EACH_PS + (() if index else ON_PS_0), Handler(self._of_session)),
             **({} if is_hosted else self._host.handlers_of_process()),
-            **granting.handlers(),
             **self.services.handlers(),
         }
         incarnation = platform.new_incarnation()
@@ -165,7 +163,7 @@ class PsTask:
         await self._host.close()
         if self._sessions is not None:
             self._sessions.close()
-        await self._adoption.close()
+        await self._succession.close()
         await self._work.drain()  # what began meanwhile
         self._work.close()
         if not self._is_hosted:
@@ -233,7 +231,7 @@ class PsTask:
             contents: What is served.
             patience_s: See ``PsServices.end``.
         """
-        self.services.end(self.life, timeline, patience_s, self._adoption.lost)
+        self.services.end(self.life, timeline, patience_s, self._succession.lost)
         shares = self.services.shares if self.floor == attach.coordinator else None
         make = self._platform.parts.of(PsServices)
         self.services = make(self._process, self.life, attach, timeline, contents, shares)
@@ -288,7 +286,7 @@ class PsTask:
 
     async def _attach(self, request: Request[AttachPs]) -> None:
         self._take_up(request.peer, request.message)
-        await self._adoption.settled()
+        await self._succession.settled()
         request.answer(PsAttached(registered()))
 
     def _take_up(self, peer: Connection, message: AttachPs) -> None:
@@ -319,7 +317,7 @@ class PsTask:
         # Where variables are kept, a step that is decided is applied.
         patience_s = attach.ps_timeout_s if attach.keep else None
         self._replace(attach, 0, self._nothing(attach.coordinator), patience_s)
-        self._adoption.begin(
+        self._succession.begin(
             before.store, before.ledger, before.coordinator, attach.coordinator, keep=attach.keep
         )
         if self._sessions is not None:
@@ -350,7 +348,7 @@ class PsTask:
         logger.info("%s: rolls back to a snapshot, timeline %d", self.task, message.timeline)
         contents = before.restored(loaded)
         self.life = self.life.after(LifeEvent.ROLL_BACK, self.task)
-        self._adoption.lost()  # until the program says that all have it
+        self._succession.lost()  # until the program says that all have it
         self._replace(before.attach, message.timeline, contents, None)
         for task, below in (*message.fences, (CLOSER, self.services.closer_incarnation)):
             self.services.refuse_below(task, below)
@@ -362,7 +360,7 @@ class PsTask:
         attach = self.services.attach
         if self.life is not Life.SERVING or attach is None:
             return None
-        return Served(self._index, attach, self.services.timeline, self._adoption.former.lineage)
+        return Served(self._index, attach, self.services.timeline, self._succession.former.lineage)
 
     def _depose(self) -> None:
         """Its backup serves in its place: the coordinator says that to everybody, this hangs up."""
@@ -370,7 +368,7 @@ class PsTask:
             "%s: has been replaced by its backup, and serves no more requests", self.task
         )
         self.life = self.life.after(LifeEvent.DEPOSE, self.task)
-        self._adoption.lost()
+        self._succession.lost()
         for peer in self._endpoint.peers:
             if not peer.task.startswith("/job:ps/"):
                 peer.abort(ConnectionLost(f"{self.task} has been replaced by its backup"))
@@ -409,7 +407,7 @@ class PsTask:
         """Hold what a snapshot of another one holds."""
         contents = self.services.restored(loaded)
         self.life = self.life.after(LifeEvent.COPY, self.task)
-        self._adoption.former.lineage = lineage
+        self._succession.former.lineage = lineage
         self._replace(attach, timeline, contents, None)
 
     def handler(self, kind: type[Message]) -> Handler:

@@ -11,7 +11,7 @@ from psync.schedules import Constant
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
-from psync.store.reattach import Orders
+from psync.store.reattach import Holding, Orders
 from psync.store.store import ShardStore
 
 TASK = "/job:ps/task:0"
@@ -179,3 +179,12 @@ def test_what_was_accumulated_goes_on() -> None:
     former.adopt(Orders((("w", 0, 0),), (), ((5, 1, 1),)), new)
     push(new, 0)
     assert value(new, 0) != [0.0, 0.0]
+
+
+def test_what_is_dropped_is_held_no_more() -> None:
+    old = store_of("w")
+    old.define_optimizer(1, ADAM)
+    push(old, 0)
+    former = former_of(old)
+    former.drop()
+    assert former.describe() == Holding(5)

@@ -253,6 +253,14 @@ class TestFrozen:
         with pytest.raises(CheckpointError, match="item 9 of a snapshot is"):
             snapshot.part(9, 0, 0)
 
+    def test_what_is_let_go_of_is_yielded_once(self, store: ShardStore) -> None:
+        assign(store, V.key, 1)
+        snapshot = frozen(store)
+        expected = b"".join(snapshot.views(1))
+        assert b"".join(snapshot.letting_go(1)) == expected
+        with pytest.raises(CheckpointError, match="no longer held"):
+            snapshot.views(1)
+
     def test_drop_stops_who_is_reading(self, store: ShardStore) -> None:
         assign(store, V.key, 1)
         snapshot = frozen(store)

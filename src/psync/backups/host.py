@@ -174,8 +174,7 @@ class _Backup:
         loaded = self.loaded
         if loaded is None:
             return
-        if wanted := loaded.wanted():
-            raise UsageError(f"a snapshot is incomplete: {loaded.state.items[wanted[0]]}")
+        loaded.check_whole("a snapshot")
         self.loaded = None
         order = self.order
         attach = AttachPs(

@@ -277,6 +277,10 @@ class DataFile:
             current_disk.get().sync(self._file)
         return self._at
 
+    def places(self) -> tuple[tuple[int, int, int], ...]:
+        """Return the first byte, bytes and crc32 of each slice."""
+        return tuple((piece.start, piece.nbytes, piece.crc32) for _, piece in self.slices)
+
     def abandon(self) -> None:
         """Close the file, whatever is in it."""
         with contextlib.suppress(OSError):  # what is still buffered fails as what was written did

@@ -382,12 +382,7 @@ class Snapshots:
         self._check_coordinator(peer)
         if message.load != self._taken:
             loaded = self._loaded(peer, message.load)
-            wanted = loaded.wanted()
-            if wanted:
-                raise UsageError(
-                    f"{self._task}: snapshot {message.load} is incomplete: "
-                    f"{loaded.state.items[wanted[0]]} is missing"
-                )
+            loaded.check_whole(f"{self._task}: snapshot {message.load}")
             self._load = None
             self._let_go()
             self._serve(loaded, message)
@@ -413,7 +408,7 @@ def _seen(work: asyncio.Future[Sequence[bytes]]) -> None:
 
 def write_items(
     path: Path, frozen: Frozen, items: Sequence[tuple[int, str]]
-) -> tuple[int, list[tuple[int, int, int]]]:
+) -> tuple[int, tuple[tuple[int, int, int], ...]]:
     """Write items to a new file, and let go of each block once it is written.
 
     Args:
@@ -446,7 +441,7 @@ def write_items(
         with contextlib.suppress(OSError):
             current_disk.get().unlink(path)
         raise
-    return size, [(piece.start, piece.nbytes, piece.crc32) for _, piece in file.slices]
+    return size, file.places()
 
 
 def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:

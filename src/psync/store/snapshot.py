@@ -277,6 +277,11 @@ class Loaded:
             place for place, there in self._filled.items() if there != [(0, items[place].nbytes)]
         ]
 
+    def check_whole(self, what: str) -> None:
+        """Raise UsageError, which names the snapshot, if an item is not filled."""
+        if wanted := self.wanted():
+            raise UsageError(f"{what} is incomplete: {self.state.items[wanted[0]]} is missing")
+
     def give_up(self) -> None:
         """Let whoever fills it stop."""
         self._given_up = True

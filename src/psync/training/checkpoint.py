@@ -801,8 +801,7 @@ async def _write_streamed(cut: Cut, ps: int, layout: Layout, path: Path) -> Writ
     finally:
         for data_file in opened:
             data_file.abandon()
-    places = ((piece.start, piece.nbytes, piece.crc32) for _, piece in data_file.slices)
-    return WrittenSnapshot(size, tuple(places))
+    return WrittenSnapshot(size, data_file.places())
 
 
 async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:
