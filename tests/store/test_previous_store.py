@@ -11,7 +11,7 @@ from psync.schedules import Constant
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
-from psync.store.reattach import Holding, Orders
+from psync.store.reattach import Orders
 from psync.store.store import ShardStore
 
 TASK = "/job:ps/task:0"
