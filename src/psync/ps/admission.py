@@ -213,14 +213,10 @@ class PsLocks:
             claim.turn = asyncio.get_running_loop().create_future()
             await claim.turn
 
-    def end(self, claim: Claim) -> list[Claim]:
-        """Give up a claim, held or not; a second time changes nothing.
-
-        Returns:
-            Those that are held from now on, in the order in which they came.
-        """
+    def end(self, claim: Claim) -> None:
+        """Give up a claim, held or not, and let others have their turn; again: changes nothing."""
         if claim not in self._held and claim not in self._waiting:
-            return []
+            return
         self._held.pop(claim, None)
         self._waiting.pop(claim, None)
         claim.held = False
@@ -229,11 +225,8 @@ class PsLocks:
             claim.turn.set_exception(
                 LockLost(f"{self._task}: a lock was cancelled while it waited")
             )
-        granted = self._grant()
-        for each in granted:
-            if each.turn is not None and not each.turn.done():
-                each.turn.set_result(None)
-        return granted
+        if self._waiting:
+            self._grant()
 
     def _in_the_way(self, keys: frozenset[Key], exclusive: bool) -> bool:
         """Return whether one who comes now must wait, be it for others who wait."""
@@ -242,15 +235,12 @@ class PsLocks:
             (exclusive or claim.exclusive) and not keys.isdisjoint(claim.keys) for claim in claims
         )
 
-    def _grant(self) -> list[Claim]:
+    def _grant(self) -> None:
         """Let those who wait have their shards, unless someone before them is in the way."""
-        if not self._waiting:
-            return []
         locked: set[Key] = set()
         used: set[Key] = set()
         for claim in self._held:
             (locked if claim.exclusive else used).update(claim.keys)
-        granted = []
         for claim in list(self._waiting):
             if locked.isdisjoint(claim.keys) and not (
                 claim.exclusive and not used.isdisjoint(claim.keys)
@@ -258,9 +248,9 @@ class PsLocks:
                 del self._waiting[claim]
                 self._held[claim] = None
                 claim.held = True
-                granted.append(claim)
+                if claim.turn is not None and not claim.turn.done():
+                    claim.turn.set_result(None)
             (locked if claim.exclusive else used).update(claim.keys)
-        return granted
 
     def check(
         self, client: Client, message: PullLocked | AssignLocked, keys: Iterable[Key]
