@@ -19,7 +19,7 @@ from psync.api.cluster_coordinator import placed
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SessionHook, wait_over
 from psync.api.variables import Variable, get_or_create_global_step
-from psync.chief.creation import MESSAGE_SHARDS, Creation, as_sent
+from psync.chief.declarations import MESSAGE_SHARDS, Creation, as_sent
 from psync.chief.links import enquire
 from psync.client.context import Runtime, forbid_in_step
 from psync.client.link import PsLink, always, ask, note_plugins

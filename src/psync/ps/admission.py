@@ -159,6 +159,11 @@ class PsLocks:
             UnlockShards: Handler(self._unlock),
         }
 
+    @property
+    def num_waiting(self) -> int:
+        """How many locks and updates wait for a lock to end."""
+        return len(self._waiting)
+
     def statistics(self) -> dict[str, int]:
         """Return counters."""
         return {"held": len(self._locks), "taken": self.taken, "expired": self.expired}
@@ -171,7 +176,7 @@ class PsLocks:
             for (task, incarnation, number), lock in self._locks.items()
         ]
         if self._waiting:
-            lines.append(f"{len(self._waiting)} locks and updates wait for a lock to end")
+            lines.append(f"{self.num_waiting} locks and updates wait for a lock to end")
         return lines
 
     def close(self) -> None:
@@ -404,6 +409,11 @@ class UpdateGate(Changing):
             Admit: Handler(self._admit),
             OpenGate: Handler(self._open_for),
         }
+
+    @property
+    def num_waiting(self) -> int:
+        """How many messages wait here, and not for a lock."""
+        return self.held_back.total() - len(self._locked_out)
 
     def describe(self) -> list[str]:
         """Say which cut is being taken, and who waits for it; for reports."""

@@ -270,7 +270,12 @@ class PsServices:
             "pushes": self.updates.pushes,
             "assigns": self.updates.assigns,
             "staleness": self.updates.staleness.statistics(),
-            "queue": self.executor.waiting + self.executor.computes.waiting,
+            "waiting": {
+                "gate": self.gate.num_waiting,
+                "lock": self.locks.num_waiting,
+                "backup": self.executor.waiting,
+                "compute": self.executor.computes.waiting,
+            },
             "store": self.store.statistics(),
             "ledger": self.ledger.statistics(),
             "locks": self.locks.statistics(),

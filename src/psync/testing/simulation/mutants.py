@@ -20,8 +20,8 @@ from psync.accumulators import Accumulator
 from psync.api.data_shards import Visits
 from psync.backups.host import _Backup
 from psync.checkpoints import files
-from psync.chief import creation, links
-from psync.chief.creation import Creation
+from psync.chief import declarations, links
+from psync.chief.declarations import Creation
 from psync.chief.recovery import Backups
 from psync.chief.recovery_rule import RecoveryRule
 from psync.client import ps
@@ -192,7 +192,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "partial_is_not_counted": Mutant(
         "an attach counts the updates that are on some ps tasks only", ("attach",),
-        ((creation, "partial_updates", wrong.does_nothing(0)),),
+        ((declarations, "partial_updates", wrong.does_nothing(0)),),
     ),
     "fenced_while_it_waits": Mutant(
         "an update that has arrived is applied, even if its worker is replaced", ("attach",),

@@ -178,7 +178,7 @@ def read_at_any_time(self: ShardTable, key: Any) -> Any:
 def read_together_at_any_time(self: ShardStore, shards: Any) -> Any:
     if shards.layout != self.layout:
         self._settle(shards)
-    return [view for key in shards for view in read_at_any_time(self, key)]
+    return [view for key in shards.keys for view in read_at_any_time(self, key)]
 
 
 def only_values(shard: Any) -> Iterator[Any]:
