@@ -31,7 +31,7 @@ from psync.cluster import parse_task_name
 from psync.errors import UsageError, ValueMismatchError
 from psync.net.connection import Handler, Request
 from psync.numerics.memory import ABOVE_BYTES, BlockPool
-from psync.ps.admission import Claim, GateService, PsLocks
+from psync.ps.admission import Claim, PsLocks, UpdateGate
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor, Listed
@@ -329,7 +329,7 @@ class PsUpdates:
         pool: BlockPool,
         locks: PsLocks,
         executor: Executor,
-        gate: GateService,
+        gate: UpdateGate,
         pulls: PsPulls,
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
@@ -451,12 +451,12 @@ class PsUpdates:
     def _admit(self, update: Update) -> None:
         gate, locks = self._gate, self._locks
         locked: Claim | None = None
-        must_wait = gate.rule.cut > 0 and gate.rule.holds(update.client, update.message.sequence)
+        must_wait = gate.cut > 0 and gate.holds(update.client, update.message.sequence)
         if isinstance(update.message, AssignLocked):
             locks.check(update.client, update.message, update.needed)
             if must_wait:  # nobody else gets the lock before this is done, even if its holder dies
-                locked = locks.table.begin(update.needed)
-        elif locks.table.num_exclusive and locks.table.blocks(update.needed):
+                locked = locks.begin(update.needed)
+        elif locks.num_exclusive and locks.blocks(update.needed):
             must_wait = True
         if must_wait:  # it is applied even if its request is given up
             gate.arrived(update.client, update.message.sequence)
@@ -476,18 +476,18 @@ class PsUpdates:
         message = update.client, update.message.sequence
         try:
             while True:
-                if locked is None and self._locks.table.blocks(update.needed):
+                if locked is None and self._locks.blocks(update.needed):
                     claim = self._locks.claim(update.needed)
                     self._gate.waits_for_lock(*message, waits=True)
                     try:
                         await self._locks.turn(claim)
-                        if not self._gate.rule.holds(*message):
+                        if not self._gate.holds(*message):
                             self._submit(update)
                             return
                     finally:
                         self._locks.end(claim)
                         self._gate.waits_for_lock(*message, waits=False)
-                elif not self._gate.rule.holds(*message):
+                elif not self._gate.holds(*message):
                     self._submit(update)
                     return
                 await self._gate.turn(*message)
@@ -508,7 +508,7 @@ class PsUpdates:
 
     def _claim(self, update: Update) -> Callable[[], None]:
         """An update takes longer than a turn: it is under way for cuts, and for who locks."""
-        claim = self._locks.table.begin(update.needed)
+        claim = self._locks.begin(update.needed)
         self._gate.began()
 
         def ended() -> None:
@@ -560,7 +560,7 @@ class PsUpdates:
     def _applied(self, update: Update, answer: Pushed) -> None:
         """All shards have it, and nobody was told yet."""
         del update.done, update.at_once, update.in_pieces  # which lead back: its body would be held
-        if self._gate.rule.cut:
+        if self._gate.cut:
             self._gate.wake()
         message = update.message
         if self._store.failures and isinstance(message, Push):

@@ -38,7 +38,7 @@ from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
 from psync.ps.accumulators import Accumulators
-from psync.ps.admission import GateService, PsLocks
+from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Compute, Touches
 from psync.ps.cooperative_work import LongWork
 from psync.ps.count_teller import NEWS_SHIFT, CountTeller
@@ -162,9 +162,9 @@ class PsServices:
                 is_hosted=life is Life.HOSTED,
             )  # fmt: skip
             self.closer.steps.note_calls(state.counted, state.final)
-        self.gate = GateService(
+        self.gate = parts.of(UpdateGate)(
             task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
-            functools.partial(self.resume, "cut"), parts,
+            functools.partial(self.resume, "cut"),
         )  # fmt: skip
         self.pulls = PsPulls(task, store, work, self.sync.staging, self.locks, pool)
         self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.staging)

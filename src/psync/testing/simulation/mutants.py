@@ -35,7 +35,7 @@ from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
-from psync.ps.admission import LockTable, UpdateGate
+from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Computes
 from psync.ps.updates import PsUpdates, Update
 from psync.ps_task import PsTask
@@ -200,7 +200,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "locks_of_two": Mutant(
         "who writes under a lock is alone", ("any",),
-        ((LockTable, "claim", wrong.writes_are_let_in),),
+        ((PsLocks, "claim", wrong.writes_are_let_in),),
     ),
     "step_raised_again": Mutant(
         "a step that is closed is not applied again", ("sync-replica",),

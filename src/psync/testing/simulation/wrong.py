@@ -20,7 +20,7 @@ from psync.closures.queue import Action, ClosureQueue
 from psync.errors import TaskLost
 from psync.net.connection import Handler
 from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
-from psync.ps.admission import LockTable
+from psync.ps.admission import PsLocks
 from psync.ps.computes import Computes
 from psync.ps.updates import Update
 from psync.ps_task import PsTask
@@ -165,7 +165,7 @@ def other_runs_are_fresh(original: Callable[..., Any]) -> Any:
 
 
 def writes_are_let_in(original: Callable[..., Any]) -> Any:
-    def claim(self: LockTable, keys: Any, *, exclusive: bool) -> Any:
+    def claim(self: PsLocks, keys: Any, *, exclusive: bool = False) -> Any:
         return original(self, keys, exclusive=False)
 
     return claim
