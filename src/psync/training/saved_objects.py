@@ -34,7 +34,7 @@ from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers import Optimizer, Slot, pushes_of
 from psync.api.pulls import leaves
 from psync.api.variables import Handle, OnReadVariable, Variable
-from psync.checkpoints.files import Reader, stored_snapshots
+from psync.checkpoints.files import Reader
 from psync.checkpoints.manifest import (
     Difference,
     Manifest,
@@ -566,7 +566,7 @@ def _positions_of(
 def _variable_names(reader: Reader) -> dict[str, str]:
     """Return of which variable each tensor is the value, as far as what each ps held says it."""
     values: dict[tuple[str, int], str] = {}  # (file, first byte) → variable
-    for snapshot in stored_snapshots(reader.path) if reader.manifest.snapshots else ():
+    for snapshot in reader.snapshots():
         state = snapshot.state
         for place in snapshot.places:
             item = state.items[place.item]
