@@ -587,6 +587,34 @@ class Reader:
             at += read.size
         self._checked.add(piece)
 
+    def snapshots(self) -> list[StoredSnapshot]:
+        """Return the snapshot of each ps; none, if it does not say. Bytes of arrays are not read.
+
+        Raises:
+            CheckpointCorrupt: One is damaged.
+            CheckpointError: It is of a newer version, or cannot be read.
+        """
+        return [self._stored(snapshot) for snapshot in self.manifest.snapshots]
+
+    def _stored(self, snapshot: Snapshot) -> StoredSnapshot:
+        path = self.path.absolute()
+        where = path / snapshot.state
+        with disk_errors(f"reading {where}"):
+            data = read_bounded(where, self.manifest.files[snapshot.state])
+        if zlib.crc32(data) != snapshot.crc32:
+            raise CheckpointCorrupt(
+                f"{where}: expected checksum {snapshot.crc32:08x}, got {zlib.crc32(data):08x}",
+                hint="use another checkpoint; this one was changed or damaged",
+            )
+        state = SnapshotState.from_bytes(data, str(where))
+        needed = {i: item.nbytes for i, item in enumerate(state.items) if not item.is_constant}
+        there = {place.item: place.nbytes for place in snapshot.places}
+        if there != needed or len(snapshot.places) != len(there):
+            wrong = sorted(i for i in {*there, *needed} if there.get(i) != needed.get(i))
+            named = f"item {wrong[0]}" if wrong else "an item"
+            raise CheckpointCorrupt(f"{where}: {named} is not once, and whole, in {snapshot.data}")
+        return StoredSnapshot(state, path / snapshot.data, snapshot.places)
+
 
 # --- directories ---------------------------------------------------------------------------------
 
@@ -727,27 +755,7 @@ def stored_snapshots(path: Path) -> list[StoredSnapshot]:
             hint="it was saved without a ClusterCoordinator, or by an older psync; it can still be "
             "restored",
         )
-    return [_stored(reader, snapshot) for snapshot in reader.manifest.snapshots]
-
-
-def _stored(reader: Reader, snapshot: Snapshot) -> StoredSnapshot:
-    path = reader.path.absolute()
-    where = path / snapshot.state
-    with disk_errors(f"reading {where}"):
-        data = read_bounded(where, reader.manifest.files[snapshot.state])
-    if zlib.crc32(data) != snapshot.crc32:
-        raise CheckpointCorrupt(
-            f"{where}: expected checksum {snapshot.crc32:08x}, got {zlib.crc32(data):08x}",
-            hint="use another checkpoint; this one was changed or damaged",
-        )
-    state = SnapshotState.from_bytes(data, str(where))
-    needed = {i: item.nbytes for i, item in enumerate(state.items) if not item.is_constant}
-    there = {place.item: place.nbytes for place in snapshot.places}
-    if there != needed or len(snapshot.places) != len(there):
-        wrong = sorted(i for i in {*there, *needed} if there.get(i) != needed.get(i))
-        named = f"item {wrong[0]}" if wrong else "an item"
-        raise CheckpointCorrupt(f"{where}: {named} is not once, and whole, in {snapshot.data}")
-    return StoredSnapshot(state, path / snapshot.data, snapshot.places)
+    return reader.snapshots()
 
 
 def check_places(snapshot: StoredSnapshot) -> None:

@@ -482,17 +482,13 @@ class Ledger:
 
     def control(self, pack: Callable[[Any], bytes]) -> list[Any]:
         """Return all that verdicts depend on, in an order of its own, for a digest."""
-        senders = [
-            [task, sender.incarnation, sender.acked_below,
-             sorted([sequence, each.call or (), pack(each.answer)]
-                    for sequence, each in sender.messages.items())]
-            for task, sender in sorted(self._senders.items())
-        ]  # fmt: skip
+        state = self.snapshot(pack)
+        senders = sorted([*sender[:3], sorted(sender.answers)] for sender in state.senders)
         calls = sorted(
             [closure, ordinal, str(each.variable_set), each.parts]
             for closure, ordinal, each in self._applied()
         )
-        return [senders, calls, self.final.below, self.final.listed()]
+        return [senders, calls, state.final_below, state.kept]
 
     def held_updates(self, coordinator: int) -> HeldUpdates:
         """Return what is known of updates over several ps tasks, and of those of no closure.

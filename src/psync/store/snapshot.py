@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from psync.errors import BusyError, CheckpointCorrupt, CheckpointError, UsageError
-from psync.numerics.memory import BlockArray, bytes_of
+from psync.numerics.memory import BLOCK_BYTES, BlockArray, bytes_of
 from psync.numerics.rows import RowBlocks
 from psync.specs import dtype_of
 from psync.store.ledger import Ledger
@@ -101,15 +101,10 @@ class Frozen:
 
 
 def _constant(item: SnapshotItem) -> list[memoryview]:
-    array = BlockArray(item.nbytes // dtype_of(item.dtype).itemsize, dtype_of(item.dtype))
-    sizes = [
-        (stop - start) * array.dtype.itemsize
-        for start, stop in map(array.bounds, range(array.num_blocks))
-    ]
     assert item.fill is not None, "the caller has looked"
-    element = bytes_of(item.fill)
-    block = np.tile(element, max(sizes, default=0) // element.size).data.toreadonly()
-    return [block[:size] for size in sizes]
+    size, itemsize = item.nbytes, len(item.fill)
+    block = memoryview(item.fill * (min(size, BLOCK_BYTES) // itemsize))
+    return [block[: size - start] for start in range(0, size, BLOCK_BYTES)]
 
 
 def freeze(store: ShardStore, state: SnapshotState) -> Frozen:

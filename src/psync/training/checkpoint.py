@@ -73,7 +73,6 @@ from psync.checkpoints.files import (
     mark_last,
     remove,
     remove_leftovers,
-    stored_snapshots,
     unmark_last,
     why_not,
 )
@@ -644,7 +643,7 @@ def _positions_of(
 def _variable_names(reader: Reader) -> dict[str, str]:
     """Return of which variable each tensor is the value, as far as what each ps held says it."""
     values: dict[tuple[str, int], str] = {}  # (file, first byte) → variable
-    for snapshot in stored_snapshots(reader.path) if reader.manifest.snapshots else ():
+    for snapshot in reader.snapshots():
         state = snapshot.state
         for place in snapshot.places:
             item = state.items[place.item]
