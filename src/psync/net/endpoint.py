@@ -24,6 +24,7 @@ from psync.net import handshake_limits
 from psync.net.connection import Connection, Handler, Tap
 from psync.net.platform import Platform
 from psync.net.shared.bodies import Sharing
+from psync.net.shielding import end_all
 from psync.net.transport import Listener, one_line, reason
 from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message
@@ -256,10 +257,7 @@ class Endpoint:
         self._tell_untold()
         for peer in list(self._peers):
             peer.close()
-        handlers = self._tasks - {asyncio.current_task()}
-        for task in handlers:
-            task.cancel()
-        await asyncio.gather(*handlers, return_exceptions=True)
+        await end_all(each for each in self._tasks if each is not asyncio.current_task())
         for listener in self._listeners:
             await listener.wait_closed()
         try:
