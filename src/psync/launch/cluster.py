@@ -42,6 +42,7 @@ from psync.net.platform import Platform, Workforce
 from psync.net.resolvers import SimpleClusterResolver, opened
 from psync.net.secret import Secret, load_secret, mint_secret
 from psync.net.shared.regions import SharedMemory
+from psync.net.shielding import end_all
 from psync.net.tls import TLS_VARIABLES
 from psync.ps_task import PsTask
 from psync.status.html_tables import table
@@ -348,9 +349,7 @@ class TaskCluster(ABC):
 
     async def _end_changes(self) -> None:
         self._end_adapting()
-        for leaving in (tasks := list(self._leaving.values())):
-            leaving.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(self._leaving.values())
 
     async def _start(self, resources: contextlib.AsyncExitStack) -> None:
         self._host = await self._make_host(resources)
@@ -470,7 +469,8 @@ class TasksInProcesses(Host):
         self._environ = environ
         self._group = ProcessGroup({"chief": 1, **counts}, secret=minted, environ=environ)
         resources.push_async_callback(self._group.stop)
-        resources.push_async_callback(self._stop_watching)
+        self._watchers: dict[tuple[str, int], asyncio.Task[None]] = {}
+        resources.push_async_callback(lambda: end_all(self._watchers.values()))
         self.chief = self._group.cluster["chief"][0]
         self._joinable = known is not None  # nobody else knows one that was made here
         inherited: dict[str, socket.socket] = {}
@@ -484,7 +484,6 @@ class TasksInProcesses(Host):
         self._unused = {(job, index) for job, count in counts.items() for index in range(count)}
         self._gpus = gpus
         self._max_restarts = max_restarts
-        self._watchers: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._leaving: set[tuple[str, int]] = set()
 
     async def open(self) -> None:
@@ -562,11 +561,6 @@ class TasksInProcesses(Host):
             self._group.abandon(job, index)
         self._leaving.discard((job, index))
         self.platform.given_up.note(address, why)
-
-    async def _stop_watching(self) -> None:
-        for task in self._watchers.values():
-            task.cancel()
-        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
 
 
 def _own_import_path() -> list[str]:

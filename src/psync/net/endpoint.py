@@ -24,11 +24,13 @@ from psync.net import handshake_limits
 from psync.net.connection import Connection, Handler, Tap
 from psync.net.platform import Platform
 from psync.net.shared.bodies import Sharing
+from psync.net.shielding import end_all
 from psync.net.transport import Listener, one_line, reason
 from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message
+from psync.wire.frames import VERSION
 from psync.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake, State
-from psync.wire.messages import Hello, Refused
+from psync.wire.messages import Challenge, Hello, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -155,10 +157,9 @@ class Endpoint:
 
         secret, incarnation = self.platform.secret, self.incarnation
         seconds = self.platform.limits.handshake_seconds
-        handshake = ClientHandshake(
-            secret.value if secret is not None else None,
-            self.task, incarnation, lane, self.platform.random_bytes(NONCE_BYTES), expect,
-        )  # fmt: skip
+        nonce = self.platform.random_bytes(NONCE_BYTES)
+        hello = Hello(VERSION, VERSION, self.task, incarnation, lane, nonce, secret is not None)
+        handshake = ClientHandshake(None if secret is None else secret.value, hello, expect)
         peer = self._new_peer(handshake)
         peer.on_opened = lambda _: over.set()
         peer.on_closed.append(on_closed)
@@ -256,10 +257,7 @@ class Endpoint:
         self._tell_untold()
         for peer in list(self._peers):
             peer.close()
-        handlers = self._tasks - {asyncio.current_task()}
-        for task in handlers:
-            task.cancel()
-        await asyncio.gather(*handlers, return_exceptions=True)
+        await end_all(each for each in self._tasks if each is not asyncio.current_task())
         for listener in self._listeners:
             await listener.wait_closed()
         try:
@@ -314,10 +312,11 @@ class Endpoint:
 
     def _accept(self) -> asyncio.BufferedProtocol:
         limits, secret = self.platform.limits, self.platform.secret
+        nonce, secured = self.platform.random_bytes(NONCE_BYTES), secret is not None
+        challenge = Challenge(VERSION, self.task, self.incarnation, nonce, secured, b"")
         handshake = ServerHandshake(
-            secret.value if secret is not None else None,
-            self.task, self.incarnation, self.platform.random_bytes(NONCE_BYTES), self._admit,
-        )  # fmt: skip
+            None if secret is None else secret.value, challenge, self._admit
+        )
         is_full = len(self._peers) >= limits.connections
         peer = self._new_peer(handshake)
         peer.on_opened = self._on_accepted_opened

@@ -460,15 +460,13 @@ def _merged(
 
 # The default.
 
-Environ = Mapping[str, str]
-
 LAUNCHERS = ("torchrun", "SLURM", "Kubernetes")
 """Who may have said what cluster this is, in the order in which they are believed, after TF_CONFIG.
 The module of that name in ``psync.integrations`` finds it (``found_in``), and says what is missing
 where it nearly is (``advice``)."""
 
 
-def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
+def resolve_cluster(environ: Mapping[str, str] | None = None) -> ClusterResolver:
     """Return the resolver of the cluster that this process is in.
 
     The first of these that applies:
