@@ -817,22 +817,20 @@ class Coordinator:
             if self._queue.ending is None:
                 logger.info("training stops: %s (%s on %s)", reason, closure, peer.task)
             self.perform(self._queue.request_stop(reason))
-        finished: list[int] = []
-        payloads: list[Payload] = []  # of these
+        finished: list[tuple[int, Payload]] = []
         at = 0
         for closure_id, outcome, count, error in message.results:
             payload = Payload.from_segments(segments[at : at + count]) if count else EMPTY
             at += count
             if outcome == "ok":
-                finished.append(closure_id)
-                payloads.append(payload)
+                finished.append((closure_id, payload))
                 continue
-            self._finished(peer.task, finished, payloads, message.mean_seconds)
-            finished, payloads = [], []
+            self._finished(peer.task, finished, message.mean_seconds)
+            finished = []
             self._ended(peer.task, closure_id, outcome, error, payload)
         for step, operation, times in message.late or ():
             self.joins.note_late(peer.task, step, operation, times)
-        self._finished(peer.task, finished, payloads, message.mean_seconds)
+        self._finished(peer.task, finished, message.mean_seconds)
         # What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
         early = not self.cuts.taken and self.recovery.source is None
         self.recovery.note_ended(ended, early=early)
@@ -840,14 +838,15 @@ class Coordinator:
         self._final.look()
 
     def _finished(
-        self, worker: str, ids: Sequence[int], payloads: Sequence[Payload], mean_seconds: float
+        self, worker: str, results: Sequence[tuple[int, Payload]], mean_seconds: float
     ) -> None:
         """Closures ended with values, which are there before anything that needs them is sent."""
-        if not ids:
+        if not results:
             return
+        ids = [closure_id for closure_id, _ in results]
         actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
         self._reports.has_data(worker)
-        for closure_id, payload in zip(ids, payloads, strict=True):
+        for closure_id, payload in results:
             closure = self._closures[closure_id]
             value = closure.payload.value()
             if value is not None and closure.state is State.FINISHED:

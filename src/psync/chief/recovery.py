@@ -507,7 +507,7 @@ class ClusterRecovery:
     @property
     def is_gone(self) -> bool:
         """Whether nothing can be done any more, or perhaps so: workers were given up."""
-        return self.rule.gone is not None or bool(self.links.workers.given_up)
+        return self.rule.gone is not None or self.links.workers.given_up != {}
 
     def fail_if_gone(self) -> None:
         """End what is scheduled where nobody is left who could do it."""
