@@ -345,13 +345,11 @@ class FinalClosures:
     ps: PsClient
     told: int = 0
     refused: bool = False  # whether ps tasks refuse all that was scheduled before an error
-    num_kept: int = 0  # that were told last
+    every: int = FINAL_EVERY  # they are told when so many more are final
 
     def look(self, at_least: int | None = None) -> None:
         """Tell them if so many more closures are final than they know; see ``FINAL_EVERY``."""
-        if at_least is None:
-            at_least = max(FINAL_EVERY, self.num_kept // 4)
-        if self.queue.low_water() - self.told >= at_least:
+        if self.queue.low_water() - self.told >= (at_least or self.every):
             self.told = self.queue.low_water()
             self.tell_again()
 
@@ -365,7 +363,7 @@ class FinalClosures:
     def tell_again(self) -> None:
         """Tell them what they were told last: they may know nothing of it."""
         kept = self.queue.kept(self.told)
-        self.num_kept = len(kept)
+        self.every = max(FINAL_EVERY, len(kept) // 4)
         message, segments = messages.FinalBelow(self.told, self.ps.timeline), pack_kept(kept)
         for link in self.ps.links:  # one that is not connected hears of the next, higher number
             link.notify(message, segments)
