@@ -58,8 +58,8 @@ from psync.replicas.context import (
     in_turns,
 )
 from psync.serialization.remote_value import AwaitFirst, RemoteValue
-from psync.specs import ShardSpec, VariableSpec, checked_kind, dtype_of
 from psync.specs import VariableAggregation as VariableAggregation
+from psync.specs import VariableSpec, checked_kind, dtype_of
 from psync.specs import VariableSynchronization as VariableSynchronization
 from psync.status.html_tables import table
 
@@ -666,14 +666,14 @@ class ShardedVariable(Handle):
     @property
     def variables(self) -> list[Variable]:
         """The shards in order, each as a variable."""
-        return [self._part(shard) for shard in self.spec.shards]
-
-    def _part(self, shard: ShardSpec) -> Variable:
-        name, alone = f"{self.name}/part_{shard.index}", dataclasses.replace(shard, offset=0)
-        spec = dataclasses.replace(self.spec, name=name, shape=shard.shape, shards=(alone,))
-        part: Variable = _intern(self.origin, spec, self.synchronization, self.aggregation)
-        part._scope = self._scope
-        return part
+        parts = []
+        for shard in self.spec.shards:
+            name, alone = f"{self.name}/part_{shard.index}", dataclasses.replace(shard, offset=0)
+            spec = dataclasses.replace(self.spec, name=name, shape=shard.shape, shards=(alone,))
+            part: Variable = _intern(self.origin, spec, self.synchronization, self.aggregation)
+            part._scope = self._scope
+            parts.append(part)
+        return parts
 
     @property
     def device(self) -> tuple[str, ...]:

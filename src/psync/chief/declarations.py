@@ -29,7 +29,6 @@ from psync.partitioners import check_partitions, div_split
 from psync.specs import ShardSpec, VariableSpec, dtype_name, dtype_of, plain_array
 from psync.store.reattach import (
     Adoption,
-    Decision,
     Holding,
     NewOptimizer,
     Orders,
@@ -93,7 +92,13 @@ def describe(
         )
     named = None if dtype is None else _dtype_name(dtype, subject)
     if shape is not None:
-        shape = _checked_shape(shape, subject)
+        given = shape
+        try:
+            shape = tuple(operator.index(extent) for extent in given)
+        except TypeError:
+            shape = (-1,)
+        if min(shape, default=0) < 0:
+            raise PartitionError(f"{subject}: expected a shape of integers, got {given!r}")
     value = initial_value
     if callable(value):
         if named is not None and shape is not None:
@@ -383,16 +388,6 @@ def _check_name(name: object, where: str) -> None:
         )
 
 
-def _checked_shape(shape: tuple[int, ...], subject: str) -> tuple[int, ...]:
-    try:
-        extents = tuple(operator.index(extent) for extent in shape)
-    except TypeError:
-        extents = (-1,)
-    if any(extent < 0 for extent in extents):
-        raise PartitionError(f"{subject}: expected a shape of integers, got {shape!r}")
-    return extents
-
-
 def _dtype_name(dtype: object, subject: str) -> str:
     try:
         return dtype_name(dtype)
@@ -589,7 +584,14 @@ class Creation:
             self._taken.add(number)
             self.own.note_rate(number, left.rate_of(identity))
         left.done(decision)
-        _say(decision)
+        if decision.adopted:
+            logger.info("%d variables keep their values", len(decision.adopted))
+        broken = {spec.name for spec in decision.broken}
+        for spec in decision.missing:
+            why = "it was not created whole" if spec.name in broken else "no ps held it"
+            logger.warning('variable "%s" starts with its initial value: %s', spec.name, why)
+        for name in decision.extra:
+            logger.warning('variable "%s" is removed: this program has not declared it', name)
         if last:
             self.left = None
             self.on_adopted()
@@ -649,15 +651,3 @@ class _Batch:
             self.sources.append(None)
             self.values.append(to_bytes_view(value))
             self.nbytes += value.nbytes
-
-
-def _say(decision: Decision) -> None:
-    """Tell what has become of everything."""
-    if decision.adopted:
-        logger.info("%d variables keep their values", len(decision.adopted))
-    broken = {spec.name for spec in decision.broken}
-    for spec in decision.missing:
-        why = "it was not created whole" if spec.name in broken else "no ps held it"
-        logger.warning('variable "%s" starts with its initial value: %s', spec.name, why)
-    for name in decision.extra:
-        logger.warning('variable "%s" is removed: this program has not declared it', name)

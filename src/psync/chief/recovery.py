@@ -324,7 +324,7 @@ class ClusterRecovery:
         self.ended.saved(CutCalls(snapshots), self.queue.is_open)
 
     def note_ended(self, ended: Sequence[EndedCall], *, early: bool) -> None:
-        """Note closures that have ended: a rollback may undo them.
+        """Note closures that have ended: a rollback may undo them, ``reschedule`` repeats them.
 
         Args:
             ended: The closures.
@@ -333,12 +333,19 @@ class ClusterRecovery:
         for each in ended:
             if not early:
                 self.ended.ended(each.number, each.updates)
-            if each.call is None or not _may_be_repeated(each):
+            # Data shards are pending again automatically. A closure that was cancelled, although
+            # its worker has carried it out, is left to the program.
+            closure, call = each.closure, each.call
+            if (
+                closure is None or closure.identity is not None or closure.is_replica
+                or call is None or not call.may_repeat
+                or closure.state is not ClosureState.FINISHED
+            ):  # fmt: skip
                 continue
             if early:
                 self.ended.ended_early(each.number)
             else:
-                self.ended.kept.keep(each.number, each.call, each.call.parts())
+                self.ended.kept.keep(each.number, call, call.parts())
 
     def calls_undone_by(self, event: RollbackEvent) -> list[ScheduledCall]:
         """Return, once, the calls of the closures that a rollback has undone, in order.
@@ -499,7 +506,7 @@ class ClusterRecovery:
     @property
     def is_gone(self) -> bool:
         """Whether nothing can be done any more, or perhaps so: workers were given up."""
-        return self.rule.gone is not None or bool(self.links.workers.given_up)
+        return self.rule.gone is not None or self.links.workers.given_up != {}
 
     def fail_if_gone(self) -> None:
         """End what is scheduled where nobody is left who could do it."""
@@ -800,15 +807,3 @@ class ClusterRecovery:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self.backups.close()
-
-
-def _may_be_repeated(ended: EndedCall) -> bool:
-    """Return whether ``reschedule`` repeats a closure that a rollback undoes.
-
-    Data shards are pending again automatically. A closure that was cancelled, although its worker
-    has carried it out, is left to the program.
-    """
-    closure, call = ended.closure, ended.call
-    if closure is None or call is None or closure.identity is not None or closure.is_replica:
-        return False
-    return call.may_repeat and closure.state is ClosureState.FINISHED

@@ -132,15 +132,6 @@ class History:
         for name, value in logs.items():
             self.history.setdefault(name, []).append(value)
 
-    def _add_repeated(self, steps: int) -> None:
-        """Add steps that were trained again after the last epoch."""
-        if self.repeated:
-            self.repeated[-1] += steps
-
-    def _clear(self) -> None:
-        """Remove all epochs."""
-        self.epoch, self.history, self.repeated, self.stop_reason = [], {}, [], None
-
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the history as plain data."""
         return asdict(self)
@@ -181,8 +172,8 @@ class FitState:
 
     def clear(self) -> None:
         """Forget all epochs, and the steps that are owed."""
-        self.history._clear()
-        self.before = 0
+        history, self.before = self.history, 0
+        history.epoch, history.history, history.repeated, history.stop_reason = [], {}, [], None
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -304,7 +295,8 @@ class EpochRuns:
         manager = self.trainer.manager
         while (undone := self.owed_steps()) or not (saved or manager is None):
             if undone:
-                self.trainer.history._add_repeated(undone)
+                if repeated := self.trainer.history.repeated:  # of the last epoch
+                    repeated[-1] += undone
                 await self._train(None)
                 await self.trainer._values_of(list(self._closures.values()), self.ended)
                 saved = False
