@@ -121,7 +121,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "low_water_too_high": Mutant(
         "calls of a closure that runs are not forgotten", ("async",),
-        ((Ledger, "final_below", wrong.off_by(1)),),
+        ((PsServices, "_final_below", wrong.forgets_one_more),),
     ),
     "promoted_closes_nothing": Mutant(
         "a promoted ps 0 closes the last step again", ("sync-replica",),
@@ -164,7 +164,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "join_too_early": Mutant(
         "join waits for the last closure", ("any",),
-        ((ClosureQueue, "is_settled", wrong.off_by(-1)),),
+        ((ClosureQueue, "is_settled", wrong.settled_without_the_last),),
     ),
     "stop_is_not_told": Mutant(
         "a step may ask for the end of training", ("any",),
