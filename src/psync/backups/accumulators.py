@@ -21,7 +21,7 @@ from psync.net.connection import Handler, Request
 from psync.numerics.memory import bytes_of
 from psync.ps.accumulators import AccumulatorService
 from psync.ps.executor import Listed
-from psync.ps.shard_sets import NO_BYTES
+from psync.ps.plans import NO_BYTES
 from psync.ps.takes import HostedAccumulator, TakeName, Taker, Wanted
 from psync.store.ledger import Client
 from psync.store.ledger_snapshot import GradientStates, gradients_of, note_gradients

@@ -26,7 +26,7 @@ from psync.store.ledger import Client
 from psync.store.locks import Claim, LockTable
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message
-from psync.wire.messages import AssignLocked, Done, LockShards, PullLocked, RenewLock, UnlockShards
+from psync.wire.messages import Done, LockShards, RenewLock, UnlockShards
 
 logger = logging.getLogger(__name__)
 
@@ -128,17 +128,15 @@ class PsLocks:
             if turn is not None and not turn.done():
                 turn.set_result(None)
 
-    def check(
-        self, client: Client, message: PullLocked | AssignLocked, keys: Iterable[Key]
-    ) -> None:
+    def check(self, client: Client, number: int, keys: Iterable[Key]) -> None:
         """Check that a client holds the lock under which it speaks.
 
         Raises:
             LockLost: It does not.
         """
-        lock = self._locks.get((*client, message.lock))
+        lock = self._locks.get((*client, number))
         if lock is None or not lock.claim.held or not lock.claim.keys.issuperset(keys):
-            raise self._lost(message.lock)
+            raise self._lost(number)
 
     # Messages.
 

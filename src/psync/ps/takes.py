@@ -35,7 +35,7 @@ from psync.numerics.memory import bytes_of
 from psync.numerics.sums import Pieces, at_once, sum_dtype
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
-from psync.ps.shard_sets import NO_BYTES
+from psync.ps.plans import NO_BYTES
 from psync.specs import dtype_name, dtype_of
 from psync.store.dense_accumulators import ConditionalAccumulator
 from psync.store.ledger import Client

@@ -36,7 +36,7 @@ from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
 from psync.ps.computes import Computes
-from psync.ps.updates import PsUpdates, Update
+from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
 from psync.replicas import gang_runner
 from psync.store import ledger_snapshot, snapshot
@@ -300,7 +300,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "duplicate_is_counted": Mutant(
         "of the runs of a closure one is counted by its optimizer", ("async",),
-        ((Update, "judge", wrong.counts_duplicates),),
+        ((PsUpdates, "_judge", wrong.counts_duplicates),),
     ),
     "told_is_no_entry": Mutant(
         "a backup knows how many pushes there were elsewhere", ("replica",),

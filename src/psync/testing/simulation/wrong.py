@@ -21,7 +21,7 @@ from psync.errors import TaskLost
 from psync.net.connection import Handler
 from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
 from psync.ps.computes import Computes
-from psync.ps.updates import Update
+from psync.ps.updates import PsUpdate, PsUpdates
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog, LogState, chained
 from psync.store.ledger import AlreadyApplied, Fresh, Ledger
@@ -35,7 +35,7 @@ from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.steps import SyncSteps
 from psync.wire.codec import decode, encode
-from psync.wire.messages import Done, FinalBelow, Push, TellCounts
+from psync.wire.messages import Done, FinalBelow, TellCounts
 
 Make = Callable[[Callable[..., Any]], Any]
 """Given what is there, returns what takes its place."""
@@ -323,13 +323,14 @@ def home_of_each_client(original: Callable[..., Any]) -> Any:
 
 
 def counts_duplicates(original: Callable[..., Any]) -> Any:
-    def judge(self: Update) -> Any:
-        verdict, message = original(self), self.message
-        if isinstance(verdict, AlreadyApplied) and isinstance(message, Push):
-            if message.place == HOME:
-                own = self.store.push_count(message.optimizer).own
-                own[()] = own.get((), 0) + 1
-        return verdict
+    def judge(self: PsUpdates, update: PsUpdate) -> Any:
+        before = self._ledger.statistics()["already_applied"]
+        outcome = original(self, update)
+        is_other_run = self._ledger.statistics()["already_applied"] > before
+        if is_other_run and update.is_push and update.message.place == HOME:
+            own = self._store.push_count(update.known.optimizer).own
+            own[()] = own.get((), 0) + 1
+        return outcome
 
     return judge
 
