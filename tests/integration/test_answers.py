@@ -106,7 +106,7 @@ async def test_whatever_is_lost_an_update_counts_once_and_its_answer_is_the_firs
         assert (await table.read()).tolist() == [[1, 1]] * 49 + [[49, 49]]
         assert int(await count.read()) == 49
         assert cluster.losses is not None
-        assert len(cluster.losses.lost) == 6
+        assert len(cluster.losses.lost) == 3
 
 
 @virtual

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from asked import Asked, peer_of
 from psync.client.plan import numbered
 from psync.errors import FencedError, RemoteProtocolError, UsageError
 from psync.numerics.rules import SGD
@@ -25,7 +26,11 @@ def table() -> Plans[ShardSet]:
 
 
 def define(known: Plans[ShardSet], client: tuple[str, int], plan: DefinePlan) -> bool:
-    return known.define(client, plan, encode(plan))
+    """Whether it is an entry."""
+    noted: list[object] = []
+    known.note = lambda *entry: noted.append(entry)
+    known.serve(Asked(peer_of(client), plan))
+    return noted == [(client, plan)]
 
 
 def store_of(*sizes: int) -> ShardStore:
@@ -70,8 +75,20 @@ def test_the_plans_of_a_client_go_when_its_next_incarnation_defines_one() -> Non
     assert [*known.of] == [NEXT]
     with pytest.raises(FencedError, match="has been replaced by 1001"):
         known.plan(WORKER, PULLED.plan)
-    # An update of the former one has waited, and brings its definition.
-    assert define(known, WORKER, PULLED)
+
+
+def test_an_update_that_has_waited_brings_its_plan_again_if_that_has_gone() -> None:
+    known = table()
+    define(known, WORKER, PULLED)
+    plan = known.plan(WORKER, PULLED.plan)
+    noted: list[bytes] = []
+    known.note = lambda _, message: noted.append(encode(message))
+    known.keep(WORKER, plan)
+    assert noted == []
+    define(known, NEXT, PUSHED)
+    known.note = lambda _, message: noted.append(encode(message))
+    known.keep(WORKER, plan)
+    assert noted == [plan.header]
     assert sorted(known.of) == [WORKER, NEXT]
 
 

@@ -48,7 +48,8 @@ from psync.specs import ShardSpec, dtype_of
 from psync.store.ledger import Client
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, Key, Plan, ShardStore, ones
-from psync.wire.messages import DefinePlan, DefineWhole
+from psync.wire.codec import Message, decode
+from psync.wire.messages import DefinePlan, DefineWhole, Done
 
 NO_BYTES = memoryview(b"")
 
@@ -61,6 +62,8 @@ ROW_NUMBER_BYTES = 8
 
 MAX_PLANS = 65_536
 """Of one client. Clients keep far fewer, and drop the others."""
+
+_DONE = Done()
 
 NO_PLANS: Mapping[int, Any] = {}
 
@@ -348,6 +351,7 @@ class ShardSet:
 class Defined(Protocol):
     """What is defined by a client."""
 
+    number: int
     header: bytes  # the definition, as it came
 
 
@@ -364,6 +368,7 @@ class Plans(Generic[P]):
 
     Attributes:
         of: By client, by number.
+        note: Puts a definition into the log.
     """
 
     def __init__(
@@ -373,6 +378,7 @@ class Plans(Generic[P]):
         of: Mapping[Client, dict[int, P]] | None = None,
     ) -> None:
         self.of = dict(of or {})
+        self.note: Callable[[Client, Message], None] = lambda *_: None
         self._task = task
         self._made = made
 
@@ -381,12 +387,21 @@ class Plans(Generic[P]):
         of = {client: plans for client, plans in self.of.items() if client[1] >= coordinator}
         return Plans(self._task, self._made, of)
 
-    def define(self, client: Client, message: DefinePlan | DefineWhole, header: bytes) -> bool:
-        """Know a plan from now on; return whether it is a new one.
+    def serve(self, request: Request[DefinePlan | DefineWhole]) -> None:
+        """Know a plan from now on.
 
         Raises:
             RemoteProtocolError: Its number is that of another one; or it makes no sense.
         """
+        self._define(request.peer.client, request.message, request.header)
+        request.answer(_DONE)
+
+    def keep(self, client: Client, plan: P) -> None:
+        """What names a plan is to be an entry, and has perhaps waited: define it if it has gone."""
+        if self.of.get(client, NO_PLANS).get(plan.number) is not plan:
+            self._define(client, decode(plan.header), plan.header)
+
+    def _define(self, client: Client, message: Any, header: bytes) -> None:
         plans = self.of.get(client)
         if plans is None:
             task, incarnation = client
@@ -397,10 +412,10 @@ class Plans(Generic[P]):
         if known is not None:
             if known.header != header:
                 raise RemoteProtocolError(f"{self._task}: plan {message.plan} is another one")
-            return False
+            return
         if len(plans) < MAX_PLANS:  # else who uses it is told
             plans[message.plan] = self._made(message, header)
-        return True
+        self.note(client, message)
 
     def drop(self, client: Client, numbers: Sequence[int]) -> None:
         """Forget plans of a client."""

@@ -260,8 +260,8 @@ class PsUpdate(Compute):
         return store.assign_checked(key, cast(AssignOp, known.op), operand)
 
 
-def _nothing() -> None:
-    """Do what is left of an entry that was done when it came."""
+def nothing_is_left() -> None:
+    """Execute an entry that was done when it came."""
 
 
 class PsUpdates:
@@ -317,8 +317,8 @@ class PsUpdates:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            DefinePlan: Handler(partial(self._define_plan, self._plans)),
-            DefineWhole: Handler(partial(self._define_plan, self._wholes)),
+            DefinePlan: Handler(self._plans.serve),
+            DefineWhole: Handler(self._wholes.serve),
             DropPlans: Handler(self._drop_plans),
             Update: Handler(self._arrived, self._prepare_update),
             **self._optimizers.handlers(),
@@ -347,17 +347,11 @@ class PsUpdates:
 
     # Plans.
 
-    def _define_plan(self, plans: Plans[Any], request: Request[DefinePlan | DefineWhole]) -> None:
-        client, message = request.peer.client, request.message
-        if plans.define(client, message, request.header):
-            self._executor.note(client, message, _nothing)
-        request.answer(_DONE)
-
     def _drop_plans(self, request: Request[DropPlans]) -> None:
         client, message = request.peer.client, request.message
         self._plans.drop(client, message.plans)
         self._wholes.drop(client, message.plans)
-        self._executor.note(client, message, _nothing)
+        self._executor.note(client, message, nothing_is_left)
         request.answer(_DONE)
 
     # Updates.
@@ -465,11 +459,7 @@ class PsUpdates:
     def _submit(self, update: PsUpdate) -> None:
         if self._executor.log.state is not LogState.ALONE:
             update.body = owned(self._pool, update.body)
-            plans = self._plans.of.get(update.client, NO_PLANS)
-            if plans.get(update.message.plan) is not update.known:  # it has waited, see ``plans``
-                definition = cast(DefinePlan, decode(update.known.header))
-                if self._plans.define(update.client, definition, update.known.header):
-                    self._executor.note(update.client, definition, _nothing)
+            self._plans.keep(update.client, update.known)
         self._executor.submit(
             update.request, update.message, update.body, partial(self._judge, update),
             partial(self._claim, update),

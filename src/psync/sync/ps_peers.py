@@ -30,8 +30,7 @@ from psync.ps.cooperative_work import LongWork
 from psync.store.step_norms import ShardSums
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along, Share, Values, WholeSet
-from psync.sync.groups import CLOSER, step_variable
-from psync.sync.log_entries import FROM_CLOSER
+from psync.sync.groups import CLOSER, FROM_CLOSER, step_variable
 from psync.sync.ps_sync import PsSync
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES, Frame

@@ -51,7 +51,7 @@ from psync.ps.locks import PsLocks
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.pulls import PsPulls, RowPulls
 from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
-from psync.ps.updates import PsUpdates
+from psync.ps.updates import PsUpdates, nothing_is_left
 from psync.specs import STEP_BITS
 from psync.store.commit_log import CommitLog
 from psync.store.snapshot import Frozen, Loaded, freeze, settling
@@ -149,6 +149,8 @@ class PsServices:
         log: CommitLog[Entry] = parts.of(CommitLog)(task, MAX_KEPT_BYTES)
         self.executor = executor = Executor(task, self.coordinator, store, work, log)
         executor.digest = self.digest
+        for table in (plans, wholes):
+            table.note = lambda client, message: executor.note(client, message, nothing_is_left)
         served = (task, store, ledger, work, pool, self.locks, executor)
         serves = life in (Life.SERVING, Life.HOSTED)
         num_ps = 1 if attach is None else len(attach.ps_addresses)

@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
+import msgpack
+
 from psync.errors import BusyError, NotServedError, RemoteProtocolError, UsageError
 from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
-from psync.numerics.memory import BlockPool
+from psync.numerics.memory import BlockPool, bytes_of
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor, Listed
 from psync.ps.locks import PsLocks
@@ -30,8 +32,7 @@ from psync.store.ledger import Ledger
 from psync.store.step_norms import ShardSums
 from psync.store.store import ShardStore
 from psync.sync.cross_ps_sets import Along, WholeSet
-from psync.sync.groups import CLOSER, GroupTable
-from psync.sync.log_entries import entries_of_snapshot
+from psync.sync.groups import CLOSER, FROM_CLOSER, GroupTable
 from psync.sync.pushes import Close
 from psync.sync.staging import Staging
 from psync.sync.step_applier import StepApplier
@@ -52,6 +53,7 @@ from psync.wire.messages import (
     StagePush,
     StepMeasured,
 )
+from psync.wire.tensors import to_bytes_view
 
 
 class PsSync(GroupTable):
@@ -244,15 +246,31 @@ class PsSync(GroupTable):
         return [held, decided]
 
     async def entries(self, rule: Mapping[str, Any] | None = None) -> list[Listed]:
-        """Return entries that give a backup what no snapshot has; see ``entries_of_snapshot``."""
-        spread = [group for group, known in self._groups.items() if known.spread]
-        measured = [
-            NormsMeasured(each.close.group, each.close.step, each.scales, each.ratios)
-            for each in self.outgoing()
-            if each.is_measured
-        ]
-        steps, held = dict(self.staging.steps), self.staging.held()
-        return entries_of_snapshot(self.raw_configs(), steps, spread, held, rule, measured)
+        """Return entries that give a backup what no snapshot has: that has the groups alone.
+
+        Args:
+            rule: On ps 0, ``SyncSteps.snapshot``. No step is on its way, but some may be decided:
+                of what belongs to others of their pushes the parts are there before this.
+        """
+        entries: list[Listed] = []
+        for group, replica, push, local_step, part in self.staging.held():
+            plan = part.known if part.whole is None else part.whole
+            rows = None if part.rows is None else list(part.rows)
+            is_whole = part.whole is not None
+            holding = HoldPush(group, push, local_step, plan.number, is_whole, rows)
+            # The plan may have gone, as its client defines others now.
+            entries += [(replica, plan.header, ()), (replica, holding, part.body)]
+        steps = dict(self.staging.steps)
+        groups = [(group, raw, steps.get(group, -1)) for group, raw in self.raw_configs().items()]
+        state = SetGroups(groups, [group for group, known in self._groups.items() if known.spread])
+        packed = () if rule is None else (to_bytes_view(bytes_of(msgpack.packb(rule))),)
+        entries.append((FROM_CLOSER, state, packed))
+        for each in self.outgoing():
+            if each.is_measured:
+                factors = each.scales, each.ratios
+                measured = NormsMeasured(each.close.group, each.close.step, *factors)
+                entries.append((FROM_CLOSER, measured, ()))
+        return entries
 
     def along(self, close: Close) -> list[Sequence[Along]]:
         """Return what belongs to others of each push of a step; on ps 0."""

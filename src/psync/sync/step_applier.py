@@ -21,8 +21,7 @@ from psync.ps.locks import PsLocks
 from psync.store.ledger import STEP, Ledger
 from psync.store.step_norms import ShardSums, StepNorms
 from psync.store.store import Key
-from psync.sync.groups import GroupTable, KnownGroup
-from psync.sync.log_entries import FROM_CLOSER
+from psync.sync.groups import FROM_CLOSER, GroupTable, KnownGroup
 from psync.sync.staging import Staging
 from psync.sync.step_update import Average, Part, StepUpdate, averages_of
 from psync.wire.codec import decode, encode

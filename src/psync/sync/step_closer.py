@@ -3,7 +3,7 @@
 Joins the rule (``SyncSteps``) with the network. Whatever the rule is told is an entry of the log,
 with the time at which it came; so the backup of ps 0 is told the same, and has the same rule.
 
-    Contribute       CountPush      ─► SyncSteps.contribute → Answer, Refuse: to who waits for that
+    Contribute       the same       ─► SyncSteps.contribute → Answer, Refuse: to who waits for that
     (group is new)   BeginGroup     ─► SyncSteps.define
     ReportSchedule   SetMembers     ─► SyncSteps.members, schedule
     FinishSteps      the same       ─► SyncSteps.finish → Close: decided; it is carried
@@ -36,13 +36,12 @@ from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Listed
 from psync.ps.plans import NO_PLANS
 from psync.sync.cross_ps_sets import FOR_VALUES, WholeSet
-from psync.sync.groups import CLOSER
+from psync.sync.groups import CLOSER, FROM_CLOSER
 from psync.sync.log_clock import LogClock
-from psync.sync.log_entries import FROM_CLOSER, push_of
 from psync.sync.outgoing_steps import HOSTED, OutgoingSteps
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
-from psync.sync.pushes import Action, Close, Refuse
+from psync.sync.pushes import Action, Close, Contribution, Refuse
 from psync.sync.step_update import Part
 from psync.sync.steps import SyncSteps
 from psync.sync.token_waits import PushKey, TokenWaits
@@ -264,7 +263,11 @@ class StepCloser:
         self, request: Request[Contribute], brought: WholeSet | None, wanted: WholeSet | None
     ) -> None:
         message, replica = request.message, request.peer.client
-        part = None if brought is None else self._sync.part_of(message, brought, request.segments)
+        part = None
+        if brought is not None:
+            if not self._sync.executor.is_alone:
+                self._sync.wholes.keep(replica, brought)
+            part = self._sync.part_of(message, brought, request.segments)
         self._waits.add(request, (message.group, replica, message.push), wanted)
 
         def counted(outcome: object) -> None:
@@ -303,7 +306,12 @@ class StepCloser:
         except PsyncError as exc:
             return (Refuse(group, replica, message.push, exc),)
         self._sync.known(group, None).spread |= message.spread
-        return self.steps.contribute(group, push_of(message, replica))
+        push = Contribution(
+            replica, message.push, message.acked_below,
+            message.closure if message.closure >= 0 else None, message.ordinal,
+            message.variable_set, message.local_step, message.weight,
+        )  # fmt: skip
+        return self.steps.contribute(group, push)
 
     def _left(self, key: PushKey) -> None:
         """Nobody waits for a push any more."""

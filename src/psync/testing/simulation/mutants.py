@@ -36,6 +36,7 @@ from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
 from psync.ps.computes import Computes
+from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
 from psync.replicas import gang_runner
@@ -305,6 +306,18 @@ MUTANTS: Mapping[str, Mutant] = {
     "told_is_no_entry": Mutant(
         "a backup knows how many pushes there were elsewhere", ("replica",),
         ((PsServices, "handlers", wrong.hears_off_the_record),),
+    ),
+    "plan_is_no_entry": Mutant(
+        "a backup knows what the plans are that entries name", ("replica",),
+        ((Plans, "serve", wrong.defines_off_the_record),),
+    ),
+    "plan_is_another_one": Mutant(
+        "a plan means the same on a backup", ("replica",),
+        ((Plans, "serve", wrong.means_another_set_on_a_backup),),
+    ),
+    "plan_is_stale": Mutant(
+        "what a plan says of a store is read again after a rollback", ("checkpoint",),
+        ((ShardSet, "look_up", wrong.never_looks_again),),
     ),
     "told_is_kept": Mutant(
         "a rollback undoes what a ps was told of pushes elsewhere", ("checkpoint",),

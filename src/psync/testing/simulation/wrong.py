@@ -18,9 +18,10 @@ from psync.client.sync import PulledAhead
 from psync.closures.closure import Closure, Identities, Identity
 from psync.closures.queue import Action, ClosureQueue
 from psync.errors import TaskLost
-from psync.net.connection import Handler
+from psync.net.connection import Handler, OwnRequest
 from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
 from psync.ps.computes import Computes
+from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog, LogState, chained
@@ -333,6 +334,32 @@ def counts_duplicates(original: Callable[..., Any]) -> Any:
         return outcome
 
     return judge
+
+
+def never_looks_again(original: Callable[..., Any]) -> Any:
+    def look_up(self: ShardSet, store: ShardStore) -> ShardSet:
+        return self if self.store is not None else original(self, store)
+
+    return look_up
+
+
+def means_another_set_on_a_backup(original: Callable[..., Any]) -> Any:
+    def serve(self: Plans[Any], request: Any) -> None:
+        original(self, request)
+        plan = self.plan(request.peer.client, request.message.plan)
+        if isinstance(request, OwnRequest) and isinstance(plan, ShardSet):
+            plan.keys = plan.keys[::-1]
+
+    return serve
+
+
+def defines_off_the_record(original: Callable[..., Any]) -> Any:
+    def serve(self: Plans[Any], request: Any) -> None:
+        note, self.note = self.note, lambda *_: None
+        original(self, request)
+        self.note = note
+
+    return serve
 
 
 def hears_off_the_record(original: Callable[..., Any]) -> Any:
