@@ -40,6 +40,7 @@ from psync.numerics.memory import BlockPool
 from psync.numerics.rules import registered
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life, LifeEvent
+from psync.ps.plans import Plans, ShardSet
 from psync.ps.snapshots import Snapshots, load
 from psync.ps.succession import (
     REPLACED,
@@ -49,6 +50,7 @@ from psync.ps.succession import (
 )
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import NOTHING
+from psync.sync.cross_ps_sets import WholeSet
 from psync.sync.groups import CLOSER
 from psync.sync.ps_services import PsProcess, PsServices
 from psync.wire.codec import Message
@@ -114,7 +116,10 @@ class PsTask:
             task, index, platform, pool, work, check, self._served, self._depose, self._cut_off
         )
         nothing = self._nothing(0)
-        self.services = parts.of(PsServices)(self._process, self.life, None, 0, nothing)
+        self.services = parts.of(PsServices)(
+            self._process, self.life, None, 0, nothing, Plans(self.task, ShardSet.defined),
+            Plans(self.task, WholeSet),
+        )  # fmt: skip
         self._host = BackupHost(task, self, pool, self._make_backup, parts)
         self._sessions: SessionService | None = None  # until a training session asks
         # Every chief knows the process's own address: it is asked there what it serves, and that
@@ -208,13 +213,10 @@ class PsTask:
         }
 
     def _facts(self) -> dict[str, Any]:
-        """Return what a trace has to know: the shards that connections call by numbers."""
-        peers = self._endpoint.peers
-        return {
-            "sets": {
-                f"{peer.task} {peer.incarnation} {peer.lane}": _sets_of(peer) for peer in peers
-            }
-        }
+        """Return what a trace has to know: the variables of plans, by their numbers."""
+        tables: tuple[Plans[Any], ...] = (self.services.plans, self.services.wholes)
+        plans = [plan for table in tables for of in table.of.values() for plan in of.values()]
+        return {"plans": {str(plan.number): [key[-2] for key in plan.keys] for plan in plans}}
 
     def _counters(self) -> dict[str, float]:
         executor = self.services.executor
@@ -232,9 +234,10 @@ class PsTask:
             patience_s: See ``PsServices.end``.
         """
         self.services.end(self.life, timeline, patience_s, self._succession.lost)
-        shares = self.services.shares if self.floor == attach.coordinator else None
+        plans = self.services.plans.since(attach.coordinator)
+        wholes = self.services.wholes.since(attach.coordinator)
         make = self._platform.parts.of(PsServices)
-        self.services = make(self._process, self.life, attach, timeline, contents, shares)
+        self.services = make(self._process, self.life, attach, timeline, contents, plans, wholes)
         self._endpoint.handlers.update(self.services.handlers())
 
     def _nothing(self, floor: int) -> Loaded:
@@ -433,13 +436,3 @@ class PsTask:
 def _some(lines: list[str]) -> list[str]:
     more = len(lines) - MAX_LISTED
     return [*lines[:MAX_LISTED], f"and {more} more"] if more > 0 else lines
-
-
-def _sets_of(peer: Connection) -> dict[str, list[int]]:
-    """Return the variables of each set that a connection has defined; of ps 0's: "whole 3"."""
-    sets = peer.state.get("sets", {}).items()
-    whole = peer.state.get("whole_sets", {}).items()
-    return {
-        **{str(number): [variable for variable, _ in known.keys] for number, known in sets},
-        **{f"whole {number}": [key[1] for key in known.members] for number, known in whole},
-    }

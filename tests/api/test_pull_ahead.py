@@ -16,7 +16,7 @@ import memory_cluster
 import psync
 from memory_cluster import coordinating
 from psync import Outcome, SyncReplicasOptimizer, optimizers
-from psync.wire.messages import Pull, Push
+from psync.wire.messages import Read, Update
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -26,7 +26,7 @@ STEPS = 6
 class Training:
     """Workers, a variable on each of two ps tasks, and the pulls that both hear."""
 
-    def __init__(self, coordinator: psync.ClusterCoordinator, pulls: list[list[Pull]]) -> None:
+    def __init__(self, coordinator: psync.ClusterCoordinator, pulls: list[list[Read]]) -> None:
         self.coordinator, self.pulls = coordinator, pulls
         with coordinator.strategy.scope():
             self.global_step = psync.get_or_create_global_step()
@@ -43,8 +43,8 @@ class Training:
 async def training(num_workers: int = 2) -> AsyncIterator[Training]:
     async with coordinating(2, num_workers, tapped=True) as (cluster, coordinator):
         with (
-            cluster.tap("ps-0").hearing(Pull) as first,
-            cluster.tap("ps-1").hearing(Pull) as second,
+            cluster.tap("ps-0").hearing(Read) as first,
+            cluster.tap("ps-1").hearing(Read) as second,
         ):
             yield Training(coordinator, [first, second])
 
@@ -320,7 +320,7 @@ async def test_a_push_that_is_cancelled_counts_in_the_global_step(at, compressio
             w, _, *steps = [psync.Variable(first) for first in (np.zeros(3, np.float32), 0.0, 0, 0)]
         await psync.pull([w, *steps])
         go_on = asyncio.Event()
-        with cluster.tap("ps-0").at(Push, go_on.wait) as sent:
+        with cluster.tap("ps-0").at(Update, go_on.wait) as sent:
             pairs = [(np.ones(3, np.float32), w)]
             push = asyncio.ensure_future(optimizer.apply_gradients(pairs, steps[at]))
             await sent.wait()

@@ -18,7 +18,7 @@ from memory_cluster import MemoryCluster, event_of, note, running, shared
 from psync.errors import AttachError, FencedError
 from psync.testing import settle
 from psync.testing.seams import another_process, fresh_process
-from psync.wire.messages import AdoptShards, AttachPs, Gate, LogEntries, Push, TellCounts
+from psync.wire.messages import AdoptShards, AttachPs, Gate, LogEntries, TellCounts, Update
 from snapshot_store import keep_snapshots
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.promise("failures.chief-attach")]
@@ -476,7 +476,7 @@ async def test_a_push_of_which_a_ps_has_not_received_its_part_is_counted_once(
         async with one_push(cluster, "checkpoint") as (coordinator, w, step):
             coordinator.schedule(step)
             await coordinator.join()
-            with cluster.tap("ps-1").at(Push, lambda: False) as is_sent:
+            with cluster.tap("ps-1").at(Update, lambda: False) as is_sent:
                 coordinator.schedule(step)
                 await is_sent.wait()
                 await settle()
@@ -536,7 +536,7 @@ async def test_a_push_of_a_data_shard_that_may_come_again_is_counted_too() -> No
                 raise ValueError("a test")
 
             await w.read()
-            with cluster.tap("ps-1").at(Push, lambda: False) as is_sent:
+            with cluster.tap("ps-1").at(Update, lambda: False) as is_sent:
                 coordinator.distribute_once([0]).schedule(visit)
                 await is_sent.wait()
                 coordinator.schedule(fails)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from psync.net.connection import AsIfFrom, Handler, OwnRequest
-from psync.wire.codec import Message
+from psync.wire.codec import Message, encode
 from psync.wire.frames import Frame
 
 
@@ -32,6 +32,7 @@ class Asked(OwnRequest[Any]):
         then: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__(peer, message, segments, self._settle)
+        self.header = encode(message)
         self.outcome: Outcome | None = None
         self._told = then
 

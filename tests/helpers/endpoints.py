@@ -21,7 +21,7 @@ from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork
 from psync.wire.codec import Message
 from psync.wire.limits import DEFAULT_LIMITS, Limits
-from psync.wire.messages import Done, Hello, Push, Refused
+from psync.wire.messages import Done, Hello, Refused, Update
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 SECRET = Secret(b"a secret of the whole cluster")
@@ -37,8 +37,8 @@ def done(request: Request[Any]) -> None:
     request.answer(Done())
 
 
-def push(sequence: int = 1) -> Push:
-    return Push(sequence, 0, -1, 0, 0, None, 0, None, 0)
+def push(sequence: int = 1) -> Update:
+    return Update(sequence, 0, -1, 0, 0)
 
 
 def pattern(nbytes: int, seed: int = 0) -> np.ndarray:

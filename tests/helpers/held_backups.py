@@ -20,6 +20,8 @@ from psync.wire.messages import (
     BackUp,
     BackupBegun,
     BeginBackup,
+    DefinePlan,
+    DefineWhole,
     FillBackup,
     LogEntries,
     LogTaken,
@@ -49,6 +51,7 @@ class HeldSender:
     ) -> None:
         self.order, self.log = order, log
         self.ended = asyncio.Event()
+        self.hidden = 0  # definitions, of which there are many
         self.error: PsyncError | None = None
         self._served, self._begun, self._advanced = served, begun, advanced
         self._deposed = deposed
@@ -84,8 +87,12 @@ class HeldSender:
                 await self._tell(FillBackup(ps, order.epoch, item, 0), [data])
         frozen.drop()
         for number, entry in enumerate(before, first - len(before)):
-            words = entry_words(entry.client, decode(entry.header))
-            self.stage.say(f"ps {ps} → its backup: {words}")
+            message = decode(entry.header)
+            if isinstance(message, DefinePlan | DefineWhole):
+                self.hidden += 1
+            else:
+                words = entry_words(entry.client, message)
+                self.stage.say(f"ps {ps} → its backup: {words}")
             await self._entries(number, [entry])
         await self._entries(first, [])
         await self.stage.copied()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from asked import Asked, frame_of, peer_of
+from asked import Asked, frame_of, peer_of, served
 from inside import handlers_of
 from psync.client.link import Call
 from psync.errors import ClosedError, PsyncError
@@ -16,7 +16,8 @@ from psync.ps_task import PsTask
 from psync.sync.groups import CLOSER
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Frame
-from stage_words import error_words, message_words
+from psync.wire.messages import DefinePlan
+from stage_words import PLANS, error_words, message_words
 from traced_log import TracedServices
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Letter:
     build: Callable[[Connection], Message]
     segments: Sequence[Any]
     then: Callable[[Frame | Exception], None]
-    set_ids: Sequence[int]
+    defined: Sequence[DefinePlan] = ()  # in front of it
     message: Message | None = None  # as it was sent last
     to: PsTask | None = None  # who works on it
     answer: Frame | Exception | None = None
@@ -58,19 +59,23 @@ class HeldLink:
         self._connect()
 
     def _connect(self) -> None:
-        self.near = cast(Connection, peer_of((self.task, 0), sets=set()))
+        self.near = cast(Connection, peer_of((self.task, 0), plans=set()))
+        self.defined: list[DefinePlan] = []  # for the next letter
         self.far = cast(Connection, peer_of((CLOSER, self.client.incarnation)))
 
     def ask(self, request: Call[Any], then: Callable[[Frame | Exception], None]) -> None:
-        sets = list(request.set_ids)
-        self.stage.letters.post(Letter(self, request.build, request.segments, then, sets))
+        self.stage.letters.post(Letter(self, request.build, request.segments, then))
+
+    def define(self, peer: Connection, definition: DefinePlan) -> None:
+        if definition.plan not in peer.state["plans"]:
+            peer.state["plans"].add(definition.plan)
+            PLANS[definition.plan] = definition
+            self.defined.append(definition)
 
     async def call(
         self,
         build: Callable[[Connection], Message],
         segments: Sequence[Any] = (),
-        *,
-        set_ids: Iterable[int] = (),
         **_: Any,
     ) -> Frame:
         future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
@@ -83,8 +88,7 @@ class HeldLink:
             else:
                 future.set_result(outcome)
 
-        sets = list(set_ids)
-        self.ask(Call(cast(Any, self), build, segments, set_ids=sets), then)
+        self.ask(Call(cast(Any, self), build, segments), then)
         return await future
 
     def hold(self) -> None:
@@ -127,6 +131,7 @@ class Letters:
     def post(self, letter: Letter) -> None:
         """A ps asks another one."""
         letter.message = letter.build(letter.link.near)
+        letter.defined, letter.link.defined = letter.link.defined, []
         self.all.append(letter)
         self._stage.say(str(letter), by=letter.link.owner)
 
@@ -160,12 +165,12 @@ class Letters:
             return False
         if letter.answer is not None:
             self.all.remove(letter)
-            if isinstance(letter.answer, Frame):
-                letter.link.near.state["sets"].update(letter.set_ids)
             letter.then(letter.answer)
             return True
         letter.to = self._stage.at[letter.link.address]
         there, message = letter.to, decode(encode(cast(Message, letter.message)))
+        for definition in letter.defined:
+            served(handlers_of(there)[DefinePlan], letter.link.far, definition)
 
         def answered(outcome: Any) -> None:
             if there in self._stage.dead or letter.to is not there:

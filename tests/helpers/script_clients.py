@@ -15,18 +15,19 @@ from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message
 from psync.wire.messages import (
     ApplyGradient,
-    Assign,
     Contribute,
     DefineAccumulator,
+    DefinePlan,
+    DefineWhole,
     FinishSteps,
     Gated,
-    Push,
     ReportSchedule,
     StagePush,
     TakeGradient,
+    Update,
 )
 from stage import CHIEF, Stage
-from stage_words import NAMES, PLACES, error_words, message_words, task_words
+from stage_words import NAMES, PLACES, error_words, message_words, planned, task_words
 
 GROUP = 5
 
@@ -51,6 +52,22 @@ class Numbers:
     updates: dict[int, int] = field(default_factory=dict)  # by ps
     pushes: int = 0  # to the group
     takes: int = 0
+
+
+def plans_of(keys: Sequence[Key], optimizer: int = 1) -> list[DefinePlan]:
+    """What is done with shards of one ps: a push, an addition, an assign, a part of a push."""
+    config, members = SGD(1.0).to_config(), list(keys)
+    return [
+        planned(DefinePlan(0, members, optimizer, config)),
+        planned(DefinePlan(0, members, op="add")),
+        planned(DefinePlan(0, members, op="assign")),
+        planned(DefinePlan(0, members)),
+    ]
+
+
+def whole_of(members: Sequence[tuple[int, int, int]]) -> DefineWhole:
+    """A push that comes whole; all variables are of 8 bytes."""
+    return planned(DefineWhole(0, list(members), [8] * len(members)))
 
 
 class Clients:
@@ -130,13 +147,9 @@ class Clients:
             optimizer = int(options.get("optimizer", 1))
             whose = (drawn[ps], int(options.get("acked", 0)), int(options.get("closure", -1)), 0)
             words = [options[NAMES[key]] for key in keys]
-            message: Message
-            if is_push:
-                config = SGD(1.0).to_config() if optimizer > 1 else None
-                message = Push(*whose, 1, keys, optimizer, config, 0, spread=rest)
-            else:
-                op = "add" if words[0][0] in "+-" else "assign"
-                message = Assign(*whose, 1, keys, op, spread=rest)
+            push, add, assign, _ = plans_of(keys, optimizer)
+            plan = push if is_push else add if words[0][0] in "+-" else assign
+            message = Update(*whose, plan.plan, spread=rest)
             factor = -1 if is_push else 1
             sent = Sent(client, ps, message, [_filled(factor * float(word)) for word in words])
             if options.get("only", f"ps{ps}") == f"ps{ps}":
@@ -170,7 +183,8 @@ class Clients:
         client = self._client(args[0])
         push, at = self._of(client).pushes + 1, int(options.get("at", 0))
         for ps, keys in _by_ps(options).items():
-            message = StagePush(GROUP, self._config, push, at, 2, keys)
+            plan = plans_of(keys)[-1]
+            message = StagePush(GROUP, self._config, push, at, plan.plan)
             body = [_filled(-float(options[NAMES[key]])) for key in keys]
             self._send(Sent(client, ps, message, body))
 
@@ -183,9 +197,10 @@ class Clients:
         numbers = self._of(client)
         numbers.pushes += 1
         members = [(ps, *key) for ps, keys in _by_ps(options).items() for key in keys]
+        plan = whole_of(members).plan if members else -1
         message = Contribute(
             GROUP, self._config, numbers.pushes, 0, int(options.get("closure", -1)), 0, b"w, x",
-            int(options.get("at", 0)), 1.0, 3 if members else -1, members or None, -1, None,
+            int(options.get("at", 0)), 1.0, plan, -1,
         )  # fmt: skip
         body = [_filled(-float(options[NAMES[variable, part]])) for _, variable, part in members]
         self._send(Sent(client, 0, message, body))

@@ -40,7 +40,15 @@ from psync.wire.messages import (
     OpenGate,
     UnlockShards,
 )
-from script_clients import GROUP, Clients, Sent, group_config, listed
+from script_clients import (
+    GROUP,
+    Clients,
+    Sent,
+    group_config,
+    listed,
+    plans_of,
+    whole_of,
+)
 from stage import CHIEF, Stage
 from stage_words import (
     PLACES,
@@ -147,6 +155,8 @@ class Player(Clients):
             if "needed" in options:
                 self._config = group_config(options)
                 task.services.sync.known(GROUP, self._config)
+            self._define_plans(index)
+            task.services.executor.log.last = 0
             if "backup" in args:
                 await stage.back_up(index)
         await self._take_all()
@@ -156,6 +166,17 @@ class Player(Clients):
             names += ["step"] if index == 0 else []
             backed = ", and a backup" if "backup" in args else ""
             self.say(f"ps {index} has {', '.join(names[:-1])} and {names[-1]}{backed}")
+
+    def _define_plans(self, index: int) -> None:
+        """All clients but later incarnations name what they use most."""
+        task, keys = self.stage.serving[index], [key for ps, key in PLACES.values() if ps == index]
+        for client in (CHIEF, *(self._client(f"worker{number}") for number in range(3))):
+            for named in ([keys[0]], [keys[1]], keys[:2]):
+                for plan in plans_of(named):
+                    self.stage.define(task, client, plan)
+            wholes = [(0, *PLACES["w"][1]), (1, *PLACES["x"][1])]
+            for members in () if index else (wholes[:1], wholes[1:], wholes):
+                self.stage.define(task, client, whole_of(members))
 
     # The coordinator, and time.
 

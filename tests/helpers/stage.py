@@ -37,11 +37,13 @@ from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     AttachPs,
     BackUp,
+    DefinePlan,
+    DefineWhole,
     Promote,
     Promoted,
 )
 from psync.wire.tensors import to_bytes_view
-from stage_words import error_words
+from stage_words import PLANS, error_words
 from traced_log import TracedLog, TracedServices
 
 CHIEF = ("/job:chief/task:0", 100)
@@ -205,7 +207,19 @@ class Stage:
             except FencedError as exc:
                 then(exc)
                 return Asked(self.peer(task, client), message)
+        for number in (getattr(message, "plan", -1), getattr(message, "ahead", -1)):
+            if number in PLANS:
+                self.define(task, client, PLANS[number])
         return served(handler, self.peer(task, client), decode(encode(message)), segments, then)
+
+    def define(
+        self, task: PsTask, client: tuple[str, int], definition: DefinePlan | DefineWhole
+    ) -> None:
+        """Say what a plan is, unless it was said over this connection."""
+        peer = self.peer(task, client)
+        if definition.plan not in peer.state.setdefault("plans", set()):
+            peer.state["plans"].add(definition.plan)
+            served(handlers_of(task)[type(definition)], peer, definition)
 
     async def request(self, client: tuple[str, int], index: int, message: Message) -> Message:
         """Send a request and return its answer, which does not wait for anything else."""
@@ -297,6 +311,7 @@ class Stage:
         host = self.host(index)
         task = backups_of(host)[index].task
         told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        task.services.executor.log.last -= 0 if sender is None else sender.hidden
         order = Promote(index, epoch, CHIEF[1], list(fences))
         served(handlers_of(host)[Promote], peer_of(CHIEF), order, (), told.set_result)
         promoted = (await told).message

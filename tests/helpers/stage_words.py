@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
+from psync.client.plan import numbered
 from psync.errors import PsyncError
 from psync.store.push_counts import PushCount
 from psync.wire.codec import Message, decode
@@ -14,16 +15,15 @@ from psync.wire.messages import (
     AccumulatorState,
     Admit,
     ApplyGradient,
-    Assign,
-    AssignLocked,
     BeginGroup,
     CheckState,
     CloseStep,
     Contribute,
     Contributed,
-    CountPush,
     DefineAccumulator,
     DefineOptimizer,
+    DefinePlan,
+    DefineWhole,
     DescribeSet,
     Done,
     EndTakes,
@@ -42,7 +42,6 @@ from psync.wire.messages import (
     MeasureStep,
     NormsMeasured,
     OpenGate,
-    Push,
     Pushed,
     ReportSchedule,
     SetGroups,
@@ -55,6 +54,7 @@ from psync.wire.messages import (
     TakeGradient,
     Tick,
     UnlockShards,
+    Update,
 )
 
 NAMES = {(0, 0): "w", (1, 0): "v", (2, 0): "x", (3, 0): "y", (4, 0): "z", (9, 0): "step"}
@@ -64,6 +64,18 @@ There is no z before a script creates it."""
 
 PLACES = {"w": (0, (0, 0)), "v": (0, (1, 0)), "x": (1, (2, 0)), "y": (1, (3, 0)), "z": (0, (4, 0))}
 """(ps, key) of each that scripts push to."""
+
+PLANS: dict[int, DefinePlan | DefineWhole] = {}
+"""All that clients have named so far, by their numbers, which mean the same everywhere."""
+
+P = TypeVar("P", DefinePlan, DefineWhole)
+
+
+def planned(definition: P) -> P:
+    """Give a plan its number, and remember it."""
+    made = numbered(definition)
+    PLANS[made.plan] = made
+    return made
 
 
 def task_words(task: str, incarnation: int = 0) -> str:
@@ -92,7 +104,7 @@ def members_words(members: Sequence[Sequence[int]] | None) -> str:
 
 
 def _to(message: Any) -> str:
-    named = members_words(message.members)
+    named = members_words(PLANS[message.plan].members)
     return f" to {named}" if named else ""
 
 
@@ -113,12 +125,16 @@ def message_words(message: Message) -> str:
     """Name a message, in few words."""
     name = type(message).__name__
     match message:
-        case Push() | AssignLocked() | Assign():
-            what = "Push" if isinstance(message, Push) else name
+        case DefinePlan() | DefineWhole():
+            PLANS.setdefault(message.plan, message)
+            return f"{name} of {members_words(message.members)}"
+        case Update():
+            plan = PLANS[message.plan]
+            what = "Push" if isinstance(plan, DefinePlan) and plan.optimizer >= 0 else "Assign"
             return f"{what} {message.sequence}{_to(message)}{_call(message)}"
         case StagePush():
             return f"StagePush, part of push {message.push}{_to(message)}"
-        case Contribute() | CountPush():
+        case Contribute():
             return (
                 f"{name}, push {message.push} at step {max(0, message.local_step)}{_call(message)}"
             )
@@ -140,7 +156,7 @@ def message_words(message: Message) -> str:
         case BeginGroup():
             return f"BeginGroup at step {message.step}"
         case DescribeSet():
-            return f"DescribeSet, do {members_words(message.members)} fit?"
+            return f"DescribeSet, do {members_words(PLANS[message.plan].members)} fit?"
         case SetSizes():
             return f"SetSizes {message.sizes} bytes"
         case SetMembers():

@@ -11,10 +11,10 @@ from psync.errors import BusyError, PsyncError
 from psync.ps.computes import Compute, Place
 from psync.ps.executor import Entry
 from psync.ps.life import Life
-from psync.store.commit_log import CommitLog, LogNames
+from psync.store.commit_log import CommitLog
 from psync.sync.ps_services import PsServices
 from psync.wire.codec import Message, decode, encode
-from psync.wire.messages import CheckState, DefineOptimizer
+from psync.wire.messages import CheckState
 from stage_words import entry_words, error_words
 
 if TYPE_CHECKING:
@@ -70,10 +70,9 @@ class TracedServices(PsServices):
         if not self.stage.traced:
             return self._submit_plain(request, message, body, act, *claim)
         client = (claim[1] if len(claim) > 1 else None) or request.peer.client
-        shown = message if isinstance(message, Message) else message(LogNames())
-        entry = Shown(entry_words(client, shown), type(shown))
+        entry = Shown(entry_words(client, message), type(message))
         if self.executor.is_alone and self.executor._over is None:
-            self._appended(self.executor.log.last + 1, Entry(client, encode(shown), ()), entry)
+            self._appended(self.executor.log.last + 1, Entry(client, encode(message), ()), entry)
         outer, self._appending = self._appending, entry
         try:
             return self._submit_plain(request, message, body, lambda: self._act(entry, act), *claim)
@@ -85,9 +84,7 @@ class TracedServices(PsServices):
             return  # of a backup: its own log begins when it is promoted
         shown = shown or self._appending
         message = decode(entry.header) if entry.header else None
-        if isinstance(message, DefineOptimizer | CheckState) and (
-            shown is None or shown.kind is not type(message)
-        ):
+        if isinstance(message, CheckState) and (shown is None or shown.kind is not type(message)):
             self.say(f"entry {number}: {entry_words(entry.client, message)}, on its own account")
         elif shown is not None:
             shown.number = number

@@ -19,7 +19,7 @@ from psync.errors import ClosureError, FencedError, PsyncError
 from psync.testing import MemoryNetwork, settle
 from psync.wire.frames import Kind
 from psync.wire.limits import Limits
-from psync.wire.messages import Contribute, Push
+from psync.wire.messages import Contribute, Update
 from recorder import Recorder
 from wire_tools import encode_frame
 
@@ -28,7 +28,7 @@ virtual = pytest.mark.virtual_time
 LARGE = (1 << 21) + 5  # elements of float32: some blocks, applied with the loop running between
 
 LOSSES = {kind: {"request": 0.2, "reply": 0.2, "in_flight": 0.2, "min_each": 2}
-          for kind in ("Push", "Assign")}  # fmt: skip
+          for kind in ("Update",)}  # fmt: skip
 
 
 # --- asynchronous updates --------------------------------------------------------------------
@@ -106,7 +106,7 @@ async def test_whatever_is_lost_an_update_counts_once_and_its_answer_is_the_firs
         assert (await table.read()).tolist() == [[1, 1]] * 49 + [[49, 49]]
         assert int(await count.read()) == 49
         assert cluster.losses is not None
-        assert len(cluster.losses.lost) == 6
+        assert len(cluster.losses.lost) == 3
 
 
 @virtual
@@ -452,7 +452,7 @@ async def test_one_that_was_cut_off_is_told_which_program_has_replaced_its_own()
 
 
 @virtual
-@pytest.mark.parametrize("kind", [Push, Contribute])
+@pytest.mark.parametrize("kind", [Update, Contribute])
 async def test_a_push_on_its_way_is_answered_by_nobody_once_its_program_has_gone(kind: Any) -> None:
     """Whoever closes meanwhile does not wait for an answer, and the next program finds no trace."""
     async with running(MemoryCluster(1, 1, tapped=True)) as cluster:

@@ -120,7 +120,7 @@ async def test_a_large_push_fails_as_a_small_one_does_and_nothing_waits_behind_i
 
 @pytest.mark.promise("rules.same-error-again")
 async def test_a_push_that_is_sent_again_gets_the_same_error() -> None:
-    cluster = MemoryCluster(1, losses={"Push": {"min_each": 2}})
+    cluster = MemoryCluster(1, losses={"Update": {"min_each": 2}})
     async with running(cluster), psync.ClusterCoordinator(cluster.strategy()) as coordinator:
         w, optimizer = declared(coordinator.strategy.scope())
         result = coordinator.schedule(push, args=(w, optimizer, REFUSED))

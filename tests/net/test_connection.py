@@ -48,16 +48,16 @@ from psync.wire.handshake import BULK
 from psync.wire.limits import Limits
 from psync.wire.messages import (
     AskStatistics,
-    Assign,
     Done,
     FetchFunction,
     FinalBelow,
     Function,
     Hello,
-    Pull,
     Pulled,
-    Push,
+    Read,
+    SetAccumulatorStep,
     Statistics,
+    Update,
 )
 from psync.wire.tensors import to_bytes_view
 from turns import Turns, peered
@@ -68,16 +68,16 @@ WHOLE = (65_536, 65_536)
 """Sizes of the pieces in which bytes arrive: all that is there."""
 
 
-def pull(nbytes: int = 0) -> Pull:
-    return Pull(nbytes, None, -1, "")
+def pull(nbytes: int = 0) -> Read:
+    return Read(nbytes)
 
 
-def values(request: Request[Pull]) -> None:
+def values(request: Request[Read]) -> None:
     """Answer with as many bytes as the message asks for."""
-    request.answer(Pulled([]), [bytes(request.message.set_id)])
+    request.answer(Pulled([]), [bytes(request.message.plan)])
 
 
-SERVED: Handlers = {Pull: Handler(values), AskStatistics: Handler(done)}
+SERVED: Handlers = {Read: Handler(values), AskStatistics: Handler(done)}
 
 
 class Held:
@@ -153,8 +153,10 @@ async def test_both_sides_ask_and_bodies_come_whole_to_where_either_wants_them(
 
     network, address = places(tmp_path)[place]()
     handlers: Handlers = {
-        FetchFunction: Handler(name), Push: Handler(echo), Assign: Handler(echo, prepare),
-    }  # fmt: skip
+        FetchFunction: Handler(name),
+        Update: Handler(echo),
+        SetAccumulatorStep: Handler(echo, prepare),
+    }
     async with connected(network, handlers, handlers, address=address) as pair:
         for peer, who in ((pair.peer, WORKER), (pair.back, PS)):
             answer = await peer.call(FetchFunction(b"f"))
@@ -167,7 +169,7 @@ async def test_both_sides_ask_and_bodies_come_whole_to_where_either_wants_them(
             assert [bytes(segment) for segment in got.segments] == sent
             memory, whole = bytearray(sum(sizes)), b"".join(sent)
             got = await pair.peer.call(
-                Assign(1, 0, -1, 0, 0, None, "assign"), sent, into=onto(memory)
+                SetAccumulatorStep(1, 0, -1, 0, "assign", 0), sent, into=onto(memory)
             )
             assert (got.message, [*got.segments], memory) == (Done(), [], whole)
             assert not sizes or prepared.pop() == (tuple(sizes), whole)
@@ -180,7 +182,7 @@ async def test_a_large_reply_is_read_straight_into_the_callers_array(
 ) -> None:
     source = np.arange(8 << 20, dtype=np.uint64)  # 64 MiB
 
-    def served(request: Request[Pull]) -> None:
+    def served(request: Request[Read]) -> None:
         whole = to_bytes_view(source)
         request.answer(Pulled([]), [[whole[at : at + MIB] for at in range(0, len(whole), MIB)]])
 
@@ -195,7 +197,7 @@ async def test_a_large_reply_is_read_straight_into_the_callers_array(
 
     monkeypatch.setattr(FrameDecoder, "get_buffer", watch)
     network, address = places(tmp_path)[place]()
-    async with connected(network, {Pull: Handler(served)}, address=address, lane="bulk") as pair:
+    async with connected(network, {Read: Handler(served)}, address=address, lane="bulk") as pair:
         await pair.peer.call(pull(), into=onto(destination))
         assert straight > 10
         np.testing.assert_array_equal(destination, source)
@@ -221,7 +223,7 @@ class End:
         self.left: dict[int, bytes] = {}  # calls that were given up; what was in their memory then
         self.told: list[int] = []  # numbers of notifications
         self._turns = turns
-        self.handlers: Handlers = {Assign: Handler(self._serve, self._prepare)}
+        self.handlers: Handlers = {SetAccumulatorStep: Handler(self._serve, self._prepare)}
 
     def do(self, what: str, number: int, drawn: int) -> None:
         how, size = HOW[drawn % 8], (0, 1, 5000, 70_000, 300_000)[drawn // 8 % 5]
@@ -230,13 +232,13 @@ class End:
             got: list[Any] = []
             memory = bytearray(size) if drawn // 40 % 2 else None
             into = None if memory is None else onto(memory)
-            message = Assign(number, 0, -1, 0, 0, None, how)
+            message = SetAccumulatorStep(number, 0, -1, 0, how, 0)
             call = self.peer.ask(message, body, got.append, into)
             self.calls[number] = call, how, size, memory, got
         elif what == "tell":
             self.told.append(number)
             how = "coroutine" if how == "coroutine" else "now"
-            self.peer.notify(Assign(number, 0, -1, 0, 0, None, how), body)
+            self.peer.notify(SetAccumulatorStep(number, 0, -1, 0, how, 0), body)
         elif what == "go on" and self.held:
             self.held.pop(list(self.held)[drawn % len(self.held)])()
         elif what == "give up":
@@ -246,13 +248,13 @@ class End:
                 self.peer.give_up(self.calls[number][0])
                 self.left[number] = bytes(self.calls[number][3] or b"")
 
-    def _prepare(self, request: Request[Assign]) -> list[memoryview]:
-        if request.message.op == "refused":
+    def _prepare(self, request: Request[SetAccumulatorStep]) -> list[memoryview]:
+        if request.message.accumulator == "refused":
             raise ValueMismatchError(f"no {request.message.sequence}")
         return halves(bytearray(request.nbytes))
 
-    def _serve(self, request: Request[Assign]) -> None:
-        number, how = request.message.sequence, request.message.op
+    def _serve(self, request: Request[SetAccumulatorStep]) -> None:
+        number, how = request.message.sequence, request.message.accumulator
         assert b"".join(request.segments) == pattern(request.nbytes, number).tobytes()
         self.came.append(number)
         if how == "raises":
@@ -265,18 +267,20 @@ class End:
             self.noted.add(number)
             request.start(self._in_coroutine(request, number, how))
 
-    def _answer(self, request: Request[Assign]) -> None:
+    def _answer(self, request: Request[SetAccumulatorStep]) -> None:
         number = request.message.sequence
-        if request.message.op.endswith("raises"):
+        if request.message.accumulator.endswith("raises"):
             request.fail(ValueMismatchError(f"no {number}"))
         request.answer(Statistics({"n": number}), request.segments)
 
-    def _keep(self, request: Request[Assign]) -> None:
+    def _keep(self, request: Request[SetAccumulatorStep]) -> None:
         number = request.message.sequence
         request.on_given_up = lambda _: self.held.pop(number)  # type: ignore[assignment, return-value]
         self.held[number] = lambda: self._answer(request)
 
-    async def _in_coroutine(self, request: Request[Assign], number: int, how: str) -> None:
+    async def _in_coroutine(
+        self, request: Request[SetAccumulatorStep], number: int, how: str
+    ) -> None:
         try:
             future = self._turns.create_future()
             self.held[number] = lambda: future.done() or future.set_result(None)
@@ -385,7 +389,7 @@ def writes(peer: Connection) -> list[list[Any]]:
 def test_small_messages_of_one_turn_share_a_system_call_but_for_the_first(turns: Turns) -> None:
     got: list[bytes] = []
     told = Handler(lambda request: (got.append(bytes(request.segments[0])), done(request)))
-    pair = peered(turns, {**SERVED, Push: told})
+    pair = peered(turns, {**SERVED, Update: told})
     made, back = writes(pair.peer), writes(pair.back)
     for first in (True, False):
         calls = [asked(pair.peer, AskStatistics()) for _ in range(3 if first else 1)]
@@ -445,7 +449,7 @@ def test_small_answers_overtake_large_ones_that_wait_where_bodies_are_large(
 @pytest.mark.parametrize("way_out", ["flow", "abort"])
 async def test_who_makes_a_large_message_only_when_there_is_room_waits_for_it(way_out: str) -> None:
     network = MemoryNetwork()
-    async with connected(network, {Push: Handler(lambda request: None)}) as pair:
+    async with connected(network, {Update: Handler(lambda request: None)}) as pair:
         (link,) = network.links()
         await pair.peer.wait_writable()
         link.to_server.stall()
@@ -484,12 +488,12 @@ async def test_a_request_that_waits_for_room_can_be_given_up_unsent() -> None:
 async def test_a_real_slow_reader_costs_a_bounded_write_buffer(place: str, tmp_path: Path) -> None:
     came = asyncio.Semaphore(0)
 
-    def counted(request: Request[Pull]) -> None:
+    def counted(request: Request[Read]) -> None:
         came.release()
         values(request)
 
     network, address = places(tmp_path)[place]()
-    async with connected(network, {Pull: Handler(counted)}, address=address) as pair:
+    async with connected(network, {Read: Handler(counted)}, address=address) as pair:
         pair.peer.pause_reading("test")
         calls = [asyncio.create_task(pair.peer.call(pull(MIB))) for _ in range(40)]
         for _ in calls:
@@ -509,17 +513,17 @@ def test_one_message_is_dealt_with_before_the_next_one_is_looked_at(turns: Turns
     is handed over behind the one that closed the connection."""
     order: list[str] = []
 
-    def prepare(request: Request[Push]) -> list[memoryview]:
+    def prepare(request: Request[Update]) -> list[memoryview]:
         order.append(f"prepare {request.message.sequence}")
         return [memoryview(bytearray(length)) for length in request.lengths]
 
-    def run(request: Request[Push]) -> None:
+    def run(request: Request[Update]) -> None:
         order.append(f"run {request.message.sequence} {bytes(request.segments[0])!r}")
         request.answer(Done())
         if request.message.sequence == 2:
             request.peer.close()
 
-    pair = peered(turns, {Push: Handler(run, prepare)}, chunk=WHOLE)
+    pair = peered(turns, {Update: Handler(run, prepare)}, chunk=WHOLE)
     pair.link.to_server.stall()
     got = [asked(pair.peer, push(number), [b"abc"[number - 1 :][:1]]) for number in (1, 2, 3)]
     turns.settle()
@@ -534,7 +538,7 @@ def test_an_error_in_placing_a_body_fails_that_request_alone(turns: Turns) -> No
         0: ValueMismatchError("too large", hint="make it smaller"), 1: ZeroDivisionError("oops"),
     }  # fmt: skip
 
-    def prepare(request: Request[Push]) -> list[memoryview]:
+    def prepare(request: Request[Update]) -> list[memoryview]:
         if request.message.sequence in refusals:
             raise refusals[request.message.sequence]
         return [memoryview(bytearray(5))]
@@ -542,7 +546,7 @@ def test_an_error_in_placing_a_body_fails_that_request_alone(turns: Turns) -> No
     def broken(*_: Any) -> list[memoryview]:
         raise ValueMismatchError("no room for this")
 
-    pair = peered(turns, {Push: Handler(done, prepare), **SERVED})
+    pair = peered(turns, {Update: Handler(done, prepare), **SERVED})
     for size in (0, 10, 300 * KIB):
         with pytest.raises(ValueMismatchError, match="too large\nhint: make it smaller"):
             pair.ask(push(0), [bytes(size)])
@@ -570,13 +574,13 @@ def test_large_segments_are_recycled_once_nobody_sees_them(turns: Turns) -> None
 @pytest.mark.virtual_time
 async def test_what_is_above_the_limits_is_not_sent_by_either_side() -> None:
     limits = Limits(header_bytes=2000, segment_bytes=100)
-    async with connected(server={Push: Handler(done), **SERVED}, limits=limits) as pair:
+    async with connected(server={Update: Handler(done), **SERVED}, limits=limits) as pair:
         before = pair.peer.bytes_sent
         for send in (pair.peer.call, pair.peer.notify):
             with pytest.raises(LocalProtocolError) as caught:
                 await send(push(), [bytes(101)])  # type: ignore[func-returns-value,misc]
             assert caught.value.message == "segment of 101 bytes, at most 100 are allowed"
-            assert caught.value.__notes__ == [f"while sending Push to {PS}"]
+            assert caught.value.__notes__ == [f"while sending Update to {PS}"]
         with pytest.raises(LocalProtocolError, match="header of 3005 bytes, at most 2000"):
             await pair.peer.call(FetchFunction(bytes(3000)))
         assert pair.peer.bytes_sent == before
@@ -655,14 +659,14 @@ async def test_errors_of_psync_come_back_as_themselves_and_others_with_their_tra
         await asyncio.sleep(0)
         raise error
 
-    def handle(request: Request[Pull]) -> None:
-        error = errors[request.message.set_id]
+    def handle(request: Request[Read]) -> None:
+        error = errors[request.message.plan]
         if slowly or not isinstance(error, Exception):
             request.start(later(error))
         else:
             raise error
 
-    async with connected(server={Pull: Handler(handle)}) as pair:
+    async with connected(server={Read: Handler(handle)}) as pair:
         for number, error in enumerate(errors):
             with pytest.raises(PsyncError) as caught:
                 await pair.peer.call(pull(number))
@@ -735,16 +739,16 @@ def test_who_is_told_at_the_end_may_answer_and_give_up_others(turns: Turns) -> N
 async def test_mistakes_of_a_handler_are_told_to_the_caller_or_the_log(
     slowly: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def mistaken(request: Request[Pull]) -> None:
-        if request.message.set_id:
+    def mistaken(request: Request[Read]) -> None:
+        if request.message.plan:
             request.answer(Pulled([]), [object()])  # type: ignore[list-item]
         request.answer(Pulled([]))
         raise ZeroDivisionError("behind the answer")
 
-    async def later(request: Request[Pull]) -> None:
+    async def later(request: Request[Read]) -> None:
         mistaken(request)
 
-    async with connected(server={Pull: Handler(later if slowly else mistaken)}) as pair:
+    async with connected(server={Read: Handler(later if slowly else mistaken)}) as pair:
         assert (await pair.peer.call(pull())).message == Pulled([])
         assert [record.message for record in caplog.records] == [f"a message of {WORKER} failed"]
         assert caplog.records[0].exc_info is not None
@@ -761,16 +765,16 @@ async def test_a_notification_that_fails_ends_the_connection_with_a_log(
 ) -> None:
     """Nobody waits for an answer, and what it was about would be lost silently."""
 
-    def fails(request: Request[Push]) -> list[memoryview]:
+    def fails(request: Request[Update]) -> list[memoryview]:
         raise error
 
-    async def later(request: Request[Push]) -> None:
+    async def later(request: Request[Update]) -> None:
         await asyncio.sleep(0)
         raise error
 
     refuse = fails if how == "before its body" else None
     handler = Handler(later if how == "slowly" else fails, refuse)
-    async with connected(server={Push: handler}) as pair:
+    async with connected(server={Update: handler}) as pair:
         pair.peer.notify(push(), [bytes(10)])
         await pair.peer.wait_closed()
         await pair.back.wait_closed()
@@ -797,12 +801,12 @@ async def test_bodies_are_freed_with_the_answer_and_not_by_the_collector(how: st
             raise ValueMismatchError("no")
         return [root.data]
 
-    def serve(request: Request[Push]) -> None:
+    def serve(request: Request[Update]) -> None:
         if how == "raises":
             raise ValueMismatchError("no")
         request.answer(Done(), request.segments) if how == "now" else held(request)
 
-    async with connected(server={Push: Handler(serve, memory)}) as pair:
+    async with connected(server={Update: Handler(serve, memory)}) as pair:
         gc.disable()
         try:
             calling = asyncio.create_task(pair.peer.call(push(), [bytes(MIB)], into=memory))
@@ -834,7 +838,7 @@ async def test_requests_are_read_only_while_the_handlers_bodies_fit_the_limit(ho
     limits = Limits(unfinished_bytes=250 * KIB)
     network = MemoryNetwork()
     handler = Handler(held if "kept" in how else gate)
-    async with connected(network, {Push: handler}, limits=limits) as pair:
+    async with connected(network, {Update: handler}, limits=limits) as pair:
         got: list[Any] = []
         for number in range(20):
             if how == "told":
@@ -864,7 +868,7 @@ def test_a_body_counts_until_its_handler_is_done_though_its_caller_has_given_up(
     """Who is not told of that still works on it: an update is applied all the same."""
     kept: list[Request[Any]] = []
     limits = Limits(unfinished_bytes=250 * KIB)
-    pair = peered(turns, {Push: Handler(kept.append)}, limits=limits)
+    pair = peered(turns, {Update: Handler(kept.append)}, limits=limits)
     for number in range(20):
         given_up = pair.peer.ask(push(number), [bytes(100 * KIB)], lambda _: None)
         turns.settle()
@@ -888,7 +892,7 @@ def test_a_body_counts_until_its_handler_is_done_though_its_caller_has_given_up(
 def test_who_only_waits_is_heard_when_it_gives_up(turns: Turns) -> None:
     """The body of a request that rests counts no more, so what its caller says is read."""
     held = Held()
-    pair = peered(turns, {Push: Handler(held)}, limits=Limits(unfinished_bytes=1))
+    pair = peered(turns, {Update: Handler(held)}, limits=Limits(unfinished_bytes=1))
     number = pair.peer.ask(push(), [bytes(100)], lambda _: None)
     turns.settle()
     pair.peer.give_up(number)
@@ -1021,13 +1025,13 @@ async def test_an_end_in_the_middle_of_a_message_is_told_apart(
 ) -> None:
     """The peer ends its stream in order, with half of a message said; though it would listen."""
 
-    def ends(request: Request[Pull]) -> None:
+    def ends(request: Request[Read]) -> None:
         frame = encode_frame(Kind.REPLY, 1, encode(Pulled([])), [bytes(200 * KIB)])
         transport_of(request.peer).write(frame[0] if is_half else b"")
         transport_of(request.peer).write_eof()
 
     network, address = places(tmp_path)[place]()
-    async with connected(network, {Pull: Handler(ends)}, address=address) as pair:
+    async with connected(network, {Read: Handler(ends)}, address=address) as pair:
         with pytest.raises(ConnectionLost) as caught:
             await pair.peer.call(pull())
         why = ": the peer closed the connection in the middle of a message" if is_half else ""
@@ -1038,7 +1042,7 @@ async def test_an_end_in_the_middle_of_a_message_is_told_apart(
 @pytest.mark.parametrize("end", ["close", "abort"])
 def test_close_writes_what_waits_and_abort_does_not(turns: Turns, end: str) -> None:
     got: list[int] = []
-    pair = peered(turns, {Push: Handler(lambda request: got.append(request.message.sequence))})
+    pair = peered(turns, {Update: Handler(lambda request: got.append(request.message.sequence))})
     pair.link.to_server.stall()
     for number, size in enumerate((6 * MIB, 5, MIB, 7)):  # the others wait for room
         pair.peer.notify(push(number), [bytes(size)])

@@ -41,7 +41,7 @@ from psync.net.secret import Secret
 from psync.net.transport import SocketNetwork
 from psync.testing import MemoryNetwork, settle
 from psync.wire.limits import Limits
-from psync.wire.messages import AskStatistics, Done, Hello, Pull, Pulled, Refused
+from psync.wire.messages import AskStatistics, Done, Hello, Pulled, Read, Refused
 from recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("closed_at_the_end")
@@ -757,15 +757,15 @@ async def test_a_handler_may_close_its_own_endpoint() -> None:
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("reads", [True, False])
 async def test_closing_lets_a_peer_read_what_was_said_but_not_for_ever(reads: bool) -> None:
-    def values(request: Request[Pull]) -> None:
+    def values(request: Request[Read]) -> None:
         request.answer(Pulled([]), [bytes(1 << 20)])
 
     network = MemoryNetwork(chunk=(65_536, 65_536))
     loop = asyncio.get_running_loop()
-    async with connected(network, {Pull: Handler(values)}) as pair:
+    async with connected(network, {Read: Handler(values)}) as pair:
         (link,) = network.links()
         link.to_client.stall()
-        call = asyncio.create_task(pair.peer.call(Pull(0, None, -1, "")))
+        call = asyncio.create_task(pair.peer.call(Read(0)))
         await settle()
         closing = asyncio.create_task(pair.server.close())
         await settle()

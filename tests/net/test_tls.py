@@ -29,7 +29,7 @@ from psync.net.tls_channel import (
 from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork
 from psync.testing.link import Link
-from psync.wire.messages import Pull, Pulled
+from psync.wire.messages import Pulled, Read
 from recorder import Recorder
 from tls_files import authority, tls_of, variables_of
 from turns import Turns, linked
@@ -101,20 +101,17 @@ async def test_tensors_go_through_both_ways(place: str, tls: Tls, tmp_path: Path
     sent = pattern(9 * MIB + 5)
     got: list[int] = []
 
-    def echo(request: Request[Pull]) -> None:
+    def echo(request: Request[Read]) -> None:
         segments = request.segments
         got.extend(map(len, segments))
         request.answer(Pulled([]), [memoryview(sent), b"small", *segments])
 
-    handlers: Handlers = {Pull: Handler(echo)}
+    handlers: Handlers = {Read: Handler(echo)}
     below: Network = MemoryNetwork() if place == "memory" else SocketNetwork()
     address = {"tcp": "127.0.0.1:0", "unix": f"unix:{tmp_path}/ps0", "memory": "ps0:1"}[place]
     async with connected(TlsNetwork(below, tls), handlers, address=address) as pair:
         for _ in range(2):
-            calls = [
-                pair.peer.call(Pull(0, None, -1, ""), [memoryview(sent), b"x" * 100])
-                for _ in range(2)
-            ]
+            calls = [pair.peer.call(Read(0), [memoryview(sent), b"x" * 100]) for _ in range(2)]
             for answer in await asyncio.gather(*calls):
                 first, small, second, third = answer.segments
                 assert first == second == memoryview(sent)

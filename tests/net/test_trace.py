@@ -336,7 +336,7 @@ async def test_everything_is_in_the_file_on_one_clock(tmp_path: Path, synchronou
     assert sorted(each["args"]["closure"] for each in named) == list(range(20))
     inner = {each["name"] for each in slices}
     assert {"compute", "pull", "wait" if synchronous else "push"} <= inner
-    update = "Contribute" if synchronous else "Push"
+    update = "Contribute" if synchronous else "Update"
     pushes = trace.slices("ps-0", "from worker-", update)
     assert len(pushes) == 20
     assert {each["args"]["variables"] for each in pushes} == {"w"}

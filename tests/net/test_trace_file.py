@@ -35,20 +35,21 @@ from psync.wire.messages import (
     ClosureResults,
     Contribute,
     Contributed,
+    DefinePlan,
     Done,
     Failure,
     GiveBack,
     GivenBack,
-    Pull,
     Pulled,
     PullRows,
-    Push,
     Pushed,
+    Read,
     RowsPulled,
     RunClosures,
     RunReplica,
     Shutdown,
     Statistics,
+    Update,
 )
 from trace_events import TraceFile
 from traced_by_hand import CHIEF, PS, WORKER, ByHand, exchange
@@ -284,17 +285,18 @@ def test_the_coordinator_shows_what_it_has_sent_until_the_results_come() -> None
 def test_requests_tell_bytes_variables_and_what_became_of_them() -> None:
     worker, ps, chief = ByHand(WORKER), ByHand(PS), ByHand(CHIEF)
     chief.facts = {"variables": {number: f"w{number}" for number in range(6)}}
-    ps.facts = {"sets": {f"{WORKER} 3 control": {"5": [0, 0, 1]}}}
-    push = Push(1, 1, 7, 1, 5, None, 2, None, 30)
+    ps.facts = {"plans": {"5": [0, 0, 1]}}
+    push = Update(1, 1, 7, 1, 5)
     exchange(worker, ps, 1, (1.0, 1.5, 2.0, 3.0), push, Pushed("accepted", 31), nbytes=400)
-    every = [[number, 0] for number in range(6)]
-    exchange(worker, ps, 2, (3.0, 3.5, 4.0, 4.1), Pull(6, every, -1, ""), Pulled([]))  # type: ignore[arg-type]
+    every = DefinePlan(6, [(number, 0) for number in range(6)])
+    worker.frame(2.9, PS, Kind.NOTIFY, 0, every, sent=True)
+    exchange(worker, ps, 2, (3.0, 3.5, 4.0, 4.1), Read(6), Pulled([]))
     rows = PullRows([(9, 0, 1, 0, 1, 1)], -1, "")
     exchange(worker, ps, 3, (5.0, 5.1, 5.2, 5.3), rows, RowsPulled([]))
     sent, served, _ = drawn(worker, ps, chief)
     args = {"closure": 7, "step": 31, "outcome": "accepted", "variables": "w0, w1"}
-    assert sent[0] == ("to ps-0", "Push", 1.0, 3.0, {**args, "bytes sent": 400})
-    assert served[0] == ("from worker-0", "Push", 1.5, 2.0, {**args, "bytes received": 400})
+    assert sent[0] == ("to ps-0", "Update", 1.0, 3.0, {**args, "bytes sent": 400})
+    assert served[0] == ("from worker-0", "Update", 1.5, 2.0, {**args, "bytes received": 400})
     assert served[1][4] == {"variables": "w0, w1, w2, w3 and 2 more"}
     assert sent[2][4] == served[2][4] == {"variables": "variable 9"}
 
@@ -323,14 +325,14 @@ def contributed(
     worker: ByHand, ps: ByHand, number: int, came: float, answered: float, token: int,
     outcome: str = "accepted", *, partial: bool = False,
 ) -> None:  # fmt: skip
-    message = Contribute(1, None, number, 1, -1, 1, b"", token - 1, 1.0, 3, None, -1, None)
+    message = Contribute(1, None, number, 1, -1, 1, b"", token - 1, 1.0, 3, -1)
     answer = Contributed(outcome, 0, token, partial, 2)
     exchange(worker, ps, number, (came, came, answered, answered), message, answer)
 
 
 def test_a_synchronous_step_lasts_from_its_first_gradient_until_it_is_closed() -> None:
     worker, ps = ByHand(WORKER), ByHand(PS)
-    ps.facts = {"sets": {f"{WORKER} 3 control": {"whole 3": [1], "3": [2]}}}
+    ps.facts = {"plans": {"3": [1]}}
     contributed(worker, ps, 1, 1.0, 3.0, 8)
     contributed(worker, ps, 2, 2.0, 3.1, 8)
     contributed(worker, ps, 3, 2.5, 5.0, 9, partial=True)
@@ -353,7 +355,7 @@ def test_counters_are_what_was_looked_at_and_steps_as_they_rise() -> None:
     contributed(worker, ps, 1, 1.0, 3.0, 8)
     contributed(worker, ps, 2, 1.0, 4.0, 8)
     for number, step in ((3, 30), (4, 29)):
-        push = Push(number, 1, 7, 1, 5, None, 2, None, 30)
+        push = Update(number, 1, 7, 1, 5)
         exchange(worker, ps, number, (5.0, 5.0, 6.0, 6.0), push, Pushed("accepted", step))
     found = list(samples_of(log_of(ps)))
     assert found == [("queue", 0.5, 3), ("global step", 3.0, 8), ("optimizer step", 6.0, 30)]

@@ -30,16 +30,18 @@ from psync.testing import VirtualClockLoop, settle
 from psync.wire.codec import Message
 from psync.wire.messages import (
     ApplyGradient,
-    Assign,
     Contribute,
     CreateShards,
     DefineAccumulator,
+    DefinePlan,
+    DefineWhole,
     Fence,
-    Push,
     ReportSchedule,
     TakeGradient,
+    Update,
 )
 from stage import CHIEF, Stage
+from stage_words import planned
 
 W, V, Z, STEP = (0, 0), (1, 0), (4, 0), (9, 0)
 GROUP = 5
@@ -52,13 +54,16 @@ CONFIG = SyncConfig(
 
 
 def push(sequence: int, closure: int, *keys: tuple[int, int]) -> Message:
-    return Push(sequence, 0, closure, 0, 1, list(keys), 1, None, 0)
+    return Update(sequence, 0, closure, 0, planned(DefinePlan(0, list(keys), 1)).plan)
 
 
 def contribute(closure: int) -> Message:
-    return Contribute(
-        GROUP, CONFIG, 1, 0, closure, 0, b"w", 0, 1.0, 3, [(0, *W)], -1, None
-    )  # fmt: skip
+    whole = planned(DefineWhole(0, [(0, *W)], [4]))
+    return Contribute(GROUP, CONFIG, 1, 0, closure, 0, b"w", 0, 1.0, whole.plan, -1)
+
+
+def assign() -> Message:
+    return Update(1, 0, -1, 0, planned(DefinePlan(0, [W], op="add")).plan)
 
 
 def gradient(sequence: int, closure: int) -> Message:
@@ -82,7 +87,7 @@ UPDATES: list[list[Command]] = [
     [  # the coordinator loses the first, says who is left, and has an update of its own
         (CHIEF, Fence(FIRST[0], FIRST[1] + 1), []),
         (CHIEF, ReportSchedule(1, [(1, SECOND[1])], [FIRST[0]], True, []), []),
-        (CHIEF, Assign(1, 0, -1, 0, 1, [W], "add"), [64]),
+        (CHIEF, assign(), [64]),
     ],
 ]
 
@@ -100,7 +105,7 @@ ACCUMULATED: list[list[Command]] = [
     [  # a variable is created meanwhile, which holds up what comes after it
         (CHIEF, CreateShards([("z", *Z, 0, [1], "float32")], [bytes(4)]), []),
         (CHIEF, Fence(FIRST[0], FIRST[1] + 1), []),
-        (CHIEF, Assign(1, 0, -1, 0, 1, [W], "add"), [64]),
+        (CHIEF, assign(), [64]),
     ],
 ]
 

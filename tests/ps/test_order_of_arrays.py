@@ -9,8 +9,9 @@ from asked import Reply
 from psync.numerics.rules import SGD
 from psync.testing import settle
 from psync.wire.codec import Message
-from psync.wire.messages import CreateShards, Push, SetSlots
+from psync.wire.messages import CreateShards, DefinePlan, SetSlots, Update
 from stage import CHIEF, Stage
+from stage_words import planned
 
 W, COPY = (0, 0), (1, 0)
 SIZE = 1 << 20  # elements: more than is done within a turn
@@ -19,7 +20,7 @@ RULE = SGD(1.0, momentum=0.5).to_config()
 
 
 async def after_two_pushes(message: Message, body: np.ndarray | None = None) -> Stage:
-    """Push to w twice, and in the same turn say something that takes its turn after that."""
+    """Update to w twice, and in the same turn say something that takes its turn after that."""
     stage = Stage(1)
     stage.traced = False
     await stage.begin()
@@ -28,7 +29,8 @@ async def after_two_pushes(message: Message, body: np.ndarray | None = None) -> 
     said: list[Reply | Exception] = []
     gradient = np.full(SIZE, -1, np.float32).tobytes()
     for number in (1, 2):
-        stage.ask(WORKER, 0, Push(number, 0, -1, 0, 1, [W], 1, None, 0), [gradient], said.append)
+        push = Update(number, 0, -1, 0, planned(DefinePlan(0, [W], 1)).plan)
+        stage.ask(WORKER, 0, push, [gradient], said.append)
     stage.ask(CHIEF, 0, message, () if body is None else [body.tobytes()], said.append)
     await settle()
     assert all(isinstance(each, Reply) for each in said)

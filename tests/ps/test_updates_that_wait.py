@@ -10,14 +10,20 @@ import pytest
 from psync.numerics.rules import SGD
 from psync.ps.updates import PsUpdates
 from psync.testing import settle
-from psync.wire.messages import LockShards, Push, UnlockShards
+from psync.wire.messages import DefinePlan, LockShards, UnlockShards, Update
 from stage import Stage
+from stage_words import planned
 
 W = (0, 0)
 HOLDER, WORKER = ("/job:worker/task:1", 1001), ("/job:worker/task:0", 1000)
 
 
 LARGE = 1 << 20  # elements: more than is done within a turn
+
+
+def push(*keys: tuple[int, int], pull: bool = False) -> Update:
+    plan = planned(DefinePlan(0, [*keys], 1, pull=[*keys] if pull else None))
+    return Update(1, 0, -1, 0, plan.plan)
 
 
 def no_memory(*_: object) -> None:
@@ -36,7 +42,7 @@ async def test_one_that_has_waited_for_a_lock_fails_for_want_of_memory(
     await stage.request(HOLDER, 0, LockShards(1, [W], 10.0))
     said: list[Any] = []
     gradient = np.ones(2, np.float32).tobytes()
-    stage.ask(WORKER, 0, Push(1, 0, -1, 0, 1, [W], 1, None, 0, pull=1), [gradient], said.append)
+    stage.ask(WORKER, 0, push(W, pull=True), [gradient], said.append)
     await settle()
     assert said == []
 
@@ -60,7 +66,7 @@ async def test_one_that_is_applied_fails_if_there_is_no_memory_for_its_answer(
     monkeypatch.setattr(PsUpdates, "_answer", no_memory)
     said: list[Any] = []
     gradient = np.ones(LARGE, np.float32).tobytes()
-    stage.ask(WORKER, 0, Push(1, 0, -1, 0, 1, [W], 1, None, 0, pull=1), [gradient], said.append)
+    stage.ask(WORKER, 0, push(W, pull=True), [gradient], said.append)
     await settle()
     assert [type(each) for each in said] == [MemoryError]
     await stage.request(HOLDER, 0, LockShards(1, [W], 10.0))
@@ -78,7 +84,7 @@ async def test_small_shards_that_are_updated_together_get_their_part_of_a_large_
     stage.serving[0].services.store.define_optimizer(1, SGD(1.0).to_config())
     said: list[Any] = []
     gradients = [np.full(size, key[0], np.float32).tobytes() for key, size in sizes.items()]
-    stage.ask(WORKER, 0, Push(1, 0, -1, 0, 1, [*sizes], 1, None, 0), gradients, said.append)
+    stage.ask(WORKER, 0, push(*sizes), gradients, said.append)
     await settle()
     assert [each.message.outcome for each in said] == ["accepted"]
     for key in sizes:

@@ -20,8 +20,9 @@ from psync.numerics.rules import SGD
 from psync.store.sync_config import SyncConfig
 from psync.testing import VirtualClockLoop, settle
 from psync.wire.codec import Message
-from psync.wire.messages import Contribute, Push, StagePush
+from psync.wire.messages import Contribute, DefinePlan, DefineWhole, StagePush, Update
 from stage import Stage
+from stage_words import planned
 
 W, X, STEP = (0, 0), (2, 0), (9, 0)
 GROUP = 5
@@ -48,9 +49,10 @@ def requests(raw: dict[str, object], *, along: bool) -> list[list[Request]]:
     said: list[list[Request]] = []
     for gradient in (-2.0, -4.0):
         members = [(0, *W), (1, *X)] if along else [(0, *W)]
-        push = Contribute(GROUP, raw, 1, 0, -1, 0, b"w, x", 0, 1.0, 3, members, -1, None)
-        staged = StagePush(GROUP, raw, 1, 0, 2, [X])
-        after = Push(1, 0, -1, 0, 1, [X], 1, None, 0)
+        whole = planned(DefineWhole(0, members, [4] * len(members)))
+        push = Contribute(GROUP, raw, 1, 0, -1, 0, b"w, x", 0, 1.0, whole.plan, -1)
+        staged = StagePush(GROUP, raw, 1, 0, planned(DefinePlan(0, [X])).plan)
+        after = Update(1, 0, -1, 0, planned(DefinePlan(0, [X], 1)).plan)
         parts: list[Request] = [] if along else [(1, staged, [gradient])]
         said.append([*parts, (0, push, [gradient] * len(members)), (1, after, [-16.0])])
     return said

@@ -16,7 +16,7 @@ from psync.net.shared.doors import SideChannel
 from psync.net.shared.regions import region_of
 from psync.testing import MemoryNetwork, memory_sharing
 from psync.testing.memory_sharing import MemoryChannel, channels
-from psync.wire.messages import Pull, Pulled
+from psync.wire.messages import Pulled, Read
 from turns import Turns
 
 
@@ -95,15 +95,15 @@ async def test_tasks_of_a_network_in_memory_share_it() -> None:
     network = MemoryNetwork(shares_memory=True)
     regions: list[object] = []
 
-    def values(request: Request[Pull]) -> None:
+    def values(request: Request[Read]) -> None:
         root = pair.server.platform.memory.take(20 << 20)
         root[:] = 3
         regions.append(region_of(root.data) is not None)
         request.answer(Pulled([]), [root.data])
 
-    async with connected(network, {Pull: Handler(values)}) as pair:
+    async with connected(network, {Read: Handler(values)}) as pair:
         for _ in range(3):
-            answer = await pair.peer.call(Pull(1, None, -1, ""))
+            answer = await pair.peer.call(Read(1))
             assert bytes(answer.segments[0]) == b"\3" * (20 << 20)
             del answer
             await asyncio.sleep(1)

@@ -52,7 +52,6 @@ from psync.net.shielding import shielded
 from psync.net.transport import Listener
 from psync.numerics.memory import BlockPool
 from psync.ps.comparison import Diverged
-from psync.ps.shard_sets import NO_BYTES
 from psync.ps.snapshots import load
 from psync.ps.succession import check_newest
 from psync.store.commit_log import chained
@@ -61,7 +60,6 @@ from psync.store.snapshot_state import SnapshotState
 from psync.wire.codec import Message, decode
 from psync.wire.messages import (
     AskServed,
-    Assign,
     AttachPs,
     BackupBegun,
     BeginBackup,
@@ -73,7 +71,6 @@ from psync.wire.messages import (
     LogTaken,
     Promote,
     Promoted,
-    Push,
     ServedHere,
 )
 
@@ -120,6 +117,7 @@ class BackupTask(Protocol):
 class _Entry:
     number: int
     client: tuple[str, int]
+    header: bytes
     message: Message
     body: Sequence[memoryview]
     nbytes: int
@@ -188,9 +186,7 @@ class _Backup:
         """Take the next entry."""
         task, incarnation, header, _ = sent
         message, nbytes = decode(header), sum(map(len, body))
-        if not body and isinstance(message, Push | Assign):
-            body = [NO_BYTES]  # of shards without elements
-        entry = _Entry(number, (task, incarnation), message, body, nbytes)
+        entry = _Entry(number, (task, incarnation), header, message, body, nbytes)
         self.waiting += 1
         self.pending_bytes += nbytes
         self.taken = number
@@ -210,6 +206,7 @@ class _Backup:
                 peer = AsIfFrom(entry.client, self._state, self._spawn)
                 done = functools.partial(self._done, entry)
                 request = OwnRequest(peer, entry.message, entry.body, done)
+                request.header = entry.header
                 try:
                     self.task.handler(type(entry.message)).serve(request)
                 except Exception as exc:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from psync.backups.pairing import Computation, check_deterministic
@@ -37,10 +37,11 @@ from psync.net.shielding import shielded
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Entry, Executor, Listed
 from psync.store.commit_log import LogState
+from psync.store.ledger import Client
 from psync.store.snapshot import Frozen
 from psync.store.store import ShardStore
 from psync.store.sync_config import SyncConfig
-from psync.wire.codec import Message
+from psync.wire.codec import Message, encode
 from psync.wire.messages import BackUp, Done
 
 logger = logging.getLogger(__name__)
@@ -85,9 +86,6 @@ class Steps(Protocol):
 
     def resume(self, why: str) -> None:
         """Go on."""
-
-    def groups(self) -> Iterable[int]:
-        """Return all groups that are known."""
 
     def deterministic(self) -> Sequence[str]:
         """Return the names of those that are deterministic."""
@@ -247,7 +245,7 @@ class BackupService:
             except BusyError:  # a shard is read or filled by what is no entry
                 await self._work.next_turn()
             else:
-                held.append((frozen, [self.executor.in_full(*each) for each in entries]))
+                held.append((frozen, [_entry(*each) for each in entries]))
                 return
 
     async def _copy(self, sender: BackupSender) -> None:
@@ -259,7 +257,7 @@ class BackupService:
                 await self._steps.pause(why)
                 # Entries from now on are kept for the backup, though the snapshot may have to wait
                 # for its turn; all before them are in it.
-                first = executor.begin_copy(self._steps.groups()) + 1
+                first = executor.begin_copy() + 1
                 held: list[tuple[Frozen, list[Entry]]] = []
                 await executor.turn(lambda: self._hold(sender, held))
             finally:
@@ -320,6 +318,10 @@ class BackupService:
             self._copying.cancel()
         if sender is not None:
             self._work.to_the_end(sender.close())
+
+
+def _entry(client: Client, message: Message | bytes, body: Sequence[memoryview]) -> Entry:
+    return Entry(client, message if isinstance(message, bytes) else encode(message), body)
 
 
 def _seen(task: asyncio.Task[None]) -> None:

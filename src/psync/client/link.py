@@ -20,7 +20,7 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
@@ -41,7 +41,7 @@ from psync.numerics.rules import Registered
 from psync.wire.codec import Message, check
 from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment
 from psync.wire.handshake import LANES
-from psync.wire.messages import PsAttached
+from psync.wire.messages import DefinePlan, DefineWhole, DropPlans, PsAttached
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,8 @@ PING_TIMEOUT_S = 10.0
 MAX_LOSSES = 16
 """Connections that one request may outlive: more, and it is what breaks them."""
 
-SETS_PER_CONNECTION = 8192
-"""Sets of shards that a ps may be named by their numbers alone. Fewer than it allows: forgotten
-ones stay known to a connection for its life, so a new one is made then, which knows none."""
+MAX_DEFINED = 8192
+"""Plans that a connection names; then it forgets them. Far fewer than a ps allows a client."""
 
 Build = Callable[[Connection], Message]
 """Makes the message of a request for a connection: what it defines depends on that."""
@@ -113,6 +112,7 @@ class PsLink:
         self.lost_after_s = lost_after_s
         self.num_calls = 0
         self._endpoint = endpoint
+        self._dropped: set[int] = set()  # plans, of which the ps was not told
         self._life = 0  # how often it was revived
         self._peers: dict[str, Connection] = {}
         self._connecting = {lane: asyncio.Lock() for lane in LANES}
@@ -133,12 +133,11 @@ class PsLink:
         locked: bool = False,
         cut: bool = False,
         urgent: bool = False,
-        set_ids: Collection[int] = (),
     ) -> Frame:
         """Make a ``Call``, and return the reply.
 
         Args:
-            build: As for ``Call``, as are ``segments``, ``urgent`` and ``set_ids``.
+            build: As for ``Call``, as are ``segments`` and ``urgent``.
             bulk: Whether a large body goes or comes.
             locked: Whether it is about a lock, or said under one: then nothing may be in front of
                 it that waits for a lock.
@@ -154,7 +153,7 @@ class PsLink:
         Cancellation: Safe; the request may have been served.
         """
         lane = "cut" if cut else "lock" if locked else "bulk" if bulk else "control"
-        call = Call(self, build, segments, lane=lane, set_ids=set_ids, urgent=urgent)
+        call = Call(self, build, segments, lane=lane, urgent=urgent)
         answers = Answers(Message, "", [call]).send()
         try:
             await answers.ended
@@ -182,7 +181,6 @@ class PsLink:
         if peer is None or not peer.is_open or self.lost is not None or is_held:
             call.go_on()
             return call
-        call.peer = peer
         try:
             message = call.message = call.build(peer)
             number = peer.ask(message, call.segments, call.told, call.into, copied=call.copied)
@@ -198,7 +196,7 @@ class PsLink:
             if self._released is not None and not call.urgent:
                 await self._released.wait()
             try:
-                peer = call.peer = await self.peer(call.lane)
+                peer = await self.peer(call.lane)
             except ParameterServerLost:
                 if self._released is None or call.urgent:
                     raise
@@ -227,6 +225,29 @@ class PsLink:
         peer = self._peers.get("control")
         if peer is not None and peer.is_open:
             peer.notify(message, segments)
+
+    def define(self, peer: Connection, definition: DefinePlan | DefineWhole) -> None:
+        """Say on a connection what a plan is, in front of the first message there that names it."""
+        defined: set[int] = peer.state["plans"]
+        number = definition.plan
+        if number in defined:
+            return
+        if len(defined) >= MAX_DEFINED:
+            self._dropped |= defined  # what is still used is defined again
+            for each in self._peers.values():
+                each.state["plans"] -= self._dropped
+        defined.add(number)
+        self._dropped.discard(number)
+        peer.notify(definition)
+        if not self._dropped:
+            return
+        # What is under way may come later than this, and name one of them.
+        if not any(each.is_asking for each in self._peers.values()):
+            peer.notify(DropPlans(list(self._dropped)))
+            self._dropped.clear()
+        elif len(self._dropped) >= 4 * MAX_DEFINED:
+            for each in self._peers.values():
+                each.close()  # what is under way is repeated on new ones
 
     @property
     def lends(self) -> bool:
@@ -283,7 +304,7 @@ class PsLink:
                 peer.close()
                 raise self._declare_lost(f"at {self.address} was restarted and has lost its shards")
             self._peers[lane] = peer
-            peer.state["sets"] = set()  # that the ps certainly knows here
+            peer.state["plans"] = set()  # that were defined on it
             self.num_calls += 1
             if self._keepalive is None:
                 self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
@@ -467,8 +488,6 @@ class Call:
         segments: As for ``Connection.call``.
         nbytes: Of the larger body, that goes or comes.
         lane: Over which connection it goes; "": that for its bytes.
-        set_ids: The sets that the ps knows once it has answered: not before, as messages may
-            overtake one another.
         into: As for ``Connection.call``.
         lengths: Of the segments of its answer; None: whatever comes.
         urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
@@ -482,7 +501,6 @@ class Call:
     segments: Sequence[Segment] = ()
     nbytes: int = 0
     lane: str = ""
-    set_ids: Collection[int] = ()
     into: Into | None = None
     lengths: tuple[int, ...] | None = None
     urgent: bool = False
@@ -492,7 +510,6 @@ class Call:
     then: Then | None = None
     is_repeated: bool = False  # in a coroutine
     message: Message = field(init=False)  # as it was sent last without a coroutine
-    peer: Connection = field(init=False)  # to which it was sent last
 
     def give_up(self) -> None:
         """Call nothing more, and write no more to memory for the reply."""
@@ -513,11 +530,6 @@ class Call:
                 self.go_on()
                 return
         self.end = None
-        if self.set_ids and not isinstance(outcome, Exception):
-            known: set[int] = self.peer.state["sets"]
-            known.update(self.set_ids)
-            if len(known) >= SETS_PER_CONNECTION:
-                self.peer.close()  # what is under way is repeated on a new one
         then, self.then = self.then, None  # which leads back here: it would hold what came
         if then is not None:
             then(outcome)
@@ -688,7 +700,7 @@ async def ask(
     Raises:
         RemoteProtocolError: It answers something else.
     """
-    received = await link.call(always(message), segments, **lane)  # type: ignore[arg-type]
+    received = await link.call(always(message), segments, **lane)
     return expect(received, kind, link.task, type(message).__name__), received.segments
 
 

@@ -17,9 +17,9 @@ import asyncio
 import bisect
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,10 +29,13 @@ from psync.numerics.memory import BlockPool
 from psync.numerics.rows import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.store.push_counts import FIRST, FURTHER, HOME
+from psync.wire.codec import encode
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
 from psync.wire.lent import LENT_ABOVE_BYTES, Borrowed, copies
-from psync.wire.messages import Pull
+from psync.wire.messages import DefinePlan, DefineWhole, Read
 from psync.wire.tensors import Joined, to_bytes_view
+
+D = TypeVar("D", DefinePlan, DefineWhole)
 
 ARENA_BYTES = 1 << 20
 """Small variables of one pull share memory up to this much: one read instead of many."""
@@ -64,7 +67,6 @@ class Request:
     """The part of a plan that one message to one ps carries."""
 
     ps: int
-    set_id: int
     part: int  # its number among the plan's requests to this ps
     place: int = FIRST  # of a push, see ``store.push_counts``
     members: list[tuple[int, int]] = field(default_factory=list)  # as the wire defines its set
@@ -76,7 +78,9 @@ class Request:
     pieces: list[tuple[int, int, int]] = field(default_factory=list)
     """Where the body lies: buffer, first byte in it, end. Adjacent pieces are merged."""
     nbytes: int = 0
-    pull: Pull = field(init=False)  # of its values, where the ps knows the set
+    values: DefinePlan = field(init=False)  # its shards, and nothing else
+    read: Read = field(init=False)  # of their values
+    alone: Whole | None = None  # of ps 0: this part, where it alone comes with the word to decide
 
     def add(self, shard: ShardSpec, variable: int, start: int, place: Place) -> None:
         """Let the request carry one more shard, whose first byte is ``start`` of its variable."""
@@ -97,8 +101,7 @@ class Request:
 class Whole:
     """A plan, or requests of it, in one message to ps 0, which hands on what belongs to others."""
 
-    set_id: int  # numbered apart from those of requests
-    members: list[tuple[int, int, int]]  # (ps, variable id, index) of each shard, ps by ps
+    definition: DefineWhole
     cuts: list[tuple[int, int, int]]  # as those of a request
     lengths: tuple[int, ...]
     nbytes: int
@@ -106,18 +109,17 @@ class Whole:
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Whole:
         """Return these requests in one."""
-        own = requests[0].set_id if requests else 0
+        members = [(request.ps, *member) for request in requests for member in request.members]
+        lengths = [length for request in requests for length in request.lengths]
         return cls(
-            # ps 0 is also told of its own part alone, which has the number of that request.
-            next((request.set_id for request in requests if request.ps), own),
-            [(request.ps, *member) for request in requests for member in request.members],
+            numbered(DefineWhole(0, members, lengths)),
             [cut for request in requests for cut in request.cuts],
-            tuple(length for request in requests for length in request.lengths),
+            tuple(lengths),
             sum(request.nbytes for request in requests),
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Plan:
     """How a fixed set of variables is pulled and pushed."""
 
@@ -133,13 +135,31 @@ class Plan:
     spread: bool  # whether a variable lies on several ps tasks
     first: dict[int, int]  # by ps that it concerns: the place of its first request
     in_parts: bool  # whether one of these gets several requests
+    defined: dict[Hashable, list[DefinePlan]] = field(default_factory=dict)
+    """By what is done with it: how the ps task of each request is told."""
+
+    def define(
+        self, what: Hashable, said: Callable[[Request], Mapping[str, Any]]
+    ) -> list[DefinePlan]:
+        """Settle what its messages to do something mean.
+
+        Args:
+            what: That is done.
+            said: Returns, for a request, the fields of its definition behind the members.
+        """
+        made = self.defined[what] = [
+            numbered(DefinePlan(0, request.members, **said(request))) for request in self.requests
+        ]
+        return made
 
 
-def make_plan(
-    variables: Sequence[VariableSpec],
-    set_ids: Iterator[int],
-    compression: Compression | None = None,
-) -> Plan:
+def numbered(definition: D) -> D:
+    """Return a definition with its number: a digest, so that it never means anything else."""
+    digest = hashlib.blake2b(encode(definition), digest_size=6).digest()
+    return replace(definition, plan=int.from_bytes(digest, "big"))
+
+
+def make_plan(variables: Sequence[VariableSpec], compression: Compression | None = None) -> Plan:
     """Lay out the variables in receive buffers and their shards in requests.
 
     A variable of at least 64 KiB has a buffer of its own, so that keeping it alive keeps
@@ -147,7 +167,6 @@ def make_plan(
 
     Args:
         variables: In the order in which the caller wants them.
-        set_ids: Numbers for the requests' sets.
         compression: How float32 travels: the plan is of variables of that dtype.
     """
     if compression is not None:
@@ -164,15 +183,16 @@ def make_plan(
                 or len(mine[-1].members) >= MEMBERS_PER_REQUEST
                 or mine[-1].nbytes + shard.nbytes > BODY_PER_REQUEST
             ):
-                mine.append(Request(shard.ps, next(set_ids), len(mine)))
+                mine.append(Request(shard.ps, len(mine)))
             mine[-1].add(shard, index, shard.offset * row_bytes, place)
     ordered = [request for of_ps in requests.values() for request in of_ps]
     for request in ordered:
         request.lengths = tuple([stop - start for _, start, stop in request.cuts])
         request.place = FURTHER if request.part else FIRST
-        request.pull = Pull(request.set_id, None, -1, "")
         if compression is not None:
             request.members.insert(0, marker(compression))
+        request.values = numbered(DefinePlan(0, request.members))
+        request.read = Read(request.values.plan)
     if requests:
         requests[min(requests)][0].place = HOME
     keys = sorted(shard.key for variable in variables for shard in variable.shards)

@@ -28,7 +28,7 @@ memory. Besides, it bears (closure, ordinal), by which ps tasks know a second ru
                                         sends the same (closure, ordinal): answered "duplicate"
 
 A layer-wise rule (Lamb) needs norms of whole variables before a push: ``MeasurePush`` carries the
-gradients to the ps tasks, which answer with sums of squares and change nothing, and the ``Push``
+gradients to the ps tasks, which answer with sums of squares and change nothing, and the ``Update``
 that follows carries one ratio for each variable. Nothing is remembered between the two.
 
 A row that is requested many times travels once. Rows of several shards travel in ascending order,
@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import logging
 import math
 import operator
@@ -247,7 +246,7 @@ def _log_error(error: BaseException) -> None:
     logger.log(level, "a push whose step was cancelled failed: %s", error)
 
 
-class Update(Delivery[messages.Pushed]):
+class PlanUpdate(Delivery[messages.Pushed]):
     """An update of a plan's variables: a message for each of the plan's requests.
 
     Args:
@@ -266,7 +265,7 @@ class Update(Delivery[messages.Pushed]):
         plan: Plan,
         arrays: Sequence[Array],
         call: tuple[int, int],
-        message: Callable[[Update, int, Connection], Message],
+        message: Callable[[PlanUpdate, int, Connection], Message],
         lane: str = "",
         landing: Landing | None = None,
     ) -> None:
@@ -276,7 +275,7 @@ class Update(Delivery[messages.Pushed]):
         for at, (segments, rows, nbytes) in enumerate(bodies_of(plan, arrays)):
             request = plan.requests[at]
             build, link = functools.partial(message, self, at), client.links[request.ps]
-            made = Call(link, build, segments, nbytes, lane, (request.set_id,) if arrays else ())
+            made = Call(link, build, segments, nbytes, lane)
             self.rows.append(rows)
             calls.append(made)
             if landing is not None and request.ps in landing.plan.first:
@@ -284,7 +283,6 @@ class Update(Delivery[messages.Pushed]):
                 pulled = landing.plan.requests[place]
                 made.into, made.lengths = functools.partial(landing.into, place), pulled.lengths
                 made.nbytes = max(nbytes, pulled.nbytes)
-                made.set_ids = request.set_id, pulled.set_id
         super().__init__(messages.Pushed, "an update", calls, "the shards", may_lack=True)
 
     def identity(self, at: int) -> tuple[int, int, int, int]:
@@ -332,8 +330,6 @@ class PsClient:
         self.work = WorkMeter(self.loop.time)
         # By handles, and by compression and keys of variables. The last used is at the end.
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
-        self._set_ids = itertools.count(1)
-        self._optimizers: list[set[int]] = [set() for _ in addresses]  # that each ps knows
 
     async def close(self, patience_s: float = 0.0) -> None:
         """Stop updates that have not ended after so long, close all links. Cancellation: safe."""
@@ -349,8 +345,6 @@ class PsClient:
     def begin_timeline(self, timeline: int) -> None:
         """All ps tasks have rolled back to a snapshot: they know what was in that, and no more."""
         self.outgoing.timeline = timeline
-        for known in self._optimizers:
-            known.clear()
 
     def plan(
         self, variables: Sequence[VariableSpec], compression: Compression | None = None
@@ -359,7 +353,7 @@ class PsClient:
         key = (compression, *map(_KEY, variables))
         plan = self._plans.get(key)
         if plan is None:
-            plan = make_plan(variables, self._set_ids, compression)
+            plan = make_plan(variables, compression)
         return self._keep(key, plan)
 
     def plan_of(self, handles: tuple[Any, ...]) -> Plan:
@@ -417,14 +411,17 @@ class PsClient:
         """
         landing = Landing(plan, self._pool, out, writable, self.memory.windows)
         lane, timeline = "lock" if lock else "", -1
+        slots = self._slots_of(plan, optimizer, slot) if slot else None
         with self.work.pull:
             while self.outgoing.timeline != timeline:  # again, if ps tasks rolled back meanwhile
                 timeline = self.outgoing.timeline
                 calls = []
                 for at, request in enumerate(plan.requests):
-                    build = functools.partial(_pull_of, request, optimizer, slot, lock)
-                    into, link = functools.partial(landing.into, at), self.links[request.ps]
-                    what = request.nbytes, lane, (request.set_id,), into, request.lengths
+                    link = self.links[request.ps]
+                    definition = request.values if slots is None else slots[at]
+                    build = functools.partial(_read_of, link, request, definition, lock)
+                    into = functools.partial(landing.into, at)
+                    what = request.nbytes, lane, into, request.lengths
                     calls.append(Call(link, build, (), *what))
                 answers = Answers(messages.Pulled, "a pull", calls, "the shards").send()
                 for pulled in await answers.all():
@@ -535,43 +532,57 @@ class PsClient:
         if layerwise:
             ratios = await self._trust_ratios(plan, gradients, optimizer, config, elsewhere)
         timeline = self.outgoing.timeline
+        what = optimizer, None if landing is None else landing.plan, raised and raised.key
+        definitions = plan.defined.get(what) or self._pushes_of(plan, what, config, raised)
 
-        def message(update: Update, at: int, peer: Connection) -> messages.Push:
-            request, sets = plan.requests[at], peer.state["sets"]
-            sent, drawn = update.calls[at], update.drawn  # see ``identity`` and ``others``
-            ps, pull, pulled_members = request.ps, -1, None
-            if landing is not None and ps in landing.plan.first:
-                pulled = landing.plan.requests[landing.plan.first[ps]]
-                pull = pulled.set_id
-                # What the push itself defines is defined when the rest is read.
-                if pull != request.set_id and pull not in sets:
-                    pulled_members = pulled.members
-            return messages.Push(
+        def message(update: PlanUpdate, at: int, peer: Connection) -> messages.Update:
+            request, sent, drawn = plan.requests[at], update.calls[at], update.drawn
+            if definitions[at].plan not in peer.state["plans"]:
+                sent.link.define(peer, definitions[at])
+            return messages.Update(
+                # See ``identity`` and ``others``.
                 sent.number, sent.link.updates.acked_below, call[0],
-                call[1] << PART_BITS | request.part, request.set_id,
-                None if request.set_id in sets else request.members, optimizer,
-                None if optimizer in self._optimizers[ps] else config,
+                call[1] << PART_BITS | request.part, definitions[at].plan,
                 # What was known on another timeline ps tasks have undone.
-                elsewhere.get(ps, 0) if timeline == self.outgoing.timeline else 0,
+                elsewhere.get(request.ps, 0) if timeline == self.outgoing.timeline else 0,
+                request.place, [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None,
                 update.rows[at],
                 None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
-                [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None, pull, pulled_members,
-                raised.key if raised and (ps, request.part) == (raised.ps, 0) else None,
-                request.place,
             )  # fmt: skip
 
         if IndexedSlices in map(type, gradients):
             gradients = self.in_order(gradients)
-        update = Update(self, plan, gradients, call, message, landing=landing)
+        update = PlanUpdate(self, plan, gradients, call, message, landing=landing)
         with self.work.push:
             answers = await self.outgoing.deliver(update)
-        for request in plan.requests:
-            self._optimizers[request.ps].add(optimizer)
         if landing is not None:
             landing.steps = [each.steps for each in answers if each.steps is not None]
             if len(landing.steps) == len(landing.plan.requests):
                 await landing.copied() if landing.kept else landing.settle()
         return answers
+
+    def _pushes_of(
+        self, plan: Plan, what: tuple[Any, ...], config: dict[str, Any], raised: ShardSpec | None
+    ) -> list[messages.DefinePlan]:
+        """Settle what pushes through an optimizer mean that bring these values, and raise that."""
+        optimizer, pulled, _ = what
+
+        def said(request: Request) -> dict[str, Any]:
+            brings = pulled is not None and request.ps in pulled.first
+            is_raised = raised is not None and (request.ps, request.part) == (raised.ps, 0)
+            return {
+                "optimizer": optimizer,
+                "config": config,
+                "pull": pulled.requests[pulled.first[request.ps]].members if brings else None,
+                "raised": raised.key if raised is not None and is_raised else None,
+            }
+
+        return plan.define(what, said)
+
+    def _slots_of(self, plan: Plan, optimizer: int, slot: str) -> list[messages.DefinePlan]:
+        return plan.defined.get((optimizer, slot)) or plan.define(
+            (optimizer, slot), lambda _: {"optimizer": optimizer, "slot": slot}
+        )
 
     def landing(self, plan: Plan, push: Plan) -> Landing | None:
         """Return room for values that come with a push; None: they lie where nothing is pushed."""
@@ -598,17 +609,18 @@ class PsClient:
         if IndexedSlices in map(type, gradients):
             return None
 
-        def message(request: Request, peer: Connection) -> messages.MeasurePush:
-            members = None if request.set_id in peer.state["sets"] else request.members
-            known = elsewhere.get(request.ps, 0)
-            return messages.MeasurePush(request.set_id, members, optimizer, config, known)
+        what = optimizer, None, None
+        definitions = plan.defined.get(what) or self._pushes_of(plan, what, config, None)
+
+        def message(at: int, peer: Connection) -> messages.MeasurePush:
+            ps = plan.requests[at].ps
+            self.links[ps].define(peer, definitions[at])
+            return messages.MeasurePush(definitions[at].plan, elsewhere.get(ps, 0))
 
         calls = []
-        for request, (segments, _, nbytes) in zip(
-            plan.requests, bodies_of(plan, gradients), strict=True
-        ):
-            build, link = functools.partial(message, request), self.links[request.ps]
-            calls.append(Call(link, build, segments, nbytes, set_ids=(request.set_id,)))
+        for at, (segments, _, nbytes) in enumerate(bodies_of(plan, gradients)):
+            build, link = functools.partial(message, at), self.links[plan.requests[at].ps]
+            calls.append(Call(link, build, segments, nbytes))
         answers = await Answers(messages.Measured, "a measurement", calls).send().all()
         sums: list[list[Sums]] = [[] for _ in plan.variables]  # what its shards add to its norms
         for request, answer in zip(plan.requests, answers, strict=True):
@@ -646,15 +658,16 @@ class PsClient:
         Cancellation: As ``push``.
         """
 
-        def message(update: Update, at: int, peer: Connection) -> messages.Assign:
-            request = plan.requests[at]
-            members = None if request.set_id in peer.state["sets"] else request.members
-            said = *update.identity(at), request.set_id, members, op, update.rows[at]
-            if lock:
-                return messages.AssignLocked(*said, update.others(at), lock)
-            return messages.Assign(*said, update.others(at))
+        definitions = plan.defined.get(op) or plan.define(op, lambda _: {"op": op})
 
-        update = Update(self, plan, values, call, message, "lock" if lock else "")
+        def message(update: PlanUpdate, at: int, peer: Connection) -> messages.Update:
+            update.calls[at].link.define(peer, definitions[at])
+            return messages.Update(
+                *update.identity(at), definitions[at].plan, spread=update.others(at),
+                rows=update.rows[at], lock=lock,
+            )  # fmt: skip
+
+        update = PlanUpdate(self, plan, values, call, message, "lock" if lock else "")
         with self.work.push:
             return await self.outgoing.deliver(update)
 
@@ -714,13 +727,21 @@ class PsClient:
         Cancellation: As ``push``.
         """
 
-        def message(update: Update, at: int, _: Connection) -> messages.AverageShards:
-            members = plan.requests[at].members
-            shards = [(number, originals[number], index) for number, index in members]
-            return messages.AverageShards(*update.identity(at), shards, decay, update.others(at))
+        def said(request: Request) -> dict[str, Any]:
+            return {"follows": [originals[number] for number, _ in request.members]}
+
+        what = ("average", *sorted(originals.items()))
+        definitions = plan.defined.get(what) or plan.define(what, said)
+
+        def message(update: PlanUpdate, at: int, peer: Connection) -> messages.Update:
+            update.calls[at].link.define(peer, definitions[at])
+            return messages.Update(
+                *update.identity(at), definitions[at].plan, spread=update.others(at),
+                factors=[decay],
+            )  # fmt: skip
 
         with self.work.push:
-            return await self.outgoing.deliver(Update(self, plan, (), call, message))
+            return await self.outgoing.deliver(PlanUpdate(self, plan, (), call, message))
 
     def in_order(self, gradients: Sequence[Array]) -> Sequence[Array]:
         """Return the same gradients; those of rows with ascending indices, each once."""
@@ -836,14 +857,14 @@ class PsClient:
         return answers
 
 
-def _pull_of(
-    request: Request, optimizer: int, slot: str, lock: int, peer: Connection
-) -> messages.Pull:
-    is_known = request.set_id in peer.state["sets"]
-    if is_known and optimizer < 0 and not lock:
-        return request.pull
-    what = request.set_id, None if is_known else request.members, optimizer, slot
-    return messages.PullLocked(*what, lock) if lock else messages.Pull(*what)
+def _read_of(
+    link: PsLink, request: Request, definition: messages.DefinePlan, lock: int, peer: Connection
+) -> messages.Read:
+    if definition.plan not in peer.state["plans"]:
+        link.define(peer, definition)
+    if definition is request.values and not lock:
+        return request.read
+    return messages.Read(definition.plan, lock)
 
 
 def check_plugins(links: Sequence[PsLink], name: str, rule: UpdateRule) -> None:

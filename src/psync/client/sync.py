@@ -294,17 +294,20 @@ class SyncClient:
             def build(peer: Connection) -> messages.Contribute:
                 if landing is not None:
                     landing.arrays = None  # of an answer that did not come in whole
+                for whole in (along, next_set):
+                    if whole is not None and whole.definition.plan not in peer.state["plans"]:
+                        self._ps.links[0].define(peer, whole.definition)
                 return messages.Contribute(
                     group, None if known.is_decided else config, push.number,
                     pushes.acked_below, *call, plan.digest, local_step, weight,
-                    *_named(peer, along), *_named(peer, next_set), rows, plan.spread,
+                    -1 if along is None else along.definition.plan,
+                    -1 if next_set is None else next_set.definition.plan, rows, plan.spread,
                 )  # fmt: skip
 
             asked = Call(
                 self._ps.links[0], build, segments,
                 into=None if landing is None else landing.into_whole,
                 lengths=None if next_set is None else next_set.lengths,
-                set_ids=[-each.set_id for each in (along, next_set) if each],
             )  # fmt: skip
             answers = Answers(messages.Contributed, "a push", [asked], "the values", may_lack=True)
             with self._ps.work.wait:
@@ -368,7 +371,9 @@ class SyncClient:
         await self._stage([part for part in parts if part is not own], push, several)
         if own is None:
             return None, (), None
-        return Whole.of([own.request]), own.segments, own.rows
+        if own.request.alone is None:
+            own.request.alone = Whole.of([own.request])
+        return own.request.alone, own.segments, own.rows
 
     async def _is_over(self, parts: Sequence[_Part], push: _Push) -> bool:
         """Ask ps 0, before many bytes travel, whether the push would be stale."""
@@ -390,16 +395,15 @@ class SyncClient:
 
         def build(part: _Part, peer: Connection) -> messages.StagePush:
             request, config = part.request, None if part.request.ps in staging else push.config
-            members = None if request.set_id in peer.state["sets"] else request.members
+            self._ps.links[request.ps].define(peer, request.values)
             return messages.StagePush(
-                push.group, config, push.number, push.local_step, request.set_id, members, part.rows
+                push.group, config, push.number, push.local_step, request.values.plan, part.rows
             )
 
         calls = []
         for part in parts:
-            request, link = part.request, self._ps.links[part.request.ps]
-            what = part.segments, part.nbytes, "", (request.set_id,)
-            calls.append(Call(link, functools.partial(build, part), *what, copied=copied))
+            link, build_it = self._ps.links[part.request.ps], functools.partial(build, part)
+            calls.append(Call(link, build_it, part.segments, part.nbytes, copied=copied))
         if not copied:
             region_of = self._ps.memory.own_region_of
             push.read.extend(part for part in parts if any(map(region_of, part.views())))
@@ -419,13 +423,3 @@ class SyncClient:
         if push.read:
             await self._stage(push.read, push, True)
             await self._ps.memory.returned(view for part in push.read for view in part.views())
-
-
-def _named(peer: Connection, known: Whole | None) -> tuple[int, list[tuple[int, int, int]] | None]:
-    """Return what a message says of a set: its number, and its shards unless they are known.
-
-    ps 0 numbers such sets apart; among those of the link they have negative numbers.
-    """
-    if known is None:
-        return -1, None
-    return known.set_id, None if -known.set_id in peer.state["sets"] else known.members

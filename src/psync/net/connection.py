@@ -388,6 +388,11 @@ class Connection(asyncio.BufferedProtocol):
 
     # Our requests.
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether requests are under way."""
+        return bool(self._calls)
+
     async def call(
         self,
         message: Message,
@@ -756,7 +761,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._closing:
             return buffers
         nbytes += len(head)
-        if loan is not None or nbytes > SMALL_BODY_BYTES:
+        if loan is not None or (body and nbytes > SMALL_BODY_BYTES):  # no header is overtaken
             self._send_large(buffers, loan)
             return buffers
         frame = b"".join(buffers) if body else head

@@ -277,14 +277,13 @@ class Names:
 
     Attributes:
         closures, variables: By number.
-        sets: Variables of what a connection calls by a number: "client incarnation lane server",
-            "3".
+        plans: Variables of what clients call by a number.
     """
 
     def __init__(self, logs: Sequence[TaskLog]) -> None:
         self.closures: dict[int, str] = {}
         self.variables: dict[int, str] = {}
-        self.sets: dict[tuple[str, str], Sequence[int]] = {}
+        self.plans: dict[int, Sequence[int]] = {}
         keys: dict[int, bytes] = {}
         for log in logs:
             self.variables.update(log.facts.get("variables", {}))
@@ -292,14 +291,11 @@ class Names:
             for note in log.notes:
                 if note[1] == "ended":
                     self.closures[note[2]] = note[3]
-            for client, sets in log.facts.get("sets", {}).items():
-                for number, variables in sets.items():
-                    self.sets[f"{client} {log.task}", number] = variables
-            for half in log.halves:
-                members = getattr(half.message, "members", None)
-                if members and hasattr(half.message, "set_id"):
-                    self.sets[_set_of(half)] = [member[-2] for member in members]
+            for number, variables in log.facts.get("plans", {}).items():
+                self.plans[int(number)] = variables
             for _, _, _, message in log.told:
+                if isinstance(message, messages.DefinePlan | messages.DefineWhole):
+                    self.plans[message.plan] = [each[-2] for each in message.members]
                 keys.update((closure[0], closure[1]) for closure in _closures_of(message))
         # Those that did not come to their end are named after others of the same function.
         functions = {keys[each]: name for each, name in self.closures.items() if each in keys}
@@ -315,20 +311,13 @@ class Names:
         """Return the names of the variables of a request; "": it has none, or nobody knows."""
         if isinstance(half.message, messages.PullRows):
             variables: Sequence[int] = [part[0] for part in half.message.parts]
-        elif hasattr(half.message, "set_id"):
-            variables = self.sets.get(_set_of(half), ())
+        elif hasattr(half.message, "plan"):
+            variables = self.plans.get(half.message.plan, ())
         else:
             return ""
         names = [self.variables.get(each, f"variable {each}") for each in dict.fromkeys(variables)]
         more = len(names) - SHOWN_NAMES
         return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _set_of(half: Half) -> tuple[str, str]:
-    (client, incarnation, server, _, lane), message = half.link, half.message
-    number: int = getattr(message, "set_id")  # noqa: B009
-    shown = f"whole {number}" if isinstance(message, messages.Contribute) else str(number)
-    return f"{client} {incarnation} {lane} {server}", shown
 
 
 def _closures_of(message: Message) -> Sequence[tuple[int, bytes, int, list[int]]]:

@@ -70,7 +70,7 @@ from psync.numerics.sums import Pieces, at_once, cuts, sum_dtype
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.ps.executor import Executor, Listed, nobodys
-from psync.ps.shard_sets import NO_BYTES
+from psync.ps.plans import NO_BYTES
 from psync.specs import dtype_of
 from psync.store.ledger import Client, Duplicate, Fresh, Ledger, Ticket
 from psync.wire.codec import Message, decode, encode

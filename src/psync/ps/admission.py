@@ -53,13 +53,11 @@ from psync.store.store import ShardStore
 from psync.wire.codec import Message
 from psync.wire.messages import (
     Admit,
-    AssignLocked,
     Done,
     Gate,
     Gated,
     LockShards,
     OpenGate,
-    PullLocked,
     UnlockShards,
 )
 
@@ -257,17 +255,15 @@ class PsLocks:
                     claim.turn.set_result(None)
             (locked if claim.exclusive else used).update(claim.keys)
 
-    def check(
-        self, client: Client, message: PullLocked | AssignLocked, keys: Iterable[Key]
-    ) -> None:
+    def check(self, client: Client, number: int, keys: Iterable[Key]) -> None:
         """Check that a client holds the lock under which it speaks.
 
         Raises:
             LockLost: It does not.
         """
-        lock = self._locks.get((*client, message.lock))
+        lock = self._locks.get((*client, number))
         if lock is None or not lock.claim.held or not lock.claim.keys.issuperset(keys):
-            raise self._ended(message.lock)
+            raise self._ended(number)
 
     # Messages.
 

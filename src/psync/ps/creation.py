@@ -15,7 +15,7 @@ from psync.errors import RemoteProtocolError, ValueMismatchError
 from psync.net.connection import Connection, Handler, Request
 from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
-from psync.ps.shard_sets import NO_BYTES, memory_for
+from psync.ps.plans import NO_BYTES, memory_for
 from psync.specs import ShardSpec, dtype_of
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message

@@ -25,7 +25,7 @@ import asyncio
 import functools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,11 +34,11 @@ from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request, fail
 from psync.ps.comparison import Comparison
 from psync.ps.computes import Compute, Computes, Touches
 from psync.ps.cooperative_work import INLINE_BYTES, SHARD_BYTES, LongWork
-from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
+from psync.store.commit_log import CommitLog, LogState
 from psync.store.ledger import Client
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode
-from psync.wire.messages import CheckState, DefineOptimizer, Done
+from psync.wire.messages import CheckState, Done
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +52,8 @@ AT_ONCE = 64
 """Entries that are executed in one turn of the loop."""
 
 
-Build = Callable[[LogNames], Message]
-"""Makes the message of an entry, if there is a backup that will read it."""
-
-Listed = tuple[Client, Message | Build, Sequence[memoryview]]
-"""(client, message, segments) of an entry."""
+Listed = tuple[Client, Message | bytes, Sequence[memoryview]]
+"""(client, message or its header, segments) of an entry."""
 
 Outcome = Compute | Awaitable[None] | None
 """Of an act: what comes before the answer, or what to wait for, with all later entries."""
@@ -116,8 +113,6 @@ class Executor:
         self._busy: asyncio.Task[None] | None = None  # an entry that is awaited
         self._again = False  # the loop will look again
         self._acting = False  # an entry is being judged just now
-        self._optimizers: set[int] = set()  # that the backup knows
-        self._names = LogNames()
         self._comparison = Comparison(task, lambda: self.digest())
         self._over: PsyncError | None = None
 
@@ -136,7 +131,7 @@ class Executor:
     def submit(
         self,
         request: Request[Any],
-        message: Message | Build,
+        message: Message,
         body: Sequence[memoryview],
         act: Act,
         claim: Claim | None = None,
@@ -147,7 +142,7 @@ class Executor:
         Args:
             request: Of whom it is, and who gets the answer, or the error; FencedError or
                 ClosedError if another ps has taken this one's place, or this one ends.
-            message: The entry; or makes it, with the names that the log has for sets and groups.
+            message: The entry; that of the request is kept as it came.
             body: Its segments.
             act: Judges it.
             claim: Called if it is not done in this turn.
@@ -161,7 +156,8 @@ class Executor:
             log.last += 1
             number = log.last
         else:
-            number = self._ship(client or request.peer.client, message, body)
+            as_it_came = request.header if message is request.message else b""
+            number = self._ship(client or request.peer.client, as_it_came or encode(message), body)
         is_free = not self._queue and not self._acting and self._busy is None
         if is_free and (log.state is LogState.ALONE or self._may_execute(number)):
             self._execute(number, act, request, claim, None)
@@ -237,24 +233,10 @@ class Executor:
         if outcome is not None:
             await cast(Awaitable[None], outcome)
 
-    def begin_copy(self, groups: Iterable[int] = ()) -> int:
-        """Keep all entries from now on for a new backup; return the number of the last before.
-
-        Args:
-            groups: Synchronous groups that it knows from its snapshot.
-        """
-        self._optimizers = set(self._store.optimizers)
-        self._names.begin(groups)
+    def begin_copy(self) -> int:
+        """Keep all entries from now on for a new backup; return the number of the last before."""
         self._comparison = Comparison(self._task, lambda: self.digest())
         return self.log.begin_copy()
-
-    def in_full(
-        self, client: Client, message: Message | Build, body: Sequence[memoryview]
-    ) -> Entry:
-        """Return an entry that a new backup gets before all others."""
-        if not isinstance(message, Message):
-            message = message(NamesInFull(self._names))
-        return Entry(client, encode(message), body)
 
     # A backup that is not what it should be.
 
@@ -262,23 +244,17 @@ class Executor:
         """Execute a check, on a backup."""
         self.in_turn(lambda: self._comparison.execute(request.message), request)
 
-    def _ship(self, client: Client, message: Message | Build, body: Sequence[memoryview]) -> int:
-        """Give an entry its number, and ship it to the backup, after what that must know before."""
-        known = self._store.optimizers
-        for new in known.keys() - self._optimizers:  # that a message has defined in passing
-            self._optimizers.add(new)
-            self._keep(self._coordinator, DefineOptimizer(new, dict(known[new].config)), ())
+    def _ship(self, client: Client, header: bytes, body: Sequence[memoryview]) -> int:
+        """Give an entry its number, and ship it to the backup."""
         if (check := self._comparison.due()) is not None:
             act = functools.partial(self._comparison.execute, check)
-            self._enqueue(self._keep(self._coordinator, check, ()), act, _NOBODYS, None)
-        number = self._keep(client, message, body)
+            number = self._keep(self._coordinator, encode(check), ())
+            self._enqueue(number, act, _NOBODYS, None)
+        number = self._keep(client, header, body)
         self.on_entry()
         return number
 
-    def _keep(self, client: Client, message: Message | Build, body: Sequence[memoryview]) -> int:
-        if not isinstance(message, Message):
-            message = message(self._names)
-        header = encode(message)
+    def _keep(self, client: Client, header: bytes, body: Sequence[memoryview]) -> int:
         nbytes = sum(map(len, body))
         self._comparison.shipped(client, header, nbytes)
         # Headers weigh more: those of all entries of a message are one frame's header.

@@ -18,7 +18,7 @@ from psync.net.connection import Handler, Request
 from psync.numerics.memory import BlockPool
 from psync.numerics.rules import Sums, slot_dtype
 from psync.ps.cooperative_work import LongWork
-from psync.ps.shard_sets import memory_for, set_of
+from psync.ps.plans import Plans, ShardSet, memory_for
 from psync.specs import dtype_of
 from psync.store.store import ShardStore, Work
 from psync.wire.codec import Message
@@ -43,6 +43,7 @@ class OptimizerService:
         store: Its shards.
         work: What takes long.
         pool: Memory for what comes in.
+        plans: Of all clients.
         counted: Told when the number of an optimizer's pushes was set.
     """
 
@@ -52,12 +53,14 @@ class OptimizerService:
         store: ShardStore,
         work: LongWork,
         pool: BlockPool,
+        plans: Plans[ShardSet],
         counted: Callable[[], None],
     ) -> None:
         self._task = task
         self._store = store
         self._work = work
         self._pool = pool
+        self._plans = plans
         self._counted = counted
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -124,27 +127,28 @@ class OptimizerService:
 
     def _prepare_measure(self, request: Request[MeasurePush]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
-        peer, message = request.peer, request.message
-        lengths = request.lengths
-        known = set_of(peer, message.set_id, message.members, self._task)
-        self._store.define_optimizer(message.optimizer, message.config)
-        known.look_up(self._store)
-        known.check_lengths(lengths, self._task)
-        return memory_for(self._pool, sum(lengths))
+        known = self._known(request)
+        known.check_lengths(request.lengths, self._task)
+        return memory_for(self._pool, known.nbytes)
+
+    def _known(self, request: Request[MeasurePush]) -> ShardSet:
+        plan = self._plans.plan(request.peer.client, request.message.plan)
+        return plan.look_up(self._store)
 
     def _measure(self, request: Request[MeasurePush]) -> None:
-        message = request.message
-        known = set_of(request.peer, message.set_id, message.members, self._task).look_up(
-            self._store
-        )
+        known = self._known(request)
+        optimizer = known.optimizer
         whole = known.body_of(request.segments, self._task)
-        gradients = known.gradients(self._store, message.optimizer, whole)
-        self._store.check_rate(message.optimizer, self._step_of(message))
+        gradients = known.gradients(self._store, optimizer, whole)
+
+        def step() -> int:
+            return self._store.push_count(optimizer).next_step(request.message.elsewhere)
+
+        self._store.check_rate(optimizer, step())
         sums: list[Sums] = []
 
         def begin(i: int) -> Work:
-            optimizer, step = message.optimizer, self._step_of(message)
-            return self._store.measure(optimizer, known.keys[i], gradients[i], step, sums)
+            return self._store.measure(optimizer, known.keys[i], gradients[i], step(), sums)
 
         async def measure_slowly() -> None:
             await self._work.to_the_end(self._work.shard_by_shard(known.costs, begin))
@@ -157,6 +161,3 @@ class OptimizerService:
             for _ in begin(i):
                 pass
         request.answer(Measured(sums))
-
-    def _step_of(self, message: MeasurePush) -> int:
-        return self._store.push_count(message.optimizer).next_step(message.elsewhere)

@@ -22,12 +22,12 @@ from psync.numerics.sums import PIECE_BYTES
 from psync.ps import cooperative_work
 from psync.ps.admission import PsLocks
 from psync.ps.cooperative_work import LongWork
-from psync.ps.shard_sets import NO_BYTES, ROW_NUMBER_BYTES, ShardSet, memory_for, set_of
+from psync.ps.plans import NO_BYTES, NO_PLANS, ROW_NUMBER_BYTES, Plans, ShardSet, memory_for
 from psync.store.store import Key, ShardStore, Work
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
 from psync.wire.limits import Limits
-from psync.wire.messages import Pull, Pulled, PullLocked, PullRows, RowsPulled
+from psync.wire.messages import Pulled, PullRows, Read, RowsPulled
 from psync.wire.tensors import Joined
 
 
@@ -47,6 +47,7 @@ class PsPulls:
         closed: Has the last closed step of each group that has one, which values are of.
         locks: Knows who holds which.
         pool: Memory for values in 16 bits.
+        plans: Of all clients.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class PsPulls:
         closed: Closed,
         locks: PsLocks,
         pool: BlockPool,
+        plans: Plans[ShardSet],
     ) -> None:
         self.pulls = 0  # that were served
         self._task = task
@@ -65,34 +67,35 @@ class PsPulls:
         self.closed = closed
         self._locks = locks
         self._pool = pool
+        self._plans = plans
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
-        return {Pull: Handler(self._pull), PullLocked: Handler(self._pull_locked)}
+        return {Read: Handler(self._pull)}
 
-    def _pull(self, request: Request[Pull] | Request[PullLocked]) -> None:
-        message = request.message
-        known = None
-        if message.members is None:
-            known = request.peer.state.get("sets", {}).get(message.set_id)
+    def _pull(self, request: Request[Read]) -> None:
+        message, client = request.message, request.peer.client
+        known = self._plans.of.get(client, NO_PLANS).get(message.plan)
         if known is None:
-            known = set_of(request.peer, message.set_id, message.members, self._task)
+            known = self._plans.plan(client, message.plan)
+        if message.lock:
+            self._locks.check(client, message.lock, known.keys)
         self.pulls += 1
         if known.compression is not None:
             request.start(self._pull_narrow(request, known))
             return
         try:
-            if message.optimizer < 0:
+            if not known.slot:
                 if known.store is not self._store:
                     known.look_up(self._store)
                 values: Sequence[Segment] = self._store.read_together(known.plan)
                 if known.plan.is_joined:
                     values = Joined.of(values, known.lengths)  # type: ignore[arg-type]
             else:
-                read = self._reader(message)
+                read = self._reader(known)
                 values = [read(key) for key in known.keys]
         except BusyError:
-            request.start(self._pull_later(request, known.keys, self._reader(message)))
+            request.start(self._pull_later(request, known.keys, self._reader(known)))
         else:
             request.answer(Pulled(self.closed.steps), values)
 
@@ -105,18 +108,11 @@ class PsPulls:
         self.pulls += 1
         return Joined.of(views, known.lengths) if known.plan.is_joined else views
 
-    def _pull_locked(self, request: Request[PullLocked]) -> None:
-        keys = set_of(
-            request.peer, request.message.set_id, request.message.members, self._task
-        ).keys
-        self._locks.check(request.peer.client, request.message, keys)
-        self._pull(request)
-
-    def _reader(self, message: Pull) -> Callable[[Key], list[memoryview]]:
+    def _reader(self, known: ShardSet) -> Callable[[Key], list[memoryview]]:
         store = self._store
-        if message.optimizer < 0:
+        if not known.slot:
             return store.read
-        return lambda key: store.read_slot(key, message.optimizer, message.slot)
+        return lambda key: store.read_slot(key, known.optimizer, known.slot)
 
     async def _pull_later(
         self,
@@ -131,7 +127,7 @@ class PsPulls:
 
     async def _pull_narrow(self, request: Request[Any], known: ShardSet) -> None:
         """Read shard by shard, then round what was read: that stays as it is meanwhile."""
-        if request.message.optimizer >= 0:
+        if known.slot:
             raise RemoteProtocolError(f"{self._task}: slots are not pulled compressed")
         assert known.compression is not None, "it was looked at"
         steps, dtype = self.closed.steps, narrow_dtype(known.compression)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -36,19 +35,36 @@ from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor, Listed
 from psync.ps.optimizers import OptimizerService
+from psync.ps.plans import (
+    NO_PLANS,
+    Body,
+    Plans,
+    ShardSet,
+    body_in_place,
+    memory_for,
+    owned,
+)
 from psync.ps.pulls import PsPulls
-from psync.ps.shard_sets import Body, ShardSet, body_in_place, memory_for, owned, set_of
-from psync.store.commit_log import LogNames, LogState
-from psync.store.ledger import Call, Client, Duplicate, Ledger, Verdict
+from psync.store.commit_log import LogState
+from psync.store.ledger import Call, Client, Duplicate, Ledger
 from psync.store.push_counts import HOME
 from psync.store.rows import RowValues
-from psync.store.store import Adjacent, AssignOp, Key, ShardStore, Work, ones
+from psync.store.store import Adjacent, AssignOp, ShardStore, Work
 from psync.store.work import nothing
 from psync.wire.codec import Message, decode, encode
-from psync.wire.messages import Assign, AssignLocked, AverageShards, Failure, Push, Pushed
+from psync.wire.messages import (
+    DefinePlan,
+    DefineWhole,
+    Done,
+    DropPlans,
+    Failure,
+    Pushed,
+    Update,
+)
 from psync.wire.remote_errors import exception_of, failure_of
 
 _PS = operator.itemgetter(0)
+_DONE = Done()
 
 MAX_STALENESS = 255
 """What is staler is counted as this."""
@@ -89,67 +105,45 @@ class PushStaleness:
         }
 
 
-class Update(Compute):
+class PsUpdate(Compute):
     """A push, assign or average that has come in whole, and what it is applied to.
 
     It is a compute once it has been judged.
 
     Args:
         request: Gets the answer.
-        message: Of the request.
-        known: The shards that it changes.
+        known: Its plan.
         body: Of averages nothing.
-        store: Has them, even if a new coordinator empties the task meanwhile.
-        ledger: Likewise.
+        store: Has the shards.
     """
 
     __slots__ = (
-        "body", "client", "costs", "followed", "known", "ledger", "message", "needed",
-        "operands", "others", "raised", "request", "runs", "step", "store", "wanted",
+        "body", "client", "costs", "is_push", "known", "message", "operands", "others",
+        "request", "runs", "step", "store", "wanted",
     )  # fmt: skip
 
     def __init__(
         self,
-        request: Request[Any],
-        message: Push | Assign | AverageShards,
+        request: Request[Update],
         known: ShardSet,
         body: Body,
         store: ShardStore,
-        ledger: Ledger,
     ) -> None:
         self.request = request
         self.client: Client = request.peer.client
-        self.message = message
+        self.message = request.message
         self.known = known
+        self.is_push = known.optimizer >= 0
+        self.wanted = known.wanted  # whose values its answer brings
         self.body = body
         self.store = store
-        self.ledger = ledger
-        self.needed: Sequence[Key] = known.keys  # the shards that it reads or changes
-        self.wanted: ShardSet | None = None  # whose values its answer brings
         self.step = 0
         self.others: tuple[int, ...] = ()  # ps tasks with a part of a push that is counted here
         # The body as arrays, checked; one per shard.
         self.operands: Sequence[np.ndarray | RowValues] = ()
-        self.raised: tuple[Key, np.ndarray] | None = None  # a shard, and the one added to it
-        self.followed: Sequence[Key] = ()  # by the averages: one per shard
         self.runs: Sequence[slice] = ()  # of shards updated together; (): each by itself
         self.costs: Sequence[int] = known.costs  # bytes that each run or shard's update touches
         self.nbytes = 0  # of all, less what shards do not cost that are updated together
-
-    def entry(self, names: LogNames) -> Message:
-        """Return it as the log has it: its set by a number of the log's own, and no lock."""
-        message = self.message
-        if isinstance(message, AverageShards):
-            return message
-        number, members = names.of_set(self.known.members)
-        if isinstance(message, AssignLocked):
-            return Assign(
-                message.sequence, message.acked_below, message.closure, message.ordinal,
-                number, members, message.op, message.rows, message.spread,
-            )  # fmt: skip
-        if isinstance(message, Push):  # a backup answers nobody
-            return replace(message, set_id=number, members=members, pull=-1, pull_members=None)
-        return replace(message, set_id=number, members=members)
 
     @property
     def identity(self) -> tuple[Client, int, Call | None]:
@@ -158,151 +152,113 @@ class Update(Compute):
         call = None if message.closure < 0 else (message.closure, message.ordinal)
         return self.client, message.sequence, call
 
-    def judge(self) -> Verdict:
-        """Ask the ledger."""
-        message, known = self.message, self.known
-        return self.ledger.judge(
-            self.client, message.sequence, message.acked_below,
-            message.closure if message.closure >= 0 else None, message.ordinal,
-            known.digest, known.names, message.spread or (), arrived=True,
-        )  # fmt: skip
-
     def begin(self, here: int) -> None:
         """Check the whole update before any of it is applied, and draw its step.
 
         Args:
             here: Index of this ps.
         """
-        message, store, known = self.message, self.store, self.known
-        if isinstance(message, Push) and message.rows is None:
-            optimizer = message.optimizer
-            if message.raised is not None:
-                self._check_raised((message.raised[0], message.raised[1]))
-            if message.ratios is not None:
-                self._check_ratios(message.ratios, optimizer)
-            body = self.body
+        message, store, known, body = self.message, self.store, self.known, self.body
+        optimizer, factors = known.optimizer, message.factors
+        if message.rows is not None:
+            self._begin_rows(message.rows)
+        elif self.is_push:
+            if factors is not None:
+                self._check_ratios(factors)
             if optimizer in known.optimizers and known.dtype is not None and len(body) == 1:
                 self.operands = Adjacent(np.asarray(body[0]).view(known.dtype), known.elements)
             else:
                 self.operands = known.gradients(store, optimizer, body)
+            if type(self.operands) is Adjacent and factors is None:
+                self.runs = known.runs
+        elif known.followed:
+            if factors is None or not 0 <= factors[0] < 1:
+                decay = None if factors is None else factors[0]
+                raise ValueMismatchError(f"moving average: expected decay in [0, 1), got {decay}")
+        else:
+            parts = zip(known.keys, known.cut(body), strict=True)
+            self.operands = [store.check_assign(key, known.op, view) for key, view in parts]
+        if self.is_push:
             if message.place == HOME and message.spread:
                 # Each may get several messages, and so may this ps.
                 self.others = tuple(sorted({*map(_PS, message.spread)} - {here}))
             self.step = store.begin_push(optimizer, message.elsewhere, message.place, self.others)
-            if type(self.operands) is Adjacent and message.ratios is None:
-                if store.optimizers[optimizer].is_elementwise:
-                    self.runs, self.costs, self.nbytes = known.runs, known.run_costs, known.cost
-            if not self.runs:
-                self.nbytes = sum(self.costs)
+        if self.runs:
+            self.costs, self.nbytes = known.run_costs, known.cost
         else:
-            self._begin_other(here)
-        if self.raised is not None:
-            nbytes = self.raised[1].nbytes
+            self.nbytes = sum(self.costs)
+        if known.one is not None:
+            nbytes = known.one.nbytes
             self.costs, self.nbytes = (*self.costs, nbytes), self.nbytes + nbytes
 
-    def _begin_other(self, here: int) -> None:
-        message, store, known = self.message, self.store, self.known
-        if isinstance(message, AverageShards):
-            if not 0 <= message.decay < 1:
-                raise ValueMismatchError(
-                    f"moving average: expected decay in [0, 1), got {message.decay}"
-                )
-            self.followed = [(variable, index) for _, variable, index in message.shards]
-            self.needed = (*known.keys, *self.followed)
-            for average, key in zip(known.keys, self.followed, strict=True):
-                store.check_average(average, key)
-        elif message.rows is not None:
-            self._begin_rows(message, message.rows, here)
-        else:
-            op = cast(Assign, message).op
-            parts = zip(known.keys, known.cut(self.body), strict=True)
-            self.operands = [store.check_assign(key, op, view) for key, view in parts]
-        self.nbytes = sum(self.costs)
-
-    def _begin_rows(self, message: Push | Assign, counts: Sequence[int], here: int) -> None:
-        known, store = self.known, self.store
-        if isinstance(message, Push):
-            if message.raised is not None:
-                self._check_raised((message.raised[0], message.raised[1]))
-            self.operands = known.row_gradients(store, message.optimizer, self.body, counts)
+    def _begin_rows(self, counts: Sequence[int]) -> None:
+        known, store, op = self.known, self.store, self.known.op
+        if self.is_push:
+            self.operands = known.row_gradients(store, known.optimizer, self.body, counts)
         else:
             self.operands = known.row_operands(
                 store,
                 self.body,
                 counts,
-                lambda key, part: store.check_assign(key, message.op, part),
-                lambda key: store.check_scatter(key, message.op),
+                lambda key, part: store.check_assign(key, op, part),
+                lambda key: store.check_scatter(key, op),
             )
         self.costs = [
             store.rows_cost(key, operand.rows) if isinstance(operand, RowValues) else length
             for key, operand, length in zip(known.keys, self.operands, known.costs, strict=True)
         ]
-        if isinstance(message, Push):
-            if message.place == HOME and message.spread:
-                self.others = tuple(sorted({*map(_PS, message.spread)} - {here}))
-            self.step = store.begin_push(
-                message.optimizer, message.elsewhere, message.place, self.others
-            )
 
-    def _check_raised(self, raised: Key) -> None:
-        """Check that one can be added to a shard."""
-        spec = self.store.spec(raised)
-        if spec.size != 1:
-            raise ValueMismatchError(
-                f"{spec} on {self.store.task}: expected one number, to be raised by one, got shape "
-                f"{spec.shape}"
-            )
-        one = self.store.check_assign(raised, "add", ones(spec.shape, spec.dtype))
-        self.raised = raised, one
-
-    def _check_ratios(self, ratios: Sequence[float], optimizer: int) -> None:
-        if len(ratios) != len(self.known.keys) or not self.store.is_layerwise(optimizer):
+    def _check_ratios(self, ratios: Sequence[float]) -> None:
+        known = self.known
+        if len(ratios) != len(known.keys) or not self.store.is_layerwise(known.optimizer):
             raise UsageError(
-                f"{self.store.task}: {len(ratios)} trust ratios for {len(self.known.keys)} shards "
-                f"and optimizer {optimizer}"
+                f"{self.store.task}: {len(ratios)} trust ratios for {len(known.keys)} shards "
+                f"and optimizer {known.optimizer}"
             )
 
     def whole(self) -> None:
         """Do all the work; for small shards. Raises BusyError, with nothing done: one is busy."""
         message, known, done = self.message, self.known, 0
-        if self.raised is not None:
-            self.store.check_idle((self.raised[0],))
-        if isinstance(message, Push) and message.rows is None and message.ratios is None:
-            self.store.apply_at_once(message.optimizer, known.plan, self.operands, self.step)  # type: ignore[arg-type]
+        if known.raised is not None:
+            self.store.check_idle((known.raised,))
+        if self.is_push and message.rows is None and message.factors is None:
+            self.store.apply_at_once(known.optimizer, known.plan, self.operands, self.step)  # type: ignore[arg-type]
             done = len(self.runs or known.keys)
         else:
-            self.store.check_idle(self.needed)
+            self.store.check_idle(known.needed)
         for position in range(done, len(self.costs)):
             for _ in self.work(position):
                 pass
 
     def work(self, position: int) -> Work:
         """Begin on one shard, or run of shards."""
-        if self.raised is not None and position == len(self.runs or self.known.keys):
-            raised, one = self.raised
-            return self.store.assign_checked(raised, "add", one)
-        message, known = self.message, self.known
+        known, store = self.known, self.store
+        if known.raised is not None and position == len(self.runs or known.keys):
+            return store.assign_checked(known.raised, "add", cast(np.ndarray, known.one))
         if self.runs:
             run = self.runs[position]
             if run.stop - run.start > 1:
-                assert isinstance(message, Push), "of others there are no runs"
                 gradients = cast(Adjacent, self.operands)[run]
                 plan = known.run_plans[position]
-                self.store.apply_at_once(message.optimizer, plan, gradients, self.step)
+                store.apply_at_once(known.optimizer, plan, gradients, self.step)
                 return nothing()
             position = run.start
-        key = known.keys[position]
-        if isinstance(message, AverageShards):
-            return self.store.average(key, self.followed[position], message.decay)
+        key, factors = known.keys[position], self.message.factors
+        if known.followed:
+            return store.average(key, known.followed[position], cast(Sequence[float], factors)[0])
         operand = self.operands[position]
         if isinstance(operand, RowValues):
-            if isinstance(message, Push):
-                return self.store.apply_rows(message.optimizer, key, *operand, self.step)
-            return self.store.scatter(key, message.op, *operand)
-        if isinstance(message, Push):
-            ratio = None if message.ratios is None else message.ratios[position]
-            return self.store.apply_checked(message.optimizer, key, operand, self.step, ratio)
-        return self.store.assign_checked(key, cast(AssignOp, message.op), operand)
+            if self.is_push:
+                return store.apply_rows(known.optimizer, key, *operand, self.step)
+            return store.scatter(key, known.op, *operand)
+        if self.is_push:
+            ratio = None if factors is None else factors[position]
+            return store.apply_checked(known.optimizer, key, operand, self.step, ratio)
+        return store.assign_checked(key, cast(AssignOp, known.op), operand)
+
+
+def nothing_is_left() -> None:
+    """Execute an entry that was done when it came."""
 
 
 class PsUpdates:
@@ -318,6 +274,8 @@ class PsUpdates:
         executor: In whose order all is done.
         gate: Who must wait while a cut is taken.
         pulls: Reads what an answer brings.
+        plans: Of all clients.
+        wholes: Their plans for pushes that come whole to ps 0.
     """
 
     def __init__(
@@ -331,6 +289,8 @@ class PsUpdates:
         executor: Executor,
         gate: UpdateGate,
         pulls: PsPulls,
+        plans: Plans[ShardSet],
+        wholes: Plans[Any],
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
         self.staleness = PushStaleness()
@@ -347,19 +307,21 @@ class PsUpdates:
         self._locks = locks
         self._gate = gate
         self._pulls = pulls
-        self._optimizers = OptimizerService(task, store, work, pool, lambda: self.counted())
+        self._plans = plans
+        self._wholes = wholes
+        self._optimizers = OptimizerService(task, store, work, pool, plans, lambda: self.counted())
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            Push: Handler(self._arrived, self._prepare_update),
-            Assign: Handler(self._arrived, self._prepare_update),
-            AssignLocked: Handler(self._arrived, self._prepare_update),
-            AverageShards: Handler(self._average_arrived),
+            DefinePlan: Handler(self._plans.serve),
+            DefineWhole: Handler(self._wholes.serve),
+            DropPlans: Handler(self._drop_plans),
+            Update: Handler(self._arrived, self._prepare_update),
             **self._optimizers.handlers(),
         }
 
-    # A section of the state: shards and ledger, all of which is in snapshots.
+    # A section of the state: shards and ledger, all of which is in snapshots, and plans.
 
     def control(self) -> list[Any]:
         """Return what the ledger remembers, and the counts of optimizers that were used."""
@@ -368,27 +330,37 @@ class PsUpdates:
         return [self._ledger.control(encode), [each for each in counts if any(each[1])]]
 
     async def entries(self) -> list[Listed]:
-        """Return no entries."""
-        return []
+        """Return the definitions of all plans."""
+        return [
+            (client, plan.header, ())
+            for table in (self._plans, self._wholes)
+            for client, plans in table.of.items()
+            for plan in plans.values()
+        ]
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who executes entries: the primary has checked whether their clients are served."""
-        return {
-            Push: Handler(self._arrived),
-            Assign: Handler(self._arrived),
-            AverageShards: Handler(self._average_arrived),
-        }
+        return {Update: Handler(self._replay)}
 
-    def _prepare_update(self, request: Request[Push | Assign]) -> Sequence[memoryview]:
+    # Plans.
+
+    def _drop_plans(self, request: Request[DropPlans]) -> None:
+        client, message = request.peer.client, request.message
+        self._plans.drop(client, message.plans)
+        self._wholes.drop(client, message.plans)
+        self._executor.note(client, message, nothing_is_left)
+        request.answer(_DONE)
+
+    # Updates.
+
+    def _prepare_update(self, request: Request[Update]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
         message = request.message
         try:
-            sets = request.peer.state.get("sets")
-            known = sets.get(message.set_id) if sets and message.members is None else None
+            client, plans = request.peer.client, self._plans
+            known = plans.of.get(client, NO_PLANS).get(message.plan)
             if known is None:
-                known = set_of(request.peer, message.set_id, message.members, self._task)
-            if isinstance(message, Push) and message.config is not None:
-                self._store.define_optimizer(message.optimizer, message.config)
+                known = plans.plan(client, message.plan)
             if known.store is not self._store:
                 known.look_up(self._store)
             if request.lengths != known.lengths or message.rows is not None:
@@ -399,7 +371,7 @@ class PsUpdates:
         request.token = known
         if message.rows is not None:
             return memory_for(self._pool, sum(request.lengths), varies=True)
-        if request.borrowed is not None and isinstance(message, Push):
+        if request.borrowed is not None and known.optimizer >= 0:
             is_alone = self._executor.is_alone
             return body_in_place(request, self._pool, known, known.nbytes, is_alone=is_alone)
         if known.nbytes < ABOVE_BYTES:
@@ -411,73 +383,56 @@ class PsUpdates:
         self._ledger.refuse(request.peer.client, request.message.sequence)
         self._gate.wake()
 
-    def _arrived(self, request: Request[Any]) -> None:
-        peer, message, store = request.peer, request.message, self._store
+    def _arrived(self, request: Request[Update]) -> None:
+        message, store = request.message, self._store
         known, body = request.token, request.segments
         try:
             # While the body came in a timeline may have ended.
             if not isinstance(known, ShardSet) or known.store is not store:
-                known = set_of(peer, message.set_id, message.members, self._task).look_up(store)
-            if message.rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
+                known = self._plans.plan(request.peer.client, message.plan).look_up(store)
+            if known.followed:
+                body = ()
+            elif message.rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
                 body = known.body_of(body, self._task, message.rows)
-            update = Update(request, message, known, body, store, self._ledger)
-            if isinstance(message, Push):
-                if message.pull >= 0:
-                    wanted = peer.state["sets"].get(message.pull)
-                    if wanted is None or message.pull_members is not None:
-                        wanted = set_of(peer, message.pull, message.pull_members, self._task)
-                    update.wanted = wanted if wanted.store is store else wanted.look_up(store)
-                if message.raised is not None:
-                    raised = (message.raised[0], message.raised[1])
-                    store.spec(raised)  # raises if it is not here
-                    update.needed = (*known.keys, raised)
         except Exception:
             self._refused(request)
             raise
-        self._admit(update)
+        self._admit(PsUpdate(request, known, body, store))
 
-    def _average_arrived(self, request: Request[AverageShards]) -> None:
-        message = request.message
-        known = ShardSet(tuple((average, index) for average, _, index in message.shards))
-        try:
-            known.look_up(self._store)
-        except Exception:
-            self._refused(request)
-            raise
-        self._admit(Update(request, message, known, (), self._store, self._ledger))
+    def _replay(self, request: Request[Update]) -> None:
+        """Execute an entry: it was admitted on the primary, and nobody gets values here."""
+        known = self._plans.plan(request.peer.client, request.message.plan).look_up(self._store)
+        update = PsUpdate(request, known, request.segments, self._store)
+        update.wanted = None
+        self._submit(update)
 
     # Admission: nothing is noted of an update that waits, which has not begun.
 
-    def _admit(self, update: Update) -> None:
-        gate, locks = self._gate, self._locks
+    def _admit(self, update: PsUpdate) -> None:
+        gate, locks, needed = self._gate, self._locks, update.known.needed
         locked: Claim | None = None
         must_wait = gate.cut > 0 and gate.holds(update.client, update.message.sequence)
-        if isinstance(update.message, AssignLocked):
-            locks.check(update.client, update.message, update.needed)
+        if update.message.lock:
+            locks.check(update.client, update.message.lock, needed)
             if must_wait:  # nobody else gets the lock before this is done, even if its holder dies
-                locked = locks.begin(update.needed)
-        elif locks.num_exclusive and locks.blocks(update.needed):
+                locked = locks.begin(needed)
+        elif locks.num_exclusive and locks.blocks(needed):
             must_wait = True
         if must_wait:  # it is applied even if its request is given up
             gate.arrived(update.client, update.message.sequence)
             self._carry(update.request, self._when_admitted(update, locked))
-        elif self._executor.log.state is LogState.ALONE:
-            self._executor.submit(
-                update.request, update.entry, update.body, partial(self._judge, update),
-                partial(self._claim, update),
-            )  # fmt: skip
         else:
             self._submit(update)
 
     def _carry(self, _: Request[Any], waiting: Coroutine[Any, Any, None]) -> None:
         self._work.to_the_end(waiting)
 
-    async def _when_admitted(self, update: Update, locked: Claim | None) -> None:
+    async def _when_admitted(self, update: PsUpdate, locked: Claim | None) -> None:
         message = update.client, update.message.sequence
         try:
             while True:
-                if locked is None and self._locks.blocks(update.needed):
-                    claim = self._locks.claim(update.needed)
+                if locked is None and self._locks.blocks(update.known.needed):
+                    claim = self._locks.claim(update.known.needed)
                     self._gate.waits_for_lock(*message, waits=True)
                     try:
                         await self._locks.turn(claim)
@@ -498,17 +453,18 @@ class PsUpdates:
                 self._locks.end(locked)
             self._gate.passed(*message)
 
-    def _submit(self, update: Update) -> None:
-        if self._executor.log.state is not LogState.ALONE:  # any more: it may have waited
+    def _submit(self, update: PsUpdate) -> None:
+        if self._executor.log.state is not LogState.ALONE:
             update.body = owned(self._pool, update.body)
+            self._plans.keep(update.client, update.known)
         self._executor.submit(
-            update.request, update.entry, update.body, partial(self._judge, update),
+            update.request, update.message, update.body, partial(self._judge, update),
             partial(self._claim, update),
         )  # fmt: skip
 
-    def _claim(self, update: Update) -> Callable[[], None]:
+    def _claim(self, update: PsUpdate) -> Callable[[], None]:
         """An update takes longer than a turn: it is under way for cuts, and for who locks."""
-        claim = self._locks.begin(update.needed)
+        claim = self._locks.begin(update.known.needed)
         self._gate.began()
 
         def ended() -> None:
@@ -519,10 +475,14 @@ class PsUpdates:
 
     # In log order.
 
-    def _judge(self, update: Update) -> Compute:
-        message = update.message
+    def _judge(self, update: PsUpdate) -> Compute:
+        message, known = update.message, update.known
         try:
-            verdict = update.judge()
+            verdict = self._ledger.judge(
+                update.client, message.sequence, message.acked_below,
+                message.closure if message.closure >= 0 else None, message.ordinal,
+                known.digest, known.names, message.spread or (), arrived=True,
+            )  # fmt: skip
             if isinstance(verdict, Duplicate):  # the first one may not be applied yet
                 return self._answering(update, cast(Pushed, verdict.answer))
             if not verdict.first:
@@ -533,22 +493,22 @@ class PsUpdates:
             self._ledger.refuse(update.client, message.sequence)
             self._gate.wake()
             raise
-        if isinstance(message, Push):
-            known, elsewhere = self._store.optimizers[message.optimizer].count.answer()
-            answer = Pushed("accepted", known, None, elsewhere)
+        if update.is_push:
+            counted, elsewhere = self._store.optimizers[known.optimizer].count.answer()
+            answer = Pushed("accepted", counted, None, elsewhere)
             if message.place == HOME and len(update.others) < self.num_others:
                 self.counted()
-            self.staleness.note(update.client[0], message.optimizer, update.step)
+            self.staleness.note(update.client[0], known.optimizer, update.step)
             self.pushes += 1
         else:
             answer = Pushed("accepted", 0)
             self.assigns += 1
         self._ledger.record(verdict, answer)
-        update.keys = update.needed
+        update.keys = known.needed
         update.done = partial(self._applied, update, answer)
-        if update.runs and update.raised is None and isinstance(message, Push):
+        if update.runs and known.raised is None:
             update.at_once = partial(
-                update.store.apply_at_once, message.optimizer, update.known.plan,
+                update.store.apply_at_once, known.optimizer, known.plan,
                 update.operands,  # type: ignore[arg-type]  # there are runs, so none of rows
                 update.step,
             )  # fmt: skip
@@ -557,14 +517,13 @@ class PsUpdates:
         update.in_pieces = partial(self._work.shard_by_shard, update.costs, update.work)
         return update
 
-    def _applied(self, update: Update, answer: Pushed) -> None:
+    def _applied(self, update: PsUpdate, answer: Pushed) -> None:
         """All shards have it, and nobody was told yet."""
         del update.done, update.at_once, update.in_pieces  # which lead back: its body would be held
         if self._gate.cut:
             self._gate.wake()
-        message = update.message
-        if self._store.failures and isinstance(message, Push):
-            failed = self._store.take_failure(message.optimizer, update.step)
+        if self._store.failures and update.is_push:
+            failed = self._store.take_failure(update.known.optimizer, update.step)
             if failed is not None:
                 client, sequence, call = update.identity
                 self._ledger.note_failure(client, sequence, call, encode(failure_of(failed)))
@@ -574,7 +533,7 @@ class PsUpdates:
         else:
             self._answer(update, answer)
 
-    def _answer(self, update: Update, answer: Pushed) -> None:
+    def _answer(self, update: PsUpdate, answer: Pushed) -> None:
         """Answer, with the values that were asked for if no shard is busy."""
         wanted, read = update.wanted, None
         if wanted is not None and wanted.compression is None:
@@ -585,7 +544,7 @@ class PsUpdates:
         brought = Pushed(answer.outcome, answer.step, self._pulls.closed.steps, answer.elsewhere)
         update.request.answer(brought, read)
 
-    def _answering(self, update: Update, answer: Pushed) -> Compute:
+    def _answering(self, update: PsUpdate, answer: Pushed) -> Compute:
         """Return what answers once the shards are as an earlier update has left them."""
 
         def done() -> None:
@@ -594,4 +553,4 @@ class PsUpdates:
                 raise exception_of(cast(Failure, decode(failure)), self._task)
             self._answer(update, answer)
 
-        return Compute(update.needed, done)
+        return Compute(update.known.needed, done)

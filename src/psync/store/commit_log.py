@@ -6,8 +6,7 @@
     any      --a newer primary is known-->      DEPOSED, for ever
 
 Entries are numbered from 1 without a gap. A primary judges them in that order, one after the
-other, and so does its backup. Entries name sets of shards and synchronous groups by numbers of the
-log's own (``LogNames``), which do not depend on connections.
+other, and so does its backup.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import enum
 import zlib
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -162,70 +160,3 @@ def chained(chain: int, client: tuple[str, int], header: bytes, nbytes: int) -> 
     task, incarnation = client
     start = b"%d %d %b" % (incarnation, nbytes, task.encode())
     return zlib.crc32(header, zlib.crc32(start, chain))
-
-
-MAX_SETS = 32_768
-"""Numbers of sets in one log; then they begin anew. A connection may define twice as many."""
-
-OwnMember = tuple[int, int]
-"""(variable, index) of a shard."""
-
-Member = tuple[int, int, int]
-"""(ps, variable, index) of a shard."""
-
-M = TypeVar("M", OwnMember, Member)
-
-
-class LogNames:
-    """What the reader of one log knows. Single owner."""
-
-    _in_full = False  # whether what is known is named in full all the same
-
-    def __init__(self) -> None:
-        self._own: dict[tuple[OwnMember, ...], int] = {}
-        self._whole: dict[tuple[Member, ...], int] = {}
-        self._groups: set[int] = set()
-
-    def begin(self, groups: Iterable[int] = ()) -> None:
-        """There is a new reader, that knows these synchronous groups and no sets."""
-        self._own.clear()
-        self._whole.clear()
-        self._groups = set(groups)
-
-    def of_set(self, keys: tuple[OwnMember, ...]) -> tuple[int, list[OwnMember] | None]:
-        """Return the number of a set of shards of this ps, and its members if it is new."""
-        return self._number(self._own, keys)
-
-    def of_whole(self, members: tuple[Member, ...]) -> tuple[int, list[Member] | None]:
-        """Return the number of a set of shards of several ps tasks, likewise."""
-        return self._number(self._whole, members)
-
-    def is_new(self, group: int) -> bool:
-        """Return whether a group is named for the first time; from now on it is known."""
-        is_new = group not in self._groups
-        self._groups.add(group)
-        return is_new or self._in_full
-
-    def _number(
-        self, sets: dict[tuple[M, ...], int], members: tuple[M, ...]
-    ) -> tuple[int, list[M] | None]:
-        number = sets.get(members)
-        if number is not None:
-            return number, list(members) if self._in_full else None
-        if len(sets) >= MAX_SETS:
-            sets.clear()
-        number = sets[members] = len(sets)
-        return number, list(members)
-
-
-class NamesInFull(LogNames):
-    """Names everything in full, for entries that come before all others of a log.
-
-    Args:
-        names: Of the others: what was named is known to them.
-    """
-
-    _in_full = True
-
-    def __init__(self, names: LogNames) -> None:
-        self._own, self._whole, self._groups = names._own, names._whole, names._groups

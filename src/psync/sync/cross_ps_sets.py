@@ -14,17 +14,15 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from psync.errors import RemoteProtocolError, UsageError, ValueMismatchError
-from psync.net.connection import Connection
-from psync.ps.shard_sets import MAX_SETS, NO_BYTES, Body, ShardSet
-from psync.store.store import Key, ShardStore
+from psync.client.plan import numbered
+from psync.errors import RemoteProtocolError, ValueMismatchError
+from psync.ps.plans import NO_BYTES, Body, ShardSet
+from psync.store.store import ShardStore
 from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.messages import DefinePlan, DefineWhole
 
 FOR_VALUES = -1
 """In place of a group: a set whose values are wanted."""
-
-MAX_NUMBERED = 4096
-"""Shares whose numbers are kept. A share that comes again after that gets a new number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class Share:
 
     ps: int
     number: int  # by which ps 0 calls these shards there
-    members: list[tuple[int, int]]  # as they define the set there
+    definition: DefinePlan  # of that number
     first: int  # place of the first one in the set
     end: int
 
@@ -49,60 +47,26 @@ class Along(NamedTuple):
     body: memoryview
 
 
-class ShareNumbers:
-    """Numbers the shares of other ps tasks: the same shards have the same number.
-
-    Args:
-        num_ps: Number of ps tasks.
-        task: Name of this ps, for messages.
-    """
-
-    def __init__(self, num_ps: int, task: str) -> None:
-        self._num_ps = num_ps
-        self._task = task
-        self._known: dict[tuple[int, tuple[Key, ...]], int] = {}
-        # Far above those of the sets that ps 0 pulls and assigns by itself.
-        self._next = itertools.count(1 << 32)
-
-    def number_of(self, ps: int, members: Sequence[tuple[int, int]]) -> int:
-        """Return the number of these shards of another ps.
-
-        Raises:
-            RemoteProtocolError: There is no such ps.
-        """
-        if not 0 < ps < self._num_ps:
-            raise RemoteProtocolError(
-                f"{self._task}: a set with shards on ps {ps}, but there are only {self._num_ps} "
-                "ps tasks"
-            )
-        key = (ps, tuple((variable, index) for variable, index in members))
-        number = self._known.get(key)
-        if number is None:
-            if len(self._known) >= MAX_NUMBERED:
-                self._known.clear()
-            number = self._known[key] = next(self._next)
-        return number
-
-
 class WholeSet:
-    """A set that a connection to ps 0 calls by one number. Those of a ps lie together in it.
+    """A plan of a push that comes whole to ps 0. The shards of a ps lie together in it.
 
     Args:
-        members: (ps, variable, index) of each shard; those of a ps may be compressed, see
-            ``numerics.compression``.
-        numbers: Numbers the shares.
+        message: Defines it. Its members may be compressed, see ``numerics.compression``.
+        header: The definition, as it came.
 
     Raises:
-        RemoteProtocolError: Those of a ps do not lie together, or there is no such ps.
+        RemoteProtocolError: The shards of a ps do not lie together.
     """
 
     __slots__ = (
-        "_checked", "_cuts", "_order", "_own_at", "_own_cut", "checked_for", "lengths", "members",
-        "own", "shares", "size",
+        "_checked", "_cuts", "_order", "_own_at", "_own_cut", "checked_for", "header", "keys",
+        "lengths", "number", "own", "shares", "size",
     )  # fmt: skip
 
-    def __init__(self, members: Sequence[Sequence[int]], numbers: ShareNumbers) -> None:
-        self.members = tuple((ps, variable, index) for ps, variable, index in members)
+    def __init__(self, message: DefineWhole, header: bytes) -> None:
+        members = message.members
+        self.number, self.header = message.plan, header
+        self.keys = members
         self.own = ShardSet(())
         self._own_at = slice(0, 0)
         shares: list[Share] = []
@@ -121,16 +85,21 @@ class WholeSet:
                 self._own_at = slice(at, end)
                 self._order.append(None)
             else:
-                shares.append(Share(ps, numbers.number_of(ps, own), own, at, end))
+                definition = numbered(DefinePlan(0, own))
+                shares.append(Share(ps, definition.plan, definition, at, end))
                 self._order.append(shares[-1])
             at = end
         self.shares = tuple(shares)
         self.size = at  # number of shards
-        self.lengths: tuple[int, ...] = ()  # bytes of each shard, as they came with the first push
+        self.lengths = tuple(message.lengths)  # bytes of each shard
         self.checked_for: set[int] = set()  # groups for which each ps has said that they fit
         self._checked: ShardStore | None = None  # with whose shards the own ones were compared
-        self._cuts: list[tuple[Share, tuple[int, int]]] = []  # where each share lies in a body
-        self._own_cut = slice(0, 0)  # likewise
+        ends = [0, *itertools.accumulate(self.lengths)]
+        if len(ends) <= at:
+            raise RemoteProtocolError(f"{len(self.lengths)} lengths of {at} shards")
+        # Where each share lies in a body.
+        self._cuts = [(share, (ends[share.first], ends[share.end])) for share in shares]
+        self._own_cut = slice(ends[self._own_at.start], ends[self._own_at.stop])
 
     def fit(
         self,
@@ -160,10 +129,10 @@ class WholeSet:
                 raise RemoteProtocolError(f"{task}: rows of gradients are not handed on")
             own.check_lengths(lengths, task, rows)
             return
-        if len(lengths) != self.size or (self.lengths and lengths != self.lengths):
-            expected = f" of {self.lengths} bytes" if self.lengths else ""
+        if lengths != self.lengths:
             raise ValueMismatchError(
-                f"{task}: {len(lengths)} arrays of {lengths} bytes for {self.size} shards{expected}"
+                f"{task}: {len(lengths)} arrays of {lengths} bytes for {self.size} shards of "
+                f"{self.lengths} bytes"
             )
         own.check_lengths(lengths[self._own_at], task)
         if self.shares and sum(lengths) > SMALL_BODY_BYTES:
@@ -171,20 +140,16 @@ class WholeSet:
                 f"{task}: a push of {sum(lengths)} bytes comes whole, at most {SMALL_BODY_BYTES} "
                 "are handed on"
             )
-        ends = [0, *itertools.accumulate(lengths)]
-        self._cuts = [(share, (ends[share.first], ends[share.end])) for share in self.shares]
-        self._own_cut = slice(ends[self._own_at.start], ends[self._own_at.stop])
-        self.lengths, self._checked = lengths, store
+        self._checked = store
 
     def check_share(self, share: Share, sizes: Sequence[int], task: str) -> None:
         """Compare what has come with what another ps says of its share.
 
         Raises:
-            ValueMismatchError: It does not fit. The next push of the set is looked at anew.
+            ValueMismatchError: It does not fit.
         """
         came = self.lengths[share.first : share.end]
-        if came and came != tuple(sizes):
-            self.lengths = ()
+        if came != tuple(sizes):
             raise ValueMismatchError(
                 f"{task}: shards of ps {share.ps}: expected {tuple(sizes)} bytes, got {came}"
             )
@@ -201,27 +166,3 @@ class WholeSet:
         for share in self._order:
             values += own if share is None else others.get(share.number, ())
         return values if len(values) == self.size else []
-
-
-def whole_set_of(
-    peer: Connection,
-    number: int,
-    members: Sequence[Sequence[int]] | None,
-    numbers: ShareNumbers,
-    task: str,
-) -> WholeSet:
-    """Return a set, which the connection may be defining, or defining anew, just now.
-
-    Raises:
-        RemoteProtocolError: It is not defined, or makes no sense.
-        UsageError: The connection has defined too many.
-    """
-    sets: dict[int, WholeSet] = peer.state.setdefault("whole_sets", {})
-    known = sets.get(number)
-    if members is not None:
-        if known is None and len(sets) >= MAX_SETS:
-            raise UsageError(f"{task}: {peer.task} has defined too many sets")
-        known = sets[number] = WholeSet(members, numbers)
-    elif known is None:
-        raise RemoteProtocolError(f"{task}: set {number} is not defined")
-    return known

@@ -11,6 +11,7 @@ from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.numerics.memory import bytes_of
 from psync.ps.cooperative_work import LongWork
 from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.store.ledger import Client
 from psync.store.store import Key, ShardStore
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along
@@ -20,6 +21,8 @@ from psync.sync.step_update import GLOBAL_STEP_DTYPE, Average
 CLOSER = "/job:ps/task:0"
 """Who decides steps."""
 
+FROM_CLOSER: Client = (CLOSER, 0)
+"""In place of a client: the log says what ps 0 has decided, whoever that is now."""
 
 Listed = list[tuple[int, float]] | None
 """Factors of variables, as a message has them."""

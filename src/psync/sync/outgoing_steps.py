@@ -51,8 +51,7 @@ from psync.ps.cooperative_work import Changing
 from psync.store.ledger import Client
 from psync.store.step_norms import Factors, ShardSums, StepNorms
 from psync.sync.cross_ps_sets import Share, Values
-from psync.sync.groups import CLOSER, Listed, OutgoingStep
-from psync.sync.log_entries import FROM_CLOSER
+from psync.sync.groups import CLOSER, FROM_CLOSER, Listed, OutgoingStep
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
 from psync.sync.pushes import Action, Close

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Container, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -30,8 +30,7 @@ from psync.ps.cooperative_work import LongWork
 from psync.store.step_norms import ShardSums
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along, Share, Values, WholeSet
-from psync.sync.groups import CLOSER, step_variable
-from psync.sync.log_entries import FROM_CLOSER
+from psync.sync.groups import CLOSER, FROM_CLOSER, step_variable
 from psync.sync.ps_sync import PsSync
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES, Frame
@@ -115,8 +114,13 @@ class AllPs:
         """
         sizes = 0
         for share in known.shares:
-            message = DescribeSet(share.number, share.members, group, config)
-            answer = (await self._ask_one(share.ps, message, (share.number,))).message
+            if not 0 < share.ps < len(self._attach.ps_addresses):
+                raise RemoteProtocolError(
+                    f"{CLOSER}: a set with shards on ps {share.ps}, but there are only "
+                    f"{len(self._attach.ps_addresses)} ps tasks"
+                )
+            message = DescribeSet(share.number, group, config)
+            answer = (await self._ask_of(share, message)).message
             if not isinstance(answer, SetSizes):
                 raise RemoteProtocolError(
                     f"/job:ps/task:{share.ps} described a set with {type(answer).__name__}"
@@ -152,7 +156,7 @@ class AllPs:
             came = iter(received.segments)
             for share in wanted if received.segments else ():
                 if share.ps == ps:
-                    values[share.number] = list(islice(came, len(share.members)))
+                    values[share.number] = list(islice(came, share.end - share.first))
 
         def own(request: Request[Any]) -> None:
             self._sync.applier.close(request, (), lambda: request.answer(_DONE))
@@ -256,7 +260,7 @@ class AllPs:
         ps, group = link.index, message.group
         moved = self._moved
         ahead = [share for share in wanted if share.ps == ps]
-        sets = {share.number: share.members for share in ahead}
+        named = list(ahead)
         numbers: list[int] = []
         segments: list[memoryview] = []
         for shares in along:
@@ -264,17 +268,18 @@ class AllPs:
             for share, body in shares:
                 if share.ps == ps:
                     number = share.number
-                    sets[number] = share.members
+                    named.append(share)
                     segments.append(body)
             numbers.append(number)
 
         def build(peer: Connection) -> CloseStep:
-            known: Container[int] = peer.state.get("sets", ())
+            for share in named:
+                if share.number not in peer.state["plans"]:
+                    link.define(peer, share.definition)
             return replace(
                 message,
                 config=None if (ps, group) in self._told else message.config,
                 along=numbers if segments else [],
-                sets=[item for item in sets.items() if item[0] not in known],
                 ahead=[share.number for share in ahead],
             )
 
@@ -293,7 +298,8 @@ class AllPs:
             if isinstance(outcome, Exception):
                 done(outcome)
                 return
-            self._told.add((ps, group))
+            if type(message) is CloseStep:  # which is in its log
+                self._told.add((ps, group))
             try:
                 heard(ps, outcome)
             except RemoteProtocolError as exc:
@@ -302,7 +308,7 @@ class AllPs:
                 done(None)
 
         nbytes = sum(map(len, segments))
-        link.ask(Call(link, build, segments, nbytes, set_ids=[*sets]), answered)
+        link.ask(Call(link, build, segments, nbytes), answered)
 
     def _others(self) -> Sequence[PsLink]:
         return self._links().links[1:] if self.has_others else ()
@@ -368,10 +374,15 @@ class AllPs:
             link.lost_after_s = math.inf
             link.on_lost = lambda _, link=link: link.hold()
 
-    async def _ask_one(self, ps: int, message: Message, set_ids: Sequence[int]) -> Frame:
-        """Ask a ps; where it is served by its backup, that."""
-        link = self._links().links[ps]
-        return await self._asking(link, lambda: link.call(always(message), set_ids=set_ids))
+    async def _ask_of(self, share: Share, message: DescribeSet) -> Frame:
+        """Ask a ps of its share; where it is served by its backup, that."""
+        link = self._links().links[share.ps]
+
+        def build(peer: Connection) -> DescribeSet:
+            link.define(peer, share.definition)
+            return message
+
+        return await self._asking(link, lambda: link.call(build))
 
     async def _asking(self, link: PsLink, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask a ps until it, or its backup, answers."""

@@ -5,14 +5,14 @@ What a ps task has lives as long as
     its process    network, memory, long work, variables kept for the next program, snapshots
                    that are frozen or being read, training sessions, backups of other ps tasks:
                    ``PsTask``, which hands ``PsProcess`` to all that follows
-    a coordinator  the numbers of what other ps tasks hold (``ShareNumbers``)
+    a coordinator  plans of clients (``ps.plans``)
     a timeline     store, ledger, and all that serves them: ``PsServices``. A newer coordinator, a
                    rollback and a replacement by the backup end it, and build another one
-    a connection   the sets of variables that it has named, in its ``state``; requests that wait
+    a connection   requests that wait
 
 The state of a ps, which its backup has as well, is the ``sections`` of ``PsServices``: shards,
-slots, optimizers and the ledger (``updates``); accumulators and their takes; groups, staged parts
-of pushes and, on ps 0, the rule of synchronous steps and those it has decided (``closer``,
+slots, optimizers, the ledger and plans (``updates``); accumulators and their takes; groups, staged
+parts of pushes and, on ps 0, the rule of synchronous steps and those it has decided (``closer``,
 elsewhere ``sync``). All else, as locks, staleness clocks, the gate of a cut, requests that wait,
 ends with the timeline or a connection. To add one: ``backups.service.Section``.
 """
@@ -45,13 +45,14 @@ from psync.ps.count_teller import NEWS_SHIFT, CountTeller
 from psync.ps.creation import ShardCreation, copied_by
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
+from psync.ps.plans import Plans, ShardSet
 from psync.ps.pulls import PsPulls, RowPulls
 from psync.ps.snapshots import pack_accumulators, pack_answer, unpack_accumulators
-from psync.ps.updates import PsUpdates
+from psync.ps.updates import PsUpdates, nothing_is_left
 from psync.specs import STEP_BITS
 from psync.store.commit_log import CommitLog
 from psync.store.snapshot import Frozen, Loaded, freeze, settling
-from psync.sync.cross_ps_sets import ShareNumbers
+from psync.sync.cross_ps_sets import WholeSet
 from psync.sync.groups import CLOSER
 from psync.sync.ps_sync import PsSync
 from psync.sync.staleness_service import ClockService
@@ -71,8 +72,7 @@ from psync.wire.messages import (
     Fence,
     FinalBelow,
     LockShards,
-    Pull,
-    PullLocked,
+    Read,
     ReportSchedule,
     SetOptimizer,
     SetSlots,
@@ -81,9 +81,7 @@ from psync.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-NOT_JUDGED = frozenset(
-    {Pull, PullLocked, LockShards, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer}
-)
+NOT_JUDGED = frozenset({Read, LockShards, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer})
 """What the ledger does not look at, and who was replaced must not be served with all the same."""
 
 LOGGED = (
@@ -117,7 +115,8 @@ class PsServices:
         attach: Who the coordinator is, where ps tasks are served; None: there was none yet.
         timeline: How often that coordinator has rolled back to a snapshot.
         contents: What is served from now on; ``PsTask`` has filled it.
-        shares: Numbers that connections of this coordinator's tasks may still use.
+        plans: Of the clients of this coordinator.
+        wholes: Likewise, of pushes that come whole to ps 0.
 
     Attributes:
         closer: Decides synchronous steps. None: not on ps 0, or not attached yet.
@@ -131,13 +130,15 @@ class PsServices:
         attach: AttachPs | None,
         timeline: int,
         contents: Loaded,
-        shares: ShareNumbers | None = None,
+        plans: Plans[ShardSet],
+        wholes: Plans[WholeSet],
     ) -> None:
         platform, task, work, pool = process.platform, process.task, process.work, process.pool
         self.attach, self.timeline = attach, timeline
         self.store, self.ledger = store, ledger = contents.store, contents.ledger
         state = contents.state
         ledger.on_fence = lambda *_: process.cut_off()
+        self.plans, self.wholes = plans, wholes
         self._process = process
         self._unheard: set[int] = set()  # optimizers of which others tell in vain
         self._ended = False  # something else is served; a step may still be on its way
@@ -146,10 +147,12 @@ class PsServices:
         log: CommitLog[Entry] = parts.of(CommitLog)(task, MAX_KEPT_BYTES)
         self.executor = executor = Executor(task, self.coordinator, store, work, log)
         executor.digest = self.digest
+        for table in (plans, wholes):
+            table.note = lambda client, message: executor.note(client, message, nothing_is_left)
         served = (task, store, ledger, work, pool, self.locks, executor)
         serves = life in (Life.SERVING, Life.HOSTED)
         num_ps = 1 if attach is None else len(attach.ps_addresses)
-        self.sync = parts.of(PsSync)(platform, *served, num_ps, shares, serves=serves)
+        self.sync = parts.of(PsSync)(platform, *served, plans, wholes, serves=serves)
         for number, raw in state.groups:
             self.sync.known(number, raw)
         accumulators = unpack_accumulators(state.accumulators)
@@ -166,9 +169,9 @@ class PsServices:
             task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
             functools.partial(self.resume, "cut"),
         )  # fmt: skip
-        self.pulls = PsPulls(task, store, work, self.sync.staging, self.locks, pool)
+        self.pulls = PsPulls(task, store, work, self.sync.staging, self.locks, pool, plans)
         self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.staging)
-        self.updates = parts.of(PsUpdates)(*served, self.gate, self.pulls)
+        self.updates = parts.of(PsUpdates)(*served, self.gate, self.pulls, plans, wholes)
         self.teller: CountTeller | None = None  # None: there is one ps
         if attach is not None and num_ps > 1:
             self.teller = parts.of(CountTeller)(
@@ -354,10 +357,6 @@ class PsServices:
         if self.closer is not None:
             self.closer.outgoing.resume(why)
 
-    def groups(self) -> Iterable[int]:
-        """Return all groups that are known."""
-        return self.sync.raw_configs()
-
     def deterministic(self) -> Sequence[str]:
         """Return the names of those that are deterministic."""
         return [raw["name"] for raw in self.sync.raw_configs().values() if raw["deterministic"]]
@@ -467,11 +466,6 @@ class PsServices:
             await self.closer.close()
         if self.teller is not None:
             await self.teller.close()
-
-    @property
-    def shares(self) -> ShareNumbers | None:
-        """Numbers of what other ps tasks hold, which connections to ps 0 use; None: not ps 0."""
-        return None if self.closer is None else self.sync.shares
 
     def end(
         self, life: Life, timeline: int, patience_s: float | None, torn: Callable[[], None]

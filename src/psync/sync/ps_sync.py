@@ -18,20 +18,21 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
+import msgpack
+
 from psync.errors import BusyError, NotServedError, RemoteProtocolError, UsageError
 from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
-from psync.numerics.memory import BlockPool
+from psync.numerics.memory import BlockPool, bytes_of
 from psync.ps.admission import PsLocks
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor, Listed
-from psync.ps.shard_sets import Body, ShardSet, body_in_place, memory_for, set_of
+from psync.ps.plans import Body, Plans, ShardSet, body_in_place, memory_for
 from psync.store.ledger import Ledger
 from psync.store.step_norms import ShardSums
 from psync.store.store import ShardStore
-from psync.sync.cross_ps_sets import Along, ShareNumbers, WholeSet, whole_set_of
-from psync.sync.groups import CLOSER, GroupTable
-from psync.sync.log_entries import body_of, entries_of_snapshot, staged_entry
+from psync.sync.cross_ps_sets import Along, WholeSet
+from psync.sync.groups import CLOSER, FROM_CLOSER, GroupTable
 from psync.sync.pushes import Close
 from psync.sync.staging import Staging
 from psync.sync.step_applier import StepApplier
@@ -41,7 +42,6 @@ from psync.wire.codec import Message
 from psync.wire.messages import (
     CloseStep,
     Contribute,
-    CountPush,
     DescribeSet,
     Done,
     HoldPush,
@@ -53,6 +53,7 @@ from psync.wire.messages import (
     StagePush,
     StepMeasured,
 )
+from psync.wire.tensors import to_bytes_view
 
 
 class PsSync(GroupTable):
@@ -67,12 +68,9 @@ class PsSync(GroupTable):
         pool: Memory for what comes in.
         locks: Who must wait.
         executor: In whose order all is done.
-        num_ps: Number of ps tasks.
-        shares: Numbers that connections of this coordinator's tasks may still use; None: none.
+        plans: Of the clients of this coordinator.
+        wholes: Likewise, of pushes that come whole to ps 0.
         serves: False: no coordinator has attached it yet, or its backup serves in its place.
-
-    Attributes:
-        shares: Numbers of what other ps tasks hold of sets that connections to ps 0 use.
     """
 
     def __init__(
@@ -85,13 +83,13 @@ class PsSync(GroupTable):
         pool: BlockPool,
         locks: PsLocks,
         executor: Executor,
-        num_ps: int,
-        shares: ShareNumbers | None = None,
+        plans: Plans[ShardSet],
+        wholes: Plans[WholeSet],
         *,
         serves: bool = True,
     ) -> None:
         super().__init__(store, task)
-        self.shares = shares or ShareNumbers(num_ps, CLOSER)
+        self.plans, self.wholes = plans, wholes
         self.ledger = ledger
         self.executor = executor
         self.staging = Staging(platform.limits.staging_bytes, task)
@@ -122,9 +120,8 @@ class PsSync(GroupTable):
 
     def _prepare_part(self, request: Request[StagePush]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
-        peer, message = request.peer, request.message
-        lengths = request.lengths
-        known = set_of(peer, message.set_id, message.members, self._task).look_up(self.store)
+        message, lengths = request.message, request.lengths
+        known = self.plans.plan(request.peer.client, message.plan).look_up(self.store)
         known.check_lengths(lengths, self._task, message.rows)
         return self.reserve(request, sum(lengths), known)
 
@@ -153,9 +150,7 @@ class PsSync(GroupTable):
 
     def _stage(self, request: Request[StagePush]) -> None:
         message, replica = request.message, request.peer.client
-        known = set_of(request.peer, message.set_id, message.members, self._task).look_up(
-            self.store
-        )
+        known = self.plans.plan(replica, message.plan).look_up(self.store)
         body = known.body_of(request.segments, self._task, message.rows)
         part = self._part_with(message, known, body)
         if self.staging.is_expected(message.group, replica, message.push):
@@ -166,20 +161,17 @@ class PsSync(GroupTable):
     def _replay_stage(self, request: Request[StagePush]) -> None:
         message = request.message
         self.known(message.group, message.config)
-        known = set_of(request.peer, message.set_id, message.members, self._task).look_up(
-            self.store
-        )
+        known = self.plans.plan(request.peer.client, message.plan).look_up(self.store)
         self._submit(request, self._part_with(message, known, request.segments))
 
     def _submit(self, request: Request[StagePush], part: Part) -> None:
         message = request.message
-        entry = staged_entry(part, message, self.known(message.group, None).raw)
 
         def keep() -> None:
             kept = self.keep(request.peer.client, message, part)
             request.answer(Staged(not kept))
 
-        self.executor.submit(request, entry, body_of(part), keep)
+        self.executor.submit(request, message, part.body, keep)
 
     def _part_with(self, message: StagePush | HoldPush, known: ShardSet, body: Body) -> Part:
         """Return the part of a push that belongs to this ps.
@@ -192,18 +184,14 @@ class PsSync(GroupTable):
             return Part(known, known.gradients(self.store, group, body), body)
         return Part(known, known.row_gradients(self.store, group, body, rows), body, rows)
 
-    def keep(
-        self, replica: Replica, message: StagePush | Contribute | CountPush, part: Part
-    ) -> bool:
+    def keep(self, replica: Replica, message: StagePush | Contribute, part: Part) -> bool:
         """Keep a part that has arrived, in its turn; False: it is stale."""
         self.ledger.check_incarnation(*replica)
         return self.staging.stage(
             message.group, replica, message.push, message.local_step, part.nbytes, part
         )
 
-    def part_of(
-        self, message: Contribute | CountPush | HoldPush, known: WholeSet, body: Body
-    ) -> Part:
+    def part_of(self, message: Contribute | HoldPush, known: WholeSet, body: Body) -> Part:
         """Return what a push that has come whole brings, or ps 0's part that came along.
 
         Raises:
@@ -216,28 +204,14 @@ class PsSync(GroupTable):
         mine, along = known.cut(body)
         return Part(own, own.gradients(self.store, group, mine), body, None, known, along)
 
-    def replayed_part(self, request: Request[CountPush]) -> Part | None:
-        """Return what has come along with a push, as the log says it; None: nothing."""
-        if request.message.set_id < 0:
-            return None
-        return self._whole_part(request.peer, request.message, request.segments)
-
-    def _whole_part(self, peer: Connection, message: CountPush | HoldPush, body: Body) -> Part:
-        known = whole_set_of(peer, message.set_id, message.members, self.shares, self._task)
-        if message.rows is None:
-            known.fit(self.store, tuple(message.lengths), self._task)
-        return self.part_of(message, known, body)
-
     def _hold(self, request: Request[HoldPush]) -> None:
         """Keep a part that is staged over there, whether its sender lives or not."""
-        peer, message, body = request.peer, request.message, request.segments
+        message, body, replica = request.message, request.segments, request.peer.client
         if message.whole:
-            part = self._whole_part(peer, message, body)
+            part = self.part_of(message, self.wholes.plan(replica, message.plan), body)
         else:
-            keys = [(variable, index) for _, variable, index in message.members]
-            known = set_of(peer, message.set_id, keys, self._task).look_up(self.store)
+            known = self.plans.plan(replica, message.plan).look_up(self.store)
             part = self._part_with(message, known, body)
-        replica = (peer.task, peer.incarnation)
         self.staging.stage(
             message.group, replica, message.push, message.local_step, part.nbytes, part
         )
@@ -272,15 +246,31 @@ class PsSync(GroupTable):
         return [held, decided]
 
     async def entries(self, rule: Mapping[str, Any] | None = None) -> list[Listed]:
-        """Return entries that give a backup what no snapshot has; see ``entries_of_snapshot``."""
-        spread = [group for group, known in self._groups.items() if known.spread]
-        measured = [
-            NormsMeasured(each.close.group, each.close.step, each.scales, each.ratios)
-            for each in self.outgoing()
-            if each.is_measured
-        ]
-        steps, held = dict(self.staging.steps), self.staging.held()
-        return entries_of_snapshot(self.raw_configs(), steps, spread, held, rule, measured)
+        """Return entries that give a backup what no snapshot has: that has the groups alone.
+
+        Args:
+            rule: On ps 0, ``SyncSteps.snapshot``. No step is on its way, but some may be decided:
+                of what belongs to others of their pushes the parts are there before this.
+        """
+        entries: list[Listed] = []
+        for group, replica, push, local_step, part in self.staging.held():
+            plan = part.known if part.whole is None else part.whole
+            rows = None if part.rows is None else list(part.rows)
+            is_whole = part.whole is not None
+            holding = HoldPush(group, push, local_step, plan.number, is_whole, rows)
+            # The plan may have gone, as its client defines others now.
+            entries += [(replica, plan.header, ()), (replica, holding, part.body)]
+        steps = dict(self.staging.steps)
+        groups = [(group, raw, steps.get(group, -1)) for group, raw in self.raw_configs().items()]
+        state = SetGroups(groups, [group for group, known in self._groups.items() if known.spread])
+        packed = () if rule is None else (to_bytes_view(bytes_of(msgpack.packb(rule))),)
+        entries.append((FROM_CLOSER, state, packed))
+        for each in self.outgoing():
+            if each.is_measured:
+                factors = each.scales, each.ratios
+                measured = NormsMeasured(each.close.group, each.close.step, *factors)
+                entries.append((FROM_CLOSER, measured, ()))
+        return entries
 
     def along(self, close: Close) -> list[Sequence[Along]]:
         """Return what belongs to others of each push of a step; on ps 0."""
@@ -293,7 +283,7 @@ class PsSync(GroupTable):
     def _describe(self, request: Request[DescribeSet]) -> None:
         peer, message = request.peer, request.message
         self._check_closer(peer)
-        known = set_of(peer, message.set_id, message.members, self._task).look_up(self.store)
+        known = self.plans.plan(peer.client, message.plan).look_up(self.store)
         if message.group >= 0:
             self.known(message.group, message.config)
             known.gradients(self.store, message.group, memory_for(self._pool, known.nbytes))
@@ -317,8 +307,8 @@ class PsSync(GroupTable):
 
     def _close_for(self, request: Request[CloseStep]) -> None:
         along = self._came_along(request)
-        ahead = request.message.ahead
-        wanted = [set_of(request.peer, number, None, self._task) for number in ahead]
+        client, ahead = request.peer.client, request.message.ahead
+        wanted = [self.plans.plan(client, number) for number in ahead]
         self.applier.close(request, along, lambda: request.answer(_DONE, self.values_of(wanted)))
 
     def _replay_close(self, request: Request[CloseStep]) -> None:
@@ -347,10 +337,8 @@ class PsSync(GroupTable):
         self, request: Request[CloseStep] | Request[MeasureStep]
     ) -> Sequence[Part | None]:
         """Return the part of each push that has come with a closing; () is all None."""
-        peer, message, segments = request.peer, request.message, request.segments
+        client, message, segments = request.peer.client, request.message, request.segments
         self.known(message.group, message.config)
-        for number, members in message.sets:
-            set_of(peer, number, members, self._task)
         if not segments:
             return ()
         if len([number for number in message.along if number >= 0]) != len(segments):
@@ -361,7 +349,7 @@ class PsSync(GroupTable):
             if number < 0:
                 parts.append(None)
                 continue
-            known = set_of(peer, number, None, self._task).look_up(self.store)
+            known = self.plans.plan(client, number).look_up(self.store)
             body = known.body_of([next(bodies)], self._task)
             parts.append(Part(known, known.gradients(self.store, message.group, body), body))
         return parts

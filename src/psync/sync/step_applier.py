@@ -21,8 +21,7 @@ from psync.ps.executor import Executor, awaited
 from psync.store.ledger import STEP, Ledger
 from psync.store.step_norms import ShardSums, StepNorms
 from psync.store.store import Key
-from psync.sync.groups import GroupTable, KnownGroup
-from psync.sync.log_entries import FROM_CLOSER, closing_entry
+from psync.sync.groups import FROM_CLOSER, GroupTable, KnownGroup
 from psync.sync.staging import Staging
 from psync.sync.step_update import Average, Part, StepUpdate, averages_of
 from psync.wire.codec import decode, encode
@@ -118,11 +117,13 @@ class StepApplier:
         self._staging.check_here(message.group, message.step, message.pushes)
         keys = self._keys_of(message, known, along)
 
+        client = request.peer.client
+        bodies = [part.body[0] for part in along if part is not None and part.body]
+
         def submit(request: Request[Any]) -> None:
             self._executor.submit(
-                request, *closing_entry(message, known.raw, along),
-                lambda: self._judge(message, known, along, answer), lambda: self._claim(keys),
-                FROM_CLOSER,
+                request, message, bodies, lambda: self._judge(message, known, along, answer),
+                lambda: self._claim(keys), client,
             )  # fmt: skip
 
         if self._locks.blocks(keys):

@@ -3,7 +3,7 @@
 Joins the rule (``SyncSteps``) with the network. Whatever the rule is told is an entry of the log,
 with the time at which it came; so the backup of ps 0 is told the same, and has the same rule.
 
-    Contribute       CountPush      ─► SyncSteps.contribute → Answer, Refuse: to who waits for that
+    Contribute       the same       ─► SyncSteps.contribute → Answer, Refuse: to who waits for that
     (group is new)   BeginGroup     ─► SyncSteps.define
     ReportSchedule   SetMembers     ─► SyncSteps.members, schedule
     FinishSteps      the same       ─► SyncSteps.finish → Close: decided; it is carried
@@ -33,15 +33,15 @@ from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import Build, Listed
-from psync.sync.cross_ps_sets import FOR_VALUES, WholeSet, whole_set_of
-from psync.sync.groups import CLOSER
+from psync.ps.executor import Listed
+from psync.ps.plans import NO_PLANS
+from psync.sync.cross_ps_sets import FOR_VALUES, WholeSet
+from psync.sync.groups import CLOSER, FROM_CLOSER
 from psync.sync.log_clock import LogClock
-from psync.sync.log_entries import FROM_CLOSER, body_of, counted_entry, push_of
 from psync.sync.outgoing_steps import HOSTED, OutgoingSteps
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
-from psync.sync.pushes import Action, Close, Refuse
+from psync.sync.pushes import Action, Close, Contribution, Refuse
 from psync.sync.step_update import Part
 from psync.sync.steps import SyncSteps
 from psync.sync.token_waits import PushKey, TokenWaits
@@ -52,7 +52,6 @@ from psync.wire.messages import (
     AttachPs,
     BeginGroup,
     Contribute,
-    CountPush,
     Done,
     EndSteps,
     FinishSteps,
@@ -152,7 +151,7 @@ class StepCloser:
         return {
             **self._sync.replayed(),
             SetGroups: Handler(self._restore),
-            CountPush: Handler(self._replay_count),
+            Contribute: Handler(self._replay_count),
             ForgetPush: Handler(forget),
             BeginGroup: replay(self._define),
             SetMembers: replay(self._set_members),
@@ -211,19 +210,18 @@ class StepCloser:
     def _prepare_contribute(self, request: Request[Contribute]) -> Sequence[memoryview]:
         message, lengths = request.message, request.lengths
         self._check()
-        shares = self._sync.shares
-        known = whole_set_of(request.peer, message.set_id, message.members, shares, CLOSER)
+        known = self._sync.wholes.plan(request.peer.client, message.plan)
         known.fit(self._sync.store, lengths, CLOSER, message.rows)
         request.token = (self, known)
         return self._sync.reserve(request, sum(lengths))
 
     def _contribute(self, request: Request[Contribute]) -> None:
-        peer, message = request.peer, request.message
+        message, wholes, client = request.message, self._sync.wholes, request.peer.client
         if self._over is not None:
             self._check()
         brought: WholeSet | None = None
         wanted: WholeSet | None = None
-        if message.set_id >= 0:
+        if message.plan >= 0:
             if not request.segments:
                 raise ValueMismatchError(
                     f"{CLOSER}: no arrays come with a push that should bring them"
@@ -232,10 +230,11 @@ class StepCloser:
             if isinstance(token, tuple) and token[0] is self:  # else another timeline has begun
                 brought = token[1]
             else:
-                brought = whole_set_of(peer, message.set_id, None, self._sync.shares, CLOSER)
+                brought = wholes.plan(client, message.plan)
         if message.ahead >= 0:
-            members = message.ahead_members
-            wanted = whole_set_of(peer, message.ahead, members, self._sync.shares, CLOSER)
+            wanted = wholes.of.get(client, NO_PLANS).get(message.ahead)
+            if wanted is None:
+                wanted = wholes.plan(client, message.ahead)
         ready = self._is_ready(message.group, message.config)
         if (
             ready
@@ -264,7 +263,11 @@ class StepCloser:
         self, request: Request[Contribute], brought: WholeSet | None, wanted: WholeSet | None
     ) -> None:
         message, replica = request.message, request.peer.client
-        part = None if brought is None else self._sync.part_of(message, brought, request.segments)
+        part = None
+        if brought is not None:
+            if not self._sync.executor.is_alone:
+                self._sync.wholes.keep(replica, brought)
+            part = self._sync.part_of(message, brought, request.segments)
         self._waits.add(request, (message.group, replica, message.push), wanted)
 
         def counted(outcome: object) -> None:
@@ -273,26 +276,27 @@ class StepCloser:
                 self._waits.answer(Refuse(message.group, replica, message.push, outcome))
 
         entry = OwnRequest(request.peer, message, (), counted)
-        self._submit_push(entry, part, counted_entry(message, part))
+        entry.header = request.header
+        self._submit_push(entry, part)
 
-    def _replay_count(self, request: Request[CountPush]) -> None:
-        self._submit_push(request, self._sync.replayed_part(request), request.message)
+    def _replay_count(self, request: Request[Contribute]) -> None:
+        message, part = request.message, None
+        self._sync.known(message.group, message.config)
+        if message.plan >= 0:
+            brought = self._sync.wholes.plan(request.peer.client, message.plan)
+            part = self._sync.part_of(message, brought, request.segments)
+        self._submit_push(request, part)
 
-    def _submit_push(
-        self,
-        request: Request[Contribute] | Request[CountPush],
-        part: Part | None,
-        entry: Message | Build,
-    ) -> None:
+    def _submit_push(self, request: Request[Contribute], part: Part | None) -> None:
+        message, body = request.message, () if part is None else part.body
+
         def act() -> None:
-            self._perform(self._judge(request.peer.client, request.message, part))
+            self._perform(self._judge(request.peer.client, message, part))
             self.outgoing.wake()  # a join waits
 
-        self._sync.executor.submit(request, entry, body_of(part), act)
+        self._sync.executor.submit(request, message, body, act)
 
-    def _judge(
-        self, replica: Replica, message: Contribute | CountPush, part: Part | None
-    ) -> Sequence[Action]:
+    def _judge(self, replica: Replica, message: Contribute, part: Part | None) -> Sequence[Action]:
         group = message.group
         try:
             if part is None:
@@ -302,7 +306,12 @@ class StepCloser:
         except PsyncError as exc:
             return (Refuse(group, replica, message.push, exc),)
         self._sync.known(group, None).spread |= message.spread
-        return self.steps.contribute(group, push_of(message, replica))
+        push = Contribution(
+            replica, message.push, message.acked_below,
+            message.closure if message.closure >= 0 else None, message.ordinal,
+            message.variable_set, message.local_step, message.weight,
+        )  # fmt: skip
+        return self.steps.contribute(group, push)
 
     def _left(self, key: PushKey) -> None:
         """Nobody waits for a push any more."""

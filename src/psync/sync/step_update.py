@@ -14,7 +14,7 @@ import numpy as np
 
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.numerics.rules import Sums, slot_dtype
-from psync.ps.shard_sets import Body, ShardSet
+from psync.ps.plans import Body, ShardSet
 from psync.specs import dtype_of
 from psync.store.rows import RowMean, RowValues
 from psync.store.step_norms import UPDATES, ShardSums, StepNorms

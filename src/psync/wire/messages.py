@@ -160,16 +160,44 @@ class FinalBelow(Message, code=40):
 # Values.
 
 
-class Pull(Message, code=34):
-    """Values of a set of shards, or of one slot of each. Answered by Pulled.
+class DefinePlan(Message, code=37):
+    """Client → ps: what it calls by this number from now on. A notification, see ``ps.plans``."""
 
-    ``members`` defines set ``set_id`` for this connection; later requests leave it out.
-    """
+    plan: int
+    # Perhaps first how float32 travels, see ``numerics.compression``.
+    members: list[tuple[int, int]]
+    # Of a push, or of the slot that is read; -1: neither.
+    optimizer: int = -1
+    config: dict[str, Any] | None = None  # defines the optimizer
+    slot: str = ""  # that is read instead of the values
+    op: str = ""  # of an assign: "assign", "add", "sub" or "max"; for rows also "mul", "div", "min"
+    # Of averages, for each member the id of the variable that it follows; None: they are none.
+    follows: list[int] | None = None
+    # The shards whose values the answer of an update brings, read once it is applied, as a Read of
+    # them would bring them; None: there are none.
+    pull: list[tuple[int, int]] | None = None
+    raised: tuple[int, int] | None = None  # a shard of one number: each update adds one to it
 
-    set_id: int
-    members: list[tuple[int, int]] | None
-    optimizer: int  # -1: the values themselves
-    slot: str
+
+class DefineWhole(Message, code=118):
+    """Client → ps 0: likewise, of shards of all ps tasks, in a push that comes whole."""
+
+    plan: int
+    members: list[tuple[int, int, int]]  # (ps, variable, index) of each; those of a ps together
+    lengths: list[int]  # bytes of each member in a body
+
+
+class DropPlans(Message, code=36):
+    """Client → ps: it names these no more, unless it defines them again. A notification."""
+
+    plans: list[int]
+
+
+class Read(Message, code=34):
+    """Values of a plan's shards, or of one slot of each. Answered by Pulled."""
+
+    plan: int
+    lock: int = 0  # of this client, of all these shards, see LockShards; 0: none
 
 
 class Pulled(Message, code=35):
@@ -201,7 +229,7 @@ class RowsPulled(Message, code=73):
     steps: list[tuple[int, int]]  # as in Pulled
 
 
-class Update(Message):
+class Numbered(Message):
     """Base of the updates of one client, which share their numbers."""
 
     sequence: int  # of this client, from 1
@@ -210,40 +238,34 @@ class Update(Message):
     ordinal: int  # of the call within the closure
 
 
-class Push(Update, code=36):
-    """Gradients for a set of shards. Segments: one per member. Answered by Pushed."""
+class Update(Numbered, code=61):
+    """A push, an assign, or averages that move towards the variables that they follow.
 
-    set_id: int
-    members: list[tuple[int, int]] | None
-    optimizer: int
-    config: dict[str, Any] | None  # defines the optimizer for this connection
-    # Of this optimizer, pushes without a part on this ps that the client knows of, marked; see
+    Its plan says which. Segments: one per member, but none for averages. Answered by Pushed.
+    """
+
+    plan: int
+    # Of the optimizer, pushes without a part on this ps that the client knows of, marked; see
     # ``store.push_counts``.
-    elsewhere: int
-    # None: all members are dense. Else for each member -1, or the number n of its rows that the
-    # gradient has: its segment is n local row numbers (int64, ascending), then n rows of values.
-    rows: list[int] | None = None
-    # Of layerwise optimizers, for each member the ratio of its whole variable. None: the ps finds
-    # it, from the shard alone.
-    ratios: list[float] | None = None
+    elsewhere: int = 0
+    place: int = 0  # which of the messages of a push it is, see ``store.push_counts``
     # (ps, sequence there) of the other messages of the same update. None: it is the only one.
     spread: list[tuple[int, int]] | None = None
-    # The set whose values the answer should bring, read once this is applied, as a Pull of that
-    # set would bring them; -1: none.
-    pull: int = -1
-    pull_members: list[tuple[int, int]] | None = None
-    raised: tuple[int, int] | None = None  # a shard of one number, which becomes one more with it
-    place: int = 0  # which of the update's messages it is, see ``store.push_counts``
+    # None: all members are whole. Else for each member -1, or the number n of its rows that are
+    # sent: its segment is n local row numbers (int64, ascending), then n rows of values.
+    rows: list[int] | None = None
+    # Of layerwise optimizers, for each member the trust ratio of its whole variable; None: the ps
+    # finds it, from the shard alone. Of averages the decay alone:
+    # average -= (1 - decay) * (average - value).
+    factors: list[float] | None = None
+    lock: int = 0  # as in Read
 
 
 class MeasurePush(Message, code=80):
     """What would this push do? Changes nothing. Segments: one per member. Answered by Measured."""
 
-    set_id: int
-    members: list[tuple[int, int]] | None
-    optimizer: int
-    config: dict[str, Any]  # defines it
-    elsewhere: int  # as in Push
+    plan: int
+    elsewhere: int  # as in Update
 
 
 class Measured(Message, code=81):
@@ -252,33 +274,14 @@ class Measured(Message, code=81):
     sums: list[tuple[float, float]]
 
 
-class Assign(Update, code=37):
-    """Values for a set of shards. Segments: one per member. Answered by Pushed."""
-
-    set_id: int
-    members: list[tuple[int, int]] | None
-    op: str  # "assign", "add", "sub" or "max"; for rows also "mul", "div" or "min"
-    rows: list[int] | None = None  # as in Push
-    spread: list[tuple[int, int]] | None = None  # as in Push
-
-
 class Pushed(Message, code=38):
-    """What became of a push or assign. Segments: the values that a Push wanted, if they came."""
+    """What became of an update. Segments: the values that its plan wants, if they came."""
 
     outcome: str  # "accepted", "stale" or "duplicate"
     step: int  # pushes of the optimizer that this ps knows of then, marked; 0 for an assign
     # Of the values, as in Pulled. None: there are none; some shard was busy with another update.
     steps: list[tuple[int, int]] | None = None
     elsewhere: int = 0  # of these pushes those without a part on this ps, marked
-
-
-class AverageShards(Update, code=61):
-    """Move averages towards the present values of shards on the same ps. Answered by Pushed."""
-
-    # (variable id of the average, id of the variable that it follows, index of both shards)
-    shards: list[tuple[int, int, int]]
-    decay: float  # average -= (1 - decay) * (average - value)
-    spread: list[tuple[int, int]] | None = None  # as in Push
 
 
 # Optimizers, and what they keep: set from outside by a program that restores it.
@@ -360,18 +363,6 @@ class UnlockShards(Message, code=116):
     lock: int
 
 
-class PullLocked(Pull, code=118):
-    """A pull of shards that are locked by the one who asks. Answered by Pulled, or LockLost."""
-
-    lock: int
-
-
-class AssignLocked(Assign, code=119):
-    """An assign to shards that are locked by the one who asks. Answered by Pushed, or LockLost."""
-
-    lock: int = 0  # ``rows`` before it has a default, too
-
-
 # Conditional accumulators, by their names: programs add gradients and take their mean.
 
 
@@ -391,7 +382,7 @@ class DefineAccumulator(Message, code=62):
     max_staleness: int
 
 
-class ApplyGradient(Update, code=63):
+class ApplyGradient(Numbered, code=63):
     """Add a gradient to an accumulator. Answered by AccumulatorState.
 
     Segments: the values; of a sparse gradient the indices (int64) before them.
@@ -404,7 +395,7 @@ class ApplyGradient(Update, code=63):
     weight: float
 
 
-class SetAccumulatorStep(Update, code=64):
+class SetAccumulatorStep(Numbered, code=64):
     """Set the step of an accumulator. Answered by AccumulatorState."""
 
     accumulator: str
@@ -480,9 +471,8 @@ class StagePush(OfGroup, code=42):
     config: dict[str, Any] | None  # of the group; defines it for this connection
     push: int
     local_step: int  # of the values that the gradients were computed from; -1: the first
-    set_id: int
-    members: list[tuple[int, int]] | None
-    rows: list[int] | None = None  # as in Push
+    plan: int
+    rows: list[int] | None = None  # as in Update
 
 
 class Staged(Message, code=43):
@@ -507,11 +497,9 @@ class Contribute(OfGroup, code=44):
     variable_set: bytes  # digest of all variables of the push
     local_step: int  # -1: values of before the group's first step
     weight: float
-    set_id: int  # of what comes along; -1: nothing. Such sets are numbered apart from others
-    members: list[tuple[int, int, int]] | None  # (ps, variable, index); those of a ps together
-    ahead: int  # set whose values are wanted with the token, if it is that of a new step; -1: none
-    ahead_members: list[tuple[int, int, int]] | None
-    rows: list[int] | None = None  # as in Push; only of what ps 0 keeps itself
+    plan: int  # of what comes along, as DefineWhole says it; -1: nothing
+    ahead: int  # whose values are wanted with the token, if it is that of a new step; -1: none
+    rows: list[int] | None = None  # as in Update; only of what ps 0 keeps itself
     spread: bool = False  # whether a variable of the push lies on several ps tasks
 
 
@@ -550,19 +538,15 @@ class InitTokens(OfGroup, code=50):
 
 
 class DescribeSet(Message, code=90):
-    """ps 0 → ps: are these shards there, and may a group push to them? Answered by SetSizes.
+    """ps 0 → ps: are these shards there, and may a group push to them? Answered by SetSizes."""
 
-    Defines the set for this connection.
-    """
-
-    set_id: int
-    members: list[tuple[int, int]]
+    plan: int
     group: int  # -1: their values are wanted, and no more
     config: dict[str, Any] | None
 
 
 class SetSizes(Message, code=91):
-    """Bytes of each shard of a set."""
+    """Bytes of each shard of a plan."""
 
     sizes: list[int]
 
@@ -571,7 +555,7 @@ class CloseStep(OfGroup, code=48):
     """ps 0 → every ps: apply the mean of these pushes; idempotent by ``step``. Answered by Done.
 
     Afterwards the group is at ``step + 1`` and what is staged for ``step`` or before is dropped.
-    Segments: one per part that comes along. Segments of the answer: the values of the sets in
+    Segments: one per part that comes along. Segments of the answer: the values of the plans in
     ``ahead`` afterwards, one per shard; none if shards are busy.
     """
 
@@ -579,8 +563,8 @@ class CloseStep(OfGroup, code=48):
     step: int
     # (task, incarnation, push, weight), in the order in which they are summed
     pushes: list[tuple[str, int, int, float]]
-    along: list[int] = field(default_factory=list)  # of each push: its set, -1: staged, or not here
-    sets: list[tuple[int, list[tuple[int, int]]]] = field(default_factory=list)  # defined with this
+    # Of each push the plan of its part, -1: staged, or not here.
+    along: list[int] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
     # (variable id, factor): what limits the norm of the mean of a variable, and the trust ratio of
     # its update. None: the ps finds it by itself, if the rule needs it.
@@ -672,26 +656,6 @@ class BeginGroup(OfGroup, code=30):
     step: int
 
 
-class CountPush(OfGroup, code=31):
-    """A Contribute, with a set of the log's own. Segments: what came along with it, if anything.
-
-    The fields that both have are as in Contribute.
-    """
-
-    push: int
-    acked_below: int
-    closure: int
-    ordinal: int
-    variable_set: bytes
-    local_step: int
-    weight: float
-    set_id: int
-    members: list[tuple[int, int, int]] | None
-    lengths: list[int]  # bytes of each shard of what came along whole
-    rows: list[int] | None
-    spread: bool
-
-
 class ForgetPush(OfGroup, code=128):
     """No request of this client waits for the answer to a push any more."""
 
@@ -750,10 +714,8 @@ class HoldPush(OfGroup, code=134):
 
     push: int
     local_step: int
-    set_id: int
-    members: list[tuple[int, int, int]]  # (ps, variable, index)
+    plan: int
     whole: bool  # it came along with Contribute, perhaps with what belongs to other ps tasks
-    lengths: list[int]  # then: bytes of each shard
     rows: list[int] | None
 
 

@@ -26,7 +26,7 @@ from psync.numerics.memory import Block, BlockPool
 from psync.wire import lent
 from psync.wire.handshake import BULK
 from psync.wire.limits import Limits
-from psync.wire.messages import AskStatistics, Done, Pull, Pulled
+from psync.wire.messages import AskStatistics, Done, Pulled, Read
 from psync.wire.tensors import to_bytes_view
 
 pytestmark = pytest.mark.usefixtures("closed_at_the_end")
@@ -34,14 +34,14 @@ pytestmark = pytest.mark.usefixtures("closed_at_the_end")
 MIB = 1 << 20
 
 
-def pull(nbytes: int) -> Pull:
-    return Pull(nbytes, None, -1, "")
+def pull(nbytes: int) -> Read:
+    return Read(nbytes)
 
 
-def values(request: Request[Pull]) -> None:
+def values(request: Request[Read]) -> None:
     """Answer with as many bytes as the message asks for, or with those that came."""
     message, segments = request.message, request.segments
-    request.answer(Pulled([]), segments or [to_bytes_view(pattern(message.set_id))])
+    request.answer(Pulled([]), segments or [to_bytes_view(pattern(message.plan))])
 
 
 def keeping(request: Request[Any]) -> Sequence[memoryview]:
@@ -49,7 +49,7 @@ def keeping(request: Request[Any]) -> Sequence[memoryview]:
     return request.borrowed.keep()
 
 
-ECHO = {Pull: Handler(values)}
+ECHO = {Read: Handler(values)}
 
 
 def sharing_of(peer: Connection) -> Sharing:
@@ -117,11 +117,11 @@ async def test_small_bodies_are_not() -> None:
 async def test_a_body_that_is_kept_is_read_where_it_is() -> None:
     kept: list[memoryview] = []
 
-    def run(request: Request[Pull]) -> None:
+    def run(request: Request[Read]) -> None:
         kept.extend(request.segments)
         request.answer(Pulled([]))
 
-    async with sharing({Pull: Handler(run, keeping)}) as pair:
+    async with sharing({Read: Handler(run, keeping)}) as pair:
         sent = pattern(MIB)
         await pair.peer.call(pull(0), [to_bytes_view(sent)])
         await pair.peer.ping()
@@ -137,11 +137,11 @@ async def test_a_body_that_is_kept_is_read_where_it_is() -> None:
 async def test_what_is_kept_outlives_the_connection_and_its_memory_is_held_until_then() -> None:
     kept: list[memoryview] = []
 
-    def run(request: Request[Pull]) -> None:
+    def run(request: Request[Read]) -> None:
         kept.extend(request.segments)
         request.answer(Pulled([]))
 
-    async with sharing({Pull: Handler(run, keeping)}) as pair:
+    async with sharing({Read: Handler(run, keeping)}) as pair:
         sent = pattern(MIB)
         await pair.peer.call(pull(0), [to_bytes_view(sent)])
         lender, reader = sharing_of(pair.peer), sharing_of(pair.back)
@@ -263,13 +263,13 @@ async def test_large_messages_keep_their_order_whether_they_are_lent_or_not(
 ) -> None:
     got: list[int] = []
 
-    def noted(request: Request[Pull]) -> None:
+    def noted(request: Request[Read]) -> None:
         message, segments = request.message, request.segments
-        assert all(set(segment) == {message.set_id} for segment in segments)
-        got.append(message.set_id)
+        assert all(set(segment) == {message.plan} for segment in segments)
+        got.append(message.plan)
 
     lend = Sharing.lend
-    async with sharing({Pull: Handler(noted), AskStatistics: Handler(done)}) as pair:
+    async with sharing({Read: Handler(noted), AskStatistics: Handler(done)}) as pair:
         own = pair.client.platform.memory.take(MIB)
 
         def every_third(self: Sharing, *args: Any, **options: Any) -> Any:
@@ -303,7 +303,7 @@ def done(request: Request[Any]) -> None:
 async def test_only_where_bodies_are_large_small_messages_overtake_one_that_is_being_copied(
     lane: str,
 ) -> None:
-    served = {Pull: Handler(values), AskStatistics: Handler(done)}
+    served = {Read: Handler(values), AskStatistics: Handler(done)}
     async with sharing(served, lane=lane) as pair:
         order: list[str] = []
 
@@ -342,14 +342,14 @@ async def test_reading_goes_on_when_both_the_copy_and_the_handlers_allow_it() ->
     """Bodies that handlers work on are bounded, lent ones as well."""
     gate, begun = asyncio.Event(), 0
 
-    async def slow(request: Request[Pull]) -> None:
+    async def slow(request: Request[Read]) -> None:
         segments = request.segments
         nonlocal begun
         begun += 1
         await gate.wait()
         request.answer(Pulled([]), segments)
 
-    async with sharing({Pull: Handler(slow)}, limits=Limits(unfinished_bytes=MIB)) as pair:
+    async with sharing({Read: Handler(slow)}, limits=Limits(unfinished_bytes=MIB)) as pair:
         calls = [
             asyncio.ensure_future(pair.peer.call(pull(0), [to_bytes_view(pattern(300_000, n))]))
             for n in range(20)
@@ -393,10 +393,10 @@ async def test_a_peer_that_reads_nothing_costs_memory_up_to_a_limit_and_loses_no
 async def test_closing_sends_what_is_still_to_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[bytes] = []
 
-    def noted(request: Request[Pull]) -> None:
+    def noted(request: Request[Read]) -> None:
         got.extend(map(bytes, request.segments))
 
-    async with sharing({Pull: Handler(noted)}) as pair:
+    async with sharing({Read: Handler(noted)}) as pair:
         with monkeypatch.context() as patch:
             patch.setattr(lent, "COPY_BYTES", 10_000)
             for number in range(3):
@@ -413,11 +413,11 @@ async def test_what_is_kept_stays_as_it_is_where_a_task_ends_and_its_process_goe
 ) -> None:
     kept: list[memoryview] = []
 
-    def run(request: Request[Pull]) -> None:
+    def run(request: Request[Read]) -> None:
         kept.extend(request.segments)
         request.answer(Pulled([]))
 
-    async with sharing({Pull: Handler(run, keeping)}) as pair:
+    async with sharing({Read: Handler(run, keeping)}) as pair:
         memory = pair.client.platform.memory
         pool = BlockPool(source=memory.take)
         root, sent = pool.take(MIB), pattern(MIB)
@@ -449,10 +449,10 @@ async def test_what_a_task_lends_when_it_ends_is_read_although_it_never_read_our
     """Its end of the side channel is closed with regions of ours in it."""
     got: list[bytes] = []
 
-    def noted(request: Request[Pull]) -> None:
+    def noted(request: Request[Read]) -> None:
         got.extend(map(bytes, request.segments))
 
-    async with sharing(ECHO, {Pull: Handler(noted)}) as pair:
+    async with sharing(ECHO, {Read: Handler(noted)}) as pair:
         pair.back.pause_reading("test")
         pair.peer.notify(pull(0), [bytes(MIB)])
         await until(lambda: sharing_of(pair.peer).bytes_lent == MIB)

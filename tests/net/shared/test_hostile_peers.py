@@ -28,17 +28,17 @@ from psync.net.shared.regions import SEALS
 from psync.net.transport import SocketNetwork
 from psync.wire.frames import Kind
 from psync.wire.lent import Extent
-from psync.wire.messages import Pull, Pulled
+from psync.wire.messages import Pulled, Read
 from psync.wire.tensors import to_bytes_view
 
 MIB = 1 << 20
 
 
-def pull() -> Pull:
-    return Pull(0, None, -1, "")
+def pull() -> Read:
+    return Read(0)
 
 
-def echo(request: Request[Pull]) -> None:
+def echo(request: Request[Read]) -> None:
     request.answer(Pulled([]), request.segments)
 
 
@@ -64,7 +64,7 @@ async def breach(told: str, keep: bool = False) -> AsyncIterator[Pair]:
     """What is done inside ends the connection with these words, and leaves nothing open."""
     handler = Handler(echo, kept if keep else None)
     network = SocketNetwork(shares_memory=True)
-    async with connected(network, {Pull: handler}, address="127.0.0.1:0") as pair:
+    async with connected(network, {Read: handler}, address="127.0.0.1:0") as pair:
         # The first one is well-behaved, and stays so.
         body = to_bytes_view(pattern(MIB))
         good = await pair.client.connect(pair.address, PS)
@@ -108,7 +108,7 @@ async def test_extents_that_lie_nowhere(kind: str, keep: bool) -> None:
 
 async def test_the_same_memory_many_times_is_only_a_strange_body() -> None:
     async with connected(
-        SocketNetwork(shares_memory=True), {Pull: Handler(echo)}, address="127.0.0.1:0"
+        SocketNetwork(shares_memory=True), {Read: Handler(echo)}, address="127.0.0.1:0"
     ) as pair:
         await pair.peer.call(pull(), [bytes(MIB)])
         sharing = pair.peer.sharing
@@ -120,7 +120,7 @@ async def test_the_same_memory_many_times_is_only_a_strange_body() -> None:
 
 
 async def test_extents_where_nothing_is_shared() -> None:
-    async with connected(SocketNetwork(), {Pull: Handler(echo)}, address="127.0.0.1:0") as pair:
+    async with connected(SocketNetwork(), {Read: Handler(echo)}, address="127.0.0.1:0") as pair:
         sharing: Any = type("Sharing", (), {})()
         sharing.has_to_say, sharing.bytes_lent, sharing.bytes_borrowed = False, 0, 0
         sharing.bytes_lent_now = sharing.bytes_kept_now = 0
@@ -167,7 +167,7 @@ async def test_a_word_with_a_body() -> None:
 
 @pytest.mark.parametrize("kind", [Kind.RETURN, Kind.FORGET])
 async def test_words_where_nothing_is_shared(kind: Kind) -> None:
-    async with connected(SocketNetwork(), {Pull: Handler(echo)}, address="127.0.0.1:0") as pair:
+    async with connected(SocketNetwork(), {Read: Handler(echo)}, address="127.0.0.1:0") as pair:
         pair.peer.send(kind, 1)
         await pair.back.wait_closed()
         assert f"got a frame {kind.name} after the handshake" in str(pair.back.error)
@@ -231,7 +231,7 @@ async def test_a_region_whose_owner_writes_while_it_is_copied_harms_nobody() -> 
     writable = mmap.mmap(fd, MIB)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     async with connected(
-        SocketNetwork(shares_memory=True), {Pull: Handler(echo)}, address="127.0.0.1:0"
+        SocketNetwork(shares_memory=True), {Read: Handler(echo)}, address="127.0.0.1:0"
     ) as pair:
         give(pair, [fd])
         os.close(fd)
@@ -244,7 +244,7 @@ async def test_a_region_whose_owner_writes_while_it_is_copied_harms_nobody() -> 
 async def test_a_stopped_side_channel_is_no_reason_to_stop() -> None:
     """It is shut down at one end, or both: what is large goes over the socket."""
     async with connected(
-        SocketNetwork(shares_memory=True), {Pull: Handler(echo)}, address="127.0.0.1:0"
+        SocketNetwork(shares_memory=True), {Read: Handler(echo)}, address="127.0.0.1:0"
     ) as pair:
         sharing = pair.peer.sharing
         assert sharing is not None

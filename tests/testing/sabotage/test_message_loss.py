@@ -24,7 +24,7 @@ from psync.testing.sabotage.message_loss import (
     VARIABLE,
     MessageLosses,
 )
-from psync.wire.messages import Done, FinalBelow, Push
+from psync.wire.messages import Done, FinalBelow, Update
 
 each_place = pytest.mark.parametrize("place", PLACES)
 
@@ -62,7 +62,7 @@ async def test_a_lost_request_is_not_served_and_one_whose_reply_is_lost_was(
     place: str, form: str, count: int, tmp_path: Path
 ) -> None:
     served = Served()
-    async with losing(place, tmp_path, {"Push": {form: 1}}, {Push: Handler(served)}) as peer:
+    async with losing(place, tmp_path, {"Update": {form: 1}}, {Update: Handler(served)}) as peer:
         with pytest.raises(ConnectionLost):
             await peer.call(push())
         assert served.count == count
@@ -74,7 +74,9 @@ async def test_the_reply_can_be_lost_while_the_handler_still_works(
     place: str, tmp_path: Path
 ) -> None:
     gate = Gate()
-    async with losing(place, tmp_path, {"Push": {"in_flight": 1}}, {Push: Handler(gate)}) as peer:
+    async with losing(
+        place, tmp_path, {"Update": {"in_flight": 1}}, {Update: Handler(gate)}
+    ) as peer:
         with pytest.raises(ConnectionLost):
             await peer.call(push())
         assert (gate.begun, gate.open.is_set(), gate.cancelled) == (1, False, 0)
@@ -116,9 +118,9 @@ async def test_late_requests_are_served_in_their_order_when_it_is_time(
         request.answer(Done())
 
     network, address = places(tmp_path)[place]()
-    losses = MessageLosses({"Push": {"late": 1}, "until": str(go)}, notes)
+    losses = MessageLosses({"Update": {"late": 1}, "until": str(go)}, notes)
     platform = Platform(network, SECRET, parts=SabotagedParts(losses=losses))
-    ps = Endpoint(platform, PS, 1, {Push: Handler(served)})
+    ps = Endpoint(platform, PS, 1, {Update: Handler(served)})
     worker = new_endpoint(network, WORKER)
     try:
         listener = await ps.listen(address)
@@ -135,7 +137,7 @@ async def test_late_requests_are_served_in_their_order_when_it_is_time(
         await ps.close()
     assert numbers == [1, 2, 3]
     counts = notes_in(tmp_path)["ps-0"]
-    assert counts["lost Push late"] == counts["served Push late"] == 3
+    assert counts["lost Update late"] == counts["served Update late"] == 3
     notes.close()
 
 
@@ -151,7 +153,9 @@ async def test_a_slow_request_is_served_after_one_that_came_later(
 
     slowness = iter([0.02, 0.01])
     monkeypatch.setattr(MessageLosses, "slowness", lambda _: next(slowness))
-    async with losing("memory", tmp_path, {"Push": {"slow": 1}}, {Push: Handler(served)}) as peer:
+    async with losing(
+        "memory", tmp_path, {"Update": {"slow": 1}}, {Update: Handler(served)}
+    ) as peer:
         await asyncio.gather(
             *(peer.call(dataclasses.replace(push(), sequence=number)) for number in (1, 2))
         )
@@ -167,8 +171,8 @@ def drawn(plan: dict[str, Any], kinds: list[str], notes: Notes | None = None) ->
 
 
 def test_the_same_seed_loses_the_same() -> None:
-    plan = {"Push": {"request": 0.1, "reply": 0.1, "in_flight": 0.1}, "seed": 7}
-    kinds = ["Push", "Pull"] * 500
+    plan = {"Update": {"request": 0.1, "reply": 0.1, "in_flight": 0.1}, "seed": 7}
+    kinds = ["Update", "Read"] * 500
     first = drawn(plan, kinds)
     assert first == drawn(plan, kinds)
     assert first != drawn({**plan, "seed": 8}, kinds)
@@ -179,35 +183,38 @@ def test_the_same_seed_loses_the_same() -> None:
 
 def test_rare_kinds_get_their_minimum_of_each_form() -> None:
     losses = MessageLosses({"*": {"min_each": 2}, "seed": 1})
-    assert [losses.draw("Assign") for _ in range(7)] == [*sorted(FORMS * 2, key=FORMS.index), None]
-    assert losses.lost == {("Assign", form): 2 for form in FORMS}
-    assert losses.seen == {"Assign": 7}
+    assert [losses.draw("StagePush") for _ in range(7)] == [
+        *sorted(FORMS * 2, key=FORMS.index),
+        None,
+    ]
+    assert losses.lost == {("StagePush", form): 2 for form in FORMS}
+    assert losses.seen == {"StagePush": 7}
 
 
 def test_a_later_life_of_the_task_goes_on_where_the_earlier_one_was(tmp_path: Path) -> None:
     notes = Notes(str(tmp_path), "ps-0")
     plan = {"*": {"request": 0.3, "min_each": 1}, "seed": 3}
-    first = drawn(plan, ["Push"] * 20, notes)
+    first = drawn(plan, ["Update"] * 20, notes)
     second = MessageLosses(plan, notes)
-    again = [second.draw("Push") for _ in range(20)]
+    again = [second.draw("Update") for _ in range(20)]
     assert first[:3] == list(FORMS)
     assert again[:3] != list(FORMS), "the minimum is there"
     counts = notes_in(tmp_path)["ps-0"]
-    assert counts["met Push"] == 1
-    total = sum(count for line, count in counts.items() if line.startswith("lost Push "))
+    assert counts["met Update"] == 1
+    total = sum(count for line, count in counts.items() if line.startswith("lost Update "))
     assert total == second.lost.total() == 40 - first.count(None) - again.count(None)
     notes.close()
 
 
 def test_nothing_is_lost_unless_the_file_is_there(tmp_path: Path) -> None:
     file = tmp_path / "lose"
-    losses = MessageLosses({"Push": {"reply": 1}, "while": str(file)})
-    assert losses.draw("Push") is None
+    losses = MessageLosses({"Update": {"reply": 1}, "while": str(file)})
+    assert losses.draw("Update") is None
     file.touch()
-    assert losses.draw("Push") == "reply"
+    assert losses.draw("Update") == "reply"
     file.unlink()
-    assert losses.draw("Push") is None
-    assert losses.lost == {("Push", "reply"): 1}
+    assert losses.draw("Update") is None
+    assert losses.lost == {("Update", "reply"): 1}
 
 
 @pytest.mark.parametrize(
@@ -216,11 +223,11 @@ def test_nothing_is_lost_unless_the_file_is_there(tmp_path: Path) -> None:
         ("{", "no JSON"),
         ("[]", "expected an object"),
         ('{"Shove": {}}', "no message 'Shove'"),
-        ('{"Push": 1}', "Push: expected shares"),
-        ('{"Push": {"request": 0.6, "reply": 0.6}}', "make at most 1"),
-        ('{"Push": {"min_each": 0.5}}', "min_each"),
-        ('{"Push": {"request": 0.6, "late": 0.6}}', "make at most 1"),
-        ('{"Push": {"response": 0.5}}', "expected shares"),
+        ('{"Update": 1}', "Update: expected shares"),
+        ('{"Update": {"request": 0.6, "reply": 0.6}}', "make at most 1"),
+        ('{"Update": {"min_each": 0.5}}', "min_each"),
+        ('{"Update": {"request": 0.6, "late": 0.6}}', "make at most 1"),
+        ('{"Update": {"response": 0.5}}', "expected shares"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(text: str, what: str) -> None:

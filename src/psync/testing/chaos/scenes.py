@@ -103,7 +103,7 @@ class Stage:
 
     def late(self, task: str, what: str) -> int:
         """Return how many late updates were "lost" at first, or "served" at last, by a task."""
-        return sum(self.noted(task, f"{what} {kind} {LATE}") for kind in ("Push", "Assign"))
+        return sum(self.noted(task, f"{what} {kind} {LATE}") for kind in ("Update",))
 
     def noted(self, task: str, line: str) -> int:
         """Return how often a task has noted something."""
@@ -249,12 +249,12 @@ SCENES: Mapping[str, Scene] = {
     "late": Scene(
         _late,
         {"num_ps": 2, "num_workers": 2, "checkpoint_every": 1 << 20},
-        losses={"Push": {"late": 0.3}, "Assign": {"late": 0.3}},
+        losses={"Update": {"late": 0.3}},
     ),
     "former": Scene(
         _former,
         {"num_ps": 2, "num_workers": 2, "checkpoint_every": 1 << 20},
-        losses={"Push": {"late": 0.3}, "Assign": {"late": 0.3}},
+        losses={"Update": {"late": 0.3}},
     ),
     "cut": Scene(
         _cut,

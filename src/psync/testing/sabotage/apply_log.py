@@ -35,7 +35,7 @@ import numpy as np
 
 from psync.errors import ConfigurationError
 from psync.numerics.sums import MeanGradient
-from psync.ps.updates import PsUpdates, Update
+from psync.ps.updates import PsUpdate, PsUpdates
 from psync.specs import ShardSpec, dtype_name
 from psync.store.rows import RowMean, RowValues
 from psync.store.shards import Optimizer
@@ -95,12 +95,12 @@ class ApplyLog:
         else:
             self.write("begin", (), {})
 
-    def applied(self, update: Update) -> None:
+    def applied(self, update: PsUpdate) -> None:
         """Write down whose update the store has just been changed by."""
         if self.is_on and update.store is self.store:
             message, (task, incarnation) = update.message, update.client
             identity = (task, incarnation, message.sequence, message.closure, message.ordinal)
-            kind = type(message).__name__
+            kind = "Push" if update.is_push else "Assign"
             self.write("applied", (*identity, kind, update.known.keys), {})
 
     def serves(self, *, promoted: bool = False) -> None:
@@ -167,7 +167,7 @@ class LoggedStore(ShardStore):
 class LoggedUpdates(PsUpdates):
     """Updates of a store whose changes are written down: whose they are."""
 
-    def _applied(self, update: Update, answer: Pushed) -> None:
+    def _applied(self, update: PsUpdate, answer: Pushed) -> None:
         super()._applied(update, answer)
         if isinstance(self._store, LoggedStore) and self._store.log is not None:
             self._store.log.applied(update)

@@ -14,7 +14,7 @@ message cuts the connection at that moment, on the side of who serves it:
 that are not named) how often which form is drawn, and how often each form happens at least
 (``min_each``), to the first requests of the kind; and the seed.
 
-    {"Push": {"request": 0.1, "reply": 0.1, "in_flight": 0.05, "min_each": 2}, "seed": 7}
+    {"Update": {"request": 0.1, "reply": 0.1, "in_flight": 0.05, "min_each": 2}, "seed": 7}
 
 A *late* request is served when the file is there that "until" names, in the order in which they
 came: as if it had been on its way until then, or in the buffer of a kernel whose process was
@@ -22,7 +22,7 @@ stopped. Its caller has long given it up, and sent it again. Of a *slow* one not
 served up to SLOW_S later; a message that nobody answers never is, for the next may follow from it.
 Nothing is late or slow unless a share says so.
 
-    {"Push": {"late": 0.3}, "until": "/some/file", "seed": 7}
+    {"Update": {"late": 0.3}, "until": "/some/file", "seed": 7}
 
 With "while" nothing is lost unless the file is there that it names.
 
@@ -215,7 +215,7 @@ def _checked(name: str, rates: Any) -> Mapping[str, float]:
     """Return what the plan says of one kind of requests."""
     if name != ANY and not hasattr(getattr(messages, name, None), "code"):
         raise ConfigurationError(
-            f"{VARIABLE}: there is no message {name!r}", hint="such as Push, Assign, Contribute"
+            f"{VARIABLE}: there is no message {name!r}", hint="such as Update, Read, Contribute"
         )
     fits = isinstance(rates, dict) and all(
         isinstance(value, int | float)

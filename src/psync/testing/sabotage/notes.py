@@ -1,7 +1,7 @@
 """Notes of test hooks, which outlive a task that is killed.
 
 ``PSYNC_TESTING_NOTES=DIRECTORY`` lets each task append lines to a file of its own there, such as
-``lost Push reply`` or ``failpoint ps.push.applied``. A line is one write to a file that is
+``lost Update reply`` or ``failpoint ps.push.applied``. A line is one write to a file that is
 appended to: the kernel has it, whatever becomes of the process. Without the variable nothing
 is opened and nothing is written.
 """

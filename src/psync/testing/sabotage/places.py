@@ -13,18 +13,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from psync.backups.sender import BackupSender
 from psync.checkpoints.files import Writer
-from psync.client.ps import Delivery, Outgoing
-from psync.client.ps import Update as ClientUpdate
+from psync.client.ps import Delivery, Outgoing, PlanUpdate
 from psync.client.sync import SyncClient
 from psync.coordinator import Coordinator
 from psync.net.connection import OwnRequest, Request
 from psync.ps.creation import ShardCreation
 from psync.ps.snapshots import Snapshots
-from psync.ps.updates import PsUpdates, Update
+from psync.ps.updates import PsUpdate, PsUpdates
 from psync.sync.outgoing_steps import OutgoingSteps, StepRounds
 from psync.sync.ps_sync import PsSync
 from psync.sync.step_applier import StepApplier
-from psync.wire.messages import Push
 from psync.worker.session import Session
 
 T = TypeVar("T")
@@ -43,16 +41,16 @@ class Place(NamedTuple):
     only: Callable[..., bool] = lambda *_: True
 
 
-def _is_push(_: PsUpdates, update: Update, *__: Any) -> bool:
-    return isinstance(update.message, Push)
+def _is_push(_: PsUpdates, update: PsUpdate, *__: Any) -> bool:
+    return update.is_push
 
 
-def _is_no_push(_: PsUpdates, update: Update, *__: Any) -> bool:
-    return not isinstance(update.message, Push)
+def _is_no_push(_: PsUpdates, update: PsUpdate, *__: Any) -> bool:
+    return not update.is_push
 
 
 def _is_update(_: Outgoing, update: Delivery[Any]) -> bool:
-    return isinstance(update, ClientUpdate)  # of variables
+    return isinstance(update, PlanUpdate)  # of variables
 
 
 def _came(_: PsUpdates, request: Request[Any]) -> bool:

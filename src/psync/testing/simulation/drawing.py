@@ -20,7 +20,7 @@ from psync.testing.simulation.plan import (
 from psync.testing.simulation.tight import SIZES
 
 MESSAGES = (
-    "Push", "Assign", "Pull", "Contribute", "StagePush", "CloseStep", "AskStep",
+    "Update", "Update", "Read", "Contribute", "StagePush", "CloseStep", "AskStep",
     "LogEntries", "BackUp", "BeginBackup", "FillBackup", "Promote", "Freeze", "Gate",
     "WriteFrozen", "PrepareSnapshot", "FillSnapshot", "RestoreSnapshot", "AttachPs", "AdoptShards",
     "Fence", "AttachWorker", "RunClosures", "ClosureResults", "AwaitWaiters", "ReportSchedule",
@@ -68,7 +68,7 @@ THEMES = {
     "pushes": (
         "place worker.push.begun", "place worker.push.between_ps", "place worker.push.between_ps",
         "place worker.push.staged", "place worker.push.answered", "place ps.push.received",
-        "place ps.push.applied", "place ps.assign.applied", "message Push", "message StagePush",
+        "place ps.push.applied", "place ps.assign.applied", "message Update", "message StagePush",
     ),
     "copies": (
         "place ps.backup.sending", "place ps.backup.taken", "message BeginBackup",
@@ -183,8 +183,7 @@ class FaultDraw:
         rng = self.rng
         if self._recovery == "checkpoint" and rng.random() < 0.5:
             counts = [self._count(40) for _ in range(8)]
-            names = [rng.choice(("Push", "Assign")) for _ in counts]
-            whens = [Trigger(0.0, "message", *each) for each in zip(names, counts, strict=True)]
+            whens = [Trigger(0.0, "message", "Update", count) for count in counts]
             return tuple(Fault("slow", when) for when in whens)
         when = Trigger(0.0, "moment", "saved", self._count(3))
         targets = rng.choice(self._workers), rng.choice(self._ps)
@@ -390,7 +389,7 @@ next chief begins, and restores."""
 
 SAVING = (
     "message Gate", "message Gate", "message Admit", "message Freeze", "message OpenGate",
-    "message Push", "message Assign", "moment save", "moment kill",
+    "message Update", "message Update", "moment save", "moment kill",
 )  # fmt: skip
 """Where chiefs die in plans of that shape."""
 

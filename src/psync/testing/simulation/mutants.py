@@ -37,7 +37,8 @@ from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
 from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Computes
-from psync.ps.updates import PsUpdates, Update
+from psync.ps.plans import Plans, ShardSet
+from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
 from psync.replicas import gang_runner
 from psync.store import snapshot
@@ -299,11 +300,23 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "duplicate_is_counted": Mutant(
         "of the runs of a closure one is counted by its optimizer", ("async",),
-        ((Update, "judge", wrong.counts_duplicates),),
+        ((PsUpdates, "_judge", wrong.counts_duplicates),),
     ),
     "told_is_no_entry": Mutant(
         "a backup knows how many pushes there were elsewhere", ("replica",),
         ((PsServices, "handlers", wrong.hears_off_the_record),),
+    ),
+    "plan_is_no_entry": Mutant(
+        "a backup knows what the plans are that entries name", ("replica",),
+        ((Plans, "serve", wrong.defines_off_the_record),),
+    ),
+    "plan_is_another_one": Mutant(
+        "a plan means the same on a backup", ("replica",),
+        ((Plans, "serve", wrong.means_another_set_on_a_backup),),
+    ),
+    "plan_is_stale": Mutant(
+        "what a plan says of a store is read again after a rollback", ("checkpoint",),
+        ((ShardSet, "look_up", wrong.never_looks_again),),
     ),
     "told_is_kept": Mutant(
         "a rollback undoes what a ps was told of pushes elsewhere", ("checkpoint",),

@@ -13,7 +13,7 @@ from psync.backups.sender import MAX_UNDER_WAY
 from psync.cluster import parse_task_name
 from psync.errors import BusyError
 from psync.ps.life import Life
-from psync.ps.updates import PsUpdates, Update
+from psync.ps.updates import PsUpdate, PsUpdates
 from psync.ps_task import PsTask
 from psync.specs import STEP_BITS
 from psync.store.commit_log import LogState
@@ -125,7 +125,7 @@ def _faults_of_counts(task: PsTask, tasks: Mapping[str, Any], num_ps: int) -> It
 def noting_arrivals(original: Callable[..., Any]) -> Any:
     """Return an admission of updates that notes which parts have arrived whole where."""
 
-    def admit(self: PsUpdates, update: Update) -> Any:
+    def admit(self: PsUpdates, update: PsUpdate) -> Any:
         message = update.message
         key = (Journal.current().lives, message.closure, message.ordinal)
         parts = 1 + len(message.spread or ())

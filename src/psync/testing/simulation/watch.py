@@ -319,7 +319,7 @@ class _Watch:
                 self.gates.add(process)
             case "OpenGate":
                 self.gates.discard(process)
-            case "Push" | "Assign":
+            case "Update":
                 self.restoring = self.beginning
                 self.mark("a push waits at a gate", process in self.gates)
             case "Freeze":

@@ -18,11 +18,12 @@ from psync.client.sync import PulledAhead
 from psync.closures.closure import Closure, Identities, Identity
 from psync.closures.queue import Action, ClosureQueue
 from psync.errors import TaskLost
-from psync.net.connection import Handler, Request
+from psync.net.connection import Handler, OwnRequest, Request
 from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
 from psync.ps.admission import PsLocks
 from psync.ps.computes import Compute, Computes
-from psync.ps.updates import Update
+from psync.ps.plans import Plans, ShardSet
+from psync.ps.updates import PsUpdate, PsUpdates
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog, LogState, chained
 from psync.store.ledger import AlreadyApplied, Fresh, Ledger
@@ -36,7 +37,7 @@ from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.steps import SyncSteps
 from psync.wire.codec import decode, encode
-from psync.wire.messages import Done, FinalBelow, Push, TellCounts
+from psync.wire.messages import Done, FinalBelow, TellCounts
 
 Make = Callable[[Callable[..., Any]], Any]
 """Given what is there, returns what takes its place."""
@@ -332,15 +333,42 @@ def home_of_each_client(original: Callable[..., Any]) -> Any:
 
 
 def counts_duplicates(original: Callable[..., Any]) -> Any:
-    def judge(self: Update) -> Any:
-        verdict, message = original(self), self.message
-        if isinstance(verdict, AlreadyApplied) and isinstance(message, Push):
-            if message.place == HOME:
-                own = self.store.push_count(message.optimizer).own
-                own[()] = own.get((), 0) + 1
-        return verdict
+    def judge(self: PsUpdates, update: PsUpdate) -> Any:
+        before = self._ledger.statistics()["already_applied"]
+        outcome = original(self, update)
+        is_other_run = self._ledger.statistics()["already_applied"] > before
+        if is_other_run and update.is_push and update.message.place == HOME:
+            own = self._store.push_count(update.known.optimizer).own
+            own[()] = own.get((), 0) + 1
+        return outcome
 
     return judge
+
+
+def never_looks_again(original: Callable[..., Any]) -> Any:
+    def look_up(self: ShardSet, store: ShardStore) -> ShardSet:
+        return self if self.store is not None else original(self, store)
+
+    return look_up
+
+
+def means_another_set_on_a_backup(original: Callable[..., Any]) -> Any:
+    def serve(self: Plans[Any], request: Any) -> None:
+        original(self, request)
+        plan = self.plan(request.peer.client, request.message.plan)
+        if isinstance(request, OwnRequest) and isinstance(plan, ShardSet):
+            plan.keys = plan.keys[::-1]
+
+    return serve
+
+
+def defines_off_the_record(original: Callable[..., Any]) -> Any:
+    def serve(self: Plans[Any], request: Any) -> None:
+        note, self.note = self.note, lambda *_: None
+        original(self, request)
+        self.note = note
+
+    return serve
 
 
 def hears_off_the_record(original: Callable[..., Any]) -> Any:

@@ -1,29 +1,55 @@
-"""Sets of shards that a connection calls by one number, and the memory of bodies for them."""
+"""Plans: what clients do with sets of shards, each by a number of its own; memory of bodies.
+
+A client says once for each connection what it calls by a number (``DefinePlan``), right before the
+first message that names it: the definition is there when that is looked at. The number is a digest
+of the definition, so it never means anything else, whichever task, incarnation or timeline says it.
+A definition is known as soon as it comes. It is also an entry of the log, which waits for no gate
+and no lock, so it stands before all entries that name the plan.
+
+    event                        the plans then
+    the same number again        nothing changes, and it is no second entry; another definition of
+                                 that number is a protocol error
+    a connection is lost         stay: the client defines what it uses on the next one
+    DropPlans                    those go, and their entry says so to the backup. The client has
+                                 no request under way on another connection
+    a next incarnation defines   those of the ones before go. Not before that: an update may have
+    its first plan               been accepted, and come later in the log
+    an update has waited, and    is defined again in the log, in front of the update
+    its plan has gone
+    a copy for a new backup      all plans are entries in front of the log
+    the backup is promoted       it has those of the log; clients define them on their new
+                                 connections
+    a rollback                   stay, but what they read from the store is read again: see
+                                 ``look_up``
+    a newer coordinator          all go: nobody is served who has defined them
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
-from psync.errors import RemoteProtocolError, UsageError, ValueMismatchError
-from psync.net.connection import Connection, Request
+from psync.errors import FencedError, RemoteProtocolError, UsageError, ValueMismatchError
+from psync.net.connection import Request
 from psync.numerics.compression import (
     WIDE,
     Compression,
     Widened,
-    marker,
     narrow_dtype,
     split_members,
 )
 from psync.numerics.memory import ABOVE_BYTES, BLOCK_BYTES, BlockPool, bytes_of, roomy
 from psync.ps.cooperative_work import SHARD_BYTES
 from psync.specs import ShardSpec, dtype_of
+from psync.store.ledger import Client
 from psync.store.rows import RowValues
-from psync.store.store import Adjacent, Key, Plan, ShardStore
+from psync.store.store import Adjacent, Key, Plan, ShardStore, ones
+from psync.wire.codec import Message, decode
+from psync.wire.messages import DefinePlan, DefineWhole, Done
 
 NO_BYTES = memoryview(b"")
 
@@ -34,15 +60,31 @@ several."""
 
 ROW_NUMBER_BYTES = 8
 
-MAX_SETS = 65_536
-"""Of one connection. Clients keep far fewer and define numbers anew."""
+MAX_PLANS = 65_536
+"""Of one client. Clients keep far fewer, and drop the others."""
+
+_DONE = Done()
+
+NO_PLANS: Mapping[int, Any] = {}
 
 
 @dataclass(slots=True)
 class ShardSet:
-    """Shards that a connection calls by one number, and what a store says of them."""
+    """A set of shards, what a client does with it, and what a store says of that."""
 
     keys: tuple[Key, ...]
+    compression: Compression | None = None  # how float32 travels
+    # What a plan says, see ``DefinePlan``.
+    number: int = -1
+    header: bytes = b""  # the definition, as it came
+    optimizer: int = -1
+    config: dict[str, Any] | None = None
+    slot: str = ""
+    op: str = ""
+    followed: tuple[Key, ...] = ()  # by the averages: one per shard
+    wanted: ShardSet | None = None  # whose values an answer brings
+    raised: Key | None = None
+    # What the store says.
     store: ShardStore | None = None  # the one that the rest was read from
     specs: Sequence[ShardSpec] = ()
     names: Sequence[str] = ()  # of the variables
@@ -51,42 +93,68 @@ class ShardSet:
     bounds: Sequence[tuple[int, int]] = ()  # where each one lies in a body
     nbytes: int = 0
     digest: int = 0
+    needed: Sequence[Key] = ()  # shards that an update reads or changes
+    one: np.ndarray | None = None  # what is added to the one that is raised
     dtype: np.dtype | None = None  # of all shards, or None: they differ, or are bool
     elements: Sequence[slice] = ()  # where each one lies in a body, in elements of ``dtype``
     plan: Plan = field(default_factory=lambda: Plan(()))  # of all shards
-    runs: Sequence[slice] = ()  # of shards that can be updated together; of ``dtype`` alone
+    # Of an elementwise optimizer, for shards of one ``dtype``.
+    runs: Sequence[slice] = ()  # of shards that can be updated together
     run_plans: Sequence[Plan] = ()  # of each run
     run_costs: Sequence[int] = ()  # bytes of each run
-    cost: int = 0  # of all of them, see ``Update.nbytes``
+    cost: int = 0  # of all of them, see ``PsUpdate.nbytes``
     optimizers: set[int] = field(default_factory=set)  # that all shards may be pushed to with
-    compression: Compression | None = None  # how float32 travels
 
     @classmethod
     def of(cls, members: Sequence[Sequence[int]]) -> ShardSet:
-        """Return the set that a connection, or a log, defines so.
+        """Return the set that is defined so.
 
         Raises:
             RemoteProtocolError: As ``compression.split_members``.
         """
         compression, keys = split_members(members)
-        return cls(keys, compression=compression)
+        return cls(keys, compression)
 
-    @property
-    def members(self) -> tuple[Key, ...]:
-        """What defines it."""
-        return self.keys if self.compression is None else (marker(self.compression), *self.keys)
+    @classmethod
+    def defined(cls, message: DefinePlan, header: bytes) -> ShardSet:
+        """Return the plan that a client defines so.
+
+        Raises:
+            RemoteProtocolError: As ``of``; or the averages do not follow one variable each.
+        """
+        plan = cls.of(message.members)
+        plan.number, plan.header = message.plan, header
+        plan.optimizer, plan.config, plan.slot = message.optimizer, message.config, message.slot
+        plan.op = message.op
+        if message.follows is not None:
+            if len(message.follows) != len(plan.keys):
+                raise RemoteProtocolError(
+                    f"{len(message.follows)} variables for {len(plan.keys)} averages"
+                )
+            indices = [index for _, index in plan.keys]
+            plan.followed = tuple(zip(message.follows, indices, strict=True))
+        if message.pull is not None:
+            plan.wanted = cls.of(message.pull)
+        if message.raised is not None:
+            plan.raised = message.raised[0], message.raised[1]
+        return plan
 
     def is_narrow(self, spec: ShardSpec) -> bool:
         """Return whether a shard of the set travels compressed."""
         return self.compression is not None and spec.dtype == WIDE
 
     def look_up(self, store: ShardStore) -> ShardSet:
-        """Read the shards' sizes, once for all messages of the connection.
+        """Read what the store says, once for all messages on one timeline.
 
         Raises:
             UnknownVariableError: A shard is not there.
+            ConfigurationError: The optimizer is none, or is known as another one.
+            ValueMismatchError: What is to be raised is more than one number; or an average does
+                not fit what it follows.
         """
         if self.store is not store:
+            if self.config is not None:
+                store.define_optimizer(self.optimizer, self.config)
             self.specs = [store.spec(key) for key in self.keys]
             self.names = [spec.variable for spec in self.specs]
             self.costs = self.lengths = tuple(spec.nbytes for spec in self.specs)
@@ -100,23 +168,43 @@ class ShardSet:
             self.nbytes = sum(self.lengths)
             self.digest = hash(self.keys)  # of integers: the same in every process
             self.plan = Plan(self.keys)
-            self._look_up_dtype()
             self.optimizers = set()
+            self._look_up_others(store)
+            self._look_up_dtype(store)
             self.store = store
         return self
 
-    def _look_up_dtype(self) -> None:
+    def _look_up_others(self, store: ShardStore) -> None:
+        """Read what the store says of other shards than these."""
+        if self.wanted is not None:
+            self.wanted.look_up(store)
+        for average, key in zip(self.keys, self.followed, strict=False):
+            store.check_average(average, key)
+        self.needed = (*self.keys, *self.followed)
+        if self.raised is not None:
+            spec = store.spec(self.raised)
+            if spec.size != 1:
+                raise ValueMismatchError(
+                    f"{spec} on {store.task}: expected one number, to be raised by one, got shape "
+                    f"{spec.shape}"
+                )
+            self.one = store.check_assign(self.raised, "add", ones(spec.shape, spec.dtype))
+            self.needed = (*self.needed, self.raised)
+
+    def _look_up_dtype(self, store: ShardStore) -> None:
         names = {spec.dtype for spec in self.specs}
-        self.dtype = None
+        self.dtype, self.runs = None, ()
         # Bytes of a bool are checked one by one, and what is narrow is widened.
         if len(names) == 1 and names != {"bool"} and self.compression is None:
             self.dtype = dtype_of(names.pop())
             size = self.dtype.itemsize
             self.elements = [slice(start // size, end // size) for start, end in self.bounds]
-            self.runs = _runs_of(self.costs)
-            self.run_plans = [Plan(self.keys[run]) for run in self.runs]
-            self.run_costs = [sum(self.costs[run]) for run in self.runs]
-            self.cost = sum(self.costs) - SHARD_BYTES * (len(self.keys) - len(self.runs))
+            optimizer = store.optimizers.get(self.optimizer)
+            if optimizer is not None and optimizer.is_elementwise:
+                self.runs = _runs_of(self.costs)
+                self.run_plans = [Plan(self.keys[run]) for run in self.runs]
+                self.run_costs = [sum(self.costs[run]) for run in self.runs]
+                self.cost = sum(self.costs) - SHARD_BYTES * (len(self.keys) - len(self.runs))
 
     def check_lengths(
         self, lengths: Sequence[int], task: str, rows: Sequence[int] | None = None
@@ -260,32 +348,102 @@ class ShardSet:
         return parts
 
 
-def set_of(
-    peer: Connection, number: int, members: Sequence[tuple[int, int]] | None, task: str
-) -> ShardSet:
-    """Return the set that a connection calls by a number.
+class Defined(Protocol):
+    """What is defined by a client."""
+
+    number: int
+    header: bytes  # the definition, as it came
+
+
+P = TypeVar("P", bound=Defined)
+
+
+class Plans(Generic[P]):
+    """What the clients of one ps call by numbers, under one coordinator. Single owner.
 
     Args:
-        peer: The connection.
-        number: Of the set.
-        members: What defines it, perhaps anew; None: it was defined before.
         task: Name of the ps.
+        made: Makes a plan of a definition, and the header with which that came.
+        of: What is known.
 
-    Raises:
-        RemoteProtocolError: It is not defined.
-        UsageError: The connection has defined too many.
+    Attributes:
+        of: By client, by number.
+        note: Puts a definition into the log.
     """
-    sets: dict[int, ShardSet] | None = peer.state.get("sets")
-    if sets is None:
-        sets = peer.state["sets"] = {}
-    if members is not None:
-        if len(sets) >= MAX_SETS and number not in sets:
-            raise UsageError(f"{task}: {peer.task} has defined too many sets")
-        sets[number] = ShardSet.of(members)
-    known = sets.get(number)
-    if known is None:
-        raise RemoteProtocolError(f"{task}: set {number} is not defined")
-    return known
+
+    def __init__(
+        self,
+        task: str,
+        made: Callable[[Any, bytes], P],
+        of: Mapping[Client, dict[int, P]] | None = None,
+    ) -> None:
+        self.of = dict(of or {})
+        self.note: Callable[[Client, Message], None] = lambda *_: None
+        self._task = task
+        self._made = made
+
+    def since(self, coordinator: int) -> Plans[P]:
+        """Return what those have defined that a coordinator may have started."""
+        of = {client: plans for client, plans in self.of.items() if client[1] >= coordinator}
+        return Plans(self._task, self._made, of)
+
+    def serve(self, request: Request[DefinePlan | DefineWhole]) -> None:
+        """Know a plan from now on.
+
+        Raises:
+            RemoteProtocolError: Its number is that of another one; or it makes no sense.
+        """
+        self._define(request.peer.client, request.message, request.header)
+        request.answer(_DONE)
+
+    def keep(self, client: Client, plan: P) -> None:
+        """What names a plan is to be an entry, and has perhaps waited: define it if it has gone."""
+        if self.of.get(client, NO_PLANS).get(plan.number) is not plan:
+            self._define(client, decode(plan.header), plan.header)
+
+    def _define(self, client: Client, message: Any, header: bytes) -> None:
+        plans = self.of.get(client)
+        if plans is None:
+            task, incarnation = client
+            for other in [c for c in self.of if c[0] == task and c[1] < incarnation]:
+                del self.of[other]
+            plans = self.of[client] = {}
+        known = plans.get(message.plan)
+        if known is not None:
+            if known.header != header:
+                raise RemoteProtocolError(f"{self._task}: plan {message.plan} is another one")
+            return
+        if len(plans) < MAX_PLANS:  # else who uses it is told
+            plans[message.plan] = self._made(message, header)
+        self.note(client, message)
+
+    def drop(self, client: Client, numbers: Sequence[int]) -> None:
+        """Forget plans of a client."""
+        plans = self.of.get(client, {})
+        for number in numbers:
+            plans.pop(number, None)
+
+    def plan(self, client: Client, number: int) -> P:
+        """Return what a client calls by a number.
+
+        Raises:
+            FencedError: A newer incarnation of its task has defined plans.
+            UsageError: It has defined too many.
+            RemoteProtocolError: It is not defined.
+        """
+        plans = self.of.get(client, NO_PLANS)
+        known = plans.get(number)
+        if known is not None:
+            return known
+        task, incarnation = client
+        for other, newer in self.of:
+            if other == task and newer > incarnation:
+                raise FencedError(
+                    f"incarnation {incarnation} of {task} has been replaced by {newer}"
+                )
+        if len(plans) >= MAX_PLANS:
+            raise UsageError(f"{self._task}: {task} has defined too many plans")
+        raise RemoteProtocolError(f"{self._task}: plan {number} is not defined")
 
 
 def _runs_of(sizes: Sequence[int]) -> list[slice]:
