@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from psync.accumulators import rule_of
 from psync.checkpoints.manifest import Place
 from psync.errors import (
     CheckpointCorrupt,
@@ -32,7 +33,6 @@ from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.frozen_snapshots import Freezable, FrozenSnapshots, answered
 from psync.ps.snapshot_files import read_items
-from psync.ps.takes import rule_of
 from psync.store.ledger import Ledger
 from psync.store.shards import Optimizer
 from psync.store.snapshot import Loaded, SnapshotState, load_snapshot

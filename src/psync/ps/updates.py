@@ -30,11 +30,10 @@ from psync.cluster import parse_task_name
 from psync.errors import UsageError, ValueMismatchError
 from psync.net.connection import Handler, Request
 from psync.numerics.memory import ABOVE_BYTES, BlockPool
+from psync.ps.admission import Claim, GateService, PsLocks
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
-from psync.ps.cut_gate import GateService
 from psync.ps.executor import Executor, Listed
-from psync.ps.locks import PsLocks
 from psync.ps.optimizers import OptimizerService
 from psync.ps.plans import (
     NO_PLANS,
@@ -49,7 +48,6 @@ from psync.ps.pulls import PsPulls
 from psync.store.commit_log import LogState
 from psync.store.ledger import Call, Client, Duplicate, Ledger
 from psync.store.ledger_snapshot import control_of
-from psync.store.locks import Claim
 from psync.store.push_counts import HOME
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, AssignOp, ShardStore, Work
