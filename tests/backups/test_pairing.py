@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import own_rules
+from psync.backups.fingerprint import fingerprint
 from psync.backups.pairing import Computation, check_deterministic, check_release
 from psync.errors import ConfigurationError, VersionMismatch
 from psync.wire.handshake import RELEASE
@@ -30,6 +31,10 @@ def test_rules_of_plugins_belong_to_the_version() -> None:
     assert release == f"{RELEASE}, rule tests.momentum 1, schedule Halving 1"
     with pytest.raises(VersionMismatch, match=r"rule tests\.momentum 1.* which runs 0\S+\n"):
         check_release("/job:ps/task:1", release, "/job:ps/task:0", RELEASE)
+
+
+def test_a_process_computes_by_its_fingerprint() -> None:
+    assert Computation().numerics == fingerprint()
 
 
 def test_deterministic_groups_are_refused_by_name_and_others_are_not() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from block_arrays import array_of
 from loops import for_each
 from psync.errors import UsageError
-from psync.numerics.memory import BLOCK_BYTES, Block, BlockArray, BlockPool, bytes_of
+from psync.numerics.memory import BLOCK_BYTES, Block, BlockArray, BlockPool, Scratch, bytes_of
 from psync.specs import DTYPE_NAMES, dtype_of
 
 F32 = np.dtype(np.float32)
@@ -223,6 +223,20 @@ def test_blocks_that_come_into_being_are_0_whatever_the_source_of_their_memory_h
     assert array.block(0).array.tolist() == [0.0] * 5
     ones = BlockArray(5, np.dtype(np.float32), 1.0, pool)
     assert ones.block(0).array.tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("version", ["1.26.4", np.__version__])
+def test_an_overflow_is_a_result_and_no_warning(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of numpy 1 another way is gone, as its settings belong to threads."""
+    monkeypatch.setattr(np, "__version__", version)
+    values = np.array([3e38], np.float32)
+    with np.errstate(all="raise"):
+        Scratch().quietly(np.add, values, values, values)
+        assert values.tolist() == [np.inf]
+        with pytest.raises(FloatingPointError):
+            np.subtract(values, values)
 
 
 class TestPool:

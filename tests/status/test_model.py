@@ -99,6 +99,12 @@ def test_a_field_that_an_earlier_version_lacks_has_its_default() -> None:
     assert status.events == ()
 
 
+def test_a_shard_names_the_device_as_tensorflow_does() -> None:
+    assert (
+        ShardStatus("w", 0, (2,), "float32", 8, 3).device == "/job:ps/replica:0/task:3/device:CPU:0"
+    )
+
+
 def test_what_is_no_status_is_refused() -> None:
     for text in ["", "[]", "{}", "3", '{"schema": 1}', '{"schema": 1, "ps": 3}']:
         with pytest.raises(RemoteProtocolError, match="expected"):

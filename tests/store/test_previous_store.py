@@ -11,7 +11,7 @@ from psync.schedules import Constant
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
-from psync.store.reattach import Holding, Orders
+from psync.store.reattach import Orders
 from psync.store.store import ShardStore
 
 TASK = "/job:ps/task:0"
@@ -151,6 +151,20 @@ def test_what_is_not_here_is_told_and_nothing_has_changed() -> None:
     assert new.keys() == [(0, 0)]
 
 
+def test_what_is_dropped_is_held_no_more() -> None:
+    old = store_of("w", "b")
+    old.define_optimizer(1, ADAM)
+    push(old, 0)
+    former, new = former_of(old), ShardStore(TASK)
+    former.adopt(Orders((("w", 0, 0),), (), ((5, 1, 1),)), new)
+    former.drop()
+    holding = former.describe()
+    assert (holding.shards, holding.optimizers, holding.updates) == ((), (), ())
+    with pytest.raises(UnknownVariableError):
+        former.adopt(Orders((("w", 0, 3),)), ShardStore(TASK))
+    assert new.keys() == [(0, 0)], "what was adopted stays with its program"
+
+
 def test_what_no_coordinator_was_served_with_has_no_updates() -> None:
     assert former_of(store_of("w"), 0).describe().updates == ()
     assert [held.coordinator for held in former_of(store_of("w"), 5).describe().updates] == [5]
@@ -179,12 +193,3 @@ def test_what_was_accumulated_goes_on() -> None:
     former.adopt(Orders((("w", 0, 0),), (), ((5, 1, 1),)), new)
     push(new, 0)
     assert value(new, 0) != [0.0, 0.0]
-
-
-def test_what_is_dropped_is_held_no_more() -> None:
-    old = store_of("w")
-    old.define_optimizer(1, ADAM)
-    push(old, 0)
-    former = former_of(old)
-    former.drop()
-    assert former.describe() == Holding(5)

@@ -253,6 +253,14 @@ class TestFrozen:
         with pytest.raises(CheckpointError, match="item 9 of a snapshot is"):
             snapshot.part(9, 0, 0)
 
+    def test_what_is_read_block_by_block_is_held_no_longer(self, store: ShardStore) -> None:
+        assign(store, V.key, 1)
+        snapshot = frozen(store)
+        assert array_of(list(snapshot.letting_go(1))).tolist() == [1] * V.size
+        copies = store.statistics()["copies"]
+        assign(store, V.key, 2)
+        assert store.statistics()["copies"] == copies
+
     def test_what_is_let_go_of_is_yielded_once(self, store: ShardStore) -> None:
         assign(store, V.key, 1)
         snapshot = frozen(store)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import own_rules
@@ -35,7 +36,7 @@ from psync.store.reattach import Orders
 from psync.store.rows import RowMean, RowValues
 from psync.store.snapshot import Loaded, freeze
 from psync.store.snapshot_state import NOTHING, SnapshotState
-from psync.store.store import Plan, ShardStore, Work, ones
+from psync.store.store import Adjacent, Plan, ShardStore, Work, ones
 from psync.store.work import BlockWork, Workspace
 from rule_table import RULES
 
@@ -125,8 +126,11 @@ def drawn(seed: int, shape: tuple[int, ...] = LARGE) -> np.ndarray:
 
 # --- the values ------------------------------------------------------------------------------
 
-SHAPES = {(0, 0): (4, 3), (1, 0): (5,), (2, 0): (4, 3), (2, 1): (0, 3), (3, 0): LARGE}
-USED = SGD(0.5, momentum=0.5), Adam(0.01)
+SHAPES = {
+    (0, 0): (4, 3), (1, 0): (5,), (2, 0): (4, 3), (2, 1): (0, 3), (3, 0): LARGE, (4, 0): (7,),
+    (5, 0): (1,),
+}  # fmt: skip
+USED = SGD(0.5, momentum=0.5), Adam(0.01), SGD(0.25)
 
 
 class Model:
@@ -152,6 +156,13 @@ class Model:
             array[rows] = changed.reshape(grad.shape)
 
 
+def adjacent(arrays: list[np.ndarray]) -> Adjacent:
+    """The same side by side in one."""
+    ends = [0, *itertools.accumulate(map(len, arrays))]
+    parts = [slice(*ends[at : at + 2]) for at in range(len(arrays))]
+    return Adjacent(np.concatenate([np.empty(0, np.float32), *arrays]), parts)
+
+
 def read(store: ShardStore, place: tuple[Any, ...]) -> list[memoryview]:
     """A value by its key; a slot by key, optimizer and name."""
     return store.read(place) if len(place) == 2 else store.read_slot(place[:2], *place[2:])
@@ -172,7 +183,8 @@ def adopted(store: ShardStore) -> ShardStore:
     shards = tuple((str(key), key[1], key[0]) for key in store.keys())
     former, made = FormerStore(TASK), ShardStore(TASK)
     former.take(store, Ledger(), 1)
-    former.adopt(Orders(shards, (), ((1, 0, 0), (1, 1, 1))), made)
+    optimizers = tuple((1, number, number) for number in range(len(USED)))
+    former.adopt(Orders(shards, (), optimizers), made)
     return made
 
 
@@ -182,20 +194,39 @@ def adopted(store: ShardStore) -> ShardStore:
     st.lists(
         st.tuples(
             st.sampled_from(
-                "push together mean rows scatter assign average load read drop freeze adopt".split()
+                "push together together beside mean rows scatter assign average load read drop "
+                "freeze adopt".split()
             ),
-            st.lists(st.sampled_from(sorted(SHAPES)), unique=True, min_size=1),
-            st.integers(0, 1),
+            st.lists(st.sampled_from(sorted(SHAPES)), min_size=1, max_size=7),
+            st.integers(0, 2),
             st.integers(-3, 3),
         ),
         max_size=25,
     )
+)
+@example(  # slots that lie in two places come together when none of their shards is busy
+    [
+        ("together", [(0, 0), (1, 0)], 1, 1),
+        ("together", [(2, 0), (4, 0)], 1, 2),
+        ("beside", [(0, 0), (1, 0), (2, 0)], 1, 3),
+        ("beside", [(0, 0), (4, 0), (5, 0)], 1, 1),
+        ("together", [(1, 0), (2, 0)], 1, 2),
+        ("together", [(0, 0), (1, 0), (2, 0), (4, 0), (5, 0)], 1, 1),
+    ]
 )
 def test_whatever_is_done_a_store_has_what_numpy_has_and_what_was_read_stays(
     operations: list[tuple[str, list[tuple[int, int]], int, int]],
 ) -> None:
     store, model = ShardStore(TASK), Model()
     held: list[tuple[list[memoryview], bytes]] = []
+    plans: dict[tuple[Any, ...], Plan] = {}
+
+    def apply_together(keys: Any, flat: Any, optimizer: int, step: int, kind: int) -> None:
+        """As arrays, as one of which they are all, or as one of which they are some."""
+        given = [flat, adjacent(flat), adjacent([np.ones(3, np.float32), *flat])[1:]][kind % 3]
+        plan = plans.setdefault(tuple(keys), Plan(keys))
+        store.apply_at_once(optimizer, plan, given, step)
+
     for key, shape in SHAPES.items():
         store.create(spec_of(shape, "float32", *key, name=str(key)))
     for number, rule in enumerate(USED):
@@ -203,8 +234,10 @@ def test_whatever_is_done_a_store_has_what_numpy_has_and_what_was_read_stays(
     for what, keys, optimizer, number in operations:
         key, shape = keys[0], SHAPES[keys[0]]
         data = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape) % 8 * number
-        name = USED[optimizer].slot_names()[0]
-        if what in ("push", "together", "mean"):
+        names = USED[optimizer].slot_names()[:1]
+        if what in ("push", "together", "beside", "mean"):
+            if what == "beside":
+                keys = [key, *(each for each in keys if each != key)]
             step = store.begin_push(optimizer)
             grads = [np.full(SHAPES[each], number + n, np.float32) for n, each in enumerate(keys)]
             flat = [
@@ -212,12 +245,18 @@ def test_whatever_is_done_a_store_has_what_numpy_has_and_what_was_read_stays(
                 for each, grad in zip(keys, grads, strict=True)
             ]
             if what == "push":
-                for each, grad in zip(keys, flat, strict=True):
+                for each, grad in zip(keys, adjacent(flat), strict=True):
                     run(store.apply_checked(optimizer, each, grad, step))
             elif what == "together":
-                store.apply_at_once(optimizer, keys, flat, step)
+                apply_together(keys, flat, optimizer, step, number)
+            elif what == "beside":  # an update of the first one is under way
+                work = store.apply_checked(optimizer, key, flat[0], step)
+                with pytest.raises(BusyError):
+                    apply_together(keys, flat, optimizer, step, number)
+                apply_together(keys[1:], flat[1:], optimizer, step, number)
+                run(work)
             else:  # (1 · 0 + 3 · g) / 4
-                pushes = [[grad * 0 for grad in flat], flat]
+                pushes = [[grad * 0 for grad in flat], adjacent(flat) if number % 2 else flat]
                 store.apply_mean_at_once(optimizer, keys, pushes, (1, 3), step)
                 grads = [grad * np.float32(0.75) for grad in grads]
             for each, grad in zip(keys, grads, strict=True):
@@ -241,15 +280,19 @@ def test_whatever_is_done_a_store_has_what_numpy_has_and_what_was_read_stays(
             run(store.average((0, 0), (2, 0), 0.5))
             model.arrays[0, 0] -= np.float32(0.5) * (model.arrays[0, 0] - model.arrays[2, 0])
         elif what == "load":
-            run(store.load_slot(key, optimizer, name, abs(data)))
-            model.arrays[*key, optimizer, name] = abs(data)
+            for name in names:
+                run(store.load_slot(key, optimizer, name, abs(data)))
+                model.arrays[*key, optimizer, name] = abs(data)
         elif what == "read":
-            places = (key, (*key, optimizer, name))
+            places = (key, *((*key, optimizer, name) for name in names))
             held += [(read(store, place), model.arrays[place].tobytes()) for place in places]
+            views = store.read_together(plans.setdefault(tuple(keys), Plan(keys)))
+            held.append((views, b"".join(model.arrays[each].tobytes() for each in keys)))
         elif what == "drop":
             held = held[1:]
         elif what in ("freeze", "adopt"):
             store = through_bytes(store) if what == "freeze" else adopted(store)
+            plans.clear()
         for place, array in model.arrays.items():
             assert b"".join(read(store, place)) == array.tobytes()
         for views, then in held:
@@ -380,6 +423,16 @@ def test_a_copy_is_of_the_moment_in_which_it_began() -> None:
     run(store.copy(spec_of(LARGE, number=1), KEY))  # again: nothing changes
     assert (value(store, (1, 0)) == 1).all()
     assert (value(store) == 2).all()
+
+
+def test_a_moving_average_is_of_the_moment_in_which_it_began() -> None:
+    store = store_of(LARGE, fill=1)
+    store.create(spec_of(LARGE, number=1))
+    averaging = store.average((1, 0), KEY, 0.5)
+    next(averaging)
+    run(store.assign(KEY, "add", np.ones(LARGE, np.float32)))
+    run(averaging)
+    assert (value(store, (1, 0)) == 0.5).all()
 
 
 def test_integers_wrap_around_floats_overflow_and_bools_are_joined() -> None:
@@ -630,21 +683,26 @@ def test_blocks_of_a_push_that_are_computed_elsewhere_have_the_same_bits(rule: U
     assert value(stores[0]).tobytes() == value(stores[1]).tobytes()
 
 
+@pytest.mark.parametrize("together", [False, True])
 def test_a_shard_whose_update_has_failed_half_way_is_never_read(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
     def no_memory(nbytes: int) -> np.ndarray:
         raise MemoryError
 
-    store = store_of(LARGE)
+    store = store_of((4,) if together else LARGE, "float32", SGD(1.0))
     snapshot = store.read(KEY)
-    work = some_work(store, "assign")
-    next(work)
+    store.check_idle([KEY])
+    work = iter(()) if together else some_work(store, "assign")
+    next(work, None)
     monkeypatch.setattr(pool_of(store), "take", no_memory)
+    grad = np.ones(4, np.float32)
     with pytest.raises(MemoryError):
-        next(work)
+        _ = store.apply_at_once(0, [KEY], [grad], 0) if together else next(work)
     with pytest.raises(BusyError):
         store.read(KEY)
+    with pytest.raises(BusyError):
+        store.check_idle([KEY])
     assert store.version(KEY) == 0
     assert not any(b"".join(snapshot))
 
@@ -864,6 +922,7 @@ def test_a_shard_is_as_it_was_when_a_rule_of_a_user_raises(
     other.begin_push(0)
     for each in (store, other):
         assert pushed(each, drawn(3)) is None
+        assert push(each, drawn(4)) is None  # of the whole shard, rows or not
     assert state(store) == state(other) != before
     assert b"".join(held) == drawn(1).tobytes()
 

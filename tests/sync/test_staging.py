@@ -89,10 +89,12 @@ class TestAStep:
 
     def test_parts_that_come_with_the_closing_need_no_staging(self, staging: Staging) -> None:
         put(staging, B, 4)
-        pushes = [(*A, 1, 2.0), (*B, 4, 0.5)]
-        assert staging.parts(7, pushes, ["came along", None]) == [
+        pushes = [(*A, 1, 2.0), (*B, 4, 0.5), (*B, 5, 1.0)]  # of the last one nothing came here
+        assert staging.parts(7, pushes, ["came along", None, None]) == [
             ("came along", 2.0), ((B, 4), 0.5),
         ]  # fmt: skip
+        assert staging.staged(7, B, 4) == (B, 4)
+        assert staging.staged(7, B, 5) is staging.staged(8, B, 4) is None
 
     def test_what_was_counted_goes_with_the_step_whatever_its_local_step(
         self, staging: Staging

@@ -610,10 +610,14 @@ def test_a_step_that_could_not_be_applied_is_told_to_all() -> None:
     ]
     assert refusals(steps.push(0, 1)) == [(0, "ParameterServerLost")]
     assert steps.live(0) == []
+    backup = Steps(2)
+    backup.restore(steps.snapshot(), {GROUP: config(2)})
+    assert refusals(backup.push(0, 1, number=3)) == [(0, "ParameterServerLost")]
 
 
 def test_defining_again_changes_nothing_and_must_be_the_same() -> None:
     steps = Steps(2)
+    assert (steps.knows(GROUP), steps.knows(GROUP + 1)) == (True, False)
     steps.push(0, 0)
     steps.define(GROUP, config(2), 9)
     assert steps.present_and_first(GROUP)[0] == 0
@@ -660,8 +664,9 @@ def test_what_was_counted_is_pending_until_every_ps_has_applied_it() -> None:
     steps = Steps(2)
     steps.push(0, 0, closure=5, ordinal=1)
     assert steps.pending_closures() == [5]
-    assert steps.calls() == []
+    assert steps.calls() == steps.closing() == []
     steps.push(1, 0, closure=7)
+    assert [(close.group, close.step) for close in steps.closing()] == [(GROUP, 0)]
     assert steps.pending_closures() == [5, 7]  # the step is being applied
     assert steps.calls() == []
     steps.closed(GROUP, 0)

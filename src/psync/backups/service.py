@@ -52,7 +52,7 @@ class Section(Protocol):
     To add one: a class with these three, in ``PsServices.sections``, which is what digests and
     backups are made of; its changes through ``Executor.submit``; the messages of ``entries`` in
     ``wire.messages``. A backup executes these when it has the snapshot, in the order of the
-    sections; no two may replay the same message. ``backups.accumulators`` is a small one.
+    sections; no two may replay the same message. ``ps.accumulators`` is a small one.
 
     Its own handlers are listed in ``PsServices.handlers``. If it remembers clients it is told who
     has been replaced (``PsServices.refuse_below``), if requests wait in it, when it ends (``end``).

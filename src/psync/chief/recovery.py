@@ -20,16 +20,16 @@ from typing import TypeVar
 
 from psync.checkpoints.files import STREAM_VARIABLE, StoredSnapshot, disk_errors
 from psync.chief import recovery_rule as rules
-from psync.chief.creation import Creation, OwnOptimizers
+from psync.chief.declarations import Creation
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
 from psync.client.link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, all_of, always, ask
 from psync.closures.closure import State as ClosureState
+from psync.closures.membership import ScheduleReports
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
 from psync.closures.rollback import KEPT_BYTES, CutCalls, EndedClosures
-from psync.closures.schedule_reports import ScheduleReports
 from psync.cluster import parse_task_name
 from psync.errors import (
     CheckpointCorrupt,
@@ -292,7 +292,6 @@ class ClusterRecovery:
     gangs: GangRunner  # those that run are ended by one
     reports: ScheduleReports  # are told again to ps 0 after one
     creation: Creation  # knows what was created, and what is adopted
-    optimizers: OwnOptimizers  # of this program
     _: KW_ONLY
     perform: Callable[[Sequence[QueueAction]], None]  # does what the queue decided
     tell_again: Callable[[], None]  # tells ps tasks how far closures are: they do not know
@@ -324,18 +323,22 @@ class ClusterRecovery:
         """There is a new checkpoint: what it has cannot be undone any more."""
         self.ended.saved(CutCalls(snapshots), self.queue.is_open)
 
-    def note_ended(self, ended: Sequence[EndedCall]) -> None:
-        """Note closures that have ended: a rollback may undo them."""
-        for each in ended:
-            self.ended.ended(each.number, each.updates)
-            if each.call is not None and _may_be_repeated(each):
-                self.ended.kept.keep(each.number, each.call, each.call.parts())
+    def note_ended(self, ended: Sequence[EndedCall], *, early: bool) -> None:
+        """Note closures that have ended: a rollback may undo them.
 
-    def note_ended_early(self, ended: Sequence[EndedCall]) -> None:
-        """Note closures that have ended before the first cut: it may lack a synchronous push."""
+        Args:
+            ended: The closures.
+            early: Whether no cut was begun yet: the first one may lack a synchronous push.
+        """
         for each in ended:
-            if _may_be_repeated(each):
+            if not early:
+                self.ended.ended(each.number, each.updates)
+            if each.call is None or not _may_be_repeated(each):
+                continue
+            if early:
                 self.ended.ended_early(each.number)
+            else:
+                self.ended.kept.keep(each.number, each.call, each.call.parts())
 
     def calls_undone_by(self, event: RollbackEvent) -> list[ScheduledCall]:
         """Return, once, the calls of the closures that a rollback has undone, in order.
@@ -405,7 +408,7 @@ class ClusterRecovery:
     async def backed_up(self) -> None:
         """Wait until every ps has a backup; see ``ClusterCoordinator.backed_up``."""
         if self.has_backups:
-            if self.creation.reattachment is not None:
+            if self.creation.left is not None:
                 await self.creation.ensure(last=True)
             await self.backups.complete()
 
@@ -604,7 +607,7 @@ class ClusterRecovery:
                 "another program than this one",
                 hint="save again after the last variable was declared",
             )
-        incarnation, optimizers = self.links.endpoint.incarnation, self.optimizers.listed()
+        incarnation, optimizers = self.links.endpoint.incarnation, self.creation.own.listed()
         self._snapshots = [
             replace(each, state=each.state.for_coordinator(incarnation).with_rates(optimizers))
             for each in snapshots

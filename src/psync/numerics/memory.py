@@ -625,10 +625,6 @@ class _Window(Block):
         end = self._stop * size if stop is None else self._start * size + stop
         return self._arena.export(self._start * size + start, end)
 
-    def held(self) -> bool:
-        """Return whether anybody outside sees any of the arena."""
-        return self._arena.held()
-
 
 class ArenaArray(BlockArray):
     """A small BlockArray, not empty, in an arena.

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from psync.accumulators import rule_of
 from psync.checkpoints.files import NONCE, DataFile, current_disk, disk_errors, read_bounded
 from psync.checkpoints.manifest import Place, Planned
 from psync.errors import (
@@ -43,7 +44,6 @@ from psync.net.platform import Parts
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.takes import rule_of
 from psync.store.ledger import Ledger
 from psync.store.snapshot import Frozen, Loaded
 from psync.store.snapshot_state import SnapshotState

@@ -294,6 +294,11 @@ class Ledger:
             if not self.knows(client, sequence):
                 self._refused.setdefault(client, set()).add(sequence)
 
+    def forget(self, client: Client, sequence: int) -> None:
+        """Forget a message that was recorded; it may come again, and is judged anew."""
+        if self.knows(client, sequence):
+            del self._senders[client[0]].messages[sequence]
+
     def knows(self, client: Client, sequence: int) -> bool:
         """Return whether a message has been judged, and is not forgotten yet."""
         sender = self._senders.get(client[0])

@@ -139,9 +139,6 @@ class Plan:
     # By optimizer, of each run: where its slots lie; None: not side by side.
     slots: dict[int, list[list[Run] | None]] = field(default_factory=dict)
 
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self.keys)
-
 
 class ShardStore(RowTable):
     """A table of shards whose values can be changed. Single owner; never blocks.
@@ -570,8 +567,7 @@ class ShardStore(RowTable):
             slots = self._slots_of(run, names)
             found.append(None if None in slots else cast(list[Run], slots))
         _note_further([slot for beside in found for slot in beside or ()])
-        if not any(shard.busy for run in plan.runs for shard in run.shards):
-            plan.slots[optimizer_id] = found
+        plan.slots[optimizer_id] = found
         return found
 
     def _slots_of(self, run: Run, names: Sequence[tuple[int, str]]) -> list[Run | None]:
@@ -595,8 +591,7 @@ class ShardStore(RowTable):
                 and names[0] in shard.slots
             ]
             there.sort(key=lambda shard: cast(ArenaArray, shard.values).start)
-        each = [shard.slots[name] for shard in there for name in names]
-        if any(shard.busy for shard in there) or any(slot.num_blocks > 1 for slot in each):
+        if any(shard.busy for shard in there):
             return
         for name in names:
             made = Arena.of([shard.slots[name] for shard in there])

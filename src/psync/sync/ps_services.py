@@ -30,7 +30,6 @@ from typing import Any
 
 import msgpack
 
-from psync.backups.accumulators import AccumulatorSection
 from psync.backups.sender import Served
 from psync.backups.service import BackupService, Section
 from psync.cluster import parse_task_name
@@ -38,15 +37,14 @@ from psync.errors import ConfigurationError, ConnectionLost, FencedError, PsyncE
 from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
-from psync.ps.accumulators import AccumulatorService
+from psync.ps.accumulators import Accumulators
+from psync.ps.admission import GateService, PsLocks
 from psync.ps.computes import Compute, Touches
 from psync.ps.cooperative_work import LongWork
 from psync.ps.count_teller import NEWS_SHIFT, CountTeller
 from psync.ps.creation import ShardCreation, copied_by
-from psync.ps.cut_gate import GateService
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
-from psync.ps.locks import PsLocks
 from psync.ps.pulls import PsPulls, RowPulls
 from psync.ps.snapshots import pack_accumulators, pack_answer, unpack_accumulators
 from psync.ps.updates import PsUpdates
@@ -155,7 +153,7 @@ class PsServices:
         for number, raw in state.groups:
             self.sync.known(number, raw)
         accumulators = unpack_accumulators(state.accumulators)
-        self.accumulators = AccumulatorService(task, work, ledger, executor, accumulators)
+        self.accumulators = Accumulators(task, work, ledger, executor, accumulators)
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
@@ -180,7 +178,7 @@ class PsServices:
                 self._tell_counts()
         self.sections: Sequence[Section] = (
             self.updates,
-            AccumulatorSection(self.accumulators),
+            self.accumulators,
             self.closer or self.sync,
         )
         self.backup = BackupService(
@@ -273,7 +271,12 @@ class PsServices:
             "pushes": self.updates.pushes,
             "assigns": self.updates.assigns,
             "staleness": self.updates.staleness.statistics(),
-            "queue": self.executor.waiting + self.executor.computes.waiting,
+            "waiting": {
+                "gate": self.gate.num_waiting,
+                "lock": self.locks.num_waiting,
+                "backup": self.executor.waiting,
+                "compute": self.executor.computes.waiting,
+            },
             "store": self.store.statistics(),
             "ledger": self.ledger.statistics(),
             "locks": self.locks.statistics(),

@@ -26,6 +26,7 @@ from psync.status.dashboard.view import (
     row_of,
     staleness,
     states,
+    to_json,
     view_of,
     worker_row,
 )
@@ -83,12 +84,12 @@ def test_it_has_its_schema() -> None:
             history.add(seen)
             for span in ("recent", "run"):
                 view = view_of(seen, history, span=span)
-                check_view(json.loads(json.dumps(view, allow_nan=False)))
+                check_view(json.loads(to_json(view)))
 
 
 def test_of_nothing_at_all_it_has_its_schema_too() -> None:
     view = view_of(status(), History())
-    check_view(json.loads(json.dumps(view, allow_nan=False)))
+    check_view(json.loads(to_json(view)))
     assert set(view["missing"]) == {"loss", "staleness", "work", "placement"}
     assert set(view_of(full_status(), History())["missing"]) == {"placement"}
     assert view_of(status(placement=(shard(),)), History())["placement"] != []

@@ -211,6 +211,6 @@ def _contents(task: PsTask) -> dict[str, Any]:
         held = hosted.rule.held()
         found[f"accumulator {name!r}"] = held and (
             held.count, held.weight, held.shape, [array.tolist() for array in held.arrays],
-            [each.name for each in hosted.waiting.values()],
+            [(*each.owner.client, each.owner.sequence) for each in hosted.rule.waiting],
         )  # fmt: skip
     return found

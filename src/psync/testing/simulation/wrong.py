@@ -20,12 +20,12 @@ from psync.closures.queue import Action, ClosureQueue
 from psync.errors import TaskLost
 from psync.net.connection import Handler
 from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
+from psync.ps.admission import LockTable
 from psync.ps.computes import Computes
 from psync.ps.updates import Update
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog, LogState, chained
 from psync.store.ledger import AlreadyApplied, Fresh, Ledger
-from psync.store.locks import LockTable
 from psync.store.push_counts import FIRST, HOME
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
@@ -178,7 +178,7 @@ def read_at_any_time(self: ShardTable, key: Any) -> Any:
 def read_together_at_any_time(self: ShardStore, shards: Any) -> Any:
     if shards.layout != self.layout:
         self._settle(shards)
-    return [view for key in shards for view in read_at_any_time(self, key)]
+    return [view for key in shards.keys for view in read_at_any_time(self, key)]
 
 
 def only_values(shard: Any) -> Iterator[Any]:
