@@ -52,7 +52,7 @@ from psync.net.shielding import shielded
 from psync.net.transport import Listener
 from psync.numerics.memory import BlockPool
 from psync.ps.comparison import Diverged
-from psync.ps.snapshots import load
+from psync.ps.snapshots import fill, load
 from psync.ps.succession import check_newest
 from psync.store.commit_log import chained
 from psync.store.snapshot import Loaded
@@ -396,15 +396,11 @@ class BackupHost:
         return known
 
     async def _fill(self, request: Request[FillBackup]) -> None:
-        peer, message, body = request.peer, request.message, request.segments
-        known = self._known(peer, message.ps, message.epoch)
+        message = request.message
+        known = self._known(request.peer, message.ps, message.epoch)
         if known.loaded is None:
             raise UsageError(f"the snapshot of {known.sender} is complete")
-        at = message.start
-        for data in body:
-            for _ in known.loaded.write(message.item, at, data):
-                await asyncio.sleep(0)
-            at += len(data)
+        await fill(known.loaded, message.item, message.start, request.segments)
         request.answer(Done())
 
     def _log(self, request: Request[LogEntries]) -> None:

@@ -87,6 +87,14 @@ def load(state: SnapshotState, parts: Parts, task: str, pool: BlockPool, floor: 
     return Loaded(state, parts.of(ShardStore)(task, pool), parts.of(Ledger)(floor), unpack_answer)
 
 
+async def fill(loaded: Loaded, item: int, start: int, segments: Sequence[memoryview]) -> None:
+    """Write bytes of an item from ``start`` on; others go on between two blocks."""
+    for data in segments:
+        for _ in loaded.write(item, start, data):
+            await asyncio.sleep(0)
+        start += len(data)
+
+
 def pack_answer(answer: object) -> bytes | None:
     """Return how a snapshot keeps the answer to an update; None: it does not."""
     return encode(answer) if isinstance(answer, Pushed) else None
@@ -370,11 +378,9 @@ class Snapshots:
         return load.loaded
 
     async def _fill(self, request: Request[FillSnapshot]) -> None:
-        peer, message, body = request.peer, request.message, request.segments
-        loaded = self._loaded(peer, message.load)
-        for data in body:
-            for _ in loaded.write(message.item, message.start, data):
-                await asyncio.sleep(0)
+        message = request.message
+        loaded = self._loaded(request.peer, message.load)
+        await fill(loaded, message.item, message.start, request.segments)
         request.answer(Done())
 
     def _take(self, request: Request[RestoreSnapshot]) -> None:

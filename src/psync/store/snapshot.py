@@ -103,7 +103,7 @@ class Frozen:
 def _constant(item: SnapshotItem) -> list[memoryview]:
     assert item.fill is not None, "the caller has looked"
     size, itemsize = item.nbytes, len(item.fill)
-    block = memoryview(item.fill * (min(size, BLOCK_BYTES) // itemsize))
+    block = bytes_of(item.fill * (min(size, BLOCK_BYTES) // itemsize)).data
     return [block[: size - start] for start in range(0, size, BLOCK_BYTES)]
 
 
