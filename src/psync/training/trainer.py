@@ -478,11 +478,9 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Shard]:
                 f"{[array.shape for array in found]}"
             )
         cuts = np.linspace(0, lengths.pop(), num_shards + 1).astype(int)
-        return [
-            ArrayDataset(map_nest(operator.itemgetter(slice(start, stop)), arrays), batch_size)
-            for start, stop in itertools.pairwise(cuts)
-            if start < stop
-        ]
+        parts = [slice(start, stop) for start, stop in itertools.pairwise(cuts) if start < stop]
+        shards = [map_nest(operator.itemgetter(part), arrays) for part in parts]
+        return [ArrayDataset(shard, batch_size) for shard in shards]
     if isinstance(data, Sequence) and data and not isinstance(data, str | bytes):
         if any(map(_is_of_rows, data)):
             raise ConfigurationError(
