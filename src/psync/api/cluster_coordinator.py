@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import math
@@ -300,13 +301,7 @@ class ClusterCoordinator(Scheduling):
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
             has_backups=strategy.ps_recovery == "backup",
         )
-
-        def placed(known: tuple[ShardStatus, ...]) -> tuple[ShardStatus, ...]:
-            """Return where the shards of all variables lie: more may be declared."""
-            count = sum(len(variable.spec.shards) for variable in strategy.variables)
-            return known if count == len(known) else strategy.placement().rows
-
-        source = StatusSource(coordinator, placed)
+        source = StatusSource(coordinator, functools.partial(placed, strategy))
         source.variables = lambda: {
             variable.spec.variable_id: variable.spec.name for variable in strategy.variables
         }
@@ -809,6 +804,14 @@ class report:
             logger.warning("no report was written: %s", exc)
         finally:
             log.remove()
+
+
+def placed(
+    strategy: ParameterServerStrategy, known: tuple[ShardStatus, ...]
+) -> tuple[ShardStatus, ...]:
+    """Return where the shards of all variables lie, which changes when more are declared."""
+    count = sum(len(variable.spec.shards) for variable in strategy.variables)
+    return known if count == len(known) else strategy.placement().rows
 
 
 @asynccontextmanager
