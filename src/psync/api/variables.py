@@ -102,10 +102,8 @@ class Handle(AwaitFirst):
         )
 
     def _repr_html_(self) -> str:
-        rows = [
-            (shard.index, shard.shape, shard.offset, shard.nbytes, f"ps {shard.ps}")
-            for shard in self.spec.shards
-        ]
+        shards = self.spec.shards
+        rows = [(s.index, s.shape, s.offset, s.nbytes, f"ps {s.ps}") for s in shards]
         title = f"{type(self).__name__} {self.name!r}, {self.spec.dtype} of shape {self.shape}"
         return table(title, ("shard", "shape", "first row", "bytes", "ps"), rows)
 

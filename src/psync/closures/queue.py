@@ -171,11 +171,8 @@ class Losses:
 
     def is_killer(self, closure: Closure) -> bool:
         """Whether the losses of a closure are not by chance."""
-        chance = [
-            held
-            for held in self._recent
-            if closure.id not in held and self._proven.issuperset(held.values())
-        ]
+        others = [held for held in self._recent if closure.id not in held]
+        chance = [held for held in others if self._proven.issuperset(held.values())]
         return len(closure.lost_on) >= self._limit + len(chance)
 
 

@@ -585,12 +585,9 @@ def _renamed(contents: Contents, found: Mapping[str, str], reader: Reader) -> di
         was = names.get(found.get(path, path), handle.name)
         if was != handle.name:
             now[was] = handle.name
-    return {
-        f"{prefix}/{was}": f"{prefix}/{name}"
-        for prefix in contents.by_variable
-        for was, name in now.items()
-        if f"{prefix}/{was}" in reader.manifest.tensors
-    }
+    pairs = [(each, was, name) for each in contents.by_variable for was, name in now.items()]
+    renamed = {f"{each}/{was}": f"{each}/{name}" for each, was, name in pairs}
+    return {was: name for was, name in renamed.items() if was in reader.manifest.tensors}
 
 
 def _below_list(path: str, variable: str) -> str:
@@ -939,10 +936,8 @@ class Checkpoint:
             for name, tensor in manifest.tensors.items()
             if name in contents.arrays or name.startswith(prefixes)
         }
-        return {
-            name: contents.add(name, thing)(arrays, manifest.states)
-            for name, thing in self._objects.items()
-        }
+        objects, saved = self._objects.items(), (arrays, manifest.states)
+        return {name: contents.add(name, thing)(*saved) for name, thing in objects}
 
     def _contents(self, *, slots: bool = True) -> Contents:
         contents = Contents(slots)

@@ -132,6 +132,11 @@ class History:
         for name, value in logs.items():
             self.history.setdefault(name, []).append(value)
 
+    def _add_repeated(self, steps: int) -> None:
+        """Add steps that were trained again after the last epoch."""
+        if self.repeated:
+            self.repeated[-1] += steps
+
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the history as plain data."""
         return asdict(self)
@@ -295,8 +300,7 @@ class EpochRuns:
         manager = self.trainer.manager
         while (undone := self.owed_steps()) or not (saved or manager is None):
             if undone:
-                if repeated := self.trainer.history.repeated:  # of the last epoch
-                    repeated[-1] += undone
+                self.trainer.history._add_repeated(undone)
                 await self._train(None)
                 await self.trainer._values_of(list(self._closures.values()), self.ended)
                 saved = False
@@ -477,11 +481,9 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Shard]:
                 f"{[array.shape for array in found]}"
             )
         cuts = np.linspace(0, lengths.pop(), num_shards + 1).astype(int)
-        return [
-            ArrayDataset(map_nest(operator.itemgetter(slice(start, stop)), arrays), batch_size)
-            for start, stop in itertools.pairwise(cuts)
-            if start < stop
-        ]
+        parts = [slice(start, stop) for start, stop in itertools.pairwise(cuts) if start < stop]
+        shards = [map_nest(operator.itemgetter(part), arrays) for part in parts]
+        return [ArrayDataset(shard, batch_size) for shard in shards]
     if isinstance(data, Sequence) and data and not isinstance(data, str | bytes):
         if any(map(_is_of_rows, data)):
             raise ConfigurationError(
