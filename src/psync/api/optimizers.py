@@ -284,7 +284,7 @@ def pushes_of(optimizer: Optimizer, step: object) -> int:
 
 AnyVariable = Variable | ShardedVariable
 GradsAndVars = Iterable[tuple[Any, AnyVariable]]
-_PAIRS = {tuple, list}
+_PAIRS, _ARRAYS = {tuple, list}, {np.ndarray}
 Gradient = np.ndarray | IndexedSlices
 Pairs = list[tuple[Gradient, AnyVariable]]
 
@@ -569,7 +569,7 @@ class Optimizer:
         self._also_trained: set[tuple[str, int]] = set()  # not trainable, and pushed from here
         self._wrapper: weakref.ref[Optimizer] | None = None
         # Variables that it may train together, and what their gradients are.
-        self._settled: dict[tuple[Any, ...], list[tuple[np.dtype, tuple[int, ...]]]] = {}
+        self._settled: dict[tuple[Any, ...], list[tuple[np.dtype, tuple[int, ...], bool]]] = {}
         self._in_use = in_use  # from then on the ps tasks know the configuration, or soon will
 
     def __psync_handle__(self) -> tuple[int, ...]:
@@ -852,10 +852,13 @@ class Optimizer:
         """
         if unknown := sorted(options.keys() - self._push_options):
             raise TypeError(f"push_pull() got an unexpected keyword argument {unknown[0]!r}")
-        variables = tuple(dict.fromkeys(leaves(pull)))
+        is_list = type(pull) is list and is_flat(pull)
+        variables = tuple(dict.fromkeys(pull if is_list else leaves(pull)))
         result, values = await self._pushed(grads_and_vars, global_step, variables, **options)
         if values is None:
             return result, await pull_values(pull)
+        if is_list and len(values) == len(pull):  # each stands there once
+            return result, values
         return result, mapped(pull, dict(zip(variables, values, strict=True)).__getitem__)
 
     def _asked(
@@ -964,7 +967,9 @@ class Optimizer:
         if not self._forbid_nonfinite:
             if len(self._settled) >= MAX_SETTLED:
                 self._settled.clear()
-            self._settled[variables] = [(each.dtype, each.spec.shape) for each in variables]
+            self._settled[variables] = [
+                (dtype_of(each.spec.dtype), each.spec.shape, True) for each in variables
+            ]
         return gradients, variables
 
     def _settled_pairs(
@@ -978,12 +983,15 @@ class Optimizer:
             expected = self._settled[variables]
         except (TypeError, ValueError, KeyError):
             return None
-        for gradient, (dtype, shape) in zip(gradients, expected, strict=True):
-            if type(gradient) is not np.ndarray or gradient.dtype != dtype:
+        if not _ARRAYS.issuperset(map(type, gradients)):
+            # numpy's numbers are arrays, too; all else is looked at more closely.
+            gradients = tuple(
+                [np.asarray(each) if isinstance(each, np.generic) else each for each in gradients]
+            )
+            if not _ARRAYS.issuperset(map(type, gradients)):
                 return None
-            if gradient.shape != shape or not gradient.flags.c_contiguous:
-                return None
-        return gradients, variables
+        found = [(each.dtype, each.shape, each.flags.c_contiguous) for each in gradients]
+        return (gradients, variables) if found == expected else None
 
     async def _runtime(self, operation: str, *variables: AnyVariable) -> Runtime:
         """Return what carries ``operation`` to the ps tasks, by default on all that it trains."""

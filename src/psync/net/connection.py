@@ -618,7 +618,10 @@ class Connection(asyncio.BufferedProtocol):
                 frame.token = frame.request_id
                 frame.message = decode(frame.header)
                 try:
-                    return _fitting(into(frame.message, frame.lengths, frame.borrowed), frame)
+                    views = into(frame.message, frame.lengths, frame.borrowed)
+                    if sum(map(len, views)) != frame.nbytes:
+                        raise _misfit(views, frame)
+                    return views
                 except Exception as exc:
                     del self._calls[frame.request_id]
                     _tell(then, exc)
@@ -632,8 +635,10 @@ class Connection(asyncio.BufferedProtocol):
             prepare = handler.prepare
             if prepare is not None:
                 try:
-                    frame.segments = _fitting(prepare(frame), frame)
-                    return frame.segments
+                    views = frame.segments = prepare(frame)
+                    if sum(map(len, views)) != frame.nbytes:
+                        raise _misfit(views, frame)
+                    return views
                 except Exception as exc:
                     frame.token = exc
                     return None
@@ -1021,8 +1026,6 @@ def _tell(then: Then, outcome: Frame | Exception) -> None:
         then.set_result(outcome)
 
 
-def _fitting(views: Sequence[memoryview], frame: Frame) -> list[memoryview]:
-    given = len(views[0]) if len(views) == 1 else sum(map(len, views))
-    if given != frame.nbytes:
-        raise LocalProtocolError(f"{given} bytes of memory were given for a body of {frame.nbytes}")
-    return list(views)
+def _misfit(views: Sequence[memoryview], frame: Frame) -> LocalProtocolError:
+    given = sum(map(len, views))
+    return LocalProtocolError(f"{given} bytes of memory were given for a body of {frame.nbytes}")
