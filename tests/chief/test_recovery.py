@@ -22,7 +22,7 @@ from memory_cluster import (
 )
 from psync import RollbackEvent
 from psync.errors import ConnectFailed, FencedError, ParameterServerLost, WorkerLost
-from psync.wire.messages import Assign
+from psync.wire.messages import Update
 from replica_training import declared, run
 from snapshot_store import keep_snapshots
 
@@ -461,7 +461,7 @@ async def test_an_update_that_no_ps_answers_does_not_hold_up_the_end() -> None:
             with strategy.scope():
                 v = psync.Variable(np.zeros(1), name="v")
             await v.read()
-            with cluster.tap("ps-0").at(Assign, lambda: False) as sent:
+            with cluster.tap("ps-0").at(Update, lambda: False) as sent:
                 adding = asyncio.ensure_future(v.assign_add(np.ones(1)))
                 await sent.wait()
                 adding.cancel()  # it goes on in the background

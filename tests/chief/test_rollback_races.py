@@ -14,7 +14,7 @@ import psync
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, running, until
 from psync.errors import PsyncError
 from psync.testing import settle
-from psync.wire.messages import Assign, CreateShards, RestoreSnapshot
+from psync.wire.messages import CreateShards, RestoreSnapshot, Update
 from snapshot_store import keep_snapshots
 
 pytestmark = pytest.mark.virtual_time
@@ -64,7 +64,7 @@ async def test_an_update_answered_while_ps_tasks_go_back_is_made_again(tmp_path:
         await v.assign_add(1)
         await keep_snapshots(coordinator, tmp_path)
         go_on = asyncio.Event()
-        with cluster.tap("ps-0").at(Assign, go_on.wait) as sent:
+        with cluster.tap("ps-0").at(Update, go_on.wait) as sent:
             adding = asyncio.ensure_future(v.assign_add(1))
             await sent.wait()
 
@@ -94,8 +94,8 @@ async def test_an_update_that_is_made_again_outlives_lost_connections_as_before(
                 if len(sent) in (1, 3):  # what it sends first, and first after the rollback
                     cluster.network.cut("ps-0:1")
 
-            with cluster.tap("ps-0").at(Assign, cut):
-                with cluster.tap("ps-1").at(Assign, lambda: False) as lost:
+            with cluster.tap("ps-0").at(Update, cut):
+                with cluster.tap("ps-1").at(Update, lambda: False) as lost:
                     adding = asyncio.ensure_future(v.assign_add([1, 1]))
                     await lost.wait()
                 await until(lambda: len(sent) == 2)

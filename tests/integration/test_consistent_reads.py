@@ -15,7 +15,7 @@ from local_training import in_step
 from memory_cluster import MemoryCluster, running, until
 from psync.errors import LockLost
 from psync.testing import MemoryNetwork
-from psync.wire.messages import AssignLocked, LockShards
+from psync.wire.messages import LockShards, Update
 
 virtual = pytest.mark.virtual_time
 
@@ -142,7 +142,7 @@ async def test_a_reader_that_is_cancelled_leaves_no_lock_and_a_writer_ends_in_th
 ):
     async with sharded() as (cluster, _, v):
         go_on = asyncio.Event()
-        with cluster.tap("ps-1").at(AssignLocked, go_on.wait) as sent:
+        with cluster.tap("ps-1").at(Update, go_on.wait) as sent:
             holder = asyncio.create_task(v.assign(full(2), atomic=True))
             await sent.wait()
             waiting = [
@@ -173,7 +173,7 @@ async def test_a_synchronous_step_waits_for_a_lock_and_is_closed_then() -> None:
             await optimizer.apply_gradients([(np.ones((ROWS, 2), np.float32), v)], global_step)
 
         go_on = asyncio.Event()
-        with cluster.tap("ps-1").at(AssignLocked, go_on.wait) as sent:
+        with cluster.tap("ps-1").at(Update, go_on.wait) as sent:
             writing = asyncio.create_task(v.assign(full(5), atomic=True))
             await sent.wait()
             value = coordinator.schedule(step)

@@ -16,7 +16,7 @@ from local_training import training
 from memory_cluster import MemoryCluster, coordinating, event_of, note, running
 from psync.errors import CheckpointError, CheckpointMismatch
 from psync.testing import MemoryNetwork, settle
-from psync.wire.messages import AssignLocked, Freeze, OpenGate
+from psync.wire.messages import Freeze, OpenGate, Update
 
 
 def declared(strategy: psync.ParameterServerStrategy) -> tuple[Any, Any]:
@@ -219,7 +219,7 @@ async def test_a_save_an_atomic_assign_and_a_push_do_not_wait_for_each_other_for
 
             await v.read()
             go_on = asyncio.Event()
-            with cluster.tap("ps-1").at(AssignLocked, go_on.wait) as sent:
+            with cluster.tap("ps-1").at(Update, go_on.wait) as sent:
                 writing = asyncio.create_task(v.assign(np.ones(4, np.float32), atomic=True))
                 await sent.wait()
                 coordinator.schedule(push)
