@@ -120,15 +120,17 @@ class HeldSender:
             count: At most so many.
             heard: Whether its primary hears that it has them.
         """
-        batch = self.log.to_ship(count, MANY) if self.log.state is LogState.PAIRED else ()
+        first, batch = self.log.shipped, list[Entry]()
+        if self.log.state is LogState.PAIRED:
+            first, batch = self.log.to_ship(count, MANY)
         if not batch:  # or its snapshot is on its way
             return 0
         try:
-            upto = await self._entries(batch[0].number, [each.entry for each in batch])
+            upto = await self._entries(first, batch)
         except PsyncError as exc:
             self._fail(exc)
             return 0
-        numbers = " to ".join(dict.fromkeys([f"{batch[0].number}", f"{upto}"]))
+        numbers = " to ".join(dict.fromkeys([f"{first}", f"{upto}"]))
         what = "entry" if len(batch) == 1 else "entries"
         not_heard = "" if heard else ", which is not heard"
         self.stage.say(f"backup of ps {self._served.ps}: has {what} {numbers}{not_heard}")

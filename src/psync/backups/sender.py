@@ -29,7 +29,7 @@ from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.ps.executor import MAX_KEPT_BYTES, Entry
-from psync.store.commit_log import CommitLog, LogState, Numbered
+from psync.store.commit_log import CommitLog, LogState
 from psync.store.snapshot import Frozen
 from psync.wire.codec import Message
 from psync.wire.frames import Frame, Segment
@@ -174,11 +174,23 @@ class BackupSender:
 
     async def _send_before(self, before: Sequence[Entry], first: int) -> None:
         """Send what comes before the first entry of the log; this ends the snapshot."""
-        ps, epoch = self._served.ps, self.order.epoch
-        for number, entry in enumerate(before, first - len(before)):
-            listed = [(*entry.client, entry.header, len(entry.body))]
-            await self._call(LogEntries(ps, epoch, number, listed), entry.body)
-        await self._call(LogEntries(ps, epoch, first, []))
+        number, weight = first - len(before), 0
+        batch: list[Entry] = []
+        for entry in before:
+            if batch and (len(batch) == MAX_ENTRIES or weight + entry.weight > MAX_BYTES):
+                await self._call(*self._listed(number, batch))
+                number, weight, batch = number + len(batch), 0, []
+            batch.append(entry)
+            weight += entry.weight
+        if batch:
+            await self._call(*self._listed(number, batch))
+        await self._call(*self._listed(first, ()))
+
+    def _listed(self, first: int, batch: Sequence[Entry]) -> tuple[LogEntries, list[memoryview]]:
+        """Return the message that brings entries, and its segments."""
+        entries = [(*each.client, each.header, len(each.body)) for each in batch]
+        segments = [segment for each in batch for segment in each.body]
+        return LogEntries(self._served.ps, self.order.epoch, first, entries), segments
 
     async def _call(self, message: Message, segments: Sequence[Segment] = ()) -> Message | None:
         """Send a part of a snapshot, again where a connection is lost, until it is answered."""
@@ -200,18 +212,14 @@ class BackupSender:
 
     def ship(self) -> None:
         """Send what there is to be sent."""
+        log = self._log
         while self._ships and self._peer is not None and self._under_way < MAX_UNDER_WAY:
-            if self._log.state is not LogState.PAIRED:
+            if log.state is not LogState.PAIRED or log.shipped == log.last:
                 return
-            batch = self._log.to_ship(MAX_ENTRIES, MAX_BYTES)
-            if not batch:
-                return
-            self._send(self._peer, batch)
+            self._send(self._peer, *log.to_ship(MAX_ENTRIES, MAX_BYTES))
 
-    def _send(self, peer: Connection, batch: Sequence[Numbered[Entry]]) -> None:
-        entries = [(*each.entry.client, each.entry.header, len(each.entry.body)) for each in batch]
-        segments = [segment for each in batch for segment in each.entry.body]
-        message = LogEntries(self._served.ps, self.order.epoch, batch[0].number, entries)
+    def _send(self, peer: Connection, first: int, batch: Sequence[Entry]) -> None:
+        message, segments = self._listed(first, batch)
         if not self._under_way:
             self._note_heard()
         self._under_way += 1

@@ -321,7 +321,8 @@ class BackupService:
 
 
 def _entry(client: Client, message: Message | bytes, body: Sequence[memoryview]) -> Entry:
-    return Entry(client, message if isinstance(message, bytes) else encode(message), body)
+    header = message if isinstance(message, bytes) else encode(message)
+    return Entry(client, header, body, sum(map(len, body)))
 
 
 def _seen(task: asyncio.Task[None]) -> None:

@@ -73,6 +73,12 @@ class Entry:
     client: Client
     header: bytes  # the message
     body: Sequence[memoryview]
+    nbytes: int  # of the body
+
+    @property
+    def weight(self) -> int:
+        """What it counts: headers more, as those of all entries of a message are one header."""
+        return self.nbytes + HEADER_WEIGHT * len(self.header)
 
 
 @dataclass(slots=True)
@@ -159,7 +165,7 @@ class Executor:
             as_it_came = request.header if message is request.message else b""
             number = self._ship(client or request.peer.client, as_it_came or encode(message), body)
         is_free = not self._queue and not self._acting and self._busy is None
-        if is_free and (log.state is LogState.ALONE or self._may_execute(number)):
+        if is_free and (log.state is LogState.ALONE or log.may_judge(number)):
             self._execute(number, act, request, claim, None)
             if self._queue:  # what it has brought with it
                 self.advance()
@@ -255,10 +261,9 @@ class Executor:
         return number
 
     def _keep(self, client: Client, header: bytes, body: Sequence[memoryview]) -> int:
-        nbytes = sum(map(len, body))
-        self._comparison.shipped(client, header, nbytes)
-        # Headers weigh more: those of all entries of a message are one frame's header.
-        return self.log.append(Entry(client, header, body), nbytes + HEADER_WEIGHT * len(header))
+        entry = Entry(client, header, body, sum(map(len, body)))
+        self._comparison.shipped(client, header, entry.nbytes)
+        return self.log.append(entry, entry.weight)
 
     # Executing them.
 
@@ -328,7 +333,7 @@ class Executor:
         done = 0
         while self._queue and self._busy is None and self._over is None:
             head = self._queue[0]
-            if head.number and not self._may_execute(head.number):
+            if head.number and not self.log.may_judge(head.number):
                 return
             if done == AT_ONCE:
                 self._again = True
@@ -337,13 +342,6 @@ class Executor:
             done += 1
             self._queue.popleft()
             self._execute(head.number, head.act, head.request, None, head.ended)
-
-    def _may_execute(self, number: int) -> bool:
-        try:
-            return self.log.may_judge(number)
-        except FencedError as exc:
-            self.end(exc)
-            return False
 
     def _look_again(self) -> None:
         self._again = False

@@ -12,9 +12,9 @@ other, and so does its backup.
 from __future__ import annotations
 
 import enum
+import itertools
 import zlib
 from collections import deque
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from psync.errors import FencedError, LocalProtocolError
@@ -31,15 +31,6 @@ class LogState(enum.Enum):
     DEPOSED = "deposed"
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered(Generic[E]):
-    """An entry in its place."""
-
-    number: int
-    entry: E
-    nbytes: int
-
-
 class CommitLog(Generic[E]):
     """The log of one primary. Single owner; never blocks.
 
@@ -54,9 +45,10 @@ class CommitLog(Generic[E]):
         self._task = task
         self._max_kept = max_kept_bytes
         self.last = 0  # number of the last entry
-        self._kept: deque[Numbered[E]] = deque()  # that the backup does not have
+        self.shipped = 0  # up to this number they are on their way
+        # That the backup does not have, from the first after ``taken``, with what each counts.
+        self._kept: deque[tuple[E, int]] = deque()
         self._kept_bytes = 0
-        self._shipped = 0  # up to this number they are on their way
 
     def append(self, entry: E, nbytes: int) -> int:
         """Give an entry its place, and return its number.
@@ -68,7 +60,7 @@ class CommitLog(Generic[E]):
             raise FencedError(f"{self._task} has been replaced by its backup")
         self.last += 1
         if self.state is not LogState.ALONE:
-            self._kept.append(Numbered(self.last, entry, nbytes))
+            self._kept.append((entry, nbytes))
             self._kept_bytes += nbytes
             if self.state is LogState.COPYING and self._kept_bytes > self._max_kept:
                 self.give_up()
@@ -77,12 +69,11 @@ class CommitLog(Generic[E]):
     def may_judge(self, number: int) -> bool:
         """Return whether an entry is where it has to be before it is applied.
 
-        Raises:
-            FencedError: Another one is the primary now: it must not be applied here.
+        None is any more once another one is the primary.
         """
-        if self.state is LogState.DEPOSED:
-            raise FencedError(f"{self._task} has been replaced by its backup")
-        return self.state is not LogState.PAIRED or number <= self.taken
+        if self.state is LogState.PAIRED:
+            return number <= self.taken
+        return self.state is not LogState.DEPOSED
 
     def begin_copy(self) -> int:
         """Keep all entries from now on for a backup; return the number of the last before.
@@ -92,7 +83,7 @@ class CommitLog(Generic[E]):
         """
         self._check(LogState.ALONE)
         self.state = LogState.COPYING
-        self.taken = self._shipped = self.last
+        self.taken = self.shipped = self.last
         return self.last
 
     def pair(self) -> None:
@@ -104,20 +95,19 @@ class CommitLog(Generic[E]):
         self._check(LogState.COPYING)
         self.state = LogState.PAIRED
 
-    def to_ship(self, max_entries: int, max_bytes: int) -> list[Numbered[E]]:
-        """Return the next entries that are not on their way; they are from now on."""
-        batch: list[Numbered[E]] = []
-        nbytes = 0
-        for kept in self._kept:
-            if kept.number <= self._shipped:
-                continue
-            if batch and (len(batch) >= max_entries or nbytes + kept.nbytes > max_bytes):
+    def to_ship(self, max_entries: int, max_bytes: int) -> tuple[int, list[E]]:
+        """Return the next entries that are not on their way, and the number of the first.
+
+        They are on their way from now on.
+        """
+        first, batch, total = self.shipped + 1, list[E](), 0
+        for entry, nbytes in itertools.islice(self._kept, self.shipped - self.taken, None):
+            if batch and (len(batch) >= max_entries or total + nbytes > max_bytes):
                 break
-            batch.append(kept)
-            nbytes += kept.nbytes
-        if batch:
-            self._shipped = batch[-1].number
-        return batch
+            batch.append(entry)
+            total += nbytes
+        self.shipped += len(batch)
+        return first, batch
 
     def note_taken(self, number: int) -> None:
         """The backup has all entries up to this one.
@@ -129,14 +119,15 @@ class CommitLog(Generic[E]):
             raise LocalProtocolError(
                 f"{self._task}: its backup has entry {number}, but there are only {self.last}"
             )
-        self._shipped = max(self._shipped, number)  # it came over a connection that was lost
+        self.shipped = max(self.shipped, number)  # it came over a connection that was lost
+        while self._kept and self.taken < number:
+            self._kept_bytes -= self._kept.popleft()[1]
+            self.taken += 1
         self.taken = max(self.taken, number)
-        while self._kept and self._kept[0].number <= number:
-            self._kept_bytes -= self._kept.popleft().nbytes
 
     def ship_again(self) -> None:
         """What was on its way may be lost: ship all that the backup does not have."""
-        self._shipped = self.taken
+        self.shipped = self.taken
 
     def give_up(self) -> None:
         """There is no backup any more: go on alone. A deposed primary stays one."""

@@ -147,7 +147,7 @@ def have_full_budgets(tasks: Mapping[str, Any]) -> bool:
         if (
             sender is not None
             and sender._under_way >= MAX_UNDER_WAY
-            and log._shipped < log.last
+            and log.shipped < log.last
             and any("unfinished" in peer._pauses for peer in primary._endpoint.peers)
         ):
             full.add((host.task, sender.order.task))

@@ -45,7 +45,7 @@ Make = Callable[[Callable[..., Any]], Any]
 
 def may_judge_shipped(original: Callable[..., Any]) -> Any:
     def may_judge(self: CommitLog[Any], number: int) -> bool:
-        shipped = self.state is LogState.PAIRED and number <= self._shipped
+        shipped = self.state is LogState.PAIRED and number <= self.shipped
         return shipped or bool(original(self, number))
 
     return may_judge
