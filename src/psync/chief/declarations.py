@@ -34,9 +34,11 @@ from psync.store.reattach import (
     NewOptimizer,
     Orders,
     partial_updates,
+    read_sent,
 )
+from psync.store.untrusted_json import to_json
 from psync.wire.limits import Limits
-from psync.wire.messages import AdoptShards, CreateShards, DescribeShards, Done, ShardsDescribed
+from psync.wire.messages import AdoptShards, CreateShards, DescribeShards, Done
 from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
@@ -499,8 +501,9 @@ class Creation:
         Cancellation: Safe.
         """
         links = self._ps.links
-        answers = await all_of([ask(link, DescribeShards(), ShardsDescribed) for link in links])
-        holdings = [Holding.from_bytes(b"".join(segments)) for _, segments in answers]
+        answers = await all_of([ask(link, DescribeShards(), Done) for link in links])
+        where = "a ps has described what it holds as nonsense"
+        holdings = [read_sent(segments, Holding, where) for _, segments in answers]
         adoption = Adoption(holdings)
         if adoption.is_empty:
             logger.info("the ps tasks are empty: all variables start with their initial values")
@@ -517,7 +520,7 @@ class Creation:
     async def _order(self, orders: Sequence[Orders], *, lineage: int, last: bool) -> None:
         """Let each ps do what was decided."""
         message, each = AdoptShards(lineage, last), zip(self._ps.links, orders, strict=True)
-        await all_of([ask(link, message, Done, [what.to_bytes()]) for link, what in each])
+        await all_of([ask(link, message, Done, [to_json(what)]) for link, what in each])
 
     async def ensure(self, *, last: bool = False) -> None:
         """Create everything that is declared, or adopt it.

@@ -481,7 +481,7 @@ class WorkerLinks:
             if control.is_open and bulk.is_open and bulk.incarnation == control.incarnation:
                 # In our own range, whatever the worker's clock says: ps tasks refuse whoever worked
                 # for an earlier coordinator, and nobody who works for the next one. See
-                # ``ps.succession.GrantService``.
+                # ``ps.succession.Succession``.
                 self._membership.connected(worker.name, self._endpoint.incarnation)
                 incarnations = self._membership.incarnation(worker.name), self._endpoint.incarnation
                 addresses = list(self._cluster.ps_addresses.values())

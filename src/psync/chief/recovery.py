@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -314,7 +314,6 @@ class ClusterRecovery:
         self._began: float | None = None  # when the queue was paused; None: it is not
         # Of the present rollback: how far training was, and what it goes back to.
         self._from_step = 0
-        self._states: Sequence[SnapshotState] = ()
         self._snapshots: Sequence[StoredSnapshot] = ()
         self._loads = 0  # so far
 
@@ -567,7 +566,7 @@ class ClusterRecovery:
             await self._attach_all()
         elif step is RollbackStep.LOAD:
             self._loads += 1
-            each = zip(links, self._snapshots, self._states, strict=True)
+            each = zip(links, self._snapshots, strict=True)
             await all_of([self._prepare(*one) for one in each])
         elif step is RollbackStep.CREATE:
             if self.has_backups:
@@ -581,7 +580,7 @@ class ClusterRecovery:
             await self._ask_all(messages.RestoreSnapshot(self._loads, ps.timeline, fences))
         else:
             lineage = self.links.endpoint.incarnation + self.links.ps.timeline
-            await self._ask_all(messages.AdoptShards(lineage, last=True), [Orders().to_bytes()])
+            await self._ask_all(messages.AdoptShards(lineage, last=True), [to_json(Orders())])
 
     async def _ask_all(self, message: Message, segments: Sequence[bytes] = ()) -> None:
         links = self.links.ps.links
@@ -599,18 +598,19 @@ class ClusterRecovery:
                 f"the newest checkpoint has {len(snapshots)} ps tasks, expected "
                 f"{len(self.links.ps.links)}"
             )
-        states = [SnapshotState.from_bytes(each.state, str(each.file)) for each in snapshots]
-        kept = {(spec.key, spec.variable) for state in states for spec in state.shards}
+        kept = {
+            (key, spec.variable) for each in snapshots for key, spec in each.state.specs.items()
+        }
         if missing := self.creation.created - kept:
             raise CheckpointError(
                 f"{len(missing)} shards were created after the newest checkpoint was saved, or by "
                 "another program than this one",
                 hint="save again after the last variable was declared",
             )
-        self._snapshots = snapshots
         incarnation, optimizers = self.links.endpoint.incarnation, self.creation.own.listed()
-        self._states = [
-            state.for_coordinator(incarnation).with_rates(optimizers) for state in states
+        self._snapshots = [
+            replace(each, state=each.state.for_coordinator(incarnation).with_rates(optimizers))
+            for each in snapshots
         ]
 
     async def _iterations(self) -> int:
@@ -651,9 +651,9 @@ class ClusterRecovery:
             for link, seconds in zip(links, patience_s, strict=True):
                 link.lost_after_s = seconds
 
-    async def _prepare(self, link: PsLink, snapshot: StoredSnapshot, state: SnapshotState) -> None:
+    async def _prepare(self, link: PsLink, snapshot: StoredSnapshot) -> None:
         """Let a ps read its snapshot, or send it, where the ps does not find the file."""
-        packed = state.to_bytes()
+        packed = snapshot.state.to_bytes()
         if not flag(os.environ, STREAM_VARIABLE):
             places = to_json(snapshot.places)
             try:
@@ -773,8 +773,8 @@ class ClusterRecovery:
 
     def _rolled_back(self, lost: Sequence[int]) -> RollbackEvent:
         links = self.links.ps.links
-        to_step = max(state.iterations for state in self._states)
-        undone = self.ended.undone(CutCalls(self._states))
+        to_step = max(each.state.iterations for each in self._snapshots)
+        undone = self.ended.undone(CutCalls([each.state for each in self._snapshots]))
         event = RollbackEvent(
             tuple(links[ps].task for ps in lost), self.links.ps.timeline,
             max(self._from_step, to_step), to_step, undone.closures, self._seconds(),

@@ -40,7 +40,6 @@ from psync.ps.pulls import PsPulls
 from psync.ps.shard_sets import Body, ShardSet, body_in_place, memory_for, owned, set_of
 from psync.store.commit_log import LogNames, LogState
 from psync.store.ledger import Call, Client, Duplicate, Ledger, Verdict
-from psync.store.ledger_snapshot import control_of
 from psync.store.push_counts import HOME
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, AssignOp, Key, ShardStore, Work, ones
@@ -366,7 +365,7 @@ class PsUpdates:
         """Return what the ledger remembers, and the counts of optimizers that were used."""
         optimizers = self._store.optimizers.items()
         counts = sorted((number, each.count.state) for number, each in optimizers)
-        return [control_of(self._ledger, encode), [each for each in counts if any(each[1])]]
+        return [self._ledger.control(encode), [each for each in counts if any(each[1])]]
 
     async def entries(self) -> list[Listed]:
         """Return no entries."""

@@ -645,12 +645,11 @@ def _variable_names(reader: Reader) -> dict[str, str]:
     """Return of which variable each tensor is the value, as far as what each ps held says it."""
     values: dict[tuple[str, int], str] = {}  # (file, first byte) → variable
     for snapshot in stored_snapshots(reader.path) if reader.manifest.snapshots else ():
-        state = SnapshotState.from_bytes(snapshot.state, str(snapshot.file))
-        variables = {spec.key: spec.variable for spec in state.shards}
+        state = snapshot.state
         for place in snapshot.places:
             item = state.items[place.item]
             if place.nbytes and not item.slot:
-                values[snapshot.file.name, place.start] = variables[item.key]
+                values[snapshot.file.name, place.start] = state.specs[item.key].variable
     return {
         tensor.name: values[piece.file, piece.start]
         for tensor in reader.manifest.tensors.values()
@@ -1372,8 +1371,7 @@ async def _write_streamed(cut: Cut, ps: int, layout: Layout, path: Path) -> Writ
     finally:
         for data_file in opened:
             data_file.abandon()
-    places = [(piece.start, piece.nbytes, piece.crc32) for _, piece in data_file.slices]
-    return WrittenSnapshot(size, places)
+    return WrittenSnapshot(size, data_file.places())
 
 
 async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:

@@ -40,7 +40,7 @@ from psync.ps.computes import Computes
 from psync.ps.updates import PsUpdates, Update
 from psync.ps_task import PsTask
 from psync.replicas import gang_runner
-from psync.store import ledger_snapshot, snapshot
+from psync.store import snapshot
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.shards import ShardTable
@@ -107,7 +107,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "copy_drops_calls": Mutant(
         "a copy and a snapshot have all calls that were applied", ("checkpoint", "replica"),
-        ((ledger_snapshot, "restore_ledger", wrong.drops_calls),),
+        ((Ledger, "restore", wrong.drops_calls),),
     ),
     "rollback_without_one": Mutant(
         "all ps tasks go back", ("checkpoint",), ((PsTask, "take", wrong.one_forgets_to_take),)

@@ -95,11 +95,11 @@ def done_if(holds: Callable[[Any, int], Any]) -> Make:
 
 
 def drops_calls(original: Callable[..., Any]) -> Any:
-    def restore_ledger(ledger: Ledger, state: Any, unpack: Any) -> None:
+    def restore(ledger: Ledger, state: Any, unpack: Any) -> None:
         fewer = dataclasses.replace(state, calls=state.calls[: len(state.calls) // 2])
         original(ledger, fewer, unpack)
 
-    return restore_ledger
+    return restore
 
 
 def one_forgets_to_take(original: Callable[..., Any]) -> Any:
