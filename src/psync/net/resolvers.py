@@ -531,7 +531,7 @@ def resolve_cluster(environ: Mapping[str, str] | None = None) -> ClusterResolver
     )
 
 
-def jobs_of(environ: Environ, number: str, source: str) -> dict[str, int]:
+def jobs_of(environ: Mapping[str, str], number: str, source: str) -> dict[str, int]:
     """Return the number of tasks of each job, as ``PSYNC_JOBS`` has it; jobs of none are left out.
 
     What it does not name has its default: one chief, one ps, and as many workers as are left.
@@ -575,7 +575,7 @@ def jobs_of(environ: Environ, number: str, source: str) -> dict[str, int]:
     return {job: count for job, count in jobs.items() if count}
 
 
-def port_of(environ: Environ, default: int) -> int:
+def port_of(environ: Mapping[str, str], default: int) -> int:
     """Return the port that ``PSYNC_PORT`` names. Raises ConfigurationError: it is malformed."""
     text = environ.get("PSYNC_PORT", "")
     if not text:
