@@ -176,10 +176,8 @@ def peered(
     pool, nonce = BlockPool(), bytes(32)
     challenge = Challenge(VERSION, PS, 1, nonce, True, b"")
     hello = Hello(VERSION, VERSION, WORKER, 2, lane, nonce, True)
-    serving, calling = (
-        ServerHandshake(SECRET.value, challenge),
-        ClientHandshake(SECRET.value, hello, PS),
-    )
+    serving = ServerHandshake(SECRET.value, challenge)
+    calling = ClientHandshake(SECRET.value, hello, PS)
     back = end_of(serving, server, BlockPool(), server_opened)
     peer = end_of(calling, client, pool, client_opened)
     before(peer)

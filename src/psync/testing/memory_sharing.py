@@ -32,7 +32,6 @@ class MemoryChannel(SideChannel):
         self._queue: deque[tuple[int, memoryview]] = deque()
         self._ended = False
         self._then: Callable[[], None] | None = None
-        self._context: contextvars.Context | None = None
 
     def give(self, region: Region) -> bool:
         """Let the peer see a region."""

@@ -29,8 +29,12 @@ def num_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+Ends = tuple[SideChannel, SideChannel]
+Hostile = tuple[SideChannel, socket.socket]
+
+
 @pytest.fixture
-def ends() -> Iterator[tuple[SideChannel, SideChannel]]:
+def ends() -> Iterator[Ends]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channels = SideChannel(ours), SideChannel(theirs)
     yield channels
@@ -39,7 +43,7 @@ def ends() -> Iterator[tuple[SideChannel, SideChannel]]:
 
 
 @pytest.fixture
-def hostile() -> Iterator[tuple[SideChannel, socket.socket]]:
+def hostile() -> Iterator[Hostile]:
     """A channel, and a socket at its other end that says anything."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel = SideChannel(ours)
@@ -57,7 +61,7 @@ def filled(number: int, nbytes: int = MIB) -> Mapping:
 # --- regions ---------------------------------------------------------------------------------
 
 
-def test_regions_arrive_at_once_and_in_order(ends: tuple[SideChannel, SideChannel]) -> None:
+def test_regions_arrive_at_once_and_in_order(ends: Ends) -> None:
     ours, theirs = ends
     assert list(theirs.take()) == []
     made = [filled(number) for number in (1, 2, 3)]
@@ -70,9 +74,7 @@ def test_regions_arrive_at_once_and_in_order(ends: tuple[SideChannel, SideChanne
     assert [number for number, _ in ours.take()] == [1]
 
 
-def test_when_the_queue_is_full_regions_are_not_given(
-    ends: tuple[SideChannel, SideChannel],
-) -> None:
+def test_when_the_queue_is_full_regions_are_not_given(ends: Ends) -> None:
     ours, theirs = ends
     made = filled(1, 4096)
     before, count = num_fds(), 0
@@ -91,7 +93,7 @@ def test_when_the_queue_is_full_regions_are_not_given(
 
 @pytest.mark.parametrize("free", [0, 1])  # a mapping has a descriptor of its own
 def test_whoever_has_no_descriptor_for_a_region_says_so_and_shares_no_more(
-    free: int, ends: tuple[SideChannel, SideChannel], caplog: pytest.LogCaptureFixture
+    free: int, ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, theirs = ends
     made = [filled(number) for number in (1, 2)]
@@ -109,9 +111,7 @@ def test_whoever_has_no_descriptor_for_a_region_says_so_and_shares_no_more(
     assert "raise `ulimit -n`" in record.getMessage()
 
 
-def test_what_arrives_is_not_passed_on_to_processes(
-    ends: tuple[SideChannel, SideChannel],
-) -> None:
+def test_what_arrives_is_not_passed_on_to_processes(ends: Ends) -> None:
     ours, theirs = ends
     made = filled(1)
     ours.give(made.region)
@@ -139,9 +139,7 @@ GIVEN = struct.pack("<QQ", 1, 4096)
 
 @pytest.mark.parametrize("data", [b"x", GIVEN[:-1], GIVEN + b"x", GIVEN * 3])
 @pytest.mark.parametrize("fds", [0, 1, 2])
-def test_other_words_are_no_region(
-    data: bytes, fds: int, hostile: tuple[SideChannel, socket.socket]
-) -> None:
+def test_other_words_are_no_region(data: bytes, fds: int, hostile: Hostile) -> None:
     channel, sock = hostile
     made = make_region(1, 4096)
     before = num_fds()
@@ -152,7 +150,7 @@ def test_other_words_are_no_region(
 
 
 @pytest.mark.parametrize("fds", [0, 2, 3, 200])
-def test_a_region_has_one_descriptor(fds: int, hostile: tuple[SideChannel, socket.socket]) -> None:
+def test_a_region_has_one_descriptor(fds: int, hostile: Hostile) -> None:
     channel, sock = hostile
     made = make_region(1, 4096)
     before = num_fds()
@@ -162,9 +160,7 @@ def test_a_region_has_one_descriptor(fds: int, hostile: tuple[SideChannel, socke
     assert num_fds() == before
 
 
-def test_nobody_waits_for_it_whatever_the_peer_does_to_their_common_socket(
-    ends: tuple[SideChannel, SideChannel],
-) -> None:
+def test_nobody_waits_for_it_whatever_the_peer_does_to_their_common_socket(ends: Ends) -> None:
     """Who made the pair may have kept a copy of the end that it gave away."""
     ours, theirs = ends
     for channel in ends:
@@ -178,7 +174,7 @@ def test_nobody_waits_for_it_whatever_the_peer_does_to_their_common_socket(
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "disk", "channel itself"])
 def test_a_descriptor_of_something_else_is_closed(
-    kind: str, hostile: tuple[SideChannel, socket.socket], tmp_path: os.PathLike[str]
+    kind: str, hostile: Hostile, tmp_path: os.PathLike[str]
 ) -> None:
     channel, sock = hostile
     with contextlib.ExitStack() as stack:
@@ -202,9 +198,7 @@ def test_a_descriptor_of_something_else_is_closed(
         assert num_fds() == before
 
 
-def test_what_was_taken_before_the_junk_is_good(
-    hostile: tuple[SideChannel, socket.socket],
-) -> None:
+def test_what_was_taken_before_the_junk_is_good(hostile: Hostile) -> None:
     channel, sock = hostile
     made = filled(1, 4096)
     say(sock, GIVEN, [made.region.fd])
@@ -218,9 +212,7 @@ def test_what_was_taken_before_the_junk_is_good(
 # --- the end ---------------------------------------------------------------------------------
 
 
-def test_after_the_end_nothing_is_taken_or_given(
-    ends: tuple[SideChannel, SideChannel],
-) -> None:
+def test_after_the_end_nothing_is_taken_or_given(ends: Ends) -> None:
     ours, theirs = ends
     made = filled(1)
     assert ours.give(made.region)
@@ -233,7 +225,7 @@ def test_after_the_end_nothing_is_taken_or_given(
 
 
 def test_what_was_given_is_there_although_the_giver_has_closed_and_not_read_ours(
-    ends: tuple[SideChannel, SideChannel],
+    ends: Ends,
 ) -> None:
     """The kernel says so first, by a connection that was reset."""
     ours, theirs = ends
@@ -245,7 +237,7 @@ def test_what_was_given_is_there_although_the_giver_has_closed_and_not_read_ours
     assert list(theirs.take()) == []
 
 
-def test_closing_twice_does_no_harm(ends: tuple[SideChannel, SideChannel]) -> None:
+def test_closing_twice_does_no_harm(ends: Ends) -> None:
     ours, _ = ends
     ours.close()
     ours.close()
@@ -261,9 +253,7 @@ async def ended(channel: SideChannel) -> asyncio.Event:
 
 
 @pytest.mark.parametrize("how", ["end", "close"])
-async def test_the_end_is_told_once_whatever_is_in_the_queue(
-    how: str, ends: tuple[SideChannel, SideChannel]
-) -> None:
+async def test_the_end_is_told_once_whatever_is_in_the_queue(how: str, ends: Ends) -> None:
     ours, theirs = ends
     made = filled(1)
     before = num_fds()
@@ -286,7 +276,7 @@ async def test_the_end_is_told_once_whatever_is_in_the_queue(
     assert len(told) == 1
 
 
-async def test_regions_are_no_end(ends: tuple[SideChannel, SideChannel]) -> None:
+async def test_regions_are_no_end(ends: Ends) -> None:
     ours, theirs = ends
     event = await ended(theirs)
     ours.give(filled(1).region)
@@ -298,16 +288,14 @@ async def test_regions_are_no_end(ends: tuple[SideChannel, SideChannel]) -> None
     assert not event.is_set()  # nobody wants to know any more
 
 
-async def test_an_end_that_was_there_already_is_told(
-    ends: tuple[SideChannel, SideChannel],
-) -> None:
+async def test_an_end_that_was_there_already_is_told(ends: Ends) -> None:
     ours, theirs = ends
     ours.close()
     event = await ended(theirs)
     await event.wait()
 
 
-async def test_a_killed_process_has_ended(ends: tuple[SideChannel, SideChannel]) -> None:
+async def test_a_killed_process_has_ended(ends: Ends) -> None:
     """Whatever it held: the kernel closes its end, and gives its memory back."""
     ours, theirs = ends
     code = "import sys; sys.stdin.read()"

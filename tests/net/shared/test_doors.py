@@ -20,15 +20,7 @@ from ports import claimed_ports
 from psync.net.platform import fresh_process
 from psync.net.shared import doors
 from psync.net.shared.door_names import door_beside, name_of_door, shut
-from psync.net.shared.doors import (
-    PREAMBLE,
-    Door,
-    SideChannel,
-    can_share,
-    doors_of,
-    ran_out,
-    through_door,
-)
+from psync.net.shared.doors import Door, SideChannel, can_share, doors_of, through_door
 from psync.net.shared.regions import make_region
 from psync.net.transport import SocketNetwork
 from psync.testing import settle
@@ -252,7 +244,7 @@ async def test_a_task_that_could_not_take_a_region_shares_no_more(accepted: Acce
         before = await through_door([accepted.name], Sharer)
         assert before is not None
         let_in = await accepted.next()
-        ran_out().set()
+        doors.ran_out().set()
         assert await through_door([accepted.name], Sharer) is None
         with socket.socket(socket.AF_UNIX) as sock:  # of a task that does not know
             sock.setblocking(False)
@@ -275,10 +267,10 @@ async def test_a_task_with_one_descriptor_left_is_reached_by_its_address(
         sock.connect(accepted.name)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
-            socket.send_fds(sock, [PREAMBLE], [theirs.fileno()])
+            socket.send_fds(sock, [doors.PREAMBLE], [theirs.fileno()])
         with descriptors(1):
             await left(sock)
-        assert ran_out().is_set()
+        assert doors.ran_out().is_set()
     assert await through_door([accepted.name], Sharer) is None
 
 
@@ -361,19 +353,19 @@ def stream(stack: contextlib.ExitStack) -> list[int]:
 
 
 JUNK: dict[str, tuple[bytes, Callable[[contextlib.ExitStack], list[int]]]] = {
-    "no descriptor": (PREAMBLE, lambda stack: []),
+    "no descriptor": (doors.PREAMBLE, lambda stack: []),
     "another word": (b"x", channel),
     "another word, alone": (b"GET / HTTP/1.1\r\n\r\n", lambda stack: []),
     "a frame of psync": (b"PSYN" + bytes(28), lambda stack: []),
-    "a pipe": (PREAMBLE, pipe),
-    "a file": (PREAMBLE, disk),
-    "a region": (PREAMBLE, lambda stack: [stack.enter_context(region()).fileno()]),
-    "a TCP socket": (PREAMBLE, of(socket.socket)),
-    "a stream": (PREAMBLE, stream),
-    "datagrams": (PREAMBLE, of(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))),
-    "two channels": (PREAMBLE, two_channels),
-    "many channels": (PREAMBLE, many),
-    "a channel and a pipe": (PREAMBLE, lambda stack: channel(stack) + pipe(stack)),
+    "a pipe": (doors.PREAMBLE, pipe),
+    "a file": (doors.PREAMBLE, disk),
+    "a region": (doors.PREAMBLE, lambda stack: [stack.enter_context(region()).fileno()]),
+    "a TCP socket": (doors.PREAMBLE, of(socket.socket)),
+    "a stream": (doors.PREAMBLE, stream),
+    "datagrams": (doors.PREAMBLE, of(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))),
+    "two channels": (doors.PREAMBLE, two_channels),
+    "many channels": (doors.PREAMBLE, many),
+    "a channel and a pipe": (doors.PREAMBLE, lambda stack: channel(stack) + pipe(stack)),
 }
 
 
@@ -408,7 +400,7 @@ async def test_a_channel_that_leads_nowhere_lends_nothing(accepted: Accepted) ->
         socket.socket(socket.AF_UNIX) as sock,
     ):
         sock.connect(accepted.name)
-        socket.send_fds(sock, [PREAMBLE], [loose.fileno()])
+        socket.send_fds(sock, [doors.PREAMBLE], [loose.fileno()])
         server = await accepted.next()
         assert server.channel is not None
         assert not server.channel.give(make_region(1, 4096).region)

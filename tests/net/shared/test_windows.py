@@ -14,16 +14,7 @@ import numpy as np
 import pytest
 
 from psync.net.shared import regions
-from psync.net.shared.regions import (
-    MAX_WINDOWS,
-    PAGE,
-    WORTH_BYTES,
-    Windows,
-    make_heap,
-    make_region,
-    map_foreign,
-    root_of,
-)
+from psync.net.shared.regions import MAX_WINDOWS, PAGE, WORTH_BYTES, Windows, root_of
 
 pytestmark = pytest.mark.skipif(Windows()._mremap is None, reason="only Linux can")
 
@@ -41,10 +32,10 @@ class Piece:
 
     def __init__(self, nbytes: int, offset: int = 0, value: int = 1) -> None:
         phase = offset % PAGE
-        self._mapping = made = make_region(1, phase + nbytes)
+        self._mapping = made = regions.make_region(1, phase + nbytes)
         self.written = np.frombuffer(made, np.uint8)[phase:]
         self.written[:] = value
-        self._foreign = map_foreign(os.dup(made.region.fd), phase + nbytes)
+        self._foreign = regions.map_foreign(os.dup(made.region.fd), phase + nbytes)
         self.view = root_of(self._foreign[phase:]).data
 
     def forget(self) -> None:
@@ -182,7 +173,7 @@ def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_be_mapped_side_by_side_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     made, (first, second) = Windows(), pieces_of(N, N)
-    heap = root_of(memoryview(make_heap(1, N).region.heap or b"")).data
+    heap = root_of(memoryview(regions.make_heap(1, N).region.heap or b"")).data
     assert made.joined([first.view, heap]) is None  # of a network in memory
     assert made.joined([first.view, None]) is None  # scattered
     assert made.joined([first.view[:-1], second.view]) is None  # pages do not line up
