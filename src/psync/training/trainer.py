@@ -133,6 +133,11 @@ class History:
         for name, value in logs.items():
             self.history.setdefault(name, []).append(value)
 
+    def _add_repeated(self, steps: int) -> None:
+        """Add steps that were trained again after the last epoch."""
+        if self.repeated:
+            self.repeated[-1] += steps
+
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the history as plain data."""
         return asdict(self)
@@ -296,8 +301,7 @@ class EpochRuns:
         manager = self.trainer.manager
         while (undone := self.owed_steps()) or not (saved or manager is None):
             if undone:
-                if repeated := self.trainer.history.repeated:  # of the last epoch
-                    repeated[-1] += undone
+                self.trainer.history._add_repeated(undone)
                 await self._train(None)
                 await self.trainer._values_of(list(self._closures.values()), self.ended)
                 saved = False
