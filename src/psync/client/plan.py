@@ -420,11 +420,11 @@ class Landing:
                 continue
             if self._roots[buffer] is None:  # of an empty one nothing has come
                 self._buffer(buffer)
-            root, count = self._roots[buffer], len(variables)
+            memory, count = self._roots[buffer], len(variables)
             if count == 1:
-                made[variables[0]] = np.ndarray(shape, dtype, root, offset)
+                made[variables[0]] = np.ndarray(shape, dtype, memory, offset)
             else:  # as rows of one array: it takes a fraction of the time
-                block = np.ndarray((count, *shape), dtype, root, offset)
+                block = np.ndarray((count, *shape), dtype, memory, offset)
                 made.update(zip(variables, block, strict=True))
         made.update(self._given)
         self.arrays = list(map(made.__getitem__, range(len(self.plan.places))))
