@@ -781,11 +781,7 @@ class Connection(asyncio.BufferedProtocol):
         frame = b"".join(buffers) if body else head
         if self._waiting and self._in_order:
             self._waiting.append(([frame], None))
-        elif (
-            at_once
-            and not (self._flush_due or self._small)
-            and (sharing is None or not sharing.has_to_say)
-        ):
+        elif at_once and not (self._flush_due or self._small or (sharing and sharing.has_to_say)):
             if not self._transport.is_closing():
                 self.bytes_sent += nbytes
                 self._transport.writelines((frame,))

@@ -657,10 +657,14 @@ class ArenaArray(BlockArray):
         """Let a new array have the contents ``data`` (1-D uint8, as many bytes)."""
         self.block(0).array.view(np.uint8)[:] = data
 
+    def begin(self, pool: BlockPool) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Begin to replace all elements, in this turn; see ``Arena.begin``."""
+        self._is_used = True
+        return self.arena.begin(self.start, self.start + self.size, pool)
+
     def writable(self, i: int, pool: BlockPool) -> Block:
         """As of a block, where it lies; ``commit`` it in this turn: the others are updated, too."""
-        end = self.start + self.size
-        present, target, self._is_replaced = self.arena.begin(self.start, end, pool)
+        present, target, self._is_replaced = self.begin(pool)
         if present is not target:
             np.copyto(target, present)
         return self.block(i)
@@ -669,33 +673,9 @@ class ArenaArray(BlockArray):
         """Let the array have the contents of a block. Returns whether somebody reads the old."""
         if block is self._blocks[i]:
             return self._is_replaced
-        self._is_used = True
-        _, target, is_replaced = self.arena.begin(self.start, self.start + self.size, pool)
+        _, target, is_replaced = self.begin(pool)
         np.copyto(target, block.array)
         block.retire(pool)
-        return is_replaced
-
-    def change(
-        self,
-        function: Callable[..., object],
-        operand: np.ndarray,
-        pool: BlockPool,
-        quietly: Callable[..., None],
-    ) -> bool:
-        """Let ``function`` make all elements of those that there are and an operand.
-
-        Args:
-            function: Called with these two, and with ``out``: where the new elements go.
-            operand: As many elements.
-            pool: As for ``writable``.
-            quietly: Calls the function, see ``Scratch``.
-
-        Returns:
-            Whether somebody reads the old elements.
-        """
-        self._is_used = True
-        present, target, is_replaced = self.arena.begin(self.start, self.start + self.size, pool)
-        quietly(function, present, operand, out=target)
         return is_replaced
 
     def release(self, i: int) -> Block:

@@ -31,6 +31,7 @@ Touches = Callable[[Any], Sequence[Key]]
 """Returns the shards, given a message, whose computes have to be done before."""
 
 
+@dataclass(slots=True, eq=False)
 class Compute:
     """What an entry does to arrays.
 
@@ -43,21 +44,11 @@ class Compute:
         in_pieces: Or else; None: there is nothing to do.
     """
 
-    __slots__ = ("at_once", "done", "in_pieces", "keys", "nbytes")
-
-    def __init__(
-        self,
-        keys: Sequence[Place],
-        done: Callable[[], None],
-        nbytes: int = 0,
-        at_once: Callable[[], None] = lambda: None,
-        in_pieces: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        self.keys = keys
-        self.done = done
-        self.nbytes = nbytes
-        self.at_once = at_once
-        self.in_pieces = in_pieces
+    keys: Sequence[Place]
+    done: Callable[[], None]
+    nbytes: int = 0
+    at_once: Callable[[], None] = lambda: None
+    in_pieces: Callable[[], Awaitable[None]] | None = None
 
 
 @dataclass(slots=True, eq=False)

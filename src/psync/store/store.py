@@ -642,7 +642,9 @@ class ShardStore(RowTable):
         shard = self._idle(key)
         values, pool = shard.values, self._pool
         if isinstance(values, ArenaArray):
-            self._copies += values.change(_ASSIGNING[op], operand, pool, self._scratch.quietly)
+            present, target, is_replaced = values.begin(pool)
+            self._scratch.quietly(_ASSIGNING[op], present, operand, out=target)
+            self._copies += is_replaced
             shard.version += 1
             self._assigns += 1
             return nothing()
