@@ -253,7 +253,6 @@ class PlanUpdate(Delivery[messages.Pushed]):
         client: Whose update it is.
         plan: Of the variables.
         arrays: For each of them; or none at all.
-        call: (closure, ordinal).
         message: Makes one, given this, the place of its request, and the connection.
         lane: Over which connection it goes.
         landing: Gets values that come with the answers; None: none are wanted.
@@ -264,12 +263,10 @@ class PlanUpdate(Delivery[messages.Pushed]):
         client: PsClient,
         plan: Plan,
         arrays: Sequence[Array],
-        call: tuple[int, int],
         message: Callable[[PlanUpdate, int, Connection], Message],
         lane: str = "",
         landing: Landing | None = None,
     ) -> None:
-        self._plan, self._call = plan, call
         self.rows: list[list[int] | None] = []  # that the messages name
         calls = []
         for at, (segments, rows, nbytes) in enumerate(bodies_of(plan, arrays)):
@@ -285,15 +282,10 @@ class PlanUpdate(Delivery[messages.Pushed]):
                 made.nbytes = max(nbytes, pulled.nbytes)
         super().__init__(messages.Pushed, "an update", calls, "the shards", may_lack=True)
 
-    def identity(self, at: int) -> tuple[int, int, int, int]:
-        """Return the number of a message, below which all are answered, closure and call."""
-        call, (closure, ordinal) = self.calls[at], self._call
-        part = self._plan.requests[at].part
-        return call.number, call.link.updates.acked_below, closure, ordinal << PART_BITS | part
 
-    def others(self, at: int) -> list[tuple[int, int]] | None:
-        """Return (ps, number) of the other messages, so that a cut finds all or none."""
-        return [*self.drawn[:at], *self.drawn[at + 1 :]] if len(self.drawn) > 1 else None
+def others_of(drawn: Sequence[tuple[int, int]], at: int) -> list[tuple[int, int]] | None:
+    """Return (ps, number) of an update's other messages, so that a cut finds all or none."""
+    return [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None
 
 
 class PsClient:
@@ -540,19 +532,19 @@ class PsClient:
             if definitions[at].plan not in peer.state["plans"]:
                 sent.link.define(peer, definitions[at])
             return messages.Update(
-                # See ``identity`` and ``others``.
                 sent.number, sent.link.updates.acked_below, call[0],
                 call[1] << PART_BITS | request.part, definitions[at].plan,
                 # What was known on another timeline ps tasks have undone.
                 elsewhere.get(request.ps, 0) if timeline == self.outgoing.timeline else 0,
-                request.place, [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None,
-                update.rows[at],
+                request.place,
+                # As ``others_of``.
+                [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None, update.rows[at],
                 None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
             )  # fmt: skip
 
         if IndexedSlices in map(type, gradients):
             gradients = self.in_order(gradients)
-        update = PlanUpdate(self, plan, gradients, call, message, landing=landing)
+        update = PlanUpdate(self, plan, gradients, message, landing=landing)
         with self.work.push:
             answers = await self.outgoing.deliver(update)
         if landing is not None:
@@ -659,15 +651,27 @@ class PsClient:
         """
 
         definitions = plan.defined.get(op) or plan.define(op, lambda _: {"op": op})
+        return await self._update(plan, values, definitions, call, lock=lock)
 
+    async def _update(
+        self,
+        plan: Plan,
+        arrays: Sequence[Array],
+        definitions: Sequence[messages.DefinePlan],
+        call: tuple[int, int],
+        *,
+        factors: list[float] | None = None,
+        lock: int = 0,
+    ) -> list[messages.Pushed]:
         def message(update: PlanUpdate, at: int, peer: Connection) -> messages.Update:
-            update.calls[at].link.define(peer, definitions[at])
+            sent, drawn, part = update.calls[at], update.drawn, plan.requests[at].part
+            sent.link.define(peer, definitions[at])
             return messages.Update(
-                *update.identity(at), definitions[at].plan, spread=update.others(at),
-                rows=update.rows[at], lock=lock,
+                sent.number, sent.link.updates.acked_below, call[0], call[1] << PART_BITS | part,
+                definitions[at].plan, 0, 0, others_of(drawn, at), update.rows[at], factors, lock,
             )  # fmt: skip
 
-        update = PlanUpdate(self, plan, values, call, message, "lock" if lock else "")
+        update = PlanUpdate(self, plan, arrays, message, "lock" if lock else "")
         with self.work.push:
             return await self.outgoing.deliver(update)
 
@@ -733,15 +737,7 @@ class PsClient:
         what = ("average", *sorted(originals.items()))
         definitions = plan.defined.get(what) or plan.define(what, said)
 
-        def message(update: PlanUpdate, at: int, peer: Connection) -> messages.Update:
-            update.calls[at].link.define(peer, definitions[at])
-            return messages.Update(
-                *update.identity(at), definitions[at].plan, spread=update.others(at),
-                factors=[decay],
-            )  # fmt: skip
-
-        with self.work.push:
-            return await self.outgoing.deliver(PlanUpdate(self, plan, (), call, message))
+        return await self._update(plan, (), definitions, call, factors=[decay])
 
     def in_order(self, gradients: Sequence[Array]) -> Sequence[Array]:
         """Return the same gradients; those of rows with ascending indices, each once."""

@@ -1,7 +1,7 @@
 """Pulls on a ps: whole shards, with or without a lock, and single rows.
 
-Both serve one timeline of one coordinator, with its store. ``PsPulls`` answers with the shard's
-own memory, or with its values in 16 bits (``numerics.compression``). ``RowPulls`` gathers rows into
+One object serves one timeline of one coordinator, with its store. Whole shards are answered with
+their own memory, or with their values in 16 bits (``numerics.compression``). Rows are gathered into
 one buffer, of a bounded size; a range of rows is answered with the shard's memory, too.
 """
 
@@ -37,6 +37,24 @@ class Closed(Protocol):
     steps: list[tuple[int, int]]  # (group, step); the same list until there is another one
 
 
+MAX_NUMBER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRows:
+    """Rows of one shard that were asked for, and where they are gathered."""
+
+    key: Key
+    rows: np.ndarray | range
+    nbytes: int
+    start: int  # in the memory for all that is gathered
+
+    @property
+    def consecutive(self) -> bool:
+        """Whether they lie side by side, so that nothing needs to be gathered."""
+        return isinstance(self.rows, range) and self.rows.step == 1
+
+
 class PsPulls:
     """Serves pulls.
 
@@ -46,8 +64,9 @@ class PsPulls:
         work: What takes long.
         closed: Has the last closed step of each group that has one, which values are of.
         locks: Knows who holds which.
-        pool: Memory for values in 16 bits.
+        pool: Memory for row numbers, and for what is gathered or in 16 bits.
         plans: Of all clients.
+        limits: Of what a request may make this task hold.
     """
 
     def __init__(
@@ -59,8 +78,9 @@ class PsPulls:
         locks: PsLocks,
         pool: BlockPool,
         plans: Plans[ShardSet],
+        limits: Limits,
     ) -> None:
-        self.pulls = 0  # that were served
+        self.pulls = self.row_pulls = 0  # that were served
         self._task = task
         self._store = store
         self._work = work
@@ -68,10 +88,14 @@ class PsPulls:
         self._locks = locks
         self._pool = pool
         self._plans = plans
+        self._limits = limits
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
-        return {Read: Handler(self._pull)}
+        return {
+            Read: Handler(self._pull),
+            PullRows: Handler(self._pull_rows, self._prepare_rows),
+        }
 
     def _pull(self, request: Request[Read]) -> None:
         message, client = request.message, request.peer.client
@@ -149,59 +173,9 @@ class PsPulls:
             segments.append(memory)
         request.answer(Pulled(steps), segments)
 
+    # Rows.
 
-MAX_NUMBER = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class WantedRows:
-    """Rows of one shard that were asked for, and where they are gathered."""
-
-    key: Key
-    rows: np.ndarray | range
-    nbytes: int
-    start: int  # in the memory for all that is gathered
-
-    @property
-    def consecutive(self) -> bool:
-        """Whether they lie side by side, so that nothing needs to be gathered."""
-        return isinstance(self.rows, range) and self.rows.step == 1
-
-
-class RowPulls:
-    """Serves pulls of rows.
-
-    Args:
-        task: Name of the ps.
-        limits: Of what a request may make this task hold.
-        work: What takes long.
-        pool: Memory for what comes in, and for what is gathered.
-        store: Its shards.
-        closed: As for ``PsPulls``.
-    """
-
-    def __init__(
-        self,
-        task: str,
-        limits: Limits,
-        work: LongWork,
-        pool: BlockPool,
-        store: ShardStore,
-        closed: Closed,
-    ) -> None:
-        self.pulls = 0  # that were served
-        self._task = task
-        self._limits = limits
-        self._work = work
-        self._pool = pool
-        self._store = store
-        self._closed = closed
-
-    def handlers(self) -> dict[type[Message], Handler]:
-        """Return who serves which message."""
-        return {PullRows: Handler(self._pull, self._prepare)}
-
-    def _prepare(self, request: Request[PullRows]) -> Sequence[memoryview]:
+    def _prepare_rows(self, request: Request[PullRows]) -> Sequence[memoryview]:
         message = request.message
         lengths = request.lengths
         counts = [part[2] for part in message.parts if not part[5]]
@@ -212,17 +186,17 @@ class RowPulls:
             )
         return memory_for(self._pool, sum(lengths), varies=True)
 
-    def _pull(self, request: Request[PullRows]) -> None:
+    def _pull_rows(self, request: Request[PullRows]) -> None:
         store, message = self._store, request.message
         wanted = self._wanted(store, message, request.segments)
         gathered = [one for one in wanted if not one.consecutive]
-        self.pulls += 1
+        self.row_pulls += 1
         memory = NO_BYTES
         if gathered:
             (memory,) = memory_for(self._pool, sum(one.nbytes for one in gathered), varies=True)
         cost = sum(store.rows_cost(one.key, one.rows) for one in gathered)
         if not self._work.fits_now(store, [one.key for one in wanted], cost):
-            request.start(self._pull_slowly(request, wanted, memory))
+            request.start(self._pull_rows_slowly(request, wanted, memory))
             return
         segments: list[Segment] = []
         for one in wanted:
@@ -232,12 +206,12 @@ class RowPulls:
             for _ in _begun(store, message, one, memory):
                 pass
             segments.append(memory[one.start : one.start + one.nbytes])
-        request.answer(RowsPulled(self._closed.steps), segments)
+        request.answer(RowsPulled(self.closed.steps), segments)
 
-    async def _pull_slowly(
+    async def _pull_rows_slowly(
         self, request: Request[PullRows], wanted: Sequence[WantedRows], memory: memoryview
     ) -> None:
-        store, message, steps = self._store, request.message, self._closed.steps
+        store, message, steps = self._store, request.message, self.closed.steps
         segments: list[Segment] = []
         for one in wanted:
             if one.consecutive:

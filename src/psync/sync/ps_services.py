@@ -46,7 +46,7 @@ from psync.ps.creation import ShardCreation, copied_by
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
 from psync.ps.plans import Plans, ShardSet
-from psync.ps.pulls import PsPulls, RowPulls
+from psync.ps.pulls import PsPulls
 from psync.ps.snapshots import pack_accumulators, pack_answer, unpack_accumulators
 from psync.ps.updates import PsUpdates, nothing_is_left
 from psync.specs import STEP_BITS
@@ -169,8 +169,9 @@ class PsServices:
             task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
             functools.partial(self.resume, "cut"),
         )  # fmt: skip
-        self.pulls = PsPulls(task, store, work, self.sync.staging, self.locks, pool, plans)
-        self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.staging)
+        self.pulls = PsPulls(
+            task, store, work, self.sync.staging, self.locks, pool, plans, platform.limits
+        )
         self.updates = parts.of(PsUpdates)(*served, self.gate, self.pulls, plans, wholes)
         self.teller: CountTeller | None = None  # None: there is one ps
         if attach is not None and num_ps > 1:
@@ -254,7 +255,6 @@ class PsServices:
             AwaitWaiters: Handler(self._await_waiters),
             ReportSchedule: Handler(self._report_schedule),
             **self.accumulators.handlers(),
-            **self.rows.handlers(),
             **self.clocks.handlers(),
             **self.backup.handlers(),
             **({} if self.closer is None else self.closer.handlers()),
@@ -270,7 +270,7 @@ class PsServices:
         return {
             "iterations": self.store.iterations,
             "pulls": self.pulls.pulls,
-            "row_pulls": self.rows.pulls,
+            "row_pulls": self.pulls.row_pulls,
             "pushes": self.updates.pushes,
             "assigns": self.updates.assigns,
             "staleness": self.updates.staleness.statistics(),

@@ -347,7 +347,11 @@ def counts_duplicates(original: Callable[..., Any]) -> Any:
 
 def never_looks_again(original: Callable[..., Any]) -> Any:
     def look_up(self: ShardSet, store: ShardStore) -> ShardSet:
-        return self if self.store is not None else original(self, store)
+        if self.store is None:
+            original(self, store)
+        else:
+            self.plan.layout = store.layout  # it leads to the shards of another store
+        return self
 
     return look_up
 
