@@ -34,7 +34,7 @@ from psync.wire.codec import encode
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
 from psync.wire.lent import LENT_ABOVE_BYTES, Borrowed, copies
 from psync.wire.messages import DefinePlan, DefineWhole, Read
-from psync.wire.tensors import Joined, to_bytes_view
+from psync.wire.tensors import Joined, to_bytes_view, to_bytes_views
 
 D = TypeVar("D", DefinePlan, DefineWhole)
 
@@ -281,10 +281,7 @@ def bodies_of(plan: Plan, arrays: Sequence[Array]) -> list[Body]:
         return [((), None, 0) for _ in plan.requests]
     if IndexedSlices in map(type, arrays):
         return [_body_with_rows(request, arrays) for request in plan.requests]
-    try:
-        views = [memoryview(each).cast("B") for each in arrays]  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        views = list(map(to_bytes_view, arrays))  # type: ignore[arg-type]
+    views = to_bytes_views(arrays)  # type: ignore[arg-type]
     bodies: list[Body] = []
     for request in plan.requests:
         parts = []

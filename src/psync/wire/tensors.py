@@ -53,6 +53,14 @@ def to_bytes_view(array: NDArray[np.generic]) -> memoryview:
     return flat.view(np.uint8).data
 
 
+def to_bytes_views(arrays: Sequence[NDArray[np.generic]]) -> list[memoryview]:
+    """Return ``to_bytes_view`` of each: in one call for many that are ready to be sent."""
+    try:
+        return [each.data.cast("B") for each in arrays]
+    except (TypeError, ValueError):
+        return list(map(to_bytes_view, arrays))
+
+
 def array_from_bytes(
     data: memoryview | bytearray | bytes | NDArray[np.uint8], shape: tuple[int, ...], dtype: str
 ) -> NDArray[np.generic]:

@@ -40,7 +40,7 @@ from psync.specs import ShardSpec, dtype_name
 from psync.store.rows import RowMean, RowValues
 from psync.store.shards import Optimizer
 from psync.store.snapshot import Frozen
-from psync.store.store import ShardStore
+from psync.store.store import Plan, ShardStore
 from psync.store.work import Shard
 from psync.sync.ps_services import PsServices
 from psync.wire.messages import Pushed
@@ -274,6 +274,8 @@ def _plain(value: Any) -> Any:
         return {type(value).__name__: _plain(tuple(value))}
     if isinstance(value, MeanGradient):
         return {"mean": _plain((value.gradients, value.weights, value.reduction, value.scale))}
+    if isinstance(value, Plan):
+        return {"plan": _plain((value.keys,))}
     if isinstance(value, ShardSpec):
         return {"spec": _plain(dataclasses.astuple(value))}
     if isinstance(value, Mapping):
@@ -286,6 +288,7 @@ _KINDS: dict[str, Any] = {
     "RowValues": RowValues,
     "RowMean": RowMean,
     "mean": lambda *given: ShardStore("").mean_of(*given),
+    "plan": Plan,
     "spec": ShardSpec,
     "map": lambda *pairs: dict(pairs),
 }
