@@ -46,7 +46,7 @@ def test_every_promise_is_shown_by_the_contract_or_by_real_processes() -> None:
         ("from psync.wire.messages import Pull\nimport psync\nfrom psync import Variable", set()),
         ("from psync.testing import sabotage, seams", set()),
         ("from psync.store.store import ShardStore", {"psync.store.store"}),
-        ("from psync.ps import cut_gate", {"psync.ps.cut_gate"}),
+        ("from psync.ps import admission", {"psync.ps.admission"}),
         ("import psync.net.peer as peer", {"psync.net.peer"}),
         ("from inside import store_of", {"psync.store.store"}),
         ("patch('psync.client.plan.SIZE', 1)", {"psync.client.plan"}),

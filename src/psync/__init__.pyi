@@ -24,7 +24,6 @@ from psync.api.datasets import PerWorkerIterator as PerWorkerIterator
 from psync.api.embeddings import embedding_lookup as embedding_lookup
 from psync.api.embeddings import embedding_lookup_sparse as embedding_lookup_sparse
 from psync.api.embeddings import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
-from psync.api.modules import Module as Module
 from psync.api.moving_averages import ExponentialMovingAverage as ExponentialMovingAverage
 from psync.api.optimizers import PushResult as PushResult
 from psync.api.optimizers import StalenessBound as StalenessBound
@@ -36,6 +35,7 @@ from psync.api.sync_replicas import ChiefQueueRunner as ChiefQueueRunner
 from psync.api.sync_replicas import SessionHook as SessionHook
 from psync.api.sync_replicas import SyncReplicasHook as SyncReplicasHook
 from psync.api.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
+from psync.api.variables import Module as Module
 from psync.api.variables import ShardedVariable as ShardedVariable
 from psync.api.variables import Variable as Variable
 from psync.api.variables import VariableAggregation as VariableAggregation
@@ -133,15 +133,15 @@ from psync.specs import Outcome as Outcome
 from psync.status.model import Status as Status
 from psync.training.checkpoint import Checkpoint as Checkpoint
 from psync.training.checkpoint import CheckpointManager as CheckpointManager
+from psync.training.checkpoint import SavedState as SavedState
 from psync.training.checkpoint import latest_checkpoint as latest_checkpoint
-from psync.training.saved_objects import SavedState as SavedState
 from psync.training.sidecar_evaluator import Evaluation as Evaluation
 from psync.training.sidecar_evaluator import SidecarEvaluator as SidecarEvaluator
 from psync.training.trainer import History as History
 from psync.training.trainer import Trainer as Trainer
-from psync.worker.element_specs import TensorSpec as TensorSpec
-from psync.worker.input_contexts import InputContext as InputContext
-from psync.worker.input_contexts import ValueContext as ValueContext
+from psync.worker.data_sources import InputContext as InputContext
+from psync.worker.data_sources import TensorSpec as TensorSpec
+from psync.worker.data_sources import ValueContext as ValueContext
 
 __all__: list[str]
 __version__: str

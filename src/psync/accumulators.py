@@ -11,9 +11,14 @@ at once: which gradients count, and which take gets them. What follows for array
 ``Pieces`` (``Applied.work``, ``Take.making``), to be done in the order of the decisions; more of
 these may be made meanwhile.
 
-Source: ``ConditionalAccumulator`` of TensorFlow. Different here: the outcome of a gradient is
-returned, half precision is not summed in itself. Added: weights, bfloat16, ``max_staleness``,
-``forbid_nonfinite``.
+There are two kinds: dense accumulators of arrays of one shape, and sparse ones of some rows of an
+array, each row with its index. The mean of a row is over the gradients that contained it, not over
+all, unless ``divisor="total"``; rows that no gradient contained do not exist in the result.
+
+Source: ``ConditionalAccumulator`` and ``SparseConditionalAccumulator`` of TensorFlow. Different
+here: the outcome of a gradient is returned, half precision is not summed in itself, indices may
+come in any order and more than once, and negative ones are refused. Added: weights, bfloat16,
+``max_staleness``, ``forbid_nonfinite``, ``divisor``.
 """
 
 from __future__ import annotations
@@ -22,14 +27,21 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from psync.errors import ConfigurationError, PartitionError, UsageError, ValueMismatchError
+from psync.errors import (
+    ConfigurationError,
+    PartitionError,
+    RemoteProtocolError,
+    UsageError,
+    ValueMismatchError,
+)
 from psync.numerics.casting import overflow
 from psync.numerics.sums import DenseSum, Pieces, Reduction, SparseSum, check_weight
 from psync.specs import HiddenValues, Outcome, as_integer, dtype_name, dtype_of, plain_array
+from psync.wire.messages import DefineAccumulator
 
 GradientT = TypeVar("GradientT")
 ResultT = TypeVar("ResultT")
@@ -49,9 +61,10 @@ class TakeState(enum.Enum):
 class Take(Generic[ResultT]):
     """A pending or completed request for the gradients of one step, reduced to one."""
 
-    __slots__ = ("_making", "_result", "count", "num_required", "state", "step")
+    __slots__ = ("_making", "_result", "count", "num_required", "owner", "state", "step")
 
-    def __init__(self, num_required: int) -> None:
+    def __init__(self, num_required: int, owner: Any = None) -> None:
+        self.owner = owner  # whoever has asked for it; opaque
         self.num_required = num_required  # gradients that must be there
         self.state = TakeState.WAITING
         self.count = 0  # gradients in the result: num_required or more; 0 while it waits
@@ -111,6 +124,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
 
     Attributes:
         nbytes: Size of the sum that it holds.
+        waiting: Takes that wait.
 
     Args:
         dtype: float16, bfloat16, float32 or float64: of gradients and results.
@@ -155,7 +169,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         self.max_staleness = staleness
         self._step = 0
         self._count = 0
-        self._takes: dict[Take[ResultT], None] = {}  # that wait, in the order of their coming
+        self.waiting: dict[Take[ResultT], None] = {}  # in the order of their coming
 
     @property
     def nbytes(self) -> int:
@@ -185,8 +199,8 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
             return f"{self}: the step went back from {before} to {new}"
         return None
 
-    def enter(self, num_required: int) -> Take[ResultT]:
-        """Ask for what at least ``num_required`` gradients amount to.
+    def enter(self, num_required: int, owner: Any = None) -> Take[ResultT]:
+        """Ask for what at least ``num_required`` gradients amount to, for an owner.
 
         Returns:
             A take, WAITING even if enough gradients are there: ``complete`` completes it.
@@ -194,8 +208,8 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         Raises:
             ConfigurationError: If ``num_required`` is not an integer above 0.
         """
-        take: Take[ResultT] = Take(self.as_required(num_required))
-        self._takes[take] = None
+        take: Take[ResultT] = Take(self.as_required(num_required), owner)
+        self.waiting[take] = None
         return take
 
     def withdraw(self, take: Take[ResultT]) -> bool:
@@ -209,9 +223,9 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """
         if take.state is not TakeState.WAITING:
             return False
-        if take not in self._takes:
+        if take not in self.waiting:
             raise UsageError(f"{self}: expected a take of this accumulator")
-        del self._takes[take]
+        del self.waiting[take]
         take.state = TakeState.CANCELLED
         return True
 
@@ -252,11 +266,11 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         Returns:
             The take, COMPLETE; None: there are too few gradients, or no take waits.
         """
-        take = next(iter(self._takes), None)
+        take = next(iter(self.waiting), None)
         if take is None or self._count < take.num_required:
             return None
         take._making = self._reduce()
-        del self._takes[take]
+        del self.waiting[take]
         self._step += 1
         take.count, take.step, take.state = self._count, self._step, TakeState.COMPLETE
         self._count = 0
@@ -287,9 +301,9 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
             raise self._misused(f"expected an integer as step, got {step!r}")
         return new
 
-    @abstractmethod
-    def _convert(self, given: Any) -> GradientT:
+    def _convert(self, given: Any) -> Any:
         """Return the gradient as it is added, or raise ValueMismatchError for its dtype."""
+        return self._as_array(given)
 
     @abstractmethod
     def _check(self, gradient: GradientT, nonfinite: int | None) -> None:
@@ -357,6 +371,297 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
 
     def __str__(self) -> str:
         return f'accumulator "{self.name}"'
+
+
+class ConditionalAccumulator(Accumulator[np.ndarray, np.ndarray]):
+    """Collects arrays of one shape, and gives their mean or their sum.
+
+    Arguments as of ``Accumulator``. Where ``shape`` leaves something open, the first gradient
+    of each step decides it for that step.
+    """
+
+    _sum: DenseSum | None = None  # of this step; None before its first gradient
+
+    def as_gradient(self, given: object) -> np.ndarray:
+        """Return a gradient as an array, checked as far as it can be without those held.
+
+        Raises:
+            ValueMismatchError: Its dtype is another, or its shape does not fit the accumulator's.
+        """
+        gradient = self._as_array(given)
+        self._check_shape(gradient, self.shape)
+        return gradient
+
+    def held(self) -> Held | None:
+        """Return what is held; None: nothing."""
+        total = self._sum
+        if total is None:
+            return None
+        return Held(total.count, total.weight, total.shape, 0, total.arrays())
+
+    def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
+        """Hold what another one holds; see ``Accumulator``."""
+        self._sum = DenseSum(shape, self.dtype)
+        self._sum.restore(count, weight)
+        self._count = count
+        return self._sum.arrays()
+
+    def _check(self, gradient: np.ndarray, nonfinite: int | None) -> None:
+        self._check_shape(gradient, self.shape if self._sum is None else self._sum.shape)
+        self._check_finite(gradient, nonfinite)
+
+    def _check_shape(self, gradient: np.ndarray, expected: Sequence[int | None] | None) -> None:
+        if expected is not None and not fits(gradient.shape, expected):
+            raise self._refused(f"shape mismatch: expected {expected}, got {gradient.shape}")
+
+    def _add(self, gradient: np.ndarray, weight: float) -> Pieces[None]:
+        if self._sum is None:
+            self._sum = DenseSum(gradient.shape, self.dtype)
+        return self._sum.adding(gradient, weight)
+
+    def _reduce(self) -> Pieces[np.ndarray]:
+        assert self._sum is not None, "a take needs one gradient at least"
+        return self._sum.making(self.reduction)
+
+
+class Slices(Protocol):
+    """A sparse gradient of any library."""
+
+    @property
+    def indices(self) -> Any: ...
+    @property
+    def values(self) -> Any: ...
+    @property
+    def dense_shape(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # arrays have no truth value
+class SparseGradient:
+    """Some rows of an array; the caller owns what is in it."""
+
+    indices: np.ndarray  # int64, shape (n,), ascending, each once
+    values: np.ndarray  # shape (n, …): row i is row indices[i] of the dense array
+    dense_shape: tuple[int, ...]  # of the dense array; -1 where the number of rows is not known
+
+
+class GivenSlices(NamedTuple):
+    """A gradient as it came, its dtypes checked."""
+
+    indices: np.ndarray  # int64
+    values: np.ndarray
+    dense_shape: tuple[int, ...] | None
+
+
+class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
+    """Collects rows of an array, and gives their means or their sums.
+
+    Arguments as of ``Accumulator``; values may have more dimensions than ``shape``.
+
+    Args:
+        divisor: Of the mean of a row: "per_index", the weights of the gradients that contained the
+            row, or "total", those of all.
+    """
+
+    _sum: SparseSum | None = None  # of this step; None before its first gradient
+
+    def __init__(
+        self,
+        dtype: object,
+        shape: Sequence[int | None] | None = None,
+        *,
+        divisor: Literal["per_index", "total"] = "per_index",
+        **options: Any,
+    ) -> None:
+        super().__init__(dtype, shape, **options)
+        if divisor not in ("per_index", "total"):
+            raise self._misused(f"expected divisor 'per_index' or 'total', got {divisor!r}")
+        self.divisor = divisor
+
+    def as_gradient(self, indices: Any, values: Any, dense_shape: Any = None) -> GivenSlices:
+        """Return a gradient as arrays, checked as far as it can be without those held.
+
+        Raises:
+            ValueMismatchError: A dtype is another, the shapes do not fit each other or the
+                accumulator's, or an index is out of range.
+        """
+        gradient = self._convert((indices, values, dense_shape))
+        self._check_shapes(gradient, None)
+        return gradient
+
+    def held(self) -> Held | None:
+        """Return what is held; None: nothing."""
+        total = self._sum
+        if total is None:
+            return None
+        rows = total.indices.size
+        return Held(self._count, total.weight, total.row_shape, rows, total.arrays())
+
+    def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
+        """Hold what another one holds; see ``Accumulator``."""
+        self._sum = SparseSum(shape, self.dtype)
+        self._sum.restore(rows, weight)
+        self._count = count
+        return self._sum.arrays()
+
+    def _convert(self, given: Any) -> GivenSlices:
+        indices, values, dense_shape = given
+        return GivenSlices(
+            self._as_indices(indices), self._as_array(values), self._as_dense_shape(dense_shape)
+        )
+
+    def _as_indices(self, given: object) -> np.ndarray:
+        try:
+            array = plain_array(given)
+        except (TypeError, ValueError, RuntimeError) as exc:
+            got = exc if isinstance(exc, HiddenValues) else f"{given!r:.80}"
+            raise self._refused(f"expected integers as indices, got {got}") from exc
+        empty = not hasattr(given, "dtype") and array.size == 0  # no numbers: no dtype either
+        if array.dtype.kind not in "iu" and not empty:
+            raise self._refused(f"expected integers as indices, got {array.dtype}")
+        return array.astype(np.int64)
+
+    def _as_dense_shape(self, given: Any) -> tuple[int, ...] | None:
+        if given is None:
+            return None
+        try:
+            dims = [as_integer(dim) for dim in given]
+        except TypeError:  # a scalar
+            dims = [None]
+        known = tuple(dim for dim in dims if dim is not None)
+        if len(known) < len(dims):
+            raise self._refused(f"expected integers as dense_shape, got {given!r:.80}")
+        return known
+
+    def _check(self, gradient: GivenSlices, nonfinite: int | None) -> None:
+        self._check_shapes(gradient, None if self._sum is None else self._sum.row_shape)
+        self._check_finite(gradient.values, nonfinite)
+
+    def _check_shapes(self, gradient: GivenSlices, row_shape: tuple[int, ...] | None) -> None:
+        indices, values, dense_shape = gradient
+        if indices.ndim != 1:
+            raise self._refused(f"expected a vector of indices, got shape {indices.shape}")
+        if values.ndim == 0:
+            raise self._refused("expected one row of values for each index, got a scalar")
+        if len(values) != len(indices):
+            raise self._refused(
+                f"expected {len(indices)} rows of values, one for each index, got {len(values)}"
+            )
+        if dense_shape is not None:
+            self._check_dimensions("dense_shape", dense_shape, first=0)
+        self._check_range(indices)
+        if row_shape is None:
+            self._check_dimensions("values", values.shape, first=1)
+        else:
+            self._check_like_the_first(values.shape, row_shape)
+
+    def _check_dimensions(self, what: str, shape: Sequence[int], *, first: int) -> None:
+        """Compare with the accumulator's shape, dimensions from ``first`` on."""
+        expected = self.shape or ()
+        if len(shape) < len(expected):
+            raise self._refused(
+                f"expected {what} of rank {len(expected)} or more, got {len(shape)}"
+            )
+        for i in range(first, len(expected)):
+            if expected[i] is not None and shape[i] not in (expected[i], -1):
+                raise self._refused(
+                    f"expected dimension {i} of {what} to be {expected[i]}, got {shape[i]}"
+                )
+
+    def _check_like_the_first(self, shape: Sequence[int], row_shape: Sequence[int]) -> None:
+        if len(shape) != 1 + len(row_shape):
+            raise self._refused(f"expected values of rank {1 + len(row_shape)}, got {len(shape)}")
+        for i, (size, expected) in enumerate(zip(shape[1:], row_shape, strict=True), 1):
+            if size != expected:
+                raise self._refused(
+                    f"expected dimension {i} of values to be {expected}, got {size}"
+                )
+
+    def _check_range(self, indices: np.ndarray) -> None:
+        rows = self._num_rows()
+        outside = indices < 0 if rows is None else (indices < 0) | (indices >= rows)
+        if outside.any():
+            place = int(outside.argmax())
+            limit = "" if rows is None else f" and below {rows}"
+            raise self._refused(
+                f"expected indices of 0 or more{limit}, got {indices[place]} at position {place}"
+            )
+
+    def _num_rows(self) -> int | None:
+        return self.shape[0] if self.shape else None
+
+    def _add(self, gradient: GivenSlices, weight: float) -> Pieces[None]:
+        if self._sum is None:
+            self._sum = SparseSum(gradient.values.shape[1:], self.dtype)
+        return self._sum.adding(gradient.indices, gradient.values, weight)
+
+    def _reduce(self) -> Pieces[SparseGradient]:
+        assert self._sum is not None, "a take needs one gradient at least"
+        return self._result_of(self._sum)
+
+    def _result_of(self, total: SparseSum) -> Pieces[SparseGradient]:
+        values = yield from total.making(self.reduction, per_index=self.divisor == "per_index")
+        rows = self._num_rows()
+        # The sum belongs to this take alone, and so do its indices.
+        return SparseGradient(
+            total.indices, values, (-1 if rows is None else rows, *total.row_shape)
+        )
+
+
+# What is said of an accumulator.
+
+
+def other_parameters(first: DefineAccumulator, second: DefineAccumulator) -> ConfigurationError:
+    """Return the error for two accumulators of one name."""
+    names = [n for n in first.__slots__ if getattr(first, n) != getattr(second, n)]
+    expected, got = (
+        ", ".join(f"{name}={getattr(each, name)!r}" for name in names) for each in (first, second)
+    )
+    return ConfigurationError(
+        f'accumulator "{first.name}": other parameters than at first: expected {expected}, '
+        f"got {got}",
+        hint="use another shared_name, or the same parameters",
+    )
+
+
+def definition_of(
+    rule: ConditionalAccumulator | SparseConditionalAccumulator,
+) -> DefineAccumulator:
+    """Return the message that describes accumulators like ``rule``."""
+    divisor = rule.divisor if isinstance(rule, SparseConditionalAccumulator) else ""
+    return DefineAccumulator(
+        rule.name, "sparse" if divisor else "dense", dtype_name(rule.dtype),
+        None if rule.shape is None else list(rule.shape), rule.reduction.upper(),
+        divisor, rule.forbid_nonfinite, rule.max_staleness,
+    )  # fmt: skip
+
+
+def rule_of(definition: DefineAccumulator) -> Accumulator[Any, Any]:
+    """Return a rule of that kind, empty.
+
+    Raises:
+        ConfigurationError, RemoteProtocolError: It describes none.
+    """
+    options: dict[str, Any] = {
+        "name": definition.name, "reduction_type": definition.reduction,
+        "forbid_nonfinite": definition.forbid_nonfinite,
+        "max_staleness": definition.max_staleness,
+    }  # fmt: skip
+    if definition.kind == "dense":
+        return ConditionalAccumulator(definition.dtype, definition.shape, **options)
+    if definition.kind == "sparse":
+        options["divisor"] = definition.divisor
+        return SparseConditionalAccumulator(definition.dtype, definition.shape, **options)
+    raise RemoteProtocolError(
+        f'accumulator "{definition.name}": expected kind "dense" or "sparse", got '
+        f"{definition.kind!r}"
+    )
+
+
+def fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
+    """Say whether a shape is as expected where that is known."""
+    return len(shape) == len(expected) and all(
+        dim is None or dim == size for size, dim in zip(shape, expected, strict=True)
+    )
 
 
 def count_nonfinite(values: np.ndarray) -> int:

@@ -43,7 +43,7 @@ from psync.api.datasets import PerWorkerIterator as AsyncPerWorkerIterator
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event, RollbackEvent
 from psync.client.context import program_waits, result_of, wait
-from psync.errors import UsageError
+from psync.errors import UsageError, check_fits
 from psync.launch import tasks
 from psync.launch.cluster import LaunchedClusterResolver
 from psync.launch.cluster import LocalCluster as AsyncLocalCluster
@@ -51,8 +51,8 @@ from psync.launch.process import loop_factory
 from psync.net.platform import PerProcess
 from psync.net.resolvers import ClusterResolver, opened
 from psync.net.shielding import shielded
+from psync.net.trace import Trace
 from psync.net.trace_file import Summary
-from psync.net.tracing import Trace
 from psync.serialization.remote_value import RemoteValue as AsyncRemoteValue
 from psync.status.model import Status
 
@@ -537,11 +537,9 @@ def run(
         if __name__ == "__main__":
             blocking.run(main)
     """
-    if inspect.iscoroutinefunction(main) or not callable(main):
-        raise UsageError(
-            f"blocking.run: expected a plain function, got {main!r}",
-            hint="psync.run(main) runs a coroutine function",
-        )
+    fits = callable(main) and not inspect.iscoroutinefunction(main)
+    hint = "psync.run(main) runs a coroutine function"
+    check_fits(fits, "blocking.run: expected a plain function", main, hint, error=UsageError)
 
     async def program() -> T:
         waits = _Waits(asyncio.get_running_loop())

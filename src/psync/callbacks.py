@@ -9,18 +9,23 @@ Source: ``keras.callbacks`` of Keras 3, for names, arguments and the times of ca
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import os
+import socket
+import struct
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
+
 from psync.api.pulls import pull
-from psync.errors import ConfigurationError
+from psync.errors import ConfigurationError, check_fits
 from psync.schedules import Schedule
 from psync.specs import checked_integer, checked_kind
 from psync.training.checkpoint import CheckpointManager
-from psync.training.event_file import EventFile
 
 if TYPE_CHECKING:
     from psync.training.trainer import Trainer
@@ -89,8 +94,7 @@ class _Monitor:
         self, monitor: str, mode: str, min_delta: float = 0.0, baseline: float | None = None
     ) -> None:
         checked_kind("callback: expected the name of a value as monitor", monitor, str)
-        if mode not in ("auto", "min", "max"):
-            raise ConfigurationError(f"callback: expected mode auto, min or max, got {mode!r}")
+        check_fits(mode in ("auto", "min", "max"), "callback: expected mode auto, min or max", mode)
         grows = mode == "max" or (
             mode == "auto" and any(word in monitor for word in ("acc", "auc", "fmeasure"))
         )
@@ -127,8 +131,7 @@ def _checked_number(name: str, value: Any) -> float:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if math.isnan(number):
-        raise ConfigurationError(f"callback: expected a number as {name}, got {value!r}")
+    check_fits(not math.isnan(number), f"callback: expected a number as {name}", value)
     return number
 
 
@@ -223,11 +226,9 @@ class LearningRateScheduler(Callback):
     """
 
     def __init__(self, schedule: Callable[[int, float], float]) -> None:
-        if not callable(schedule):
-            raise ConfigurationError(
-                f"learning rate scheduler: expected a function (epoch, rate), got {schedule!r}",
-                hint="for a constant rate set the optimizer's learning_rate",
-            )
+        expected = "learning rate scheduler: expected a function (epoch, rate)"
+        hint = "for a constant rate set the optimizer's learning_rate"
+        check_fits(callable(schedule), expected, schedule, hint)
         self._schedule = schedule
         self._rate: float | None = None
 
@@ -259,10 +260,8 @@ class CSVLogger(Callback):
     def __init__(
         self, path: str | os.PathLike[str], separator: str = ",", append: bool = False
     ) -> None:
-        if not isinstance(separator, str) or len(separator) != 1:
-            raise ConfigurationError(
-                f"csv logger: expected one character as separator, got {separator!r}"
-            )
+        is_one = isinstance(separator, str) and len(separator) == 1
+        check_fits(is_one, "csv logger: expected one character as separator", separator)
         self._path = Path(path)
         self._separator = separator
         self._append = append
@@ -295,6 +294,107 @@ class CSVLogger(Callback):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+# Event files as TensorBoard reads them: scalars in a TFRecord file, a sequence of records: length
+# (uint64), masked CRC-32C of it, bytes, masked CRC-32C of them, all little-endian. The bytes are a
+# protobuf message ``Event``, of which only what a scalar needs is written here: the encoding takes
+# less than a dependency would.
+#
+# Source: tensorflow/core/lib/io/record_writer.cc; tensorflow/core/util/event.proto, summary.proto.
+
+_VERSION = b"brain.Event:2"
+_MASK = 0xA282EAD8
+_CASTAGNOLI = 0x82F63B78  # reflected
+
+_numbers = itertools.count()  # of the files of this process
+
+
+def _table() -> tuple[int, ...]:
+    table = []
+    for byte in range(256):
+        for _ in range(8):
+            byte = byte >> 1 ^ (_CASTAGNOLI if byte & 1 else 0)
+        table.append(byte)
+    return tuple(table)
+
+
+_TABLE = _table()
+
+
+class EventFile:
+    """A new event file for scalars.
+
+    Args:
+        directory: Directory of the file, created if missing.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard takes the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}"
+        self.path = folder / f"{name}.{os.getpid()}.{next(_numbers)}"
+        self._file = open(self.path, "xb")
+        self._write(_event(time.time()) + _bytes_field(3, _VERSION))
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Add a value.
+
+        Args:
+            tag: Name of the value; the part before a slash groups charts.
+            value: Any float, including NaN.
+            step: Number of at least 0.
+        """
+        with np.errstate(over="ignore"):  # a value beyond the range of float32 is infinite
+            number = struct.pack("<f", np.float32(value))
+        point = _bytes_field(1, tag.encode()) + b"\x15" + number
+        summary = _bytes_field(1, point)
+        self._write(_event(time.time()) + b"\x10" + _varint(step) + _bytes_field(5, summary))
+
+    def flush(self) -> None:
+        """Make the added values visible to readers."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write the remaining values and close the file."""
+        self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        length = struct.pack("<Q", len(data))
+        self._file.write(
+            length + struct.pack("<I", masked_crc(length)) + data
+            + struct.pack("<I", masked_crc(data))
+        )  # fmt: skip
+
+
+def masked_crc(data: bytes) -> int:
+    """Return the CRC-32C of data, masked as TFRecord files have it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
+
+
+# Protobuf.
+
+
+def _event(wall_time: float) -> bytes:
+    return b"\x09" + struct.pack("<d", wall_time)
+
+
+def _bytes_field(number: int, data: bytes) -> bytes:
+    return bytes([number << 3 | 2]) + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
 
 
 class TensorBoard(Callback):

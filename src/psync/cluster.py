@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from psync.errors import ConfigurationError
+from psync.errors import ConfigurationError, check_fits
 
 MAX_TASKS = 1 << 20
 """Above any real task index; a typing error must not become a list of that length."""
@@ -295,13 +295,11 @@ def _checked_index(job: str, key: object) -> int:
         raise TypeError(
             f"job {job!r}: a task index is an int or a str of digits, got {reprlib.repr(key)}"
         )
-    if isinstance(key, str) and not re.fullmatch(r"[0-9]{1,7}", key):
-        raise ConfigurationError(f"job {job!r}: expected a task index, got {key!r}")
-    if not 0 <= int(key) < MAX_TASKS:
-        raise ConfigurationError(
-            f"job {job!r}: expected a task index from 0 to {MAX_TASKS - 1}, got {key}"
-        )
-    return int(key)
+    fits = not isinstance(key, str) or re.fullmatch(r"[0-9]{1,7}", key) is not None
+    check_fits(fits, f"job {job!r}: expected a task index", key)
+    index, expected = int(key), f"job {job!r}: expected a task index from 0 to {MAX_TASKS - 1}"
+    check_fits(0 <= index < MAX_TASKS, expected, index)
+    return index
 
 
 def _checked_address(name: str, address: object) -> str:
@@ -336,6 +334,7 @@ def known_indices(indices: list[int]) -> str:
 # --- roles in training ---------------------------------------------------------------------------
 
 TRAINING_JOBS = ("chief", "worker", "ps")
+JOBS = (*TRAINING_JOBS, "evaluator")
 
 CHIEF = "/job:chief/task:0"
 """The name under which the chief speaks to the other tasks, whatever its task is called."""
@@ -401,15 +400,10 @@ def validate_for_training(
             hint="on one machine, start the program with: psync run SCRIPT --ps 2 --workers 2",
         )
     for job in jobs:
-        if job not in (*TRAINING_JOBS, "evaluator"):
-            raise ConfigurationError(
-                f"{source}: cluster.{job}: expected the jobs 'chief', 'worker', 'ps' or "
-                f"'evaluator', got {job!r}"
-            )
-        if job in ("chief", "evaluator") and len(jobs[job]) > 1:
-            raise ConfigurationError(
-                f"{source}: cluster.{job}: expected at most one {job}, got {len(jobs[job])}"
-            )
+        expected, at_most_one = f"{source}: cluster.{job}: expected", job in ("chief", "evaluator")
+        check_fits(job in JOBS, f"{expected} the jobs 'chief', 'worker', 'ps' or 'evaluator'", job)
+        count = len(jobs[job])
+        check_fits(count <= 1 or not at_most_one, f"{expected} at most one {job}", count)
     task_type = "chief" if task_type == "master" else task_type
     evaluators = jobs.pop("evaluator", [])
     training = ClusterSpec(jobs)
@@ -426,11 +420,8 @@ def validate_for_training(
 
 def _checked_task(spec: ClusterSpec, task_type: str, task_id: int | None, source: str) -> int:
     """Return the index of the own task."""
-    if task_type not in (*TRAINING_JOBS, "evaluator"):
-        raise ConfigurationError(
-            f"{source}: task.type: expected 'chief', 'worker', 'ps' or 'evaluator', "
-            f"got {task_type!r}"
-        )
+    expected = f"{source}: task.type: expected 'chief', 'worker', 'ps' or 'evaluator'"
+    check_fits(task_type in JOBS, expected, task_type)
     if task_type not in spec.jobs:
         raise ConfigurationError(
             f"{source}: task.type is {task_type!r}, but the cluster has only {listed(spec.jobs)}"
@@ -481,10 +472,8 @@ def worker_count(spec: ClusterSpec, task_type: str) -> int:
         chief of parameter-server training schedules, and computes nothing.
     """
     jobs = {"evaluator": ("evaluator",)}.get(task_type, ("chief", "worker"))
-    if task_type not in ("master", "chief", "worker", "evaluator"):
-        raise ConfigurationError(
-            f"task_type: expected 'chief', 'worker' or 'evaluator', got {task_type!r}"
-        )
+    fits = task_type in ("master", "chief", "worker", "evaluator")
+    check_fits(fits, "task_type: expected 'chief', 'worker' or 'evaluator'", task_type)
     known = with_chief(spec)
     return sum(known.num_tasks(job) for job in jobs if job in known.jobs)
 
@@ -502,9 +491,7 @@ def id_in_cluster(spec: ClusterSpec, task_type: str, task_id: int | None = None)
     Source: TensorFlow ``multi_worker_util.id_in_cluster``.
     """
     _, job, index = validate_for_training(spec, task_type, task_id)
-    if job is None or job == "ps":
-        raise ConfigurationError(
-            f"task_type: expected 'chief', 'worker' or 'evaluator', got {task_type!r}"
-        )
+    fits = job not in (None, "ps")
+    check_fits(fits, "task_type: expected 'chief', 'worker' or 'evaluator'", task_type)
     chiefs = "chief" in with_chief(spec).jobs and job == "worker"
     return (index or 0) + chiefs

@@ -20,8 +20,7 @@ from typing import Any
 from psync.checkpoints.ownership import Owner
 from psync.chief import watchdog
 from psync.chief.consistent_cut import Cuts
-from psync.chief.creation import Creation, OwnOptimizers, Reattachment, reattach
-from psync.chief.declarations import Declaration
+from psync.chief.declarations import Creation, Declaration, OwnOptimizers
 from psync.chief.events import RollbackEvent
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery import ClusterRecovery
@@ -30,10 +29,9 @@ from psync.client.link import always
 from psync.client.ps import PsClient
 from psync.closures.closure import Closure, Identity, Needs, State
 from psync.closures.dispatcher import Dispatch, GiveBack
-from psync.closures.membership import TaskState
+from psync.closures.membership import ScheduleReports, TaskState
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import Cancel, ClosureQueue, Settle
-from psync.closures.schedule_reports import ScheduleReports
 from psync.cluster import ClusterSpec, parse_task_name
 from psync.errors import (
     ClosedError,
@@ -95,7 +93,6 @@ class Joins:
         self.waiting: dict[asyncio.Future[None], int] = {}  # and the ids below which each waits for
         self._ends_of_data: dict[asyncio.Future[None], BaseException | None] = {}  # to be raised
         self._late = Counter[tuple[str, str]]()  # refused operations, by step and operation
-        self._exhausted_at: int | None = None  # lowest closure that met an end of data, not told
 
         self.stop_reason: str | None = None
         """Why a step asked for the end of training that the latest join met; None if none did."""
@@ -188,28 +185,22 @@ class Joins:
             failed.result()
         task.result()
 
-    async def collect_into(self, error: Exception, cutoff: int) -> None:
+    async def collect_into(self, error: Exception) -> None:
         """Collect the error that a join would raise, where ``error`` is raised instead.
 
         If that is another one it becomes the cause of ``error``, or a note.
 
         Cancellation: Safe; a join still raises it.
         """
-        collected = (await self.below(cutoff)).exception()
+        if not self._queue.pending_errors:
+            return
+        collected = (await self.below(self._queue.next_id)).exception()
         if collected is None or collected is error or isinstance(collected, ClosedError):
             return
         if error.__cause__ is None:
             error.__cause__ = collected
         else:
             error.add_note(f"also failed: {type(collected).__name__}: {text_of(collected)}")
-
-    def note_final(self, closures: Sequence[Closure]) -> None:
-        """Look for closures whose data had ended."""
-        for closure in closures:
-            if closure.state is State.EXHAUSTED and (
-                self._exhausted_at is None or closure.id < self._exhausted_at
-            ):
-                self._exhausted_at = closure.id
 
     def note_late(self, worker: str, step: str, operation: str, times: int) -> None:
         """A worker has refused an operation whose step had returned; a join will raise that."""
@@ -242,8 +233,8 @@ class Joins:
         if ready and self._queue.pending_errors:
             self.fail(self._collect())
             return
-        exhausted = self._exhausted_at
-        if exhausted is not None and any(cutoff > exhausted for cutoff in ready.values()):
+        exhausted = self._queue.exhausted_at
+        if any(cutoff > exhausted for cutoff in ready.values()):
             error = self._collect()
             concerned = [f for f, cutoff in self.waiting.items() if cutoff > exhausted]
             self._ends_of_data |= dict.fromkeys(concerned, error)
@@ -267,7 +258,6 @@ class Joins:
             logger.warning("closing without join; join would have raised %s: %s", name, text)
 
     def _collect(self) -> BaseException | None:
-        self._exhausted_at = None
         if (collected := self._queue.collect_error()) is None:
             return None
         first, others = collected
@@ -405,7 +395,6 @@ class CoordinatorOptions:
     max_flaps: int | None  # None: as often as it likes
     watchdog_timeout_s: float | None  # None: there is no watchdog
     on_stall: Callable[[str], object] | None
-    insecure: bool
     attach: bool
 
 
@@ -425,10 +414,9 @@ class Coordinator:
         has_backups: Whether each ps has a backup.
 
     Attributes:
-        links, workers, joins, gangs, cuts, events, functions, recovery, runtime: Its parts, as
-            ``api`` and ``training`` use them.
-        left: What an earlier program has left, with which this one goes on; None: nothing.
-        partial_updates: Updates of the earlier program that some of their ps tasks lack.
+        links, workers, joins, gangs, cuts, events, functions, creation, recovery, runtime: Its
+            parts, as ``api`` and ``training`` use them.
+        attached: Whether this program goes on with what an earlier one has left.
 
     Invariant: All is on its loop. After ``close``, ``schedule`` and ``join`` raise ClosedError.
     """
@@ -447,9 +435,7 @@ class Coordinator:
         has_backups: bool,
     ) -> None:
         self._options = options
-        self._own = own
-        self.left: Reattachment | None = None
-        self.partial_updates = 0
+        self.attached = False
         self.parts = platform.parts
         self._limits = platform.limits
         self._main_by_name = main_by_name
@@ -473,12 +459,13 @@ class Coordinator:
             waits_for=self.waits_for,
         )  # fmt: skip
         self._reports = ScheduleReports(self.workers.names(), self._queue)
-        self._creation = Creation(declared, self.links.ps)
+        self.creation = Creation(declared, self.links.ps, own)
         self.events = self.links.events
-        self.cuts = Cuts(self.links.ps, functools.partial(self._creation.ensure, last=True))
+        self.cuts = Cuts(self.links.ps, functools.partial(self.creation.ensure, last=True))
+        self._final = FinalClosures(self._queue, self.links.ps)
         self.recovery = ClusterRecovery(
-            self.links, self._queue, self.gangs, self._reports, self._creation, own,
-            perform=self.perform, tell_again=self._tell_again, has_backups=has_backups,
+            self.links, self._queue, self.gangs, self._reports, self.creation,
+            perform=self.perform, tell_again=self._final.tell_again, has_backups=has_backups,
         )  # fmt: skip
         self.links.endpoint.handlers.update({
             messages.ClosureResults: Handler(self._results),
@@ -491,7 +478,6 @@ class Coordinator:
         })  # fmt: skip
         self.runtime = Runtime(self.links.ps, origin, program, self._ensure_created)
         self._report_due = asyncio.Event()  # set when the schedule has changed
-        self._final = FinalClosures(self._queue, self.links.ps)
         self._dispatch_due = False  # ``_dispatch`` comes in this turn of the loop
         self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused
         self._tasks: set[asyncio.Task[None]] = set()  # that end with the coordinator
@@ -509,15 +495,13 @@ class Coordinator:
         options = self._options
         await self.links.start(options.min_workers, options.connect_timeout_s)
         if options.attach:
-            self._creation.reattachment = self.left = await reattach(
-                self.links.ps, self.links.endpoint.incarnation, self._own
-            )
-            self.partial_updates = 0 if self.left is None else self.left.partial_updates
-        if self.left is None:
-            self._creation.repeatable = []
+            await self.creation.reattach(self.links.endpoint.incarnation)
+        self.attached = self.creation.left is not None
+        if not self.attached:
+            self.creation.repeatable = []
         if options.attach:
-            await self._creation.ensure()  # what does not fit is told here, as far as it is known
-        await self.recovery.first_backups(options.connect_timeout_s, attached=self.left is not None)
+            await self.creation.ensure()  # what does not fit is told here, as far as it is known
+        await self.recovery.first_backups(options.connect_timeout_s, attached=self.attached)
         self.recovery.started()
         self._begin(self._report_schedule(), "the schedule is no longer reported")
         if options.closure_timeout_s is not None:
@@ -525,8 +509,8 @@ class Coordinator:
             watch = watchdog.watch_closures(self._queue, limit_s, self.workers.waits, self._give_up)
             self._begin(watch, "the closure timeout is off")
         if options.watchdog_timeout_s is not None:
-            stalled = functools.partial(watchdog.log_stall, self.describe, options.on_stall)
-            watch = watchdog.watch(options.watchdog_timeout_s, self._progress, stalled)
+            limit_s, on_stall = options.watchdog_timeout_s, options.on_stall
+            watch = watchdog.watch(limit_s, self._progress, self.describe, on_stall)
             self._begin(watch, "the watchdog is off")
 
     def _begin(self, work: Coroutine[Any, Any, None], if_it_fails: str) -> asyncio.Task[None]:
@@ -642,7 +626,7 @@ class Coordinator:
     ) -> RemoteValue[Any]:
         closure = self._closures.make(self._queue.next_id, call, self, identity, needs)
         value = self._closures.adopt(closure)
-        if self._creation.pending and self._creating is None:
+        if self.creation.pending and self._creating is None:
             self._create_if_declared()
         if actions := self._queue.schedule(closure):
             self.perform(actions)
@@ -687,14 +671,6 @@ class Coordinator:
     def stop_reason(self) -> str | None:
         """Why a step has asked for the end of training; see ``ClusterCoordinator.stop_reason``."""
         return self._queue.requested_stop or self.joins.stop_reason
-
-    async def collect_into(self, error: Exception) -> None:
-        """Collect the error that a join would raise; see ``Joins.collect_into``.
-
-        Cancellation: Safe; closures go on.
-        """
-        if not self._closed and self._queue.pending_errors:
-            await self.joins.collect_into(error, self._queue.next_id)
 
     async def _finish_steps(self, limit: Limit | None) -> None:
         finish = self.links.ps.links[0].call(lambda _: messages.FinishSteps())
@@ -759,17 +735,17 @@ class Coordinator:
 
     async def _ensure_created(self) -> None:
         """Create what is declared, for a request of the program itself."""
-        await self._creation.ensure()
+        await self.creation.ensure()
         await self.recovery.begin()
 
     def _create_if_declared(self) -> None:
-        if self._creation.pending and self._creating is None:
+        if self.creation.pending and self._creating is None:
             self._queue.pause()
             self._creating = self._begin(self._create(), "variables cannot be created")
 
     async def _create(self) -> None:
         try:
-            await self._creation.ensure(last=True)
+            await self.creation.ensure(last=True)
         except Exception as exc:
             self.recovery.fail(exc)
         finally:
@@ -841,38 +817,37 @@ class Coordinator:
             if self._queue.ending is None:
                 logger.info("training stops: %s (%s on %s)", reason, closure, peer.task)
             self.perform(self._queue.request_stop(reason))
-        finished: list[tuple[int, Payload]] = []
+        finished: list[int] = []
+        payloads: list[Payload] = []  # of these
         at = 0
         for closure_id, outcome, count, error in message.results:
             payload = Payload.from_segments(segments[at : at + count]) if count else EMPTY
             at += count
             if outcome == "ok":
-                finished.append((closure_id, payload))
+                finished.append(closure_id)
+                payloads.append(payload)
                 continue
-            self._finished(peer.task, finished, message.mean_seconds)
-            finished = []
+            self._finished(peer.task, finished, payloads, message.mean_seconds)
+            finished, payloads = [], []
             self._ended(peer.task, closure_id, outcome, error, payload)
         for step, operation, times in message.late or ():
             self.joins.note_late(peer.task, step, operation, times)
-        self._finished(peer.task, finished, message.mean_seconds)
+        self._finished(peer.task, finished, payloads, message.mean_seconds)
         # What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
-        if self.cuts.taken or self.recovery.source is not None:
-            self.recovery.note_ended(ended)
-        else:
-            self.recovery.note_ended_early(ended)
+        early = not self.cuts.taken and self.recovery.source is None
+        self.recovery.note_ended(ended, early=early)
         self.joins.heard_at = self.loop.time()
         self._final.look()
 
     def _finished(
-        self, worker: str, results: Sequence[tuple[int, Payload]], mean_seconds: float
+        self, worker: str, ids: Sequence[int], payloads: Sequence[Payload], mean_seconds: float
     ) -> None:
         """Closures ended with values, which are there before anything that needs them is sent."""
-        if not results:
+        if not ids:
             return
-        ids = [closure_id for closure_id, _ in results]
         actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
         self._reports.has_data(worker)
-        for closure_id, payload in results:
+        for closure_id, payload in zip(ids, payloads, strict=True):
             closure = self._closures[closure_id]
             value = closure.payload.value()
             if value is not None and closure.state is State.FINISHED:
@@ -930,7 +905,6 @@ class Coordinator:
         replicas: list[Closure] = []
         for action in actions:
             if isinstance(action, Settle):
-                self.joins.note_final(action.closures)
                 for closure in action.closures:
                     self._closures.settle(closure, closure.error)
                     if closure.is_replica:
@@ -952,19 +926,14 @@ class Coordinator:
 
     def _dispatch(self) -> None:
         self._dispatch_due = False
-        self.recovery.fail_if_gone()
+        if self.recovery.is_gone:
+            self.recovery.fail_if_gone()
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:
-        self._creation.repeatable = None  # the program begins to compute
+        self.creation.repeatable = None  # the program begins to compute
         now = self.loop.time()
         for closure in action.closures:
             closure.payload.sent_at = now
         message, segments = starting(action.closures)
         self.workers.notify(action.worker, message, segments)
-
-    def _tell_again(self) -> None:
-        """ps tasks know nothing of what they were told: tell them how far closures are."""
-        if self._reports.look():
-            self._report_due.set()
-        self._final.tell_again()

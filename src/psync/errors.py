@@ -104,6 +104,23 @@ class ConfigurationError(UsageError, ValueError):
     """A cluster description, argument, option or environment variable is wrong."""
 
 
+def check_fits(
+    fits: bool,
+    expected: str,
+    value: object,
+    hint: str | None = None,
+    *,
+    error: type[PsyncError] = ConfigurationError,
+) -> None:
+    """Refuse a value that does not fit.
+
+    Raises:
+        PsyncError: ``fits`` is False; ``error`` is raised with ``expected``, then the actual value.
+    """
+    if not fits:
+        raise error(f"{expected}, got {value!r}", hint=hint)
+
+
 class DuplicateTaskError(ConfigurationError, KeyError):
     """Two descriptions of one cluster give the same task."""
 

@@ -14,14 +14,14 @@ import itertools
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
 
 from psync.cluster import device_name
-from psync.errors import ConfigurationError, PartitionError
+from psync.errors import PartitionError, check_fits
 from psync.specs import as_integer, checked_integer, dtype_name, dtype_of
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
@@ -164,20 +164,16 @@ def check_partitions(partitions: object, shape: Sequence[int], name: str) -> int
     Raises:
         PartitionError: It is not a list with one positive number per axis, all 1 except the first.
     """
-    if (
-        not isinstance(partitions, (list, tuple))
-        or len(partitions) != len(shape)
-        or not partitions
-        or not all(isinstance(p, Integral) and not isinstance(p, bool) for p in partitions)
-        or partitions[0] < 1
-        or any(p != 1 for p in partitions[1:])
-    ):
-        raise PartitionError(
-            f'variable "{name}" of shape {tuple(shape)}: expected variable_partitioner to return '
-            f"a list of {len(shape)} whole numbers, the first at least 1 and all others 1, "
-            f"got {partitions!r}"
-        )
-    return max(1, min(int(partitions[0]), shape[0]))
+    counts: Any = partitions if isinstance(partitions, list | tuple) else ()
+    fits = len(counts) == len(shape) > 0
+    fits = fits and all(isinstance(p, Integral) and not isinstance(p, bool) for p in counts)
+    check_fits(
+        fits and counts[0] >= 1 and all(p == 1 for p in counts[1:]),
+        f'variable "{name}" of shape {tuple(shape)}: expected variable_partitioner to return a '
+        f"list of {len(shape)} whole numbers, the first at least 1 and all others 1",
+        partitions, error=PartitionError,
+    )  # fmt: skip
+    return max(1, min(int(counts[0]), shape[0]))
 
 
 def div_split(dim0: int, num_shards: int) -> list[tuple[int, int]]:
@@ -242,19 +238,17 @@ class Placer:
     def __init__(self, num_ps: int, placement: str | Placement = "round_robin") -> None:
         self._num_ps = num_ps
         self._loads = loads = [0] * num_ps  # bytes of variables
-        self._choose: Callable[[int], Any]  # the ps of the next shard, by its size
+        self._choose: Any  # the ps of the next shard, by its size
         if placement == "round_robin":
             turns = itertools.cycle(range(num_ps))
             self._choose = lambda nbytes: next(turns)
         elif placement == "least_bytes":
             self._choose = lambda nbytes: loads.index(min(loads))
-        elif isinstance(placement, str) or not callable(getattr(placement, "place", None)):
-            raise ConfigurationError(
-                "placement: expected 'round_robin', 'least_bytes' or an object with "
-                f"place(nbytes) -> ps index, got {placement!r}"
-            )
         else:
-            self._choose = placement.place
+            self._choose = getattr(placement, "place", None)
+            what = "'round_robin', 'least_bytes' or an object with place(nbytes) -> ps index"
+            fits = callable(self._choose) and not isinstance(placement, str)
+            check_fits(fits, f"placement: expected {what}", placement)
 
     def place(self, variable: str, nbytes: int, ps: int | None = None) -> int:
         """Return the ps of the next shard.
@@ -268,11 +262,8 @@ class Placer:
             ConfigurationError: The placement did not return the index of a ps.
         """
         ps = self._choose(nbytes) if ps is None else ps
-        if not self._is_ps(ps):
-            raise ConfigurationError(
-                f'variable "{variable}": expected the placement to return the index of a ps, '
-                f"0 to {self._num_ps - 1}, got {ps!r}"
-            )
+        expected = f"expected the placement to return the index of a ps, 0 to {self._num_ps - 1}"
+        check_fits(self._is_ps(ps), f'variable "{variable}": {expected}', ps)
         self._loads[ps] += nbytes
         return int(ps)
 
@@ -292,11 +283,9 @@ class Placer:
         """
         match = _DEVICE.fullmatch(where) if isinstance(where, str) else None
         ps: Any = int(match[1]) if match else where
-        if not self._is_ps(ps):
-            raise ConfigurationError(
-                f"pinned: expected a ps, 0 to {self._num_ps - 1}, or its device, such as "
-                f"{device_name('ps', 0)!r} or '/job:ps/task:0', got {where!r}"
-            )
+        such_as = f"{device_name('ps', 0)!r} or '/job:ps/task:0'"
+        expected = f"pinned: expected a ps, 0 to {self._num_ps - 1}, or its device, such as"
+        check_fits(self._is_ps(ps), f"{expected} {such_as}", where)
         return int(ps)
 
     def _is_ps(self, ps: object) -> bool:

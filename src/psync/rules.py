@@ -30,7 +30,7 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import numpy as np
 
-from psync.errors import ConfigurationError
+from psync.errors import ConfigurationError, check_fits
 from psync.numerics import rules as known_rules
 from psync.numerics.memory import Scratch
 from psync.numerics.rules import ACCUMULATOR, Arrays, Coefficients, Part, Rate, RuleRaised
@@ -233,8 +233,8 @@ def register(made: type[R]) -> type[R]:
         ConfigurationError: The class is not a rule, its class attributes are wrong, another rule
             has its name, or the probe fails.
     """
-    if not (isinstance(made, type) and issubclass(made, UpdateRule)):
-        raise ConfigurationError(f"expected a subclass of psync.rules.UpdateRule, got {made!r}")
+    is_one = isinstance(made, type) and issubclass(made, UpdateRule)
+    check_fits(is_one, "expected a subclass of psync.rules.UpdateRule", made)
     where = f"update rule {made.__module__}.{made.__qualname__}"
     _check_attributes(made, where)
     cls = made
@@ -252,23 +252,15 @@ def register(made: type[R]) -> type[R]:
 
 def _check_attributes(made: type[UpdateRule], where: str) -> None:
     name, slots = getattr(made, "name", None), made.slots
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
-        raise ConfigurationError(
-            f"{where}: expected a text of 1 to {MAX_NAME_CHARS} characters as its name, got "
-            f"{name!r}",
-            hint='name = "mypackage.sign"',
-        )
-    if not isinstance(made.version, int) or isinstance(made.version, bool):
-        raise ConfigurationError(f"{where}: expected an integer as version, got {made.version!r}")
-    if (
-        not isinstance(slots, tuple)
-        or not all(isinstance(slot, str) and slot for slot in slots)
-        or len({*slots, ACCUMULATOR}) != len(slots) + 1
-    ):
-        raise ConfigurationError(
-            f"{where}: expected a tuple of different names as slots, none of them {ACCUMULATOR!r}, "
-            f"got {slots!r}"
-        )
+    fits = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
+    expected = f"{where}: expected a text of 1 to {MAX_NAME_CHARS} characters as its name"
+    check_fits(fits, expected, name, 'name = "mypackage.sign"')
+    fits = isinstance(made.version, int) and not isinstance(made.version, bool)
+    check_fits(fits, f"{where}: expected an integer as version", made.version)
+    fits = isinstance(slots, tuple) and all(isinstance(slot, str) and slot for slot in slots)
+    fits = fits and len({*slots, ACCUMULATOR}) == len(slots) + 1
+    expected = f"expected a tuple of different names as slots, none of them {ACCUMULATOR!r}"
+    check_fits(fits, f"{where}: {expected}", slots)
 
 
 def _readonly(array: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ negative decay rate or power, are refused immediately instead of giving NaN in t
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from abc import ABC, abstractmethod
@@ -21,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, TypeVar, dataclass_transform
 
-from psync.errors import ConfigurationError
+from psync.errors import ConfigurationError, check_fits
 from psync.specs import as_number, shortened
 
 _WITHIN = {">": operator.gt, ">=": operator.ge, "<=": operator.le}
@@ -88,17 +89,13 @@ class Schedule(ABC):
         for each in fields(self):
             value, what = getattr(self, each.name), type(self).__name__
             kind = getattr(each.type, "__name__", str(each.type))  # as it is written, or the type
-            if kind == "bool" and not isinstance(value, bool):
-                raise ConfigurationError(
-                    f"{what}: expected {each.name} to be True or False, got {value!r}"
-                )
+            fits = kind != "bool" or isinstance(value, bool)
+            check_fits(fits, f"{what}: expected {each.name} to be True or False", value)
             if kind == "float" or (kind == "float | None" and value is not None):
                 number = as_number(f"{what}: {each.name}", value)
                 for sign, bound in each.metadata.items():
-                    if not _WITHIN[sign](number, bound):
-                        raise ConfigurationError(
-                            f"{what}: expected {each.name} {sign} {bound}, got {number}"
-                        )
+                    expected = f"{what}: expected {each.name} {sign} {bound}"
+                    check_fits(_WITHIN[sign](number, bound), expected, number)
                 object.__setattr__(self, each.name, number)
 
 
@@ -279,26 +276,20 @@ class PiecewiseConstantDecay(Schedule):
     def __post_init__(self) -> None:
         for name in ("boundaries", "values"):
             numbers = getattr(self, name)
-            if not isinstance(numbers, (list, tuple)):
-                raise ConfigurationError(
-                    f"PiecewiseConstantDecay: expected a list of numbers as {name}, got {numbers!r}"
-                )
+            expected = f"PiecewiseConstantDecay: expected a list of numbers as {name}"
+            check_fits(isinstance(numbers, list | tuple), expected, numbers)
             plain = tuple(as_number(f"PiecewiseConstantDecay: {name}", n) for n in numbers)
             object.__setattr__(self, name, plain)
-        if min(self.values, default=0) < 0:
-            raise ConfigurationError(
-                f"PiecewiseConstantDecay: expected values >= 0, got {min(self.values)}"
-            )
+        least = min(self.values, default=0)
+        check_fits(least >= 0, "PiecewiseConstantDecay: expected values >= 0", least)
         if not self.boundaries or len(self.values) != len(self.boundaries) + 1:
             raise ConfigurationError(
                 "PiecewiseConstantDecay: expected at least one boundary and one value more than "
                 f"boundaries, got {len(self.boundaries)} boundaries and {len(self.values)} values"
             )
-        if any(a >= b for a, b in zip(self.boundaries, self.boundaries[1:], strict=False)):
-            raise ConfigurationError(
-                "PiecewiseConstantDecay: expected boundaries in strictly increasing order, "
-                f"got {list(self.boundaries)}"
-            )
+        grow = all(a < b for a, b in itertools.pairwise(self.boundaries))
+        expected = "PiecewiseConstantDecay: expected boundaries in strictly increasing order"
+        check_fits(grow, expected, list(self.boundaries))
 
     def rate(self, step: float) -> float:
         return self.values[bisect_left(self.boundaries, step)]
@@ -358,8 +349,8 @@ def register(made: type[_S]) -> type[_S]:
         ConfigurationError: The class is not a schedule, or another one has its name.
     """
     name = made.__name__
-    if not issubclass(made, Schedule):
-        raise ConfigurationError(f"expected a subclass of psync.schedules.Schedule, got {made!r}")
+    is_one = issubclass(made, Schedule)
+    check_fits(is_one, "expected a subclass of psync.schedules.Schedule", made)
     known = _SCHEDULES.get(name)
     if known is not None and (name in _OWN or known.__module__ != made.__module__):
         raise ConfigurationError(
@@ -410,11 +401,8 @@ def as_schedule(value: object) -> Schedule:
             f"of {', '.join(sorted(_SCHEDULES))} of psync.schedules, or register your own",
         )
     rate = as_number("learning rate", value)
-    if rate < 0:
-        raise ConfigurationError(
-            f"learning rate: expected a number from 0, got {rate}",
-            hint="to maximize, push the negative gradient",
-        )
+    hint = "to maximize, push the negative gradient"
+    check_fits(rate >= 0, "learning rate: expected a number from 0", rate, hint)
     return Constant(rate)
 
 

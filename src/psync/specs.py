@@ -46,6 +46,10 @@ def marked_after(step: int, count: int) -> int:
     return ((step >> STEP_BITS) + 1 << STEP_BITS) + count
 
 
+LARGEST = (1 << 63) - 1
+"""What an int64 holds."""
+
+
 def as_integer(value: object) -> int | None:
     """Return the value of an int64 scalar of Python, numpy or the like; None for all else."""
     if isinstance(value, bool):
@@ -54,16 +58,11 @@ def as_integer(value: object) -> int | None:
         number = operator.index(value)  # type: ignore[arg-type]  # any object: it decides
     except TypeError:
         return None
-    return number if -(1 << 63) <= number < 1 << 63 else None
+    return number if -LARGEST - 1 <= number <= LARGEST else None
 
 
 def checked_integer(
-    expected: str,
-    value: object,
-    lowest: int,
-    highest: int = (1 << 63) - 1,
-    *,
-    hint: str | None = None,
+    expected: str, value: object, lowest: int, highest: int = LARGEST, *, hint: str | None = None
 ) -> int:
     """Return a whole number within bounds, both included.
 

@@ -382,4 +382,4 @@ def test_a_name_beside_another_variable_can_be_sent_too() -> None:
         where=WHERE,
     )  # fmt: skip
     with pytest.raises(UsageError, match=r"declared at here.py:1: expected a name .*got 1028 ch"):
-        beside(spec, f"{spec.name}/average", 1, trainable=False, where="here.py:1")
+        beside(spec, f"{spec.name}/average", 1, trainable=False, where="here.py:1", dtype="float32")

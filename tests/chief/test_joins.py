@@ -8,7 +8,7 @@ import pytest
 
 from local_training import at_once
 from psync.closures.closure import Closure
-from psync.closures.queue import ClosureQueue, Settle
+from psync.closures.queue import ClosureQueue
 from psync.coordinator import Joins, describe_waiting
 from psync.errors import DeadlineExceeded, EndOfData, ParameterServerLost
 
@@ -32,10 +32,7 @@ class World:
         self.queue = held(num_closures)
         self.joins = Joins(self.queue, lambda: "closure 0 on w0")
 
-    def tell(self, actions) -> None:
-        for action in actions:
-            if isinstance(action, Settle):
-                self.joins.note_final(action.closures)
+    def tell(self, _actions) -> None:
         self.joins.settle()
 
 

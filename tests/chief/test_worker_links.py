@@ -147,7 +147,7 @@ async def test_one_that_is_given_up_or_does_not_come_in_time_is_forgotten(
     assert list(links.workers.addresses()) == ["/job:worker/task:0", W1]
     await cluster.start("worker-2")
     await asyncio.sleep(100)
-    assert owner.events == []
+    assert owner.events == ["given up"]
     assert await links.workers.add("worker-2:1", 2, 10) == W2, "it may be tried again"
 
 
@@ -166,11 +166,11 @@ async def test_a_worker_that_is_not_there_is_removed_at_once(links, owner, clust
     await cluster.stop("worker-1")
     await asyncio.sleep(1)
     await links.workers.remove(W1, "because")
-    assert owner.events == ["-1"]
+    assert owner.events == ["-1", "given up"]
     assert W1 not in links.workers.addresses()
     assert links.membership.missing() == []
     await cluster.start("worker-1")
     await asyncio.sleep(60)
-    assert owner.events == ["-1"]
+    assert owner.events == ["-1", "given up"]
     assert await links.workers.add("worker-1:1", 1, 10) == W1
     assert links.workers.names() == ["/job:worker/task:0", W1], "steps know it by its old index"

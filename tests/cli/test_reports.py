@@ -22,8 +22,8 @@ from psync.cli import main as command_line
 from psync.cli.main import main
 from psync.errors import ConfigurationError, DeadlineExceeded, RemoteProtocolError
 from psync.launch.process import run_loop
+from psync.net.trace import Trace
 from psync.net.trace_file import Reading, Summary
-from psync.net.tracing import Trace
 from psync.status import serving
 from psync.status.dashboard.run_log import RunLog
 from psync.status.model import Status

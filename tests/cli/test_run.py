@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from psync.cli import run
 from psync.cli.main import main
 from psync.cli.run import LAUNCHERS, Launcher, plugged, scaled_on_request, script_command
 from psync.errors import ConfigurationError
+from psync.launch import processes
 from psync.status.run_files import Run, directory_of_runs, make_directory, run_file, socket_of
 
 COMMAND = [sys.executable, "train.py"]
@@ -67,7 +67,7 @@ def test_too_few_files_are_one_line_that_says_what_to_do(
         error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise ExceptionGroup("in a task group", [error]) if in_a_task else error
 
-    monkeypatch.setattr(run, "ProcessGroup", full)
+    monkeypatch.setattr(processes, "ProcessGroup", full)
     assert Launcher(COMMAND, environ={}).launch() == 1
     assert capfd.readouterr().err == (
         "psync: error: Too many open files; raise `ulimit -n`: the run ends\n"
@@ -78,7 +78,7 @@ def test_other_errors_of_the_system_are_raised(monkeypatch: pytest.MonkeyPatch) 
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(errno.EPERM, "no")
 
-    monkeypatch.setattr(run, "ProcessGroup", refused)
+    monkeypatch.setattr(processes, "ProcessGroup", refused)
     with pytest.raises(PermissionError):
         Launcher(COMMAND, environ={}).launch()
 

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from psync.closures.closure import Closure, Replica, State
 from psync.closures.dispatcher import Dispatch
 from psync.closures.gang import Answer, Gang, Merge, Refuse, Stop, StopMerging
+from psync.closures.membership import ScheduleReports
 from psync.closures.queue import Cancel, ClosureQueue, Settle
-from psync.closures.schedule_reports import ScheduleReports
 from psync.errors import (
     ClosureCancelled,
     EndOfData,

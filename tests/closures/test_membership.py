@@ -12,17 +12,20 @@ from psync.closures.closure import Closure
 from psync.closures.dispatcher import WorkerStatistics
 from psync.closures.membership import (
     FIRST_S,
+    RETURN_S,
+    SETTLE_S,
     WINDOW_S,
     Fence,
     Flapping,
     Membership,
+    ScheduleReports,
+    ScheduleState,
     SessionEnd,
     TaskState,
     backoff,
 )
 from psync.closures.queue import ClosureQueue, QueueStatistics
 from psync.closures.scaling import AdaptiveRule, Load, changes
-from psync.closures.schedule_reports import RETURN_S, SETTLE_S, ScheduleReports, ScheduleState
 from psync.errors import ConfigurationError, EndOfData, LocalProtocolError
 
 W0, W1 = "/job:worker/task:0", "/job:worker/task:1"

@@ -4,27 +4,69 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from psync.compat.session_members import (
-    DESERTED_S,
-    GRACE_S,
-    Action,
-    Answer,
-    CloseTokens,
-    FenceTask,
-    SessionMembers,
-    SetMembers,
-)
+from psync.compat.session_members import DESERTED_S, GRACE_S, SessionMembers
 from psync.errors import FencedError
 from psync.wire.messages import Done, SessionEntered, TrainingOver
 
 CHIEF = "/job:chief/task:0"
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
+
+
+class Answer(NamedTuple):
+    waiter: Any
+    answer: Any
+
+
+class SetMembers(NamedTuple):
+    alive: dict[str, int]
+    missing: tuple[str, ...]
+
+
+class FenceTask(NamedTuple):
+    task: str
+    below: int
+
+
+class CloseTokens(NamedTuple):
+    reason: str
+
+
+Action = Answer | SetMembers | FenceTask | CloseTokens
+
+
+class Recorded:
+    """The rule, whose methods return what they have done."""
+
+    def __init__(self) -> None:
+        self._done: list[Action] = []
+        self._rule = SessionMembers(self)
+        self.statistics, self.next_deadline = self._rule.statistics, self._rule.next_deadline
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> list[Action]:
+            getattr(self._rule, name)(*args)
+            done, self._done = self._done, []
+            return done
+
+        return call
+
+    def answer(self, waiter: Any, answer: Any) -> None:
+        self._done.append(Answer(waiter, answer))
+
+    def set_members(self, alive: dict[str, int], missing: tuple[str, ...]) -> None:
+        self._done.append(SetMembers(alive, missing))
+
+    def fence(self, task: str, below: int) -> None:
+        self._done.append(FenceTask(task, below))
+
+    def close_tokens(self, reason: str) -> None:
+        self._done.append(CloseTokens(reason))
 
 
 def only(actions: Sequence[Action], kind: type) -> list[Any]:
@@ -40,9 +82,9 @@ def told_over(waiter: str, reason: str, failed: bool, error: Any = None) -> Answ
     return Answer(waiter, TrainingOver(reason, failed, error))
 
 
-def opened(*workers: str, trains: bool = True) -> SessionMembers:
+def opened(*workers: str, trains: bool = True) -> Recorded:
     """A session of a chief of incarnation 100 and of workers who have connected at time 0."""
-    members = SessionMembers()
+    members = Recorded()
     members.attached(100)
     members.declared("open", CHIEF, trains, 0, 0.0)
     for worker in workers:
@@ -55,7 +97,7 @@ def opened(*workers: str, trains: bool = True) -> SessionMembers:
 
 
 def test_the_chief_waits_for_its_workers_and_all_enter_together() -> None:
-    members = SessionMembers()
+    members = Recorded()
     members.attached(100)
     assert members.declared("open", CHIEF, False, 2, 0.0) == []
     assert members.ask("a", A, 50, 0.0) == []
@@ -80,7 +122,7 @@ def test_a_worker_bears_an_incarnation_above_the_chiefs(boot: int, expected: int
 
 
 def test_a_worker_that_asks_again_while_it_waits_is_answered_once() -> None:
-    members = SessionMembers()
+    members = Recorded()
     members.attached(100)
     members.ask("first", A, 50, 0.0)
     (refused,) = members.ask("second", A, 60, 0.0)
@@ -92,7 +134,7 @@ def test_a_worker_that_asks_again_while_it_waits_is_answered_once() -> None:
 
 
 def test_a_worker_that_has_given_up_does_not_count() -> None:
-    members = SessionMembers()
+    members = Recorded()
     members.attached(100)
     members.ask("a", A, 50, 0.0)
     members.forget("a")
@@ -100,7 +142,7 @@ def test_a_worker_that_has_given_up_does_not_count() -> None:
 
 
 def test_a_chief_that_has_given_up_opens_nothing() -> None:
-    members = SessionMembers()
+    members = Recorded()
     members.attached(100)
     members.declared("open", CHIEF, True, 1, 0.0)
     members.forget("open")
@@ -108,7 +150,7 @@ def test_a_chief_that_has_given_up_opens_nothing() -> None:
 
 
 def test_a_chief_that_is_lost_before_its_workers_have_come_opens_nothing() -> None:
-    members = SessionMembers()
+    members = Recorded()
     members.attached(100)
     members.declared("open", CHIEF, True, 1, 0.0)
     members.disconnected(CHIEF, 100, 1.0)
@@ -203,7 +245,7 @@ def test_a_worker_that_comes_at_the_end_enters_and_finds_it_there() -> None:
 
 
 def test_workers_who_wait_for_a_chief_that_fails_are_told() -> None:
-    members = SessionMembers()
+    members = Recorded()
     members.connected(CHIEF, 100)
     members.attached(100)
     members.ask("a", A, 50, 0.0)
@@ -368,7 +410,7 @@ def test_those_who_wait_for_the_end_hear_of_a_new_chief() -> None:
 
 
 def test_workers_who_wait_for_a_chief_wait_for_the_new_one() -> None:
-    members = SessionMembers()
+    members = Recorded()
     members.attached(100)
     members.ask("a", A, 50, 0.0)
     members.attached(200)
@@ -391,7 +433,7 @@ class Sessions(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.members = SessionMembers()
+        self.members = Recorded()
         self.now = 0.0
         self.numbers = itertools.count()
         self.coordinator = 0

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.accumulators import Accumulator, Applied, Take
+from psync.accumulators import Accumulator, Applied, ConditionalAccumulator, Take
 from psync.errors import ValueMismatchError
 from psync.numerics.sums import at_once
-from psync.store.dense_accumulators import ConditionalAccumulator
 
 
 def accumulator(

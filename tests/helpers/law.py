@@ -64,7 +64,7 @@ LAW = (
 PURE = (
     "errors specs cluster wire partitioners schedules "
     "numerics accumulators store closures net.handshake_limits client.counters "
-    "worker.element_specs checkpoints.manifest ps.life "
+    "checkpoints.manifest ps.life "
     "backups.pairing backups.fingerprint backups.locate_ps "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
     "chief.recovery_rule compat.session_members status.model status.rates status.exposition "

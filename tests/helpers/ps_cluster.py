@@ -12,8 +12,7 @@ import numpy as np
 
 from inside import handlers_of
 from memory_cluster import until as until
-from psync.chief.creation import Creation
-from psync.chief.declarations import Declaration, split
+from psync.chief.declarations import Creation, Declaration, split
 from psync.client.ps import Plan, PsClient
 from psync.net.connection import Handler, Request
 from psync.net.endpoint import Endpoint

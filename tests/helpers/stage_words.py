@@ -11,6 +11,7 @@ from psync.errors import PsyncError
 from psync.store.push_counts import PushCount
 from psync.wire.codec import Message, decode
 from psync.wire.messages import (
+    AccumulatorState,
     Admit,
     ApplyGradient,
     Assign,
@@ -30,13 +31,12 @@ from psync.wire.messages import (
     FinalBelow,
     FinishSteps,
     ForgetPush,
-    ForgetTakes,
     Gate,
     Gated,
-    GradientApplied,
     GradientTaken,
     HoldGradients,
     HoldPush,
+    HoldTake,
     KeepAnswers,
     LockShards,
     MeasureStep,
@@ -167,9 +167,9 @@ def message_words(message: Message) -> str:
         case HoldPush():
             return f"HoldPush, push {message.push}{_to(message)}"
         case HoldGradients():
-            held = f", {message.count} gradients" if message.count else ""
-            waits = f", {len(message.waiting)} takes wait" if message.waiting else ""
-            return f"HoldGradients {message.accumulator}{held}{waits}"
+            return f"HoldGradients {message.accumulator}, {message.count} gradients"
+        case HoldTake():
+            return f"HoldTake {message.take} of {message.accumulator}"
         case KeepAnswers():
             return "KeepAnswers"
         case DefineAccumulator():
@@ -182,7 +182,7 @@ def message_words(message: Message) -> str:
         case TakeGradient():
             wanted = f"{message.num_required} wanted"
             return f"TakeGradient {message.take} of {message.accumulator}, {wanted}"
-        case EndTakes() | ForgetTakes() | FinishSteps() | LockShards() | UnlockShards():
+        case EndTakes() | FinishSteps() | LockShards() | UnlockShards():
             return name
         case Gate() | OpenGate() | Admit():
             return f"{name} {message.cut}"
@@ -202,7 +202,7 @@ def message_words(message: Message) -> str:
             parts = [f"{number} of {task_words(task)} on ps {ps}"
                      for ps, task, _, number in message.others]  # fmt: skip
             return "gated" + (f"; elsewhere: {', '.join(parts)}" if parts else "")
-        case GradientApplied():
+        case AccumulatorState():
             return f"{message.outcome}, {message.count} held, step {message.step}"
         case GradientTaken():
             return f"{message.count} taken, step {message.step}"
@@ -231,7 +231,7 @@ def state_words(sections: Sequence[Any]) -> Iterator[str]:
         kept = "".join(
             f"; take {number} of {task_words(task, born)} is complete"
             for task, born, _, numbers in takers
-            for number in numbers
+            for number, *_ in numbers
             if [task, born, number] not in waiting
         )
         yield f"accumulator {name}: {count} held, step {step}{waits}{kept}"

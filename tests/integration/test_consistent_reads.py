@@ -15,7 +15,7 @@ from local_training import in_step
 from memory_cluster import MemoryCluster, running, until
 from psync.errors import LockLost
 from psync.testing import MemoryNetwork
-from psync.wire.messages import AssignLocked, LockShards, RenewLock
+from psync.wire.messages import AssignLocked, LockShards
 
 virtual = pytest.mark.virtual_time
 
@@ -82,18 +82,35 @@ async def test_an_atomic_assign_is_seen_whole_by_consistent_reads_only(seed: int
 
 
 @virtual
+async def test_an_operator_sees_what_an_update_waits_for() -> None:
+    async with sharded() as (cluster, _, v):
+        go_on = asyncio.Event()
+        with cluster.tap("ps-1").at(LockShards, go_on.wait) as asked:
+            reading = asyncio.create_task(read(v))
+            await asked.wait()
+            writing = asyncio.create_task(v.assign(full(2)))
+            task = cluster.ps("ps-0")
+            await until(lambda: task.statistics()["waiting"]["lock"])
+            assert task.statistics()["waiting"] == {"gate": 0, "lock": 1, "backup": 0, "compute": 0}
+            go_on.set()
+            await reading
+            await writing
+            assert not any(task.statistics()["waiting"].values())
+
+
+@virtual
 async def test_a_lock_is_renewed_as_long_as_it_is_needed() -> None:
     async with sharded() as (cluster, _, v):
         go_on = asyncio.Event()
         with cluster.tap("ps-1").at(LockShards, go_on.wait) as asked:
-            with cluster.tap("ps-0").hearing(RenewLock) as renewed:
+            with cluster.tap("ps-0").hearing(LockShards) as renewed:
                 reading = asyncio.create_task(read(v))
                 await asked.wait()
                 await asyncio.sleep(3 * LEASE_S)
                 assert held_locks(cluster) == [1, 0]
             go_on.set()
             assert (await reading == 1).all()
-        assert len(renewed) > 5
+        assert len([each for each in renewed if not each.members]) > 5
         assert cluster.ps("ps-0").statistics()["locks"]["expired"] == 0
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from psync.net.shielding import most_are_cancelled, shielded
+from psync.net.shielding import first_of, most_are_cancelled, shielded
 
 
 async def test_what_it_returns_or_raises_is_passed_on() -> None:
@@ -61,3 +61,30 @@ async def test_the_end_of_a_loop_is_told_although_those_that_were_there_have_end
     await asyncio.wait(before)
     assert most_are_cancelled(before)
     newer.cancel()
+
+
+async def test_the_first_that_ends_counts_and_the_others_are_over() -> None:
+    over = asyncio.Event()
+
+    async def long() -> int:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            over.set()
+        return 1
+
+    async def failing() -> int:
+        raise ValueError("first")
+
+    assert await first_of(long(), asyncio.sleep(0, 2)) == 2
+    assert over.is_set()
+    with pytest.raises(ValueError, match="first"):
+        await first_of(long(), failing())
+    assert await first_of(asyncio.sleep(0, 3), asyncio.sleep(0, 4)) == 3
+    over.clear()
+    waiting = asyncio.create_task(first_of(long(), long()))
+    await asyncio.sleep(0.001)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert over.is_set()

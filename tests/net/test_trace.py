@@ -16,12 +16,10 @@ from endpoints import PS, SECRET, connected, done
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, note, running
 from psync.errors import ClosedError, ConfigurationError
 from psync.net import trace as module
-from psync.net import tracing as stretch
 from psync.net.connection import Handler
 from psync.net.platform import Platform
-from psync.net.trace import LEASE_S, TICK_S, SpanCollector, SpanRecorder
+from psync.net.trace import LEASE_S, TICK_S, SpanCollector, SpanRecorder, Trace, tracing
 from psync.net.trace_file import Reading
-from psync.net.tracing import Trace, tracing
 from psync.testing import MemoryNetwork
 from psync.wire.messages import AskSpans, AskStatistics, Shutdown
 from trace_events import TraceFile
@@ -368,7 +366,7 @@ async def test_a_worker_that_dies_ends_and_others_go_on(tmp_path: Path) -> None:
 
         async with coordinator.trace(tmp_path / "t.json"):
             await steps(20)
-            await asyncio.sleep(2 * stretch.READ_EVERY_S)
+            await asyncio.sleep(2 * module.READ_EVERY_S)
             await cluster.kill_worker("worker-1")
             await steps(20)
     trace = TraceFile(tmp_path / "t.json")
@@ -382,7 +380,7 @@ async def test_a_worker_that_dies_ends_and_others_go_on(tmp_path: Path) -> None:
 async def test_what_a_trace_holds_is_bounded_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stretch, "MAX_BYTES", 1)
+    monkeypatch.setattr(module, "MAX_BYTES", 1)
     async with coordinating() as (_, coordinator):
         async with coordinator.trace(tmp_path / "t.json") as traced:
             await traced.ended.wait()

@@ -64,8 +64,8 @@ def test_a_request_has_its_two_halves_across_readings() -> None:
     assert [log.task for log in logs] == [WORKER, PS]
     ((at, sent, other, served),) = pairs_of(logs)
     assert (at, other) == (0, 1)
-    assert (sent.begin, sent.end, sent.sent, sent.received) == (101.0, 103.0, 7, 0)
-    assert (served.begin, served.end, served.sent, served.received) == (1.5, 2.0, 0, 7)
+    assert (sent.begin, sent.end, sent.request_bytes, sent.answer_bytes) == (101.0, 103.0, 7, 0)
+    assert (served.begin, served.end, served.request_bytes, served.answer_bytes) == (1.5, 2.0, 7, 0)
     assert sent.message == ASK
     assert sent.answer == served.answer == TOLD
     assert (sent.other, served.other) == (PS, WORKER)

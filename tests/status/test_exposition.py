@@ -106,7 +106,8 @@ PS_COUNTERS = {
     "store": {"applies": 12, "shards": 4, "bytes": 800, "slot_bytes": 400},
     "ledger": {"duplicate": 1, "already_applied": 2, "fenced": 3, "refused": 4},
     "backup": {"state": "paired", "entries": 9, "taken": 7},
-    "staging": {"staged": 5}, "pushes": 6, "pulls": 7, "row_pulls": 8, "queue": 2,
+    "staging": {"staged": 5}, "pushes": 6, "pulls": 7, "row_pulls": 8,
+    "waiting": {"gate": 0, "lock": 2, "backup": 1, "compute": 0},
 }  # fmt: skip
 
 
@@ -124,6 +125,8 @@ def test_a_ps_says_what_it_counts_itself() -> None:
     assert found[f"psync_task_duplicates_total{label}"] == 3
     assert found[f"psync_task_refused_total{label}"] == 7
     assert found[f"psync_task_backup_behind{label}"] == 2
+    assert found[f"psync_task_queue{label}"] == 3
+    assert found['psync_task_waiting{cause="lock",task="/job:ps/task:0"}'] == 2
     alone = task_values("/job:ps/task:0", {**PS_COUNTERS, "backup": {"state": "alone"}})
     assert f"psync_task_backup_behind{label}" not in alone
 

@@ -36,7 +36,8 @@ def group(**changes: Any) -> dict[str, Any]:
 def counters(**changes: Any) -> dict[str, Any]:
     """A ps task's counters, where something has happened."""
     return {
-        "iterations": 10, "pushes": 10, "pulls": 20, "row_pulls": 2, "queue": 1,
+        "iterations": 10, "pushes": 10, "pulls": 20, "row_pulls": 2,
+        "waiting": {"lock": 1, "compute": 0},
         "staging": {"staged": 0},
         "staleness": {"newest": [], "counts": {}},
         "store": {"shards": 2, "bytes": 800, "slot_bytes": 400},

@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accumulator_tools import accumulator, apply_grad, apply_slices, refusal, take_grad
-from psync.accumulators import Accumulator, Applied, TakeState
+from psync.accumulators import Accumulator, Applied, SparseConditionalAccumulator, TakeState
 from psync.errors import ConfigurationError, ValueMismatchError
 from psync.specs import Outcome, dtype_of
-from psync.store.sparse_accumulators import SparseConditionalAccumulator
 
 
 def sparse(

@@ -12,7 +12,7 @@ import pytest
 
 from endpoints import connected
 from psync.net.connection import Handler, Request
-from psync.net.shared.channel import SideChannel
+from psync.net.shared.doors import SideChannel
 from psync.net.shared.regions import region_of
 from psync.testing import MemoryNetwork, memory_sharing
 from psync.testing.memory_sharing import MemoryChannel, channels

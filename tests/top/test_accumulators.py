@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from accumulator_tools import accumulator, apply_grad, array, cancel, refusal, take_grad
-from psync.accumulators import Applied, Take, TakeState
+from psync.accumulators import Applied, ConditionalAccumulator, Take, TakeState
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.numerics.sums import at_once
 from psync.specs import Outcome
-from psync.store.dense_accumulators import ConditionalAccumulator
 
 ACCEPTED, STALE = Outcome.ACCEPTED, Outcome.STALE
 WAITING, COMPLETE = TakeState.WAITING, TakeState.COMPLETE

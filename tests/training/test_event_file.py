@@ -7,7 +7,7 @@ from pathlib import Path
 
 from event_files import crc32c, scalars, unmasked
 from loops import for_each
-from psync.training.event_file import EventFile, masked_crc
+from psync.callbacks import EventFile, masked_crc
 
 
 @for_each(

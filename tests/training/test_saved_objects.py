@@ -23,7 +23,7 @@ from psync.errors import (
     CheckpointNotFound,
     ConfigurationError,
 )
-from psync.training.saved_objects import Contents
+from psync.training.checkpoint import Contents
 from psync.training.trainer import History
 
 pytestmark = pytest.mark.virtual_time

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from psync.errors import UsageError
-from psync.worker.element_specs import TensorSpec, leaves_of, map_nest, spec_of
+from psync.worker.data_sources import TensorSpec, leaves_of, map_nest, spec_of
 
 Pair = namedtuple("Pair", ["x", "y"])
 

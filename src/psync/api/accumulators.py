@@ -15,6 +15,15 @@ from typing import Any, Literal, Self, TypeVar, cast
 
 import numpy as np
 
+from psync.accumulators import ConditionalAccumulator as DenseRule
+from psync.accumulators import (
+    Slices,
+    SparseGradient,
+    definition_of,
+    other_parameters,
+    rule_of,
+)
+from psync.accumulators import SparseConditionalAccumulator as SparseRule
 from psync.api.scopes import OTHER_STRATEGY_HINT, Scope, runtime_here, scope_for
 from psync.client.context import Runtime
 from psync.client.ps import Place
@@ -22,11 +31,7 @@ from psync.cluster import device_name
 from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
 from psync.net.platform import PerProcess
 from psync.numerics.memory import bytes_of
-from psync.ps.takes import definition_of, other_parameters, rule_of
 from psync.specs import Outcome, dtype_of
-from psync.store.dense_accumulators import ConditionalAccumulator as DenseRule
-from psync.store.sparse_accumulators import Slices, SparseGradient
-from psync.store.sparse_accumulators import SparseConditionalAccumulator as SparseRule
 from psync.wire.messages import ApplyGradient, GradientTaken, SetAccumulatorStep
 from psync.wire.tensors import to_bytes_view
 

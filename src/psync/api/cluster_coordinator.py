@@ -24,7 +24,7 @@ from psync.api.datasets import (
 from psync.api.optimizers import optimizers_here
 from psync.api.scheduling import Scheduling
 from psync.api.strategy import ParameterServerStrategy
-from psync.chief.creation import OwnOptimizers
+from psync.chief.declarations import OwnOptimizers
 from psync.chief.events import Event
 from psync.chief.links import FollowedWorkers
 from psync.chief.recovery_rule import MAX_STARTS
@@ -41,6 +41,7 @@ from psync.errors import (
     PsyncError,
     SerializationError,
     UsageError,
+    check_fits,
     other_loop,
 )
 from psync.net.environment import (
@@ -54,7 +55,7 @@ from psync.net.environment import watchdog_timeout as watchdog_timeout_here
 from psync.net.notebook_cells import of_no_cell
 from psync.net.platform import PerProcess, Platform
 from psync.net.task_reports import add_description
-from psync.net.tracing import Trace, tracing
+from psync.net.trace import Trace, tracing
 from psync.specs import checked_kind
 from psync.status.html_tables import table_of_workers
 from psync.status.model import ShardStatus
@@ -191,11 +192,13 @@ class ClusterCoordinator(Scheduling):
             watchdog_timeout = watchdog_timeout_here()
         else:
             fits = 0 <= watchdog_timeout < math.inf
-            _check("watchdog_timeout", watchdog_timeout, "seconds, 0 or above", fits)
-        _check("min_workers", min_workers, f"1 to {num_workers}", 1 <= min_workers <= num_workers)
+            check_fits(fits, "watchdog_timeout: expected seconds, 0 or above", watchdog_timeout)
+        fits = 1 <= min_workers <= num_workers
+        check_fits(fits, f"min_workers: expected 1 to {num_workers}", min_workers)
         if closure_timeout is not None:
-            _check("closure_timeout", closure_timeout, "seconds above 0", closure_timeout > 0)
-        _check("max_losses", max_losses, "at least 1", max_losses >= 1)
+            expected = "closure_timeout: expected seconds above 0"
+            check_fits(closure_timeout > 0, expected, closure_timeout)
+        check_fits(max_losses >= 1, "max_losses: expected at least 1", max_losses)
         Flapping(max_flaps)  # is it a limit?
         self._options = CoordinatorOptions(
             min_workers=min_workers,
@@ -206,9 +209,9 @@ class ClusterCoordinator(Scheduling):
             max_flaps=max_flaps,
             watchdog_timeout_s=watchdog_timeout or None,
             on_stall=on_stall,
-            insecure=insecure,
             attach=attach,
         )
+        self._insecure = insecure
         self._metrics, self._dashboard, self._run_log = metrics, dashboard, run_log
         self.strategy = strategy
         self._ending = AsyncExitStack()  # what ``close`` has to do
@@ -264,8 +267,7 @@ class ClusterCoordinator(Scheduling):
         cluster, own = self.strategy.cluster, "127.0.0.1:1"  # not in the cluster: listens nowhere
         if "chief" in cluster.jobs:
             own = cluster.task_address("chief", cluster.task_indices("chief")[0])
-        resolver, insecure = self.strategy.cluster_resolver, self._options.insecure
-        platform = platform_of(resolver, own, insecure=insecure)
+        platform = platform_of(self.strategy.cluster_resolver, own, insecure=self._insecure)
         self._starting = True
         declared, here = self.strategy._uncreated, list(self.strategy._uncreated)
         try:
@@ -351,12 +353,12 @@ class ClusterCoordinator(Scheduling):
 
         False without ``attach=True``, and if there were no values: then restore a checkpoint.
         """
-        return self._coordinator is not None and self._coordinator.left is not None
+        return self._coordinator is not None and self._coordinator.attached
 
     @property
     def partial_updates(self) -> int:
         """Updates of an earlier program that only some ps tasks have, and others never will."""
-        return 0 if self._coordinator is None else self._coordinator.partial_updates
+        return 0 if self._coordinator is None else self._coordinator.creation.partial_updates
 
     async def close(self) -> None:
         """Cancel unfinished closures and close all connections; tasks keep waiting for a chief.
@@ -450,11 +452,9 @@ class ClusterCoordinator(Scheduling):
         Source: ``ClusterCoordinator.create_per_worker_dataset``.
         """
         coordinator = self._running("create_per_worker_dataset")
-        if end not in ("all", "first"):
-            raise ConfigurationError(
-                f'create_per_worker_dataset: end: expected "all" or "first", got {end!r}',
-                hint='"all" trains on every batch; "first" ends when one worker has no data left',
-            )
+        hint = '"all" trains on every batch; "first" ends when one worker has no data left'
+        expected = 'create_per_worker_dataset: end: expected "all" or "first"'
+        check_fits(end in ("all", "first"), expected, end, hint)
         try:
             captured, function = capture_dataset(dataset_fn, coordinator.functions)
         except SerializationError as error:
@@ -498,8 +498,7 @@ class ClusterCoordinator(Scheduling):
 
         Cancellation: The worker is not added.
         """
-        coordinator, cluster = self._running("add_worker"), self.strategy.cluster
-        workers = coordinator.links.workers
+        workers, cluster = self._running("add_worker").workers, self.strategy.cluster
         known = {parse_task_name(name)[1]: at for name, at in workers.addresses().items()}
         if index is None:
             index = next(number for number in itertools.count() if number not in known)
@@ -510,10 +509,7 @@ class ClusterCoordinator(Scheduling):
             )
         # Is it an address, and nobody else's? Is the index one?
         ClusterSpec({**cluster.as_dict(), "worker": {**known, index: address}})
-        try:
-            name = await workers.add(address, index, timeout)
-        finally:
-            coordinator.recovery.fail_if_gone()  # it may have been the last hope
+        name = await workers.add(address, index, timeout)
         added = added_workers.get()
         if added is not None:
             added[name] = address
@@ -537,13 +533,10 @@ class ClusterCoordinator(Scheduling):
 
         Cancellation: The worker leaves all the same.
         """
-        coordinator = self._running("remove_worker")
-        workers = coordinator.links.workers
+        workers = self._running("remove_worker").workers
         known = workers.addresses()
-        if task not in known:
-            raise ConfigurationError(
-                f"task: expected a worker of the cluster ({', '.join(known)}), got {task!r}"
-            )
+        expected = f"task: expected a worker of the cluster ({', '.join(known)})"
+        check_fits(task in known, expected, task)
         try:
             async with asyncio.timeout(timeout):
                 await workers.remove(task, "the program removes it")
@@ -553,7 +546,6 @@ class ClusterCoordinator(Scheduling):
                 hint="it leaves once the closure ends; wait again, or stop its process to remove "
                 "it now",
             ) from exc
-        coordinator.recovery.fail_if_gone()
         added = added_workers.get()
         if added is not None:
             added.pop(task, None)
@@ -734,11 +726,6 @@ class ClusterCoordinator(Scheduling):
         if asyncio._get_running_loop() is not self._coordinator.loop:
             raise other_loop(operation)
         return self._coordinator
-
-
-def _check(option: str, value: float, expected: str, fits: bool) -> None:
-    if not fits:
-        raise ConfigurationError(f"{option}: expected {expected}, got {value}")
 
 
 class report:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from psync.api.variables import Variable
 from psync.client.context import DatasetContext, current_closure, inside
 from psync.closures.closure import NO_DATA, Needs
-from psync.errors import ConfigurationError, ContextError, SerializationError
+from psync.errors import ConfigurationError, ContextError, SerializationError, check_fits
 from psync.net.platform import random_hex
 from psync.serialization.captures import name_of, refers_to, type_name
 from psync.serialization.functions import Function, FunctionTable
@@ -29,16 +29,16 @@ from psync.wire.messages import AskPosition, IteratorPosition
 from psync.worker.data_sources import (
     POLICIES,
     Dataset,
+    InputContext,
     IterableDataset,
     Sharded,
     dataset_of,
     iterable_of,
     open_dataset,
     policy_for,
+    spec_of,
     takes_context,
 )
-from psync.worker.element_specs import spec_of
-from psync.worker.input_contexts import InputContext
 from psync.worker.iterators import IteratorHandle
 
 if TYPE_CHECKING:
@@ -64,10 +64,8 @@ class InputOptions:
     shard_policy: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.shard_policy not in POLICIES:
-            raise ConfigurationError(
-                f"shard_policy: expected one of {', '.join(POLICIES)}, got {self.shard_policy!r}"
-            )
+        policy, expected = self.shard_policy, f"shard_policy: expected one of {', '.join(POLICIES)}"
+        check_fits(policy in POLICIES, expected, policy)
 
 
 class DistributedDataset(Generic[T]):
@@ -305,10 +303,9 @@ class PerWorkerIterator(IteratorHandle[T]):
         Cancellation: Safe.
         """
         coordinator = self._coordinator._running("positions")
-        answers = await coordinator.workers.ask_all(AskPosition(self.uid))
+        answers = await coordinator.workers.ask(AskPosition(self.uid))
         positions = {}
-        workers = coordinator.links.workers.names()[: self.num_pipelines]
-        for place, worker in enumerate(workers):
+        for place, worker in enumerate(coordinator.workers.names()[: self.num_pipelines]):
             positions[place] = self.starts.get(place, 0)
             answer = answers.get(worker)
             if isinstance(answer, IteratorPosition) and answer.position >= 0:
@@ -332,11 +329,9 @@ def _checked(position: Any, num_workers: int) -> dict[int, int]:
     for key, count in position.items():
         # In JSON, keys are text.
         worker = int(key) if isinstance(key, str) and key.isdecimal() else key
-        if worker not in range(num_workers):
-            raise ConfigurationError(
-                f"position: expected workers 0 to {num_workers - 1}, got {key!r}",
-                hint="shards of data depend on the number of workers; start without a position",
-            )
+        hint = "shards of data depend on the number of workers; start without a position"
+        expected = f"position: expected workers 0 to {num_workers - 1}"
+        check_fits(worker in range(num_workers), expected, key, hint)
         position = checked_integer("position: expected a number of batches of at least 0", count, 0)
         if position:
             found[int(worker)] = position

@@ -26,7 +26,7 @@ from psync.api.variables import (
     global_step_of,
 )
 from psync.client.context import forbid_in_step
-from psync.errors import ConfigurationError, UsageError, ValueMismatchError
+from psync.errors import UsageError, ValueMismatchError, check_fits
 from psync.numerics.sums import growing_decay
 from psync.specs import checked_kind
 
@@ -76,21 +76,16 @@ class ExponentialMovingAverage:
         zero_debias: bool = False,
         name: str = "ExponentialMovingAverage",
     ) -> None:
-        if not isinstance(decay, int | float | np.floating) or not 0 <= decay < 1:
-            raise ConfigurationError(
-                f"moving average: expected decay in [0, 1), got {decay!r}",
-                hint="0.999 averages about the last thousand values",
-            )
+        fits = isinstance(decay, int | float | np.floating) and 0 <= decay < 1
+        hint = "0.999 averages about the last thousand values"
+        check_fits(fits, "moving average: expected decay in [0, 1)", decay, hint)
         if isinstance(num_updates, Handle):
             check_step(num_updates, "num_updates of a moving average")
-        elif num_updates is not None and not isinstance(num_updates, bool):
-            raise ConfigurationError(
-                "moving average: expected num_updates to be True or the global step, got "
-                f"{num_updates!r}",
-                hint="a constant number n means the decay min(decay, (1 + n) / (10 + n))",
-            )
-        if not isinstance(name, str) or not name:
-            raise ConfigurationError(f"moving average: expected a name, got {name!r}")
+        else:
+            expected = "moving average: expected num_updates to be True or the global step"
+            hint = "a constant number n means the decay min(decay, (1 + n) / (10 + n))"
+            check_fits(isinstance(num_updates, bool | None), expected, num_updates, hint)
+        check_fits(isinstance(name, str) and name != "", "moving average: expected a name", name)
         self.decay = float(decay)
         self.num_updates: Variable | bool = False if num_updates is None else num_updates
         self.name = name

@@ -161,7 +161,7 @@ class Scheduling:
             return await fetch_all(structure)
         except Exception as exc:
             if self._coordinator is not None:
-                await self._coordinator.collect_into(exc)
+                await self._coordinator.joins.collect_into(exc)
             raise
 
 

@@ -34,6 +34,7 @@ from psync.errors import (
     SerializationError,
     UnsupportedError,
     UsageError,
+    check_fits,
     other_loop,
 )
 from psync.net.resolvers import ClusterResolver, resolve_cluster, training_cluster
@@ -144,12 +145,11 @@ class ParameterServerStrategy(Scope):
         ps_recovery: str = "checkpoint",
     ) -> None:
         forbid_in_step("making a strategy")
-        if variable_partitioner is not None and not callable(variable_partitioner):
-            raise ConfigurationError(
-                "variable_partitioner: expected a callable (shape, dtype) -> partitions per axis, "
-                f"got {variable_partitioner!r}",
-                hint="see psync.partitioners, such as psync.FixedShardsPartitioner(2)",
-            )
+        check_fits(
+            variable_partitioner is None or callable(variable_partitioner),
+            "variable_partitioner: expected a callable (shape, dtype) -> partitions per axis",
+            variable_partitioner, "see psync.partitioners, such as psync.FixedShardsPartitioner(2)",
+        )  # fmt: skip
         cluster_resolver = cluster_resolver or resolve_cluster()
         spec, task_type, task_id = training_cluster(cluster_resolver)
         for job in ("ps", "worker"):
@@ -161,10 +161,8 @@ class ParameterServerStrategy(Scope):
                 )
         if ps_recovery == "replica":  # its name until 0.2
             ps_recovery = "backup"
-        if ps_recovery not in ("checkpoint", "backup"):
-            raise ConfigurationError(
-                f'ps_recovery: expected "checkpoint" or "backup", got {ps_recovery!r}'
-            )
+        expected = 'ps_recovery: expected "checkpoint" or "backup"'
+        check_fits(ps_recovery in ("checkpoint", "backup"), expected, ps_recovery)
         if ps_recovery == "backup" and spec.num_tasks("ps") < 2:
             raise ConfigurationError(
                 'ps_recovery="backup" needs at least two ps tasks, got '

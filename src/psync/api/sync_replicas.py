@@ -36,6 +36,7 @@ from psync.errors import (
     RemoteProtocolError,
     UsageError,
     ValueMismatchError,
+    check_fits,
 )
 from psync.numerics.rules import flag
 from psync.numerics.sums import check_weight
@@ -151,9 +152,8 @@ def checked_weight(weight: object) -> float:
     """
     if weight == 1.0 and type(weight) is float:
         return weight
-    number = as_number("apply_gradients: weight", weight)
     try:
-        return check_weight(number)
+        return check_weight(as_number("apply_gradients: weight", weight))
     except ValueMismatchError as exc:
         raise ValueMismatchError(f"apply_gradients: {exc.message}") from None
 
@@ -289,8 +289,8 @@ class SyncReplicasOptimizer(Optimizer):
         sparse_divisor: str = "per_index",
         pull_ahead: bool = True,
     ) -> None:
-        if not isinstance(name, str) or not name:
-            raise ConfigurationError(f"a synchronous optimizer: expected a name, got {name!r}")
+        fits = isinstance(name, str) and name != ""
+        check_fits(fits, "a synchronous optimizer: expected a name", name)
         opt = checked_kind(f"{name}: expected one of psync.optimizers as opt", opt, Optimizer)
         if opt._synchronous:
             raise ConfigurationError(
@@ -540,9 +540,6 @@ class SyncReplicasOptimizer(Optimizer):
             run.dropped += 1
         return result, None  # the next pull takes what has come
 
-    def _may_bring(self, pulled: Sequence[AnyVariable], step: AnyVariable | None) -> bool:
-        return self._pull_ahead
-
     async def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, AnyVariable]]:
         """Return pairs of gradient and variable: ``compute_gradients`` of the wrapped optimizer.
 
@@ -584,11 +581,9 @@ class SyncReplicasOptimizer(Optimizer):
 
         Source: ``tf.compat.v1.train.Optimizer.minimize``.
         """
-        if gate_gradients not in (self.GATE_NONE, self.GATE_OP, self.GATE_GRAPH):
-            raise ConfigurationError(
-                f"{self._name}: expected gate_gradients GATE_NONE, GATE_OP or GATE_GRAPH, got "
-                f"{gate_gradients!r}"
-            )
+        fits = gate_gradients in (self.GATE_NONE, self.GATE_OP, self.GATE_GRAPH)
+        expected = f"{self._name}: expected gate_gradients GATE_NONE, GATE_OP or GATE_GRAPH"
+        check_fits(fits, expected, gate_gradients)
         checked_step("minimize", global_step)
         answers = []
 

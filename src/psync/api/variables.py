@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import re
 import sys
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -42,6 +43,7 @@ from psync.errors import (
     UnsupportedError,
     UsageError,
     ValueMismatchError,
+    check_fits,
 )
 from psync.net.platform import PerProcess
 from psync.numerics.casting import checked_target, fitting
@@ -300,11 +302,10 @@ class Handle(AwaitFirst):
         operation = f'gather_nd of "{self.spec.name}"'
         array = index_array(indices, operation)
         depth = array.shape[-1] if array.ndim else 0
-        if not 1 <= depth <= len(self.shape):
-            raise IndexValueError(
-                f"{operation}: expected indices of shape (…, k) with k from 1 to "
-                f"{len(self.shape)}, got {array.shape}"
-            )
+        expected = (
+            f"{operation}: expected indices of shape (…, k) with k from 1 to {len(self.shape)}"
+        )
+        check_fits(1 <= depth <= len(self.shape), expected, array.shape, error=IndexValueError)
         named = tuple(
             row_numbers(array[..., axis], self.shape[axis], f"{operation}, axis {axis}")
             for axis in range(depth)
@@ -554,11 +555,8 @@ def variable_creator_scope(variable_creator: Creator) -> Generator[None, None, N
         place. Precedence is the same as in TensorFlow's parameter-server strategy.
     """
     forbid_in_step("entering a variable creator scope")
-    if not callable(variable_creator):
-        raise UsageError(
-            "variable_creator_scope: expected a callable (next_creator, **kwargs), got "
-            f"{variable_creator!r}"
-        )
+    expected = "variable_creator_scope: expected a callable (next_creator, **kwargs)"
+    check_fits(callable(variable_creator), expected, variable_creator, error=UsageError)
     entered = (variable_creator, current_scope() is not None)
     token = _creators.set((*_creators.get(), entered))
     try:
@@ -637,11 +635,9 @@ class Variable(Handle):
             shape=shape, trainable=trainable, synchronization=synchronization,
             aggregation=aggregation,
         )  # fmt: skip
-        if not isinstance(made, Handle):
-            raise UsageError(
-                f"{called}: expected a variable creator to return a variable, got {made!r}",
-                hint="return next_creator(**kwargs)",
-            )
+        expected = f"{called}: expected a variable creator to return a variable"
+        hint = "return next_creator(**kwargs)"
+        check_fits(isinstance(made, Handle), expected, made, hint, error=UsageError)
         return cast(Variable, made)
 
     @property
@@ -894,11 +890,9 @@ def _declare(
     on_read = synchronization is VariableSynchronization.ON_READ
     kinds = (VariableSynchronization, synchronization), (VariableAggregation, aggregation)
     for kind, given in kinds:
-        if not isinstance(given, kind):
-            raise ConfigurationError(
-                f'variable "{name}": expected a psync.{kind.__name__}, got {given!r}',
-                hint=f"one of {', '.join(f'psync.{member}' for member in kind)}",
-            )
+        hint = f"one of {', '.join(f'psync.{member}' for member in kind)}"
+        expected = f'variable "{name}": expected a psync.{kind.__name__}'
+        check_fits(isinstance(given, kind), expected, given, hint)
     if synchronization is VariableSynchronization.NONE:
         raise ConfigurationError(
             f'variable "{name}": synchronization NONE is not supported',
@@ -1052,3 +1046,109 @@ def _scope_of_step(operation: str) -> Scope:
         instead="get it on the coordinator, in `with strategy.scope():`, and use it in the step",
         hint="call it in `with strategy.scope():`",
     )
+
+
+# --- modules ------------------------------------------------------------------------------------
+
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # before one in CamelCase
+
+
+class Module:
+    """Base class of objects that hold variables: layers, models.
+
+    A module's variables are those in its attributes, at any depth of lists, tuples, dicts and other
+    modules. They are ordered by attribute name; those of other modules come last. Each variable is
+    listed once; a sharded variable is listed as its shards. Attributes that are set later count.
+
+    A module is pickled to workers like any object, and its variables are handles there.
+    ``__init__`` of a subclass need not call this one.
+
+    Args:
+        name: A Python identifier. Default: the name of the class, as in ``my_layer``.
+
+    Raises:
+        UsageError: The name is not an identifier.
+
+    Example:
+        class Dense(psync.Module):
+            def __init__(self, rows, columns):
+                self.w = psync.Variable(np.zeros((rows, columns), np.float32), name="w")
+                self.b = psync.Variable(np.zeros(columns, np.float32), name="b")
+
+            async def __call__(self, x):
+                w, b = await psync.pull((self.w, self.b))
+                return x @ w + b
+
+    Source: ``tf.Module``, without ``name_scope``: variable names are made unique instead.
+    """
+
+    _name: str | None = None  # None: after the class
+
+    def __init__(self, name: str | None = None) -> None:
+        fits = name is None or (isinstance(name, str) and name.isidentifier())
+        check_fits(fits, "name of a module: expected a Python identifier", name, error=UsageError)
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """The given name, or the name of the class in lower case."""
+        return self._name or _WORD.sub("_", type(self).__name__).lower()
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """All variables of the module; of sharded ones, the shards."""
+        found: dict[int, Variable] = {}  # by id: variables have no other equality
+        for module in (self, *self.submodules):
+            for leaf in _leaves(vars(module), set()):
+                if isinstance(leaf, ShardedVariable):
+                    found.update((id(part), part) for part in leaf.variables)
+                elif isinstance(leaf, Variable):
+                    found[id(leaf)] = leaf
+        return tuple(found.values())
+
+    @property
+    def trainable_variables(self) -> tuple[Variable, ...]:
+        """The variables that were declared trainable."""
+        return tuple(variable for variable in self.variables if variable.trainable)
+
+    def _checkpoint_items(self) -> Mapping[str, Any]:
+        """Return the module's attributes by name, for a checkpoint.
+
+        The checkpoint does not save settings and functions.
+        """
+        return dict(sorted(vars(self).items()))
+
+    @property
+    def submodules(self) -> tuple[Module, ...]:
+        """All modules in this one, at any depth; each module comes before those that it holds."""
+        found: dict[int, Module] = {id(self): self}
+        _add_submodules(self, found)
+        return tuple(found.values())[1:]
+
+
+def _add_submodules(module: Module, found: dict[int, Module]) -> None:
+    for leaf in _leaves(vars(module), set()):
+        if isinstance(leaf, Module) and id(leaf) not in found:
+            found[id(leaf)] = leaf
+            _add_submodules(leaf, found)
+
+
+def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield what lists, tuples and mappings hold at any depth, mappings in the order of their keys.
+
+    Keys that cannot be compared stay in the order in which they were added.
+    """
+    if isinstance(value, Mapping):
+        try:
+            inner = [value[key] for key in sorted(value)]
+        except TypeError:
+            inner = list(value.values())
+    elif isinstance(value, list | tuple):
+        inner = list(value)
+    else:
+        yield value
+        return
+    if id(value) not in seen:  # one that holds itself would have no end
+        seen.add(id(value))
+        for item in inner:
+            yield from _leaves(item, seen)

@@ -53,13 +53,11 @@ from psync.net.transport import Listener
 from psync.numerics.memory import BlockPool
 from psync.ps.comparison import Diverged
 from psync.ps.shard_sets import NO_BYTES
-from psync.ps.snapshots import unpack_answer
+from psync.ps.snapshots import load
 from psync.ps.succession import check_newest
 from psync.store.commit_log import chained
-from psync.store.ledger import Ledger
-from psync.store.snapshot import Loaded, load_snapshot
+from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import SnapshotState
-from psync.store.store import ShardStore
 from psync.wire.codec import Message, decode
 from psync.wire.messages import (
     AskServed,
@@ -176,8 +174,7 @@ class _Backup:
         loaded = self.loaded
         if loaded is None:
             return
-        if wanted := loaded.wanted():
-            raise UsageError(f"a snapshot is incomplete: {loaded.state.items[wanted[0]]}")
+        loaded.check_whole("a snapshot")
         self.loaded = None
         order = self.order
         attach = AttachPs(
@@ -380,9 +377,7 @@ class BackupHost:
                 return
         where = f"snapshot of {sender}"
         state = SnapshotState.from_bytes(bytes(body[0]), where)
-        store = self._parts.of(ShardStore)(sender, self._pool)
-        ledger = self._parts.of(Ledger)(message.coordinator)
-        loaded = load_snapshot(state, store, ledger, unpack_answer)
+        loaded = load(state, self._parts, sender, self._pool, message.coordinator)
         if known is not None:
             self._end(known)
         self._backups[message.ps] = _Backup(message, self._make(message.ps), loaded, sender)

@@ -52,16 +52,16 @@ class Section(Protocol):
     To add one: a class with these three, in ``PsServices.sections``, which is what digests and
     backups are made of; its changes through ``Executor.submit``; the messages of ``entries`` in
     ``wire.messages``. A backup executes these when it has the snapshot, in the order of the
-    sections; no two may replay the same message. ``backups.accumulators`` is a small one.
+    sections; no two may replay the same message. ``ps.accumulators`` is a small one.
 
     Its own handlers are listed in ``PsServices.handlers``. If it remembers clients it is told who
     has been replaced (``PsServices.refuse_below``), if requests wait in it, when it ends (``end``).
 
     A newer coordinator that keeps the variables keeps the store alone, so it begins empty then.
 
-    What checkpoints have of it besides: a field of ``SnapshotState`` (``to_bytes``; for older files
-    a default in ``_Stored``, and a check in ``_Checks``), an argument of ``store.snapshot.freeze``
-    that ``PsServices.freeze`` gives, and ``Contents``, which has it when a snapshot is restored.
+    What checkpoints have of it besides: a field of ``SnapshotState`` (for older files with a
+    default; with a check in ``from_bytes``) that ``PsServices.freeze`` fills in; a new
+    ``PsServices`` begins with it.
     """
 
     def control(self) -> Any:

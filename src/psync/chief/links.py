@@ -198,6 +198,7 @@ class WorkerLinks:
             raise
         finally:
             worker.joined = None
+            self._cluster.on_worker_given_up()  # it may have been the last hope
         return name
 
     async def remove(self, name: str, reason: str) -> None:
@@ -213,6 +214,7 @@ class WorkerLinks:
             except TransportError as exc:
                 logger.info("%s was not told to leave: %s", name, exc)
         await self._forget_gone(worker, "was removed")
+        self._cluster.on_worker_given_up()
 
     async def give_up(self, name: str, reason: str) -> None:
         """Forget a worker whose process has ended, and is not started again.
@@ -282,7 +284,7 @@ class WorkerLinks:
         """Note that a closure has raised on a worker."""
         worker = self._workers[name]
         worker.failed += 1
-        worker.last_error = asyncio.get_running_loop().time(), text
+        worker.last_error = self._loop.time(), text
 
     def ready(self) -> list[str]:
         """Return the workers that are ready for closures, by index."""
@@ -290,9 +292,9 @@ class WorkerLinks:
         return sorted(ready, key=lambda name: parse_task_name(name)[1])
 
     def notify(self, worker: str, message: Message, segments: Sequence[Segment] = ()) -> None:
-        """Notify one worker, which takes part."""
+        """Notify one worker, which takes part: whoever notifies it is told when it goes."""
         peers = self._workers[worker].peers
-        assert peers is not None, "whoever notifies it was told when it went"
+        assert peers is not None
         peers[0].notify(message, segments)
 
     def notify_all(self, message: Message) -> None:
@@ -307,9 +309,8 @@ class WorkerLinks:
 
         Cancellation: Safe.
         """
-        asked = {name: peer for name, peer in self.controls().items() if name in names}
         deadline = self._loop.time() + within_s
-        answers = await self._ask(asked, messages.AskStatistics(), deadline)
+        answers = await self.ask(messages.AskStatistics(), names, deadline)
         meters: dict[str, dict[str, float]] = {
             name: answer.counters["work"]
             for name, answer in answers.items()
@@ -317,19 +318,18 @@ class WorkerLinks:
         }
         return {name: (work["since"], work["wait"]) for name, work in meters.items() if work}
 
-    async def ask_all(self, message: Message) -> dict[str, Message]:
-        """Return what each worker that is there answers, by the worker's name.
+    async def ask(
+        self, message: Message, names: Collection[str] | None = None, deadline: float | None = None
+    ) -> dict[str, Message]:
+        """Return what workers that are there answer, by name: all of them, or those of ``names``.
 
-        One that is lost meanwhile is left out. A worker answers when its step leaves the loop.
+        One that is lost meanwhile is left out, as is one that does not answer by ``deadline``. A
+        worker answers when its step leaves the loop.
 
         Cancellation: Safe.
         """
-        return await self._ask(self.controls(), message)
-
-    async def _ask(
-        self, peers: Mapping[str, Connection], message: Message, deadline: float | None = None
-    ) -> dict[str, Message]:
-        """Return what each of these answers, without those whose call raises."""
+        controls = self.controls().items()
+        peers = {name: peer for name, peer in controls if names is None or name in names}
         calls = (peer.call(message, deadline=deadline) for peer in peers.values())
         answers = await asyncio.gather(*calls, return_exceptions=True)
         found: dict[str, Message] = {}
@@ -481,13 +481,18 @@ class WorkerLinks:
             if control.is_open and bulk.is_open and bulk.incarnation == control.incarnation:
                 # In our own range, whatever the worker's clock says: ps tasks refuse whoever worked
                 # for an earlier coordinator, and nobody who works for the next one. See
-                # ``ps.succession.GrantService``.
+                # ``ps.succession.Succession``.
                 self._membership.connected(worker.name, self._endpoint.incarnation)
-                message = self._attachment(worker)
+                incarnations = self._membership.incarnation(worker.name), self._endpoint.incarnation
+                addresses = list(self._cluster.ps_addresses.values())
+                message = messages.AttachWorker(
+                    worker.place, len(self._places), *incarnations, *self._tokens, addresses,
+                    self._cluster.ps_timeout_s,
+                )  # fmt: skip
                 try:
                     await control.call(message)
                     # A ps may have moved meanwhile: then it is attached anew.
-                    attached = list(self._cluster.ps_addresses.values()) == message.ps_addresses
+                    attached = list(self._cluster.ps_addresses.values()) == addresses
                 except TransportError as exc:
                     logger.info("%s: attaching it failed: %s", worker.name, exc)
                 finally:
@@ -498,14 +503,6 @@ class WorkerLinks:
                 for lane in lanes:
                     lane.abort()
         return (control, bulk) if attached else None
-
-    def _attachment(self, worker: WorkerRecord) -> messages.AttachWorker:
-        """Return what a worker is told."""
-        return messages.AttachWorker(
-            worker.place, len(self._places), self._membership.incarnation(worker.name),
-            self._endpoint.incarnation, *self._tokens, list(self._cluster.ps_addresses.values()),
-            self._cluster.ps_timeout_s,
-        )  # fmt: skip
 
     async def _forget(self, worker: WorkerRecord) -> None:
         """Let go of a worker, whatever it does."""
@@ -723,12 +720,8 @@ class ClusterLinks:
                 self.workers.start()
                 await self._all_there()
                 if self._keep:
-                    await all_of(
-                        [
-                            self._ask(task, messages.EndFormer(), messages.Done)
-                            for task in self._served
-                        ]
-                    )
+                    end = messages.EndFormer()
+                    await all_of([self._ask(task, end, messages.Done) for task in self._served])
                     await self._all_there()
         except TimeoutError as exc:
             missing = list(self._silent.items()) or self.membership.missing()
@@ -918,7 +911,7 @@ class ClusterLinks:
                     await self._ps_0_attached.wait()
                 peer = await link.peer("control")
                 link.lost_after_s = self.ps_timeout_s
-                note_plugins(link, await link.call(lambda _: self._attachment(link)))
+                await self.attach_ps(link, urgent=False)
             except ParameterServerLost:
                 if not await link.recovered():
                     raise
@@ -944,15 +937,29 @@ class ClusterLinks:
             logger.info("%s is unreachable; waiting for it", link.task)
             self.note("unreachable", f"{link.task} cannot be reached; waiting for it")
 
-    async def attach_ps(self, link: PsLink) -> None:
-        """Attach a ps that may have been started again, while others are held back.
+    async def attach_ps(self, link: PsLink, *, urgent: bool = True) -> None:
+        """Attach a ps, which may have been started again.
+
+        Args:
+            link: To the ps.
+            urgent: Whether others are held back meanwhile.
 
         Raises:
             ParameterServerLost: It was lost again.
 
         Cancellation: Safe.
         """
-        note_plugins(link, await link.call(lambda _: self._attachment(link), urgent=True))
+
+        def attachment(_: Connection) -> messages.AttachPs:
+            # One that was started again while this program runs is of no lineage: see
+            # ``store.reattach``.
+            keep = self._keep or self.is_up
+            return messages.AttachPs(
+                self.endpoint.incarnation, list(self.ps_addresses.values()),
+                self.ps_timeout_s, keep, self._moves,
+            )  # fmt: skip
+
+        note_plugins(link, await link.call(attachment, urgent=urgent))
 
     def move_ps(self, link: PsLink, address: str) -> None:
         """Look for a ps at another address, which workers that are attached then are told."""
@@ -973,18 +980,9 @@ class ClusterLinks:
 
     async def _tell_addresses(self, link: PsLink) -> None:
         try:
-            await link.call(lambda _: self._attachment(link))
+            await self.attach_ps(link, urgent=False)
         except PsyncError as exc:  # it will be attached again
             logger.info("%s was not told the addresses of the ps tasks: %s", link.task, exc)
-
-    def _attachment(self, link: PsLink) -> messages.AttachPs:
-        """Return what a ps is told."""
-        # One that was started again while this program runs is of no lineage: see ``reattach``.
-        keep = self._keep or self.is_up
-        return messages.AttachPs(
-            self.endpoint.incarnation, list(self.ps_addresses.values()),
-            self.ps_timeout_s, keep, self._moves,
-        )  # fmt: skip
 
     def fence(self, fences: Sequence[Fence]) -> None:
         """Let ps tasks refuse workers."""
@@ -1053,9 +1051,7 @@ class FollowedWorkers:
             await workers.add(address, int(name.rpartition(":")[2]), None)
         except PsyncError as exc:
             logger.error("%s at %s was not added: %s", name, address, exc)
-            self._links.on_worker_given_up()  # it may have been the last hope
 
     async def _remove(self, name: str) -> None:
         if name in self._links.workers.addresses():
             await self._links.workers.remove(name, "the cluster is made smaller")
-            self._links.on_worker_given_up()

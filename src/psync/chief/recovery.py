@@ -14,22 +14,22 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from psync.checkpoints.files import STREAM_VARIABLE, StoredSnapshot, disk_errors
 from psync.chief import recovery_rule as rules
-from psync.chief.creation import Creation, OwnOptimizers
+from psync.chief.declarations import Creation
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
 from psync.client.link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, all_of, always, ask
 from psync.closures.closure import State as ClosureState
+from psync.closures.membership import ScheduleReports
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
 from psync.closures.rollback import KEPT_BYTES, CutCalls, EndedClosures
-from psync.closures.schedule_reports import ScheduleReports
 from psync.cluster import parse_task_name
 from psync.errors import (
     CheckpointCorrupt,
@@ -292,7 +292,6 @@ class ClusterRecovery:
     gangs: GangRunner  # those that run are ended by one
     reports: ScheduleReports  # are told again to ps 0 after one
     creation: Creation  # knows what was created, and what is adopted
-    optimizers: OwnOptimizers  # of this program
     _: KW_ONLY
     perform: Callable[[Sequence[QueueAction]], None]  # does what the queue decided
     tell_again: Callable[[], None]  # tells ps tasks how far closures are: they do not know
@@ -315,7 +314,6 @@ class ClusterRecovery:
         self._began: float | None = None  # when the queue was paused; None: it is not
         # Of the present rollback: how far training was, and what it goes back to.
         self._from_step = 0
-        self._states: Sequence[SnapshotState] = ()
         self._snapshots: Sequence[StoredSnapshot] = ()
         self._loads = 0  # so far
 
@@ -325,18 +323,22 @@ class ClusterRecovery:
         """There is a new checkpoint: what it has cannot be undone any more."""
         self.ended.saved(CutCalls(snapshots), self.queue.is_open)
 
-    def note_ended(self, ended: Sequence[EndedCall]) -> None:
-        """Note closures that have ended: a rollback may undo them."""
-        for each in ended:
-            self.ended.ended(each.number, each.updates)
-            if each.call is not None and _may_be_repeated(each):
-                self.ended.kept.keep(each.number, each.call, each.call.parts())
+    def note_ended(self, ended: Sequence[EndedCall], *, early: bool) -> None:
+        """Note closures that have ended: a rollback may undo them.
 
-    def note_ended_early(self, ended: Sequence[EndedCall]) -> None:
-        """Note closures that have ended before the first cut: it may lack a synchronous push."""
+        Args:
+            ended: The closures.
+            early: Whether no cut was begun yet: the first one may lack a synchronous push.
+        """
         for each in ended:
-            if _may_be_repeated(each):
+            if not early:
+                self.ended.ended(each.number, each.updates)
+            if each.call is None or not _may_be_repeated(each):
+                continue
+            if early:
                 self.ended.ended_early(each.number)
+            else:
+                self.ended.kept.keep(each.number, each.call, each.call.parts())
 
     def calls_undone_by(self, event: RollbackEvent) -> list[ScheduledCall]:
         """Return, once, the calls of the closures that a rollback has undone, in order.
@@ -406,7 +408,7 @@ class ClusterRecovery:
     async def backed_up(self) -> None:
         """Wait until every ps has a backup; see ``ClusterCoordinator.backed_up``."""
         if self.has_backups:
-            if self.creation.reattachment is not None:
+            if self.creation.left is not None:
                 await self.creation.ensure(last=True)
             await self.backups.complete()
 
@@ -564,7 +566,7 @@ class ClusterRecovery:
             await self._attach_all()
         elif step is RollbackStep.LOAD:
             self._loads += 1
-            each = zip(links, self._snapshots, self._states, strict=True)
+            each = zip(links, self._snapshots, strict=True)
             await all_of([self._prepare(*one) for one in each])
         elif step is RollbackStep.CREATE:
             if self.has_backups:
@@ -578,7 +580,7 @@ class ClusterRecovery:
             await self._ask_all(messages.RestoreSnapshot(self._loads, ps.timeline, fences))
         else:
             lineage = self.links.endpoint.incarnation + self.links.ps.timeline
-            await self._ask_all(messages.AdoptShards(lineage, last=True), [Orders().to_bytes()])
+            await self._ask_all(messages.AdoptShards(lineage, last=True), [to_json(Orders())])
 
     async def _ask_all(self, message: Message, segments: Sequence[bytes] = ()) -> None:
         links = self.links.ps.links
@@ -596,18 +598,19 @@ class ClusterRecovery:
                 f"the newest checkpoint has {len(snapshots)} ps tasks, expected "
                 f"{len(self.links.ps.links)}"
             )
-        states = [SnapshotState.from_bytes(each.state, str(each.file)) for each in snapshots]
-        kept = {(spec.key, spec.variable) for state in states for spec in state.shards}
+        kept = {
+            (key, spec.variable) for each in snapshots for key, spec in each.state.specs.items()
+        }
         if missing := self.creation.created - kept:
             raise CheckpointError(
                 f"{len(missing)} shards were created after the newest checkpoint was saved, or by "
                 "another program than this one",
                 hint="save again after the last variable was declared",
             )
-        self._snapshots = snapshots
-        incarnation, optimizers = self.links.endpoint.incarnation, self.optimizers.listed()
-        self._states = [
-            state.for_coordinator(incarnation).with_rates(optimizers) for state in states
+        incarnation, optimizers = self.links.endpoint.incarnation, self.creation.own.listed()
+        self._snapshots = [
+            replace(each, state=each.state.for_coordinator(incarnation).with_rates(optimizers))
+            for each in snapshots
         ]
 
     async def _iterations(self) -> int:
@@ -648,9 +651,9 @@ class ClusterRecovery:
             for link, seconds in zip(links, patience_s, strict=True):
                 link.lost_after_s = seconds
 
-    async def _prepare(self, link: PsLink, snapshot: StoredSnapshot, state: SnapshotState) -> None:
+    async def _prepare(self, link: PsLink, snapshot: StoredSnapshot) -> None:
         """Let a ps read its snapshot, or send it, where the ps does not find the file."""
-        packed = state.to_bytes()
+        packed = snapshot.state.to_bytes()
         if not flag(os.environ, STREAM_VARIABLE):
             places = to_json(snapshot.places)
             try:
@@ -770,8 +773,8 @@ class ClusterRecovery:
 
     def _rolled_back(self, lost: Sequence[int]) -> RollbackEvent:
         links = self.links.ps.links
-        to_step = max(state.iterations for state in self._states)
-        undone = self.ended.undone(CutCalls(self._states))
+        to_step = max(each.state.iterations for each in self._snapshots)
+        undone = self.ended.undone(CutCalls([each.state for each in self._snapshots]))
         event = RollbackEvent(
             tuple(links[ps].task for ps in lost), self.links.ps.timeline,
             max(self._from_step, to_step), to_step, undone.closures, self._seconds(),

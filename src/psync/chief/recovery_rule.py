@@ -45,7 +45,7 @@ all and has to know where they are served.
 | a ps | the coordinator starts | it starts again, see ``ClusterCoordinator.start`` |
 | a ps | variables are created or restored | a fresh start; what restores does it again |
 | a worker | any of this | nothing: all sessions end anyway |
-| the coordinator | any of this | the next one attaches, see ``Reattachment`` |
+| the coordinator | any of this | the next one attaches, see ``Creation`` |
 """
 
 from __future__ import annotations

@@ -45,16 +45,20 @@ MAX_LISTED = 20
 
 
 async def watch(
-    timeout_s: float, progress: Callable[[], int | None], stalled: Callable[[float], None]
+    timeout_s: float,
+    progress: Callable[[], int | None],
+    describe: Callable[[], Iterable[str]],
+    on_stall: Callable[[str], object] | None,
 ) -> None:
-    """Call ``stalled(seconds)`` when ``progress()`` has been the same number for ``timeout_s``.
+    """Report when ``progress()`` has been the same number for ``timeout_s``.
 
     After that the time begins anew, so a silence that lasts is told of again and again.
 
     Args:
         timeout_s: Seconds.
         progress: Number of closures that have ended; None while there is nothing to do.
-        stalled: Told for how many seconds nothing has ended. What it raises is logged.
+        describe: Returns lines of the report.
+        on_stall: Is given each report, beside the log. What it raises is logged.
 
     Cancellation: Safe; it ends in no other way.
     """
@@ -70,7 +74,13 @@ async def watch(
             last, since = ended, now
         elif now - since >= timeout_s and not late:  # late: first hear what came in meanwhile
             try:
-                stalled(now - since)
+                text = report_text(
+                    f"by the watchdog: no closure has ended for {now - since:.0f} s while there is "
+                    "work", [describe],
+                )  # fmt: skip
+                logger.warning("%s", text)
+                if on_stall is not None:
+                    on_stall(text)
             except Exception:
                 logger.exception("the watchdog could not report")
             since = now
@@ -125,18 +135,6 @@ def _oldest(queue: ClosureQueue) -> dict[str, Closure]:
         if not closure.in_collective:
             oldest.setdefault(worker, closure)
     return oldest
-
-
-def log_stall(
-    describe: Callable[[], Iterable[str]], on_stall: Callable[[str], object] | None, seconds: float
-) -> None:
-    """Write a report to the log, and hand it to the program if that wants it."""
-    text = report_text(
-        f"by the watchdog: no closure has ended for {seconds:.0f} s while there is work", [describe]
-    )
-    logger.warning("%s", text)
-    if on_stall is not None:
-        on_stall(text)
 
 
 def describe_closures(queue: ClosureQueue, unfinished: Iterable[Closure], now: float) -> list[str]:

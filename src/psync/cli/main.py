@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,7 +42,7 @@ from psync.launch.process import configure_logging, fill_standard_streams, run_l
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from psync.net.tracing import Trace
+    from psync.net.trace import Trace
     from psync.status.dashboard.run_log import FinishedRun
     from psync.status.serving import StatusReader, UrlReader
 
@@ -78,7 +78,7 @@ def list_command(directory: Path) -> int:
     from psync.checkpoints.files import checkpoints_in
     from psync.cli.checkpoint_reports import summary
 
-    return _report(lambda: [summary(path) for _, path in checkpoints_in(directory, "ckpt")])
+    return _print(summary(path) for _, path in checkpoints_in(directory, "ckpt"))
 
 
 @checkpoint.command("inspect")
@@ -86,10 +86,9 @@ def list_command(directory: Path) -> int:
 def inspect_command(path: Path) -> int:
     """List the contents of the checkpoint PATH, and verify every byte."""
     from psync.cli.checkpoint_reports import inspection
-    from psync.launch.plugins import load_plugins
 
     load_plugins("psync checkpoint")  # it names rules
-    return _report(lambda: inspection(path))
+    return _print(inspection(path))
 
 
 @checkpoint.command("diff")
@@ -99,13 +98,9 @@ def diff_command(first: Path, second: Path) -> int:
     """List the differences between two checkpoints; exit code 1 if there are any."""
     from psync.cli.checkpoint_reports import differences
 
-    lines: list[str] = []
-
-    def describe() -> list[str]:
-        lines.extend(map(str, differences(first, second)))
-        return lines
-
-    return _report(describe) or (FAILED if lines else 0)
+    found = differences(first, second)
+    _print(found)
+    return FAILED if found else 0
 
 
 @checkpoint.command("export")
@@ -134,24 +129,13 @@ def export_command(
     """
     from psync.cli.checkpoint_reports import export
 
-    return _report(
-        lambda: [
-            str(file)
-            for file in export(
-                path, directory, prefixes=prefixes, max_file_bytes=max_file_mib << 20
-            )
-        ]
-    )
+    max_file_bytes = max_file_mib << 20
+    return _print(export(path, directory, prefixes=prefixes, max_file_bytes=max_file_bytes))
 
 
-def _report(lines_of: Callable[[], list[str]]) -> int:
-    """Print lines, or an error about a checkpoint in one line; return the exit code."""
-    try:
-        for line in lines_of():
-            click.echo(line)
-    except CheckpointError as error:
-        click.echo(f"psync: error: {' '.join(str(error).split())}", err=True)
-        return FAILED
+def _print(lines: Iterable[object]) -> int:
+    for line in lines:
+        click.echo(line)
     return 0
 
 
@@ -297,13 +281,11 @@ def trace(out: Path, run: str | None, seconds: float) -> int:
             f"{run} is the log of a run that has ended; only running programs can be traced",
             hint=f"psync dashboard {run} shows it",
         )
-    for line in _lines(out, asyncio.run(_trace(out, run, seconds))):
-        click.echo(line)
-    return 0
+    return _print(_lines(out, asyncio.run(_trace(out, run, seconds))))
 
 
 async def _trace(out: Path, path: str | None, seconds: float) -> Trace:
-    from psync.net.tracing import tracing
+    from psync.net.trace import tracing
 
     loop = asyncio.get_running_loop()
     async with reading_of(path) as reader:
@@ -331,7 +313,7 @@ def _lines(out: Path, traced: Trace) -> list[str]:
     assert summary is not None, "the file is written"
     lines = [
         f"{out}: {summary.events} events of {summary.seconds:.1f} s, {len(summary.tasks)} tasks; "
-        f"open it at https://ui.perfetto.dev",
+        f"open it at https://ui.perfetto.dev"
     ]
     if traced.cut_short:
         lines.append(f"it ends early: {traced.cut_short}")
@@ -401,29 +383,11 @@ PROBE = "/job:probe/task:0"
 
 # Options that several commands have.
 
-log_level_option = click.option(
-    "--log-level",
-    type=click.Choice(("debug", "info", "warning", "error", "critical"), case_sensitive=False),
-    # One name for all commands, for it is also how `run` hands the level to the tasks.
-    envvar="PSYNC_LOG_LEVEL",
-    default="info",
-    help="Lowest level of psync's own log that is shown.",
-)
-
 module_option = click.option(
     "-m",
     "--module",
     is_flag=True,
     help="Treat SCRIPT as the name of a module, as python -m does: package.module.",
-)
-
-plugin_option = click.option(
-    "--plugin",
-    "plugins",
-    metavar="MODULE",
-    multiple=True,
-    envvar="PSYNC_PLUGINS",  # as for the level: it is how `run` hands them to the tasks
-    help="Module that registers your update rules or schedules. Repeatable.",
 )
 
 
@@ -445,21 +409,45 @@ TLS_FILES = {
     "key": "Private key of that certificate; must be readable only by its owner.",
 }
 
-
-def tls_options(command: F) -> F:
-    """Add the options that name the files; the command gets them as ``tls_…``."""
-    command = click.option(
+# Some have one name in the environment for all commands: it is how `run` hands them to the tasks.
+TASK_OPTIONS = (
+    click.option(
+        "--plugin",
+        "plugins",
+        metavar="MODULE",
+        multiple=True,
+        envvar="PSYNC_PLUGINS",
+        help="Module that registers your update rules or schedules. Repeatable.",
+    ),
+    *(
+        click.option(
+            f"--tls-{name}-file",
+            type=click.Path(dir_okay=False),
+            envvar=f"PSYNC_TLS_{name.upper()}_FILE",
+            help=text,
+        )
+        for name, text in TLS_FILES.items()
+    ),
+    click.option(
         "--tls-mutual/--no-tls-mutual",
         default=None,
         envvar="PSYNC_TLS_MUTUAL",
         help="Whether connecting tasks must present a certificate too.  [default: they must]",
-    )(command)
-    file = click.Path(dir_okay=False)
-    for name, text in reversed(TLS_FILES.items()):
-        option = f"--tls-{name}-file"
-        command = click.option(
-            option, type=file, envvar=f"PSYNC_TLS_{name.upper()}_FILE", help=text
-        )(command)
+    ),
+    click.option(
+        "--log-level",
+        type=click.Choice(("debug", "info", "warning", "error", "critical"), case_sensitive=False),
+        envvar="PSYNC_LOG_LEVEL",
+        default="info",
+        help="Lowest level of psync's own log that is shown.",
+    ),
+)
+
+
+def task_options(command: F) -> F:
+    """Add the options of every command that starts tasks; the files of TLS come as ``tls_…``."""
+    for option in reversed(TASK_OPTIONS):
+        command = option(command)
     return command
 
 
@@ -610,9 +598,7 @@ def psync(context: click.Context) -> int:
     metavar="RUN.html",
     help="Write an HTML page that shows the whole run and opens offline.",
 )
-@plugin_option
-@tls_options
-@log_level_option
+@task_options
 def run(
     script: str,
     args: tuple[str, ...],
@@ -768,9 +754,7 @@ def scale(workers: int, run: str | None) -> int:
     "chief]",
 )
 @chief_timeout_option("PSYNC_JOIN_CHIEF_TIMEOUT")
-@plugin_option
-@tls_options
-@log_level_option
+@task_options
 def join(
     chief: str,
     script: str | None,
@@ -778,9 +762,8 @@ def join(
     module: bool,
     listen: str,
     chief_timeout: str | None,
-    plugins: tuple[str, ...],
     log_level: str,
-    **tls: Any,
+    **settings: Any,
 ) -> int:
     """Join the running cluster whose chief listens at HOST:PORT, as another worker.
 
@@ -794,7 +777,7 @@ def join(
     One more worker for the program whose chief is at a:2222:
         PSYNC_SECRET_FILE=~/cluster.secret psync join a:2222
     """
-    _set_up(plugins, log_level, tls)
+    _set_up(log_level=log_level, **settings)
     if script is not None:
         from psync.cli.run import script_command
 
@@ -804,9 +787,8 @@ def join(
             os.environ["PSYNC_CHIEF_TIMEOUT"] = chief_timeout
         os.execv(sys.executable, command)
     from psync.launch import tasks
-    from psync.launch.tasks import JOINING
 
-    load_plugins(JOINING)
+    load_plugins(tasks.JOINING)
     try:
         joining = partial(tasks.join, chief, listen, chief_timeout=chief_timeout)
         return run_loop(joining, terminated_code=0)
@@ -831,16 +813,12 @@ def join(
     help="Serve this task's Prometheus metrics at this address. Port 0 takes a free port, which "
     "the log shows.",
 )
-@plugin_option
-@tls_options
-@log_level_option
+@task_options
 def task(
     insecure: bool,
     chief_timeout: str | None,
     metrics: str | None,
-    plugins: tuple[str, ...],
-    log_level: str,
-    **tls: Any,
+    **settings: Any,
 ) -> int:
     """Serve as the ps or worker that TF_CONFIG or a scheduler assigns to this process.
 
@@ -856,7 +834,7 @@ def task(
     """
     from psync.launch import tasks
 
-    _set_up(plugins, log_level, tls)
+    _set_up(**settings)
     if metrics:
         os.environ["PSYNC_TASK_METRICS"] = metrics
     own = tasks.own_task(None)
@@ -868,7 +846,7 @@ def task(
     return run_loop(serving, terminated_code=own.terminated_code)
 
 
-def _set_up(plugins: Sequence[str], log_level: str, tls: Mapping[str, Any]) -> None:
+def _set_up(plugins: Sequence[str], log_level: str, **tls: Any) -> None:
     """Set this process up as a task; its plugins may lie here, as for `python -m psync task`."""
     os.environ.update({**tls_environ(**tls), **plugins_environ(plugins, {})})
     if plugins:
@@ -1003,6 +981,8 @@ def main(args: Sequence[str] | None = None) -> int:
         code = _fail(str(error))
     except TrainingEnded as error:
         code = _fail(str(error), FAILED)
+    except CheckpointError as error:
+        code = _fail(" ".join(str(error).split()), FAILED)
     except OSError as error:
         if error.errno not in OUTPUT_ERRORS or error.filename is not None:
             raise

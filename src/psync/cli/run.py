@@ -31,18 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 from psync.closures.scaling import changes
 from psync.errors import ConfigurationError, PsyncError
+from psync.launch import processes
 from psync.launch.plugins import check_found, plugins_environ
 from psync.launch.process import release_blocked_output, say
-from psync.launch.processes import (
-    SERVE_COMMAND,
-    GpuShares,
-    Output,
-    Process,
-    ProcessGroup,
-    RestartPolicy,
-    describe_exit,
-    hint_of_crash,
-)
 from psync.net.platform import MISPLACED, named_file, new_pipe
 from psync.net.secret import load_secret, mint_secret
 from psync.status import run_files
@@ -99,7 +90,7 @@ class Launcher:
     gpus_per_worker: int | None = None
     hosts: HostsPlan | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    ps_command: Sequence[str] = SERVE_COMMAND
+    ps_command: Sequence[str] = processes.SERVE_COMMAND
 
     def launch(self) -> int:
         """Do it.
@@ -118,7 +109,7 @@ class Launcher:
         self.joinable = known is not None  # nobody else knows a secret that is made here
         secret = mint_secret() if known is None else os.fsdecode(known.value)
         per_worker = self.gpus_per_worker if self.hosts is None else None  # hosts have their own
-        self.gpus = GpuShares(per_worker, self.environ)
+        self.gpus = processes.GpuShares(per_worker, self.environ)
         self._check_room(self.num_workers)
         jobs = {"chief": 1, "ps": self.num_ps, "worker": self.num_workers}
         if self.evaluator:
@@ -142,7 +133,7 @@ class Launcher:
         self._working = set(range(self.num_workers))  # workers that are kept running
         self._leaving: set[int] = set()  # of these, those that were asked to leave
         self._left = asyncio.Event()  # one of these has
-        self._processes: dict[tuple[str, int], Process] = {}  # the newest of each task
+        self._processes: dict[tuple[str, int], processes.Process] = {}  # the newest of each task
         self._explained = False
         self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._scaling = asyncio.Lock()
@@ -152,7 +143,7 @@ class Launcher:
         }  # fmt: skip
         if self.hosts is None:
             minted = None if self.joinable else secret
-            group: AbstractAsyncContextManager[ProcessGroup] = ProcessGroup(
+            group: AbstractAsyncContextManager[processes.ProcessGroup] = processes.ProcessGroup(
                 jobs, secret=minted, environ=self.environ
             )
         else:
@@ -249,7 +240,7 @@ class Launcher:
                         "used no ps and no worker; end it in: psync.run(main)"
                     )
             self._explain(code)
-            death = f"the chief {describe_exit(code)}"
+            death = f"the chief {processes.describe_exit(code)}"
             if code in (0, SETUP_ERROR) or restarts == limit:
                 break
             say(f"{death} and is started again ({restarts + 1} of at most {limit} times)")
@@ -267,10 +258,10 @@ class Launcher:
             code = await process.wait()
             if self._outcome.done():
                 return
-            yield code, f"{process.name} {describe_exit(code)}"
+            yield code, f"{process.name} {processes.describe_exit(code)}"
 
     async def _watch_ps(self, index: int) -> None:
-        policy = RestartPolicy(self.max_restarts)
+        policy = processes.RestartPolicy(self.max_restarts)
         async for code, death in self._lives("ps", index):
             if code == SETUP_ERROR or not policy.allow():
                 why = "" if code == SETUP_ERROR else f", {policy.exceeded}"
@@ -288,7 +279,7 @@ class Launcher:
             self._left.set()
 
     async def _keep_worker(self, index: int) -> None:
-        policy, chiefs = RestartPolicy(self.max_restarts), self.num_chiefs
+        policy, chiefs = processes.RestartPolicy(self.max_restarts), self.num_chiefs
         async for code, death in self._lives("worker", index):
             if code == MISPLACED:
                 say(
@@ -320,7 +311,7 @@ class Launcher:
             chiefs = self.num_chiefs
 
     async def _watch_evaluator(self, index: int) -> None:
-        policy = RestartPolicy(self.max_restarts)
+        policy = processes.RestartPolicy(self.max_restarts)
         heard = self._heard.fileno()
         async for code, death in self._lives(
             "evaluator", index, {"PSYNC_RUN_FD": str(heard)}, heard
@@ -341,17 +332,17 @@ class Launcher:
 
     def _explain(self, code: int) -> None:
         """Say, once, what a chief or worker has probably done that crashed."""
-        if not self._explained and (hint := hint_of_crash(code, self.environ)):
+        if not self._explained and (hint := processes.hint_of_crash(code, self.environ)):
             self._explained = True
             say(hint)
 
     def _start(
         self, job: str, index: int, env: Mapping[str, str] | None = None, *pass_fds: int
-    ) -> Process | None:
+    ) -> processes.Process | None:
         """Start a task; None if the run is being stopped, or has to be because it cannot start."""
         if self._outcome.done():
             return None
-        output: Output = (
+        output: processes.Output = (
             "inherited" if job == "chief" else "discarded" if self.quiet else "prefixed"
         )
         env = {**self.gpus.environ_of(job, index), **(env or {})}

@@ -10,7 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from psync.status.model import GroupStatus, PsStatus, Status, WorkerStatus
-from psync.status.units import bytes_text, number_text, seconds_text, task_text, tasks_text
+from psync.status.units import (
+    bytes_text,
+    number_text,
+    seconds_text,
+    task_text,
+    tasks_text,
+    waiting_text,
+)
 
 GAP = 2
 FOLDED = 16
@@ -167,7 +174,7 @@ def _ps(tasks: Sequence[PsStatus]) -> _Rows:
         rows[-1] += [
             bytes_text(ps.bytes), bytes_text(ps.slot_bytes), number_text(ps.pushes_per_s),
             number_text(ps.pulls_per_s), bytes_text(ps.bytes_in_per_s),
-            bytes_text(ps.bytes_out_per_s), str(ps.queue), str(ps.duplicates),
+            bytes_text(ps.bytes_out_per_s), waiting_text(ps.waiting), str(ps.duplicates),
         ]  # fmt: skip
         if ps.backup is not None:
             behind = f" -{ps.backup.behind}" if ps.backup.behind else ""  # entries that it lacks

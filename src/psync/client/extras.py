@@ -55,7 +55,7 @@ from psync.numerics.compression import WIDE, Compression, compensate, narrow_dty
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import PIECE_BYTES
 from psync.wire.codec import Message
-from psync.wire.messages import Contributed, LockShards, Pushed, RenewLock, UnlockShards
+from psync.wire.messages import Contributed, LockShards, Pushed, UnlockShards
 
 logger = logging.getLogger(__name__)
 
@@ -147,12 +147,14 @@ async def _locked(ps: PsClient, plan: Plan) -> AsyncIterator[int]:
         members.setdefault(request.ps, []).extend(request.members)
     number = next(_numbers())
     asked: list[PsLink] = []
-    renewing = asyncio.get_running_loop().create_task(_renew(asked, number))
+    held: list[PsLink] = []
+    renewing = asyncio.get_running_loop().create_task(_renew(held, number))
     try:
         for index in sorted(members):
             asked.append(ps.links[index])
             with ps.work.wait:
                 await _say(ps.links[index], LockShards(number, members[index], LEASE_S))
+            held.append(ps.links[index])
         yield number
     finally:
         renewing.cancel()
@@ -160,12 +162,12 @@ async def _locked(ps: PsClient, plan: Plan) -> AsyncIterator[int]:
 
 
 async def _renew(held: Sequence[PsLink], number: int) -> None:
-    """Keep a lock; the last one that was asked for may not be held yet."""
+    """Keep a lock."""
     while True:
         await asyncio.sleep(LEASE_S / 4)
         for link in list(held):
             try:
-                await _say(link, RenewLock(number))
+                await _say(link, LockShards(number, [], LEASE_S))
             except PsyncError as exc:  # whoever speaks under it is told
                 logger.debug("%s: lock %d is not renewed: %s", link.task, number, exc)
 

@@ -7,7 +7,7 @@ answer is read straight into the arrays that the caller gets: a ``Landing``.
 A body that is lent (``net.shared``) need not be copied by who only reads it. A *lease* is an array
 over a ps's own memory: it is read-only, stays as it is for as long as anybody sees it, and gives
 that memory back when nobody does. A variable becomes one where all of it can be seen as one array:
-it is one extent of a body, or its shards can be mapped side by side (``net.shared.windows``). All
+it is one extent of a body, or its shards can be mapped side by side (``net.shared.regions``). All
 else is copied into memory from a pool, by the connection while it comes in, or here.
 """
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from psync.net.shared.windows import Windows
+from psync.net.shared.regions import Windows
 from psync.numerics.compression import Compression, marker, narrowed
 from psync.numerics.memory import BlockPool
 from psync.numerics.rows import IndexedSlices

@@ -1000,7 +1000,7 @@ class AccumulatorClient:
         said: Sequence[object],
         call: tuple[int, int],
         segments: Sequence[memoryview] = (),
-    ) -> messages.GradientApplied:
+    ) -> messages.AccumulatorState:
         """Add a gradient, or set the step.
 
         Args:
@@ -1017,14 +1017,14 @@ class AccumulatorClient:
         """
         link, name = self._ps.links[place.ps], place.definition.name
 
-        def deliver() -> Awaitable[list[messages.GradientApplied]]:
+        def deliver() -> Awaitable[list[messages.AccumulatorState]]:
             def build(_: Connection) -> Message:
                 numbers = asked.number, link.updates.acked_below, call[0], call[1] << PART_BITS
                 message: Message = cast(Any, kind)(*numbers, name, *said)
                 return message
 
             asked = Call(link, build, segments, sum(map(len, segments)))
-            delivery = Delivery(messages.GradientApplied, "a gradient", [asked])
+            delivery = Delivery(messages.AccumulatorState, "a gradient", [asked])
             return self._ps.outgoing.deliver(delivery)
 
         (answer,) = await self._of_defined(place, deliver)
@@ -1060,7 +1060,7 @@ class AccumulatorClient:
             received = await self._of_defined(place, call)
         finally:
             # If this is lost, the next take says so.
-            link.notify(messages.ForgetTakes(name, takes.acked_below))
+            link.notify(messages.EndTakes(name, takes.acked_below, []))
         expect(received, messages.GradientTaken, link.task, "a take")
         return received
 

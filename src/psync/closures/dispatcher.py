@@ -464,9 +464,10 @@ class Dispatcher:
                 surplus = len(queued) - num_workers
                 if surplus > 0 and record in self._roomy:
                     batches[record] += self._send_ahead(record, min(share, surplus))
-        actions: list[DispatchAction] = [
-            Dispatch(record.name, tuple(batch)) for record, batch in batches.items() if batch
-        ]
+        actions: list[DispatchAction] = []
+        for record, batch in batches.items():
+            if batch:
+                actions.append(Dispatch(record.name, tuple(batch)))
         if resting and (self._loaded or self._spared) and (wanted := self._wanted(resting)):
             if not self._spared_by.issuperset(wanted):
                 self._loaded |= self._spared

@@ -27,6 +27,7 @@ stops them too.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -199,6 +200,9 @@ class ClosureQueue:
         ending: Why everything is being cancelled, and what is scheduled too; None if it is not.
         requested_stop: Why a step has asked for the end of training; None once ``collect_error``
             was called.
+        exhausted_at: Lowest closure whose data, or those of an input, had ended, and which
+            ``collect_error`` has not told; infinity: there is none.
+        next_id: Lowest id that the next closure may have: the cut-off of a join that begins now.
     """
 
     def __init__(self, *, max_losses: int = MAX_LOSSES) -> None:
@@ -207,11 +211,12 @@ class ClosureQueue:
         self.pending_errors: list[BaseException] = []
         self.ending: str | None = None
         self.requested_stop: str | None = None
+        self.exhausted_at = math.inf
+        self.next_id = 0
         self._remedy = SCHEDULE_AGAIN  # what to do about ``ending``
         self._stopped = False  # everything is cancelled for good
         self._end_of_data: BaseException | None = None  # the first, until it is collected
         self._losses = Losses(max_losses)
-        self._last_id = -1  # of the latest closure
         self._open: dict[int, Closure] = {}  # all that are not final
         self._unsettled: deque[int] = deque()  # ids in order; final ones go when they are first
         self._barriers: list[Barrier] = []  # that are not open, in order
@@ -231,13 +236,14 @@ class ClosureQueue:
 
         Its id is above all earlier ones, and its dependencies were scheduled before.
         """
-        assert closure.id > self._last_id, f"{closure} comes after closure {self._last_id}"
+        assert closure.id >= self.next_id, f"{closure} comes after closure {self.next_id - 1}"
         if closure.identity is not None:
             self.identities.begin(closure, closure.identity)
         if closure.dependencies or self.ending is not None or self._barriers:
             return self._schedule_unusual(closure)
         move(closure, State.QUEUED)
-        closure_id = self._last_id = closure.id
+        closure_id = closure.id
+        self.next_id = closure_id + 1
         self._open[closure_id] = closure
         self._unsettled.append(closure_id)
         self.dispatcher.queued.add(closure)
@@ -256,12 +262,12 @@ class ClosureQueue:
             self._add(closure)
             if closure.state is State.QUEUED:
                 self.dispatcher.queued.add(closure)
-        self._last_id = closure.id
+        self.next_id = closure.id + 1
         return self._actions(dispatch=False)
 
     def _add(self, closure: Closure) -> None:
         """Note a closure whose id is above all that were added before."""
-        self._last_id = closure.id
+        self.next_id = closure.id + 1
         self._open[closure.id] = closure
         self._unsettled.append(closure.id)
 
@@ -510,17 +516,12 @@ class ClosureQueue:
 
     # --- what join needs ---
 
-    @property
-    def next_id(self) -> int:
-        """The lowest id that the next closure may have: the cut-off of a join that begins now."""
-        return self._last_id + 1
-
     def low_water(self) -> int:
         """Return the lowest id that is not final, or ``next_id`` if all are. It never falls."""
         unsettled, still_open = self._unsettled, self._open
         while unsettled and unsettled[0] not in still_open:
             unsettled.popleft()
-        return unsettled[0] if unsettled else self._last_id + 1
+        return unsettled[0] if unsettled else self.next_id
 
     def is_open(self, closure_id: int) -> bool:
         """Whether a closure has not ended yet."""
@@ -553,6 +554,7 @@ class ClosureQueue:
         if self._end_of_data is not None:
             errors.append(self._end_of_data)
         self._end_of_data = self.requested_stop = None
+        self.exhausted_at = math.inf
         if not self._stopped:
             self.ending = None
         return (errors[0], tuple(errors[1:])) if errors else None
@@ -649,6 +651,8 @@ class ClosureQueue:
         if closure.state is State.QUEUED:
             self.dispatcher.queued.discard(closure)
         move(closure, state)
+        if state is State.EXHAUSTED:
+            self.exhausted_at = min(self.exhausted_at, closure.id)
         closure.error = error
         closure.dependencies = ()
         if closure.identity is not None:

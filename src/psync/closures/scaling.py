@@ -1,4 +1,7 @@
-"""Scaling: how many workers a cluster shall have, by what there is to do."""
+"""Scaling: how many workers a cluster shall have, by what there is to do.
+
+A launcher imports it, so it needs no numpy.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from psync.errors import ConfigurationError
+from psync.errors import check_fits
 
 if TYPE_CHECKING:
     from psync.closures.queue import QueueStatistics
@@ -48,14 +51,12 @@ class AdaptiveRule:
         self, minimum: int, maximum: int, target_s: float = 5.0, wait_count: int = 3
     ) -> None:
         for name, value in (("minimum", minimum), ("wait_count", wait_count)):
-            if type(value) is not int or value < 1:
-                raise ConfigurationError(f"{name}: expected a whole number above 0, got {value!r}")
-        if type(maximum) is not int or maximum < minimum:
-            raise ConfigurationError(
-                f"maximum: expected a whole number, {minimum} or above, got {maximum!r}"
-            )
-        if not 0 < target_s < math.inf:
-            raise ConfigurationError(f"target_duration: expected seconds above 0, got {target_s!r}")
+            fits = type(value) is int and value >= 1
+            check_fits(fits, f"{name}: expected a whole number above 0", value)
+        fits = type(maximum) is int and maximum >= minimum
+        check_fits(fits, f"maximum: expected a whole number, {minimum} or above", maximum)
+        fits = 0 < target_s < math.inf
+        check_fits(fits, "target_duration: expected seconds above 0", target_s)
         self._minimum, self._maximum, self._target_s = minimum, maximum, target_s
         self._fewer: deque[int] = deque(maxlen=wait_count)  # the last looks, if they ask for fewer
 
@@ -95,8 +96,8 @@ def changes(
     Raises:
         ConfigurationError: It is no such number.
     """
-    if type(number) is not int or number < 1:
-        raise ConfigurationError(f"workers: expected a whole number above 0, got {number!r}")
+    fits = type(number) is int and number >= 1
+    check_fits(fits, "workers: expected a whole number above 0", number)
     free = (index for index in itertools.count() if index not in present and index not in taken)
     come = list(itertools.islice(free, max(number - len(present), 0)))
     leave = sorted(present, reverse=True)[: max(len(present) - number, 0)]

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.errors import ConfigurationError, LocalProtocolError
+from psync.errors import ConfigurationError, LocalProtocolError, check_fits
 from psync.specs import checked_integer
 
 STATE_VERSION = 1
@@ -261,19 +261,14 @@ class Visitation:
                 f"state: expected a result of state(), got {dict(state)!r:.200}"
             ) from exc
         named = set().union(*(each for done, runs in epochs for each in (done or (), runs)))
-        if named and not 0 <= min(named) <= max(named) < self.num_shards:
-            raise ConfigurationError(
-                f"state: expected shards 0 to {self.num_shards - 1}, got {sorted(named)}"
-            )
-        counts = [count for _, runs in epochs for count in runs.values()]
-        if counts and min(counts) < 0:
-            raise ConfigurationError(f"state: expected numbers of runs from 0, got {min(counts)}")
+        fits = not named or 0 <= min(named) <= max(named) < self.num_shards
+        check_fits(fits, f"state: expected shards 0 to {self.num_shards - 1}", sorted(named))
+        fewest = min((count for _, runs in epochs for count in runs.values()), default=0)
+        check_fits(fewest >= 0, "state: expected numbers of runs from 0", fewest)
         while epochs and epochs[-1] == (set(), {}):  # it has not begun
             epochs.pop()
-        if len(epochs) > self.num_epochs:
-            raise ConfigurationError(
-                f"state: expected at most {self.num_epochs} epochs (num_epochs), got {len(epochs)}"
-            )
+        expected = f"state: expected at most {self.num_epochs} epochs (num_epochs)"
+        check_fits(len(epochs) <= self.num_epochs, expected, len(epochs))
         every = range(self.num_shards)
         self._epochs = [
             _Epoch(self.num_shards, every if done is None else done, unfinished)

@@ -2,7 +2,7 @@
 
 Every worker runs its own loop, as in TensorFlow's between-graph replication. The target of a
 synchronous step follows the living workers, so ps 0 keeps the list of them. Its inputs are the
-requests of tasks, their connections and the time; it returns what follows.
+requests of tasks, their connections and the time; what follows is done by ``Effects``.
 
     chief    attaches the ps tasks → declares → (open: the others enter) → ends training
     worker   asks ─────────────────────────────→ enters → leaves, or is lost
@@ -26,9 +26,9 @@ Source: TensorFlow's between-graph replication; there a worker that dies leaves 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from psync.errors import FencedError, PsyncError
 from psync.wire.codec import Message
@@ -43,43 +43,21 @@ DESERTED_S = 60.0
 Waiter: TypeAlias = Hashable
 """Whoever waits for an answer. Opaque."""
 
-# --- actions ---------------------------------------------------------------------------------
 
+class Effects(Protocol):
+    """Does what follows from the rule. Nothing here may call the rule."""
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Answer whoever waits: SessionEntered, Done, TrainingOver, or the error of a refusal."""
+    def answer(self, waiter: Any, answer: Message | PsyncError) -> None:
+        """Answer whoever waits: SessionEntered, Done, TrainingOver, or the error of a refusal."""
 
-    waiter: Waiter
-    answer: Message | PsyncError
+    def set_members(self, alive: dict[str, int], missing: tuple[str, ...]) -> None:
+        """Tell the synchronous groups who lives (task → incarnation), and who was lost."""
 
+    def fence(self, task: str, below: int) -> None:
+        """Let every ps refuse incarnations of the task below this one."""
 
-@dataclass(frozen=True, slots=True)
-class SetMembers:
-    """Tell the synchronous groups who lives (task → incarnation), and who was lost."""
-
-    alive: dict[str, int]
-    missing: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FenceTask:
-    """Let every ps refuse incarnations of the task below this one."""
-
-    task: str
-    below: int
-
-
-@dataclass(frozen=True, slots=True)
-class CloseTokens:
-    """Training has ended: let nobody wait for a token any more."""
-
-    reason: str
-
-
-Action: TypeAlias = Answer | SetMembers | FenceTask | CloseTokens
-
-# --- the rule --------------------------------------------------------------------------------
+    def close_tokens(self, reason: str) -> None:
+        """Training has ended: let nobody wait for a token any more."""
 
 
 @dataclass(slots=True)
@@ -96,7 +74,8 @@ class _Task:
 class SessionMembers:
     """The replicas of one cluster without a coordinator. Single owner, no clock; never blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, effects: Effects) -> None:
+        self._do = effects
         self._coordinator = 0  # incarnation of the chief that the ps tasks serve; 0: none yet
         self._chiefs: set[int] = set()  # incarnations of the chiefs that have a connection
         self._given: dict[str, int] = {}  # highest incarnation that each task was given
@@ -121,21 +100,21 @@ class SessionMembers:
 
     # The chief.
 
-    def attached(self, coordinator: int) -> list[Action]:
+    def attached(self, coordinator: int) -> None:
         """A chief has attached the ps tasks. A new one: whatever was before is over."""
         if coordinator <= self._coordinator:
-            return []
+            return
         self._coordinator = coordinator
         reason = "a new chief has attached the ps tasks"
         over = TrainingOver(reason, True, None)
-        actions: list[Action] = [Answer(waiter, over) for waiter in self._watching]
-        actions += _refused(reason, self._opening, self._ending)
+        for waiter in self._watching:
+            self._do.answer(waiter, over)
+        self._refuse(reason, self._opening, self._ending)
         self._reset()
-        return actions
 
     def declared(
         self, waiter: Waiter, chief: str, trains: bool, num_workers: int, now: float
-    ) -> list[Action]:
+    ) -> None:
         """The variables are there. Training begins when so many workers have asked to take part.
 
         Args:
@@ -146,27 +125,27 @@ class SessionMembers:
             now: Time in seconds.
         """
         if self._open:
-            return [Answer(waiter, Done())]
-        actions = _replaced(self._opening, chief)
+            self._do.answer(waiter, Done())
+            return
+        self._replace(self._opening, chief)
         self._chief_name, self._chief = chief, _Task(self._coordinator, None)
         self._trains, self._num_workers = trains, num_workers
         self._opening = waiter
-        return [*actions, *self._open_if_complete(now)]
+        self._open_if_complete(now)
 
-    def _open_if_complete(self, now: float) -> list[Action]:
+    def _open_if_complete(self, now: float) -> None:
         opening = self._opening
         if self._chief is None or opening is None or len(self._asking) < self._num_workers:
-            return []
-        self._open = True
+            return
+        self._open, self._opening = True, None
         if self._trains:
             self._members[self._chief_name] = self._chief
-        actions = [action for task in list(self._asking) for action in self._enter(task, now)]
-        self._opening = None
-        return [self._set_members(), *actions, Answer(opening, Done())]
+        self._enter(list(self._asking), now)
+        self._do.answer(opening, Done())
 
     # Workers.
 
-    def ask(self, waiter: Waiter, task: str, boot: int, now: float) -> list[Action]:
+    def ask(self, waiter: Waiter, task: str, boot: int, now: float) -> None:
         """A worker wants to take part. A repetition takes the place of the first.
 
         One that comes when training has just ended finds that out in its session.
@@ -178,86 +157,90 @@ class SessionMembers:
             now: Time in seconds.
         """
         before, _ = self._asking.pop(task, (None, 0))
-        actions = _replaced(before, task)
+        self._replace(before, task)
         over = self._over
         next_chief = over is not None and over.failed and self._coordinator not in self._chiefs
         if over is not None and not next_chief and (over.failed or not self._open):
-            return [*actions, Answer(waiter, over)]
+            self._do.answer(waiter, over)
+            return
         self._asking[task] = waiter, boot
         if self._open and not next_chief:
-            entered = self._enter(task, now)
-            return [*actions, self._set_members(), *entered]
-        return [*actions, *self._open_if_complete(now)]
+            self._enter([task], now)
+        else:
+            self._open_if_complete(now)
 
-    def _enter(self, task: str, now: float) -> list[Action]:
-        waiter, boot = self._asking.pop(task)
-        incarnation = max(boot, self._coordinator + 1, self._given.get(task, 0) + 1)
-        actions: list[Action] = []
-        if task in self._members:
-            actions.append(FenceTask(task, incarnation))
-        self._given[task] = incarnation
-        self._members[task] = _Task(incarnation, now + GRACE_S)
-        self._missing.pop(task, None)
-        self._left.discard(task)
-        self._deserted_at = None
-        return [*actions, Answer(waiter, SessionEntered(incarnation))]
+    def _enter(self, tasks: Iterable[str], now: float) -> None:
+        entered: list[tuple[str, bool, Waiter, int]] = []
+        for task in tasks:
+            waiter, boot = self._asking.pop(task)
+            incarnation = max(boot, self._coordinator + 1, self._given.get(task, 0) + 1)
+            entered.append((task, task in self._members, waiter, incarnation))
+            self._given[task] = incarnation
+            self._members[task] = _Task(incarnation, now + GRACE_S)
+            self._missing.pop(task, None)
+            self._left.discard(task)
+            self._deserted_at = None
+        self._set_members()
+        for task, is_replaced, waiter, incarnation in entered:
+            if is_replaced:
+                self._do.fence(task, incarnation)
+            self._do.answer(waiter, SessionEntered(incarnation))
 
-    def leave(self, task: str, incarnation: int, now: float) -> list[Action]:
+    def leave(self, task: str, incarnation: int, now: float) -> None:
         """A replica has ended its loop."""
-        member = self._members.get(task)
-        if member is None or member.incarnation != incarnation:
-            return []
-        del self._members[task]
-        self._left.add(task)
-        return [self._set_members(), *self._after_a_loss(now)]
+        if self._takes_part(task, incarnation):
+            del self._members[task]
+            self._left.add(task)
+            self._set_members()
+            self._after_a_loss(now)
 
-    def fail(
-        self, task: str, incarnation: int, error: tuple[str, str, str], now: float
-    ) -> list[Action]:
+    def fail(self, task: str, incarnation: int, error: tuple[str, str, str], now: float) -> None:
         """A replica has left by an error: its type name, message and traceback."""
-        member = self._members.get(task)
-        if member is None or member.incarnation != incarnation:
-            return []
-        actions: list[Action] = []
+        if not self._takes_part(task, incarnation):
+            return
         if self._over is None or not self._over.failed:
             headline = ": ".join(filter(None, [error[0], error[1].partition("\n")[0]]))
             over = TrainingOver(f"{task} failed: {headline}", True, (task, *error))
-            actions += self._end(over)
+            self._end(over)
             self._over = over
-        return [*actions, *self.leave(task, incarnation, now)]
+        self.leave(task, incarnation, now)
+
+    def _takes_part(self, task: str, incarnation: int) -> bool:
+        member = self._members.get(task)
+        return member is not None and member.incarnation == incarnation
 
     # The end.
 
-    def end(self, reason: str, failed: bool) -> list[Action]:
+    def end(self, reason: str, failed: bool) -> None:
         """Training is over; the first reason counts, unless a replica fails after it."""
-        return self._end(TrainingOver(reason, failed, None))
+        self._end(TrainingOver(reason, failed, None))
 
-    def _end(self, over: TrainingOver) -> list[Action]:
+    def _end(self, over: TrainingOver) -> None:
         if self._over is not None:
-            return []
+            return
         self._over = over
         self._deserted_at = None
-        actions: list[Action] = [CloseTokens(over.reason)]
-        waiting = [*self._watching, *(waiter for waiter, _ in self._asking.values())]
-        actions += [Answer(waiter, over) for waiter in waiting]
+        self._do.close_tokens(over.reason)
+        for waiter in [*self._watching, *(waiter for waiter, _ in self._asking.values())]:
+            self._do.answer(waiter, over)
         self._watching.clear()
         self._asking.clear()
-        return actions
 
-    def leave_as_chief(self, waiter: Waiter, now: float) -> list[Action]:
+    def leave_as_chief(self, waiter: Waiter, now: float) -> None:
         """The chief leaves, and training ends; it is told when all others have left."""
-        actions = _replaced(self._ending, self._chief_name) + self.end("the chief has left", False)
+        self._replace(self._ending, self._chief_name)
+        self.end("the chief has left", False)
         self._ending = waiter
         if self._trains and self._members.pop(self._chief_name, None) is not None:
-            actions.append(self._set_members())
-        return [*actions, *self._after_a_loss(now)]
+            self._set_members()
+        self._after_a_loss(now)
 
-    def await_end(self, waiter: Waiter) -> list[Action]:
+    def await_end(self, waiter: Waiter) -> None:
         """Somebody wants to be told when training is over."""
         if self._over is not None:
-            return [Answer(waiter, self._over)]
-        self._watching[waiter] = None
-        return []
+            self._do.answer(waiter, self._over)
+        else:
+            self._watching[waiter] = None
 
     def forget(self, waiter: Waiter) -> None:
         """Whoever waited has given up."""
@@ -301,45 +284,52 @@ class SessionMembers:
             times.append(self._deserted_at)
         return min(times, default=None)
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> None:
         """Give up those whose time has come."""
-        actions: list[Action] = []
         lost = [(task, member) for task, member in self._members.items() if member.is_lost(now)]
         for task, member in lost:
             del self._members[task]
             self._missing[task] = None
             if member is not self._chief:
-                actions.append(FenceTask(task, member.incarnation + 1))
+                self._do.fence(task, member.incarnation + 1)
         if lost:
-            actions += [self._set_members(), *self._after_a_loss(now)]
+            self._set_members()
+            self._after_a_loss(now)
         if self._chief is not None and self._chief.is_lost(now):
-            actions += self._lose_chief()
+            text = f"the chief, {self._chief_name}, was lost"
+            self._refuse(text, self._opening, self._ending)
+            self._chief = self._opening = self._ending = None
+            if self._open:
+                self.end(text, True)
         if self._deserted_at is not None and now >= self._deserted_at:
             names = ", ".join(self._missing)
-            actions += self.end(f"no replica is left: {names} did not come back", True)
-        return actions
+            self.end(f"no replica is left: {names} did not come back", True)
 
-    def _lose_chief(self) -> list[Action]:
-        text = f"the chief, {self._chief_name}, was lost"
-        actions = _refused(text, self._opening, self._ending)
-        self._chief = self._opening = self._ending = None
-        return [*actions, *(self.end(text, True) if self._open else [])]
-
-    def _after_a_loss(self, now: float) -> list[Action]:
-        """What follows if nobody is left who trains."""
+    def _after_a_loss(self, now: float) -> None:
+        """See what follows if nobody is left who trains."""
         if self._members:
-            return []
+            return
         if self._over is not None:
             ending, self._ending = self._ending, None
-            return [] if ending is None else [Answer(ending, self._over)]
-        if self._missing:
+            if ending is not None:
+                self._do.answer(ending, self._over)
+        elif self._missing:
             self._deserted_at = now + DESERTED_S
-            return []
-        return self.end("all replicas have left", False)
+        else:
+            self.end("all replicas have left", False)
 
-    def _set_members(self) -> SetMembers:
+    def _set_members(self) -> None:
         alive = {task: member.incarnation for task, member in self._members.items()}
-        return SetMembers(alive, tuple(self._missing))
+        self._do.set_members(alive, tuple(self._missing))
+
+    def _replace(self, before: Waiter | None, task: str) -> None:
+        """Let go of an earlier request that its sender has repeated."""
+        self._refuse(f"a newer request of {task} has replaced this one", before)
+
+    def _refuse(self, reason: str, *waiters: Waiter | None) -> None:
+        for waiter in waiters:
+            if waiter is not None:
+                self._do.answer(waiter, FencedError(reason))
 
     def statistics(self) -> dict[str, Any]:
         """Return who takes part, who wants to, and who was lost or has left."""
@@ -354,12 +344,3 @@ class SessionMembers:
 
 def _may_lead(task: str) -> bool:
     return task.startswith("/job:chief/")
-
-
-def _replaced(before: Waiter | None, task: str) -> list[Action]:
-    """Let go of an earlier request that its sender has repeated."""
-    return _refused(f"a newer request of {task} has replaced this one", before)
-
-
-def _refused(reason: str, *waiters: Waiter | None) -> list[Action]:
-    return [Answer(waiter, FencedError(reason)) for waiter in waiters if waiter is not None]

@@ -1,6 +1,6 @@
 """Session requests on ps 0: connections, clock and delayed answers for the rule of members.
 
-``SessionMembers`` decides; this feeds it requests, keeps the answers that have to wait, and
+``SessionMembers`` decides; this feeds it requests, which it keeps until they are answered, and
 carries out the rest on the services of its ps.
 """
 
@@ -8,18 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
-from psync.compat.session_members import (
-    Action,
-    Answer,
-    CloseTokens,
-    FenceTask,
-    SessionMembers,
-    SetMembers,
-)
-from psync.errors import ConfigurationError, UnknownVariableError, UsageError
+from psync.compat.session_members import SessionMembers
+from psync.errors import ConfigurationError, PsyncError, UnknownVariableError, UsageError
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
 from psync.sync.ps_services import PsServices
@@ -48,7 +41,7 @@ class SessionService:
     ) -> None:
         self._services = services
         self._check_coordinator = check_coordinator
-        self._members = SessionMembers()
+        self._members = SessionMembers(self)
         self._open: dict[tuple[str, int], int] = {}  # connections by task and incarnation
         self._timer: asyncio.TimerHandle | None = None
         self.attached(services().coordinator)
@@ -58,15 +51,25 @@ class SessionService:
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
-        return {
-            messages.EnterSession: Handler(self._enter),
-            messages.LeaveSession: Handler(self._leave),
-            messages.ReplicaFailed: Handler(self._fail),
-            messages.Declared: Handler(self._declared),
-            messages.EndTraining: Handler(self._end),
-            messages.AwaitEnd: Handler(self._await_end),
-            messages.CheckShards: Handler(self._check_shards),
+        told: dict[type[Message], Callable[[Request[Any]], None]] = {
+            messages.EnterSession: self._enter,
+            messages.LeaveSession: self._leave,
+            messages.Declared: self._declared,
+            messages.EndTraining: self._end,
+            messages.AwaitEnd: self._await_end,
         }
+        handlers = {kind: Handler(functools.partial(self._tell, to)) for kind, to in told.items()}
+        return {**handlers, messages.CheckShards: Handler(self._check_shards)}
+
+    def _tell(self, to: Callable[[Request[Any]], None], request: Request[Any]) -> None:
+        """Tell the rule of a request, which it may keep; it says itself when it looks again."""
+        request.on_given_up = self._forget
+        to(request)
+        self._set_timer()
+
+    def _forget(self, request: Request[Any]) -> None:
+        self._members.forget(request)
+        self._set_timer()
 
     def statistics(self) -> dict[str, Any]:
         """Return who takes part."""
@@ -74,21 +77,20 @@ class SessionService:
 
     def attached(self, coordinator: int) -> None:
         """A chief has attached this ps."""
-        self._perform(self._members.attached(coordinator))
+        self._members.attached(coordinator)
+        self._set_timer()
 
     def _note_peer(self, peer: Connection) -> None:
-        replica = (peer.task, peer.incarnation)
-        self._open[replica] = self._open.get(replica, 0) + 1
-        self._members.connected(*replica)
+        self._open[peer.client] = self._open.get(peer.client, 0) + 1
+        self._members.connected(*peer.client)
         peer.on_closed.append(self._note_closed)
         self._set_timer()
 
     def _note_closed(self, peer: Connection) -> None:
-        replica = (peer.task, peer.incarnation)
-        self._open[replica] -= 1
-        if not self._open[replica]:
-            del self._open[replica]
-            self._members.disconnected(*replica, _now())
+        self._open[peer.client] -= 1
+        if not self._open[peer.client]:
+            del self._open[peer.client]
+            self._members.disconnected(*peer.client, _now())
             self._set_timer()
 
     def close(self) -> None:
@@ -102,38 +104,36 @@ class SessionService:
         peer, message = request.peer, request.message
         if not peer.task.startswith("/job:worker/"):
             raise UsageError(f"{peer.task} is not a worker")
-        self._wait(request, self._members.ask(request, peer.task, message.incarnation, _now()))
+        self._members.ask(request, peer.task, message.incarnation, _now())
 
     def _declared(self, request: Request[messages.Declared]) -> None:
         peer, message = request.peer, request.message
         self._check_coordinator(peer)
-        now, trains = _now(), message.trains
-        actions = self._members.declared(request, peer.task, trains, message.num_workers, now)
-        if (peer.task, peer.incarnation) not in self._open:  # gone before this was read
-            self._members.disconnected(peer.task, peer.incarnation, now)
-        self._wait(request, actions)
+        now = _now()
+        self._members.declared(request, peer.task, message.trains, message.num_workers, now)
+        if peer.client not in self._open:  # gone before this was read
+            self._members.disconnected(*peer.client, now)
 
     def _leave(self, request: Request[messages.LeaveSession]) -> None:
-        peer = request.peer
+        peer, error = request.peer, request.message.error
         if peer.task.startswith("/job:chief/"):
             self._check_coordinator(peer)
-            self._wait(request, self._members.leave_as_chief(request, _now()))
+            self._members.leave_as_chief(request, _now())
+            return
+        if error is None:
+            self._members.leave(*peer.client, _now())
         else:
-            self._perform(self._members.leave(peer.task, peer.incarnation, _now()))
-            request.answer(messages.Done())
-
-    def _fail(self, request: Request[messages.ReplicaFailed]) -> None:
-        peer, message = request.peer, request.message
-        error = message.type_name, message.message, message.traceback
-        self._perform(self._members.fail(peer.task, peer.incarnation, error, _now()))
+            self._members.fail(*peer.client, error, _now())
         request.answer(messages.Done())
 
     def _end(self, request: Request[messages.EndTraining]) -> None:
-        peer, message = request.peer, request.message
-        if peer.task.startswith("/job:chief/"):
-            self._check_coordinator(peer)
-        self._perform(self._members.end(message.reason, message.failed))
+        if request.peer.task.startswith("/job:chief/"):
+            self._check_coordinator(request.peer)
+        self._members.end(request.message.reason, request.message.failed)
         request.answer(messages.Done())
+
+    def _await_end(self, request: Request[messages.AwaitEnd]) -> None:
+        self._members.await_end(request)
 
     def _check_shards(self, request: Request[messages.CheckShards]) -> None:
         """Check whether a ps holds what the sender has declared.
@@ -159,46 +159,32 @@ class SessionService:
                 )
         request.answer(messages.Done())
 
-    def _await_end(self, request: Request[messages.AwaitEnd]) -> None:
-        self._wait(request, self._members.await_end(request))
-
-    def _wait(self, request: Request[Any], actions: Sequence[Action]) -> None:
-        """Let the rule, which has taken a request in, answer it at some time."""
-        request.on_given_up = self._forget
-        self._perform(actions)
-
-    def _forget(self, waiter: object) -> None:
-        self._members.forget(waiter)
-        self._set_timer()
-
     # What the rule has decided.
 
-    def _perform(self, actions: Sequence[Action]) -> None:
+    def answer(self, waiter: Request[Any], answer: Message | PsyncError) -> None:
+        """See ``Effects``, as for the next three."""
+        if isinstance(answer, PsyncError):
+            waiter.fail(answer)
+        else:
+            waiter.answer(answer)
+
+    def set_members(self, alive: dict[str, int], missing: tuple[str, ...]) -> None:
         services = self._services()
-        closer = services.closer
-        for action in actions:
-            match action:
-                case Answer(waiter, answer):
-                    request = cast("Request[Any]", waiter)
-                    if isinstance(answer, Exception):
-                        request.fail(answer)
-                    else:
-                        request.answer(answer)
-                    self._members.forget(waiter)
-                case SetMembers(alive, missing):  # no coordinator reports who lives
-                    services.clocks.report(alive, None)
-                    if closer is not None:
-                        closer.set_members(alive, missing)
-                case FenceTask(task, below):
-                    refuse = functools.partial(services.refuse_below, task, below)
-                    services.executor.in_turn(refuse)
-                    if closer is not None:
-                        closer.outgoing.fence(task, below)
-                case CloseTokens(reason):
-                    services.clocks.end()
-                    if closer is not None:
-                        closer.end(reason)
-        self._set_timer()
+        services.clocks.report(alive, None)  # no coordinator reports who lives
+        if services.closer is not None:
+            services.closer.set_members(alive, missing)
+
+    def fence(self, task: str, below: int) -> None:
+        services = self._services()
+        services.executor.in_turn(functools.partial(services.refuse_below, task, below))
+        if services.closer is not None:
+            services.closer.outgoing.fence(task, below)
+
+    def close_tokens(self, reason: str) -> None:
+        services = self._services()
+        services.clocks.end()
+        if services.closer is not None:
+            services.closer.end(reason)
 
     # Time.
 
@@ -210,7 +196,8 @@ class SessionService:
             self._timer = asyncio.get_running_loop().call_at(deadline, self._tick)
 
     def _tick(self) -> None:
-        self._perform(self._members.tick(_now()))
+        self._members.tick(_now())
+        self._set_timer()
 
 
 def _now() -> float:

@@ -19,7 +19,7 @@ from psync.api.cluster_coordinator import placed
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SessionHook, wait_over
 from psync.api.variables import Variable, get_or_create_global_step
-from psync.chief.creation import MESSAGE_SHARDS, Creation, as_sent
+from psync.chief.declarations import MESSAGE_SHARDS, Creation, as_sent
 from psync.chief.links import enquire
 from psync.client.context import Runtime, forbid_in_step
 from psync.client.link import PsLink, always, ask, note_plugins
@@ -584,9 +584,9 @@ class MonitoredTrainingSession:
                 if self.is_chief and error is not None:
                     await self._tell(messages.EndTraining(_failure_of_chief(error), True))
                 elif error is not None and _is_failure(error):
-                    await self._tell(messages.ReplicaFailed(*describe_exception(error).texts))
+                    await self._tell(messages.LeaveSession(describe_exception(error).texts))
                 elif not isinstance(error, NETWORK_ERRORS):  # else it is lost, and may come back
-                    answer = await self._tell(messages.LeaveSession())
+                    answer = await self._tell(messages.LeaveSession(None))
                     if isinstance(answer, messages.TrainingOver):  # it is the chief's
                         self._over = answer
                 # On the same connection: the watcher has heard of the end before, if there is one.

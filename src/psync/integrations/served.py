@@ -19,12 +19,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from psync.api.modules import Module
 from psync.api.optimizers import Optimizer, PushResult
 from psync.api.pulls import pull
 from psync.api.reads import runtime_of
 from psync.api.scopes import Scope, scope_for
-from psync.api.variables import Variable, VariableAggregation, get_or_create_global_step
+from psync.api.variables import Module, Variable, VariableAggregation, get_or_create_global_step
 from psync.client.context import Runtime, current_closure, forbid_in_step
 from psync.client.link import all_of
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError

@@ -28,25 +28,9 @@ from psync.errors import (
     TransportError,
     UsageError,
 )
+from psync.launch import process
 from psync.launch.plugins import load_plugins, users_frame
-from psync.launch.process import (
-    PYTHON,
-    asked_first,
-    configure_logging,
-    end_of_run,
-    fill_standard_streams,
-    following_launcher,
-    run_loop,
-    watch_launcher,
-    write_whole_lines,
-)
-from psync.net import environment
-from psync.net.chief_presence import (
-    TrainingPresence,
-    chief_timeouts,
-    naming_who_is_awaited,
-    until_told,
-)
+from psync.net import chief_presence, environment
 from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform, Workforce, flag, workforce_of_launcher
@@ -61,6 +45,7 @@ from psync.net.resolvers import (
 )
 from psync.net.secret import load_secret
 from psync.net.shared.door_names import BACKLOG
+from psync.net.shielding import first_of
 from psync.net.task_reports import add_description
 from psync.net.transport import SocketNetwork
 from psync.wire.messages import Done, JoinCluster, Joined, LeaveCluster, Shutdown
@@ -210,16 +195,16 @@ def run(
             _prepare_process("joined")
             load_plugins(JOINING)
             joining = partial(join, chief, os.environ.pop("PSYNC_JOIN_LISTEN", ""), shared=True)
-            sys.exit(run_loop(joining, terminated_code=0))
+            sys.exit(process.run_loop(joining, terminated_code=0))
         if resolver is None and (settings := os.environ.pop("PSYNC_ON", None)):
             job = "chief"
-            configure_logging(os.environ.get("PSYNC_LOG_LEVEL", "info"))
+            process.configure_logging(os.environ.get("PSYNC_LOG_LEVEL", "info"))
             if on_workers:
                 raise ConfigurationError(
                     "psync.run(main, on_workers=True): on Ray and Dask only the chief runs main",
                     hint="psync run without --on, or psync task by hand, for programs of sessions",
                 )
-            return run_loop(lambda: _run_on_engine(main, settings, began))
+            return process.run_loop(lambda: _run_on_engine(main, settings, began))
         own = own_task(resolver)
         job = own.job
         launched = _prepare_process(f"{job}-{own.index}")
@@ -231,7 +216,7 @@ def run(
         if job == "chief" or (on_workers and job == "worker"):
             jobs = ("ps",) if on_workers else ("worker", "ps")
             over = asyncio.Event()
-            return run_loop(
+            return process.run_loop(
                 lambda: _run_main(
                     main, own, () if launched else jobs, began, over, joinable=not on_workers
                 ),
@@ -240,7 +225,7 @@ def run(
         serving: Callable[[], Awaitable[int]] = partial(serve_as, own, insecure=False, shared=True)
         if job == "evaluator":
             serving = partial(_evaluate, evaluator, own, began)
-        sys.exit(run_loop(serving, terminated_code=own.terminated_code))
+        sys.exit(process.run_loop(serving, terminated_code=own.terminated_code))
     except SETUP_ERRORS as exc:
         if began.is_set():
             raise
@@ -272,7 +257,7 @@ async def _run_main(
         async with contextlib.AsyncExitStack() as stack:
             if joinable:
                 await _open_to_joiners(stack, own, added)
-            stack.enter_context(following_launcher(workforce_of_launcher()))
+            stack.enter_context(process.following_launcher(workforce_of_launcher()))
             stack.enter_context(opened(own.resolver))
             return await main()
     except SETUP_ERRORS:
@@ -312,10 +297,12 @@ async def _evaluate(
     with contextlib.ExitStack() as resources:
         resources.enter_context(opened(own.resolver))
         if fd is None:
-            tasks, patience = own.addresses_of(("ps", "worker")), chief_timeouts(os.environ)
-            environment.training_presence.set(TrainingPresence(SocketNetwork(), tasks, patience))
+            tasks = own.addresses_of(("ps", "worker"))
+            patience = chief_presence.chief_timeouts(os.environ)
+            presence = chief_presence.TrainingPresence(SocketNetwork(), tasks, patience)
+            environment.training_presence.set(presence)
         else:
-            environment.run_over.set(resources.enter_context(end_of_run(int(fd))))
+            environment.run_over.set(resources.enter_context(process.end_of_run(int(fd))))
         await evaluator()
     return 0
 
@@ -334,14 +321,14 @@ def _exit(error: PsyncError, code: int) -> NoReturn:
 
 def _prepare_process(task: str) -> bool:
     """Set up logging and the lifeline; return whether a launcher started this process."""
-    fill_standard_streams()
+    process.fill_standard_streams()
     environment.tell_launcher()
     launched = bool(os.environ.get("PSYNC_LAUNCHED"))
     if launched:
-        write_whole_lines()
+        process.write_whole_lines()
     level = os.environ.get("PSYNC_LOG_LEVEL", "info")
-    configure_logging(level, None if launched else task)
-    watch_launcher()
+    process.configure_logging(level, None if launched else task)
+    process.watch_launcher()
     return launched
 
 
@@ -431,7 +418,7 @@ async def serve_as(
             f"only ps and worker tasks serve, but this process is {own.name}",
             hint="the chief and an evaluator run programs: psync.run(main, evaluator=evaluate)",
         )
-    timeouts = chief_timeouts(os.environ, chief_timeout)
+    timeouts = chief_presence.chief_timeouts(os.environ, chief_timeout)
     platform = environment.platform_of(own.resolver, own.address, insecure=insecure, listens=True)
     task = make_task(platform, own.job, own.index, own.address, main_by_name=shared)
     await task.start()
@@ -448,7 +435,7 @@ async def serve_as(
     if ways:
         what = "waits for a chief, and its cluster's description names none"
         awaited = f"{task.task} {what}: {', or '.join(ways)}"
-    naming = naming_who_is_awaited(
+    naming = chief_presence.naming_who_is_awaited(
         lambda: "" if task.chief.is_here else awaited, warn=shared and lacks_chief
     )
     leave: Any = getattr(task, "leave", None)  # a ps has none
@@ -467,9 +454,9 @@ async def serve_as(
                 await stack.enter_async_context(metrics)
             stack.callback(add_description(task.describe))
             if leave is not None:
-                stack.enter_context(asked_first(leave_first))
+                stack.enter_context(process.asked_first(leave_first))
             stack.enter_context(naming)
-            await until_told(task.task, task.stopped, task.chief, timeouts)
+            await chief_presence.until_told(task.task, task.stopped, task.chief, timeouts)
     finally:
         await task.close()
     if getattr(task, "is_torn", False):  # a ps
@@ -526,20 +513,11 @@ async def join(
         own = OwnTask(resolver, cluster, "worker", index)
         logger.info("%s joins the cluster of %s, and listens at %s", own.name, chief, address)
         awaited = f"{own.name} waits for the coordinator of {chief} to connect to {address}"
-        serve = serve_as(
+        serving = serve_as(
             own, insecure=False, shared=shared, chief_timeout=chief_timeout, awaited=awaited
         )
-        serving = asyncio.ensure_future(serve)
-        keeping = asyncio.ensure_future(membership.keep())
-        try:
-            await asyncio.wait((serving, keeping), return_when=asyncio.FIRST_COMPLETED)
-            if not serving.done():
-                keeping.result()  # the chief does not want it any more, and this says why
-            return serving.result()
-        finally:
-            serving.cancel()
-            keeping.cancel()
-            await asyncio.gather(serving, keeping, return_exceptions=True)
+        # The latter says why the chief does not want this worker any more.
+        return await first_of(serving, membership.keep())
 
 
 async def _open_to_joiners(
@@ -605,7 +583,7 @@ class Membership:
         await self._ask(self._peer)
 
     async def _ask(self, peer: Connection) -> None:
-        received = (await peer.call(JoinCluster(self._address, self.index, PYTHON))).message
+        received = (await peer.call(JoinCluster(self._address, self.index, process.PYTHON))).message
         if not isinstance(received, Joined):
             raise RemoteProtocolError(
                 f"{CHIEF} answered JoinCluster with {type(received).__name__}"
@@ -618,7 +596,7 @@ class Membership:
             )
         self.index = received.index
 
-    async def keep(self) -> None:
+    async def keep(self) -> NoReturn:
         """Come back to the door whenever the connection is lost, until cancelled.
 
         Raises:
@@ -721,9 +699,9 @@ class Door:
 
     def _join(self, request: Request[JoinCluster]) -> None:
         peer, message = request.peer, request.message
-        if message.python != PYTHON:
+        if message.python != process.PYTHON:
             raise ConfigurationError(
-                f"the chief runs Python {PYTHON}, but the worker at {message.address} runs "
+                f"the chief runs Python {process.PYTHON}, but the worker at {message.address} runs "
                 f"{message.python} and could not read the program's functions",
                 hint="start the worker with the same Python version as the chief",
             )

@@ -12,10 +12,12 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import NoReturn
 
 from psync.errors import ConfigurationError, TrainingEnded
 from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
+from psync.net.shielding import first_of
 from psync.net.transport import Network
 
 logger = logging.getLogger(__name__)
@@ -172,19 +174,16 @@ async def until_told(
 
     Cancellation: Safe.
     """
-    told = asyncio.ensure_future(stopped.wait())
-    missing = asyncio.ensure_future(chief.missed(patience))
-    try:
-        await asyncio.wait([told, missing], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        told.cancel()
-        missing.cancel()
-    if not stopped.is_set():
+
+    async def give_up() -> NoReturn:
+        seconds = await chief.missed(patience)
         since = "the last one went" if chief.has_come else "it started"
         raise TrainingEnded(
-            f"{task} ends: no chief has connected within {missing.result():g} s since {since}",
+            f"{task} ends: no chief has connected within {seconds:g} s since {since}",
             hint="PSYNC_CHIEF_TIMEOUT sets how many seconds it waits; none: for ever",
         )
+
+    await first_of(stopped.wait(), give_up())
 
 
 class TrainingPresence:

@@ -42,7 +42,7 @@ from psync.errors import (
     RemoteProtocolError,
 )
 from psync.net.shared.bodies import Loan, Sharing, Waker
-from psync.net.shared.channel import SideChannel
+from psync.net.shared.doors import SideChannel
 from psync.net.shared.regions import SharedMemory
 from psync.net.transport import name_of, set_options
 from psync.numerics.memory import BlockPool

@@ -20,15 +20,8 @@ from psync.errors import (
     ProtocolError,
     PsyncError,
 )
+from psync.net import handshake_limits
 from psync.net.connection import Connection, Handler, Tap
-from psync.net.handshake_limits import (
-    DISPLACED,
-    FailedHandshakes,
-    LogQuota,
-    Place,
-    displaced,
-    source_of,
-)
 from psync.net.platform import Platform
 from psync.net.shared.bodies import Sharing
 from psync.net.transport import Listener, one_line, reason
@@ -87,9 +80,9 @@ class Endpoint:
         # Bytes over connections that are gone.
         self._sent = self._received = self._lent = self._borrowed = 0
         # Of them, accepted ones in their handshake, the oldest first, and where they come from.
-        self._unproven: dict[Connection, Place] = {}
-        self._failures = FailedHandshakes(platform.limits.handshake_failures)
-        self._log_quota = LogQuota()
+        self._unproven: dict[Connection, handshake_limits.Place] = {}
+        self._failures = handshake_limits.FailedHandshakes(platform.limits.handshake_failures)
+        self._log_quota = handshake_limits.LogQuota()
         self._untold: asyncio.TimerHandle | None = None  # None: every line was written
         self._untold_level = logging.NOTSET  # the highest of the lines that were not
         self._tasks: set[asyncio.Task[None]] = set()  # handlers that run
@@ -338,14 +331,14 @@ class Endpoint:
         return peer
 
     def _take_place(self, peer: Connection, peername: object) -> None:
-        source, now = source_of(peername), asyncio.get_running_loop().time()
+        source, now = handshake_limits.source_of(peername), asyncio.get_running_loop().time()
         if not self._failures.allows(source, now):
             peer.abort()
             return
         place = self._failures.place(source)
-        oldest = displaced(self._unproven, place, self.platform.limits.handshakes)
+        oldest = handshake_limits.displaced(self._unproven, place, self.platform.limits.handshakes)
         if oldest is not None:
-            self._count_failure(self._unproven.pop(oldest).source, DISPLACED)
+            self._count_failure(self._unproven.pop(oldest).source, handshake_limits.DISPLACED)
             oldest.refuse(Refused("full", "its place was needed for a newer connection"))
         self._unproven[peer] = place
 

@@ -1,16 +1,37 @@
-"""Waiting for work that goes on when its caller is cancelled; whether all is.
+"""Waiting for work: for what ends first; for work that goes on when its caller is cancelled.
 
-As ``asyncio.shield``, which from Python 3.14 on reports an error of such work to the exception
-handler of the loop, even if somebody else looks at it: a log of an ERROR where nothing is wrong.
+``shielded`` is as ``asyncio.shield``, which from Python 3.14 on reports an error of such work to
+the exception handler of the loop, even if somebody else looks at it: a log of an ERROR where
+nothing is wrong.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+async def first_of(*works: Coroutine[Any, Any, T]) -> T:
+    """Wait until one of these ends, and return its result; the others are cancelled.
+
+    If several end at once, the first of the arguments counts.
+
+    Raises:
+        BaseException: What that one raises.
+
+    Cancellation: All are cancelled.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def shielded(work: asyncio.Future[T]) -> T:

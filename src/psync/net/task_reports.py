@@ -4,9 +4,9 @@ A task registers a description (``add_description``); a report is that, then the
 asyncio tasks and threads, then an end marker. No error of any part leaves it.
 
     why a worker waits                    whose report says so   written by
-    the token of a synchronous step       ps 0                   ``ps.report``
+    the token of a synchronous step       ps 0                   ``ps_task``
     a staleness bound                     ps 0                   ``sync.staleness_service``
-    a lock, the gate of a cut, a backup   the ps                 ``ps.locks``, ``ps.cut_gate``,
+    a lock, the gate of a cut, a backup   the ps                 ``ps.admission``,
                                                                  ``backups.service``
     a ps that is away, or is recovered    worker, coordinator    ``worker.session``, ``recovery``
     closures are held back, or none left  coordinator            ``coordinator``, ``watchdog``

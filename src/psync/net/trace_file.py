@@ -11,6 +11,7 @@ Source: "Trace Event Format" (Google, 2016): JSON object format, events X, C, M,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import Counter, defaultdict
@@ -22,19 +23,9 @@ import msgpack
 import numpy as np
 
 from psync.errors import PsyncError
+from psync.wire import messages
 from psync.wire.codec import Message, decode
 from psync.wire.frames import Kind
-from psync.wire.messages import (
-    AskSpans,
-    ClosureResults,
-    Contribute,
-    Contributed,
-    GivenBack,
-    PullRows,
-    Pushed,
-    RunClosures,
-    RunReplica,
-)
 
 SENT = 256  # as ``net.connection``
 
@@ -74,8 +65,8 @@ class Half:
     is_client: bool
     message: Message
     begin: float  # it was sent, or had come
-    sent: int = 0  # bytes of bodies
-    received: int = 0
+    request_bytes: int  # of its body
+    answer_bytes: int = 0
     end: float = math.nan  # its answer had come, or was sent; NaN: neither
     answer: Message | None = None
     outcome: str = ""  # "error", "given up", or "" else
@@ -89,13 +80,6 @@ class Half:
     def is_over(self) -> bool:
         """Whether its end is known."""
         return not math.isnan(self.end)
-
-    def add_bytes(self, nbytes: int, *, is_sent: bool) -> None:
-        """Count the body of the request or of its answer."""
-        if is_sent:
-            self.sent += nbytes
-        else:
-            self.received += nbytes
 
 
 @dataclass(slots=True, eq=False)
@@ -148,30 +132,23 @@ class TaskLog:
         own, own_incarnation, peer, peer_incarnation, lane = self._links[number]
         message = None
         if kind in (Kind.REQUEST, Kind.REPLY, Kind.ERROR, Kind.NOTIFY):
-            try:
+            with contextlib.suppress(PsyncError):  # this version of psync does not know it
                 message = decode(header)
-            except PsyncError:  # this version of psync does not know it
-                if kind in (Kind.REQUEST, Kind.NOTIFY):
-                    return
-        if kind == Kind.REQUEST:
-            assert message is not None
+        if kind == Kind.REQUEST and message is not None:
             ends = (own, own_incarnation), (peer, peer_incarnation)
             client, server = ends if is_sent else ends[::-1]
-            half = Half((*client, *server, lane), request, is_sent, message, at)
-            half.add_bytes(nbytes, is_sent=is_sent)
+            half = Half((*client, *server, lane), request, is_sent, message, at, nbytes)
             self._open[number, request, is_sent] = half
             self.halves.append(half)
-        elif kind == Kind.NOTIFY:
-            assert message is not None
+        elif kind == Kind.NOTIFY and message is not None:
             self.told.append((at, is_sent, peer, message))
         elif kind == Kind.CANCEL:
             if (known := self._open.get((number, request, is_sent))) is not None:
                 known.end, known.outcome = at, "given up"
         elif kind in (Kind.REPLY, Kind.ERROR):
             if (known := self._open.pop((number, request, not is_sent), None)) is not None:
-                known.end, known.answer = at, message
+                known.end, known.answer, known.answer_bytes = at, message, nbytes
                 known.outcome = "error" if kind == Kind.ERROR else ""
-                known.add_bytes(nbytes, is_sent=is_sent)
 
 
 def logs_of(readings: Iterable[Reading]) -> list[TaskLog]:
@@ -336,7 +313,7 @@ class Names:
 
     def of_request(self, half: Half) -> str:
         """Return the names of the variables of a request; "": it has none, or nobody knows."""
-        if isinstance(half.message, PullRows):
+        if isinstance(half.message, messages.PullRows):
             variables: Sequence[int] = [part[0] for part in half.message.parts]
         elif hasattr(half.message, "set_id"):
             variables = self.sets.get(_set_of(half), ())
@@ -350,14 +327,14 @@ class Names:
 def _set_of(half: Half) -> tuple[str, str]:
     (client, incarnation, server, _, lane), message = half.link, half.message
     number: int = getattr(message, "set_id")  # noqa: B009
-    shown = f"whole {number}" if isinstance(message, Contribute) else str(number)
+    shown = f"whole {number}" if isinstance(message, messages.Contribute) else str(number)
     return f"{client} {incarnation} {lane} {server}", shown
 
 
 def _closures_of(message: Message) -> Sequence[tuple[int, bytes, int, list[int]]]:
-    if isinstance(message, RunReplica):
+    if isinstance(message, messages.RunReplica):
         return [message.closure]
-    return message.closures if isinstance(message, RunClosures) else ()
+    return message.closures if isinstance(message, messages.RunClosures) else ()
 
 
 def label(task: str) -> str:
@@ -395,9 +372,9 @@ def samples_of(log: TaskLog) -> Iterator[tuple[str, float, float]]:
     newest: dict[str, int] = {}
     for half in _served(log):
         answer, name, step = half.answer, "", 0
-        if isinstance(answer, Contributed):
+        if isinstance(answer, messages.Contributed):
             name, step = "global step", answer.token
-        elif isinstance(answer, Pushed):
+        elif isinstance(answer, messages.Pushed):
             name, step = "optimizer step", answer.step
         if name and step > newest.get(name, 0):
             newest[name] = step
@@ -438,12 +415,14 @@ def _steps(log: TaskLog, names: Names) -> Iterator[Slice]:
 def _requests(log: TaskLog, names: Names) -> Iterator[Slice]:
     """What a task asks of others, and what others ask of it."""
     for half in log.halves:
-        if isinstance(half.message, AskSpans):
+        if isinstance(half.message, messages.AskSpans):
             continue
+        sizes = half.request_bytes, half.answer_bytes
+        sent, received = sizes if half.is_client else sizes[::-1]
         told = {
             "variables": names.of_request(half),
-            "bytes sent": half.sent,
-            "bytes received": half.received,
+            "bytes sent": sent,
+            "bytes received": received,
             "end": half.outcome or ("" if half.is_over else "not in this trace"),
         }
         args = {**_fields(half.message), **_fields(half.answer)}
@@ -476,10 +455,10 @@ def _results(log: TaskLog, names: Names) -> Iterator[Slice]:
     for at, is_sent, peer, message in log.told:
         if is_sent:
             sent.update(((peer, closure[0]), at) for closure in _closures_of(message))
-        elif isinstance(message, GivenBack):
+        elif isinstance(message, messages.GivenBack):
             for number in message.closures:
                 sent.pop((peer, number), None)
-        elif isinstance(message, ClosureResults) and message.results:
+        elif isinstance(message, messages.ClosureResults) and message.results:
             numbers = [result[0] for result in message.results]
             begins = {number: sent.pop((peer, number), log.begin) for number in numbers}
             yield batch(peer, begins, at, is_over=True)
@@ -491,10 +470,11 @@ def _results(log: TaskLog, names: Names) -> Iterator[Slice]:
 
 def _sync_steps(log: TaskLog) -> Iterator[Slice]:
     """Synchronous steps on ps 0, from the first gradient until it is closed."""
-    closed: dict[tuple[int, int], list[tuple[Contributed, Half]]] = defaultdict(list)
+    closed: dict[tuple[int, int], list[tuple[messages.Contributed, Half]]] = defaultdict(list)
     for half in _served(log):
-        if isinstance(half.message, Contribute) and isinstance(half.answer, Contributed):
-            closed[half.message.group, half.answer.token].append((half.answer, half))
+        asked, answer = half.message, half.answer
+        if isinstance(asked, messages.Contribute) and isinstance(answer, messages.Contributed):
+            closed[asked.group, answer.token].append((answer, half))
     last: dict[int, float] = defaultdict(lambda: log.begin)
     for (group, token), several in closed.items():
         counted = [(answer, half) for answer, half in several if answer.outcome == "accepted"]

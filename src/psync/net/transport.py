@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from psync.cluster import split_address
+from psync.cluster import join_address, split_address
 from psync.errors import PsyncError
 from psync.net.platform import is_deserted
 from psync.net.shared.door_names import BACKLOG, door_beside, name_of_door, shut
@@ -144,12 +144,10 @@ class SocketNetwork:
             return _SocketListener(server, address, doors, None if inherited else host)
         if inherited is not None:
             server = await loop.create_server(factory, sock=inherited, backlog=BACKLOG)
-            port = inherited.getsockname()[1]
         else:
             server = await loop.create_server(factory, host or None, port, backlog=BACKLOG)
-            port = server.sockets[0].getsockname()[1]
         doors = self._doors(address, server.sockets, factory)
-        bound_to = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        bound_to = join_address(host, server.sockets[0].getsockname()[1])
         return _SocketListener(server, bound_to, doors)
 
     def _doors(

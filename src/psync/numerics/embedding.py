@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.errors import ConfigurationError, PartitionError, ValueMismatchError
+from psync.errors import ConfigurationError, PartitionError, ValueMismatchError, check_fits
 from psync.numerics.sums import sum_dtype
 from psync.specs import plain_array
 
@@ -26,11 +26,9 @@ def check_choice(what: str, name: str, given: str) -> None:
     Raises:
         ConfigurationError: It is none of them.
     """
-    if given not in CHOICES[name]:
-        *others, last = (f'"{choice}"' for choice in CHOICES[name])
-        raise ConfigurationError(
-            f"{what}: {name}: expected {', '.join(others)} or {last}, got {given!r}"
-        )
+    *others, last = (f'"{choice}"' for choice in CHOICES[name])
+    expected = f"{what}: {name}: expected {', '.join(others)} or {last}"
+    check_fits(given in CHOICES[name], expected, given)
 
 
 def check_sizes(sizes: Sequence[int], names: Sequence[str], what: str) -> None:
@@ -43,12 +41,10 @@ def check_sizes(sizes: Sequence[int], names: Sequence[str], what: str) -> None:
     # The same numbers for both: the ones left over go to the first variables.
     expected = [len(range(first, total, count)) for first in range(count)]
     for name, size, rows in zip(names, sizes, expected, strict=True):
-        if size != rows:
-            raise PartitionError(
-                f"{what}: {count} variables with {total} rows in all: expected "
-                f'"{name}" to have {rows} rows, got {size}',
-                hint="numbers of rows may differ by one, with the larger ones first",
-            )
+        all_of_them = f"{what}: {count} variables with {total} rows in all"
+        hint = "numbers of rows may differ by one, with the larger ones first"
+        what_fits = f'{all_of_them}: expected "{name}" to have {rows} rows'
+        check_fits(size == rows, what_fits, size, hint, error=PartitionError)
 
 
 def shared_out(
@@ -109,9 +105,8 @@ class SparseIds:
         """
         indices, ids, shape = _triple(sp_ids, f"{what}: sp_ids")
         if ids.dtype.kind not in "iu":
-            raise ValueMismatchError(
-                f"{what}: sp_ids: expected integers as values, got {ids.dtype}"
-            )
+            expected = f"{what}: sp_ids: expected integers as values"
+            raise ValueMismatchError(f"{expected}, got {ids.dtype}")
         weights = None
         if sp_weights is not None:
             at, weights, weights_shape = _triple(sp_weights, f"{what}: sp_weights")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.errors import IndexTypeError, IndexValueError, VariableIndexError
+from psync.errors import IndexTypeError, IndexValueError, VariableIndexError, check_fits
 from psync.specs import plain_array
 
 
@@ -99,11 +99,9 @@ def row_numbers(indices: Any, num_rows: int, what: str, *, ndim: int | None = No
         array = array.astype(np.int64)  # what numpy makes of an empty list
     if array.dtype.kind not in "iu":
         raise IndexTypeError(f"{what}: expected integers as indices, got {array.dtype}")
-    if ndim is not None and array.ndim != ndim:
-        raise IndexValueError(
-            f"{what}: expected indices of shape (n,), got {array.shape}",
-            hint="reshape them to one axis: indices.reshape(-1)",
-        )
+    fits, hint = ndim in (None, array.ndim), "reshape them to one axis: indices.reshape(-1)"
+    expected = f"{what}: expected indices of shape (n,)"
+    check_fits(fits, expected, array.shape, hint, error=IndexValueError)
     if array.size and (array.min() < 0 or array.max() >= num_rows):
         worst = array[(array < 0) | (array >= num_rows)].reshape(-1)[0]
         why = f", expected 0 to {num_rows - 1}" if num_rows else ": there are no rows"
@@ -223,10 +221,8 @@ def _within(value: Any, axis: int, shape: tuple[int, ...], name: str) -> Any:
         return value
     if value.dtype == bool:
         about = shape[axis : axis + value.ndim]
-        if value.shape != about:
-            raise VariableIndexError(
-                f'index of "{name}": expected a mask of shape {about}, got {value.shape}'
-            )
+        expected = f'index of "{name}": expected a mask of shape {about}'
+        check_fits(value.shape == about, expected, value.shape, error=VariableIndexError)
         return value
     size = shape[axis]
     outside = (value < -size) | (value >= size)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from psync.errors import ConfigurationError, ValueMismatchError
+from psync.errors import ValueMismatchError, check_fits
 from psync.specs import DTYPE_NAMES, HiddenValues, checked_integer, plain_array
 
 EDGE = 1e-7
@@ -129,10 +129,8 @@ class BinaryAccuracy(Averaged):
     name = "binary_accuracy"
 
     def __init__(self, threshold: float = 0.5) -> None:
-        if not isinstance(threshold, int | float | np.floating) or not 0 < threshold < 1:
-            raise ConfigurationError(
-                f"{self.name}: expected threshold between 0 and 1, got {threshold!r}"
-            )
+        fits = isinstance(threshold, int | float | np.floating) and 0 < threshold < 1
+        check_fits(fits, f"{self.name}: expected threshold between 0 and 1", threshold)
         self.threshold = float(threshold)
 
     def values(self, *batch: np.ndarray) -> np.ndarray:
@@ -156,11 +154,9 @@ class SparseCategoricalAccuracy(Averaged):
             )
         if y_true.ndim == y_pred.ndim and y_true.shape[-1] == 1:
             y_true = y_true[..., 0]
-        if y_true.shape != y_pred.shape[:-1]:
-            raise ValueMismatchError(
-                f"{self.name}: expected y_true of shape {y_pred.shape[:-1]} for y_pred of shape "
-                f"{y_pred.shape}, got {y_true.shape}"
-            )
+        of, fits = y_pred.shape[:-1], y_true.shape == y_pred.shape[:-1]
+        expected = f"{self.name}: expected y_true of shape {of} for y_pred of shape {y_pred.shape}"
+        check_fits(fits, expected, y_true.shape, error=ValueMismatchError)
         return np.asarray(y_true == y_pred.argmax(axis=-1), np.float64)
 
 
@@ -211,22 +207,17 @@ class AUC(MetricRule):
         thresholds: Any = None,
         from_logits: bool = False,
     ) -> None:
-        if curve not in ("ROC", "PR"):
-            raise ConfigurationError(f"{self.name}: expected curve 'ROC' or 'PR', got {curve!r}")
-        if summation_method not in ("interpolation", "minoring", "majoring"):
-            raise ConfigurationError(
-                f"{self.name}: expected summation_method 'interpolation', 'minoring' or "
-                f"'majoring', got {summation_method!r}"
-            )
+        check_fits(curve in ("ROC", "PR"), f"{self.name}: expected curve 'ROC' or 'PR'", curve)
+        fits = summation_method in ("interpolation", "minoring", "majoring")
+        expected = "expected summation_method 'interpolation', 'minoring' or 'majoring'"
+        check_fits(fits, f"{self.name}: {expected}", summation_method)
         if thresholds is not None:
             try:
                 inner = np.sort(np.asarray(thresholds, np.float64), axis=None)
             except (TypeError, ValueError):
                 inner = np.array([np.nan])
-            if np.ndim(thresholds) != 1 or not np.all((inner >= 0) & (inner <= 1)):
-                raise ConfigurationError(
-                    f"{self.name}: expected a list of thresholds from 0 to 1, got {thresholds!r}"
-                )
+            fits = np.ndim(thresholds) == 1 and bool(np.all((inner >= 0) & (inner <= 1)))
+            check_fits(fits, f"{self.name}: expected a list of thresholds from 0 to 1", thresholds)
         else:
             expected = f"{self.name}: expected num_thresholds above 1"
             count = checked_integer(expected, num_thresholds, 2)
@@ -362,11 +353,11 @@ def per_sample(
         return np.zeros(0), None
     if weights is not None:
         weights = squeezed(weights, values)
-        if weights.ndim > values.ndim:
-            raise ValueMismatchError(
-                f"{name}: expected sample_weight of at most {values.ndim} axes, as the values "
-                f"have, got {weights.ndim}"
-            )
+        expected = (
+            f"{name}: expected sample_weight of at most {values.ndim} axes, as the values have"
+        )
+        fits = weights.ndim <= values.ndim
+        check_fits(fits, expected, weights.ndim, error=ValueMismatchError)
         if weights.ndim < values.ndim:
             values = reduce(values, axis=tuple(range(weights.ndim, values.ndim)))
         weights = broadcast(name, weights, values.shape)

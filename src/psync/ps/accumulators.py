@@ -1,4 +1,4 @@
-"""Accumulator requests on a ps: gradients are applied at most once, takes wait for enough of them.
+"""Accumulators of a ps, a section of its state: gradients are applied once, takes wait for enough.
 
 The rules (``psync.accumulators``) decide; this feeds requests to them and delays the answers.
 
@@ -7,12 +7,20 @@ The rules (``psync.accumulators``) decide; this feeds requests to them and delay
     ApplyGradient,        judged by the ledger as pushes are, so it happens at most once;
     SetAccumulatorStep    a stale gradient leaves no trace, its next run is judged again
     TakeGradient          waits in the rule; its value is kept until the client says it is there
-    ForgetTakes           drop acknowledged values, and takes that their client has given up
-    EndTakes              (from here) takes without a waiting request leave the rule
+    EndTakes              from the client: it has the answers to takes, or has given them up;
+                          from here: no request waits for them any more. They leave the rule
 
-A take waits as long as a connection does on which it was asked for. One whose connection ends, or
-whose client is fenced or gives it up, leaves the rule at once and consumes nothing;
-asked for again on another connection, it waits at the end of the queue.
+    a take     what it has                       ends
+    waits      a place in the rule               when nobody asks for it any more: it gets nothing
+    complete   its gradients, which are nobody   when its value is made, whoever is lost meanwhile:
+               else's: decided by an entry       a backup has decided the same, and makes it, too
+    kept       its value                         when its client has it, or wants it no more, or
+                                                 is fenced
+
+The takes of an accumulator have a ledger of their own, by client and number, so that one which
+waits for an hour keeps no other answers. A take waits as long as a connection does on which it was
+asked for. One whose connection ends, or whose client is fenced or gives it up, leaves the rule at
+once and consumes nothing; asked for again on another connection, it waits at the end of the queue.
 
 Each of these messages is an entry of the log (``executor``): the rule decides when it is judged.
 What follows for arrays is a compute (``computes``), in the order of entries for each accumulator: a
@@ -22,61 +30,116 @@ the rule, or is complete.
 
 Whether the values of a large gradient are finite is looked for before it becomes an entry, if it
 matters: that is a fact of the message alone.
+
+A snapshot has the definitions and steps of accumulators. Their contents, the waiting takes and the
+answers go to a backup as entries before the first one of the log, so that all later entries lead to
+the same bits. Source: docs/design.md, "Failover".
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
-from psync.accumulators import count_nonfinite
+import numpy as np
+
+from psync.accumulators import (
+    Accumulator,
+    SparseConditionalAccumulator,
+    SparseGradient,
+    Take,
+    count_nonfinite,
+    other_parameters,
+    rule_of,
+)
 from psync.errors import (
     ConnectionLost,
+    FencedError,
     PsyncError,
+    RemoteProtocolError,
     UnknownVariableError,
     UsageError,
+    ValueMismatchError,
 )
-from psync.net.connection import Handler, OwnRequest, Request
+from psync.net.connection import Answer, Handler, OwnRequest, Request
 from psync.numerics.memory import bytes_of
-from psync.numerics.sums import cuts
+from psync.numerics.sums import Pieces, at_once, cuts, sum_dtype
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
-from psync.ps.executor import Executor, nobodys
-from psync.ps.takes import (
-    GradientTakes,
-    HostedAccumulator,
-    TakeName,
-    TakeWaits,
-    gradient_of,
-    other_parameters,
-)
+from psync.ps.executor import Executor, Listed, nobodys
+from psync.ps.shard_sets import NO_BYTES
+from psync.specs import dtype_of
 from psync.store.ledger import Client, Duplicate, Fresh, Ledger, Ticket
-from psync.wire.codec import Message
+from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     AccumulatorState,
     ApplyGradient,
     AskAccumulator,
     DefineAccumulator,
+    Done,
     EndTakes,
-    ForgetTakes,
-    GradientApplied,
+    GradientTaken,
+    HoldGradients,
+    HoldTake,
+    KeepAnswers,
     SetAccumulatorStep,
     TakeGradient,
 )
+from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_ACCUMULATORS = 65_536
 """Of one ps. Their names come from peers."""
 
-Turn = Callable[[Request[Any]], Compute | None]
-"""Judges what a message says."""
+PIECE_BYTES = 8 << 20
+"""What is copied for a backup between two turns of the loop."""
+
+MAX_LISTED = 256
+"""Of one message to a backup: a frame has room for few."""
+
+NOBODY: Client = ("", 0)
+"""In place of a client: nobody has asked for these entries."""
 
 
-class AccumulatorService:
-    """The accumulators of one ps, on one timeline of one coordinator.
+class HostedAccumulator:
+    """One accumulator. The owners of its takes are their tickets."""
+
+    def __init__(self, definition: DefineAccumulator) -> None:
+        self.definition = definition
+        self.rule = rule_of(definition)
+        self.takes = Ledger()  # those that are not forgotten; their answer is None until it is made
+
+    def enter(self, ticket: Ticket, num_required: int) -> None:
+        """Let a take wait.
+
+        Raises:
+            ConfigurationError: ``num_required`` is not above 0.
+        """
+        self.rule.enter(num_required, ticket)
+        self.takes.record(ticket, None)
+
+    def withdraw(self, leaves: Callable[[Ticket], bool]) -> list[Ticket]:
+        """Let those of the waiting takes wait no longer that leave, and return them."""
+        left = [take for take in self.rule.waiting if leaves(take.owner)]
+        for take in left:
+            self.rule.withdraw(take)
+            self.takes.forget(take.owner.client, take.owner.sequence)
+        return [take.owner for take in left]
+
+    def state(self, outcome: str = "") -> AccumulatorState:
+        """Return how far it is."""
+        return AccumulatorState(outcome, self.rule.num_accumulated(), self.rule.step)
+
+
+class Accumulators:
+    """The accumulators of one ps, on one timeline of one coordinator: see
+    ``backups.service.Section``.
 
     Args:
         task: Name of the ps, for messages.
@@ -87,7 +150,6 @@ class AccumulatorService:
 
     Attributes:
         hosted: The accumulators, by their names.
-        ledger: As given.
     """
 
     def __init__(
@@ -99,17 +161,18 @@ class AccumulatorService:
         definitions: Iterable[tuple[DefineAccumulator, int]] = (),
     ) -> None:
         self.hosted: dict[str, HostedAccumulator] = {}
-        self.ledger = ledger
-        self._executor = executor
         self._task = task
-        self._waits = TakeWaits(self._left)
-        self._takes = GradientTakes(task, work, self._waits)
-        self._turns: dict[type[Message], Turn] = {
+        self._work = work
+        self._ledger = ledger
+        self._executor = executor
+        # Requests that wait for a take, by client, accumulator and number of the take.
+        self._waiting: dict[tuple[Client, str, int], list[Request[TakeGradient]]] = {}
+        self._left: list[Request[TakeGradient]] = []  # of them: whose connections have ended
+        self._turns: dict[type[Message], Callable[[Request[Any]], Compute | None]] = {
             DefineAccumulator: self._define,
-            ApplyGradient: self._apply,
-            SetAccumulatorStep: self._set_step,
+            ApplyGradient: self._change,
+            SetAccumulatorStep: self._change,
             TakeGradient: self._enter,
-            ForgetTakes: self._forget,
             EndTakes: self._end,
         }
         for definition, step in definitions:
@@ -123,17 +186,23 @@ class AccumulatorService:
             ApplyGradient: Handler(self._gradient),
             SetAccumulatorStep: Handler(self._do),
             TakeGradient: Handler(self._take),
-            ForgetTakes: Handler(
+            EndTakes: Handler(
                 lambda request: self._do(nobodys(request.peer.client, request.message))
             ),
-            AskAccumulator: Handler(self._ask),
+            AskAccumulator: Handler(
+                lambda request: request.answer(
+                    self._known(request.peer.client, request.message.accumulator).state()
+                )
+            ),
         }
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who does which entry of the log of the one that is backed up."""
-        return dict.fromkeys(self._turns, Handler(self._do)) | {
-            ApplyGradient: Handler(self._gradient)
-        }
+        return {
+            **dict.fromkeys(self._turns, Handler(self._do)), ApplyGradient: Handler(self._gradient),
+            HoldGradients: Handler(self._hold), HoldTake: Handler(self._hold_take),
+            KeepAnswers: Handler(self._keep),
+        }  # fmt: skip
 
     def definitions(self) -> list[tuple[DefineAccumulator, int]]:
         """Return what each accumulator was defined as, and its global step."""
@@ -143,17 +212,18 @@ class AccumulatorService:
         """Return what counts and waits, as plain data in an order of its own, for a digest."""
         return [
             [name, hosted.rule.num_accumulated(), hosted.rule.step,
-             [[*wanted.name.client, wanted.name.number] for wanted in hosted.waiting.values()],
-             sorted([*client, taker.acked_below, sorted(taker.takes)]
-                    for client, taker in hosted.takers.items())]
+             [[*take.owner.client, take.owner.sequence] for take in hosted.rule.waiting],
+             hosted.takes.control(lambda _: b"")[0]]
             for name, hosted in sorted(self.hosted.items())
         ]  # fmt: skip
 
     def end(self) -> None:
         """Another snapshot or coordinator is served: whoever waits asks again, if it may."""
-        self._waits.settle_all(
-            ConnectionLost(f"{self._task} serves another snapshot, or coordinator")
-        )
+        error = ConnectionLost(f"{self._task} serves another snapshot, or coordinator")
+        for requests in self._waiting.values():
+            for request in requests:
+                request.fail(error)
+        self._waiting.clear()
 
     def promoted(self) -> None:
         """The log that it has followed has ended: takes wait no longer, nobody waits for them.
@@ -161,28 +231,36 @@ class AccumulatorService:
         The connections are gone on which they were asked for. Who wants one asks again.
         """
         for hosted in self.hosted.values():
-            for wanted in list(hosted.waiting.values()):
-                hosted.withdraw(wanted)
+            hosted.withdraw(lambda _: True)
 
     def fence(self, task: str, below: int) -> Compute | None:
         """Let incarnations of ``task`` below ``below`` wait no more, and forget their values."""
-        return self._takes.fence(self.hosted.values(), task, below)
+        error = FencedError(f"{self._task}: {task} has been replaced by incarnation {below}")
+        left = []
+        for hosted in self.hosted.values():
+            hosted.takes.fence(task, below)
+            tickets = hosted.withdraw(
+                lambda ticket: ticket.client[0] == task and ticket.client[1] < below
+            )
+            self._settle(hosted, tickets, error)
+            if tickets:
+                left.append(hosted)
+        return self._serve(left)  # not before all have left: those that leave get nothing
 
     def statistics(self) -> dict[str, int]:
         """Return sizes, and how many takes wait or have answers that are kept."""
         hosted = self.hosted.values()
-        takes = sum(len(taker.takes) for each in hosted for taker in each.takers.values())
-        waiting = sum(len(each.waiting) for each in hosted)
+        waiting = sum(len(each.rule.waiting) for each in hosted)
         return {
             "accumulators": len(self.hosted),
             "gradients": sum(each.rule.num_accumulated() for each in hosted),
             "bytes": sum(each.rule.nbytes for each in hosted),
             "waiting": waiting,
-            "kept": takes - waiting,
+            "kept": sum(each.takes.statistics()["answers"] for each in hosted) - waiting,
         }
 
     def _known(self, client: Client, name: str) -> HostedAccumulator:
-        self.ledger.check_incarnation(*client)
+        self._ledger.check_incarnation(*client)
         hosted = self.hosted.get(name)
         if hosted is None:
             raise UnknownVariableError(f'{self._task}: accumulator "{name}" is not defined')
@@ -195,7 +273,7 @@ class AccumulatorService:
 
     def _define(self, request: Request[DefineAccumulator]) -> None:
         message = request.message
-        self.ledger.check_incarnation(*request.peer.client)
+        self._ledger.check_incarnation(*request.peer.client)
         known = self.hosted.get(message.name)
         if known is None:
             if len(self.hosted) >= MAX_ACCUMULATORS:
@@ -204,127 +282,353 @@ class AccumulatorService:
         elif known.definition != message:
             raise other_parameters(known.definition, message)
 
-    def _ask(self, request: Request[AskAccumulator]) -> None:
-        rule = self._known(request.peer.client, request.message.accumulator).rule
-        request.answer(AccumulatorState(rule.num_accumulated(), rule.step))
-
     # What changes an accumulator.
 
     def _gradient(self, request: Request[ApplyGradient]) -> None:
         hosted = self.hosted.get(request.message.accumulator)
         is_large = sum(map(len, request.segments)) > INLINE_BYTES
         if is_large and hosted is not None and hosted.rule.forbid_nonfinite:
-            request.start(self._when_looked_through(request, hosted))
+            request.start(self._when_looked_through(request, hosted.rule.dtype))
         else:
             self._do(request)
 
     async def _when_looked_through(
-        self, request: Request[ApplyGradient], hosted: HostedAccumulator
+        self, request: Request[ApplyGradient], dtype: np.dtype[Any]
     ) -> None:
         """Count values that are not finite, with the loop running in between; then do it."""
         body = request.segments
-        data, dtype = bytes_of(body[-1]), hosted.rule.dtype
+        data = bytes_of(body[-1])
         values = data[: data.size // dtype.itemsize * dtype.itemsize].view(dtype)
         nonfinite = 0
         for part in cuts(values.size, dtype.itemsize):
             nonfinite += count_nonfinite(values[part])
             await asyncio.sleep(0)
         self._executor.submit(
-            request, request.message, body, lambda: self._apply(request, nonfinite)
+            request, request.message, body, lambda: self._change(request, nonfinite)
         )
 
-    def _apply(
-        self, request: Request[ApplyGradient], nonfinite: int | None = None
-    ) -> Compute | None:
-        client, message, body = request.peer.client, request.message, request.segments
-        hosted = self._known(client, message.accumulator)
-        rule = hosted.rule
-        given = gradient_of(message, body, rule)
-
-        def offer(ticket: Ticket) -> Compute | None:
-            nbytes = rule.nbytes + sum(map(len, body))
-            applied = rule.offer(given, message.local_step, message.weight, nonfinite)
-            answer = GradientApplied(applied.outcome.value, applied.count, applied.step)
-            if applied.adding is None:  # nothing has changed: the closure's next run is judged anew
-                self.ledger.refuse(client, message.sequence)
-                request.answer(answer)
-                return None
-            self.ledger.record(ticket, answer)
-            return self._takes.add(request, hosted, applied, answer, nbytes)
-
-        return self._update(request, hosted, offer)
-
-    def _set_step(self, request: Request[SetAccumulatorStep]) -> Compute | None:
-        hosted = self._known(request.peer.client, request.message.accumulator)
-
-        def set_step(ticket: Ticket) -> None:
-            warning = hosted.rule.set_global_step(request.message.step)
-            if warning is not None:
-                logger.warning("%s: %s", self._task, warning)
-            request.answer(self.ledger.record(ticket, _state("accepted", hosted)))
-
-        return self._update(request, hosted, set_step)
-
-    def _update(
-        self,
-        request: Request[ApplyGradient] | Request[SetAccumulatorStep],
-        hosted: HostedAccumulator,
-        act: Callable[[Ticket], Compute | None],
-    ) -> Compute | None:
+    def _change(self, request: Request[Any], nonfinite: int | None = None) -> Compute | None:
         """Do what changes an accumulator, at most once."""
-        client, message = request.peer.client, request.message
+        client: Client = request.peer.client
+        message: ApplyGradient | SetAccumulatorStep = request.message
+        hosted = self._known(client, message.accumulator)
         closure = message.closure if message.closure >= 0 else None
         what = f"{type(message).__name__} {message.accumulator}"
         try:
-            verdict = self.ledger.judge(
+            verdict = self._ledger.judge(
                 client, message.sequence, message.acked_below, closure, message.ordinal,
                 what.encode(), (message.accumulator,),
             )  # fmt: skip
-            if isinstance(verdict, Fresh):
-                return act(verdict)
+            if not isinstance(verdict, Fresh):
+                pass
+            elif isinstance(message, ApplyGradient):
+                return self._offer(request, message, hosted, verdict, nonfinite)
+            else:
+                warning = hosted.rule.set_global_step(message.step)
+                if warning is not None:
+                    logger.warning("%s: %s", self._task, warning)
+                request.answer(self._ledger.record(verdict, hosted.state("accepted")))
+                return None
         except Exception:
-            self.ledger.refuse(client, message.sequence)
+            self._ledger.refuse(client, message.sequence)
             raise
         if isinstance(verdict, Duplicate):
-            answer = cast(GradientApplied, verdict.answer)
+            answer = cast(AccumulatorState, verdict.answer)
         else:
-            answer = self.ledger.record(verdict, _state("duplicate", hosted))
+            answer = self._ledger.record(verdict, hosted.state("duplicate"))
         # What it repeats may not be added yet.
         return Compute([message.accumulator], lambda: request.answer(answer))
+
+    def _offer(
+        self,
+        request: Request[Any],
+        message: ApplyGradient,
+        hosted: HostedAccumulator,
+        ticket: Ticket,
+        nonfinite: int | None,
+    ) -> Compute | None:
+        """Offer a gradient to the rule."""
+        rule, body = hosted.rule, request.segments
+        gradient = gradient_of(message, body, rule)
+        nbytes = rule.nbytes + sum(map(len, body))
+        applied = rule.offer(gradient, message.local_step, message.weight, nonfinite)
+        answer = AccumulatorState(applied.outcome.value, applied.count, applied.step)
+        if applied.adding is None:  # nothing has changed: the closure's next run is judged anew
+            self._ledger.refuse(ticket.client, ticket.sequence)
+            request.answer(answer)
+            return None
+        self._ledger.record(ticket, answer)
+        completed = [] if applied.completed is None else [(hosted, applied.completed)]
+        return self._compute(
+            [rule.name], applied.work(), nbytes, completed, lambda: request.answer(answer)
+        )
 
     # Takes.
 
     def _take(self, request: Request[TakeGradient]) -> None:
-        peer, message = request.peer, request.message
+        peer = request.peer
         if peer.is_closed:
             raise ConnectionLost(f"{self._task}: {peer.task} has gone")
-        name = TakeName(peer.client, message.accumulator, message.take)
-        self._waits.add(name, request)
+        self._waiting.setdefault(_name(request), []).append(request)
+        request.on_given_up = self._given_up
 
         def entered(outcome: object) -> None:
             if isinstance(outcome, PsyncError):  # any other: the task ends, and its backup answers
+                self._waits_no_more(request)
                 request.fail(outcome)
-                self._waits.end(lambda each: each is request)
 
-        self._do(OwnRequest(peer, message, [], entered))
-
-    def _left(self, client: Client, takes: Sequence[TakeName]) -> None:
-        listed = [(name.accumulator, name.number) for name in takes]
-        self._do(nobodys(client, EndTakes(listed)))
+        self._do(OwnRequest(peer, request.message, [], entered))
 
     def _enter(self, request: Request[TakeGradient]) -> Compute | None:
+        """Let a take wait; one that waits goes on waiting, one that has its value gets it."""
         client, message = request.peer.client, request.message
-        return self._takes.enter(self._known(client, message.accumulator), client, message)
-
-    def _forget(self, request: Request[ForgetTakes]) -> Compute | None:
-        hosted = self.hosted.get(request.message.accumulator)  # nobody hears of an error
-        if hosted is None:
-            return None
-        return self._takes.forget(hosted, request.peer.client, request.message)
+        hosted = self._known(client, message.accumulator)
+        hosted.rule.as_required(message.num_required)
+        verdict = hosted.takes.judge(client, message.take, message.acked_below, None, 0, 0)
+        changed = self._acknowledged(hosted, client, message.acked_below)
+        if isinstance(verdict, Fresh):
+            hosted.enter(verdict, message.num_required)
+            changed = True
+        elif isinstance(verdict, Duplicate) and verdict.answer is not None:
+            self._settle(hosted, [Ticket(client, message.take, None, True)], verdict.answer)
+        return self._serve([hosted]) if changed else None
 
     def _end(self, request: Request[EndTakes]) -> Compute | None:
-        return self._takes.end(self.hosted, request.peer.client, request.message)
+        client, message = request.peer.client, request.message
+        hosted = self.hosted.get(message.accumulator)  # nobody hears of an error
+        if hosted is None:
+            return None
+        changed = bool(
+            hosted.withdraw(lambda each: each.client == client and each.sequence in message.takes)
+        )
+        if message.acked_below:  # the ledger forgets those below; this number is not used up
+            hosted.takes.judge(client, message.acked_below, message.acked_below, None, 0, 0)
+            changed |= self._acknowledged(hosted, client, message.acked_below)
+        return self._serve([hosted]) if changed else None
+
+    def _acknowledged(self, hosted: HostedAccumulator, client: Client, below: int) -> bool:
+        """Let takes wait no longer that their client has given up; return whether some waited."""
+        left = hosted.withdraw(lambda each: each.client == client and each.sequence < below)
+        self._settle(hosted, left, UsageError(f"{self._task}: this take was cancelled"))
+        return bool(left)
+
+    def _serve(self, changed: Iterable[HostedAccumulator]) -> Compute | None:
+        """Complete takes that have enough gradients now."""
+        nbytes, completed = 0, []
+        for hosted in changed:
+            size = hosted.rule.nbytes
+            if (take := hosted.rule.complete()) is not None:
+                completed.append((hosted, take))
+                nbytes += size
+        if not completed:
+            return None
+        names = [hosted.rule.name for hosted, _ in completed]
+        making = (piece for _, take in completed for piece in take.making())
+        return self._compute(names, making, nbytes, completed)
+
+    def _compute(
+        self,
+        names: Sequence[str],
+        pieces: Pieces[None],
+        nbytes: int,
+        completed: Sequence[tuple[HostedAccumulator, Take[Any]]],
+        answer: Callable[[], None] = lambda: None,
+    ) -> Compute:
+        def done() -> None:
+            for hosted, take in completed:
+                take.owner.answer = taken = answer_of(take)
+                self._settle(hosted, [take.owner], taken)
+            answer()
+
+        return Compute(
+            names, done, nbytes, lambda: at_once(pieces), lambda: self._work.finish(pieces)
+        )
+
+    # Requests that wait for takes.
+
+    def _settle(
+        self, hosted: HostedAccumulator, tickets: Iterable[Ticket], outcome: object
+    ) -> None:
+        """Answer all requests that wait for takes."""
+        for ticket in tickets:
+            name = ticket.client, hosted.rule.name, ticket.sequence
+            for request in self._waiting.pop(name, ()):
+                if isinstance(outcome, Exception):
+                    request.fail(outcome)
+                else:
+                    request.answer(*cast(Answer, outcome))
+
+    def _given_up(self, request: Request[TakeGradient]) -> None:
+        """Let a request wait no longer; all those of a connection that has ended go together."""
+        self._left.append(request)
+        if not request.peer.is_closed:
+            self._end_left()
+        elif len(self._left) == 1:
+            asyncio.get_running_loop().call_soon(self._end_left)
+
+    def _end_left(self) -> None:
+        left, self._left = self._left, []
+        ended: dict[tuple[Client, str], list[int]] = {}
+        for request in left:
+            if self._waits_no_more(request):
+                client, accumulator, take = _name(request)
+                ended.setdefault((client, accumulator), []).append(take)
+        for (client, accumulator), takes in ended.items():
+            self._do(nobodys(client, EndTakes(accumulator, 0, takes)))
+
+    def _waits_no_more(self, request: Request[TakeGradient]) -> bool:
+        """Note that a request waits no more; return whether no other waits for its take."""
+        name = _name(request)
+        requests = self._waiting.get(name)
+        if requests is None:
+            return False
+        self._waiting[name] = others = [each for each in requests if each is not request]
+        if not others:
+            del self._waiting[name]
+        return not others
+
+    # What a backup has to know beside a snapshot.
+
+    async def entries(self) -> list[Listed]:
+        """Return entries that give a backup all of it; meanwhile nothing may be done to it.
+
+        Cancellation: Safe.
+        """
+        entries: list[Listed] = []
+        for name, hosted in self.hosted.items():
+            held = hosted.rule.held()
+            if held is not None:
+                message = HoldGradients(name, held.count, held.weight, list(held.shape), held.rows)
+                entries.append((NOBODY, message, await _copies(held.arrays)))
+            entries += _takes_of(name, hosted)
+        answers, calls = self._ledger.gradients(_pack)
+        entries += [(NOBODY, KeepAnswers(some, []), ()) for some in _parts(answers)]
+        entries += [(NOBODY, KeepAnswers([], some), ()) for some in _parts(calls)]
+        return entries
+
+    async def _hold(self, request: Request[HoldGradients]) -> None:
+        message = request.message
+        rule = self.hosted[message.accumulator].rule  # its snapshot has it
+        arrays = rule.hold(message.count, message.weight, message.shape, message.rows)
+        await _fill(arrays, request.segments)
+        request.answer(Done())
+
+    def _hold_take(self, request: Request[HoldTake]) -> None:
+        message, hosted = request.message, self.hosted[request.message.accumulator]
+        client = message.task, message.incarnation
+        ticket = hosted.takes.judge(client, message.take, message.acked_below, None, 0, 0)
+        assert isinstance(ticket, Fresh), "each take is told once"
+        if message.num_required:
+            hosted.enter(ticket, message.num_required)
+        elif message.taken:
+            taken = cast(GradientTaken, decode(message.taken))
+            count = 1 if taken.dense_shape is None else 2
+            hosted.takes.record(ticket, (taken, request.segments or [NO_BYTES] * count))
+        request.answer(Done())
+
+    def _keep(self, request: Request[KeepAnswers]) -> None:
+        self._ledger.note_gradients(request.message.answers, request.message.calls, decode)
+        request.answer(Done())
 
 
-def _state(outcome: str, hosted: HostedAccumulator) -> GradientApplied:
-    return GradientApplied(outcome, hosted.rule.num_accumulated(), hosted.rule.step)
+def gradient_of(
+    message: ApplyGradient, body: Sequence[memoryview], rule: Accumulator[Any, Any]
+) -> object:
+    """Return what a rule takes for a gradient."""
+    sparse = isinstance(rule, SparseConditionalAccumulator)
+    segments = list(body) or [NO_BYTES] * (1 + sparse)  # of a gradient without rows
+    if len(segments) != 1 + sparse:
+        raise ValueMismatchError(f"{rule}: expected {1 + sparse} arrays, got {len(segments)}")
+    expected = math.prod(message.shape) * rule.dtype.itemsize
+    if min(message.shape, default=0) < 0 or len(segments[-1]) != expected:
+        raise ValueMismatchError(
+            f"{rule}: expected {expected} bytes for shape {tuple(message.shape)} {rule.dtype}, "
+            f"got {len(segments[-1])}"
+        )
+    try:
+        values = bytes_of(segments[-1]).view(rule.dtype).reshape(message.shape)
+        if not values.size:  # then numpy bounds the shape by the size of an element
+            np.empty(values.shape, sum_dtype(rule.dtype))
+    except (ValueError, OverflowError) as exc:
+        raise ValueMismatchError(f"{rule}: no array has the shape {message.shape!r:.80}") from exc
+    if not sparse:
+        return values
+    if len(segments[0]) % 8:
+        raise ValueMismatchError(f"{rule}: {len(segments[0])} bytes are not int64 indices")
+    indices = bytes_of(segments[0]).view(dtype_of("int64"))
+    return indices, values, message.dense_shape
+
+
+def answer_of(take: Take[Any]) -> Answer:
+    """Return what is answered to a take whose value is made."""
+    result: np.ndarray | SparseGradient = take.result()
+    if isinstance(result, SparseGradient):
+        arrays, dense_shape = [result.indices, result.values], list(result.dense_shape)
+    else:
+        arrays, dense_shape = [result], None
+    message = GradientTaken(take.count, take.step, list(arrays[-1].shape), dense_shape)
+    return message, [to_bytes_view(array) for array in arrays]
+
+
+def _name(request: Request[TakeGradient]) -> tuple[Client, str, int]:
+    return request.peer.client, request.message.accumulator, request.message.take
+
+
+def _takes_of(name: str, hosted: HostedAccumulator) -> Iterator[Listed]:
+    """Yield a message for each client, and for each of its takes."""
+    kept: list[Answer] = []
+
+    def pack(answer: object) -> bytes | None:
+        if answer is None:
+            return None
+        kept.append(cast(Answer, answer))
+        return encode(kept[-1][0])
+
+    acked: dict[Client, int] = {}
+    for sender in hosted.takes.snapshot(pack).senders:
+        client, below = (sender.task, sender.incarnation), sender.acked_below
+        acked[client] = below
+        yield NOBODY, HoldTake(name, *client, below, below, 0, b""), ()
+        for number, _, taken in sender.answers:
+            _, segments = kept.pop(0)
+            body = [cast(memoryview, each) for each in segments]
+            yield NOBODY, HoldTake(name, *client, below, number, 0, taken), body
+    for take in hosted.rule.waiting:
+        ticket: Ticket = take.owner
+        below = acked[ticket.client]
+        message = HoldTake(name, *ticket.client, below, ticket.sequence, take.num_required, b"")
+        yield NOBODY, message, ()
+
+
+def _pack(answer: object) -> bytes | None:
+    return encode(answer) if isinstance(answer, AccumulatorState) else None
+
+
+def _parts(listed: list[T]) -> Iterator[list[T]]:
+    return (listed[at : at + MAX_LISTED] for at in range(0, len(listed), MAX_LISTED))
+
+
+def _pieces(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield the memory of arrays, as bytes."""
+    for array in arrays:
+        data = bytes_of(array)
+        for at in range(0, data.size, PIECE_BYTES):
+            yield data[at : at + PIECE_BYTES]
+
+
+async def _copies(arrays: Iterable[np.ndarray]) -> list[memoryview]:
+    copies = []
+    for piece in _pieces(arrays):
+        copies.append(to_bytes_view(piece.copy()))
+        await asyncio.sleep(0)
+    return copies
+
+
+async def _fill(arrays: Iterable[np.ndarray], body: Sequence[memoryview]) -> None:
+    """Write to arrays what ``_copies`` has returned for others of the same shapes."""
+    pieces = list(_pieces(arrays))
+    if list(map(len, pieces)) != list(map(len, body)):
+        raise RemoteProtocolError("an accumulator's contents differ from the announced ones")
+    for piece, data in zip(pieces, body, strict=True):
+        piece[:] = bytes_of(data)
+        await asyncio.sleep(0)

@@ -20,8 +20,8 @@ from psync.numerics.compression import WIDE, narrow_dtype, round_blocks
 from psync.numerics.memory import BlockPool, bytes_of
 from psync.numerics.sums import PIECE_BYTES
 from psync.ps import cooperative_work
+from psync.ps.admission import PsLocks
 from psync.ps.cooperative_work import LongWork
-from psync.ps.locks import PsLocks
 from psync.ps.shard_sets import NO_BYTES, ROW_NUMBER_BYTES, ShardSet, memory_for, set_of
 from psync.store.store import Key, ShardStore, Work
 from psync.wire.codec import Message

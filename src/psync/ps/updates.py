@@ -31,18 +31,15 @@ from psync.cluster import parse_task_name
 from psync.errors import UsageError, ValueMismatchError
 from psync.net.connection import Handler, Request
 from psync.numerics.memory import ABOVE_BYTES, BlockPool
+from psync.ps.admission import Claim, GateService, PsLocks
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
-from psync.ps.cut_gate import GateService
 from psync.ps.executor import Executor, Listed
-from psync.ps.locks import PsLocks
 from psync.ps.optimizers import OptimizerService
 from psync.ps.pulls import PsPulls
 from psync.ps.shard_sets import Body, ShardSet, body_in_place, memory_for, owned, set_of
 from psync.store.commit_log import LogNames, LogState
 from psync.store.ledger import Call, Client, Duplicate, Ledger, Verdict
-from psync.store.ledger_snapshot import control_of
-from psync.store.locks import Claim
 from psync.store.push_counts import HOME
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, AssignOp, Key, ShardStore, Work, ones
@@ -368,7 +365,7 @@ class PsUpdates:
         """Return what the ledger remembers, and the counts of optimizers that were used."""
         optimizers = self._store.optimizers.items()
         counts = sorted((number, each.count.state) for number, each in optimizers)
-        return [control_of(self._ledger, encode), [each for each in counts if any(each[1])]]
+        return [self._ledger.control(encode), [each for each in counts if any(each[1])]]
 
     async def entries(self) -> list[Listed]:
         """Return no entries."""

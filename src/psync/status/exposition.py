@@ -93,6 +93,12 @@ def exposition(status: Status) -> str:
     known = [ps for ps in status.ps if ps.age_s is not None]
     for name, text, of_ps in _OF_PS:
         metrics.append((name, text, _known((ps.task, of_ps(ps)) for ps in known)))
+    waiting = [
+        ({"task": ps.task, "cause": cause}, count)
+        for ps in known
+        for cause, count in ps.waiting.items()
+    ]
+    metrics.append(("ps_waiting", "Updates that wait, by what they wait for.", waiting))
     return _text(metrics)
 
 
@@ -142,7 +148,7 @@ def task_exposition(task: str, counters: Mapping[str, Any]) -> str:
             ("pulls_total", "Pulls that were answered.", counters["pulls"] + counters["row_pulls"]),
             ("staged_total", "Parts of synchronous pushes.", counters["staging"]["staged"]),
             ("applies_total", "Updates of shards.", store["applies"]),
-            ("queue", "Updates that wait.", counters["queue"]),
+            ("queue", "Updates that wait.", sum(counters["waiting"].values())),
             ("shards", "Shards that it holds.", store["shards"]),
             ("bytes", "Bytes of variables.", store["bytes"]),
             ("slot_bytes", "Bytes of optimizers' slots.", store["slot_bytes"]),
@@ -155,6 +161,9 @@ def task_exposition(task: str, counters: Mapping[str, Any]) -> str:
             values.append(("backup_behind", "Entries that its backup does not have yet.", behind))
     labels = {"task": task}
     found: list[Metric] = [(f"task_{name}", text, [(labels, n)]) for name, text, n in values]
+    if waiting := counters.get("waiting"):
+        by_cause = [({**labels, "cause": cause}, count) for cause, count in waiting.items()]
+        found.append(("task_waiting", "Updates that wait, by what they wait for.", by_cause))
     if work := counters.get("work"):
         seconds = [({**labels, "kind": kind}, work[kind]) for kind in WORK_KINDS]
         found.append(("task_work_seconds_total", "What its time went to.", seconds))

@@ -122,7 +122,10 @@ class PsStatus:
     pulls_per_s: float = 0.0
     bytes_in_per_s: float = 0.0
     bytes_out_per_s: float = 0.0
-    queue: int = 0  # updates that wait for their turn, their backup, or are being computed
+    queue: int = 0  # all of ``waiting``
+    # Updates that are not done, by what they wait for: the "gate" of a cut, a "lock", that the
+    # "backup" has them, or that the arrays are free ("compute").
+    waiting: Mapping[str, int] = field(default_factory=dict)
     duplicates: int = 0  # messages and calls that were answered from memory
     refused: int = 0  # of tasks that were replaced, or wrong
     backup: BackupStatus | None = None  # None: the cluster has none

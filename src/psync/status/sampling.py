@@ -287,7 +287,7 @@ class StatusSource(ClusterSource):
         )  # fmt: skip
         return status_of(
             bare, now, queue.statistics(), counted, self._history,
-            has_backups=coordinator.recovery.has_backups, attached=coordinator.left is not None,
+            has_backups=coordinator.recovery.has_backups, attached=coordinator.attached,
         )  # fmt: skip
 
     def _records(self) -> list[WorkerRecord]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 MAX_NAMED = 3
 
@@ -23,6 +23,12 @@ def tasks_text(tasks: Sequence[str]) -> str:
     more = len(tasks) - MAX_NAMED
     names = ", ".join(map(task_text, tasks[:MAX_NAMED]))
     return f"{names} and {more} more" if more > 0 else names
+
+
+def waiting_text(waiting: Mapping[str, int]) -> str:
+    """Return how many wait, and for what: "0", "3: lock 2, gate 1"."""
+    causes = ", ".join(f"{cause} {count}" for cause, count in waiting.items() if count)
+    return f"{sum(waiting.values()):,}" + (f": {causes}" if causes else "")
 
 
 def number_text(value: float) -> str:

@@ -21,17 +21,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
 
-from psync.backups.accumulators import AccumulatorSection
 from psync.backups.sender import Served
 from psync.backups.service import BackupService, Section
 from psync.cluster import parse_task_name
@@ -39,17 +37,16 @@ from psync.errors import ConfigurationError, ConnectionLost, FencedError, PsyncE
 from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
-from psync.ps.accumulators import AccumulatorService
+from psync.ps.accumulators import Accumulators
+from psync.ps.admission import GateService, PsLocks
 from psync.ps.computes import Compute, Touches
 from psync.ps.cooperative_work import LongWork
 from psync.ps.count_teller import NEWS_SHIFT, CountTeller
 from psync.ps.creation import ShardCreation, copied_by
-from psync.ps.cut_gate import GateService
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
-from psync.ps.locks import PsLocks
 from psync.ps.pulls import PsPulls, RowPulls
-from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
+from psync.ps.snapshots import pack_accumulators, pack_answer, unpack_accumulators
 from psync.ps.updates import PsUpdates
 from psync.specs import STEP_BITS
 from psync.store.commit_log import CommitLog
@@ -119,7 +116,7 @@ class PsServices:
         life: SERVING, HOSTED; else nothing is to be served, and this is what refuses it.
         attach: Who the coordinator is, where ps tasks are served; None: there was none yet.
         timeline: How often that coordinator has rolled back to a snapshot.
-        contents: What is served from now on.
+        contents: What is served from now on; ``PsTask`` has filled it.
         shares: Numbers that connections of this coordinator's tasks may still use.
 
     Attributes:
@@ -133,12 +130,13 @@ class PsServices:
         life: Life,
         attach: AttachPs | None,
         timeline: int,
-        contents: Contents,
+        contents: Loaded,
         shares: ShareNumbers | None = None,
     ) -> None:
         platform, task, work, pool = process.platform, process.task, process.work, process.pool
         self.attach, self.timeline = attach, timeline
         self.store, self.ledger = store, ledger = contents.store, contents.ledger
+        state = contents.state
         ledger.on_fence = lambda *_: process.cut_off()
         self._process = process
         self._unheard: set[int] = set()  # optimizers of which others tell in vain
@@ -152,9 +150,10 @@ class PsServices:
         serves = life in (Life.SERVING, Life.HOSTED)
         num_ps = 1 if attach is None else len(attach.ps_addresses)
         self.sync = parts.of(PsSync)(platform, *served, num_ps, shares, serves=serves)
-        for number, raw in contents.groups.items():
+        for number, raw in state.groups:
             self.sync.known(number, raw)
-        self.accumulators = AccumulatorService(task, work, ledger, executor, contents.accumulators)
+        accumulators = unpack_accumulators(state.accumulators)
+        self.accumulators = Accumulators(task, work, ledger, executor, accumulators)
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
@@ -162,7 +161,7 @@ class PsServices:
                 platform, attach, self.sync, pool, work, self.clocks.look_again, timeline,
                 is_hosted=life is Life.HOSTED,
             )  # fmt: skip
-            self.closer.steps.note_calls(contents.counted, contents.final)
+            self.closer.steps.note_calls(state.counted, state.final)
         self.gate = GateService(
             task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
             functools.partial(self.resume, "cut"), parts,
@@ -179,12 +178,12 @@ class PsServices:
                 self._tell_counts()
         self.sections: Sequence[Section] = (
             self.updates,
-            AccumulatorSection(self.accumulators),
+            self.accumulators,
             self.closer or self.sync,
         )
         self.backup = BackupService(
             platform, process.served, store, work, process.check_coordinator,
-            lambda: self.freeze()[0], executor, self._expect_moves, self._deposed, self,
+            self.freeze, executor, self._expect_moves, self._deposed, self,
             self.sections,
         )  # fmt: skip
         self.sync.check = self.backup.check_group
@@ -272,7 +271,12 @@ class PsServices:
             "pushes": self.updates.pushes,
             "assigns": self.updates.assigns,
             "staleness": self.updates.staleness.statistics(),
-            "queue": self.executor.waiting + self.executor.computes.waiting,
+            "waiting": {
+                "gate": self.gate.num_waiting,
+                "lock": self.locks.num_waiting,
+                "backup": self.executor.waiting,
+                "compute": self.executor.computes.waiting,
+            },
             "store": self.store.statistics(),
             "ledger": self.ledger.statistics(),
             "locks": self.locks.statistics(),
@@ -292,7 +296,7 @@ class PsServices:
         state = [section.control() for section in self.sections]
         return hashlib.blake2b(msgpack.packb(state), digest_size=16).digest()
 
-    # Snapshots, see ``frozen_snapshots.Freezable``.
+    # Snapshots, see ``snapshots.Freezable``.
 
     def settling(self) -> Iterator[None]:
         """Make ``freeze`` quick, in pieces."""
@@ -302,26 +306,41 @@ class PsServices:
         """Refuse a cut that may have missed updates."""
         self.gate.check(cut)
 
-    def freeze(self) -> tuple[Frozen, list[int]]:
-        """Hold what is served; say which closures are counted in steps not yet applied.
+    def freeze(self) -> Frozen:
+        """Hold what is served.
 
         Raises:
             BusyError: An update is under way.
         """
         self.executor.computes.check_idle()
         steps = None if self.closer is None else self.closer.steps
-        pending = [] if steps is None else steps.pending_closures()
-        frozen = freeze(
-            self.store, self.ledger, pack_answer,
-            pack_accumulators(self.accumulators.definitions()), self.sync.raw_configs(),
-            () if steps is None else steps.calls(), pending,
-        )  # fmt: skip
-        return frozen, pending
+        state = replace(
+            self.ledger.snapshot(pack_answer),
+            accumulators=pack_accumulators(self.accumulators.definitions()),
+            groups=tuple(self.sync.raw_configs().items()),
+            counted=() if steps is None else tuple(steps.calls()),
+            pending=() if steps is None else tuple(steps.pending_closures()),
+        )
+        return freeze(self.store, state)
 
-    def restored(self, loaded: Loaded) -> Contents:
-        """Return what a snapshot holds, and what clients of this ps take for defined."""
-        optimizers, groups = self.store.optimizers, self.sync.raw_configs()
-        return Contents.restored(loaded, optimizers, self.accumulators.definitions(), groups)
+    def restored(self, loaded: Loaded) -> Loaded:
+        """Return what a snapshot holds, with what clients of this ps take for defined.
+
+        That may be newer than the snapshot; the steps of accumulators do not count.
+        """
+        state = loaded.state
+        for number, optimizer in self.store.optimizers.items():
+            loaded.store.define_optimizer(number, optimizer.config)
+        accumulators = {each.name: (each, 0) for each, _ in self.accumulators.definitions()}
+        for definition, step in unpack_accumulators(state.accumulators):
+            accumulators[definition.name] = definition, step
+        groups = {**self.sync.raw_configs(), **dict(state.groups)}
+        loaded.state = replace(
+            state,
+            accumulators=pack_accumulators(accumulators.values()),
+            groups=tuple(groups.items()),
+        )
+        return loaded
 
     # Synchronous steps, see ``backups.service.Steps``.
 
@@ -353,7 +372,7 @@ class PsServices:
             return
         if moves < self.attach.moves:
             return
-        self.attach = dataclasses.replace(self.attach, ps_addresses=list(addresses), moves=moves)
+        self.attach = replace(self.attach, ps_addresses=list(addresses), moves=moves)
         if self.closer is not None:
             if addresses != known:
                 self.closer.all_ps.move(addresses)

@@ -22,9 +22,9 @@ from psync.errors import BusyError, NotServedError, RemoteProtocolError, UsageEr
 from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
+from psync.ps.admission import PsLocks
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor, Listed
-from psync.ps.locks import PsLocks
 from psync.ps.shard_sets import Body, ShardSet, body_in_place, memory_for, set_of
 from psync.store.ledger import Ledger
 from psync.store.step_norms import ShardSums

@@ -14,10 +14,10 @@ from typing import Any, cast
 
 from psync.net.connection import Request
 from psync.numerics.rules import Sums
+from psync.ps.admission import PsLocks
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor, awaited
-from psync.ps.locks import PsLocks
 from psync.store.ledger import STEP, Ledger
 from psync.store.step_norms import ShardSums, StepNorms
 from psync.store.store import Key

@@ -1,4 +1,4 @@
-"""The side channels of connections in memory: what ``net.shared.channel`` is between processes."""
+"""The side channels of connections in memory: what ``SideChannel`` is between processes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
-from psync.net.shared.regions import Make, Region, make_heap
+import numpy as np
+
+from psync.net.shared.doors import SideChannel
+from psync.net.shared.regions import Heap, Make, Region, address_of
 
 REFUSED = 0.02
 """How often a region cannot be given, as if a queue were full."""
 
 
-class MemoryChannel:
-    """One end of a side channel; see ``net.shared.channel.SideChannel``.
+class MemoryChannel(SideChannel):
+    """One end of a side channel; see ``SideChannel``.
 
     Args:
         random: Draws which regions cannot be given.
@@ -84,3 +87,13 @@ def channels(random: random.Random, seen: Counter[str]) -> tuple[MemoryChannel, 
     ends = MemoryChannel(random, seen), MemoryChannel(random, seen)
     ends[0].peer, ends[1].peer = ends[1], ends[0]
     return ends
+
+
+def make_heap(number: int, nbytes: int) -> Heap:
+    """Make a region for tasks of one process."""
+    memory = bytearray(nbytes)
+    heap = np.frombuffer(memory, np.uint8).view(Heap)
+    heap.region = Region(number, nbytes)
+    heap.region.heap = memory
+    heap.region.address = address_of(heap.data)
+    return heap

@@ -32,7 +32,13 @@ import numpy as np
 from psync.callbacks import Callback, EarlyStopping, LearningRateScheduler, ModelCheckpoint
 from psync.checkpoints.files import checkpoints_in, is_complete, is_last
 from psync.client.context import forbid_in_step
-from psync.errors import CheckpointError, CheckpointMismatch, ConfigurationError, UsageError
+from psync.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    ConfigurationError,
+    UsageError,
+    check_fits,
+)
 from psync.net.environment import note_training_began, run_over, training_presence
 from psync.specs import checked_integer, checked_kind
 from psync.training.checkpoint import PREFIX, Checkpoint
@@ -139,17 +145,13 @@ class SidecarEvaluator:
         forbid_in_step("making a SidecarEvaluator")
         hint = "SidecarEvaluator(psync.Checkpoint(model=model), eval_fn, directory)"
         checked_kind("evaluator: expected a Checkpoint", checkpoint, Checkpoint, hint=hint)
-        if not callable(eval_fn):
-            raise ConfigurationError(
-                f"evaluator: expected a function (values) -> dict of numbers, got {eval_fn!r}"
-            )
+        expected = "evaluator: expected a function (values) -> dict of numbers"
+        check_fits(callable(eval_fn), expected, eval_fn)
         if max_evaluations is not None:
             expected = "evaluator: expected max_evaluations above 0, or None"
             checked_integer(expected, max_evaluations, 1)
-        if not isinstance(poll_interval, int | float) or not poll_interval > 0:
-            raise ConfigurationError(
-                f"evaluator: expected poll_interval in seconds above 0, got {poll_interval!r}"
-            )
+        fits = isinstance(poll_interval, int | float) and poll_interval > 0
+        check_fits(fits, "evaluator: expected poll_interval in seconds above 0", poll_interval)
         for callback in callbacks:
             if isinstance(callback, EarlyStopping | LearningRateScheduler | ModelCheckpoint):
                 raise ConfigurationError(
@@ -277,11 +279,9 @@ def _numbers(made: Any) -> dict[str, float]:
     Raises:
         UsageError: It is something else than a dict of numbers.
     """
+    expected, hint = "eval_fn: expected a dict of numbers", 'return {"accuracy": accuracy}'
     if not isinstance(made, Mapping):
-        raise UsageError(
-            f"eval_fn: expected a dict of numbers, got {type(made).__name__}",
-            hint='return {"accuracy": accuracy}',
-        )
+        raise UsageError(f"{expected}, got {type(made).__name__}", hint=hint)
     logs = {}
     for name, value in made.items():
         try:

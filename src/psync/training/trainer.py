@@ -60,10 +60,8 @@ from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_integer, checked_kind, plain_array
 from psync.status.progress import Progress, kind_of
 from psync.store.untrusted_json import read_json, to_json, wrong
-from psync.training.checkpoint import Checkpoint, CheckpointManager
-from psync.training.saved_objects import by_name
-from psync.worker.data_sources import ArrayDataset
-from psync.worker.element_specs import leaves_of, map_nest
+from psync.training.checkpoint import Checkpoint, CheckpointManager, by_name
+from psync.worker.data_sources import ArrayDataset, leaves_of, map_nest
 
 logger = logging.getLogger(__name__)
 
@@ -671,11 +669,9 @@ class Trainer:
         self.checkpoint = Checkpoint(
             model=by_name(variables), optimizer=optimizer, history=self.fit_state
         )
-        self.manager = (
-            None
-            if checkpoint_directory is None
-            else CheckpointManager(self.checkpoint, checkpoint_directory, max_to_keep)
-        )
+        self.manager: CheckpointManager | None = None
+        if checkpoint_directory is not None:
+            self.manager = CheckpointManager(self.checkpoint, checkpoint_directory, max_to_keep)
 
     async def fit(
         self,

@@ -25,7 +25,7 @@ Which of them may be lost: any, with its connection. Then
     LogEntries, parts of a snapshot for a backup    ``backups.sender``, until the backup has them
     RunClosures, ClosureResults, all else that      nobody: the session ends, closures run again
     coordinator and worker tell each other
-    FinalBelow, ForgetTakes                         nobody: the next, higher number tells it; after
+    FinalBelow, EndTakes                            nobody: the next, higher number tells it; after
                                                     a recovery the coordinator tells it again
 
 Begin with ``messages``.

@@ -58,7 +58,7 @@ class Refused(Message, code=5):
 
 
 class Done(Message, code=8):
-    """The request was carried out; there is nothing more to say."""
+    """The request was carried out. Segments: what it has asked for, if anything."""
 
 
 class Failure(Message, code=9):
@@ -350,18 +350,12 @@ class LockShards(Message, code=115):
     """
 
     lock: int  # number of the lock, unique in its client
-    members: list[tuple[int, int]]
+    members: list[tuple[int, int]]  # none: the lease of a lock that is held begins anew
     lease_s: float
 
 
 class UnlockShards(Message, code=116):
     """Give a lock up, held or not; idempotent. Answered by Done."""
-
-    lock: int
-
-
-class RenewLock(Message, code=117):
-    """Let the lease of a lock begin anew. Answered by Done, or LockLost."""
 
     lock: int
 
@@ -398,7 +392,7 @@ class DefineAccumulator(Message, code=62):
 
 
 class ApplyGradient(Update, code=63):
-    """Add a gradient to an accumulator. Answered by GradientApplied.
+    """Add a gradient to an accumulator. Answered by AccumulatorState.
 
     Segments: the values; of a sparse gradient the indices (int64) before them.
     """
@@ -411,18 +405,18 @@ class ApplyGradient(Update, code=63):
 
 
 class SetAccumulatorStep(Update, code=64):
-    """Set the step of an accumulator. Answered by GradientApplied."""
+    """Set the step of an accumulator. Answered by AccumulatorState."""
 
     accumulator: str
     step: int
 
 
-class GradientApplied(Message, code=65):
-    """What became of a gradient, or of a new step."""
+class AccumulatorState(Message, code=65):
+    """What became of a gradient or a new step, and how far the accumulator is now."""
 
-    outcome: str  # "accepted", "stale" or "duplicate"
-    count: int  # gradients held now
-    step: int  # of the accumulator now
+    outcome: str  # "accepted", "stale" or "duplicate"; "": that was not asked
+    count: int  # gradients held
+    step: int
 
 
 class TakeGradient(Message, code=66):
@@ -446,24 +440,21 @@ class GradientTaken(Message, code=67):
     dense_shape: list[int] | None  # of the array that the rows are of; -1: not known
 
 
-class ForgetTakes(Message, code=68):
-    """This client has the answers to all takes with smaller numbers, or wants them no more."""
+class EndTakes(Message, code=68):
+    """Takes of this client wait no longer: it has their answers, or wants them no more.
+
+    Or, in a log: no request waits for them. They may be asked for again.
+    """
 
     accumulator: str
-    acked_below: int
+    acked_below: int  # the client will not ask for smaller numbers again
+    takes: list[int]  # that may be asked for again
 
 
 class AskAccumulator(Message, code=69):
     """How far is an accumulator? Answered by AccumulatorState."""
 
     accumulator: str
-
-
-class AccumulatorState(Message, code=70):
-    """As of now."""
-
-    count: int  # gradients held
-    step: int
 
 
 # Synchronous steps and staleness clocks. A *group* is one SyncReplicasOptimizer, by its number.
@@ -769,12 +760,6 @@ class HoldPush(OfGroup, code=134):
 # Of conditional accumulators.
 
 
-class EndTakes(Message, code=121):
-    """No request of this client waits for these takes: those that wait wait no longer."""
-
-    takes: list[tuple[str, int]]  # (accumulator, number)
-
-
 class HoldGradients(Message, code=122):
     """What is in an accumulator, of a snapshot that comes with a log.
 
@@ -782,26 +767,30 @@ class HoldGradients(Message, code=122):
     """
 
     accumulator: str
-    count: int  # gradients; 0: this message says nothing of them, nor do the next three
+    count: int  # gradients
     weight: float  # sum of their weights
     shape: list[int]  # of the sum; of a sparse one: of a row
     rows: int  # of a sparse one
-    # (task, incarnation, below which number it has its takes or wants them no more)
-    takers: list[tuple[str, int, int]]
-    waiting: list[tuple[str, int, int, int]]  # (task, incarnation, number, gradients required)
+
+
+class HoldTake(Message, code=121):
+    """A take of a client, of a snapshot that comes with a log. Segments: of its answer."""
+
+    accumulator: str
+    task: str
+    incarnation: int
+    acked_below: int  # of this client
+    take: int  # its number
+    num_required: int  # 0: it does not wait
+    taken: bytes  # GradientTaken, encoded; b"": it has no answer
 
 
 class KeepAnswers(Message, code=123):
-    """What was answered of accumulators and may be asked again.
+    """What was answered of gradients and may be asked again."""
 
-    Segments: of all takes.
-    """
-
-    # As in ``ledger_snapshot.GradientStates``.
+    # As of ``Ledger.gradients``.
     answers: list[tuple[str, int, int, int, int, bytes]]
     calls: list[tuple[int, int, bytes, str]]
-    # (task, incarnation, accumulator, number, GradientTaken, number of segments)
-    takes: list[tuple[str, int, str, int, bytes, int]]
 
 
 # Consistent cuts, snapshots, backups, recovery, workers that leave. A *cut* is one position on
@@ -835,14 +824,10 @@ class Admit(OfCut, code=76):
 
 
 class Freeze(OfCut, code=77):
-    """Hold the present contents until DropFrozen; answered by Frozen."""
+    """Hold the present contents until DropFrozen.
 
-
-class Frozen(Message, code=78):
-    """Segment: the state of the snapshot."""
-
-    # Closures whose gradients count in a synchronous step that has not been applied.
-    pending: list[int]
+    Answered by Done. Segment: the state of the snapshot.
+    """
 
 
 class OpenGate(OfCut, code=79):
@@ -854,31 +839,23 @@ class DropFrozen(OfCut, code=84):
 
 
 class WriteFrozen(OfCut, code=87):
-    """Write items of a snapshot to a new file, if you see its directory. Answered by Written.
+    """Write items of a snapshot to a new file, if you see its directory.
 
     Segment: a JSON list of [item, name in the file], in the order in which they are to lie there.
+    Answered by Done once the file is on the disk. Segment: as JSON, its size in bytes and a list of
+    [first byte, bytes, crc32], one an item; none if there is no file, as the directory is not seen.
     """
 
     path: str  # of a safetensors file, which must not exist
     nonce: str  # the text of the file "nonce" beside it: who reads another, or none, writes nothing
 
 
-class Written(Message, code=88):
-    """The file is on the disk. Segment: a JSON list of [first byte, bytes, crc32], one an item."""
-
-    size: int | None  # of the file, in bytes; None: there is none, as the directory is not seen
-
-
 class ReadFrozen(OfCut, code=89):
-    """Bytes of an item of a snapshot; answered by FrozenBytes."""
+    """Bytes of an item of a snapshot; answered by Done. Segment: they."""
 
     item: int
     start: int  # first byte
     stop: int  # the one after the last; at most 16 MiB on
-
-
-class FrozenBytes(Message, code=92):
-    """Segment: the bytes."""
 
 
 # Coordinator → ps: back to a snapshot.
@@ -1058,17 +1035,16 @@ class EndFormer(Message, code=14):
 
 
 class DescribeShards(Message, code=110):
-    """What do you hold of earlier programs that nobody has adopted? Answered by ShardsDescribed."""
+    """What do you hold of earlier programs that nobody has adopted?
 
-
-class ShardsDescribed(Message, code=111):
-    """Segment: ``reattach.Holding`` as JSON."""
+    Answered by Done. Segment: ``reattach.Holding`` as JSON.
+    """
 
 
 class AdoptShards(Message, code=120):
     """Let the present program have what an earlier one has left; idempotent. Answered by Done.
 
-    Segment: ``reattach.Adopted`` as JSON.
+    Segment: ``reattach.Orders`` as JSON.
     """
 
     lineage: int  # the number by which all ps tasks know this state from now on; 0: as it is
@@ -1271,18 +1247,12 @@ class CheckShards(Message, code=58):
 
 
 class LeaveSession(Message, code=55):
-    """A worker that entered has ended its loop; answered by Done.
+    """A worker that entered has ended its loop; answered by Done. An error of it ends training.
 
     From the chief it ends training, and is answered by TrainingOver when all others have left.
     """
 
-
-class ReplicaFailed(Message, code=139):
-    """A worker that entered has left by an error, which ends training; answered by Done."""
-
-    type_name: str
-    message: str
-    traceback: str
+    error: tuple[str, str, str] | None  # type name, message, traceback
 
 
 # The end of training, of coordinators, too.
@@ -1310,5 +1280,5 @@ class TrainingOver(Message, code=60):
 
 # Requests, by who serves them.
 
-ON_PS_0 = (Declared, EnterSession, LeaveSession, ReplicaFailed, EndTraining, AwaitEnd)
+ON_PS_0 = (Declared, EnterSession, LeaveSession, EndTraining, AwaitEnd)
 ON_EACH_PS = (CheckShards,)

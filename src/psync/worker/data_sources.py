@@ -6,6 +6,9 @@ i + n, …; by element, it loads everything and keeps the elements i, i + n, …
 not touch the others). All workers follow one order, which depends on seed and epoch alone. They are
 captured by value when the per-worker dataset is created, and each worker gets the whole of what
 they hold. The share of a lost worker is missing until it comes back.
+
+An element is a nest of arrays: dicts, lists, tuples and named tuples of whatever has a shape and a
+dtype, or is a number or text. Its spec is the same nest of ``TensorSpec``.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import inspect
 import itertools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,8 +28,187 @@ from numpy.typing import NDArray
 from psync.errors import ConfigurationError, UsageError
 from psync.serialization.captures import name_of, type_name
 from psync.specs import checked_integer, plain_array
-from psync.worker.element_specs import TensorSpec, leaves_of, map_nest, spec_of
-from psync.worker.input_contexts import InputContext
+
+# The worker for which a dataset function is called, the replica of a value function.
+
+_REPLICAS = "num_replicas_in_sync: expected at least 1"
+
+
+@dataclass(frozen=True, slots=True)
+class InputContext:
+    """Information for a dataset function about the worker that it runs on.
+
+    Attributes:
+        num_input_pipelines: Number of workers.
+        input_pipeline_id: Index of this worker among them.
+        num_replicas_in_sync: Number of replicas of a synchronous step.
+
+    Source: ``tf.distribute.InputContext``. There every worker is pipeline 0 of 1 unless the dataset
+        is distributed; here each worker gets its own index, so that it can take its share.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        last = self.num_input_pipelines - 1
+        checked_integer(f"input_pipeline_id: expected 0 to {last}", self.input_pipeline_id, 0, last)
+        checked_integer(_REPLICAS, self.num_replicas_in_sync, 1)
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return the number of examples of a global batch for each replica.
+
+        Raises:
+            ConfigurationError: The batch cannot be divided evenly; also a ValueError.
+        """
+        expected = "global_batch_size: expected an integer of at least 1"
+        checked_integer(expected, global_batch_size, 1)
+        if global_batch_size % self.num_replicas_in_sync != 0:
+            raise ConfigurationError(
+                f"global batch size {global_batch_size} is not divisible by "
+                f"{self.num_replicas_in_sync} replicas"
+            )
+        return global_batch_size // self.num_replicas_in_sync
+
+    def __str__(self) -> str:
+        # TensorFlow's form: it stands in people's logs, and in what reads them.
+        return (
+            f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, "
+            f"total: {self.num_input_pipelines})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ValueContext:
+    """Information for a value function about the replica that its value is for.
+
+    Attributes:
+        replica_id_in_sync_group: Index of the replica.
+        num_replicas_in_sync: Number of replicas of a synchronous step.
+
+    Source: ``tf.distribute.experimental.ValueContext``.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        checked_integer(_REPLICAS, self.num_replicas_in_sync, 1)
+        last = self.num_replicas_in_sync - 1
+        expected = f"replica_id_in_sync_group: expected 0 to {last}"
+        checked_integer(expected, self.replica_id_in_sync_group, 0, last)
+
+    def __str__(self) -> str:  # as of InputContext
+        return (
+            f"tf.distribute.ValueContext(replica id {self.replica_id_in_sync_group}, "
+            f"total replicas in sync: {self.num_replicas_in_sync})"
+        )
+
+
+# Elements, and what they have in common.
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of one array of an element.
+
+    Attributes:
+        shape: A size is None if it differs between elements; the shape is None if the rank does.
+        dtype: numpy's name of the dtype; "str", "bytes" or "object" for other values.
+
+    Source: ``tf.TensorSpec``.
+    """
+
+    shape: tuple[int | None, ...] | None
+    dtype: str
+
+
+def map_nest(leaf: Callable[..., Any], nest: Any, *others: Any) -> Any:
+    """Return ``nest`` with ``leaf(value, …)`` in the place of each value.
+
+    Args:
+        leaf: Called with a value of ``nest`` and those at its place in ``others``.
+        nest: Dicts, lists, tuples and named tuples of values; None stays None.
+        others: Nests of the same structure.
+
+    Raises:
+        UsageError: If the structures differ; says how.
+    """
+    for other in others:
+        _check_alike(nest, other)
+    if nest is None:
+        return None
+    if isinstance(nest, Mapping):
+        return {key: map_nest(leaf, nest[key], *[each[key] for each in others]) for key in nest}
+    if isinstance(nest, tuple | list):
+        parts = [map_nest(leaf, *parts) for parts in zip(nest, *others, strict=True)]
+        return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
+    return leaf(nest, *others)
+
+
+def leaves_of(nest: Any) -> list[Any]:
+    """Return the values of a nest, in the order of ``map_nest``."""
+    found: list[Any] = []
+    map_nest(found.append, nest)
+    return found
+
+
+def spec_of(elements: Iterable[Any]) -> Any:
+    """Return what the elements have in common; None if there are none.
+
+    Raises:
+        UsageError: If they differ in structure or in dtype.
+    """
+    spec: Any = None
+    for number, element in enumerate(elements):
+        one = map_nest(_leaf_spec, element)
+        spec = map_nest(_common, spec, one) if number else one
+    return spec
+
+
+def _leaf_spec(value: Any) -> TensorSpec:
+    if isinstance(value, TensorSpec):
+        return value
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        value = np.asarray(value)
+    return TensorSpec(tuple(int(size) for size in value.shape), _dtype_name(value.dtype))
+
+
+def _dtype_name(dtype: Any) -> str:
+    if isinstance(dtype, np.dtype):
+        return {"U": "str", "S": "bytes", "O": "object"}.get(dtype.kind, str(dtype.name))
+    return str(dtype).rpartition(".")[2]  # as torch.float32
+
+
+def _common(one: TensorSpec, other: TensorSpec) -> TensorSpec:
+    if one.dtype != other.dtype:
+        raise UsageError(f"elements of one dataset differ in dtype: {one.dtype} and {other.dtype}")
+    if one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
+        return TensorSpec(None, one.dtype)
+    sizes = zip(one.shape, other.shape, strict=True)
+    return TensorSpec(tuple(a if a == b else None for a, b in sizes), one.dtype)
+
+
+def _check_alike(one: Any, other: Any) -> None:
+    for a, b in zip(_described(one), _described(other), strict=True):
+        if a != b:
+            raise UsageError(
+                f"elements of one dataset differ in structure: {a} and {b}",
+                hint="give every batch the same nesting of dicts, lists and tuples",
+            )
+
+
+def _described(nest: Any) -> tuple[str, str]:
+    """Say of which type a nest is, and with what in it."""
+    if isinstance(nest, Mapping):
+        return "of type dict", f"with keys {sorted(map(str, nest))}"
+    if isinstance(nest, tuple | list):
+        return f"of type {type(nest).__name__}", f"with {len(nest)} parts"
+    return f"of type {'NoneType' if nest is None else 'array'}", ""
+
+
+# Dataset functions, and what they return.
 
 
 def takes_context(dataset_fn: Callable[..., Any]) -> bool:

@@ -23,8 +23,7 @@ from typing import Any, Generic, Self, TypeVar
 from psync.client.context import DatasetContext, current_runtime, inside
 from psync.errors import ClosedError, ClosureInputError, EndOfData, UnsupportedError, UsageError
 from psync.serialization.captures import name_of
-from psync.worker.data_sources import open_dataset
-from psync.worker.input_contexts import InputContext
+from psync.worker.data_sources import InputContext, open_dataset
 
 logger = logging.getLogger(__name__)
 

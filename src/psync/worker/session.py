@@ -50,7 +50,7 @@ from psync.serialization.payloads import EMPTY, Payload, check_size, pack, unpac
 from psync.wire import messages
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.worker.input_contexts import InputContext
+from psync.worker.data_sources import InputContext
 from psync.worker.iterators import BATCHES_AHEAD, IteratorHandle, WorkerIterator, arriving
 from psync.worker.step_thread import StepThread
 

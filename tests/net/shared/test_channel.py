@@ -17,10 +17,10 @@ import pytest
 
 from open_files import descriptors
 from psync.errors import RemoteProtocolError
-from psync.net.platform import fresh_process
-from psync.net.shared.channel import SocketChannel, ran_out
+from psync.net.shared.doors import SideChannel, ran_out
 from psync.net.shared.regions import Mapping, make_region
 from psync.testing import settle
+from psync.testing.seams import fresh_process
 
 MIB = 1 << 20
 
@@ -30,19 +30,19 @@ def num_fds() -> int:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[SocketChannel, SocketChannel]]:
+def ends() -> Iterator[tuple[SideChannel, SideChannel]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channels = SocketChannel(ours), SocketChannel(theirs)
+    channels = SideChannel(ours), SideChannel(theirs)
     yield channels
     for channel in channels:
         channel.close()
 
 
 @pytest.fixture
-def hostile() -> Iterator[tuple[SocketChannel, socket.socket]]:
+def hostile() -> Iterator[tuple[SideChannel, socket.socket]]:
     """A channel, and a socket at its other end that says anything."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel = SocketChannel(ours)
+    channel = SideChannel(ours)
     with theirs:
         yield channel, theirs
     channel.close()
@@ -57,7 +57,7 @@ def filled(number: int, nbytes: int = MIB) -> Mapping:
 # --- regions ---------------------------------------------------------------------------------
 
 
-def test_regions_arrive_at_once_and_in_order(ends: tuple[SocketChannel, SocketChannel]) -> None:
+def test_regions_arrive_at_once_and_in_order(ends: tuple[SideChannel, SideChannel]) -> None:
     ours, theirs = ends
     assert list(theirs.take()) == []
     made = [filled(number) for number in (1, 2, 3)]
@@ -71,7 +71,7 @@ def test_regions_arrive_at_once_and_in_order(ends: tuple[SocketChannel, SocketCh
 
 
 def test_when_the_queue_is_full_regions_are_not_given(
-    ends: tuple[SocketChannel, SocketChannel],
+    ends: tuple[SideChannel, SideChannel],
 ) -> None:
     ours, theirs = ends
     made = filled(1, 4096)
@@ -91,7 +91,7 @@ def test_when_the_queue_is_full_regions_are_not_given(
 
 @pytest.mark.parametrize("free", [0, 1])  # a mapping has a descriptor of its own
 def test_whoever_has_no_descriptor_for_a_region_says_so_and_shares_no_more(
-    free: int, ends: tuple[SocketChannel, SocketChannel], caplog: pytest.LogCaptureFixture
+    free: int, ends: tuple[SideChannel, SideChannel], caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, theirs = ends
     made = [filled(number) for number in (1, 2)]
@@ -110,7 +110,7 @@ def test_whoever_has_no_descriptor_for_a_region_says_so_and_shares_no_more(
 
 
 def test_what_arrives_is_not_passed_on_to_processes(
-    ends: tuple[SocketChannel, SocketChannel],
+    ends: tuple[SideChannel, SideChannel],
 ) -> None:
     ours, theirs = ends
     made = filled(1)
@@ -140,7 +140,7 @@ GIVEN = struct.pack("<QQ", 1, 4096)
 @pytest.mark.parametrize("data", [b"x", GIVEN[:-1], GIVEN + b"x", GIVEN * 3])
 @pytest.mark.parametrize("fds", [0, 1, 2])
 def test_other_words_are_no_region(
-    data: bytes, fds: int, hostile: tuple[SocketChannel, socket.socket]
+    data: bytes, fds: int, hostile: tuple[SideChannel, socket.socket]
 ) -> None:
     channel, sock = hostile
     made = make_region(1, 4096)
@@ -152,9 +152,7 @@ def test_other_words_are_no_region(
 
 
 @pytest.mark.parametrize("fds", [0, 2, 3, 200])
-def test_a_region_has_one_descriptor(
-    fds: int, hostile: tuple[SocketChannel, socket.socket]
-) -> None:
+def test_a_region_has_one_descriptor(fds: int, hostile: tuple[SideChannel, socket.socket]) -> None:
     channel, sock = hostile
     made = make_region(1, 4096)
     before = num_fds()
@@ -165,7 +163,7 @@ def test_a_region_has_one_descriptor(
 
 
 def test_nobody_waits_for_it_whatever_the_peer_does_to_their_common_socket(
-    ends: tuple[SocketChannel, SocketChannel],
+    ends: tuple[SideChannel, SideChannel],
 ) -> None:
     """Who made the pair may have kept a copy of the end that it gave away."""
     ours, theirs = ends
@@ -180,7 +178,7 @@ def test_nobody_waits_for_it_whatever_the_peer_does_to_their_common_socket(
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "disk", "channel itself"])
 def test_a_descriptor_of_something_else_is_closed(
-    kind: str, hostile: tuple[SocketChannel, socket.socket], tmp_path: os.PathLike[str]
+    kind: str, hostile: tuple[SideChannel, socket.socket], tmp_path: os.PathLike[str]
 ) -> None:
     channel, sock = hostile
     with contextlib.ExitStack() as stack:
@@ -205,7 +203,7 @@ def test_a_descriptor_of_something_else_is_closed(
 
 
 def test_what_was_taken_before_the_junk_is_good(
-    hostile: tuple[SocketChannel, socket.socket],
+    hostile: tuple[SideChannel, socket.socket],
 ) -> None:
     channel, sock = hostile
     made = filled(1, 4096)
@@ -221,7 +219,7 @@ def test_what_was_taken_before_the_junk_is_good(
 
 
 def test_after_the_end_nothing_is_taken_or_given(
-    ends: tuple[SocketChannel, SocketChannel],
+    ends: tuple[SideChannel, SideChannel],
 ) -> None:
     ours, theirs = ends
     made = filled(1)
@@ -235,7 +233,7 @@ def test_after_the_end_nothing_is_taken_or_given(
 
 
 def test_what_was_given_is_there_although_the_giver_has_closed_and_not_read_ours(
-    ends: tuple[SocketChannel, SocketChannel],
+    ends: tuple[SideChannel, SideChannel],
 ) -> None:
     """The kernel says so first, by a connection that was reset."""
     ours, theirs = ends
@@ -247,7 +245,7 @@ def test_what_was_given_is_there_although_the_giver_has_closed_and_not_read_ours
     assert list(theirs.take()) == []
 
 
-def test_closing_twice_does_no_harm(ends: tuple[SocketChannel, SocketChannel]) -> None:
+def test_closing_twice_does_no_harm(ends: tuple[SideChannel, SideChannel]) -> None:
     ours, _ = ends
     ours.close()
     ours.close()
@@ -256,7 +254,7 @@ def test_closing_twice_does_no_harm(ends: tuple[SocketChannel, SocketChannel]) -
     assert list(ours.take()) == []
 
 
-async def ended(channel: SocketChannel) -> asyncio.Event:
+async def ended(channel: SideChannel) -> asyncio.Event:
     event = asyncio.Event()
     channel.when_ended(event.set)
     return event
@@ -264,7 +262,7 @@ async def ended(channel: SocketChannel) -> asyncio.Event:
 
 @pytest.mark.parametrize("how", ["end", "close"])
 async def test_the_end_is_told_once_whatever_is_in_the_queue(
-    how: str, ends: tuple[SocketChannel, SocketChannel]
+    how: str, ends: tuple[SideChannel, SideChannel]
 ) -> None:
     ours, theirs = ends
     made = filled(1)
@@ -288,7 +286,7 @@ async def test_the_end_is_told_once_whatever_is_in_the_queue(
     assert len(told) == 1
 
 
-async def test_regions_are_no_end(ends: tuple[SocketChannel, SocketChannel]) -> None:
+async def test_regions_are_no_end(ends: tuple[SideChannel, SideChannel]) -> None:
     ours, theirs = ends
     event = await ended(theirs)
     ours.give(filled(1).region)
@@ -301,7 +299,7 @@ async def test_regions_are_no_end(ends: tuple[SocketChannel, SocketChannel]) -> 
 
 
 async def test_an_end_that_was_there_already_is_told(
-    ends: tuple[SocketChannel, SocketChannel],
+    ends: tuple[SideChannel, SideChannel],
 ) -> None:
     ours, theirs = ends
     ours.close()
@@ -309,7 +307,7 @@ async def test_an_end_that_was_there_already_is_told(
     await event.wait()
 
 
-async def test_a_killed_process_has_ended(ends: tuple[SocketChannel, SocketChannel]) -> None:
+async def test_a_killed_process_has_ended(ends: tuple[SideChannel, SideChannel]) -> None:
     """Whatever it held: the kernel closes its end, and gives its memory back."""
     ours, theirs = ends
     code = "import sys; sys.stdin.read()"
@@ -328,7 +326,7 @@ async def test_a_killed_process_has_ended(ends: tuple[SocketChannel, SocketChann
 
 def test_a_channel_whose_loop_is_closed_can_be_closed() -> None:
     first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel = SocketChannel(first)
+    channel = SideChannel(first)
 
     async def look() -> None:
         channel.when_ended(lambda: None)

@@ -17,23 +17,30 @@ import pytest
 
 from open_files import descriptors
 from ports import claimed_ports
-from psync.net.platform import fresh_process
 from psync.net.shared import doors
-from psync.net.shared.channel import SocketChannel, ran_out
 from psync.net.shared.door_names import door_beside, name_of_door, shut
-from psync.net.shared.doors import PREAMBLE, Door, can_share, doors_of, through_door
+from psync.net.shared.doors import (
+    PREAMBLE,
+    Door,
+    SideChannel,
+    can_share,
+    doors_of,
+    ran_out,
+    through_door,
+)
 from psync.net.shared.regions import make_region
 from psync.net.transport import SocketNetwork
 from psync.testing import settle
+from psync.testing.seams import fresh_process
 from recorder import Recorder, end
 
 
 class Sharer(Recorder):
     """A protocol that gets a side channel."""
 
-    channel: SocketChannel | None = None
+    channel: SideChannel | None = None
 
-    def share(self, channel: SocketChannel) -> None:
+    def share(self, channel: SideChannel) -> None:
         assert self.events == []  # before anything else
         self.channel = channel
 

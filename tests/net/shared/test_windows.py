@@ -13,9 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psync.net.shared import windows
-from psync.net.shared.regions import make_heap, make_region, map_foreign
-from psync.net.shared.windows import MAX_WINDOWS, PAGE, WORTH_BYTES, Windows, root_of
+from psync.net.shared import regions
+from psync.net.shared.regions import (
+    MAX_WINDOWS,
+    PAGE,
+    WORTH_BYTES,
+    Windows,
+    make_region,
+    map_foreign,
+    root_of,
+)
+from psync.testing.memory_sharing import make_heap
 
 pytestmark = pytest.mark.skipif(Windows()._mremap is None, reason="only Linux can")
 
@@ -166,7 +174,7 @@ def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(MAX_WINDOWS + 10):
         assert made.joined([whole.view[: N + number * PAGE % N], other.view]) is not None
     assert made.statistics()["windows"] <= MAX_WINDOWS
-    monkeypatch.setattr(windows, "MAX_WINDOW_BYTES", 3 * N)
+    monkeypatch.setattr(regions, "MAX_WINDOW_BYTES", 3 * N)
     assert made.joined([whole.view[PAGE : N + PAGE], other.view]) is not None
     assert made.statistics()["window_bytes"] <= 3 * N
     assert made.joined([whole.view, whole.view]) is None  # larger than all together may be
@@ -189,24 +197,24 @@ def test_where_the_system_has_no_room_nothing_is_unmapped_that_may_be_anothers()
 
     def fails_at_the_second(*args: int) -> int | None:
         calls.append(args[4])
-        return args[4] if len(calls) == 1 else windows._FAILED
+        return args[4] if len(calls) == 1 else regions._FAILED
 
     made._mremap = fails_at_the_second
-    before = len(windows._given_up)
+    before = len(regions._given_up)
     assert made.joined([piece.view for piece in pieces]) is None
-    assert len(windows._given_up) == before + 1
-    assert isinstance(windows._given_up[-1], mmap.mmap)
+    assert len(regions._given_up) == before + 1
+    assert isinstance(regions._given_up[-1], mmap.mmap)
     assert made.joined([piece.view for piece in pieces]) is None
     assert len(calls) == 2  # it is not tried again
 
 
 def test_a_system_without_the_call_has_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows.sys, "platform", "darwin")
+    monkeypatch.setattr(regions.sys, "platform", "darwin")
     assert Windows()._mremap is None
-    monkeypatch.setattr(windows.sys, "platform", "linux")
+    monkeypatch.setattr(regions.sys, "platform", "linux")
 
     def without(*args: object, **more: object) -> object:
         return object()
 
-    monkeypatch.setattr(windows.ctypes, "CDLL", without)
+    monkeypatch.setattr(regions.ctypes, "CDLL", without)
     assert Windows()._mremap is None

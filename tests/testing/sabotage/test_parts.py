@@ -10,11 +10,11 @@ from law import MODULES, imports_in
 from psync.checkpoints.files import Writer
 from psync.net.connection import Connection
 from psync.net.environment import parts_of
+from psync.ps.admission import UpdateGate
 from psync.ps.updates import PsUpdates
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
-from psync.store.update_gate import UpdateGate
 from psync.sync.steps import SyncSteps
 from psync.testing.sabotage import Failpoints, MessageLosses, SabotagedParts
 from psync.testing.sabotage.parts import WITHOUT

@@ -10,7 +10,7 @@
 What is lent is held by references to its roots, so that nothing writes where somebody reads: a
 shard that is being updated goes on in other blocks, the memory of a copied gradient is not handed
 out. A connection that is lost changes nothing in that: its receiver may still read, and says by the
-end of the side channel that it does not (``channel``). Bodies are numbered by both sides, in the
+end of the side channel that it does not (``doors``). Bodies are numbered by both sides, in the
 order in which they are sent.
 """
 
@@ -27,9 +27,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from psync.errors import RemoteProtocolError
-from psync.net.shared.channel import SideChannel
-from psync.net.shared.regions import Region, SharedMemory, offset_of
-from psync.net.shared.windows import root_of
+from psync.net.shared.doors import SideChannel
+from psync.net.shared.regions import Region, SharedMemory, offset_of, root_of
 from psync.wire.frames import Buffer
 from psync.wire.lent import MAX_EXTENTS, Extent, copies
 from psync.wire.tensors import to_bytes_view

@@ -21,6 +21,7 @@ from psync.status.units import (
     short_names,
     task_text,
     tasks_text,
+    waiting_text,
 )
 
 T = TypeVar("T")
@@ -218,7 +219,7 @@ def ps_row(ps: PsStatus) -> dict[str, str]:
         "pulls": number_text(ps.pulls_per_s),
         "in": f"{bytes_text(ps.bytes_in_per_s)}/s",
         "out": f"{bytes_text(ps.bytes_out_per_s)}/s",
-        "queue": str(ps.queue),
+        "queue": waiting_text(ps.waiting),
         "duplicates": _if_any(ps.duplicates),
         "backup": backup,
     }

@@ -10,12 +10,12 @@ from psync.client.ps import Outgoing
 from psync.client.sync import SyncClient
 from psync.net.connection import Connection
 from psync.net.platform import Parts, Platform
+from psync.ps.admission import UpdateGate
 from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
-from psync.store.update_gate import UpdateGate
 from psync.sync.outgoing_steps import StepRounds
 from psync.sync.ps_services import PsServices
 from psync.sync.steps import SyncSteps

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from psync.net.platform import PerProcess
+from psync.ps.admission import UpdateGate
 from psync.store.commit_log import CommitLog, LogState
 from psync.store.ledger import Client, Ledger, Verdict
-from psync.store.update_gate import UpdateGate
 from psync.sync.pushes import Action, Contribution
 from psync.sync.steps import SyncSteps
 

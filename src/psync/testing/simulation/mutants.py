@@ -20,8 +20,8 @@ from psync.accumulators import Accumulator
 from psync.api.data_shards import Visits
 from psync.backups.host import _Backup
 from psync.checkpoints import files
-from psync.chief import creation, links
-from psync.chief.creation import Creation
+from psync.chief import declarations, links
+from psync.chief.declarations import Creation
 from psync.chief.recovery import Backups
 from psync.chief.recovery_rule import RecoveryRule
 from psync.client import ps
@@ -35,17 +35,16 @@ from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
+from psync.ps.admission import LockTable, UpdateGate
 from psync.ps.computes import Computes
 from psync.ps.updates import PsUpdates, Update
 from psync.ps_task import PsTask
 from psync.replicas import gang_runner
-from psync.store import ledger_snapshot, snapshot
+from psync.store import snapshot
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
-from psync.store.locks import LockTable
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
-from psync.store.update_gate import UpdateGate
 from psync.sync import step_update
 from psync.sync.group import Group
 from psync.sync.ps_services import PsServices
@@ -108,7 +107,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "copy_drops_calls": Mutant(
         "a copy and a snapshot have all calls that were applied", ("checkpoint", "replica"),
-        ((ledger_snapshot, "restore_ledger", wrong.drops_calls),),
+        ((Ledger, "restore", wrong.drops_calls),),
     ),
     "rollback_without_one": Mutant(
         "all ps tasks go back", ("checkpoint",), ((PsTask, "take", wrong.one_forgets_to_take),)
@@ -193,7 +192,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "partial_is_not_counted": Mutant(
         "an attach counts the updates that are on some ps tasks only", ("attach",),
-        ((creation, "partial_updates", wrong.does_nothing(0)),),
+        ((declarations, "partial_updates", wrong.does_nothing(0)),),
     ),
     "fenced_while_it_waits": Mutant(
         "an update that has arrived is applied, even if its worker is replaced", ("attach",),

@@ -16,16 +16,16 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from psync.backups import accumulators, host, sender
+from psync.backups import host, sender
 from psync.backups.host import BackupHost
-from psync.chief import consistent_cut, creation, recovery
+from psync.chief import consistent_cut, declarations, recovery
 from psync.client.ps import Outgoing
 from psync.closures import dispatcher
 from psync.coordinator import FinalClosures
 from psync.net.connection import OwnRequest, Request
 from psync.net.shared import bodies, regions
 from psync.numerics import memory
-from psync.ps import cooperative_work, executor
+from psync.ps import accumulators, cooperative_work, executor
 from psync.replicas import closure_messages
 from psync.wire import frames, lent
 
@@ -85,7 +85,7 @@ SIZES: Mapping[str, Size] = {
     "used again": Size(((memory, "_MIN_POOLED_BYTES"),), (16,)),
     "copied at once": Size(((lent, "COPY_BYTES"),), (8, 64)),
     "slabs": Size(((regions, "SLAB_BYTES"), (regions, "ARENA_BYTES")), (256, 4096)),
-    "creation": Size(((creation, "MESSAGE_BYTES"),), (1,)),
+    "creation": Size(((declarations, "MESSAGE_BYTES"),), (1,)),
     "closures ahead": Size(((dispatcher, "MAX_AHEAD"),), (1,)),
     "values in results": Size(((closure_messages, "INLINE_BYTES"),), (0,)),
     "entries at once": Size(((executor, "AT_ONCE"),), (1, 2)),

@@ -20,12 +20,12 @@ from psync.closures.queue import Action, ClosureQueue
 from psync.errors import TaskLost
 from psync.net.connection import Handler, Request
 from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
+from psync.ps.admission import LockTable
 from psync.ps.computes import Compute, Computes
 from psync.ps.updates import Update
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog, LogState, chained
 from psync.store.ledger import AlreadyApplied, Fresh, Ledger
-from psync.store.locks import LockTable
 from psync.store.push_counts import FIRST, HOME
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
@@ -96,11 +96,11 @@ def done_if(holds: Callable[[Any, int], Any]) -> Make:
 
 
 def drops_calls(original: Callable[..., Any]) -> Any:
-    def restore_ledger(ledger: Ledger, state: Any, unpack: Any) -> None:
+    def restore(ledger: Ledger, state: Any, unpack: Any) -> None:
         fewer = dataclasses.replace(state, calls=state.calls[: len(state.calls) // 2])
         original(ledger, fewer, unpack)
 
-    return restore_ledger
+    return restore
 
 
 def one_forgets_to_take(original: Callable[..., Any]) -> Any:
