@@ -35,7 +35,7 @@ SEED_LIMIT_S = 120.0
 JOBS_OF_A_CHILD = 200
 """After so many it is replaced by a fresh one."""
 
-BUGS = ("AttributeError(", "NameError(", "TypeError(")
+BUGS = ("AttributeError", "NameError", "TypeError", "values to unpack")
 """In what an oracle says of a run in which code did not fit together, such as a mutant's."""
 
 ANSWER_LIMIT = 1 << 28  # bytes

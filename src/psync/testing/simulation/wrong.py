@@ -312,7 +312,7 @@ def only_renames(original: Callable[..., Any]) -> Any:
 
 
 def of_nobody(original: Callable[..., Any]) -> Any:
-    return lambda timeout_s, missing: original(timeout_s, "somebody")
+    return lambda timeout_s, missing: original(timeout_s, [("somebody", at) for _, at in missing])
 
 
 async def nothing(*_: Any) -> None:
