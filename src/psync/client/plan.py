@@ -17,7 +17,6 @@ import asyncio
 import bisect
 import hashlib
 import itertools
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -243,7 +242,7 @@ def _alike_in(places: Mapping[int, Place]) -> list[Alike]:
     found: list[Alike] = []
     end: tuple[object, ...] = ()  # what the next one is that could join the last ones
     for index, (buffer, offset, shape, dtype) in places.items():
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = int(np.prod(shape)) * dtype.itemsize
         if shape and nbytes and (buffer, offset, shape, dtype) == end:
             found[-1].variables.append(index)
         else:
