@@ -11,35 +11,40 @@ from driver import OneInput, fuzz
 
 def setup() -> tuple[OneInput, list[bytes]]:
     import json
+    from dataclasses import replace
 
     from samples import Draw, changed
 
     from psync.errors import CheckpointError, ConfigurationError
     from psync.numerics.rules import Adam
     from psync.schedules import Constant
-    from psync.specs import STEP_BITS, ShardSpec
-    from psync.store.ledger_snapshot import LedgerState, SenderState
+    from psync.specs import STEP_BITS
     from psync.store.push_counts import PushCount
-    from psync.store.snapshot_state import OptimizerSnapshot, SnapshotItem, SnapshotState
+    from psync.store.snapshot_state import (
+        NOTHING,
+        OptimizerSnapshot,
+        SenderState,
+        ShardSnapshot,
+        SnapshotState,
+    )
+    from psync.store.untrusted_json import Signed
 
-    spec = ShardSpec("h", 0, 1, 2, (2, 3), "bfloat16", 1)
     config = Adam(Constant(0.1)).to_config()
-    count = PushCount(9, 4, 2, 0, {(): 1, (0, 2): 1}, {1: {0: 2}}).state
-    state = SnapshotState(
-        (spec,),
-        (
-            SnapshotItem(spec.key, -1, "", (2, 3), "bfloat16"),
-            SnapshotItem(spec.key, 1, "m", (2, 3), "float32"),
-            SnapshotItem(spec.key, 1, "v", (2, 3), "float32", b"\0\0\x80\x3f"),
-        ),
-        {spec.key: 7},
-        {},
-        {1: OptimizerSnapshot(config, Constant(0.25).to_config(), count)},
-        LedgerState(
-            (SenderState("/job:worker/task:0", 21, 5, ((5, (3, 0), b"yes"), (7, None, b"no"))),),
-            ((3, 0, -77, ("h",)), (3, 1, 12, ())),
-            3,
-        ),
+    count = PushCount(9, 4, 2, 0, {(): 1, (0, 2): 1}, {1: {0: 2}})
+    shard = ShardSnapshot(
+        variable="h", id=0, index=1, offset=2, shape=(2, 3), dtype="bfloat16", ps=1, version=7,
+        slots=((1, "m", None), (1, "v", b"\0\0\x80\x3f")), pushes=(),
+    )  # fmt: skip
+    answers = ((5, (3, 0), b"yes"), (7, None, b"no"))
+    state = replace(
+        NOTHING,
+        shards=(shard,),
+        optimizers=(OptimizerSnapshot(1, config, Constant(0.25).to_config(), count.marked),),
+        counts=((1, count.state),),
+        senders=(SenderState("/job:worker/task:0", 21, 5, answers),),
+        variable_sets=((Signed(-77), ("h",)), (Signed(12), ())),
+        calls=((3, 0, 0), (3, 1, 1)),
+        final_below=3,
     )
     whole = state.to_bytes()
     content = json.loads(whole)

@@ -340,12 +340,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
 
     def _as_array(self, given: object) -> np.ndarray:
         """Return the values of a gradient; numbers of Python have no dtype, so they take ours."""
-        try:
-            array = plain_array(given)
-        except (TypeError, ValueError, RuntimeError) as exc:
-            # Rows of unequal length; a tensor on a device, or one that records its gradient.
-            got = exc if isinstance(exc, HiddenValues) else f"{given!r:.80}"
-            raise self._refused(f"expected an array as gradient, got {got}") from exc
+        array = self._plain(given, "an array as gradient")
         if not hasattr(given, "dtype") and array.dtype.kind in "iuf":
             with np.errstate(over="ignore"):  # it is found below
                 made = array.astype(self.dtype)
@@ -355,6 +350,14 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         if array.dtype.newbyteorder("=") != self.dtype:
             raise self._refused(f"expected a gradient of {self.dtype}, got {array.dtype}")
         return array
+
+    def _plain(self, given: object, expected: str) -> np.ndarray:
+        try:
+            return plain_array(given)
+        except (TypeError, ValueError, RuntimeError) as exc:
+            # Rows of unequal length; a tensor on a device, or one that records its gradient.
+            got = exc if isinstance(exc, HiddenValues) else f"{given!r:.80}"
+            raise self._refused(f"expected {expected}, got {got}") from exc
 
     def _check_finite(self, values: np.ndarray, nonfinite: int | None) -> None:
         if not self.forbid_nonfinite:
@@ -510,11 +513,7 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
         )
 
     def _as_indices(self, given: object) -> np.ndarray:
-        try:
-            array = plain_array(given)
-        except (TypeError, ValueError, RuntimeError) as exc:
-            got = exc if isinstance(exc, HiddenValues) else f"{given!r:.80}"
-            raise self._refused(f"expected integers as indices, got {got}") from exc
+        array = self._plain(given, "integers as indices")
         empty = not hasattr(given, "dtype") and array.size == 0  # no numbers: no dtype either
         if array.dtype.kind not in "iu" and not empty:
             raise self._refused(f"expected integers as indices, got {array.dtype}")

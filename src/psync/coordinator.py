@@ -345,13 +345,11 @@ class FinalClosures:
     ps: PsClient
     told: int = 0
     refused: bool = False  # whether ps tasks refuse all that was scheduled before an error
-    num_kept: int = 0  # that were told last
+    every: int = FINAL_EVERY  # they are told when so many more are final
 
     def look(self, at_least: int | None = None) -> None:
         """Tell them if so many more closures are final than they know; see ``FINAL_EVERY``."""
-        if at_least is None:
-            at_least = max(FINAL_EVERY, self.num_kept // 4)
-        if self.queue.low_water() - self.told >= at_least:
+        if self.queue.low_water() - self.told >= (at_least or self.every):
             self.told = self.queue.low_water()
             self.tell_again()
 
@@ -365,7 +363,7 @@ class FinalClosures:
     def tell_again(self) -> None:
         """Tell them what they were told last: they may know nothing of it."""
         kept = self.queue.kept(self.told)
-        self.num_kept = len(kept)
+        self.every = max(FINAL_EVERY, len(kept) // 4)
         message, segments = messages.FinalBelow(self.told, self.ps.timeline), pack_kept(kept)
         for link in self.ps.links:  # one that is not connected hears of the next, higher number
             link.notify(message, segments)
@@ -817,22 +815,20 @@ class Coordinator:
             if self._queue.ending is None:
                 logger.info("training stops: %s (%s on %s)", reason, closure, peer.task)
             self.perform(self._queue.request_stop(reason))
-        finished: list[int] = []
-        payloads: list[Payload] = []  # of these
+        finished: list[tuple[int, Payload]] = []
         at = 0
         for closure_id, outcome, count, error in message.results:
             payload = Payload.from_segments(segments[at : at + count]) if count else EMPTY
             at += count
             if outcome == "ok":
-                finished.append(closure_id)
-                payloads.append(payload)
+                finished.append((closure_id, payload))
                 continue
-            self._finished(peer.task, finished, payloads, message.mean_seconds)
-            finished, payloads = [], []
+            self._finished(peer.task, finished, message.mean_seconds)
+            finished = []
             self._ended(peer.task, closure_id, outcome, error, payload)
         for step, operation, times in message.late or ():
             self.joins.note_late(peer.task, step, operation, times)
-        self._finished(peer.task, finished, payloads, message.mean_seconds)
+        self._finished(peer.task, finished, message.mean_seconds)
         # What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
         early = not self.cuts.taken and self.recovery.source is None
         self.recovery.note_ended(ended, early=early)
@@ -840,14 +836,15 @@ class Coordinator:
         self._final.look()
 
     def _finished(
-        self, worker: str, ids: Sequence[int], payloads: Sequence[Payload], mean_seconds: float
+        self, worker: str, results: Sequence[tuple[int, Payload]], mean_seconds: float
     ) -> None:
         """Closures ended with values, which are there before anything that needs them is sent."""
-        if not ids:
+        if not results:
             return
+        ids = [closure_id for closure_id, _ in results]
         actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
         self._reports.has_data(worker)
-        for closure_id, payload in zip(ids, payloads, strict=True):
+        for closure_id, payload in results:
             closure = self._closures[closure_id]
             value = closure.payload.value()
             if value is not None and closure.state is State.FINISHED:

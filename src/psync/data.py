@@ -15,8 +15,7 @@ from typing import Any
 
 from psync.api.data_shards import Visits as Visits
 from psync.closures.shard_epochs import EpochAccount as EpochAccount
-from psync.worker.data_sources import ArrayDataset as ArrayDataset
-from psync.worker.data_sources import FileDataset as FileDataset
+from psync.worker.data_sources import ArrayDataset, FileDataset
 
 __all__ = ["ArrayDataset", "EpochAccount", "FileDataset", "Visits", "from_arrays", "from_files"]
 

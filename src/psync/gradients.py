@@ -190,7 +190,10 @@ class _TorchGradients(GradientFunction):
             tensor.requires_grad_(True)
         rest = [tensor_of(torch, each) if isinstance(each, np.ndarray) else each for each in data]
         loss, predictions = self._loss_of(tensors, structure, rest)
-        _check_scalar(loss, self)
+        shape = getattr(loss, "shape", None)
+        if shape is None or tuple(shape) not in ((), (1,)):
+            got = type(loss).__name__ if shape is None else f"shape {tuple(shape)}"
+            raise ValueMismatchError(f"{self!r}: expected a scalar tensor as loss, got {got}")
         grads = iter(torch.autograd.grad(loss, floating, allow_unused=True))
         computed = [
             gradient_of(torch, next(grads)) if tensor.is_floating_point() else None
@@ -264,10 +267,3 @@ def _predicted(torch: Any, tensor: Any) -> np.ndarray:
     detached = tensor.detach()
     array: np.ndarray = (detached.float() if tensor.dtype == torch.bfloat16 else detached).numpy()
     return array
-
-
-def _check_scalar(loss: Any, function: GradientFunction) -> None:
-    shape = getattr(loss, "shape", None)
-    if shape is None or tuple(shape) not in ((), (1,)):
-        got = type(loss).__name__ if shape is None else f"shape {tuple(shape)}"
-        raise ValueMismatchError(f"{function!r}: expected a scalar tensor as loss, got {got}")

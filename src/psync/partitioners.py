@@ -57,7 +57,12 @@ class _ByRows(Partitioner):
         Raises:
             PartitionError: The shape has no axis or is not fully known, or the dtype is unknown.
         """
-        plain = _checked_shape(type(self).__name__, shape)
+        what, axes = type(self).__name__, tuple(shape)
+        if not all(isinstance(n, Integral) and not isinstance(n, bool) and n >= 0 for n in axes):
+            raise PartitionError(f"{what}: expected a fully known shape, got {axes}")
+        if not axes:
+            raise PartitionError(f"{what}: a scalar has no axis 0 to split")
+        plain = tuple(int(n) for n in axes)
         first = self._num_shards(plain, dtype)
         return [max(1, min(first, plain[0])), *[1] * (len(plain) - 1)]
 
@@ -184,15 +189,6 @@ def div_split(dim0: int, num_shards: int) -> list[tuple[int, int]]:
     """
     base, extra = divmod(dim0, num_shards)
     return [(i * base + min(i, extra), base + 1 if i < extra else base) for i in range(num_shards)]
-
-
-def _checked_shape(what: str, shape: Sequence[int]) -> tuple[int, ...]:
-    axes = tuple(shape)
-    if not all(isinstance(n, Integral) and not isinstance(n, bool) and n >= 0 for n in axes):
-        raise PartitionError(f"{what}: expected a fully known shape, got {axes}")
-    if not axes:
-        raise PartitionError(f"{what}: a scalar has no axis 0 to split")
-    return tuple(int(n) for n in axes)
 
 
 def _itemsize(dtype: object, bytes_per_string: int) -> int:

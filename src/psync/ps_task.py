@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 from collections.abc import Sequence
 from importlib import import_module
@@ -40,16 +41,15 @@ from psync.numerics.rules import registered
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life, LifeEvent
 from psync.ps.plans import Plans, ShardSet
-from psync.ps.report import describe_ps
-from psync.ps.snapshots import Contents, Snapshots
+from psync.ps.snapshots import Snapshots, load
 from psync.ps.succession import (
     REPLACED,
-    AdoptionService,
-    GrantService,
+    Succession,
     check_chief,
     check_newest,
 )
 from psync.store.snapshot import Loaded
+from psync.store.snapshot_state import NOTHING
 from psync.sync.cross_ps_sets import WholeSet
 from psync.sync.groups import CLOSER
 from psync.sync.ps_services import PsProcess, PsServices
@@ -73,6 +73,9 @@ if TYPE_CHECKING:
     from psync.compat.session_service import SessionService
 
 logger = logging.getLogger(__name__)
+
+MAX_LISTED = 20
+"""Peers and locks that a report names."""
 
 
 class PsTask:
@@ -117,27 +120,27 @@ class PsTask:
             self._process, self.life, None, 0, nothing, Plans(self.task, ShardSet.defined),
             Plans(self.task, WholeSet),
         )  # fmt: skip
-        floor, services = (lambda: self.floor), (lambda: self.services)
         self._host = BackupHost(task, self, pool, self._make_backup, parts)
         self._sessions: SessionService | None = None  # until a training session asks
-        self._adoption = AdoptionService(
-            task, work, check, lambda: self.services.store, lambda: self.services.updates.counted()
-        )
-        self._snapshots = Snapshots(task, work, pool, check, services, floor, self.take, parts)
         # Every chief knows the process's own address: it is asked there what it serves, and that
         # of ps 0 grants incarnations, wherever ps 0 is served.
-        grants = index == 0 and not is_hosted
-        granting = GrantService(lambda: self.newest, platform.new_incarnation, grants=grants)
+        clock = None if index or is_hosted else platform.new_incarnation
+        self._succession = Succession(
+            task, work, check, lambda: self.services.store,
+            lambda: self.services.updates.counted(), lambda: self.newest, clock,
+        )  # fmt: skip
+        self._snapshots = parts.of(Snapshots)(
+            task, work, pool, check, lambda: self.services, self.take, parts
+        )
         handlers: dict[type[Message], Handler] = {
             AttachPs: Handler(self._attach),
             AskStatistics: Handler(lambda request: request.answer(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
-            **self._adoption.handlers(),
+            **self._succession.handlers(),
             **self._snapshots.handlers(),
             **self._host.handlers(),
             **dict.fromkeys(ON_EACH_PS + (() if index else ON_PS_0), Handler(self._of_session)),
             **({} if is_hosted else self._host.handlers_of_process()),
-            **granting.handlers(),
             **self.services.handlers(),
         }
         incarnation = platform.new_incarnation()
@@ -165,7 +168,7 @@ class PsTask:
         await self._host.close()
         if self._sessions is not None:
             self._sessions.close()
-        await self._adoption.close()
+        await self._succession.close()
         await self._work.drain()  # what began meanwhile
         self._work.close()
         if not self._is_hosted:
@@ -178,9 +181,26 @@ class PsTask:
 
     def describe(self) -> list[str]:
         """Say what this task holds and who waits here; for reports."""
-        waits, peers = self.services.describe() + self._host.describe(), self._endpoint.peers
-        in_groups = self.services.in_groups
-        return describe_ps(self.task, self.floor, self.statistics(), waits, in_groups, peers)
+        counters = self.statistics()
+        store, groups = counters.pop("store"), counters.pop("sync")
+        serves = f"serves coordinator {self.floor}" if self.floor else "waits for a coordinator"
+        lines = [
+            f"{self.task}: {serves}",
+            f"  {store['shards']} shards, {store['bytes']} bytes, {store['slot_bytes']} of slots",
+            *(f"  {line}" for line in _some(self.services.describe() + self._host.describe())),
+        ]
+        for name, group in groups.items():
+            lines.append(
+                f"  synchronous group {name}: step {group['step']}, {group['counted']} of "
+                f"{group['target']} counted, {group['waiting']} wait for a token"
+            )
+        if waiting := sorted(self.services.in_groups):
+            names = _some([f"{name} ({incarnation})" for name, incarnation in waiting])
+            lines.append(f"  waiting for others: {', '.join(names)}")
+        peers = self._endpoint.peers
+        ends = _some(sorted(f"{peer.task} ({peer.incarnation}) {peer.lane}" for peer in peers))
+        lines.append(f"  connections: {', '.join(ends) or 'none'}")
+        return [*lines, f"  counters: {json.dumps(counters, default=str)}"]
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: store, ledger, connections."""
@@ -203,7 +223,7 @@ class PsTask:
         return {"queue": executor.waiting + executor.computes.waiting}
 
     def _replace(
-        self, attach: AttachPs, timeline: int, contents: Contents, patience_s: float | None
+        self, attach: AttachPs, timeline: int, contents: Loaded, patience_s: float | None
     ) -> None:
         """Serve something else from now on; what was begun before ends where it began.
 
@@ -213,15 +233,15 @@ class PsTask:
             contents: What is served.
             patience_s: See ``PsServices.end``.
         """
-        self.services.end(self.life, timeline, patience_s, self._adoption.lost)
+        self.services.end(self.life, timeline, patience_s, self._succession.lost)
         plans = self.services.plans.since(attach.coordinator)
         wholes = self.services.wholes.since(attach.coordinator)
         make = self._platform.parts.of(PsServices)
         self.services = make(self._process, self.life, attach, timeline, contents, plans, wholes)
         self._endpoint.handlers.update(self.services.handlers())
 
-    def _nothing(self, floor: int) -> Contents:
-        return Contents.empty(self._platform.parts, self.task, self._pool, floor)
+    def _nothing(self, floor: int) -> Loaded:
+        return load(NOTHING, self._platform.parts, self.task, self._pool, floor)
 
     # The coordinator.
 
@@ -269,7 +289,7 @@ class PsTask:
 
     async def _attach(self, request: Request[AttachPs]) -> None:
         self._take_up(request.peer, request.message)
-        await self._adoption.settled()
+        await self._succession.settled()
         request.answer(PsAttached(registered()))
 
     def _take_up(self, peer: Connection, message: AttachPs) -> None:
@@ -300,7 +320,7 @@ class PsTask:
         # Where variables are kept, a step that is decided is applied.
         patience_s = attach.ps_timeout_s if attach.keep else None
         self._replace(attach, 0, self._nothing(attach.coordinator), patience_s)
-        self._adoption.begin(
+        self._succession.begin(
             before.store, before.ledger, before.coordinator, attach.coordinator, keep=attach.keep
         )
         if self._sessions is not None:
@@ -331,7 +351,7 @@ class PsTask:
         logger.info("%s: rolls back to a snapshot, timeline %d", self.task, message.timeline)
         contents = before.restored(loaded)
         self.life = self.life.after(LifeEvent.ROLL_BACK, self.task)
-        self._adoption.lost()  # until the program says that all have it
+        self._succession.lost()  # until the program says that all have it
         self._replace(before.attach, message.timeline, contents, None)
         for task, below in (*message.fences, (CLOSER, self.services.closer_incarnation)):
             self.services.refuse_below(task, below)
@@ -343,7 +363,7 @@ class PsTask:
         attach = self.services.attach
         if self.life is not Life.SERVING or attach is None:
             return None
-        return Served(self._index, attach, self.services.timeline, self._adoption.former.lineage)
+        return Served(self._index, attach, self.services.timeline, self._succession.former.lineage)
 
     def _depose(self) -> None:
         """Its backup serves in its place: the coordinator says that to everybody, this hangs up."""
@@ -351,7 +371,7 @@ class PsTask:
             "%s: has been replaced by its backup, and serves no more requests", self.task
         )
         self.life = self.life.after(LifeEvent.DEPOSE, self.task)
-        self._adoption.lost()
+        self._succession.lost()
         for peer in self._endpoint.peers:
             if not peer.task.startswith("/job:ps/"):
                 peer.abort(ConnectionLost(f"{self.task} has been replaced by its backup"))
@@ -390,7 +410,7 @@ class PsTask:
         """Hold what a snapshot of another one holds."""
         contents = self.services.restored(loaded)
         self.life = self.life.after(LifeEvent.COPY, self.task)
-        self._adoption.former.lineage = lineage
+        self._succession.former.lineage = lineage
         self._replace(attach, timeline, contents, None)
 
     def handler(self, kind: type[Message]) -> Handler:
@@ -411,3 +431,8 @@ class PsTask:
         for fence in fences:
             self.services.executor.in_turn(functools.partial(self.services.refuse_below, *fence))
         return await self.start()
+
+
+def _some(lines: list[str]) -> list[str]:
+    more = len(lines) - MAX_LISTED
+    return [*lines[:MAX_LISTED], f"and {more} more"] if more > 0 else lines

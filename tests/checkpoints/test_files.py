@@ -36,11 +36,11 @@ from psync.checkpoints.files import (
 )
 from psync.checkpoints.manifest import Layout, Place, Planned, Snapshot
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
-from psync.ps.snapshot_files import read_items, write_items
+from psync.ps.snapshots import read_items, write_items
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
-from psync.store.snapshot import Frozen, freeze, load_snapshot
-from psync.store.snapshot_state import SnapshotState
+from psync.store.snapshot import Frozen, Loaded, freeze
+from psync.store.snapshot_state import NOTHING
 from psync.store.store import ShardStore
 from psync.testing.sabotage import FailpointError, Failpoints, SabotagedParts
 
@@ -531,7 +531,7 @@ def held(ps: int, value: float) -> Frozen:
     store.create(SPECS[ps], np.full((3, 2), value, np.float32))
     if ps == 0:
         store.create(ZERO)
-    return freeze(store, Ledger(), lambda answer: None)
+    return freeze(store, NOTHING)
 
 
 def save_snapshots(directory: Path, number: int = 1, value: float = 1.0, drop: int = 0) -> Path:
@@ -551,8 +551,7 @@ def save_snapshots(directory: Path, number: int = 1, value: float = 1.0, drop: i
 def value_of(path: Path) -> float:
     """What the second ps held of w."""
     snapshot = stored_snapshots(path)[1]
-    state = SnapshotState.from_bytes(snapshot.state, "here")
-    made = load_snapshot(state, ShardStore("/job:ps/task:1"), Ledger(), bytes.hex)
+    made = Loaded(snapshot.state, ShardStore("/job:ps/task:1"), Ledger(), bytes.hex)
     read_items(snapshot.file, made, snapshot.places)
     return float(np.frombuffer(made.store.read(SPECS[1].key)[0], np.float32)[0])
 

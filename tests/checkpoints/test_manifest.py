@@ -33,10 +33,9 @@ from psync.errors import CheckpointCorrupt, CheckpointError
 from psync.numerics.rules import Adam
 from psync.schedules import Constant
 from psync.specs import ShardSpec
-from psync.store.ledger import Ledger
 from psync.store.shards import Key
 from psync.store.snapshot import freeze
-from psync.store.snapshot_state import SnapshotState
+from psync.store.snapshot_state import NOTHING, SnapshotState
 from psync.store.store import ShardStore
 
 
@@ -250,7 +249,7 @@ def snapshots(pushes: int = 1) -> list[SnapshotState]:
             grad = np.ones(spec.shape, np.float32)
             for _ in store.apply(7, spec.key, grad, store.begin_push(7, step)):
                 pass
-        made.append(freeze(store, Ledger(), lambda answer: None).state)
+        made.append(freeze(store, NOTHING).state)
     return made
 
 
@@ -319,5 +318,5 @@ def test_a_learning_rate_is_told_if_it_is_not_the_first_one() -> None:
     store = ShardStore("/job:ps/task:0")
     store.define_optimizer(7, Adam(0.1).to_config())
     store.set_learning_rate(7, Constant(0.25).to_config())
-    later = freeze(store, Ledger(), lambda answer: None).state
+    later = freeze(store, NOTHING).state
     assert changed_rate([later, *made], 7) == Constant(0.25).to_config()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from psync.closures import rollback
 from psync.closures.closure import Closure, Identities, Identity
 from psync.closures.rollback import CutCalls, EndedClosures, KeptCalls, Undone
-from psync.store.ledger_snapshot import LedgerState
-from psync.store.snapshot_state import SnapshotState
+from psync.store.snapshot_state import NOTHING, SnapshotState
 from psync.wire.closure_numbers import PART_BITS, numbered
 
 
 def snapshot(*calls: tuple[int, int], final_below: int = 0) -> SnapshotState:
     """Of a ps whose ledger has these (closure, call)."""
-    listed = tuple((closure, call << PART_BITS, 1, ("w",)) for closure, call in calls)
-    return SnapshotState((), (), {}, {}, {}, LedgerState((), listed, final_below))
+    listed = tuple((closure, call << PART_BITS, 0) for closure, call in calls)
+    return replace(NOTHING, calls=listed, final_below=final_below)
 
 
 def test_a_closure_is_in_a_cut_if_any_ps_has_each_of_its_calls() -> None:
@@ -27,22 +28,21 @@ def test_a_closure_is_in_a_cut_if_any_ps_has_each_of_its_calls() -> None:
 
 
 def test_a_closure_that_waits_for_its_step_is_not_in_it_though_it_is_final() -> None:
-    waits = SnapshotState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(5,))
+    waits = replace(NOTHING, final_below=9, pending=(5,))
     assert CutCalls([waits]).num_missing(5, 1)
     assert not CutCalls([waits]).num_missing(6, 1)
 
 
 def test_messages_of_one_call_count_once() -> None:
     both = snapshot((5, 0))
-    part = SnapshotState((), (), {}, {}, {}, LedgerState((), ((5, 1, 1, ("w",)),), 0))
+    part = replace(NOTHING, calls=((5, 1, 0),))
     assert CutCalls([both, part]).num_missing(5, 2)
 
 
 def part(ps: int) -> SnapshotState:
     """Of a ps that has its part of a call that has two."""
     ordinal = 1 << PART_BITS | ps
-    state = LedgerState((), ((5, ordinal, 1, ("w",)),), parts=((5, ordinal, 2),))
-    return SnapshotState((), (), {}, {}, {}, state)
+    return replace(NOTHING, calls=((5, ordinal, 0),), parts=((5, ordinal, 2),))
 
 
 def test_a_call_of_which_a_part_is_missing_is_not_in_it() -> None:
@@ -53,7 +53,7 @@ def test_a_call_of_which_a_part_is_missing_is_not_in_it() -> None:
 
 
 def test_a_synchronous_push_is_a_call_too() -> None:
-    steps = SnapshotState((), (), {}, {}, {}, LedgerState((), (), 0), counted=((1, 5, 1, b"d"),))
+    steps = replace(NOTHING, counted=((1, 5, 1, b"d"),))
     cut = CutCalls([steps, snapshot((5, 0))])
     assert not cut.num_missing(5, 2)
     assert cut.num_missing(5, 3)
@@ -102,8 +102,7 @@ def test_a_shard_that_is_undone_is_named_by_its_last_closure_and_comes_again() -
     ended.saved(CutCalls([snapshot((3, 0), final_below=5)]), lambda _: False)
     assert ended.undone(CutCalls([snapshot()])) == Undone(), "it is final there"
     ended.ended(numbered(3, 1), 2)
-    kept = LedgerState((), ((3, 0, 0, ("v",)),), 5, kept=((3, 1),))
-    cut = CutCalls([SnapshotState((), (), {}, {}, {}, kept)])
+    cut = CutCalls([replace(NOTHING, calls=((3, 0, 0),), final_below=5, kept=((3, 1),))])
     ended.saved(cut, lambda _: False)
     assert ended.undone(cut).closures == (8,)
     assert undone == [identity]
@@ -128,7 +127,7 @@ def test_a_shard_whose_push_waits_for_its_step_in_the_first_cut_is_undone() -> N
     undone: list[Identity] = []
     identities, identity = shard(3, undone)
     ended = EndedClosures(identities)
-    cut = CutCalls([SnapshotState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(3,))])
+    cut = CutCalls([replace(NOTHING, final_below=9, pending=(3,))])
     identity.is_open = True
     ended.saved(cut, lambda _: False)
     assert ended.undone(cut) == Undone(), "it runs, and will run again"
@@ -140,7 +139,7 @@ def test_a_shard_whose_push_waits_for_its_step_in_the_first_cut_is_undone() -> N
 
 def test_one_that_ended_before_the_first_cut_and_waits_for_its_step_there_is_undone() -> None:
     ended = EndedClosures()
-    cut = CutCalls([SnapshotState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(5, 7))])
+    cut = CutCalls([replace(NOTHING, final_below=9, pending=(5, 7))])
     ended.saved(cut, lambda closure: closure == 7)
     assert ended.undone(cut) == Undone((5,), 1)
     ended.saved(cut, lambda closure: closure == 7)
@@ -200,7 +199,7 @@ class TestKeptCalls:
         for closure in range(7, 7 + later):  # so many that 6 may have been forgotten
             ended.ended_early(closure)
         pending = (5, 6)
-        cut = CutCalls([SnapshotState((), (), {}, {}, {}, LedgerState((), (), 9), pending=pending)])
+        cut = CutCalls([replace(NOTHING, final_below=9, pending=pending)])
         ended.saved(cut, lambda _: False)
         assert ended.undone(cut).closures == pending
         assert ended.kept.dropped(pending) == missing

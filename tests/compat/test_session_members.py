@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -18,24 +19,10 @@ CHIEF = "/job:chief/task:0"
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
 
 
-class Answer(NamedTuple):
-    waiter: Any
-    answer: Any
-
-
-class SetMembers(NamedTuple):
-    alive: dict[str, int]
-    missing: tuple[str, ...]
-
-
-class FenceTask(NamedTuple):
-    task: str
-    below: int
-
-
-class CloseTokens(NamedTuple):
-    reason: str
-
+Answer = namedtuple("Answer", "waiter answer")
+SetMembers = namedtuple("SetMembers", "alive missing")
+FenceTask = namedtuple("FenceTask", "task below")
+CloseTokens = namedtuple("CloseTokens", "reason")
 
 Action = Answer | SetMembers | FenceTask | CloseTokens
 
@@ -45,7 +32,10 @@ class Recorded:
 
     def __init__(self) -> None:
         self._done: list[Action] = []
-        self._rule = SessionMembers(self)
+        self._rule = SessionMembers(self)  # type: ignore[arg-type]
+        kinds = {"answer": Answer, "set_members": SetMembers, "fence": FenceTask}
+        for name, kind in {**kinds, "close_tokens": CloseTokens}.items():
+            setattr(self, name, lambda *args, kind=kind: self._done.append(kind(*args)))
         self.statistics, self.next_deadline = self._rule.statistics, self._rule.next_deadline
 
     def __getattr__(self, name: str) -> Any:
@@ -55,18 +45,6 @@ class Recorded:
             return done
 
         return call
-
-    def answer(self, waiter: Any, answer: Any) -> None:
-        self._done.append(Answer(waiter, answer))
-
-    def set_members(self, alive: dict[str, int], missing: tuple[str, ...]) -> None:
-        self._done.append(SetMembers(alive, missing))
-
-    def fence(self, task: str, below: int) -> None:
-        self._done.append(FenceTask(task, below))
-
-    def close_tokens(self, reason: str) -> None:
-        self._done.append(CloseTokens(reason))
 
 
 def only(actions: Sequence[Action], kind: type) -> list[Any]:

@@ -15,9 +15,10 @@ from psync.net.connection import Connection, Into
 from psync.numerics.memory import BlockPool
 from psync.testing.link import Ends, Fabric, Link
 from psync.wire.codec import Message
-from psync.wire.frames import Frame
+from psync.wire.frames import VERSION, Frame
 from psync.wire.handshake import ClientHandshake, ServerHandshake
 from psync.wire.limits import DEFAULT_LIMITS, Limits
+from psync.wire.messages import Challenge, Hello
 from recorder import Recorder
 
 
@@ -173,10 +174,14 @@ def peered(
         return made
 
     pool, nonce = BlockPool(), bytes(32)
-    back = end_of(ServerHandshake(SECRET.value, PS, 1, nonce), server, BlockPool(), server_opened)
-    peer = end_of(
-        ClientHandshake(SECRET.value, WORKER, 2, lane, nonce, PS), client, pool, client_opened
+    challenge = Challenge(VERSION, PS, 1, nonce, True, b"")
+    hello = Hello(VERSION, VERSION, WORKER, 2, lane, nonce, True)
+    serving, calling = (
+        ServerHandshake(SECRET.value, challenge),
+        ClientHandshake(SECRET.value, hello, PS),
     )
+    back = end_of(serving, server, BlockPool(), server_opened)
+    peer = end_of(calling, client, pool, client_opened)
     before(peer)
     *_, link = linked(lambda: peer, lambda: back, **options)
     turns.settle()

@@ -11,6 +11,7 @@ from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Buffer, Frame, FrameDecoder, Segment, encode_head, flat
 from psync.wire.lent import Extent
 from psync.wire.limits import DEFAULT_LIMITS, Limits
+from psync.wire.tensors import Joined
 
 
 def pour(decoder: FrameDecoder, data: Buffer, sizes: Iterable[int] = ()) -> list[Frame]:
@@ -89,6 +90,8 @@ def encode_frame(
 ) -> list[Buffer]:
     """Return the buffers of a frame whose body is not lent, as a connection sends it."""
     lengths, buffers = flat(segments)
+    if isinstance(segments, Joined):
+        lengths = segments.lengths
     return [encode_head(kind, request_id, header, lengths, (), limits), *buffers]
 
 

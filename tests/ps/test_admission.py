@@ -2,55 +2,69 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from psync.ps.admission import Claim, LockTable, UpdateGate
+from psync.numerics.memory import BlockPool
+from psync.ps.admission import Claim, PsLocks, UpdateGate
 from psync.store.ledger import Fresh, Ledger
+from psync.store.store import ShardStore
 
 A, B, C = (1, 0), (1, 1), (2, 0)
 
 
+def locks() -> PsLocks:
+    return PsLocks("/job:ps/task:0", ShardStore("/job:ps/task:0", BlockPool()))
+
+
 def test_a_lock_waits_for_the_updates_under_way() -> None:
-    table = LockTable()
+    table = locks()
     first, second = table.begin([A]), table.begin([B])
     lock = table.claim([A, B], exclusive=True)
     assert not lock.held
-    assert table.end(first) == []
-    assert table.end(second) == [lock]
+    table.end(first)
+    assert not lock.held
+    table.end(second)
     assert lock.held
 
 
 def test_whoever_waits_holds_back_those_who_come_later() -> None:
-    table = LockTable()
+    table = locks()
     under_way = table.begin([A])
     lock = table.claim([A, B], exclusive=True)
     late = table.claim([B], exclusive=False)
     assert not late.held  # else updates of B could keep the lock waiting for ever
     assert table.blocks([B])
-    assert table.end(under_way) == [lock]
-    assert table.end(lock) == [late]
+    table.end(under_way)
+    assert (lock.held, late.held) == (True, False)
+    table.end(lock)
+    assert late.held
 
 
 def test_who_gives_up_waiting_is_in_nobodys_way() -> None:
-    table = LockTable()
+    table = locks()
     held = table.claim([A], exclusive=True)
     given_up = table.claim([A, B], exclusive=True)
     later = table.claim([B], exclusive=False)
-    assert table.end(given_up) == [later]
-    assert table.end(given_up) == []
-    assert table.end(held) == []
+    table.end(given_up)
+    assert later.held
+    table.end(given_up)
+    table.end(held)
     assert not table.blocks([A, B])
 
 
 def test_work_that_belongs_to_a_claim_outlives_it() -> None:
-    table = LockTable()
+    table = locks()
     update = table.claim([A], exclusive=False)
     lock = table.claim([A], exclusive=True)
     work = table.begin([A])  # of the update, which is answered for by its own claim
-    assert table.end(update) == []
-    assert table.end(work) == [lock]
+    table.end(update)
+    assert not lock.held
+    table.end(work)
+    assert lock.held
 
 
 class ClaimsMachine(RuleBasedStateMachine):
@@ -58,7 +72,7 @@ class ClaimsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = LockTable()
+        self.table = locks()
         self.claims: list[Claim] = []
 
     @rule(keys=st.sets(st.sampled_from([A, B, C]), min_size=1), exclusive=st.booleans())
@@ -73,9 +87,9 @@ class ClaimsMachine(RuleBasedStateMachine):
     def end(self, which: int) -> None:
         if self.claims:
             claim = self.claims.pop(which % len(self.claims))
-            granted = self.table.end(claim)
-            assert all(other.held for other in granted)
-            assert granted == [other for other in self.claims if other in granted]
+            held = [other for other in self.claims if other.held]
+            self.table.end(claim)
+            assert all(other.held for other in held)
 
     @invariant()
     def a_lock_is_alone(self) -> None:
@@ -107,6 +121,12 @@ W0, W1 = ("/job:worker/task:0", 5), ("/job:worker/task:1", 5)
 CLOSER = ("/job:ps/task:0", 9)
 
 
+def gate_of(ledger: Ledger) -> UpdateGate:
+    return UpdateGate(
+        CLOSER[0], ledger, CLOSER[0], lambda _: None, lambda: asyncio.sleep(0), lambda: None
+    )
+
+
 def judged(ledger: Ledger, client: tuple[str, int], sequence: int) -> None:
     verdict = ledger.judge(client, sequence, 0, None, 0, 1)
     assert isinstance(verdict, Fresh)
@@ -115,7 +135,7 @@ def judged(ledger: Ledger, client: tuple[str, int], sequence: int) -> None:
 
 def test_a_shut_gate_holds_what_is_new_and_lets_pass_what_was_judged_and_ps_0() -> None:
     ledger = Ledger()
-    gate = UpdateGate(ledger, CLOSER[0])
+    gate = gate_of(ledger)
     judged(ledger, W0, 1)
     gate.shut(3)
     assert gate.cut == 3
@@ -126,7 +146,7 @@ def test_a_shut_gate_holds_what_is_new_and_lets_pass_what_was_judged_and_ps_0() 
 
 
 def test_admitted_messages_pass_until_the_gate_is_opened() -> None:
-    gate = UpdateGate(Ledger(), CLOSER[0])
+    gate = gate_of(Ledger())
     gate.shut(3)
     assert gate.admit(3, [(W0, 2)])
     assert not gate.holds(W0, 2)
@@ -138,7 +158,7 @@ def test_admitted_messages_pass_until_the_gate_is_opened() -> None:
 
 
 def test_only_the_present_cut_admits_and_opens() -> None:
-    gate = UpdateGate(Ledger(), CLOSER[0])
+    gate = gate_of(Ledger())
     gate.shut(3)
     gate.shut(2)  # it comes late
     assert gate.cut == 3
@@ -150,7 +170,7 @@ def test_only_the_present_cut_admits_and_opens() -> None:
 
 
 def test_a_cut_that_is_over_shuts_nothing() -> None:
-    gate = UpdateGate(Ledger(), CLOSER[0])
+    gate = gate_of(Ledger())
     assert gate.shut(2)
     assert gate.shut(2)  # said again
     assert gate.open(2)
@@ -162,7 +182,7 @@ def test_a_cut_that_is_over_shuts_nothing() -> None:
 
 def test_what_is_settled_is_not_waited_for() -> None:
     ledger = Ledger()
-    gate = UpdateGate(ledger, CLOSER[0])
+    gate = gate_of(ledger)
     judged(ledger, W0, 1)
     wanted = [(W0, 1), (W0, 2), (W0, 3)]
     assert gate.unsettled(wanted) == [(W0, 2), (W0, 3)]
@@ -174,7 +194,7 @@ def test_what_is_settled_is_not_waited_for() -> None:
 
 def test_what_waits_is_not_settled_although_its_client_is_replaced() -> None:
     ledger = Ledger()
-    gate = UpdateGate(ledger, CLOSER[0])
-    gate.waiting[W0, 2] += 1
+    gate = gate_of(ledger)
+    gate.held_back[W0, 2] += 1
     ledger.fence(W0[0], W0[1] + 1)
     assert gate.unsettled([(W0, 1), (W0, 2)]) == [(W0, 2)]

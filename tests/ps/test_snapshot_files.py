@@ -9,10 +9,11 @@ import pytest
 from psync.checkpoints.manifest import Place
 from psync.errors import CheckpointCorrupt, CheckpointError
 from psync.numerics.memory import BLOCK_BYTES
-from psync.ps.snapshot_files import has_text, read_items, write_items
+from psync.ps.snapshots import has_text, read_items, write_items
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
-from psync.store.snapshot import Frozen, Loaded, freeze, load_snapshot
+from psync.store.snapshot import Frozen, Loaded, freeze
+from psync.store.snapshot_state import NOTHING
 from psync.store.store import ShardStore
 
 W = ShardSpec("w", 0, 0, 0, (3, 4), "float32", 0)
@@ -31,11 +32,11 @@ def frozen() -> Frozen:
     store.create(W, np.arange(12, dtype=np.float32).reshape(3, 4))
     store.create(V, np.random.default_rng(3).random(V.shape, np.float32))
     store.create(T, fill=2.0)
-    return freeze(store, Ledger(), pack)
+    return freeze(store, NOTHING)
 
 
 def loaded(frozen: Frozen) -> Loaded:
-    return load_snapshot(frozen.state, ShardStore("/job:ps/task:0"), Ledger(), lambda data: data)
+    return Loaded(frozen.state, ShardStore("/job:ps/task:0"), Ledger(), lambda data: data)
 
 
 def written(path: Path, frozen: Frozen) -> list[Place]:

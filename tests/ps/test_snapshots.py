@@ -16,8 +16,7 @@ from psync.errors import CheckpointCorrupt, RemoteProtocolError, UsageError
 from psync.numerics.rules import Adam
 from psync.ps.snapshots import pack_accumulators, unpack_accumulators, unpack_answer
 from psync.specs import VariableSpec
-from psync.store.ledger_snapshot import LedgerState, SenderState
-from psync.store.snapshot import SnapshotState
+from psync.store.snapshot_state import SenderState, SnapshotState
 from psync.wire.codec import Message, encode
 from psync.wire.frames import Frame
 from psync.wire.messages import (
@@ -99,7 +98,8 @@ async def test_what_is_damaged_is_refused_and_what_is_served_stays(tmp_path: Pat
         state, path = await freeze(cluster), tmp_path / "a"
         (tmp_path / "nonce").write_text("12")
         written = await call(cluster, WriteFrozen(1, str(path), "12"), b'[[0, "item0"]]')
-        ((start, nbytes, crc),) = json.loads(bytes(written.segments[0]))
+        size, ((start, nbytes, crc),) = json.loads(bytes(written.segments[0]))
+        assert size == path.stat().st_size
         await assign(cluster.chief, v, np.full(LARGE, 2, np.float32))
         good, data = [(0, start, nbytes, crc)], bytearray(path.read_bytes())
         data[start + 2 * MiB] ^= 1
@@ -118,7 +118,7 @@ async def test_what_is_damaged_is_refused_and_what_is_served_stays(tmp_path: Pat
         sender = SenderState(WORKER, 1, 0, ((0, None, b"\x90"),))
         for broken in (
             dataclasses.replace(state, accumulators=((encode(Done()), 0),)),
-            dataclasses.replace(state, ledger=LedgerState((sender,))),
+            dataclasses.replace(state, senders=(sender,)),
         ):
             with pytest.raises(CheckpointCorrupt):
                 await prepare(cluster, broken, path, good)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgpack
@@ -14,17 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from psync.errors import FencedError, UsageError
 from psync.store.ledger import STEP, AlreadyApplied, Duplicate, Fresh, Ledger, Ticket, Verdict
-from psync.store.ledger_snapshot import (
-    GradientStates,
-    LedgerState,
-    SenderState,
-    control_of,
-    gradients_of,
-    held_updates,
-    note_gradients,
-    restore_ledger,
-    state_of,
-)
+from psync.store.snapshot_state import NOTHING, SenderState
 from psync.wire.closure_numbers import numbered
 
 FLOOR = 20
@@ -64,12 +55,12 @@ def pack(answer: object) -> bytes | None:
 
 def copy_of(ledger: Ledger) -> Ledger:
     made = Ledger(FLOOR)
-    restore_ledger(made, state_of(ledger, pack), bytes.decode)
+    made.restore(ledger.snapshot(pack), bytes.decode)
     return made
 
 
 def control(ledger: Ledger) -> list[Any]:
-    return control_of(ledger, lambda answer: str(answer).encode())
+    return ledger.control(lambda answer: str(answer).encode())
 
 
 @pytest.fixture
@@ -181,7 +172,7 @@ class Updates(RuleBasedStateMachine):
     @rule()
     def another_goes_on_from_a_snapshot(self) -> None:
         before, self.ledger = self.ledger, copy_of(self.ledger)
-        assert state_of(self.ledger, pack) == state_of(before, pack)
+        assert self.ledger.snapshot(pack) == before.snapshot(pack)
         assert control(self.ledger) == control(before)
 
     def teardown(self) -> None:
@@ -376,31 +367,31 @@ def test_what_is_judged_is_in_the_state_once_it_is_recorded(
     ledger: Ledger, closure: int | None
 ) -> None:
     ticket = fresh(judge(ledger, closure=closure, spread=[(1, 3), (2, 9)]))
-    assert state_of(ledger, pack).senders == (SenderState(*W0, 0, ()),)
+    assert ledger.snapshot(pack).senders == (SenderState(*W0, 0, ()),)
     ledger.record(ticket, "accepted")
     call = None if closure is None else (5, 0)
-    assert state_of(ledger, pack) == LedgerState(
-        (SenderState(*W0, 0, ((0, call, b"accepted"),)),),
-        ((*call, SET, ("w", "b")),) if call else (),
+    assert ledger.snapshot(pack) == replace(
+        NOTHING,
+        senders=(SenderState(*W0, 0, ((0, call, b"accepted"),)),),
+        variable_sets=((SET, ("w", "b")),) if call else (),
+        calls=((*call, 0),) if call else (),
         coordinator=FLOOR,
         parts=((*call, 3),) if call else (),
     )
-    assert state_of(copy_of(ledger), pack) == state_of(ledger, pack)
-    assert not state_of(ledger, pack).final.is_final(5)
+    assert copy_of(ledger).snapshot(pack) == ledger.snapshot(pack)
+    assert not ledger.snapshot(pack).final.is_final(5)
 
 
 def test_updates_of_accumulators_are_left_out_and_had_apart(ledger: Ledger) -> None:
     apply(ledger, answer="a push")
     apply(ledger, sequence=1, closure=6, variable_set=GRADIENT, answer=7)
     apply(ledger, sequence=2, closure=None, variable_set=GRADIENT, answer=8)
-    states = gradients_of(ledger, lambda a: b"%d" % a if isinstance(a, int) else None)
-    assert states == GradientStates(
-        [(*W0, 1, 6, 0, b"7"), (*W0, 2, -1, 0, b"8")], [(6, 0, GRADIENT, "w")]
-    )
+    states = ledger.gradients(lambda a: b"%d" % a if isinstance(a, int) else None)
+    assert states == ([(*W0, 1, 6, 0, b"7"), (*W0, 2, -1, 0, b"8")], [(6, 0, GRADIENT, "w")])
     copy = copy_of(ledger)
     assert isinstance(judge(copy, sequence=1, closure=6, variable_set=GRADIENT), Fresh)
     assert isinstance(judge(copy, sequence=2, closure=None), Fresh)
-    note_gradients(copy, states, int)
+    copy.note_gradients(*states, int)
     assert judge(copy) == Duplicate("a push")
     assert judge(copy, sequence=1, closure=6, variable_set=GRADIENT) == Duplicate(7)
     assert judge(copy, sequence=2, closure=None, variable_set=GRADIENT) == Duplicate(8)
@@ -444,10 +435,10 @@ def test_what_another_program_must_know_of_updates_is_held(ledger: Ledger) -> No
     """Calls over several ps tasks, also those that may come again, and updates of no closure."""
     for sequence, closure, spread in ((1, 5, [(1, 4)]), (2, 6, []), (3, None, [(2, 6)])):
         apply(ledger, W0, sequence, acked=1, closure=closure, spread=spread)
-    held = held_updates(ledger, 5)
+    held = ledger.held_updates(5)
     assert (held.coordinator, held.final_below, held.calls, held.kept) == (5, 0, ((5, 0, 2),), ())
     assert held.acked == ((*W0, 1),)
     assert held.messages == ((*W0, 3, ((2, 6),)),)
     ledger.final_below(7, [(5, 1)])
-    held = held_updates(ledger, 3)
+    held = ledger.held_updates(3)
     assert (held.final_below, held.kept, held.calls) == (7, ((5, 1),), ((5, 0, 2),))

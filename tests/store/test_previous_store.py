@@ -79,7 +79,7 @@ def test_what_is_held_is_described() -> None:
     push(old, 0)
     holding = former_of(old).describe()
     assert holding.lineage == 5
-    assert [(shard.name, shard.index, shard.shape) for shard in holding.shards] == [
+    assert [(shard.variable, shard.index, shard.shape) for shard in holding.shards] == [
         ("w", 0, (2,)),
         ("b", 0, (2,)),
     ]
@@ -147,7 +147,7 @@ def test_what_is_not_here_is_told_and_nothing_has_changed() -> None:
         former.adopt(Orders((("w", 0, 1),), (), ((5, 3, 1),)), new)
     with pytest.raises(PartitionError, match='"w" as variable 0, which is "v"'):
         former.adopt(Orders((("w", 0, 0),)), new)
-    assert [shard.name for shard in former.describe().shards] == ["w"]
+    assert [shard.variable for shard in former.describe().shards] == ["w"]
     assert new.keys() == [(0, 0)]
 
 

@@ -12,13 +12,14 @@ from psync.specs import ShardSpec, VariableSpec
 from psync.store.reattach import (
     Adoption,
     HeldOptimizer,
-    HeldShard,
     HeldUpdates,
     Holding,
     NewOptimizer,
     Orders,
     partial_updates,
+    read_sent,
 )
+from psync.store.untrusted_json import to_json
 from psync.wire.closure_numbers import PART_BITS
 
 ADAM = {"rule": "Adam", "learning_rate": {"schedule": "constant", "value": 0.1}, "clip": None}
@@ -41,12 +42,7 @@ def holdings(
     return [
         Holding(
             lives[ps],
-            tuple(
-                HeldShard(spec.name, shard.index, shard.offset, shard.shape, shard.dtype)
-                for spec in variables
-                for shard in spec.shards
-                if shard.ps == ps
-            ),
+            tuple(shard for spec in variables for shard in spec.shards if shard.ps == ps),
             tuple(optimizers),
         )
         for ps in range(2)
@@ -286,19 +282,19 @@ def test_an_answer_that_was_received_is_one_of_all_parts() -> None:
 def test_what_is_held_and_what_is_to_be_done_travel_as_json() -> None:
     holding = holdings(variable("w"), optimizers=[used(1)])[1]
     holding = holding._replace(updates=(sent(3, m3=[(1, 8)]), called((1, 0, 2))))
-    assert Holding.from_bytes(holding.to_bytes()) == holding
+    assert read_sent([to_json(holding)], Holding, "") == holding
     orders = Orders((("w", 1, 3),), (("b", 0),), ((5, 1, 4),))
-    assert Orders.from_bytes(orders.to_bytes()) == orders
+    packed = to_json(orders)
+    assert read_sent([packed[:9], packed[9:]], Orders, "") == orders
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"{}", b'{"life": "x"}', b"[1, 2, 3]", b"[[[1]],[],[]]"]
 )
 def test_nonsense_is_told(data: bytes) -> None:
-    with pytest.raises(RemoteProtocolError, match="nonsense"):
-        Holding.from_bytes(data)
-    with pytest.raises(RemoteProtocolError, match="nonsense"):
-        Orders.from_bytes(data)
+    for kind in (Holding, Orders):
+        with pytest.raises(RemoteProtocolError, match="nonsense: damaged: "):
+            read_sent([data], kind, "nonsense")
 
 
 def test_an_optimizer_that_only_some_ps_tasks_had_adopted_is_one() -> None:

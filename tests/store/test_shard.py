@@ -12,7 +12,7 @@ from psync.store.work import BlockWork, Prepared, Shard, Work, Workspace
 def shard_of(size: int) -> Shard:
     spec = ShardSpec("w", 0, 0, 0, (size,), "float32", ps=1)
     values = BlockArray(size, dtype_of("float32"), 0)
-    return Shard(spec, values, values.nbytes)
+    return Shard(spec, values, values.nbytes, 1)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,8 @@ from psync.numerics.rules import SGD, Adam, RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec, dtype_of
 from psync.store.ledger import Fresh, Ledger
-from psync.store.snapshot import (
-    Frozen,
-    Loaded,
-    SnapshotState,
-    freeze,
-    load_snapshot,
-    settling,
-)
+from psync.store.snapshot import Frozen, Loaded, freeze, settling
+from psync.store.snapshot_state import SnapshotState
 from psync.store.store import ShardStore
 
 PS = "/job:ps/task:0"
@@ -46,11 +41,11 @@ def unpack(data: bytes) -> object:
 
 
 def frozen(store: ShardStore, ledger: Ledger | None = None, **kwargs: Any) -> Frozen:
-    return freeze(store, ledger or Ledger(), pack, **kwargs)
+    return freeze(store, dataclasses.replace((ledger or Ledger()).snapshot(pack), **kwargs))
 
 
 def loaded(state: SnapshotState) -> Loaded:
-    return load_snapshot(state, ShardStore(PS), Ledger(20), unpack)
+    return Loaded(state, ShardStore(PS), Ledger(20), unpack)
 
 
 def fill(target: Loaded, source: Frozen) -> None:
@@ -172,7 +167,7 @@ class TestWhatIsKept:
         ledger.record(verdict, "accepted")
         made = again(store, ledger)
         assert made.ledger.judge(W0, 0, 0, 5, 0, 77).answer == "accepted"  # type: ignore[union-attr]
-        assert [call[0] for call in made.state.ledger.calls] == [5]
+        assert [call[0] for call in made.state.calls] == [5]
 
     def test_iterations_count_updates(self, store: ShardStore) -> None:
         assert frozen(ShardStore(PS)).state.iterations == 0
@@ -265,6 +260,14 @@ class TestFrozen:
         copies = store.statistics()["copies"]
         assign(store, V.key, 2)
         assert store.statistics()["copies"] == copies
+
+    def test_what_is_let_go_of_is_yielded_once(self, store: ShardStore) -> None:
+        assign(store, V.key, 1)
+        snapshot = frozen(store)
+        expected = b"".join(snapshot.views(1))
+        assert b"".join(snapshot.letting_go(1)) == expected
+        with pytest.raises(CheckpointError, match="no longer held"):
+            snapshot.views(1)
 
     def test_drop_stops_who_is_reading(self, store: ShardStore) -> None:
         assign(store, V.key, 1)

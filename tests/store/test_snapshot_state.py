@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,19 @@ from hypothesis import strategies as st
 from psync.errors import CheckpointCorrupt, CheckpointError, ConfigurationError
 from psync.numerics.rules import SGD, Adam, RuleOptions
 from psync.schedules import Constant, ExponentialDecay
-from psync.specs import DTYPE_NAMES, STEP_BITS, ShardSpec, dtype_of
-from psync.store.ledger_snapshot import LedgerState, SenderState
+from psync.specs import DTYPE_NAMES, STEP_BITS, dtype_of
 from psync.store.push_counts import PushCount
 from psync.store.reattach import NewOptimizer
-from psync.store.snapshot_state import OptimizerSnapshot, SnapshotItem, SnapshotState
+from psync.store.snapshot_state import (
+    NOTHING,
+    OptimizerSnapshot,
+    SenderState,
+    ShardSnapshot,
+    SnapshotState,
+)
 from psync.store.sync_config import SyncConfig
+from psync.store.untrusted_json import Signed
 
-HALF = ShardSpec("h", 0, 1, 2, (2, 3), "bfloat16", 1)
-FLAGS = ShardSpec("flags", 3, 0, 0, (4,), "bool", 1)
 ADAM = Adam(ExponentialDecay(0.1, 10, 0.5))
 SLOW = SGD(0.5, 0.9).with_options(RuleOptions(gradient_accumulation_steps=3))
 GROUP = SyncConfig(
@@ -34,34 +38,35 @@ EPOCH = 1 << STEP_BITS
 COUNT = (EPOCH + 2, 4, 3, 0, (((), 1), ((1, 2), 2)), ((1, ((0, 3), (2, 1))),))
 
 STATE = SnapshotState(
-    (HALF, FLAGS),
-    (
-        SnapshotItem(HALF.key, -1, "", (2, 3), "bfloat16"),
-        SnapshotItem(HALF.key, 1, "m", (2, 3), "float32"),
-        SnapshotItem(HALF.key, 1, "v", (2, 3), "float32", b"\0\0\x80\x3f"),
-        SnapshotItem(FLAGS.key, -1, "", (4,), "bool", b"\1"),
-    ),
-    {HALF.key: 7, FLAGS.key: 0},
-    {HALF.key: {2: 4}},
-    {
-        1: OptimizerSnapshot(ADAM.to_config(), Constant(0.25).to_config(), COUNT),
-        2: OptimizerSnapshot(SLOW.to_config(), SLOW.learning_rate.to_config(), PushCount(31).state),
-    },
-    LedgerState(
-        (
-            SenderState("/job:worker/task:0", 21, 5, ((5, (3, 0), b"yes"), (7, None, b"no"))),
-            SenderState("/job:worker/task:1", 22, 0, ()),
+    shards=(
+        ShardSnapshot(
+            variable="h", id=0, index=1, offset=2, shape=(2, 3), dtype="bfloat16", ps=1, version=7,
+            slots=((1, "m", None), (1, "v", b"\0\0\x80\x3f")), pushes=((2, 4),),
         ),
-        ((3, 0, -77, ("h", "flags")), (3, 1, 12, ()), (4, 0, -77, ("h", "flags"))),
-        3,
-        parts=((3, 1, 2),),
-        failures=(("a call", 3, 1, b"failed"), ("/job:worker/task:0", 21, 7, b"too")),
-        kept=((1, 2), (2, 1)),
+        ShardSnapshot(
+            variable="flags", id=3, index=0, offset=0, shape=(4,), dtype="bool", ps=1, version=0,
+            fill=b"\1", slots=(), pushes=(),
+        ),
     ),
-    ((b"definition", 4), (b"another", -4)),
-    {5: GROUP.to_config() | {"global_step": [0, 3, 0], "averages": [[1, 2]]}},
-    ((5, 3, 2, b"\0\xff"),),
-)
+    optimizers=(
+        OptimizerSnapshot(1, ADAM.to_config(), Constant(0.25).to_config(), EPOCH + 9),
+        OptimizerSnapshot(2, SLOW.to_config(), SLOW.learning_rate.to_config(), 31),
+    ),
+    counts=((1, COUNT), (2, PushCount(31).state)),
+    senders=(
+        SenderState("/job:worker/task:0", 21, 5, ((5, (3, 0), b"yes"), (7, None, b"no"))),
+        SenderState("/job:worker/task:1", 22, 0, ()),
+    ),
+    variable_sets=((Signed(-77), ("h", "flags")), (Signed(12), ())),
+    calls=((3, 0, 0), (3, 1, 1), (4, 0, 0)),
+    final_below=3,
+    kept=((1, 2), (2, 1)),
+    parts=((3, 1, 2),),
+    accumulators=((b"definition", Signed(4)), (b"another", Signed(-4))),
+    groups=((5, GROUP.to_config() | {"global_step": [0, 3, 0], "averages": [[1, 2]]}),),
+    counted=((5, 3, 2, b"\0\xff"),),
+    failures=(("a call", 3, 1, b"failed"), ("/job:worker/task:0", 21, 7, b"too")),
+)  # fmt: skip
 
 
 def read(content: Any) -> SnapshotState:
@@ -94,7 +99,7 @@ class TestRoundTrip:
         self, content: Any
     ) -> None:
         del content["counts"]
-        of_one = read(content).optimizers[1].count
+        of_one = dict(read(content).counts)[1]
         assert of_one == PushCount(EPOCH + 9).state
         assert PushCount.of(of_one).next_step() == 9
 
@@ -118,22 +123,24 @@ class TestRoundTrip:
     def test_whatever_it_holds(
         self, shards: Any, senders: dict[str, tuple[int, bytes]], calls: dict[Any, Any]
     ) -> None:
-        specs, items, versions = [], [], {}
-        for number, (name, shape, dtype, constant, version) in enumerate(shards):
-            spec = ShardSpec(name, number, 0, 0, shape, dtype, 0)
-            fill = np.ones(1, dtype_of(dtype)).tobytes() if constant else None
-            specs.append(spec)
-            items.append(SnapshotItem(spec.key, -1, "", shape, dtype, fill))
-            versions[spec.key] = version
-        ledger = LedgerState(
-            tuple(
+        made = replace(
+            NOTHING,
+            shards=tuple(
+                ShardSnapshot(
+                    variable=name, id=number, index=0, offset=0, shape=shape, dtype=dtype, ps=0,
+                    version=version, slots=(), pushes=(),
+                    fill=np.ones(1, dtype_of(dtype)).tobytes() if constant else None,
+                )
+                for number, (name, shape, dtype, constant, version) in enumerate(shards)
+            ),
+            senders=tuple(
                 SenderState(task, number, 1, ((3, None, answer + b"!"),))
                 for task, (number, answer) in senders.items()
             ),
-            tuple((*call, *applied) for call, applied in calls.items()),
-        )
-        state = SnapshotState(tuple(specs), tuple(items), versions, {}, {}, ledger)
-        assert SnapshotState.from_bytes(state.to_bytes(), "here") == state
+            variable_sets=tuple(calls.values()),
+            calls=tuple((*call, place) for place, call in enumerate(calls)),
+        )  # fmt: skip
+        assert SnapshotState.from_bytes(made.to_bytes(), "here") == made
 
 
 def at(*path: Any, value: Any) -> Callable[[Any], None]:
@@ -167,7 +174,7 @@ DAMAGE = [
         at("shards", 1, "fill", value="02"),
         r'the element of "flags/part_0": expected one of bool',
     ),
-    (at(*SHARD, "slots", value=twice), r'a slot of "h/part_1": expected each once, got .4 of 3'),
+    (at(*SHARD, "slots", value=twice), r'a slot of "h/part_1": expected each once, got .3 of 2'),
     (at(*SHARD, "slots", 0, 0, value=8), r'a slot of "h/part_1": expected one that its optim'),
     (at(*SHARD, "slots", 0, 1, value="w"), r'a slot of "h/part_1": expected one that its optim'),
     (at(*SHARD, "slots", 1, 2, value="00"), r"the element of slot 'v' of \"h/part_1\": expected"),
@@ -288,20 +295,17 @@ def test_the_program_says_with_which_learning_rates_its_optimizers_go_on() -> No
             NewOptimizer(3, "not saved", ADAM.to_config(), rate),
         ]
     )
-    assert state.optimizers == {
-        1: dataclasses.replace(STATE.optimizers[1], learning_rate=rate),
-        2: STATE.optimizers[2],
-    }
-    assert dataclasses.replace(state, optimizers=STATE.optimizers) == STATE
+    first, second = STATE.optimizers
+    assert state.optimizers == (first._replace(learning_rate=rate), second)
+    assert replace(state, optimizers=STATE.optimizers) == STATE
 
 
 def test_what_is_known_of_another_coordinators_closures_means_nothing() -> None:
     """A program that was started again counts its closures anew."""
-    own = dataclasses.replace(STATE, ledger=dataclasses.replace(STATE.ledger, coordinator=50))
+    own = replace(STATE, coordinator=50)
     assert own.for_coordinator(50) is own
     assert STATE.for_coordinator(50) is STATE  # it is not known whose they are
     other = own.for_coordinator(60)
-    assert other.ledger == LedgerState(coordinator=60)
-    assert other.counted == ()
-    assert (other.shards, other.items, other.optimizers) == (own.shards, own.items, own.optimizers)
+    kept = ("shards", "optimizers", "counts", "accumulators", "groups")
+    assert other == replace(NOTHING, coordinator=60, **{name: getattr(own, name) for name in kept})
     assert SnapshotState.from_bytes(other.to_bytes(), "it") == other

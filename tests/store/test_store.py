@@ -34,7 +34,8 @@ from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
 from psync.store.reattach import Orders
 from psync.store.rows import RowMean, RowValues
-from psync.store.snapshot import SnapshotState, freeze, load_snapshot
+from psync.store.snapshot import Loaded, freeze
+from psync.store.snapshot_state import NOTHING, SnapshotState
 from psync.store.store import Adjacent, Plan, ShardStore, Work, ones
 from psync.store.work import BlockWork, Workspace
 from rule_table import RULES
@@ -168,9 +169,9 @@ def read(store: ShardStore, place: tuple[Any, ...]) -> list[memoryview]:
 
 
 def through_bytes(store: ShardStore) -> ShardStore:
-    frozen = freeze(store, Ledger(), lambda answer: b"")
+    frozen = freeze(store, NOTHING)
     state = SnapshotState.from_bytes(frozen.state.to_bytes(), "here")
-    loaded = load_snapshot(state, ShardStore(TASK), Ledger(), lambda data: data)
+    loaded = Loaded(state, ShardStore(TASK), Ledger(), lambda data: data)
     for place in loaded.wanted():
         for memory, view in zip(loaded.memory(place), frozen.views(place), strict=True):
             memory[:] = view

@@ -23,8 +23,7 @@ from psync.cli.checkpoint_reports import differences, inspection
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, UsageError
 from psync.launch import cluster
 from psync.net.platform import Platform
-from psync.ps import frozen_snapshots
-from psync.store.snapshot_state import SnapshotState
+from psync.ps import snapshots as ps_snapshots
 from psync.testing import MemoryNetwork
 from psync.testing.sabotage import SabotagedParts, failpoints_of
 from psync.training import checkpoint as checkpoints
@@ -103,9 +102,7 @@ async def test_the_snapshot_and_the_tensors_are_of_one_instant(tmp_path: Path) -
     (path,) = tmp_path.iterdir()
     reader = Reader(path)
     steps = reader.manifest.states["momentum/step"]
-    states = [
-        SnapshotState.from_bytes(snapshot.state, "here") for snapshot in stored_snapshots(path)
-    ]
+    states = [snapshot.state for snapshot in stored_snapshots(path)]
     assert max(state.iterations for state in states) == steps
     assert {spec.ps for state in states for spec in state.shards} == {0, 1, 2}
 
@@ -459,7 +456,7 @@ async def test_ps_tasks_find_out_at_each_save_whether_they_see_the_directory(
         for sees in (True, False, True):
             with monkeypatch.context() as patched:
                 if not sees:
-                    patched.setattr(frozen_snapshots, "has_text", lambda path, text: False)
+                    patched.setattr(ps_snapshots, "has_text", lambda path, text: False)
                 paths.append(await program.checkpoint.save(tmp_path))
             statistics = await coordinator.ps_statistics()
             written.append(sum(ps["snapshot"]["written_bytes"] for ps in statistics))
@@ -476,9 +473,7 @@ async def test_snapshots_hold_what_was_not_asked_for_and_inspection_finds_damage
         program = Program(strategy)
         await program.train(coordinator)
         path = await psync.Checkpoint(half=program.half).save(tmp_path)
-    states = [
-        SnapshotState.from_bytes(snapshot.state, "here") for snapshot in stored_snapshots(path)
-    ]
+    states = [snapshot.state for snapshot in stored_snapshots(path)]
     held = {(spec.variable, spec.index) for state in states for spec in state.shards}
     assert held == {("w", 0), ("w", 1), ("half", 0), ("half", 1), ("count", 0), ("other", 0)}
     assert [state.iterations for state in states] == [1, 1]
@@ -572,9 +567,9 @@ async def test_a_checkpoint_with_snapshots_of_an_earlier_version_is_read() -> No
     """Two steps of Adam, saved before its files were called snapshots anywhere but on disk."""
     path = Path(__file__).parent / "golden" / "checkpoints" / "with-images"
     stored = stored_snapshots(path)
-    states = [SnapshotState.from_bytes(each.state, str(each.file)) for each in stored]
+    states = [each.state for each in stored]
     assert [spec.shape for state in states for spec in state.shards] == [(4, 2), (3, 2)]
-    assert [len(state.ledger.senders) > 0 for state in states] == [True, True]
+    assert [len(state.senders) > 0 for state in states] == [True, True]
     async with training(3, 1, psync.FixedShardsPartitioner(3)) as (strategy, _):
         with strategy.scope():
             w = psync.Variable(np.zeros((7, 2), np.float32), name="w")

@@ -20,6 +20,7 @@ from psync.errors import (
     VersionMismatch,
 )
 from psync.wire.codec import encode
+from psync.wire.frames import VERSION
 from psync.wire.handshake import ClientHandshake, ServerHandshake, refusal
 from psync.wire.messages import Challenge, Hello, Proof, Refused
 
@@ -36,11 +37,13 @@ def client_with(
     nonce: bytes = CLIENT_NONCE,
     lane: str = "control",
 ) -> ClientHandshake:
-    return ClientHandshake(secret, WORKER, 3, lane, nonce, expect)
+    hello = Hello(VERSION, VERSION, WORKER, 3, lane, nonce, secret is not None)
+    return ClientHandshake(secret, hello, expect)
 
 
 def server_with(secret: bytes | None = SECRET, *, nonce: bytes = SERVER_NONCE) -> ServerHandshake:
-    return ServerHandshake(secret, PS, 5, nonce)
+    challenge = Challenge(VERSION, PS, 5, nonce, secret is not None, b"")
+    return ServerHandshake(secret, challenge)
 
 
 def challenge_of(server: ServerHandshake, hello: Hello) -> Challenge:
@@ -184,7 +187,7 @@ def test_no_field_of_the_greeting_can_be_changed_on_the_way(data: st.DataObject)
     if isinstance(answer, Challenge):
         with pytest.raises(AuthenticationError):
             client.answer(answer)
-        whatever = ClientHandshake(SECRET, WORKER, 3, "control", CLIENT_NONCE, PS)
+        whatever = client_with()
         honest = challenge_of(server_with(), whatever.hello)
         assert server.verify(whatever.answer(honest)) is not None
 

@@ -20,7 +20,7 @@ from psync.errors import (
     RemoteProtocolError,
 )
 from psync.wire.codec import Message, decode, encode
-from psync.wire.frames import PREFIX, FrameDecoder, Kind
+from psync.wire.frames import PREFIX, VERSION, FrameDecoder, Kind
 from psync.wire.handshake import TRANSITIONS, ClientHandshake, Protocol, ServerHandshake, State
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.messages import Challenge, Done, Hello, Proof, Refused, Welcome
@@ -33,8 +33,8 @@ PS, WORKER = "/job:ps/task:0", "/job:worker/task:1"
 def new_client(
     secret: bytes | None = SECRET, *, expect: str | None = PS, lane: str = "control"
 ) -> Protocol:
-    handshake = ClientHandshake(secret, WORKER, 3, lane, bytes(range(32)), expect)
-    return Protocol(handshake, DEFAULT_LIMITS, Anywhere())
+    hello = Hello(VERSION, VERSION, WORKER, 3, lane, bytes(range(32)), secret is not None)
+    return Protocol(ClientHandshake(secret, hello, expect), DEFAULT_LIMITS, Anywhere())
 
 
 def new_server(
@@ -43,8 +43,8 @@ def new_server(
     admit: Callable[[Hello], Refused | None] | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Protocol:
-    handshake = ServerHandshake(secret, PS, 5, bytes(32), admit)
-    return Protocol(handshake, limits, Anywhere())
+    challenge = Challenge(VERSION, PS, 5, bytes(32), secret is not None, b"")
+    return Protocol(ServerHandshake(secret, challenge, admit), limits, Anywhere())
 
 
 def said(protocol: Protocol) -> bytes:

@@ -209,12 +209,9 @@ class _Table:
             rows = np.empty((len(ids), *first.shape[1:]), first.dtype)
             owners, local = shared_out(ids, self._sizes, self._strategy)
             wanted = [np.flatnonzero(owners == number) for number in range(len(self._variables))]
-            parts = await all_of(
-                [
-                    runtime.ps.read_rows(variable.spec, local[at], seen=runtime.pulled)
-                    for variable, at in zip(self._variables, wanted, strict=True)
-                ]
-            )
+            read, pulled = runtime.ps.read_rows, runtime.pulled
+            reads = zip(self._variables, wanted, strict=True)
+            parts = await all_of([read(each.spec, local[at], seen=pulled) for each, at in reads])
             for at, part in zip(wanted, parts, strict=True):
                 rows[at] = part
         return rows if max_norm is None else with_max_norm(rows, max_norm, self.what)

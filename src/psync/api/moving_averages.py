@@ -232,10 +232,8 @@ class ExponentialMovingAverage:
             UsageError: A variable has no average.
         """
         chosen = self._shadows if variables is None else variables
-        return tuple(
-            (variable.spec.variable_id, self._shadow(variable).spec.variable_id)
-            for variable in chosen
-        )
+        pairs = [(variable.spec, self._shadow(variable).spec) for variable in chosen]
+        return tuple((original.variable_id, shadow.variable_id) for original, shadow in pairs)
 
     def _shadow(self, variable: Handle) -> Any:
         shadow = self._shadows.get(variable)  # type: ignore[call-overload]  # handles are one of two

@@ -284,7 +284,7 @@ def pushes_of(optimizer: Optimizer, step: object) -> int:
 
 AnyVariable = Variable | ShardedVariable
 GradsAndVars = Iterable[tuple[Any, AnyVariable]]
-_PAIRS = {tuple, list}
+_PAIRS, _ARRAYS = {tuple, list}, {np.ndarray}
 Gradient = np.ndarray | IndexedSlices
 Pairs = list[tuple[Gradient, AnyVariable]]
 
@@ -471,8 +471,8 @@ predictions, if it has any."""
 
 OF_THE_PROCESS = frozenset(
     {
-        "number", "origin", "_rule", "_arrived", "_also_trained", "_wrapper", "_in_use",
-        "_global_step", "_told", "_settled",
+        "number", "origin", "_rule", "_clips", "_arrived", "_also_trained", "_wrapper", "_in_use",
+        "_global_step", "_told", "_settled", "_counter",
     }
 )  # fmt: skip
 """Attributes of an optimizer that do not travel with it as they are."""
@@ -569,7 +569,8 @@ class Optimizer:
         self._also_trained: set[tuple[str, int]] = set()  # not trainable, and pushed from here
         self._wrapper: weakref.ref[Optimizer] | None = None
         # Variables that it may train together, and what their gradients are.
-        self._settled: dict[tuple[Any, ...], list[tuple[np.dtype, tuple[int, ...]]]] = {}
+        self._settled: dict[tuple[Any, ...], list[tuple[np.dtype, tuple[int, ...], bool]]] = {}
+        self._counter: Variable | None = None  # a global step that was checked
         self._in_use = in_use  # from then on the ps tasks know the configuration, or soon will
 
     def __psync_handle__(self) -> tuple[int, ...]:
@@ -591,6 +592,7 @@ class Optimizer:
 
     def _set_rule(self, rule: UpdateRule) -> None:
         self._rule = rule
+        self._clips = clips_norms(rule.options)
         self._config = rule.to_config()
 
     def __repr__(self) -> str:
@@ -761,12 +763,13 @@ class Optimizer:
         gradients, variables = self._checked(grads_and_vars)
         concerned = variables
         if global_step is not None:
-            check_step(global_step, "apply_gradients: global_step")
+            if global_step is not self._counter:
+                self._counter = check_step(global_step, "apply_gradients: global_step")
             concerned += (global_step,)
         if (member := current_gang()) is not None:
             pairs = list(zip(gradients, variables, strict=True))
             return await gang_updates.apply_gradients(member, self, pairs, global_step), None
-        if clips_norms(self._rule.options):
+        if self._clips:
             ids = [variable.spec.variable_id for variable in variables]
             gradients = clipped_by_norm(gradients, ids, self._rule.options)
         runtime = await self._runtime("apply_gradients", *concerned, *pulled)
@@ -776,30 +779,32 @@ class Optimizer:
         if pulled and (asked := self._asked(runtime, pulled, global_step)) is not None:
             landing = ps.landing(asked, plan)
         call, known = runtime.begin_update("push"), runtime.pushes(self.number)
-        number, before = known.number, dict[int, int]()
+        number, before = known.number, {}
         if len(plan.first) < len(ps.links):
             before = known.before(plan, len(ps.links))
         raised = None  # by one, in the same update; not of a rule that may raise an error
         if global_step is not None and not self._rule.may_raise:
             (shard,) = global_step.spec.shards
             raised = shard if shard.ps in plan.first else None
-        send = functools.partial(
-            ps.push, optimizer=self.number, config=self._config, elsewhere=known.elsewhere,
-            call=call, layerwise=self._rule.takes_norms, landing=landing, raised=raised,
-        )  # fmt: skip
-        push = functools.partial(send, plan, gradients)
-        if self._compression is not None:
-            push = functools.partial(
-                runtime.feedback.push, plan, gradients, send, kind=self._compression,
-                optimizer=self.number,
-            )  # fmt: skip
-            plan = ps.plan(plan.variables, self._compression)  # whose messages are answered
-        is_one = self._compression is None
-        if global_step is not None and raised is None:
-            is_one, one = False, [np.ones((), global_step.dtype)]
-            add = functools.partial(ps.assign, ps.plan_of((global_step,)), one, op="add")
-            push = functools.partial(_then, push, add, runtime.begin_update("push"))
-        answers = await (push() if is_one else ps.outgoing.shielded(push))
+        said: dict[str, Any] = {
+            "optimizer": self.number, "config": self._config, "elsewhere": known.elsewhere,
+            "call": call, "layerwise": self._rule.takes_norms, "landing": landing, "raised": raised,
+        }  # fmt: skip
+        if self._compression is None and (global_step is None or raised is not None):
+            answers = await ps.push(plan, gradients, **said)
+        else:
+            push = functools.partial(ps.push, plan, gradients, **said)
+            if self._compression is not None:
+                push = functools.partial(
+                    runtime.feedback.push, plan, gradients, functools.partial(ps.push, **said),
+                    kind=self._compression, optimizer=self.number,
+                )  # fmt: skip
+                plan = ps.plan(plan.variables, self._compression)  # whose messages are answered
+            if global_step is not None and raised is None:
+                one = [np.ones((), global_step.dtype)]
+                add = functools.partial(ps.assign, ps.plan_of((global_step,)), one, op="add")
+                push = functools.partial(_then, push, add, runtime.begin_update("push"))
+            answers = await ps.outgoing.shielded(push)
         if known.timeline != ps.outgoing.timeline:  # it is undone
             known, number, before = runtime.pushes(self.number), 0, {}
         known.learn(plan, before, answers)
@@ -852,10 +857,13 @@ class Optimizer:
         """
         if unknown := sorted(options.keys() - self._push_options):
             raise TypeError(f"push_pull() got an unexpected keyword argument {unknown[0]!r}")
-        variables = tuple(dict.fromkeys(leaves(pull)))
+        is_list = type(pull) is list and is_flat(pull)
+        variables = tuple(dict.fromkeys(pull if is_list else leaves(pull)))
         result, values = await self._pushed(grads_and_vars, global_step, variables, **options)
         if values is None:
             return result, await pull_values(pull)
+        if is_list and len(values) == len(pull):  # each stands there once
+            return result, values
         return result, mapped(pull, dict(zip(variables, values, strict=True)).__getitem__)
 
     def _asked(
@@ -964,7 +972,9 @@ class Optimizer:
         if not self._forbid_nonfinite:
             if len(self._settled) >= MAX_SETTLED:
                 self._settled.clear()
-            self._settled[variables] = [(each.dtype, each.spec.shape) for each in variables]
+            self._settled[variables] = [
+                (dtype_of(each.spec.dtype), each.spec.shape, True) for each in variables
+            ]
         return gradients, variables
 
     def _settled_pairs(
@@ -978,12 +988,15 @@ class Optimizer:
             expected = self._settled[variables]
         except (TypeError, ValueError, KeyError):
             return None
-        for gradient, (dtype, shape) in zip(gradients, expected, strict=True):
-            if type(gradient) is not np.ndarray or gradient.dtype != dtype:
+        if not _ARRAYS.issuperset(map(type, gradients)):
+            # numpy's numbers are arrays, too; all else is looked at more closely.
+            gradients = tuple(
+                [np.asarray(each) if isinstance(each, np.generic) else each for each in gradients]
+            )
+            if not _ARRAYS.issuperset(map(type, gradients)):
                 return None
-            if gradient.shape != shape or not gradient.flags.c_contiguous:
-                return None
-        return gradients, variables
+        found = [(each.dtype, each.shape, each.flags.c_contiguous) for each in gradients]
+        return (gradients, variables) if found == expected else None
 
     async def _runtime(self, operation: str, *variables: AnyVariable) -> Runtime:
         """Return what carries ``operation`` to the ps tasks, by default on all that it trains."""

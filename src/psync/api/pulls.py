@@ -138,7 +138,9 @@ def is_flat(tree: Any, kind: Any = Handle) -> bool:
 
     A function of such values gets one argument for each; otherwise it gets the nesting.
     """
-    return isinstance(tree, _SEQUENCES) and all(isinstance(item, kind) for item in tree)
+    if not isinstance(tree, _SEQUENCES):
+        return False
+    return all([issubclass(each, kind) for each in {*map(type, tree)}])
 
 
 def _targets(tree: Any, out: Any) -> dict[Handle, np.ndarray]:

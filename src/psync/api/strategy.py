@@ -86,10 +86,7 @@ class PlacementReport:
         )
 
     def _repr_html_(self) -> str:
-        rows = [
-            (row.variable, row.shard, row.shape, row.dtype, row.nbytes, f"ps {row.ps}")
-            for row in self.rows
-        ]
+        rows = [(r.variable, r.shard, r.shape, r.dtype, r.nbytes, f"ps {r.ps}") for r in self.rows]
         totals = [
             ("all of it", "", "", "", nbytes, f"ps {ps}") for ps, nbytes in enumerate(self.totals)
         ]
@@ -345,12 +342,10 @@ class ParameterServerStrategy(Scope):
 
     def placement(self) -> PlacementReport:
         """Return the ps of each shard declared so far; ``str()`` of it is a table."""
+        shards = [(each.name, shard) for each in self._variables for shard in each.spec.shards]
         rows = tuple(
-            ShardStatus(
-                variable.name, shard.index, shard.shape, shard.dtype, shard.nbytes, shard.ps
-            )
-            for variable in self._variables
-            for shard in variable.spec.shards
+            ShardStatus(name, shard.index, shard.shape, shard.dtype, shard.nbytes, shard.ps)
+            for name, shard in shards
         )
         totals = [0] * self.cluster.num_tasks("ps")
         for row in rows:

@@ -58,8 +58,8 @@ from psync.replicas.context import (
     in_turns,
 )
 from psync.serialization.remote_value import AwaitFirst, RemoteValue
-from psync.specs import ShardSpec, VariableSpec, checked_kind, dtype_of
 from psync.specs import VariableAggregation as VariableAggregation
+from psync.specs import VariableSpec, checked_kind, dtype_of
 from psync.specs import VariableSynchronization as VariableSynchronization
 from psync.status.html_tables import table
 
@@ -102,10 +102,8 @@ class Handle(AwaitFirst):
         )
 
     def _repr_html_(self) -> str:
-        rows = [
-            (shard.index, shard.shape, shard.offset, shard.nbytes, f"ps {shard.ps}")
-            for shard in self.spec.shards
-        ]
+        shards = self.spec.shards
+        rows = [(s.index, s.shape, s.offset, s.nbytes, f"ps {s.ps}") for s in shards]
         title = f"{type(self).__name__} {self.name!r}, {self.spec.dtype} of shape {self.shape}"
         return table(title, ("shard", "shape", "first row", "bytes", "ps"), rows)
 
@@ -666,14 +664,14 @@ class ShardedVariable(Handle):
     @property
     def variables(self) -> list[Variable]:
         """The shards in order, each as a variable."""
-        return [self._part(shard) for shard in self.spec.shards]
-
-    def _part(self, shard: ShardSpec) -> Variable:
-        name, alone = f"{self.name}/part_{shard.index}", dataclasses.replace(shard, offset=0)
-        spec = dataclasses.replace(self.spec, name=name, shape=shard.shape, shards=(alone,))
-        part: Variable = _intern(self.origin, spec, self.synchronization, self.aggregation)
-        part._scope = self._scope
-        return part
+        parts = []
+        for shard in self.spec.shards:
+            name, alone = f"{self.name}/part_{shard.index}", dataclasses.replace(shard, offset=0)
+            spec = dataclasses.replace(self.spec, name=name, shape=shard.shape, shards=(alone,))
+            part: Variable = _intern(self.origin, spec, self.synchronization, self.aggregation)
+            part._scope = self._scope
+            parts.append(part)
+        return parts
 
     @property
     def device(self) -> tuple[str, ...]:

@@ -52,13 +52,11 @@ from psync.net.shielding import shielded
 from psync.net.transport import Listener
 from psync.numerics.memory import BlockPool
 from psync.ps.comparison import Diverged
-from psync.ps.snapshots import unpack_answer
+from psync.ps.snapshots import fill, load
 from psync.ps.succession import check_newest
 from psync.store.commit_log import chained
-from psync.store.ledger import Ledger
-from psync.store.snapshot import Loaded, load_snapshot
+from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import SnapshotState
-from psync.store.store import ShardStore
 from psync.wire.codec import Message, decode
 from psync.wire.messages import (
     AskServed,
@@ -174,8 +172,7 @@ class _Backup:
         loaded = self.loaded
         if loaded is None:
             return
-        if wanted := loaded.wanted():
-            raise UsageError(f"a snapshot is incomplete: {loaded.state.items[wanted[0]]}")
+        loaded.check_whole("a snapshot")
         self.loaded = None
         order = self.order
         attach = AttachPs(
@@ -377,9 +374,7 @@ class BackupHost:
                 return
         where = f"snapshot of {sender}"
         state = SnapshotState.from_bytes(bytes(body[0]), where)
-        store = self._parts.of(ShardStore)(sender, self._pool)
-        ledger = self._parts.of(Ledger)(message.coordinator)
-        loaded = load_snapshot(state, store, ledger, unpack_answer)
+        loaded = load(state, self._parts, sender, self._pool, message.coordinator)
         if known is not None:
             self._end(known)
         self._backups[message.ps] = _Backup(message, self._make(message.ps), loaded, sender)
@@ -401,15 +396,11 @@ class BackupHost:
         return known
 
     async def _fill(self, request: Request[FillBackup]) -> None:
-        peer, message, body = request.peer, request.message, request.segments
-        known = self._known(peer, message.ps, message.epoch)
+        message = request.message
+        known = self._known(request.peer, message.ps, message.epoch)
         if known.loaded is None:
             raise UsageError(f"the snapshot of {known.sender} is complete")
-        at = message.start
-        for data in body:
-            for _ in known.loaded.write(message.item, at, data):
-                await asyncio.sleep(0)
-            at += len(data)
+        await fill(known.loaded, message.item, message.start, request.segments)
         request.answer(Done())
 
     def _log(self, request: Request[LogEntries]) -> None:

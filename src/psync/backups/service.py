@@ -60,9 +60,9 @@ class Section(Protocol):
 
     A newer coordinator that keeps the variables keeps the store alone, so it begins empty then.
 
-    What checkpoints have of it besides: a field of ``SnapshotState`` (``to_bytes``; for older files
-    a default in ``_Stored``, and a check in ``_Checks``), an argument of ``store.snapshot.freeze``
-    that ``PsServices.freeze`` gives, and ``Contents``, which has it when a snapshot is restored.
+    What checkpoints have of it besides: a field of ``SnapshotState`` (for older files with a
+    default; with a check in ``from_bytes``) that ``PsServices.freeze`` fills in; a new
+    ``PsServices`` begins with it.
     """
 
     def control(self) -> Any:

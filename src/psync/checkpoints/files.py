@@ -277,6 +277,10 @@ class DataFile:
             current_disk.get().sync(self._file)
         return self._at
 
+    def places(self) -> tuple[tuple[int, int, int], ...]:
+        """Return the first byte, bytes and crc32 of each slice."""
+        return tuple((piece.start, piece.nbytes, piece.crc32) for _, piece in self.slices)
+
     def abandon(self) -> None:
         """Close the file, whatever is in it."""
         with contextlib.suppress(OSError):  # what is still buffered fails as what was written did
@@ -470,14 +474,34 @@ class Writer:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _read_pieces(path: Path, start: int, nbytes: int) -> Iterator[np.ndarray]:
-    """Yield bytes of a file, fewer if it is too short; each piece is valid until the next one."""
-    buffer = np.empty(min(READ_BYTES, nbytes), np.uint8)
+def _read_pieces(
+    path: Path, start: int, nbytes: int, what: str, crc32: int, *, whole: bool = True
+) -> Iterator[np.ndarray]:
+    """Yield bytes of a file; each piece is valid until the next one.
+
+    Args:
+        path: Of the file.
+        start: The first byte.
+        nbytes: How many.
+        what: Lies there, for messages.
+        crc32: Its checksum.
+        whole: Whether the bytes are all of it, so that they have this checksum.
+
+    Raises:
+        CheckpointCorrupt: The file is too short, or the checksum another one.
+        CheckpointError: It cannot be read.
+    """
+    buffer, crc, left = np.empty(min(READ_BYTES, nbytes), np.uint8), 0, nbytes
     with disk_errors(f"reading {path}"), open(path, "rb", opener=regular) as file:
         file.seek(start)
-        while nbytes and (count := file.readinto(buffer[:nbytes].data)):
+        while left and (count := file.readinto(buffer[:left].data)):
+            crc, left = zlib.crc32(buffer[:count].data, crc), left - count
             yield buffer[:count]
-            nbytes -= count
+    if left or (whole and crc != crc32):
+        raise CheckpointCorrupt(
+            f"{path}: {what}: expected checksum {crc32:08x}, got {crc:08x}",
+            hint="restore an older checkpoint; this one was changed or damaged after saving",
+        )
 
 
 class Reader:
@@ -553,20 +577,43 @@ class Reader:
         path, is_checked = self.path / piece.file, piece in self._checked
         first, last = wanted
         at, stop = wanted if is_checked else (0, piece.nbytes)
-        crc = 0
-        for read in _read_pieces(path, piece.start + at, stop - at):
-            crc = zlib.crc32(read.data, crc)
+        what = f"tensor {tensor.name!r} from row {piece.offset}"
+        for read in _read_pieces(
+            path, piece.start + at, stop - at, what, piece.crc32, whole=not is_checked
+        ):
             low, high = max(first, at), min(last, at + read.size)
             if low < high:
                 target[low - first : high - first] = read[low - at : high - at]
             at += read.size
-        if at != stop or (not is_checked and crc != piece.crc32):
-            raise CheckpointCorrupt(
-                f"{path}: tensor {tensor.name!r} from row {piece.offset}: "
-                f"expected checksum {piece.crc32:08x}, got {crc:08x}",
-                hint="restore an older checkpoint; this one was changed or damaged after saving",
-            )
         self._checked.add(piece)
+
+    def snapshots(self) -> list[StoredSnapshot]:
+        """Return the snapshot of each ps; none, if it does not say. Bytes of arrays are not read.
+
+        Raises:
+            CheckpointCorrupt: One is damaged.
+            CheckpointError: It is of a newer version, or cannot be read.
+        """
+        return [self._stored(snapshot) for snapshot in self.manifest.snapshots]
+
+    def _stored(self, snapshot: Snapshot) -> StoredSnapshot:
+        path = self.path.absolute()
+        where = path / snapshot.state
+        with disk_errors(f"reading {where}"):
+            data = read_bounded(where, self.manifest.files[snapshot.state])
+        if zlib.crc32(data) != snapshot.crc32:
+            raise CheckpointCorrupt(
+                f"{where}: expected checksum {snapshot.crc32:08x}, got {zlib.crc32(data):08x}",
+                hint="use another checkpoint; this one was changed or damaged",
+            )
+        state = SnapshotState.from_bytes(data, str(where))
+        needed = {i: item.nbytes for i, item in enumerate(state.items) if not item.is_constant}
+        there = {place.item: place.nbytes for place in snapshot.places}
+        if there != needed or len(snapshot.places) != len(there):
+            wrong = sorted(i for i in {*there, *needed} if there.get(i) != needed.get(i))
+            named = f"item {wrong[0]}" if wrong else "an item"
+            raise CheckpointCorrupt(f"{where}: {named} is not once, and whole, in {snapshot.data}")
+        return StoredSnapshot(state, path / snapshot.data, snapshot.places)
 
 
 # --- directories ---------------------------------------------------------------------------------
@@ -683,12 +730,12 @@ class StoredSnapshot:
     """What one ps held.
 
     Attributes:
-        state: All but its arrays, as ``SnapshotState.to_bytes`` made it. It was checked.
+        state: All but its arrays.
         file: With the arrays. Absolute: on a ps it may be there, too.
         places: Of each array that is not constant: (item, first byte, bytes, crc32).
     """
 
-    state: bytes
+    state: SnapshotState
     file: Path
     places: tuple[Place, ...]
 
@@ -708,27 +755,7 @@ def stored_snapshots(path: Path) -> list[StoredSnapshot]:
             hint="it was saved without a ClusterCoordinator, or by an older psync; it can still be "
             "restored",
         )
-    return [_stored(reader, snapshot) for snapshot in reader.manifest.snapshots]
-
-
-def _stored(reader: Reader, snapshot: Snapshot) -> StoredSnapshot:
-    path = reader.path.absolute()
-    where = path / snapshot.state
-    with disk_errors(f"reading {where}"):
-        state = read_bounded(where, reader.manifest.files[snapshot.state])
-    if zlib.crc32(state) != snapshot.crc32:
-        raise CheckpointCorrupt(
-            f"{where}: expected checksum {snapshot.crc32:08x}, got {zlib.crc32(state):08x}",
-            hint="use another checkpoint; this one was changed or damaged",
-        )
-    items = SnapshotState.from_bytes(state, str(where)).items
-    needed = {i: item.nbytes for i, item in enumerate(items) if not item.is_constant}
-    there = {place.item: place.nbytes for place in snapshot.places}
-    if there != needed or len(snapshot.places) != len(there):
-        wrong = sorted(i for i in {*there, *needed} if there.get(i) != needed.get(i))
-        named = f"item {wrong[0]}" if wrong else "an item"
-        raise CheckpointCorrupt(f"{where}: {named} is not once, and whole, in {snapshot.data}")
-    return StoredSnapshot(state, path / snapshot.data, snapshot.places)
+    return reader.snapshots()
 
 
 def check_places(snapshot: StoredSnapshot) -> None:
@@ -738,15 +765,9 @@ def check_places(snapshot: StoredSnapshot) -> None:
         CheckpointCorrupt: One is not what was written.
         CheckpointError: The file cannot be read.
     """
-    for place in snapshot.places:
-        crc, left = 0, place.nbytes
-        for read in _read_pieces(snapshot.file, place.start, place.nbytes):
-            crc, left = zlib.crc32(read.data, crc), left - read.size
-        if left or crc != place.crc32:
-            raise CheckpointCorrupt(
-                f"{snapshot.file}: item {place.item}: expected checksum {place.crc32:08x}, got "
-                f"{crc:08x}"
-            )
+    for item, start, nbytes, crc32 in snapshot.places:
+        for _ in _read_pieces(snapshot.file, start, nbytes, f"item {item}", crc32):
+            pass
 
 
 def why_not(
@@ -766,11 +787,10 @@ def why_not(
         return exc.message
     if len(snapshots) != num_ps:
         return f"the checkpoint is of {len(snapshots)} ps tasks, here are {num_ps}"
-    states = [SnapshotState.from_bytes(each.state, str(each.file)) for each in snapshots]
-    held = {spec for state in states for spec in state.shards}
+    held = {spec for each in snapshots for spec in each.state.specs.values()}
     if missing := [spec for spec in shards if spec not in held]:
         return f"the checkpoint has no shard {missing[0]} as it is declared here"
-    known = {number: each.config for state in states for number, each in state.optimizers.items()}
+    known = {each.number: each.config for one in snapshots for each in one.state.optimizers}
     for number, config in optimizers.items():
         if known.get(number) != config:
             return f"the checkpoint has another optimizer {number}"

@@ -356,13 +356,12 @@ class Layout:
 
     def _arrays(self, ps: int) -> list[tuple[int, str]]:
         snapshot = self._snapshots[ps]
-        specs = {spec.key: spec for spec in snapshot.shards}
         arrays = []
         for number, item in enumerate(snapshot.items):
             if users := self._users.get((ps, number)):
                 arrays.append((number, f"{users[0].tensor}@{users[0].offset}"))
             elif not item.is_constant:
-                spec = specs[item.key]
+                spec = snapshot.specs[item.key]
                 kind = f"{item.optimizer}-{item.slot}" if item.slot else "value"
                 arrays.append((number, f"~/{spec.variable}/{kind}@{spec.offset}"))
         return arrays
@@ -370,18 +369,14 @@ class Layout:
 
 def step_of(snapshots: Sequence[SnapshotState], optimizer: int) -> int:
     """Return how many pushes an optimizer has applied."""
-    states = [each.optimizers[optimizer].count for each in _knowing(snapshots, optimizer)]
-    return count_of(total_of(PushCount.of(state).counts for state in states))
+    counts = [count for each in snapshots for number, count in each.counts if number == optimizer]
+    return count_of(total_of(PushCount.of(count).counts for count in counts))
 
 
 def changed_rate(snapshots: Sequence[SnapshotState], optimizer: int) -> Config | None:
     """Return the learning rate that an optimizer was given later; None: it has its first one."""
-    for snapshot in _knowing(snapshots, optimizer):
-        known = snapshot.optimizers[optimizer]
-        if known.learning_rate != known.config.get("learning_rate"):
-            return known.learning_rate
+    for snapshot in snapshots:
+        for number, config, rate, _ in snapshot.optimizers:
+            if number == optimizer and rate != config.get("learning_rate"):
+                return rate
     return None
-
-
-def _knowing(snapshots: Sequence[SnapshotState], optimizer: int) -> list[SnapshotState]:
-    return [snapshot for snapshot in snapshots if optimizer in snapshot.optimizers]

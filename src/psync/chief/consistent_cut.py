@@ -5,7 +5,7 @@
                              those under way
                          ←   Gated: parts, on other ps tasks, of the updates that have begun here
     Admit(cut, parts)    →   lets these through, answers when each is settled
-    Freeze(cut)          →   holds references to its blocks      ←   Frozen: the snapshot's state
+    Freeze(cut)          →   holds references to its blocks      ←   the snapshot's state
     OpenGate(cut)        →   goes on
     WriteFrozen, ReadFrozen  …                                       as long as the save takes
     DropFrozen(cut)      →   releases them
@@ -29,7 +29,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,15 +38,13 @@ from psync.client.ps import PsClient
 from psync.closures.membership import backoff
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.specs import dtype_of
-from psync.store.snapshot import SnapshotState
+from psync.store.snapshot_state import SnapshotState
 from psync.store.untrusted_json import read_json, to_json
 from psync.wire import messages
 from psync.wire.codec import Message
 from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
-
-M = TypeVar("M", bound=Message)
 
 TRIES = 3
 """A cut is taken anew when a connection to a ps is lost meanwhile, or a lock is in its way."""
@@ -66,7 +64,7 @@ class WrittenSnapshot(NamedTuple):
     """A file with arrays of a ps."""
 
     size: int  # in bytes
-    places: Sequence[tuple[int, int, int]]  # first byte, bytes, crc32 of each item
+    places: tuple[tuple[int, int, int], ...]  # first byte, bytes, crc32 of each item
 
 
 @dataclass(eq=False)
@@ -101,15 +99,15 @@ class Cut:
         Cancellation: The file may be written.
         """
         link, order = self._link(ps), messages.WriteFrozen(self.number, path, nonce)
-        message, segments = await ask(link, order, messages.Written, [to_json(items)], cut=True)
-        if message.size is None:
+        _, segments = await ask(link, order, messages.Done, [to_json(items)], cut=True)
+        if not segments:
             return None
-        places = read_json(b"".join(segments), list[tuple[int, int, int]], link.task)
-        if len(places) != len(items):
+        written = read_json(b"".join(segments), WrittenSnapshot, link.task)
+        if len(written.places) != len(items):
             raise RemoteProtocolError(
-                f"{link.task} wrote {len(places)} items, expected {len(items)}"
+                f"{link.task} wrote {len(written.places)} items, expected {len(items)}"
             )
-        return WrittenSnapshot(message.size, places)
+        return written
 
     async def pieces(self, ps: int, item: int) -> AsyncIterator[memoryview]:
         """Yield the bytes of an item, at most 16 MiB at once.
@@ -220,14 +218,18 @@ class Cuts:
         try:
             try:
                 async with asyncio.timeout(PATIENCE_S):
-                    gated = await _ask_all(links, messages.Gate(number), messages.Gated)
+                    gate = messages.Gate(number)
+                    gated = await all_of(
+                        [ask(link, gate, messages.Gated, cut=True) for link in links]
+                    )
                     wanted: dict[int, list[tuple[str, int, int]]] = {}
                     for message, _ in gated:
                         for ps, task, incarnation, sequence in message.others:
                             wanted.setdefault(ps, []).append((task, incarnation, sequence))
                     doing = _described(wanted)
                     await self._admit(number, wanted)
-                    frozen = await _ask_all(links, messages.Freeze(number), messages.Frozen)
+                    freeze = always(messages.Freeze(number))
+                    frozen = await all_of([link.call(freeze, cut=True) for link in links])
                 if at_instant is not None:
                     at_instant()
             finally:
@@ -235,8 +237,8 @@ class Cuts:
             await asyncio.wait((opened,))
             logger.debug("cut %d held updates up for %.1f ms", number, (loop.time() - began) * 1e3)
             snapshots = [  # read only now: that holds nobody up
-                SnapshotState.from_bytes(b"".join(segments), link.task)
-                for link, (_, segments) in zip(links, frozen, strict=True)
+                SnapshotState.from_bytes(b"".join(answer.segments), link.task)
+                for link, answer in zip(links, frozen, strict=True)
             ]
         except BaseException as exc:
             self._tell_all(messages.DropFrozen(number))
@@ -274,12 +276,6 @@ class Cuts:
         for task in self._ending:
             task.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
-
-
-async def _ask_all(
-    links: Sequence[PsLink], message: Message, answer: type[M]
-) -> list[tuple[M, Sequence[memoryview]]]:
-    return await all_of([ask(link, message, answer, cut=True) for link in links])
 
 
 def _described(wanted: dict[int, list[tuple[str, int, int]]]) -> str:

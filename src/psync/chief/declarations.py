@@ -29,14 +29,15 @@ from psync.partitioners import check_partitions, div_split
 from psync.specs import ShardSpec, VariableSpec, dtype_name, dtype_of, plain_array
 from psync.store.reattach import (
     Adoption,
-    Decision,
     Holding,
     NewOptimizer,
     Orders,
     partial_updates,
+    read_sent,
 )
+from psync.store.untrusted_json import to_json
 from psync.wire.limits import Limits
-from psync.wire.messages import AdoptShards, CreateShards, DescribeShards, Done, ShardsDescribed
+from psync.wire.messages import AdoptShards, CreateShards, DescribeShards, Done
 from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,13 @@ def describe(
         )
     named = None if dtype is None else _dtype_name(dtype, subject)
     if shape is not None:
-        shape = _checked_shape(shape, subject)
+        given = shape
+        try:
+            shape = tuple(operator.index(extent) for extent in given)
+        except TypeError:
+            shape = (-1,)
+        if min(shape, default=0) < 0:
+            raise PartitionError(f"{subject}: expected a shape of integers, got {given!r}")
     value = initial_value
     if callable(value):
         if named is not None and shape is not None:
@@ -381,16 +388,6 @@ def _check_name(name: object, where: str) -> None:
         )
 
 
-def _checked_shape(shape: tuple[int, ...], subject: str) -> tuple[int, ...]:
-    try:
-        extents = tuple(operator.index(extent) for extent in shape)
-    except TypeError:
-        extents = (-1,)
-    if any(extent < 0 for extent in extents):
-        raise PartitionError(f"{subject}: expected a shape of integers, got {shape!r}")
-    return extents
-
-
 def _dtype_name(dtype: object, subject: str) -> str:
     try:
         return dtype_name(dtype)
@@ -499,8 +496,9 @@ class Creation:
         Cancellation: Safe.
         """
         links = self._ps.links
-        answers = await all_of([ask(link, DescribeShards(), ShardsDescribed) for link in links])
-        holdings = [Holding.from_bytes(b"".join(segments)) for _, segments in answers]
+        answers = await all_of([ask(link, DescribeShards(), Done) for link in links])
+        where = "a ps has described what it holds as nonsense"
+        holdings = [read_sent(segments, Holding, where) for _, segments in answers]
         adoption = Adoption(holdings)
         if adoption.is_empty:
             logger.info("the ps tasks are empty: all variables start with their initial values")
@@ -517,7 +515,7 @@ class Creation:
     async def _order(self, orders: Sequence[Orders], *, lineage: int, last: bool) -> None:
         """Let each ps do what was decided."""
         message, each = AdoptShards(lineage, last), zip(self._ps.links, orders, strict=True)
-        await all_of([ask(link, message, Done, [what.to_bytes()]) for link, what in each])
+        await all_of([ask(link, message, Done, [to_json(what)]) for link, what in each])
 
     async def ensure(self, *, last: bool = False) -> None:
         """Create everything that is declared, or adopt it.
@@ -586,7 +584,14 @@ class Creation:
             self._taken.add(number)
             self.own.note_rate(number, left.rate_of(identity))
         left.done(decision)
-        _say(decision)
+        if decision.adopted:
+            logger.info("%d variables keep their values", len(decision.adopted))
+        broken = {spec.name for spec in decision.broken}
+        for spec in decision.missing:
+            why = "it was not created whole" if spec.name in broken else "no ps held it"
+            logger.warning('variable "%s" starts with its initial value: %s', spec.name, why)
+        for name in decision.extra:
+            logger.warning('variable "%s" is removed: this program has not declared it', name)
         if last:
             self.left = None
             self.on_adopted()
@@ -646,15 +651,3 @@ class _Batch:
             self.sources.append(None)
             self.values.append(to_bytes_view(value))
             self.nbytes += value.nbytes
-
-
-def _say(decision: Decision) -> None:
-    """Tell what has become of everything."""
-    if decision.adopted:
-        logger.info("%d variables keep their values", len(decision.adopted))
-    broken = {spec.name for spec in decision.broken}
-    for spec in decision.missing:
-        why = "it was not created whole" if spec.name in broken else "no ps held it"
-        logger.warning('variable "%s" starts with its initial value: %s', spec.name, why)
-    for name in decision.extra:
-        logger.warning('variable "%s" is removed: this program has not declared it', name)

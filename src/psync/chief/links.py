@@ -122,10 +122,8 @@ class WorkerLinks:
         self._membership, self._endpoint = cluster.membership, cluster.endpoint
         self._loop = asyncio.get_running_loop()
         self._places = {name: place for place, name in enumerate(workers)}  # also of those gone
-        self._workers = {
-            name: WorkerRecord(name, address, self._places[name])
-            for name, address in workers.items()
-        }
+        places = self._places
+        self._workers = {each: WorkerRecord(each, workers[each], places[each]) for each in workers}
         flapping.is_anyone_there = lambda: bool(self.ready())
         self._one_less = asyncio.Event()  # pulsed when a worker ends, or is about to leave
         self.on_joined: Callable[[str], None] = lambda _: None
@@ -311,12 +309,11 @@ class WorkerLinks:
         """
         deadline = self._loop.time() + within_s
         answers = await self.ask(messages.AskStatistics(), names, deadline)
-        meters: dict[str, dict[str, float]] = {
-            name: answer.counters["work"]
-            for name, answer in answers.items()
-            if isinstance(answer, messages.Statistics)
-        }
-        return {name: (work["since"], work["wait"]) for name, work in meters.items() if work}
+        found: dict[str, tuple[float, float]] = {}
+        for name, answer in answers.items():
+            if isinstance(answer, messages.Statistics) and (work := answer.counters["work"]):
+                found[name] = work["since"], work["wait"]
+        return found
 
     async def ask(
         self, message: Message, names: Collection[str] | None = None, deadline: float | None = None
@@ -481,7 +478,7 @@ class WorkerLinks:
             if control.is_open and bulk.is_open and bulk.incarnation == control.incarnation:
                 # In our own range, whatever the worker's clock says: ps tasks refuse whoever worked
                 # for an earlier coordinator, and nobody who works for the next one. See
-                # ``ps.succession.GrantService``.
+                # ``ps.succession.Succession``.
                 self._membership.connected(worker.name, self._endpoint.incarnation)
                 incarnations = self._membership.incarnation(worker.name), self._endpoint.incarnation
                 addresses = list(self._cluster.ps_addresses.values())
@@ -1008,10 +1005,8 @@ def _did_not_come_up(timeout_s: float, missing: Sequence[tuple[str, str]]) -> Co
 
 
 def _addresses(cluster: ClusterSpec, job: str) -> dict[str, str]:
-    return {
-        task_name(job, index): cluster.task_address(job, index)
-        for index in cluster.task_indices(job)
-    }
+    indices = cluster.task_indices(job)
+    return {task_name(job, index): cluster.task_address(job, index) for index in indices}
 
 
 class FollowedWorkers:

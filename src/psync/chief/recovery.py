@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -314,7 +314,6 @@ class ClusterRecovery:
         self._began: float | None = None  # when the queue was paused; None: it is not
         # Of the present rollback: how far training was, and what it goes back to.
         self._from_step = 0
-        self._states: Sequence[SnapshotState] = ()
         self._snapshots: Sequence[StoredSnapshot] = ()
         self._loads = 0  # so far
 
@@ -325,7 +324,7 @@ class ClusterRecovery:
         self.ended.saved(CutCalls(snapshots), self.queue.is_open)
 
     def note_ended(self, ended: Sequence[EndedCall], *, early: bool) -> None:
-        """Note closures that have ended: a rollback may undo them.
+        """Note closures that have ended: a rollback may undo them, ``reschedule`` repeats them.
 
         Args:
             ended: The closures.
@@ -334,12 +333,19 @@ class ClusterRecovery:
         for each in ended:
             if not early:
                 self.ended.ended(each.number, each.updates)
-            if each.call is None or not _may_be_repeated(each):
+            # Data shards are pending again automatically. A closure that was cancelled, although
+            # its worker has carried it out, is left to the program.
+            closure, call = each.closure, each.call
+            if (
+                closure is None or closure.identity is not None or closure.is_replica
+                or call is None or not call.may_repeat
+                or closure.state is not ClosureState.FINISHED
+            ):  # fmt: skip
                 continue
             if early:
                 self.ended.ended_early(each.number)
             else:
-                self.ended.kept.keep(each.number, each.call, each.call.parts())
+                self.ended.kept.keep(each.number, call, call.parts())
 
     def calls_undone_by(self, event: RollbackEvent) -> list[ScheduledCall]:
         """Return, once, the calls of the closures that a rollback has undone, in order.
@@ -500,7 +506,7 @@ class ClusterRecovery:
     @property
     def is_gone(self) -> bool:
         """Whether nothing can be done any more, or perhaps so: workers were given up."""
-        return self.rule.gone is not None or bool(self.links.workers.given_up)
+        return self.rule.gone is not None or self.links.workers.given_up != {}
 
     def fail_if_gone(self) -> None:
         """End what is scheduled where nobody is left who could do it."""
@@ -567,7 +573,7 @@ class ClusterRecovery:
             await self._attach_all()
         elif step is RollbackStep.LOAD:
             self._loads += 1
-            each = zip(links, self._snapshots, self._states, strict=True)
+            each = zip(links, self._snapshots, strict=True)
             await all_of([self._prepare(*one) for one in each])
         elif step is RollbackStep.CREATE:
             if self.has_backups:
@@ -581,7 +587,7 @@ class ClusterRecovery:
             await self._ask_all(messages.RestoreSnapshot(self._loads, ps.timeline, fences))
         else:
             lineage = self.links.endpoint.incarnation + self.links.ps.timeline
-            await self._ask_all(messages.AdoptShards(lineage, last=True), [Orders().to_bytes()])
+            await self._ask_all(messages.AdoptShards(lineage, last=True), [to_json(Orders())])
 
     async def _ask_all(self, message: Message, segments: Sequence[bytes] = ()) -> None:
         links = self.links.ps.links
@@ -599,18 +605,19 @@ class ClusterRecovery:
                 f"the newest checkpoint has {len(snapshots)} ps tasks, expected "
                 f"{len(self.links.ps.links)}"
             )
-        states = [SnapshotState.from_bytes(each.state, str(each.file)) for each in snapshots]
-        kept = {(spec.key, spec.variable) for state in states for spec in state.shards}
+        kept = {
+            (key, spec.variable) for each in snapshots for key, spec in each.state.specs.items()
+        }
         if missing := self.creation.created - kept:
             raise CheckpointError(
                 f"{len(missing)} shards were created after the newest checkpoint was saved, or by "
                 "another program than this one",
                 hint="save again after the last variable was declared",
             )
-        self._snapshots = snapshots
         incarnation, optimizers = self.links.endpoint.incarnation, self.creation.own.listed()
-        self._states = [
-            state.for_coordinator(incarnation).with_rates(optimizers) for state in states
+        self._snapshots = [
+            replace(each, state=each.state.for_coordinator(incarnation).with_rates(optimizers))
+            for each in snapshots
         ]
 
     async def _iterations(self) -> int:
@@ -651,9 +658,9 @@ class ClusterRecovery:
             for link, seconds in zip(links, patience_s, strict=True):
                 link.lost_after_s = seconds
 
-    async def _prepare(self, link: PsLink, snapshot: StoredSnapshot, state: SnapshotState) -> None:
+    async def _prepare(self, link: PsLink, snapshot: StoredSnapshot) -> None:
         """Let a ps read its snapshot, or send it, where the ps does not find the file."""
-        packed = state.to_bytes()
+        packed = snapshot.state.to_bytes()
         if not flag(os.environ, STREAM_VARIABLE):
             places = to_json(snapshot.places)
             try:
@@ -773,8 +780,8 @@ class ClusterRecovery:
 
     def _rolled_back(self, lost: Sequence[int]) -> RollbackEvent:
         links = self.links.ps.links
-        to_step = max(state.iterations for state in self._states)
-        undone = self.ended.undone(CutCalls(self._states))
+        to_step = max(each.state.iterations for each in self._snapshots)
+        undone = self.ended.undone(CutCalls([each.state for each in self._snapshots]))
         event = RollbackEvent(
             tuple(links[ps].task for ps in lost), self.links.ps.timeline,
             max(self._from_step, to_step), to_step, undone.closures, self._seconds(),
@@ -800,15 +807,3 @@ class ClusterRecovery:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self.backups.close()
-
-
-def _may_be_repeated(ended: EndedCall) -> bool:
-    """Return whether ``reschedule`` repeats a closure that a rollback undoes.
-
-    Data shards are pending again automatically. A closure that was cancelled, although its worker
-    has carried it out, is left to the program.
-    """
-    closure, call = ended.closure, ended.call
-    if closure is None or call is None or closure.identity is not None or closure.is_replica:
-        return False
-    return call.may_repeat and closure.state is ClosureState.FINISHED

@@ -168,10 +168,8 @@ def describe_closures(queue: ClosureQueue, unfinished: Iterable[Closure], now: f
         f"  {kinds[state]}: {number} of {name or 'a step without a name'}"
         for (state, name), number in waiting.most_common(MAX_LISTED)
     ]
-    lines += [
-        f"  an error is to be raised: {type(error).__name__}: {text_of(error)}"
-        for error in queue.pending_errors[:MAX_LISTED]
-    ]
+    for error in queue.pending_errors[:MAX_LISTED]:
+        lines.append(f"  an error is to be raised: {type(error).__name__}: {text_of(error)}")
     return lines
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from psync.checkpoints.files import DataFile, Reader, check_places, disk_errors, stored_snapshots
+from psync.checkpoints.files import DataFile, Reader, check_places, disk_errors
 from psync.checkpoints.manifest import Planned, Tensor
 from psync.errors import CheckpointError, CheckpointNotFound
 from psync.status.units import bytes_text
@@ -73,7 +73,7 @@ def inspection(path: Path) -> list[str]:
     for name, state in reader.manifest.states.items():
         text = json.dumps(state)
         lines.append(f"{name}  {text if len(text) <= 100 else text[:97] + '...'}")
-    for stored in stored_snapshots(path) if reader.manifest.snapshots else ():
+    for stored in reader.snapshots():
         check_places(stored)
         nbytes = sum(place.nbytes for place in stored.places)
         lines.append(f"{stored.file.name}  all that a ps held, to recover it  {bytes_text(nbytes)}")

@@ -17,6 +17,7 @@ import asyncio
 import bisect
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -60,6 +61,13 @@ class Place(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype
+
+
+class Alike(NamedTuple):
+    """Variables of one shape and dtype that lie side by side, in this order; or a single one."""
+
+    place: Place  # of the first
+    variables: list[int]  # by their places in the plan
 
 
 @dataclass(slots=True)
@@ -127,6 +135,7 @@ class Plan:
     requests: list[Request]
     buffers: list[int]  # bytes of each receive buffer
     places: list[Place]  # of each variable
+    alike: list[Alike]  # all of them, too
     large: dict[int, list[Part]]
     """Of each variable that may be lent by itself, by its index: its shards but empty ones, in
     order."""
@@ -198,7 +207,7 @@ def make_plan(variables: Sequence[VariableSpec], compression: Compression | None
     keys = sorted(shard.key for variable in variables for shard in variable.shards)
     return Plan(
         tuple(variables), ordered, buffers, [places[index] for index in range(len(variables))],
-        _large_in(ordered, variables),
+        _alike_in(places), _large_in(ordered, variables),
         hashlib.blake2b(repr(keys).encode(), digest_size=16).digest(), Whole.of(ordered),
         any(len({shard.ps for shard in variable.shards}) > 1 for variable in variables),
         {of_ps[0].ps: ordered.index(of_ps[0]) for of_ps in requests.values()},
@@ -227,6 +236,20 @@ def _laid_out(variables: Sequence[VariableSpec]) -> tuple[list[int], dict[int, P
         places[index] = Place(len(buffers) - 1, buffers[-1], variable.shape, dtypes[index])
         buffers[-1] += variable.nbytes
     return buffers, places
+
+
+def _alike_in(places: Mapping[int, Place]) -> list[Alike]:
+    """Return the variables in the order in which they lie, those that are alike together."""
+    found: list[Alike] = []
+    end: tuple[object, ...] = ()  # what the next one is that could join the last ones
+    for index, (buffer, offset, shape, dtype) in places.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        if shape and nbytes and (buffer, offset, shape, dtype) == end:
+            found[-1].variables.append(index)
+        else:
+            found.append(Alike(places[index], [index]))
+        end = buffer, offset + nbytes, shape, dtype
+    return found
 
 
 def _large_in(
@@ -258,7 +281,10 @@ def bodies_of(plan: Plan, arrays: Sequence[Array]) -> list[Body]:
         return [((), None, 0) for _ in plan.requests]
     if IndexedSlices in map(type, arrays):
         return [_body_with_rows(request, arrays) for request in plan.requests]
-    views = list(map(to_bytes_view, arrays))  # type: ignore[arg-type]
+    try:
+        views = [memoryview(each).cast("B") for each in arrays]  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        views = list(map(to_bytes_view, arrays))  # type: ignore[arg-type]
     bodies: list[Body] = []
     for request in plan.requests:
         parts = []
@@ -405,18 +431,24 @@ class Landing:
 
     def settle(self, leased: Mapping[int, np.ndarray] | None = None) -> list[np.ndarray]:
         """Return an array for each variable: all is there, ``leased`` as the bytes of some."""
-        self.arrays = arrays = []
-        for index, (buffer, offset, shape, dtype) in enumerate(self.plan.places):
-            if index in self._given:
-                arrays.append(self._given[index])
-                continue
-            if leased and index in leased:
-                arrays.append(np.ndarray(shape, dtype, leased[index]))
+        made = dict(self._given)
+        for index, root in (leased or {}).items():
+            _, _, shape, dtype = self.plan.places[index]
+            made[index] = np.ndarray(shape, dtype, root)
+        for (buffer, offset, shape, dtype), variables in self.plan.alike:
+            if made and made.keys() >= {*variables}:
                 continue
             if self._roots[buffer] is None:  # of an empty one nothing has come
                 self._buffer(buffer)
-            arrays.append(np.ndarray(shape, dtype, self._roots[buffer], offset))
-        return arrays
+            memory, count = self._roots[buffer], len(variables)
+            if count == 1:
+                made[variables[0]] = np.ndarray(shape, dtype, memory, offset)
+            else:  # as rows of one array: it takes a fraction of the time
+                block = np.ndarray((count, *shape), dtype, memory, offset)
+                made.update(zip(variables, block, strict=True))
+        made.update(self._given)
+        self.arrays = list(map(made.__getitem__, range(len(self.plan.places))))
+        return self.arrays
 
     # What is lent.
 

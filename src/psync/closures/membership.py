@@ -167,11 +167,9 @@ class Membership:
     def _gone(self, worker: str, record: _Task) -> list[Fence]:
         """Fence a worker whose connection has ended."""
         record.fenced_below = record.incarnation + 1
-        return [
-            Fence(name, worker, record.fenced_below)
-            for name, other in self._tasks.items()
-            if other.is_ps and other.state is TaskState.ALIVE
-        ]
+        tasks = self._tasks.items()
+        living = [name for name, task in tasks if task.is_ps and task.state is TaskState.ALIVE]
+        return [Fence(ps, worker, record.fenced_below) for ps in living]
 
     def state(self, task: str) -> TaskState:
         """Return the state of a task of the cluster."""
@@ -183,11 +181,8 @@ class Membership:
 
     def fences(self) -> list[tuple[str, int]]:
         """Return (task, lowest incarnation that may be served) of each worker that was lost."""
-        return [
-            (name, record.fenced_below)
-            for name, record in self._tasks.items()
-            if record.fenced_below
-        ]
+        tasks = self._tasks.items()
+        return [(name, task.fenced_below) for name, task in tasks if task.fenced_below]
 
     def has_every_ps(self) -> bool:
         """Return whether every ps is connected."""
@@ -195,11 +190,8 @@ class Membership:
 
     def missing(self) -> list[tuple[str, str]]:
         """Return (name, address) of every task that is waited for, ps tasks first."""
-        return [
-            (name, record.address)
-            for name, record in self._tasks.items()
-            if record.state not in (TaskState.ALIVE, TaskState.LEFT)
-        ]
+        tasks, settled = self._tasks.items(), (TaskState.ALIVE, TaskState.LEFT)
+        return [(name, task.address) for name, task in tasks if task.state not in settled]
 
     def gone(self) -> list[str]:
         """Return the names of the workers that have left and are not back."""
@@ -514,8 +506,6 @@ class ScheduleReports:
         return ScheduleState(tuple(here), missing, queued, in_flight)
 
     def _here(self, absent: AbstractSet[str]) -> list[tuple[str, int]]:
-        return [
-            (worker, self._joined[worker])
-            for worker in self._workers
-            if worker in self._joined and worker not in absent
-        ]
+        joined = self._joined
+        here = [worker for worker in self._workers if worker in joined and worker not in absent]
+        return [(worker, joined[worker]) for worker in here]

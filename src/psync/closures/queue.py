@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -171,11 +171,8 @@ class Losses:
 
     def is_killer(self, closure: Closure) -> bool:
         """Whether the losses of a closure are not by chance."""
-        chance = [
-            held
-            for held in self._recent
-            if closure.id not in held and self._proven.issuperset(held.values())
-        ]
+        others = [held for held in self._recent if closure.id not in held]
+        chance = [held for held in others if self._proven.issuperset(held.values())]
         return len(closure.lost_on) >= self._limit + len(chance)
 
 
@@ -478,8 +475,13 @@ class ClosureQueue:
                     f"other workers have data, but {closure} had made updates before it met the "
                     "end, so it cannot run there: let a step take one batch, or catch EndOfData"
                 )
-            else:
-                self._name_batches(error, self.dispatcher.batches(error.data))
+            elif self._end_of_data is None:  # a join is going to raise it
+                batches = self.dispatcher.batches(error.data)
+                workers = sorted(batches, key=lambda worker: (len(worker), worker))
+                named = [f"{worker} had {batches[worker]}" for worker in workers]
+                more = f", and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+                error.message += f" on any worker ({', '.join(named[:MAX_NAMED])}{more})"
+                error.args = (error.message,)
         state = State.FAILED if closure.is_replica else State.EXHAUSTED
         self._end(closure, state, error)
         return self._actions()
@@ -688,15 +690,6 @@ class ClosureQueue:
             f"{closure} was cancelled: {self.ending}",
             hint=None if self._stopped else self._remedy,
         )
-
-    def _name_batches(self, error: EndOfData, batches: Mapping[str, int]) -> None:
-        """Let the end of data that a join is going to raise say how many each worker had."""
-        if self._end_of_data is None:
-            workers = sorted(batches, key=lambda worker: (len(worker), worker))
-            named = [f"{worker} had {batches[worker]}" for worker in workers]
-            more = f", and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
-            error.message += f" on any worker ({', '.join(named[:MAX_NAMED])}{more})"
-            error.args = (error.message,)
 
     def _actions(self, reporter: str | None = None, *, dispatch: bool = True) -> list[Action]:
         """Return what is to be done now; ``reporter`` as in ``Dispatcher.decide``."""

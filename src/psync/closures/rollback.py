@@ -49,14 +49,14 @@ class CutCalls:
     """
 
     def __init__(self, snapshots: Sequence[SnapshotState]) -> None:
-        self._finals = [snapshot.ledger.final for snapshot in snapshots]
+        self._finals = [snapshot.final for snapshot in snapshots]
         self._calls: dict[int, set[int]] = {}  # those that are whole
         missing: Counter[tuple[int, int]] = Counter()  # parts of calls
         for snapshot in snapshots:
-            for closure, ordinal, count in snapshot.ledger.parts:
+            for closure, ordinal, count in snapshot.parts:
                 missing[closure, call_of(ordinal)] = count
         for snapshot in snapshots:
-            for closure, ordinal, *_ in snapshot.ledger.calls:
+            for closure, ordinal, *_ in snapshot.calls:
                 call = call_of(ordinal)
                 missing[closure, call] -= 1
                 if missing[closure, call] <= 0:

@@ -25,8 +25,7 @@ from typing import Any, Protocol
 
 from psync.cluster import ClusterSpec, join_address
 from psync.errors import ConfigurationError, ConnectFailed
-from psync.integrations.launched_jobs import jobs_of, port_of
-from psync.net.resolvers import ClusterResolver
+from psync.net.resolvers import ClusterResolver, jobs_of, port_of
 
 logger = logging.getLogger(__name__)
 

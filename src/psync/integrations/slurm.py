@@ -16,8 +16,7 @@ from typing import NoReturn
 
 from psync.cluster import MAX_TASKS, ClusterSpec
 from psync.errors import ConfigurationError
-from psync.integrations.launched_jobs import jobs_of, port_of
-from psync.net.resolvers import ClusterResolver
+from psync.net.resolvers import ClusterResolver, jobs_of, port_of
 
 _HINT = "start the program with srun: srun --ntasks=5 --distribution=block python train.py"
 _BETWEEN_HOSTS = re.compile(r",(?![^\[]*\])")  # a comma that is not in brackets

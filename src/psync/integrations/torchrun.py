@@ -13,8 +13,7 @@ from typing import Any
 
 from psync.cluster import ClusterSpec, join_address
 from psync.errors import ConfigurationError, ConnectFailed
-from psync.integrations.launched_jobs import jobs_of
-from psync.net.resolvers import ClusterResolver, interface_towards
+from psync.net.resolvers import ClusterResolver, interface_towards, jobs_of
 
 TORCHRUN_VARIABLES = (
     "RANK",

@@ -20,6 +20,7 @@ import sysconfig
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from psync.closures.scaling import AdaptiveRule, changes
@@ -42,6 +43,7 @@ from psync.net.platform import Platform, Workforce
 from psync.net.resolvers import SimpleClusterResolver, opened
 from psync.net.secret import Secret, load_secret, mint_secret
 from psync.net.shared.regions import SharedMemory
+from psync.net.shielding import end_all
 from psync.net.tls import TLS_VARIABLES
 from psync.ps_task import PsTask
 from psync.status.html_tables import table
@@ -348,9 +350,7 @@ class TaskCluster(ABC):
 
     async def _end_changes(self) -> None:
         self._end_adapting()
-        for leaving in (tasks := list(self._leaving.values())):
-            leaving.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(self._leaving.values())
 
     async def _start(self, resources: contextlib.AsyncExitStack) -> None:
         self._host = await self._make_host(resources)
@@ -435,6 +435,7 @@ class TasksHere(Host):
         return "in this process"
 
 
+@dataclass(eq=False, repr=False)
 class TasksInProcesses(Host):
     """Each task a process, which is started again when it dies.
 
@@ -450,41 +451,36 @@ class TasksInProcesses(Host):
         processes: The newest process of each task, by name.
     """
 
-    def __init__(
-        self,
-        counts: Mapping[str, int],
-        environ: Mapping[str, str],
-        gpus: GpuShares,
-        max_restarts: int,
-        *,
-        security: bool,
-        resources: contextlib.AsyncExitStack,
-    ) -> None:
-        known = load_secret(environ)
+    counts: Mapping[str, int]
+    environ: Mapping[str, str]
+    gpus: GpuShares
+    max_restarts: int
+    security: bool
+    resources: contextlib.AsyncExitStack
+
+    def __post_init__(self) -> None:
+        known = load_secret(self.environ)
         minted = mint_secret() if known is None else None
-        environ = {**environ, "PYTHONPATH": os.pathsep.join(_own_import_path())}
-        if security:
+        environ = {**self.environ, "PYTHONPATH": os.pathsep.join(_own_import_path())}
+        if self.security:
             for name in TLS_VARIABLES:
                 environ.pop(name, None)
-            environ |= resources.enter_context(certificates.temporary(CERTIFICATE_DAYS))
+            environ |= self.resources.enter_context(certificates.temporary(CERTIFICATE_DAYS))
         self._environ = environ
-        self._group = ProcessGroup({"chief": 1, **counts}, secret=minted, environ=environ)
-        resources.push_async_callback(self._group.stop)
-        resources.push_async_callback(self._stop_watching)
+        self._group = ProcessGroup({"chief": 1, **self.counts}, secret=minted, environ=environ)
+        self.resources.push_async_callback(self._group.stop)
+        self._watchers: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self.resources.push_async_callback(lambda: end_all(self._watchers.values()))
         self.chief = self._group.cluster["chief"][0]
         self._joinable = known is not None  # nobody else knows one that was made here
         inherited: dict[str, socket.socket] = {}
         if self._joinable:
             inherited[self.chief] = self._group.listener_of("chief", 0)
-            resources.callback(inherited[self.chief].close)
+            self.resources.callback(inherited[self.chief].close)
         secret = known or Secret((minted or "").encode())
         self.platform = Platform(network_of(environ, inherited), secret)
-        self._resources = resources
         self.processes: dict[str, Process] = {}
-        self._unused = {(job, index) for job, count in counts.items() for index in range(count)}
-        self._gpus = gpus
-        self._max_restarts = max_restarts
-        self._watchers: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._unused = {(job, i) for job, count in self.counts.items() for i in range(count)}
         self._leaving: set[tuple[str, int]] = set()
 
     async def open(self) -> None:
@@ -496,12 +492,12 @@ class TasksInProcesses(Host):
         async def end() -> None:
             await tell_to_end(self.platform, newest_incarnation() or began, joined)
 
-        self._resources.push_async_callback(end)
+        self.resources.push_async_callback(end)
         door = Door(self.platform, self.chief, self.platform.workforce, joined)
-        await self._resources.enter_async_context(door)
+        await self.resources.enter_async_context(door)
 
     async def check(self, num_workers: int) -> None:
-        await asyncio.to_thread(self._gpus.check, num_workers)
+        await asyncio.to_thread(self.gpus.check, num_workers)
 
     async def start(self, job: str, index: int) -> str:
         if (job, index) in self._unused:
@@ -517,7 +513,7 @@ class TasksInProcesses(Host):
         return address
 
     def _start(self, job: str, index: int) -> Process:
-        return self._group.start_task(job, index, env=self._gpus.environ_of(job, index))
+        return self._group.start_task(job, index, env=self.gpus.environ_of(job, index))
 
     async def leave(self, index: int) -> None:
         task = ("worker", index)
@@ -532,7 +528,7 @@ class TasksInProcesses(Host):
         return self.processes[f"{job}-{index}"].describe()
 
     async def _watch(self, job: str, index: int, address: str) -> None:
-        policy = RestartPolicy(self._max_restarts)
+        policy = RestartPolicy(self.max_restarts)
         name, level, hinted = f"{job}-{index}", logging.ERROR, job == "ps"
         while True:
             code = await self.processes[name].wait()
@@ -562,11 +558,6 @@ class TasksInProcesses(Host):
             self._group.abandon(job, index)
         self._leaving.discard((job, index))
         self.platform.given_up.note(address, why)
-
-    async def _stop_watching(self) -> None:
-        for task in self._watchers.values():
-            task.cancel()
-        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
 
 
 def _own_import_path() -> list[str]:

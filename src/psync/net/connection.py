@@ -72,6 +72,10 @@ logger = logging.getLogger(__name__)
 WRITE_HIGH_BYTES = 4 << 20
 """Above this much unsent data large messages wait."""
 
+RETURN_WITHIN_S = 0.001
+"""A body that was lent is given back with the next message to its owner, or after so long: said at
+once it would cost as much as a message of its own, at both ends."""
+
 _NONE: Sequence[Any] = ()  # neither segments nor extents
 
 SENT = 256
@@ -376,6 +380,7 @@ class Connection(asyncio.BufferedProtocol):
         self._small: list[Buffer] = []  # small messages of this turn of the loop
         self._small_bytes = 0
         self._flush_due = False
+        self._return_due = False  # the loop will say what is given back
         # Large messages until there is room, and small ones behind them; what is lent of each.
         self._waiting: deque[tuple[list[Buffer], Loan | None]] = deque()
         self._room = asyncio.Event()  # set while large messages need not wait, and at the end
@@ -560,7 +565,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._go_on_copying()
         except Exception as exc:
             self.fail(exc)
-        if self._small or self.sharing is not None:
+        if self._small:
             self.flush()
         else:
             self._flush_due = False
@@ -623,7 +628,10 @@ class Connection(asyncio.BufferedProtocol):
                 frame.token = frame.request_id
                 frame.message = decode(frame.header)
                 try:
-                    return _fitting(into(frame.message, frame.lengths, frame.borrowed), frame)
+                    views = into(frame.message, frame.lengths, frame.borrowed)
+                    if sum(map(len, views)) != frame.nbytes:
+                        raise _misfit(views, frame)
+                    return views
                 except Exception as exc:
                     del self._calls[frame.request_id]
                     _tell(then, exc)
@@ -637,8 +645,10 @@ class Connection(asyncio.BufferedProtocol):
             prepare = handler.prepare
             if prepare is not None:
                 try:
-                    frame.segments = _fitting(prepare(frame), frame)
-                    return frame.segments
+                    views = frame.segments = prepare(frame)
+                    if sum(map(len, views)) != frame.nbytes:
+                        raise _misfit(views, frame)
+                    return views
                 except Exception as exc:
                     frame.token = exc
                     return None
@@ -739,11 +749,15 @@ class Connection(asyncio.BufferedProtocol):
         sharing, body, nbytes = self.sharing, _NONE, 0
         try:
             header = b"" if message is None else encode(message)
-            is_alone = type(segments) is not Joined and not segments
-            if is_alone and len(header) <= self._limits.header_bytes:
+            if type(segments) is Joined:
+                lengths, body = segments.lengths, [*filter(len, segments)]
+            elif segments:
+                lengths, body = flat(segments)
+            else:
+                lengths = _NONE
+            if not lengths and len(header) <= self._limits.header_bytes:
                 head = PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), 0, 0) + header
             else:
-                lengths, body = flat(segments)
                 nbytes, extents = sum(lengths), _NONE
                 if nbytes > LENT_ABOVE_BYTES and sharing is not None:
                     loan = sharing.lend(body, nbytes, copied=copied)
@@ -767,7 +781,11 @@ class Connection(asyncio.BufferedProtocol):
         frame = b"".join(buffers) if body else head
         if self._waiting and self._in_order:
             self._waiting.append(([frame], None))
-        elif at_once and not self._flush_due and not self._small and sharing is None:
+        elif (
+            at_once
+            and not (self._flush_due or self._small)
+            and (sharing is None or not sharing.has_to_say)
+        ):
             if not self._transport.is_closing():
                 self.bytes_sent += nbytes
                 self._transport.writelines((frame,))
@@ -919,8 +937,18 @@ class Connection(asyncio.BufferedProtocol):
         if self._memory is None:
             channel.close()
             return
-        self.sharing = Sharing(self._memory, channel, Waker(self._say_returns))
+        self.sharing = Sharing(self._memory, channel, Waker(self._return_soon))
         self._decoder.borrow = self.sharing.borrow
+
+    def _return_soon(self) -> None:
+        assert self.sharing is not None, "it says that there is something"
+        if self.sharing.has_to_say and not self._return_due:
+            self._return_due = True
+            self._loop.call_later(RETURN_WITHIN_S, self._return_now)
+
+    def _return_now(self) -> None:
+        self._return_due = False
+        self._say_returns()
 
     def _say_returns(self) -> None:
         assert self.sharing is not None, "it says that there is something"
@@ -1026,8 +1054,6 @@ def _tell(then: Then, outcome: Frame | Exception) -> None:
         then.set_result(outcome)
 
 
-def _fitting(views: Sequence[memoryview], frame: Frame) -> list[memoryview]:
-    given = len(views[0]) if len(views) == 1 else sum(map(len, views))
-    if given != frame.nbytes:
-        raise LocalProtocolError(f"{given} bytes of memory were given for a body of {frame.nbytes}")
-    return list(views)
+def _misfit(views: Sequence[memoryview], frame: Frame) -> LocalProtocolError:
+    given = sum(map(len, views))
+    return LocalProtocolError(f"{given} bytes of memory were given for a body of {frame.nbytes}")

@@ -8,6 +8,7 @@ import logging
 import socket
 import weakref
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from psync.closures.membership import backoff
@@ -24,11 +25,13 @@ from psync.net import handshake_limits
 from psync.net.connection import Connection, Handler, Tap
 from psync.net.platform import Platform
 from psync.net.shared.bodies import Sharing
+from psync.net.shielding import end_all
 from psync.net.transport import Listener, one_line, reason
 from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message
+from psync.wire.frames import VERSION
 from psync.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake, State
-from psync.wire.messages import Hello, Refused
+from psync.wire.messages import Challenge, Hello, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ CLOSE_TIMEOUT_S = 1.0
 """A peer that has not taken by then what we had to say to it will not get it."""
 
 
+@dataclass(eq=False, repr=False)
 class Endpoint:
     """Where a task's connections begin and end.
 
@@ -59,29 +63,22 @@ class Endpoint:
         admit: Last word on a peer that has proved itself; None admits all.
     """
 
-    def __init__(
-        self,
-        platform: Platform,
-        task: str,
-        incarnation: int,
-        handlers: dict[type[Message], Handler],
-        pool: BlockPool | None = None,
-        admit: Callable[[Hello], Refused | None] | None = None,
-    ) -> None:
-        self.platform = platform
-        self.task = task
-        self.incarnation = incarnation
-        self.handlers = handlers
-        self.pool = pool if pool is not None else BlockPool()
+    platform: Platform
+    task: str
+    incarnation: int
+    handlers: dict[type[Message], Handler]
+    pool: BlockPool = field(default_factory=BlockPool)
+    admit: Callable[[Hello], Refused | None] | None = None
+
+    def __post_init__(self) -> None:
         self._sharings: weakref.WeakSet[Sharing] = weakref.WeakSet()  # of connections that are gone
         self.on_peer: list[Callable[[Connection], None]] = []  # told of each accepted connection
-        self._admit = admit
         self._peers: dict[Connection, None] = {}  # open, or in their handshake, in this order
         # Bytes over connections that are gone.
         self._sent = self._received = self._lent = self._borrowed = 0
         # Of them, accepted ones in their handshake, the oldest first, and where they come from.
         self._unproven: dict[Connection, handshake_limits.Place] = {}
-        self._failures = handshake_limits.FailedHandshakes(platform.limits.handshake_failures)
+        self._failures = handshake_limits.FailedHandshakes(self.platform.limits.handshake_failures)
         self._log_quota = handshake_limits.LogQuota()
         self._untold: asyncio.TimerHandle | None = None  # None: every line was written
         self._untold_level = logging.NOTSET  # the highest of the lines that were not
@@ -155,10 +152,9 @@ class Endpoint:
 
         secret, incarnation = self.platform.secret, self.incarnation
         seconds = self.platform.limits.handshake_seconds
-        handshake = ClientHandshake(
-            secret.value if secret is not None else None,
-            self.task, incarnation, lane, self.platform.random_bytes(NONCE_BYTES), expect,
-        )  # fmt: skip
+        nonce = self.platform.random_bytes(NONCE_BYTES)
+        hello = Hello(VERSION, VERSION, self.task, incarnation, lane, nonce, secret is not None)
+        handshake = ClientHandshake(None if secret is None else secret.value, hello, expect)
         peer = self._new_peer(handshake)
         peer.on_opened = lambda _: over.set()
         peer.on_closed.append(on_closed)
@@ -256,10 +252,7 @@ class Endpoint:
         self._tell_untold()
         for peer in list(self._peers):
             peer.close()
-        handlers = self._tasks - {asyncio.current_task()}
-        for task in handlers:
-            task.cancel()
-        await asyncio.gather(*handlers, return_exceptions=True)
+        await end_all(each for each in self._tasks if each is not asyncio.current_task())
         for listener in self._listeners:
             await listener.wait_closed()
         try:
@@ -314,10 +307,9 @@ class Endpoint:
 
     def _accept(self) -> asyncio.BufferedProtocol:
         limits, secret = self.platform.limits, self.platform.secret
-        handshake = ServerHandshake(
-            secret.value if secret is not None else None,
-            self.task, self.incarnation, self.platform.random_bytes(NONCE_BYTES), self._admit,
-        )  # fmt: skip
+        nonce, secured = self.platform.random_bytes(NONCE_BYTES), secret is not None
+        challenge = Challenge(VERSION, self.task, self.incarnation, nonce, secured, b"")
+        handshake = ServerHandshake(None if secret is None else secret.value, challenge, self.admit)
         is_full = len(self._peers) >= limits.connections
         peer = self._new_peer(handshake)
         peer.on_opened = self._on_accepted_opened

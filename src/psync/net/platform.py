@@ -36,8 +36,7 @@ MISPLACED = 78
 """Exit code of a worker of ``psync run`` that runs the program instead of serving: the launcher
 says so, once for all of them."""
 
-every_value: list[PerProcess[Any]] = []
-"""All of this process, which a simulation sets aside."""
+_all: list[PerProcess[Any]] = []
 
 
 class PerProcess(Generic[T]):
@@ -50,10 +49,23 @@ class PerProcess(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self.make = make
         self.value = make()
-        every_value.append(self)
+        _all.append(self)
 
     def __call__(self) -> T:
         return self.value
+
+
+@contextlib.contextmanager
+def fresh_process() -> Iterator[None]:
+    """Let everything be as in a process that has just begun; afterwards it is as it was."""
+    before = {id(each): each.value for each in _all}
+    for each in _all:
+        each.value = each.make()
+    try:
+        yield
+    finally:
+        for each in _all:  # a module may have been imported meanwhile
+            each.value = before[id(each)] if id(each) in before else each.make()
 
 
 def inherited_file(variable: str) -> int | None:

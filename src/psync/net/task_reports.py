@@ -4,7 +4,7 @@ A task registers a description (``add_description``); a report is that, then the
 asyncio tasks and threads, then an end marker. No error of any part leaves it.
 
     why a worker waits                    whose report says so   written by
-    the token of a synchronous step       ps 0                   ``ps.report``
+    the token of a synchronous step       ps 0                   ``ps_task``
     a staleness bound                     ps 0                   ``sync.staleness_service``
     a lock, the gate of a cut, a backup   the ps                 ``ps.admission``,
                                                                  ``backups.service``

@@ -21,6 +21,7 @@ as with other transports, memory must not change until the transport has let go 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import re
 import ssl
@@ -396,10 +397,8 @@ class TlsChannel(asyncio.Transport, asyncio.BufferedProtocol):
             self.above.resume_writing()
 
     def _say_goodbye(self) -> None:
-        try:
+        with contextlib.suppress(ssl.SSLError):  # it wants to hear the peer's as well
             self._tls.unwrap()
-        except ssl.SSLError:
-            pass  # it wants to hear the peer's as well
         self._send_encrypted()
         self._below.close()
 

@@ -69,6 +69,7 @@ class _Reader:
     ticks_left: int = 0  # until it is forgotten
 
 
+@dataclass(eq=False, repr=False)
 class SpanRecorder:
     """The ring of one task.
 
@@ -83,17 +84,13 @@ class SpanRecorder:
         on_left: Called with the name of a reader that has left, or is forgotten.
     """
 
-    def __init__(
-        self,
-        platform: Platform,
-        task: str,
-        facts: Callable[[], Mapping[str, Any]] = dict,
-        counters: Callable[[], Mapping[str, float]] | None = None,
-    ) -> None:
-        self.task = task
-        self._facts = facts
-        self._counters = counters
-        self.now = platform.now
+    platform: Platform
+    task: str
+    facts: Callable[[], Mapping[str, Any]] = dict
+    counters: Callable[[], Mapping[str, float]] | None = None
+
+    def __post_init__(self) -> None:
+        self.now = self.platform.now
         self.on_left: Callable[[str], object] = lambda _: None
         self._origin = ""  # tells this process's clock from that of its successor; once it records
         self._fresh: list[tuple[Any, ...]] = []  # entries that are not packed yet
@@ -174,7 +171,7 @@ class SpanRecorder:
             "lost": max(0, oldest - reader.next),
             "chunks": [body for first, body in self._chunks if first >= reader.next],
             "connections": list(self._connections.items())[reader.connections :],
-            "facts": self._facts() if is_new or last else {},
+            "facts": self.facts() if is_new or last else {},
         }
         reader.next = self._count
         reader.connections = len(self._connections)
@@ -202,8 +199,8 @@ class SpanRecorder:
         self._connections.clear()
 
     def _tick(self) -> None:
-        if self._counters is not None:
-            self.note("counters", dict(self._counters()))
+        if self.counters is not None:
+            self.note("counters", dict(self.counters()))
         self._pack()
         for name, reader in list(self._readers.items()):
             reader.ticks_left -= 1

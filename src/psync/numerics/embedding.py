@@ -145,12 +145,9 @@ class SparseIds:
         weights = self.weights
         if weights is not None:
             weights = np.concatenate([weights, np.ones(len(empty), weights.dtype)])
-        return SparseIds(
-            np.concatenate([self.rows, empty]),
-            np.concatenate([self.ids.astype(dtype), np.full(len(empty), default_id, dtype)]),
-            weights,
-            self.num_rows,
-        )
+        rows, added = np.concatenate([self.rows, empty]), np.full(len(empty), default_id, dtype)
+        ids = np.concatenate([self.ids.astype(dtype), added])
+        return SparseIds(rows, ids, weights, self.num_rows)
 
     def combined(self, rows: np.ndarray, which: np.ndarray, combiner: str, what: str) -> np.ndarray:
         """Return for each row of the matrix what its ids' rows amount to; zeros if it has none.

@@ -239,11 +239,8 @@ def _out_of_bounds(value: int, axis: int, shape: tuple[int, ...], name: str) -> 
 
 def _check_broadcast(items: Sequence[Any], name: str) -> None:
     """Check that arrays and masks fit each other."""
-    shapes = [
-        (int(np.count_nonzero(item)),) if item.dtype == bool else item.shape
-        for item in items
-        if isinstance(item, np.ndarray)
-    ]
+    arrays = [item for item in items if isinstance(item, np.ndarray)]
+    shapes = [(int(np.count_nonzero(a)),) if a.dtype == bool else a.shape for a in arrays]
     try:
         np.broadcast_shapes(*shapes)
     except ValueError as exc:

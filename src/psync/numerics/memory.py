@@ -60,9 +60,9 @@ def _quietly() -> Callable[..., None]:
     """Return what calls a function with numpy's warnings off; it is used by one at a time."""
     if np.lib.NumpyVersion(np.__version__) < "2.0.0":  # there they belong to threads
 
-        def run(function: Callable[..., None], *arguments: object) -> None:
+        def run(function: Callable[..., None], *arguments: object, **named: object) -> None:
             with np.errstate(all="ignore"):
-                function(*arguments)
+                function(*arguments, **named)
 
         return run
     context = contextvars.Context()
@@ -673,6 +673,29 @@ class ArenaArray(BlockArray):
         _, target, is_replaced = self.arena.begin(self.start, self.start + self.size, pool)
         np.copyto(target, block.array)
         block.retire(pool)
+        return is_replaced
+
+    def change(
+        self,
+        function: Callable[..., object],
+        operand: np.ndarray,
+        pool: BlockPool,
+        quietly: Callable[..., None],
+    ) -> bool:
+        """Let ``function`` make all elements of those that there are and an operand.
+
+        Args:
+            function: Called with these two, and with ``out``: where the new elements go.
+            operand: As many elements.
+            pool: As for ``writable``.
+            quietly: Calls the function, see ``Scratch``.
+
+        Returns:
+            Whether somebody reads the old elements.
+        """
+        self._is_used = True
+        present, target, is_replaced = self.arena.begin(self.start, self.start + self.size, pool)
+        quietly(function, present, operand, out=target)
         return is_replaced
 
     def release(self, i: int) -> Block:

@@ -157,11 +157,9 @@ def gather_arrays(values: Sequence[Any], axis: object) -> np.ndarray:
 def _reduce_slices(
     op: ReduceOp, values: Sequence[Any], axes: tuple[int, ...] | None
 ) -> IndexedSlices:
-    slices = [
-        IndexedSlices(value.values, value.indices, getattr(value, "dense_shape", None))
-        for value in values
-        if _is_slices(value)
-    ]
+    given = [value for value in values if _is_slices(value)]
+    shapes = [getattr(each, "dense_shape", None) for each in given]
+    slices = [IndexedSlices(s.values, s.indices, of) for s, of in zip(given, shapes, strict=True)]
     if len(slices) != len(values):
         raise ReplicaValueError("reduce: IndexedSlices on some replicas, something else on others")
     if axes is not None:

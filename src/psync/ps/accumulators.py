@@ -73,13 +73,6 @@ from psync.ps.executor import Executor, Listed, nobodys
 from psync.ps.plans import NO_BYTES
 from psync.specs import dtype_of
 from psync.store.ledger import Client, Duplicate, Fresh, Ledger, Ticket
-from psync.store.ledger_snapshot import (
-    GradientStates,
-    control_of,
-    gradients_of,
-    note_gradients,
-    state_of,
-)
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     AccumulatorState,
@@ -220,7 +213,7 @@ class Accumulators:
         return [
             [name, hosted.rule.num_accumulated(), hosted.rule.step,
              [[*take.owner.client, take.owner.sequence] for take in hosted.rule.waiting],
-             control_of(hosted.takes, lambda _: b"")[0]]
+             hosted.takes.control(lambda _: b"")[0]]
             for name, hosted in sorted(self.hosted.items())
         ]  # fmt: skip
 
@@ -508,9 +501,9 @@ class Accumulators:
                 message = HoldGradients(name, held.count, held.weight, list(held.shape), held.rows)
                 entries.append((NOBODY, message, await _copies(held.arrays)))
             entries += _takes_of(name, hosted)
-        states = gradients_of(self._ledger, _pack)
-        entries += [(NOBODY, KeepAnswers(some, []), ()) for some in _parts(states.answers)]
-        entries += [(NOBODY, KeepAnswers([], some), ()) for some in _parts(states.calls)]
+        answers, calls = self._ledger.gradients(_pack)
+        entries += [(NOBODY, KeepAnswers(some, []), ()) for some in _parts(answers)]
+        entries += [(NOBODY, KeepAnswers([], some), ()) for some in _parts(calls)]
         return entries
 
     async def _hold(self, request: Request[HoldGradients]) -> None:
@@ -534,8 +527,7 @@ class Accumulators:
         request.answer(Done())
 
     def _keep(self, request: Request[KeepAnswers]) -> None:
-        states = GradientStates(request.message.answers, request.message.calls)
-        note_gradients(self._ledger, states, decode)
+        self._ledger.note_gradients(request.message.answers, request.message.calls, decode)
         request.answer(Done())
 
 
@@ -593,7 +585,7 @@ def _takes_of(name: str, hosted: HostedAccumulator) -> Iterator[Listed]:
         return encode(kept[-1][0])
 
     acked: dict[Client, int] = {}
-    for sender in state_of(hosted.takes, pack).senders:
+    for sender in hosted.takes.snapshot(pack).senders:
         client, below = (sender.task, sender.incarnation), sender.acked_below
         acked[client] = below
         yield NOBODY, HoldTake(name, *client, below, below, 0, b""), ()

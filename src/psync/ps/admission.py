@@ -46,7 +46,6 @@ from dataclasses import dataclass
 
 from psync.errors import ClosedError, CutLost, LockLost, UsageError
 from psync.net.connection import Connection, Handler, Request
-from psync.net.platform import Parts
 from psync.ps.cooperative_work import Changing
 from psync.store.ledger import Client, Ledger
 from psync.store.shards import Key
@@ -87,74 +86,7 @@ class Claim:
     keys: frozenset[Key]
     exclusive: bool
     held: bool = False
-
-
-class LockTable:
-    """The claims on shards of one ps. Single owner; never blocks."""
-
-    def __init__(self) -> None:
-        self._held: dict[Claim, None] = {}
-        self._waiting: dict[Claim, None] = {}  # in order
-        self.num_exclusive = 0  # of both
-
-    def blocks(self, keys: Iterable[Key]) -> bool:
-        """Return whether an update of these shards must wait."""
-        return bool(self.num_exclusive) and self._in_the_way(frozenset(keys), exclusive=False)
-
-    def claim(self, keys: Iterable[Key], *, exclusive: bool) -> Claim:
-        """Claim shards; it is held at once if nothing is in its way."""
-        claim = Claim(frozenset(keys), exclusive)
-        claim.held = not self._in_the_way(claim.keys, exclusive)
-        (self._held if claim.held else self._waiting)[claim] = None
-        self.num_exclusive += exclusive
-        return claim
-
-    def begin(self, keys: Iterable[Key]) -> Claim:
-        """Note an update that begins now: nothing blocks it, or it belongs to a claim held."""
-        claim = Claim(frozenset(keys), exclusive=False, held=True)
-        self._held[claim] = None
-        return claim
-
-    def end(self, claim: Claim) -> list[Claim]:
-        """Give up a claim, held or not; a second time changes nothing.
-
-        Returns:
-            Those that are held from now on, in the order in which they came.
-        """
-        if claim not in self._held and claim not in self._waiting:
-            return []
-        self._held.pop(claim, None)
-        self._waiting.pop(claim, None)
-        claim.held = False
-        self.num_exclusive -= claim.exclusive
-        return self._grant()
-
-    def _in_the_way(self, keys: frozenset[Key], exclusive: bool) -> bool:
-        """Return whether one who comes now must wait, be it for others who wait."""
-        claims = (claim for claims in (self._held, self._waiting) for claim in claims)
-        return any(
-            (exclusive or claim.exclusive) and not keys.isdisjoint(claim.keys) for claim in claims
-        )
-
-    def _grant(self) -> list[Claim]:
-        """Let those who wait have their shards, unless someone before them is in the way."""
-        if not self._waiting:
-            return []
-        locked: set[Key] = set()
-        used: set[Key] = set()
-        for claim in self._held:
-            (locked if claim.exclusive else used).update(claim.keys)
-        granted = []
-        for claim in list(self._waiting):
-            if locked.isdisjoint(claim.keys) and not (
-                claim.exclusive and not used.isdisjoint(claim.keys)
-            ):
-                del self._waiting[claim]
-                self._held[claim] = None
-                claim.held = True
-                granted.append(claim)
-            (locked if claim.exclusive else used).update(claim.keys)
-        return granted
+    turn: asyncio.Future[None] | None = None  # of an update that waits for it
 
 
 class _Peers:
@@ -212,9 +144,10 @@ class PsLocks:
         self._peers = _Peers(self._connection_lost)
         self._task = task
         self._store = store
-        self.table = LockTable()
+        self._held: dict[Claim, None] = {}
+        self._waiting: dict[Claim, None] = {}  # in order
+        self.num_exclusive = 0  # of both
         self._locks: dict[Holder, _Lock] = {}
-        self._turns: dict[Claim, asyncio.Future[None]] = {}  # of those who wait
         self._closed = False
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -227,7 +160,7 @@ class PsLocks:
     @property
     def num_waiting(self) -> int:
         """How many locks and updates wait for a lock to end."""
-        return len(self._turns)
+        return len(self._waiting)
 
     def statistics(self) -> dict[str, int]:
         """Return counters."""
@@ -240,8 +173,8 @@ class PsLocks:
             f"{'held' if lock.claim.held else 'waits for its turn'}, {len(lock.claim.keys)} shards"
             for (task, incarnation, number), lock in self._locks.items()
         ]
-        if self._turns:
-            lines.append(f"{len(self._turns)} locks and updates wait for a lock to end")
+        if self._waiting:
+            lines.append(f"{self.num_waiting} locks and updates wait for a lock to end")
         return lines
 
     def close(self) -> None:
@@ -253,9 +186,23 @@ class PsLocks:
 
     # For updates, and for who speaks under a lock.
 
-    def claim(self, keys: Iterable[Key]) -> Claim:
-        """Queue for the turn of an update; give it back with ``end``, whatever happens."""
-        return self.table.claim(keys, exclusive=False)
+    def blocks(self, keys: Iterable[Key]) -> bool:
+        """Return whether an update of these shards must wait."""
+        return bool(self.num_exclusive) and self._in_the_way(frozenset(keys), exclusive=False)
+
+    def claim(self, keys: Iterable[Key], *, exclusive: bool = False) -> Claim:
+        """Claim shards; it is held at once if nothing is in its way. ``end`` it, in any case."""
+        claim = Claim(frozenset(keys), exclusive)
+        claim.held = not self._in_the_way(claim.keys, exclusive)
+        (self._held if claim.held else self._waiting)[claim] = None
+        self.num_exclusive += exclusive
+        return claim
+
+    def begin(self, keys: Iterable[Key]) -> Claim:
+        """Note an update that begins now: nothing blocks it, or it belongs to a claim held."""
+        claim = Claim(frozenset(keys), exclusive=False, held=True)
+        self._held[claim] = None
+        return claim
 
     async def turn(self, claim: Claim) -> None:
         """Wait until a claim is held.
@@ -266,21 +213,47 @@ class PsLocks:
         Cancellation: Safe; the claim is still to be ended.
         """
         if not claim.held:
-            turn = self._turns[claim] = asyncio.get_running_loop().create_future()
-            try:
-                await turn
-            finally:
-                self._turns.pop(claim, None)
+            claim.turn = asyncio.get_running_loop().create_future()
+            await claim.turn
 
     def end(self, claim: Claim) -> None:
-        """Give up a claim, held or not, and let others have their turn."""
-        turn = self._turns.pop(claim, None)
-        if turn is not None and not turn.done():
-            turn.set_exception(LockLost(f"{self._task}: a lock was cancelled while it waited"))
-        for granted in self.table.end(claim):
-            turn = self._turns.get(granted)
-            if turn is not None and not turn.done():
-                turn.set_result(None)
+        """Give up a claim, held or not, and let others have their turn; again: changes nothing."""
+        if claim not in self._held and claim not in self._waiting:
+            return
+        self._held.pop(claim, None)
+        self._waiting.pop(claim, None)
+        claim.held = False
+        self.num_exclusive -= claim.exclusive
+        if claim.turn is not None and not claim.turn.done():
+            claim.turn.set_exception(
+                LockLost(f"{self._task}: a lock was cancelled while it waited")
+            )
+        if self._waiting:
+            self._grant()
+
+    def _in_the_way(self, keys: frozenset[Key], exclusive: bool) -> bool:
+        """Return whether one who comes now must wait, be it for others who wait."""
+        claims = (claim for claims in (self._held, self._waiting) for claim in claims)
+        return any(
+            (exclusive or claim.exclusive) and not keys.isdisjoint(claim.keys) for claim in claims
+        )
+
+    def _grant(self) -> None:
+        """Let those who wait have their shards, unless someone before them is in the way."""
+        locked: set[Key] = set()
+        used: set[Key] = set()
+        for claim in self._held:
+            (locked if claim.exclusive else used).update(claim.keys)
+        for claim in list(self._waiting):
+            if locked.isdisjoint(claim.keys) and not (
+                claim.exclusive and not used.isdisjoint(claim.keys)
+            ):
+                del self._waiting[claim]
+                self._held[claim] = None
+                claim.held = True
+                if claim.turn is not None and not claim.turn.done():
+                    claim.turn.set_result(None)
+            (locked if claim.exclusive else used).update(claim.keys)
 
     def check(self, client: Client, number: int, keys: Iterable[Key]) -> None:
         """Check that a client holds the lock under which it speaks.
@@ -313,7 +286,7 @@ class PsLocks:
             self._store.spec(key)  # raises for one that is not here
         self._drop(holder)  # asked for again: the connection of the first time has gone
         self._peers.watch(peer)
-        lock = _Lock(peer, self.table.claim(keys, exclusive=True), message.lease_s)
+        lock = _Lock(peer, self.claim(keys, exclusive=True), message.lease_s)
         self._locks[holder] = lock
         if lock.claim.held:
             self._start_lease(holder, lock)
@@ -382,26 +355,86 @@ class PsLocks:
 # The gate.
 
 
-class UpdateGate:
-    """The gate of one ps. Single owner; never blocks.
+class UpdateGate(Changing):
+    """Serves one coordinator's cuts on one ps.
 
     Args:
-        ledger: Knows what has begun here.
+        task: Name of the ps, for the log.
+        ledger: Knows what has begun.
         exempt: A task whose updates always pass: that of ps 0, which the coordinator lets finish
             its steps before anything is frozen.
+        check_coordinator: Raises unless a peer is the coordinator that is served.
+        pause_steps: Returns when no synchronous step is being closed, and lets none begin.
+        resume_steps: Lets them go on.
 
     Attributes:
-        waiting: Messages (client, sequence) that have arrived whole and wait, at this gate or for a
-            lock; some more than once, since they were sent again.
+        held_back: Messages (client, sequence) that have arrived whole and wait, at this gate or for
+            a lock; some more than once, since they were sent again.
     """
 
-    def __init__(self, ledger: Ledger, exempt: str) -> None:
-        self.cut = 0  # for which it is shut; 0: it is open
-        self.waiting: Counter[tuple[Client, int]] = Counter()
-        self._over = 0  # the highest cut for which it was opened
+    def __init__(
+        self,
+        task: str,
+        ledger: Ledger,
+        exempt: str,
+        check_coordinator: Callable[[Connection], None],
+        pause_steps: Callable[[], Awaitable[None]],
+        resume_steps: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._peers = _Peers(self._connection_lost)
+        self.cuts = 0  # for which the gate was shut
+        self._task = task
         self._ledger = ledger
+        self.cut = 0  # for which it is shut; 0: it is open
+        self.held_back: Counter[tuple[Client, int]] = Counter()
+        self._over = 0  # the highest cut for which it was opened
         self._exempt = exempt
         self._admitted: set[tuple[Client, int]] = set()
+        self._check_coordinator = check_coordinator
+        self._pause_steps = pause_steps
+        self._resume_steps = resume_steps
+        self._under_way = 0  # updates that take longer than a turn
+        self._locked_out: set[tuple[Client, int]] = set()  # messages that wait for a lock
+        self._timer: asyncio.TimerHandle | None = None
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {
+            Gate: Handler(self._shut),
+            Admit: Handler(self._admit),
+            OpenGate: Handler(self._open_for),
+        }
+
+    @property
+    def num_waiting(self) -> int:
+        """How many messages wait here, and not for a lock."""
+        return self.held_back.total() - len(self._locked_out)
+
+    def describe(self) -> list[str]:
+        """Say which cut is being taken, and who waits for it; for reports."""
+        if not self.cut:
+            return []
+        return [
+            f"the gate is shut for cut {self.cut}: {self._under_way} updates are under way, "
+            f"{self.held_back.total()} wait"
+        ]
+
+    def check(self, cut: int) -> None:
+        """Check that the gate is shut for a cut: it opens with the connection.
+
+        Raises:
+            CutLost: It is not.
+        """
+        if self.cut != cut:
+            raise CutLost(f"{self._task} lets updates through again: cut {cut} is over")
+
+    def close(self) -> None:
+        """Open for good: whoever waits goes on."""
+        self._open(self.cut)
+        self._peers.forget()
+
+    # The rule.
 
     def shut(self, cut: int) -> bool:
         """Hold updates back for a cut; a later one takes the place of an earlier one.
@@ -444,92 +477,14 @@ class UpdateGate:
         return [
             (client, sequence)
             for client, sequence in updates
-            if (client, sequence) in self.waiting or not self._ledger.is_settled(client, sequence)
+            if (client, sequence) in self.held_back or not self._ledger.is_settled(client, sequence)
         ]
-
-
-class GateService(Changing):
-    """Serves one coordinator's cuts on one ps.
-
-    Args:
-        task: Name of the ps, for the log.
-        ledger: Knows what has begun.
-        exempt: See ``UpdateGate``.
-        check_coordinator: Raises unless a peer is the coordinator that is served.
-        pause_steps: Returns when no synchronous step is being closed, and lets none begin.
-        resume_steps: Lets them go on.
-        parts: Of the task.
-    """
-
-    def __init__(
-        self,
-        task: str,
-        ledger: Ledger,
-        exempt: str,
-        check_coordinator: Callable[[Connection], None],
-        pause_steps: Callable[[], Awaitable[None]],
-        resume_steps: Callable[[], None],
-        parts: Parts,
-    ) -> None:
-        super().__init__()
-        self._peers = _Peers(self._connection_lost)
-        self.cuts = 0  # for which the gate was shut
-        self._task = task
-        self._ledger = ledger
-        self.rule = parts.of(UpdateGate)(ledger, exempt)
-        self._check_coordinator = check_coordinator
-        self._pause_steps = pause_steps
-        self._resume_steps = resume_steps
-        self._under_way = 0  # updates that take longer than a turn
-        self._locked_out: set[tuple[Client, int]] = set()  # messages that wait for a lock
-        self._timer: asyncio.TimerHandle | None = None
-
-    def handlers(self) -> dict[type[Message], Handler]:
-        """Return who serves which message."""
-        return {
-            Gate: Handler(self._shut),
-            Admit: Handler(self._admit),
-            OpenGate: Handler(self._open_for),
-        }
-
-    @property
-    def is_shut(self) -> bool:
-        """Whether a cut is being taken."""
-        return self.rule.cut > 0
-
-    @property
-    def num_waiting(self) -> int:
-        """How many messages wait here, and not for a lock."""
-        return self.rule.waiting.total() - len(self._locked_out)
-
-    def describe(self) -> list[str]:
-        """Say which cut is being taken, and who waits for it; for reports."""
-        if not self.is_shut:
-            return []
-        return [
-            f"the gate is shut for cut {self.rule.cut}: {self._under_way} updates are under way, "
-            f"{self.rule.waiting.total()} wait"
-        ]
-
-    def check(self, cut: int) -> None:
-        """Check that the gate is shut for a cut: it opens with the connection.
-
-        Raises:
-            CutLost: It is not.
-        """
-        if self.rule.cut != cut:
-            raise CutLost(f"{self._task} lets updates through again: cut {cut} is over")
-
-    def close(self) -> None:
-        """Open for good: whoever waits goes on."""
-        self._open(self.rule.cut)
-        self._peers.forget()
 
     # For updates.
 
     async def turn(self, client: Client, sequence: int) -> None:
         """Wait until a message may begin. Cancellation: safe."""
-        while self.rule.holds(client, sequence):
+        while self.holds(client, sequence):
             await self.changed()
 
     def began(self) -> None:
@@ -543,11 +498,11 @@ class GateService(Changing):
 
     def arrived(self, client: Client, sequence: int) -> None:
         """Note a message that has arrived whole and has to wait, here or for a lock."""
-        self.rule.waiting[client, sequence] += 1
+        self.held_back[client, sequence] += 1
 
     def passed(self, client: Client, sequence: int) -> None:
         """Note that it waits no longer."""
-        waiting = self.rule.waiting
+        waiting = self.held_back
         waiting[client, sequence] -= 1
         if not waiting[client, sequence]:
             del waiting[client, sequence]
@@ -555,7 +510,7 @@ class GateService(Changing):
 
     async def all_passed(self) -> None:
         """Wait until no message waits, here or for a lock. Cancellation: safe."""
-        while self.rule.waiting:
+        while self.held_back:
             await self.changed()
 
     def waits_for_lock(self, client: Client, sequence: int, *, waits: bool) -> None:
@@ -567,7 +522,7 @@ class GateService(Changing):
     async def _shut(self, request: Request[Gate]) -> None:
         peer, message = request.peer, request.message
         self._check_coordinator(peer)
-        if not self.rule.shut(message.cut):  # what said that it is over was faster
+        if not self.shut(message.cut):  # what said that it is over was faster
             raise CutLost(f"{self._task}: cut {message.cut} is over")
         self.cuts += 1
         self._peers.watch(peer)
@@ -583,10 +538,10 @@ class GateService(Changing):
         peer, message = request.peer, request.message
         self._check_coordinator(peer)
         updates = [((task, incarnation), number) for task, incarnation, number in message.updates]
-        self.rule.admit(message.cut, updates)
+        self.admit(message.cut, updates)
         self.wake()
         looks_left = LOOKS
-        while self.rule.cut == message.cut and (left := self.rule.unsettled(updates)):
+        while self.cut == message.cut and (left := self.unsettled(updates)):
             if self._locked_out.isdisjoint(left):
                 looks_left = LOOKS
             elif not looks_left:
@@ -610,20 +565,20 @@ class GateService(Changing):
     # Opening.
 
     def _open(self, cut: int) -> None:
-        if self.rule.open(cut):
+        if self.open(cut):
             self._cancel_timer()
             self._resume_steps()
             self.wake()
 
     def _connection_lost(self, peer: Connection) -> None:
-        self._open(self.rule.cut)
+        self._open(self.cut)
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
     def _expired(self, cut: int) -> None:
-        if self.rule.cut == cut:
+        if self.cut == cut:
             logger.warning(
                 "%s: a cut has delayed updates for %.0f s and is cancelled", self._task, MAX_SHUT_S
             )

@@ -31,7 +31,7 @@ class Life(Enum):
             LocalProtocolError: That cannot happen to one that is this.
         """
         try:
-            return MOVES[self][event]
+            return MOVES[event][self]
         except KeyError:
             raise LocalProtocolError(f"{task} cannot {event.value}: it is {self.value}") from None
 
@@ -47,24 +47,15 @@ class LifeEvent(Enum):
     CLOSE = "close"
 
 
-MOVES: dict[Life, dict[LifeEvent, Life]] = {
-    Life.EMPTY: {
-        LifeEvent.ATTACH: Life.SERVING,
-        LifeEvent.COPY: Life.HOSTED,
-        LifeEvent.CLOSE: Life.CLOSED,
+MOVES: dict[LifeEvent, dict[Life, Life]] = {
+    LifeEvent.ATTACH: dict.fromkeys((Life.EMPTY, Life.SERVING, Life.DEPOSED), Life.SERVING),
+    LifeEvent.COPY: {Life.EMPTY: Life.HOSTED},
+    LifeEvent.PROMOTE: {Life.HOSTED: Life.SERVING},
+    LifeEvent.ROLL_BACK: dict.fromkeys((Life.SERVING, Life.DEPOSED), Life.SERVING),
+    # The coordinator, and the backup, say it each.
+    LifeEvent.DEPOSE: {
+        **dict.fromkeys((Life.SERVING, Life.DEPOSED), Life.DEPOSED), Life.CLOSED: Life.CLOSED
     },
-    Life.SERVING: {
-        LifeEvent.ATTACH: Life.SERVING,
-        LifeEvent.ROLL_BACK: Life.SERVING,
-        LifeEvent.DEPOSE: Life.DEPOSED,
-        LifeEvent.CLOSE: Life.CLOSED,
-    },
-    Life.HOSTED: {LifeEvent.PROMOTE: Life.SERVING, LifeEvent.CLOSE: Life.CLOSED},
-    Life.DEPOSED: {
-        LifeEvent.ATTACH: Life.SERVING,
-        LifeEvent.ROLL_BACK: Life.SERVING,
-        LifeEvent.DEPOSE: Life.DEPOSED,  # the coordinator, and the backup, say it each
-        LifeEvent.CLOSE: Life.CLOSED,
-    },
-    Life.CLOSED: {LifeEvent.DEPOSE: Life.CLOSED, LifeEvent.CLOSE: Life.CLOSED},
-}
+    LifeEvent.CLOSE: dict.fromkeys(Life, Life.CLOSED),
+}  # fmt: skip
+"""By event: from which state it leads to which."""

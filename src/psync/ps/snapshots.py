@@ -1,53 +1,98 @@
-"""Restore of snapshots on a ps: prepared beside the live state, then swapped in.
+"""Snapshots of a ps: frozen for a cut, written to files or read over the network, and restored.
 
     message           then
+    Freeze            once no update is under way: holds references to all blocks
+    ReadFrozen        answers with them, uncopied
+    WriteFrozen       if this ps sees the directory, writes a file in a thread, and lets go of each
+                      block that is written
+    DropFrozen        holds them no longer; nor when the connection is lost over which they were
+                      frozen
     PrepareSnapshot   makes a store and a ledger beside those that are served; their bytes are read
                       in a thread, or come by FillSnapshot. An earlier preparation is dropped
     RestoreSnapshot   hands them to the task, which serves them from then on
 
 A failure changes nothing of what is served. A message that is repeated after a lost connection
-gets the answer of the first one. Only the coordinator that is served may ask. ``frozen_snapshots``
-is the other direction.
+gets the answer of the first one. Only the coordinator that is served may ask.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from psync.accumulators import rule_of
-from psync.checkpoints.manifest import Place
+from psync.checkpoints.files import NONCE, DataFile, current_disk, disk_errors, read_bounded
+from psync.checkpoints.manifest import Place, Planned
 from psync.errors import (
     CheckpointCorrupt,
+    CheckpointError,
     ConfigurationError,
+    ConnectionLost,
+    CutLost,
     PsyncError,
     RemoteProtocolError,
     UsageError,
 )
-from psync.net.connection import Answer, Connection, Handler, Request
+from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Parts
+from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.frozen_snapshots import Freezable, FrozenSnapshots, answered
-from psync.ps.snapshot_files import read_items
 from psync.store.ledger import Ledger
-from psync.store.shards import Optimizer
-from psync.store.snapshot import Loaded, SnapshotState, load_snapshot
+from psync.store.snapshot import Frozen, Loaded
+from psync.store.snapshot_state import SnapshotState
 from psync.store.store import ShardStore
-from psync.store.untrusted_json import read_json
-from psync.wire.closure_numbers import Finality
+from psync.store.untrusted_json import Signed, read_json, to_json
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     DefineAccumulator,
     Done,
+    DropFrozen,
     FillSnapshot,
+    Freeze,
     PrepareSnapshot,
     Pushed,
+    ReadFrozen,
     RestoreSnapshot,
+    WriteFrozen,
 )
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+
+MAX_READ_BYTES = 16 << 20
+"""Of one ReadFrozen."""
+
+
+def load(state: SnapshotState, parts: Parts, task: str, pool: BlockPool, floor: int) -> Loaded:
+    """Begin to make what a ps holds of the state of a snapshot, or of ``NOTHING``.
+
+    Args:
+        state: The state.
+        parts: Of the task.
+        task: Name of the ps.
+        pool: Memory of its shards.
+        floor: Lowest incarnation of any task that may be served.
+
+    Raises:
+        CheckpointCorrupt: An answer in it is none.
+    """
+    return Loaded(state, parts.of(ShardStore)(task, pool), parts.of(Ledger)(floor), unpack_answer)
+
+
+async def fill(loaded: Loaded, item: int, start: int, segments: Sequence[memoryview]) -> None:
+    """Write bytes of an item from ``start`` on; others go on between two blocks."""
+    for data in segments:
+        for _ in loaded.write(item, start, data):
+            await asyncio.sleep(0)
+        start += len(data)
 
 
 def pack_answer(answer: object) -> bytes | None:
@@ -61,20 +106,14 @@ def unpack_answer(data: bytes) -> Pushed:
     Raises:
         CheckpointCorrupt: It is no such answer.
     """
-    try:
-        answer = decode(data)
-    except RemoteProtocolError as exc:
-        raise CheckpointCorrupt(f"an answer in a snapshot is damaged: {exc.message}") from exc
-    if not isinstance(answer, Pushed):
-        raise CheckpointCorrupt(f"an answer in a snapshot is a {type(answer).__name__}")
-    return answer
+    return _unpack(data, Pushed, "an answer")
 
 
 def pack_accumulators(
     definitions: Iterable[tuple[DefineAccumulator, int]],
-) -> list[tuple[bytes, int]]:
+) -> tuple[tuple[bytes, Signed], ...]:
     """Return how a snapshot keeps what accumulators are, and their steps."""
-    return [(encode(definition), step) for definition, step in definitions]
+    return tuple((encode(definition), Signed(step)) for definition, step in definitions)
 
 
 def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[DefineAccumulator, int]]:
@@ -85,10 +124,8 @@ def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[Defin
     """
     definitions = []
     for data, step in packed:
+        definition = _unpack(data, DefineAccumulator, "an accumulator")
         try:
-            definition = decode(data)
-            if not isinstance(definition, DefineAccumulator):
-                raise CheckpointCorrupt(f"an accumulator is a {type(definition).__name__}")
             rule_of(definition)
         except (RemoteProtocolError, ConfigurationError) as exc:
             raise CheckpointCorrupt(f"an accumulator in a snapshot: {exc.message}") from exc
@@ -96,48 +133,47 @@ def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[Defin
     return definitions
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What a timeline of a ps begins with."""
+def _unpack(data: bytes, kind: type[M], what: str) -> M:
+    try:
+        message = decode(data)
+    except RemoteProtocolError as exc:
+        raise CheckpointCorrupt(f"{what} in a snapshot is damaged: {exc.message}") from exc
+    if not isinstance(message, kind):
+        raise CheckpointCorrupt(f"{what} in a snapshot is a {type(message).__name__}")
+    return message
 
-    store: ShardStore
-    ledger: Ledger
-    accumulators: Sequence[tuple[DefineAccumulator, int]] = ()  # with their global steps
-    groups: Mapping[int, dict[str, Any]] = field(default_factory=dict)  # their configurations
-    counted: Sequence[tuple[int, int, int, bytes]] = ()  # see ``SyncSteps.note_calls``
-    final: Finality = field(default_factory=Finality)
 
-    @classmethod
-    def empty(cls, parts: Parts, task: str, pool: BlockPool, floor: int = 0) -> Contents:
-        """Return nothing, of which no incarnation below ``floor`` hears."""
-        return cls(parts.of(ShardStore)(task, pool), parts.of(Ledger)(floor))
+class Freezable(Protocol):
+    """What a ps serves."""
 
-    @classmethod
-    def restored(
-        cls,
-        loaded: Loaded,
-        optimizers: Mapping[int, Optimizer],
-        accumulators: Iterable[tuple[DefineAccumulator, int]],
-        groups: Mapping[int, dict[str, Any]],
-    ) -> Contents:
-        """Return what a snapshot holds.
+    @property
+    def coordinator(self) -> int:
+        """Incarnation of the coordinator, below which no task may be."""
 
-        Args:
-            loaded: The snapshot. It may be older than the definitions below.
-            optimizers: That clients of this ps take for known, by their numbers.
-            accumulators: That they take for defined; the steps do not count.
-            groups: Configurations of the synchronous groups that they know, by their numbers.
+    def settling(self) -> Iterator[None]:
+        """Make ``freeze`` quick, in pieces. Nothing depends on it."""
+
+    def check_gate(self, cut: int) -> None:
+        """Raise CutLost unless updates are held back for this cut, and have been since it began."""
+
+    def freeze(self) -> Frozen:
+        """Hold what is served.
+
+        Raises:
+            BusyError: An update is under way.
         """
-        store, state = loaded.store, loaded.state
-        for number, optimizer in optimizers.items():
-            store.define_optimizer(number, optimizer.config)
-        defined = {each.name: (each, 0) for each, _ in accumulators}
-        for definition, step in unpack_accumulators(state.accumulators):
-            defined[definition.name] = definition, step
-        return cls(
-            store, loaded.ledger, list(defined.values()), {**groups, **state.groups},
-            state.counted, state.ledger.final,
-        )  # fmt: skip
+
+
+@dataclass(eq=False, slots=True)
+class _Cut:
+    """What is held for one cut."""
+
+    number: int
+    peer: Connection  # with whose connection it ends
+    frozen: Frozen
+    state: bytes
+    # By path; never cancelled.
+    writes: dict[str, asyncio.Future[Sequence[bytes]]] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -146,7 +182,7 @@ class _Load:
 
     number: int
     loaded: Loaded | None = None  # None: its state is being read
-    ready: asyncio.Future[Answer] | None = None  # never cancelled
+    ready: asyncio.Future[Sequence[bytes]] = field(init=False)  # never cancelled
     given_up: bool = False
 
 
@@ -159,7 +195,6 @@ class Snapshots:
         pool: Memory of what is prepared.
         check_coordinator: Raises unless a peer is the coordinator that is served.
         served: Returns what is served, as of now.
-        floor: Returns the lowest incarnation of any task that may be served.
         take: Serves a snapshot from now on.
         parts: Of the task.
     """
@@ -171,7 +206,6 @@ class Snapshots:
         pool: BlockPool,
         check_coordinator: Callable[[Connection], None],
         served: Callable[[], Freezable],
-        floor: Callable[[], int],
         take: Callable[[Loaded, RestoreSnapshot], None],
         parts: Parts,
     ) -> None:
@@ -179,10 +213,11 @@ class Snapshots:
         self._work = work
         self._pool = pool
         self._check_coordinator = check_coordinator
-        self._floor = floor
+        self._served = served
         self._serve = take
         self._parts = parts
-        self._frozen = parts.of(FrozenSnapshots)(task, work, check_coordinator, served)
+        self._cut: _Cut | None = None
+        self._frozen = self._written_bytes = 0
         self._load: _Load | None = None
         self._taken = 0  # number of the load that is served
         self._loads = self._takes = 0
@@ -190,7 +225,10 @@ class Snapshots:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            **self._frozen.handlers(),
+            Freeze: Handler(self._freeze),
+            DropFrozen: Handler(self._drop),
+            WriteFrozen: Handler(self._write),
+            ReadFrozen: Handler(self._read),
             PrepareSnapshot: Handler(self._prepare),
             FillSnapshot: Handler(self._fill),
             RestoreSnapshot: Handler(self._take),
@@ -198,18 +236,97 @@ class Snapshots:
 
     def forget(self) -> None:
         """A newer coordinator is served: nothing that was held or prepared is of use."""
-        self._frozen.let_go()
+        self._let_go()
         self._give_up()
         self._taken = 0
 
     def statistics(self) -> dict[str, int]:
         """Return counters, and whether something is held or being prepared."""
         return {
-            **self._frozen.statistics(),
+            "frozen": self._frozen,
+            "held": int(self._cut is not None),
+            "written_bytes": self._written_bytes,
             "loads": self._loads,
             "preparing": int(self._load is not None),
             "taken": self._takes,
         }
+
+    # Frozen for a cut.
+
+    def _let_go(self) -> None:
+        if self._cut is not None:
+            self._cut.frozen.drop()
+            self._cut = None
+
+    async def _freeze(self, request: Request[Freeze]) -> None:
+        peer, number = request.peer, request.message.cut
+        self._check_coordinator(peer)
+        if self._cut is None or self._cut.number != number:
+            served = self._served()
+            served.check_gate(number)
+            for _ in served.settling():  # nothing changes meanwhile, as the gate is shut
+                await asyncio.sleep(0)
+            frozen = await self._work.when_idle(lambda: self._served().freeze())
+            self._check_coordinator(peer)
+            self._served().check_gate(number)
+            if peer.is_closed:
+                raise ConnectionLost(f"{self._task}: {peer.task} has gone")
+            self._let_go()
+            self._frozen += 1
+            self._cut = _Cut(number, peer, frozen, frozen.state.to_bytes())
+        self._cut.peer = peer
+        if self._connection_lost not in peer.on_closed:
+            peer.on_closed.append(self._connection_lost)
+        request.answer(Done(), [self._cut.state])
+
+    def _connection_lost(self, peer: Connection) -> None:
+        if self._cut is not None and self._cut.peer is peer:
+            self._let_go()
+
+    def _held(self, peer: Connection, cut: int) -> _Cut:
+        self._check_coordinator(peer)
+        if self._cut is None or self._cut.number != cut:
+            raise CutLost(f"{self._task} does not hold cut {cut} any more")
+        return self._cut
+
+    def _drop(self, request: Request[DropFrozen]) -> None:
+        self._check_coordinator(request.peer)
+        if self._cut is not None and self._cut.number == request.message.cut:
+            self._let_go()
+        request.answer(Done())
+
+    def _read(self, request: Request[ReadFrozen]) -> None:
+        message = request.message
+        cut = self._held(request.peer, message.cut)
+        if message.stop - message.start > MAX_READ_BYTES:
+            raise RemoteProtocolError(
+                f"{self._task}: expected at most {MAX_READ_BYTES} bytes to be read at once"
+            )
+        part = cut.frozen.part(message.item, message.start, message.stop)
+        request.answer(Done(), [part])
+
+    def _write(self, request: Request[WriteFrozen]) -> None:
+        message, body = request.message, request.segments
+        cut = self._held(request.peer, message.cut)
+        under_way = cut.writes.get(message.path)
+        if under_way is None:
+            listed, where = body[0] if body else b"", f"{self._task}: items to be written"
+            items = read_json(bytes(listed), list[tuple[int, str]], where)
+            under_way = self._work.to_the_end(self._written(cut, message, items))
+            cut.writes[message.path] = under_way
+        request.start(_answered(request, under_way))
+
+    async def _written(
+        self, cut: _Cut, message: WriteFrozen, items: list[tuple[int, str]]
+    ) -> Sequence[bytes]:
+        path = Path(message.path)
+        if not await asyncio.to_thread(has_text, path.with_name(NONCE), message.nonce):
+            return ()
+        size, places = await asyncio.to_thread(write_items, path, cut.frozen, items)
+        self._written_bytes += size
+        return [to_json((size, places))]
+
+    # Restored.
 
     def _prepare(self, request: Request[PrepareSnapshot]) -> None:
         message, body = request.message, request.segments
@@ -222,31 +339,29 @@ class Snapshots:
             self._loads += 1
             load = self._load = _Load(message.load)
             load.ready = self._work.to_the_end(self._prepared(load, message.path, body))
-        assert load.ready is not None, "it has been begun"
-        request.start(answered(request, load.ready))
+        request.start(_answered(request, load.ready))
 
-    async def _prepared(self, load: _Load, path: str, body: Sequence[memoryview]) -> Answer:
-        where = f"{self._task}: snapshot {load.number}"
+    async def _prepared(
+        self, prepared: _Load, path: str, body: Sequence[memoryview]
+    ) -> Sequence[bytes]:
+        where = f"{self._task}: snapshot {prepared.number}"
         try:
             if len(body) != 1 + bool(path):
                 raise RemoteProtocolError(f"{where}: {len(body)} segments")
             state = await asyncio.to_thread(SnapshotState.from_bytes, bytes(body[0]), where)
-            if load.given_up:
+            if prepared.given_up:
                 raise PsyncError(f"{where} was cancelled")
-            load.loaded = self._load_state(state)
+            floor = self._served().coordinator
+            prepared.loaded = load(state, self._parts, self._task, self._pool, floor)
             unpack_accumulators(state.accumulators)  # that they can be
             if path:
                 places = read_json(bytes(body[1]), list[Place], f"{where}: places in {path}")
-                await asyncio.to_thread(read_items, Path(path), load.loaded, places)
+                await asyncio.to_thread(read_items, Path(path), prepared.loaded, places)
         except Exception:
-            if self._load is load:
+            if self._load is prepared:
                 self._give_up()  # so that it can be tried again
             raise
-        return Done(), ()
-
-    def _load_state(self, state: SnapshotState) -> Loaded:
-        store = self._parts.of(ShardStore)(self._task, self._pool)
-        return load_snapshot(state, store, self._parts.of(Ledger)(self._floor()), unpack_answer)
+        return ()
 
     def _give_up(self) -> None:
         load, self._load = self._load, None
@@ -263,11 +378,9 @@ class Snapshots:
         return load.loaded
 
     async def _fill(self, request: Request[FillSnapshot]) -> None:
-        peer, message, body = request.peer, request.message, request.segments
-        loaded = self._loaded(peer, message.load)
-        for data in body:
-            for _ in loaded.write(message.item, message.start, data):
-                await asyncio.sleep(0)
+        message = request.message
+        loaded = self._loaded(request.peer, message.load)
+        await fill(loaded, message.item, message.start, request.segments)
         request.answer(Done())
 
     def _take(self, request: Request[RestoreSnapshot]) -> None:
@@ -275,15 +388,107 @@ class Snapshots:
         self._check_coordinator(peer)
         if message.load != self._taken:
             loaded = self._loaded(peer, message.load)
-            wanted = loaded.wanted()
-            if wanted:
-                raise UsageError(
-                    f"{self._task}: snapshot {message.load} is incomplete: "
-                    f"{loaded.state.items[wanted[0]]} is missing"
-                )
+            loaded.check_whole(f"{self._task}: snapshot {message.load}")
             self._load = None
-            self._frozen.let_go()
+            self._let_go()
             self._serve(loaded, message)
             self._taken = message.load
             self._takes += 1
         request.answer(Done())
+
+
+async def _answered(request: Request[Any], work: asyncio.Future[Sequence[bytes]]) -> None:
+    """Wait for work for which others may wait, too; or nobody any more, who would see its error."""
+    work.add_done_callback(_seen)
+    segments = await shielded(work)
+    request.answer(Done(), segments)
+
+
+def _seen(work: asyncio.Future[Sequence[bytes]]) -> None:
+    if not work.cancelled() and (error := work.exception()) is not None:
+        logger.debug("what a snapshot was asked for failed: %s", error)
+
+
+# --- files; what is here blocks: call it in a thread ---------------------------------------------
+
+
+def write_items(
+    path: Path, frozen: Frozen, items: Sequence[tuple[int, str]]
+) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+    """Write items to a new file, and let go of each block once it is written.
+
+    Args:
+        path: Of a safetensors file.
+        frozen: Holds them.
+        items: (place in the state, name in the file) of each, in the order that they get there.
+
+    Returns:
+        The size of the file, which is on the disk then, and of each item the first byte, bytes
+        and crc32.
+
+    Raises:
+        CheckpointError: The file is there already, the disk is full, or fails; or an item is not
+            held any more. Then there is no such file.
+    """
+    known = frozen.state.items
+    unknown = [place for place, _ in items if not 0 <= place < len(known)]
+    if unknown:
+        raise CheckpointError(f"{path}: there is no item {unknown[0]} in the snapshot")
+    planned = [
+        Planned(name, known[place].shape, known[place].dtype, 0, name) for place, name in items
+    ]
+    file = DataFile(path, planned)
+    try:
+        for place, _ in items:
+            file.write(frozen.letting_go(place))
+        size = file.close()
+    except BaseException:
+        file.abandon()
+        with contextlib.suppress(OSError):
+            current_disk.get().unlink(path)
+        raise
+    return size, file.places()
+
+
+def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:
+    """Fill the items that are wanted from a file.
+
+    Args:
+        path: Of the file.
+        loaded: Is filled.
+        places: Where items lie in the file; those that are constant, and need no bytes, are
+            passed over.
+
+    Raises:
+        CheckpointCorrupt: A checksum or a size is wrong, or an item is not in the file; names it.
+        CheckpointError: The file cannot be read, or another snapshot is to be loaded instead.
+    """
+    wanted = set(loaded.wanted())
+    with disk_errors(f"reading {path}"), open(path, "rb") as file:
+        for place, start, nbytes, crc32 in places:
+            if place not in wanted:
+                continue
+            item, crc = loaded.state.items[place], 0
+            if nbytes != item.nbytes:
+                raise CheckpointCorrupt(
+                    f"{path}: {item}: expected {item.nbytes} bytes, got {nbytes}"
+                )
+            file.seek(start)
+            for memory in loaded.memory(place):
+                file.readinto(memory)
+                crc = zlib.crc32(memory, crc)
+            if crc != crc32:  # also where the file has ended before
+                raise CheckpointCorrupt(
+                    f"{path}: {item}: expected checksum {crc32:08x}, got {crc:08x}",
+                    hint="use an older checkpoint; this one was changed or damaged after saving",
+                )
+    for place in loaded.wanted():
+        raise CheckpointCorrupt(f"{path}: {loaded.state.items[place]} is not in the file")
+
+
+def has_text(path: Path, text: str) -> bool:
+    """Return whether there is a file that holds this text and no more."""
+    try:
+        return read_bounded(path, len(text.encode())) == text.encode()
+    except (OSError, CheckpointCorrupt):
+        return False

@@ -1,9 +1,8 @@
 """Succession of coordinators in a ps process: grants, and the state that the last one left.
 
-``GrantService`` grants incarnations to coordinators, on ps 0 alone: each grant is above every
-earlier one and above ps 0's clock. ``AdoptionService`` keeps what a ps held for an earlier program,
-describes it to the next one, and moves what that adopts into its store. ``backups.host`` says what
-is served in the process.
+``Succession`` keeps what a ps held for an earlier program, describes it to the next one, and moves
+what that adopts into its store. On ps 0 it also grants incarnations to coordinators: each grant is
+above every earlier one and above ps 0's clock. ``backups.host`` says what is served in the process.
 
 Source: docs/design.md, "Attach".
 """
@@ -19,8 +18,9 @@ from psync.net.connection import Connection, Handler, Request
 from psync.ps.cooperative_work import LongWork
 from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
-from psync.store.reattach import Orders
+from psync.store.reattach import Orders, read_sent
 from psync.store.store import ShardStore
+from psync.store.untrusted_json import to_json
 from psync.wire.codec import Message
 from psync.wire.messages import (
     AdoptShards,
@@ -28,7 +28,6 @@ from psync.wire.messages import (
     DescribeShards,
     Done,
     GrantCoordinator,
-    ShardsDescribed,
 )
 
 REPLACED = (
@@ -50,8 +49,15 @@ def check_newest(peer: Connection, task: str, newest: int) -> None:
         raise FencedError(f"{task} serves {REPLACED.format(peer.task)}")
 
 
-class AdoptionService:
-    """What one ps keeps of earlier programs.
+RANGE = 1 << 20
+"""Incarnations that belong to one coordinator: 1 ms of a clock that counts nanoseconds.
+
+No more, since each grant may be so far ahead of the clock, and a ps 0 that is started anew knows
+only the clock. No less, since one is drawn for each attachment of a worker."""
+
+
+class Succession:
+    """What one ps keeps of earlier programs; and the incarnations of coordinators.
 
     Args:
         task: Name of the ps.
@@ -59,6 +65,10 @@ class AdoptionService:
         check_coordinator: Raises unless a peer is the coordinator that this ps serves.
         store: Returns the store of the present program.
         adopted: Called when that has adopted something.
+        newest: Returns the incarnation of the newest coordinator that was heard of in this process;
+            0: none.
+        clock: Returns what would be granted if nothing were known; None: this is not ps 0's own
+            process, which answers with ``newest``.
     """
 
     def __init__(
@@ -68,6 +78,8 @@ class AdoptionService:
         check_coordinator: Callable[[Connection], None],
         store: Callable[[], ShardStore],
         adopted: Callable[[], None],
+        newest: Callable[[], int],
+        clock: Callable[[], int] | None,
     ) -> None:
         self._task = task
         self._adopted = adopted
@@ -76,12 +88,16 @@ class AdoptionService:
         self._check_coordinator = check_coordinator
         self._store = store
         self._settling: asyncio.Task[None] | None = None  # what has begun is carried to its end
+        self._newest = newest
+        self._clock = clock
+        self._highest = 0  # that was granted, or seen
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
             DescribeShards: Handler(self._describe),
             AdoptShards: Handler(self._adopt),
+            GrantCoordinator: Handler(self._grant),
         }
 
     def begin(
@@ -145,12 +161,13 @@ class AdoptionService:
     def _describe(self, request: Request[DescribeShards]) -> None:
         peer = request.peer
         self._check_coordinator(peer)
-        request.answer(ShardsDescribed(), [self.former.describe().to_bytes()])
+        request.answer(Done(), [to_json(self.former.describe())])
 
     def _adopt(self, request: Request[AdoptShards]) -> None:
         peer, message, body = request.peer, request.message, request.segments
         self._check_coordinator(peer)
-        self.former.adopt(Orders.from_bytes(b"".join(body)), self._store())
+        orders = read_sent(body, Orders, "what is to be adopted is nonsense")
+        self.former.adopt(orders, self._store())
         self._adopted()
         if message.last:
             self.former.drop()
@@ -158,49 +175,18 @@ class AdoptionService:
             self.former.lineage = message.lineage
         request.answer(Done())
 
-
-RANGE = 1 << 20
-"""Incarnations that belong to one coordinator: 1 ms of a clock that counts nanoseconds.
-
-No more, since each grant may be so far ahead of the clock, and a ps 0 that is started anew knows
-only the clock. No less, since one is drawn for each attachment of a worker."""
-
-
-class GrantService:
-    """Answers with the incarnation under which a coordinator may serve.
-
-    Args:
-        newest: Returns that of the newest coordinator that was heard of in this process; 0: none.
-        clock: Returns what would be granted if nothing were known.
-        grants: Whether this is ps 0's own process; every other one answers with ``newest``.
-    """
-
-    def __init__(
-        self, newest: Callable[[], int], clock: Callable[[], int], *, grants: bool
-    ) -> None:
-        self._newest = newest
-        self._clock = clock
-        self._grants = grants
-        self._highest = 0  # that was granted, or seen
-
-    def handlers(self) -> dict[type[Message], Handler]:
-        """Return who serves which message."""
-        return {GrantCoordinator: Handler(self._answer)}
-
-    def _answer(self, request: Request[GrantCoordinator]) -> None:
-        check_chief(request.peer)
-        granted = self._grant(request.message) if self._grants else self._newest()
-        request.answer(CoordinatorGranted(granted))
-
-    def _grant(self, message: GrantCoordinator) -> int:
-        """Return an incarnation above all that was granted, and above all that anybody has seen.
+    def _grant(self, request: Request[GrantCoordinator]) -> None:
+        """Answer with an incarnation above all that was granted, and that anybody has seen.
 
         Raises:
             FencedError: Another coordinator has asked after this one: it stays with that.
         """
-        self._highest = max(self._highest, self._newest())  # whoever has granted that
-        if message.previous and self._highest > message.previous:
-            raise FencedError(f"/job:ps/task:0 serves {REPLACED.format(CHIEF)}")
-        highest = max(self._highest, message.seen)
-        self._highest = max(self._clock(), highest + RANGE) if highest else self._clock()
-        return self._highest
+        check_chief(request.peer)
+        message, granted = request.message, self._newest()
+        if self._clock is not None:
+            self._highest = max(self._highest, granted)  # whoever has granted that
+            if message.previous and self._highest > message.previous:
+                raise FencedError(f"/job:ps/task:0 serves {REPLACED.format(CHIEF)}")
+            highest = max(self._highest, message.seen)
+            self._highest = granted = max(self._clock(), highest + RANGE if highest else 0)
+        request.answer(CoordinatorGranted(granted))

@@ -30,7 +30,7 @@ from psync.cluster import parse_task_name
 from psync.errors import UsageError, ValueMismatchError
 from psync.net.connection import Handler, Request
 from psync.numerics.memory import ABOVE_BYTES, BlockPool
-from psync.ps.admission import Claim, GateService, PsLocks
+from psync.ps.admission import Claim, PsLocks, UpdateGate
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor, Listed
@@ -47,7 +47,6 @@ from psync.ps.plans import (
 from psync.ps.pulls import PsPulls
 from psync.store.commit_log import LogState
 from psync.store.ledger import Call, Client, Duplicate, Ledger
-from psync.store.ledger_snapshot import control_of
 from psync.store.push_counts import HOME
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, AssignOp, ShardStore, Work
@@ -288,7 +287,7 @@ class PsUpdates:
         pool: BlockPool,
         locks: PsLocks,
         executor: Executor,
-        gate: GateService,
+        gate: UpdateGate,
         pulls: PsPulls,
         plans: Plans[ShardSet],
         wholes: Plans[Any],
@@ -328,7 +327,7 @@ class PsUpdates:
         """Return what the ledger remembers, and the counts of optimizers that were used."""
         optimizers = self._store.optimizers.items()
         counts = sorted((number, each.count.state) for number, each in optimizers)
-        return [control_of(self._ledger, encode), [each for each in counts if any(each[1])]]
+        return [self._ledger.control(encode), [each for each in counts if any(each[1])]]
 
     async def entries(self) -> list[Listed]:
         """Return the definitions of all plans."""
@@ -412,12 +411,12 @@ class PsUpdates:
     def _admit(self, update: PsUpdate) -> None:
         gate, locks, needed = self._gate, self._locks, update.known.needed
         locked: Claim | None = None
-        must_wait = gate.rule.cut > 0 and gate.rule.holds(update.client, update.message.sequence)
+        must_wait = gate.cut > 0 and gate.holds(update.client, update.message.sequence)
         if update.message.lock:
             locks.check(update.client, update.message.lock, needed)
             if must_wait:  # nobody else gets the lock before this is done, even if its holder dies
-                locked = locks.table.begin(needed)
-        elif locks.table.num_exclusive and locks.table.blocks(needed):
+                locked = locks.begin(needed)
+        elif locks.num_exclusive and locks.blocks(needed):
             must_wait = True
         if must_wait:  # it is applied even if its request is given up
             gate.arrived(update.client, update.message.sequence)
@@ -432,18 +431,18 @@ class PsUpdates:
         message = update.client, update.message.sequence
         try:
             while True:
-                if locked is None and self._locks.table.blocks(update.known.needed):
+                if locked is None and self._locks.blocks(update.known.needed):
                     claim = self._locks.claim(update.known.needed)
                     self._gate.waits_for_lock(*message, waits=True)
                     try:
                         await self._locks.turn(claim)
-                        if not self._gate.rule.holds(*message):
+                        if not self._gate.holds(*message):
                             self._submit(update)
                             return
                     finally:
                         self._locks.end(claim)
                         self._gate.waits_for_lock(*message, waits=False)
-                elif not self._gate.rule.holds(*message):
+                elif not self._gate.holds(*message):
                     self._submit(update)
                     return
                 await self._gate.turn(*message)
@@ -465,7 +464,7 @@ class PsUpdates:
 
     def _claim(self, update: PsUpdate) -> Callable[[], None]:
         """An update takes longer than a turn: it is under way for cuts, and for who locks."""
-        claim = self._locks.table.begin(update.known.needed)
+        claim = self._locks.begin(update.known.needed)
         self._gate.began()
 
         def ended() -> None:
@@ -521,7 +520,7 @@ class PsUpdates:
     def _applied(self, update: PsUpdate, answer: Pushed) -> None:
         """All shards have it, and nobody was told yet."""
         del update.done, update.at_once, update.in_pieces  # which lead back: its body would be held
-        if self._gate.rule.cut:
+        if self._gate.cut:
             self._gate.wake()
         if self._store.failures and update.is_push:
             failed = self._store.take_failure(update.known.optimizer, update.step)

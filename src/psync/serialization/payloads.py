@@ -272,10 +272,8 @@ def pack_arguments(
     except Exception as exc:  # a user's __reduce__ may raise anything
         named = [(str(index), value) for index, value in enumerate(args)]
         named += [(f'"{name}"', value) for name, value in kwargs.items()]
-        for name, value in named:
-            if (error := _fails(value, main_by_name)) is not None:
-                subject = f'argument {name} of step "{step}"'
-                _refuse(subject, value, error, "a worker", main_by_name)
+        for name, value in named:  # the one that fails is named
+            pack(value, subject=f'argument {name} of step "{step}"', main_by_name=main_by_name)
         # Only all of them together fail, as when they are nested too deeply.
         subject = f'the arguments of step "{step}"'
         _refuse(subject, (args, kwargs), exc, "a worker", main_by_name)

@@ -36,15 +36,25 @@ run. No verdict depends on it, and no digest: it is known as late as the arrays 
 Nothing is forgotten because a cache is full. Answers go when their client says that it has
 them (``acked_below``) or is fenced; calls go when the coordinator says that their closures are
 final, and not kept. What remains is one small record per task that ever sent an update.
+
+A ledger that ``restore`` has made of the ``snapshot`` of another one gives the same verdicts:
+Duplicate to a message that was answered, with that answer; AlreadyApplied to the call of another
+run. Updates of conditional accumulators are left out, since snapshots omit the contents of these: a
+closure that runs again accumulates again. A backup, which has the contents, gets these updates by
+``gradients``. The other parts of an update (``others``) are left out too: a cut has all of them or
+none. Counters start at 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from psync.errors import FencedError, UsageError
+from psync.store.reattach import HeldUpdates
+from psync.store.snapshot_state import NOTHING, SenderState, SnapshotState
+from psync.store.untrusted_json import Signed
 from psync.wire.closure_numbers import FIRST, Finality, first_of
 
 Client = tuple[str, int]
@@ -57,6 +67,12 @@ STEP = "a synchronous step"
 """In place of a task, of what was closed: (STEP, number of the group)."""
 
 CALL = "a call"
+
+GradientAnswer = tuple[str, int, int, int, int, bytes]
+"""Of a conditional accumulator: (task, incarnation, sequence, closure or -1, ordinal, answer)."""
+
+GradientCall = tuple[int, int, bytes, str]
+"""That a conditional accumulator has counted: (closure, ordinal, what was called, accumulator)."""
 
 FailureKey = tuple[str, int, int]
 """(task, incarnation, sequence) of a message; (STEP, group, step); (CALL, closure, ordinal)."""
@@ -371,6 +387,150 @@ class Ledger:
             "answers": sum(len(sender.messages) for sender in self._senders.values()),
             "calls": sum(map(len, self._closures.values())),
         }
+
+    # What is remembered, as plain data.
+
+    def snapshot(self, pack: Callable[[object], bytes | None]) -> SnapshotState:
+        """Return what this remembers, at a position at which nothing is being computed.
+
+        Args:
+            pack: Makes bytes of an answer; None: that message is left out.
+        """
+        sets: dict[tuple[int, tuple[str, ...]], int] = {}
+        calls, parts = [], []
+        for closure, ordinal, applied in self._applied():
+            if isinstance(applied.variable_set, int):  # else it is an accumulator's
+                known = applied.variable_set, tuple(applied.variables)
+                calls.append((closure, ordinal, sets.setdefault(known, len(sets))))
+                if applied.parts > 1:
+                    parts.append((closure, ordinal, applied.parts))
+        senders = []
+        for task, sender in self._senders.items():
+            answers = []
+            for sequence, message in sender.messages.items():
+                answer = pack(message.answer)
+                if answer is not None:
+                    answers.append((sequence, message.call, answer))
+            senders.append(
+                SenderState(task, sender.incarnation, sender.acked_below, tuple(answers))
+            )
+        return replace(
+            NOTHING, senders=tuple(senders), calls=tuple(calls), parts=tuple(parts),
+            variable_sets=tuple((Signed(digest), names) for digest, names in sets),
+            final_below=self.final.below, kept=tuple(self.final.listed()), coordinator=self._floor,
+            failures=tuple((*key, failure) for key, failure in self._failures.items()),
+        )  # fmt: skip
+
+    def restore(self, state: SnapshotState, unpack: Callable[[bytes], object]) -> None:
+        """Remember, in place of nothing, what another ledger did.
+
+        Args:
+            state: ``snapshot`` of the other one.
+            unpack: Makes answers of what its ``pack`` has returned.
+        """
+        for sender in state.senders:
+            self._senders[sender.task] = _Sender(sender.incarnation, sender.acked_below)
+            for sequence, call, packed in sender.answers:
+                self._remember(sender.task, sequence, call, unpack(packed))
+        parts = {(closure, ordinal): count for closure, ordinal, count in state.parts}
+        for closure, ordinal, place in state.calls:
+            count = parts.get((closure, ordinal), 1)
+            self._remember_call((closure, ordinal), *state.variable_sets[place], count)
+        self._failures.update({(task, a, b): failure for task, a, b, failure in state.failures})
+        self.final_below(state.final_below, state.kept)
+
+    def gradients(
+        self, pack: Callable[[object], bytes | None]
+    ) -> tuple[list[GradientAnswer], list[GradientCall]]:
+        """Return what ``snapshot`` leaves out: answers of conditional accumulators, their calls.
+
+        Args:
+            pack: Makes bytes of an answer; None: it is not that of an accumulator.
+        """
+        answers = []
+        for task, sender in self._senders.items():
+            for sequence, message in sender.messages.items():
+                answer = pack(message.answer)
+                if answer is not None:
+                    call = message.call or (-1, 0)
+                    answers.append((task, sender.incarnation, sequence, *call, answer))
+        calls = [
+            (closure, ordinal, applied.variable_set, applied.variables[0])
+            for closure, ordinal, applied in self._applied()
+            if isinstance(applied.variable_set, bytes)
+        ]
+        return answers, calls
+
+    def note_gradients(
+        self,
+        answers: Iterable[GradientAnswer],
+        calls: Iterable[GradientCall],
+        unpack: Callable[[bytes], object],
+    ) -> None:
+        """Remember what ``gradients`` of another ledger has returned, after its ``snapshot``.
+
+        Args:
+            answers: The answers.
+            calls: The calls.
+            unpack: Makes answers of what its ``pack`` has returned.
+        """
+        for task, _, sequence, closure, ordinal, packed in answers:
+            call = None if closure < 0 else (closure, ordinal)
+            self._remember(task, sequence, call, unpack(packed))
+        for closure, ordinal, what, accumulator in calls:
+            self._remember_call((closure, ordinal), what, (accumulator,))
+
+    def control(self, pack: Callable[[Any], bytes]) -> list[Any]:
+        """Return all that verdicts depend on, in an order of its own, for a digest."""
+        state = self.snapshot(pack)
+        senders = sorted([*sender[:3], sorted(sender.answers)] for sender in state.senders)
+        calls = sorted(
+            [closure, ordinal, str(each.variable_set), each.parts]
+            for closure, ordinal, each in self._applied()
+        )
+        return [senders, calls, state.final_below, state.kept]
+
+    def held_updates(self, coordinator: int) -> HeldUpdates:
+        """Return what is known of updates over several ps tasks, and of those of no closure.
+
+        Args:
+            coordinator: Incarnation of the coordinator that this has served.
+        """
+        calls = [
+            (closure, ordinal, applied.parts)
+            for closure, ordinal, applied in self._applied()
+            if applied.parts > 1
+        ]
+        acked, messages = [], []
+        for task, sender in self._senders.items():
+            acked.append((task, sender.incarnation, sender.acked_below))
+            for sequence, message in sender.messages.items():
+                if message.call is None:
+                    others = tuple((ps, number) for ps, number in message.spread)
+                    messages.append((task, sender.incarnation, sequence, others))
+        return HeldUpdates(
+            coordinator, self.final.below, tuple(calls), tuple(acked), tuple(messages),
+            tuple(self.final.listed()),
+        )  # fmt: skip
+
+    def _applied(self) -> list[tuple[int, int, Ticket]]:
+        """Return (closure, ordinal, its first update) of all calls."""
+        return [
+            (closure, ordinal, ticket)
+            for closure, by_ordinal in self._closures.items()
+            for ordinal, ticket in by_ordinal.items()
+        ]
+
+    def _remember(self, task: str, sequence: int, call: Call | None, answer: object) -> None:
+        sender = self._senders[task]
+        client = task, sender.incarnation
+        sender.messages[sequence] = Ticket(client, sequence, call, True, answer=answer)
+
+    def _remember_call(
+        self, call: Call, what: int | bytes, names: Sequence[str], parts: int = 1
+    ) -> None:
+        ticket = Ticket(("", 0), 0, call, True, what, names, ((),) * (parts - 1))
+        self._closures.setdefault(call[0], {})[call[1]] = ticket
 
     def _seen(self, client: Client, sequence: int, message: Ticket, call: Call | None) -> Duplicate:
         if message.call != call:

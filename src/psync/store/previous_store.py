@@ -11,10 +11,8 @@ import dataclasses
 from psync.errors import PartitionError, UnknownVariableError, UsageError
 from psync.numerics.memory import BlockArray
 from psync.store.ledger import Ledger
-from psync.store.ledger_snapshot import held_updates
 from psync.store.reattach import (
     HeldOptimizer,
-    HeldShard,
     HeldUpdates,
     Holding,
     Identity,
@@ -63,7 +61,7 @@ class FormerStore:
         self._numbers.clear()
         self._adopted.clear()
         if lineage:  # else there was none
-            self._updates[lineage] = held_updates(ledger, lineage)
+            self._updates[lineage] = ledger.held_updates(lineage)
         used = {number for shard in shards for number, _ in shard.slots}
         for number, optimizer in optimizers.items():
             # Of one that is known here by hearsay alone, since its adoption had not come so far,
@@ -85,10 +83,7 @@ class FormerStore:
         with_slots = {identity for beside in self._beside.values() for identity in beside}
         return Holding(
             self.lineage,
-            tuple(
-                HeldShard(spec.variable, spec.index, spec.offset, spec.shape, spec.dtype)
-                for spec in (shard.spec for shard in self._shards.values())
-            ),
+            tuple(shard.spec for shard in self._shards.values()),
             tuple(
                 HeldOptimizer(
                     identity, optimizer.config, optimizer.rule.learning_rate.to_config(),

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from psync.errors import AttachError, CheckpointCorrupt, RemoteProtocolError
 from psync.specs import ShardSpec, VariableSpec
-from psync.store.untrusted_json import read_json, to_json
+from psync.store.untrusted_json import read_json
 from psync.wire.closure_numbers import Finality, call_of
 
 T = TypeVar("T")
@@ -47,22 +47,6 @@ Identity = tuple[int, int]
 """An optimizer: (lineage in which it was made known, its number then); the same on all ps tasks."""
 
 BACK = "pass attach=False to start again from the last checkpoint"
-
-
-@dataclass(frozen=True, slots=True)
-class HeldShard:
-    """A shard that nobody has adopted."""
-
-    name: str  # of its variable
-    index: int
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def place(self) -> Place:
-        """What it is called."""
-        return (self.name, self.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +87,9 @@ class Holding(NamedTuple):
     """What one ps holds that nobody has adopted."""
 
     lineage: int  # 0: none
-    shards: tuple[HeldShard, ...] = ()
+    shards: tuple[ShardSpec, ...] = ()  # as the earlier program had them
     optimizers: tuple[HeldOptimizer, ...] = ()
     updates: tuple[HeldUpdates, ...] = ()  # one for each coordinator; since shards were adopted
-
-    def to_bytes(self) -> bytes:
-        """Return it as JSON."""
-        return to_json(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Holding:
-        """Return what ``to_bytes`` has written.
-
-        Raises:
-            RemoteProtocolError: It is something else.
-        """
-        return _read(data, cls, "a ps has described what it holds as nonsense")
 
 
 class Orders(NamedTuple):
@@ -128,23 +99,20 @@ class Orders(NamedTuple):
     dropped: tuple[Place, ...] = ()
     optimizers: tuple[tuple[int, int, int], ...] = ()  # (*identity, number from now on)
 
-    def to_bytes(self) -> bytes:
-        """Return it as JSON."""
-        return to_json(self)
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Orders:
-        """Return what ``to_bytes`` has written.
+def read_sent(segments: Sequence[bytes | memoryview], kind: type[T], where: str) -> T:
+    """Return a ``Holding``, or ``Orders``, that were sent as JSON.
 
-        Raises:
-            RemoteProtocolError: It is something else.
-        """
-        return _read(data, cls, "what is to be adopted is nonsense")
+    Args:
+        segments: Of the message.
+        kind: Which of them.
+        where: What is wrong if they are something else, for messages.
 
-
-def _read(data: bytes, kind: type[T], where: str) -> T:
+    Raises:
+        RemoteProtocolError: It is something else.
+    """
     try:
-        return read_json(data, kind, where)
+        return read_json(b"".join(segments), kind, where)
     except CheckpointCorrupt as exc:  # which is what files are
         raise RemoteProtocolError(exc.message) from exc
 
@@ -186,14 +154,14 @@ class Adoption:
 
     def __init__(self, holdings: Sequence[Holding]) -> None:
         self._num_ps = len(holdings)
-        self._shards: dict[str, list[tuple[int, HeldShard]]] = defaultdict(list)
+        self._shards: dict[str, list[tuple[int, ShardSpec]]] = defaultdict(list)
         self._optimizers: dict[Identity, HeldOptimizer] = {}
         self._known_on: dict[Identity, set[int]] = defaultdict(set)  # which ps tasks
         self._used_on: dict[Identity, set[int]] = defaultdict(set)  # of these
         _check_lives(holdings)
         for ps, holding in enumerate(holdings):
             for shard in holding.shards:
-                self._shards[shard.name].append((ps, shard))
+                self._shards[shard.variable].append((ps, shard))
             for optimizer in holding.optimizers:
                 self._known_on[optimizer.identity].add(ps)
                 if optimizer.was_used:
@@ -246,7 +214,7 @@ class Adoption:
                 if held:
                     decision.broken.append(spec)
                 for ps, shard in held:
-                    dropped[ps].append(shard.place)
+                    dropped[ps].append((shard.variable, shard.index))
         decision.optimizers = self._match(optimizers, misfits, last=last)
         if misfits:
             lines = "".join(f"\n  {misfit}" for misfit in misfits)
@@ -385,7 +353,7 @@ def _check_lives(holdings: Sequence[Holding]) -> None:
         )
 
 
-def _fits(held: tuple[int, HeldShard], shards: Sequence[ShardSpec]) -> bool:
+def _fits(held: tuple[int, ShardSpec], shards: Sequence[ShardSpec]) -> bool:
     ps, shard = held
     if not 0 <= shard.index < len(shards):
         return False
@@ -401,7 +369,7 @@ def _declared(spec: VariableSpec) -> str:
     return f'variable "{spec.name}" declared at {spec.declared_at}: {spec.dtype} {places}{more}'
 
 
-def _held(held: Sequence[tuple[int, HeldShard]]) -> str:
+def _held(held: Sequence[tuple[int, ShardSpec]]) -> str:
     ordered = sorted(held, key=lambda each: each[1].index)
     places = ", ".join(f"{shard.dtype} {shard.shape} on ps {ps}" for ps, shard in ordered[:4])
     return places + (", …" if len(ordered) > 4 else "")

@@ -147,7 +147,7 @@ class RowTable(ShardTable):
             raise ValueMismatchError(
                 f"{shard.spec} on {self.task}: expected bool values, got bytes other than 0 and 1"
             )
-        return data.view(shard.values.dtype).reshape(len(rows), self._row_size(shard))
+        return data.view(shard.values.dtype).reshape(len(rows), shard.row_size)
 
     def check_apply_rows(self, optimizer_id: int, key: Key) -> None:
         """Check that an optimizer can be applied to rows of a shard.
@@ -189,10 +189,9 @@ class RowTable(ShardTable):
         return cost
 
     def _row_size(self, shard: Shard) -> int:
-        shape = shard.spec.shape
-        if not shape:
+        if shard.row_size < 0:
             raise ValueMismatchError(f"{shard.spec} on {self.task}: a scalar has no rows")
-        return shard.spec.size // shape[0] if shape[0] else 0
+        return shard.row_size
 
     # What is done.
 
@@ -238,12 +237,13 @@ class RowTable(ShardTable):
         """
         shard = self._idle(key)
         array = self._array(shard, optimizer_id, slot)
-        made = out.view(array.dtype).reshape(len(rows), self._row_size(shard))
+        made = out.view(array.dtype).reshape(len(rows), shard.row_size)
 
         def steps() -> Iterator[None]:
             if not len(rows):
                 return
-            yield from self._lay_out(shard)
+            if not isinstance(array, RowBlocks):
+                yield from self._lay_out(shard)
             laid_out = self._rows(self._array(shard, optimizer_id, slot))
             for part in _pieces(laid_out, len(rows)):
                 laid_out.gather(rows[part], made[part], self._pool)
@@ -330,7 +330,7 @@ class RowTable(ShardTable):
         def steps() -> Iterator[None]:
             rows, mean = yield from self._row_mean(shard, given)
             if given.scale != 1.0:
-                for part in cuts(len(mean), mean.itemsize * self._row_size(shard)):
+                for part in cuts(len(mean), mean.itemsize * shard.row_size):
                     mean[part] = scaled(mean[part], given.scale)
                     yield
             yield from self._applied(shard, optimizer_id, rows, mean, step)
@@ -356,7 +356,7 @@ class RowTable(ShardTable):
     # How.
 
     def _row_mean(self, shard: Shard, given: RowMean) -> Pieces[tuple[np.ndarray, np.ndarray]]:
-        total = SparseSum((self._row_size(shard),), shard.values.dtype)
+        total = SparseSum((shard.row_size,), shard.values.dtype)
         for (rows, values), weight in zip(given.gradients, given.weights, strict=True):
             yield from total.adding(rows, values, weight)
         mean = yield from total.making(given.reduction, per_index=given.per_index)
@@ -380,7 +380,7 @@ class RowTable(ShardTable):
 
     def _lay_out(self, shard: Shard) -> Generator[None, None, None]:
         """Lay the blocks of a shard and of its slots side by side."""
-        count, size = shard.spec.shape[0], self._row_size(shard)
+        count, size = shard.spec.shape[0], shard.row_size
         if not isinstance(shard.values, RowBlocks):
             shard.values = yield from self._laid_out(shard.values, count, size)
             self.layout += 1
@@ -460,7 +460,7 @@ class RowTable(ShardTable):
     def _count(self, shard: Shard, rows: np.ndarray | range) -> None:
         if not len(rows):
             return
-        values, size = shard.values, self._row_size(shard)
+        values, size = shard.values, shard.row_size
         self._num_rows += len(rows)
         self._row_bytes += len(rows) * size * values.dtype.itemsize
         if isinstance(rows, range):

@@ -121,7 +121,8 @@ class ShardTable:
                 )
             return False
         values = self._new_values(spec, fill)
-        shard = Shard(spec, values, values.nbytes)
+        row_size = spec.size // max(1, spec.shape[0]) if spec.shape else -1
+        shard = Shard(spec, values, values.nbytes, row_size)
         if value is not None:
             values.load(bytes_of(self._typed(shard, value)), self._pool)
         self._shards[spec.key] = shard

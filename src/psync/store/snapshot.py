@@ -10,21 +10,22 @@ Frozen contents, and those being filled, may be handed to a thread; one at a tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from psync.errors import BusyError, CheckpointCorrupt, CheckpointError, UsageError
-from psync.numerics.memory import BlockArray, bytes_of
+from psync.numerics.memory import BLOCK_BYTES, BlockArray, bytes_of
 from psync.numerics.rows import RowBlocks
-from psync.schedules import Config
-from psync.specs import dtype_name, dtype_of
+from psync.specs import dtype_of
 from psync.store.ledger import Ledger
-from psync.store.ledger_snapshot import restore_ledger, state_of
-from psync.store.shards import Key
-from psync.store.snapshot_state import OptimizerSnapshot as OptimizerSnapshot
-from psync.store.snapshot_state import SnapshotItem as SnapshotItem
-from psync.store.snapshot_state import SnapshotState as SnapshotState
+from psync.store.snapshot_state import (
+    OptimizerSnapshot,
+    ShardSnapshot,
+    SnapshotItem,
+    SnapshotState,
+)
 from psync.store.store import ShardStore
 from psync.store.work import Shard
 
@@ -100,73 +101,53 @@ class Frozen:
 
 
 def _constant(item: SnapshotItem) -> list[memoryview]:
-    array = BlockArray(item.nbytes // dtype_of(item.dtype).itemsize, dtype_of(item.dtype))
-    sizes = [
-        (stop - start) * array.dtype.itemsize
-        for start, stop in map(array.bounds, range(array.num_blocks))
-    ]
     assert item.fill is not None, "the caller has looked"
-    element = bytes_of(item.fill)
-    block = np.tile(element, max(sizes, default=0) // element.size).data.toreadonly()
-    return [block[:size] for size in sizes]
+    size, itemsize = item.nbytes, len(item.fill)
+    block = bytes_of(item.fill * (min(size, BLOCK_BYTES) // itemsize)).data
+    return [block[: size - start] for start in range(0, size, BLOCK_BYTES)]
 
 
-def freeze(
-    store: ShardStore,
-    ledger: Ledger,
-    pack: Callable[[object], bytes | None],
-    accumulators: Sequence[tuple[bytes, int]] = (),
-    groups: Mapping[int, Config] | None = None,
-    counted: Sequence[tuple[int, int, int, bytes]] = (),
-    pending: Sequence[int] = (),
-) -> Frozen:
+def freeze(store: ShardStore, state: SnapshotState) -> Frozen:
     """Hold what a ps holds now. Nothing is copied.
 
     Args:
         store: Its shards and optimizers.
-        ledger: Its updates.
-        pack: As for ``ledger_snapshot.state_of``.
-        accumulators: Of ``SnapshotState``, as all that follow.
-        groups: Likewise.
-        counted: Likewise.
-        pending: Likewise.
+        state: All else that it holds now.
 
     Raises:
         BusyError: An update is under way.
     """
-    shards = store.shards()
-    for shard in shards.values():
+    held = store.shards().values()
+    for shard in held:
         if shard.busy:
             raise BusyError(f"{shard.spec}: an update is in progress, so no snapshot can be taken")
-    remembered = state_of(ledger, pack)
-    items: list[SnapshotItem] = []
     arrays: list[list[memoryview]] = []
-    for key, shard in shards.items():
+    shards = []
+    for shard in held:
+        fills = []
         for optimizer, slot, array in _arrays_of(shard):
             constant = array.is_constant
-            items.append(
-                SnapshotItem(
-                    key, optimizer, slot, shard.spec.shape, dtype_name(array.dtype),
-                    _element(array) if constant else None,
-                )
-            )  # fmt: skip
+            fills.append((optimizer, slot, _element(array) if constant else None))
             arrays.append([] if constant else array.export())
-    state = SnapshotState(
-        tuple(shard.spec for shard in shards.values()),
-        tuple(items),
-        {key: shard.version for key, shard in shards.items()},
-        {key: dict(shard.pushes) for key, shard in shards.items() if shard.pushes},
-        {
-            number: OptimizerSnapshot(
-                each.config, each.rule.learning_rate.to_config(), each.count.state
+        spec = shard.spec
+        shards.append(
+            ShardSnapshot(
+                variable=spec.variable, id=spec.variable_id, index=spec.index, offset=spec.offset,
+                shape=spec.shape, dtype=spec.dtype, ps=spec.ps, version=shard.version,
+                fill=fills[0][2], slots=tuple(fills[1:]), pushes=tuple(shard.pushes.items()),
             )
-            for number, each in store.optimizers.items()
-        },
-        remembered,
-        tuple(accumulators),
-        dict(groups or {}),
-        tuple(counted),
-        tuple(pending),
+        )  # fmt: skip
+    optimizers = store.optimizers.items()
+    state = replace(
+        state,
+        shards=tuple(shards),
+        optimizers=tuple(
+            OptimizerSnapshot(
+                number, each.config, each.rule.learning_rate.to_config(), each.count.marked
+            )
+            for number, each in optimizers
+        ),
+        counts=tuple((number, each.count.state) for number, each in optimizers),
     )
     return Frozen(state, arrays)
 
@@ -196,18 +177,40 @@ def _element(array: BlockArray) -> bytes:
 
 
 class Loaded:
-    """A store and a ledger that are becoming what a snapshot says.
+    """A new store and a new ledger that are becoming what a snapshot says.
 
     Args:
         state: Of the snapshot.
-        store: Has its shards, without their bytes.
-        ledger: Remembers what it does.
+        store: Without a shard. It gets those of the snapshot, without their bytes.
+        ledger: That remembers nothing. It gets what that of the snapshot does.
+        unpack: As for ``Ledger.restore``.
     """
 
-    def __init__(self, state: SnapshotState, store: ShardStore, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        state: SnapshotState,
+        store: ShardStore,
+        ledger: Ledger,
+        unpack: Callable[[bytes], object],
+    ) -> None:
         self.state = state
         self.store = store
         self.ledger = ledger
+        for number, config, rate, _ in state.optimizers:
+            store.define_optimizer(number, config)
+            store.set_learning_rate(number, rate)
+        for number, count in state.counts:
+            store.restore_count(number, count)
+        for known in state.shards:
+            value, *slots = known.items()
+            store.create(known.spec, fill=_fill(value))
+            shard = store.shards()[value.key]
+            for slot in slots:
+                array = BlockArray(shard.values.size, dtype_of(slot.dtype), _fill(slot))
+                shard.slots[slot.optimizer, slot.slot] = array
+            shard.version = known.version
+            shard.pushes.update(known.pushes)
+        ledger.restore(state, unpack)
         self._given_up = False
         # Ranges of bytes that are there, apart from each other, ascending; by place.
         self._filled: dict[int, list[tuple[int, int]]] = {
@@ -269,6 +272,11 @@ class Loaded:
             place for place, there in self._filled.items() if there != [(0, items[place].nbytes)]
         ]
 
+    def check_whole(self, what: str) -> None:
+        """Raise UsageError, which names the snapshot, if an item is not filled."""
+        if wanted := self.wanted():
+            raise UsageError(f"{what} is incomplete: {self.state.items[wanted[0]]} is missing")
+
     def give_up(self) -> None:
         """Let whoever fills it stop."""
         self._given_up = True
@@ -299,36 +307,5 @@ class Loaded:
                 )
 
 
-def load_snapshot(
-    state: SnapshotState, store: ShardStore, ledger: Ledger, unpack: Callable[[bytes], object]
-) -> Loaded:
-    """Make of a new store and a new ledger what a state says.
-
-    Args:
-        state: Of the snapshot.
-        store: Without a shard.
-        ledger: That remembers nothing.
-        unpack: As for ``ledger_snapshot.restore_ledger``.
-    """
-    for number, optimizer in state.optimizers.items():
-        store.define_optimizer(number, optimizer.config)
-        store.set_learning_rate(number, optimizer.learning_rate)
-        store.restore_count(number, optimizer.count)
-    specs = {spec.key: spec for spec in state.shards}
-    for item in state.items:
-        dtype = dtype_of(item.dtype)
-        fill: float | np.ndarray = 0 if item.fill is None else bytes_of(item.fill).view(dtype)
-        if not item.slot:
-            store.create(specs[item.key], fill=fill)
-            continue
-        shard = store.shards()[item.key]
-        shard.slots[item.optimizer, item.slot] = BlockArray(shard.values.size, dtype, fill)
-    for key, shard in store.shards().items():
-        _take_counts(shard, state, key)
-    restore_ledger(ledger, state.ledger, unpack)
-    return Loaded(state, store, ledger)
-
-
-def _take_counts(shard: Shard, state: SnapshotState, key: Key) -> None:
-    shard.version = state.versions[key]
-    shard.pushes.update(state.pushes.get(key, {}))
+def _fill(item: SnapshotItem) -> float | np.ndarray:
+    return 0 if item.fill is None else bytes_of(item.fill).view(dtype_of(item.dtype))

@@ -27,21 +27,26 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sized
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from psync import schedules
-from psync.errors import ConfigurationError, PartitionError, ValueMismatchError
+from psync.errors import (
+    CheckpointCorrupt,
+    ConfigurationError,
+    PartitionError,
+    ValueMismatchError,
+)
 from psync.numerics.rules import UpdateRule, rule_from_config, slot_dtype, unknown_in
-from psync.schedules import OR_OWN, Config
-from psync.specs import STEP_BITS, ShardSpec, dtype_name, dtype_of
-from psync.store.ledger_snapshot import LedgerState, SenderState
+from psync.schedules import OR_OWN
+from psync.specs import STEP_BITS, ShardSpec, count_of, dtype_name, dtype_of
 from psync.store.push_counts import CountState, PushCount
 from psync.store.reattach import NewOptimizer
 from psync.store.shards import Key
 from psync.store.sync_config import SyncConfig
 from psync.store.untrusted_json import Signed, read_json, to_json, wrong
+from psync.wire.closure_numbers import Finality
 
 FORMAT = "psync image"
 """What the first line of files on disk says: checkpoints of every version are read."""
@@ -78,41 +83,112 @@ class SnapshotItem:
         return f"{of} of shard {self.key[1]} of variable {self.key[0]}"
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerSnapshot:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSnapshot:
+    """A shard at a cut."""
+
+    variable: str
+    id: int
+    index: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    ps: int
+    version: int  # finished updates
+    fill: bytes | None = None  # of its value, as in ``SnapshotItem``
+    slots: tuple[tuple[int, str, bytes | None], ...]  # (optimizer, name, fill) of those that exist
+    pushes: tuple[tuple[int, int], ...]  # (optimizer, accumulated gradients), where they are
+
+    @property
+    def spec(self) -> ShardSpec:
+        """The shard."""
+        return ShardSpec(
+            self.variable, self.id, self.index, self.offset, self.shape, self.dtype, self.ps
+        )
+
+    def items(self) -> list[SnapshotItem]:
+        """Return its value, then its slots."""
+        key, shape = (self.id, self.index), self.shape
+        items = [SnapshotItem(key, -1, "", shape, self.dtype, self.fill)]
+        for optimizer, slot, fill in self.slots:
+            dtype = dtype_name(slot_dtype(dtype_of(self.dtype)))
+            items.append(SnapshotItem(key, optimizer, slot, shape, dtype, fill))
+        return items
+
+
+class OptimizerSnapshot(NamedTuple):
     """An optimizer at a cut."""
 
-    config: Config  # with which it was defined
-    learning_rate: Config  # that it has now
-    count: CountState  # of its pushes
+    number: int
+    config: dict[str, Any]  # with which it was defined
+    learning_rate: dict[str, Any]  # that it has now
+    known: int  # number of its pushes, marked
 
 
-@dataclass(frozen=True, slots=True)
+class SenderState(NamedTuple):
+    """A task that has sent updates, or was fenced."""
+
+    task: str
+    incarnation: int  # the lowest one served
+    acked_below: int  # it has the answers to all sequences below
+    answers: tuple[tuple[int, tuple[int, int] | None, bytes], ...]  # (sequence, call, answer)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnapshotState:
-    """What a ps holds at a cut."""
+    """The state of a ps at a cut, as the JSON has it. ``NOTHING`` is that of an empty one."""
 
-    shards: tuple[ShardSpec, ...]  # in the order of their creation
-    items: tuple[SnapshotItem, ...]  # each shard's value, then its slots that exist; shard by shard
-    versions: Mapping[Key, int]  # finished updates
-    pushes: Mapping[Key, Mapping[int, int]]  # by optimizer, where gradients are accumulated
-    optimizers: Mapping[int, OptimizerSnapshot]
-    ledger: LedgerState
-    accumulators: tuple[tuple[bytes, int], ...] = ()
+    format: str = FORMAT
+    version: int = VERSION
+    shards: tuple[ShardSnapshot, ...]  # in the order of their creation
+    optimizers: tuple[OptimizerSnapshot, ...]
+    counts: tuple[tuple[int, CountState], ...] = ()
+    """(optimizer, count of its pushes) of each. Older files have ``OptimizerSnapshot.known``
+    alone."""
+    senders: tuple[SenderState, ...]
+    variable_sets: tuple[tuple[Signed, tuple[str, ...]], ...]
+    """(hash of the variables, their names) of calls, each once."""
+    calls: tuple[tuple[int, int, int], ...]
+    """(closure, ordinal, place of its variable set) of each call that was applied."""
+    final_below: int  # closures below are final
+    kept: tuple[tuple[int, int], ...] = ()
+    """(closure, run) of those below ``final_below`` that may come again, as in ``Finality``."""
+    coordinator: int = 0  # whose closures these numbers are; 0: it is not known
+    parts: tuple[tuple[int, int, int], ...] = ()
+    """(closure, ordinal, parts of the update on all ps tasks) of each call that has several."""
+    accumulators: tuple[tuple[bytes, Signed], ...]
     """(definition, global step) of each conditional accumulator: what is in them is not kept."""
-    groups: Mapping[int, Config] = field(default_factory=dict)
-    """Configuration of each synchronous group that is known here."""
-    counted: tuple[tuple[int, int, int, bytes], ...] = ()
+    groups: tuple[tuple[int, dict[str, Any]], ...]
+    """(number, configuration) of each synchronous group that is known here."""
+    counted: tuple[tuple[int, int, int, bytes], ...]
     """On ps 0: (group, closure, ordinal, digest of its variables) of each call that was counted in
     a step that has been applied."""
     pending: tuple[int, ...] = ()
     """On ps 0: closures that were counted in a step that has not been applied."""
+    failures: tuple[tuple[str, int, int, bytes], ...] = ()
+    """Of updates that failed while they were computed, by ``FailureKey``, what is answered."""
+
+    @functools.cached_property
+    def items(self) -> tuple[SnapshotItem, ...]:
+        """Each shard's value, then its slots that exist; shard by shard."""
+        return tuple(item for shard in self.shards for item in shard.items())
+
+    @functools.cached_property
+    def specs(self) -> dict[Key, ShardSpec]:
+        """The shards, by their keys."""
+        return {(shard.id, shard.index): shard.spec for shard in self.shards}
+
+    @property
+    def final(self) -> Finality:
+        """Which closures are final."""
+        return Finality(self.final_below, self.kept)
 
     @property
     def iterations(self) -> int:
         """The most updates that an optimizer has made."""
         return max(
-            (rule_from_config(each.config).iteration(PushCount.of(each.count).known)
-             for each in self.optimizers.values()),
+            (rule_from_config(each.config).iteration(count_of(each.known))
+             for each in self.optimizers),
             default=0,
         )  # fmt: skip
 
@@ -121,68 +197,26 @@ class SnapshotState:
 
         Closures have the same numbers in each life of a program, and are others each time.
         """
-        if self.ledger.coordinator in (0, coordinator):
+        if self.coordinator in (0, coordinator):
             return self
-        return replace(self, ledger=LedgerState(coordinator=coordinator), counted=(), pending=())
+        return replace(
+            NOTHING, shards=self.shards, optimizers=self.optimizers, counts=self.counts,
+            coordinator=coordinator, accumulators=self.accumulators, groups=self.groups,
+        )  # fmt: skip
 
-    def with_rates(self, optimizers: Iterable[NewOptimizer]) -> SnapshotState:
+    def with_rates(self, optimizers: Sequence[NewOptimizer]) -> SnapshotState:
         """Return it with the learning rates that a program has set since."""
-        known = dict(self.optimizers)
-        for each in optimizers:
-            if (held := known.get(each.number)) is not None and held.config == each.config:
-                known[each.number] = replace(held, learning_rate=dict(each.learning_rate))
-        return replace(self, optimizers=known)
+        rates = {each.number: (each.config, each.learning_rate) for each in optimizers}
+        rated = []
+        for held in self.optimizers:
+            config, rate = rates.get(held.number, (None, {}))
+            same = config == held.config
+            rated.append(held._replace(learning_rate=dict(rate)) if same else held)
+        return replace(self, optimizers=tuple(rated))
 
     def to_bytes(self) -> bytes:
         """Return the state as it is stored."""
-        sets: dict[tuple[int, tuple[str, ...]], int] = {}
-        calls = [
-            (closure, ordinal, sets.setdefault((digest, names), len(sets)))
-            for closure, ordinal, digest, names in self.ledger.calls
-        ]
-        items: dict[Key, list[SnapshotItem]] = {}  # in the order of the shards
-        for item in self.items:
-            items.setdefault(item.key, []).append(item)
-        shards = zip(self.shards, items.items(), strict=True)
-        stored = _Stored(
-            format=FORMAT,
-            version=VERSION,
-            shards=[self._shard(spec, key, *of) for spec, (key, of) in shards],
-            optimizers=[
-                (
-                    number,
-                    dict(each.config),
-                    dict(each.learning_rate),
-                    PushCount.of(each.count).marked,
-                )
-                for number, each in self.optimizers.items()
-            ],
-            counts=[(number, each.count) for number, each in self.optimizers.items()],
-            senders=self.ledger.senders,
-            variable_sets=[(Signed(digest), names) for digest, names in sets],
-            calls=calls,
-            final_below=self.ledger.final_below,
-            kept=self.ledger.kept,
-            coordinator=self.ledger.coordinator,
-            parts=self.ledger.parts,
-            accumulators=tuple((packed, Signed(step)) for packed, step in self.accumulators),
-            groups=[(number, dict(config)) for number, config in self.groups.items()],
-            counted=self.counted,
-            pending=self.pending,
-            failures=self.ledger.failures,
-        )
-        return to_json(stored)
-
-    def _shard(
-        self, spec: ShardSpec, key: Key, value: SnapshotItem, *slots: SnapshotItem
-    ) -> _StoredShard:
-        return _StoredShard(
-            variable=spec.variable, id=spec.variable_id, index=spec.index, offset=spec.offset,
-            shape=spec.shape, dtype=spec.dtype, ps=spec.ps, version=self.versions[key],
-            fill=value.fill,
-            slots=[(slot.optimizer, slot.slot, slot.fill) for slot in slots],
-            pushes=list(self.pushes.get(key, {}).items()),
-        )  # fmt: skip
+        return to_json(self)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> SnapshotState:
@@ -197,185 +231,110 @@ class SnapshotState:
             CheckpointError: It is of a newer version.
             ConfigurationError: It has an optimizer whose rule or schedule is not known here.
         """
-        stored = read_json(data, _Stored, where, (FORMAT, VERSION))
-        return _Checks(where).state_of(stored)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StoredShard:
-    """A shard, as JSON."""
-
-    variable: str
-    id: int
-    index: int
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
-    ps: int
-    version: int
-    fill: bytes | None = None
-    slots: list[tuple[int, str, bytes | None]]
-    pushes: list[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
-    """The state, as JSON. The names of variables in calls are there once."""
-
-    format: str
-    version: int
-    shards: list[_StoredShard]
-    optimizers: list[tuple[int, dict[str, Any], dict[str, Any], int]]
-    # Of each optimizer; older files have the number that was known, in ``optimizers``, alone.
-    counts: list[tuple[int, CountState]] = field(default_factory=list)
-    senders: tuple[SenderState, ...]
-    variable_sets: list[tuple[Signed, tuple[str, ...]]]
-    calls: list[tuple[int, int, int]]  # the last: the place of a variable set
-    final_below: int
-    kept: tuple[tuple[int, int], ...] = ()
-    coordinator: int = 0
-    parts: tuple[tuple[int, int, int], ...] = ()
-    accumulators: tuple[tuple[bytes, Signed], ...]
-    groups: list[tuple[int, dict[str, Any]]]
-    counted: tuple[tuple[int, int, int, bytes], ...]
-    pending: tuple[int, ...] = ()
-    failures: tuple[tuple[str, int, int, bytes], ...] = ()
-
-
-class _Checks:
-    """Checks what a type does not say of a state."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._wrong = functools.partial(wrong, where)
-        self._rules: dict[int, UpdateRule] = {}
-
-    def state_of(self, stored: _Stored) -> SnapshotState:
-        """Return what was stored.
-
-        Raises:
-            CheckpointCorrupt: Something contradicts itself.
-        """
-        counts = dict(stored.counts)
-        self._once(stored.counts, counts, "a count")
-        optimizers = {
-            each[0]: self._optimizer(*each, counts.get(each[0])) for each in stored.optimizers
-        }
-        self._once(stored.optimizers, optimizers, "an optimizer")
-        if unknown := counts.keys() - optimizers.keys():
-            raise self._wrong("a count", "of an optimizer that is there", sorted(unknown))
-        shards = {(each.id, each.index): each for each in stored.shards}
-        self._once(stored.shards, shards, "a shard")
-        specs = {key: self._spec(shard) for key, shard in shards.items()}
-        items = [
-            item for key, spec in specs.items() for item in self._items(spec, key, shards[key])
-        ]
-        for number, config in stored.groups:
+        state = read_json(data, cls, where, (FORMAT, VERSION))
+        misfit = functools.partial(wrong, where)
+        for what, keys in _unique(state):
+            if len(keys) != len(set(keys)):
+                raise misfit(what, "each once", f"{len(keys)} of {len(set(keys))}")
+        counts = dict(state.counts)
+        rules = {each.number: _rule_of(each, where) for each in state.optimizers}
+        if unknown := counts.keys() - rules.keys():
+            raise misfit("a count", "of an optimizer that is there", sorted(unknown))
+        for each in state.optimizers:
+            _check_count(counts.setdefault(each.number, PushCount(each.known).state), each, misfit)
+        for shard in state.shards:
+            _check_shard(shard, rules, misfit)
+        for number, config in state.groups:
             try:
                 SyncConfig.from_config(config)
             except (ConfigurationError, OverflowError) as exc:
-                raise self._wrong(f"group {number}", f"what fits: {exc}", config) from exc
-        groups = dict(stored.groups)
-        self._once(stored.groups, groups, "a group")
-        return SnapshotState(
-            tuple(specs.values()), tuple(items),
-            {key: shard.version for key, shard in shards.items()},
-            {key: dict(shard.pushes) for key, shard in shards.items() if shard.pushes},
-            optimizers, self._ledger(stored), stored.accumulators, groups, stored.counted,
-            stored.pending,
-        )  # fmt: skip
-
-    def _once(self, listed: Sized, different: Sized, *what: object) -> None:
-        if len(different) != len(listed):
-            got = f"{len(listed)} of {len(different)}"
-            raise self._wrong(" ".join(map(str, what)), "each once", got)
-
-    def _optimizer(
-        self, number: int, config: Config, rate: Config, known: int, count: CountState | None
-    ) -> OptimizerSnapshot:
-        if unknown := unknown_in(config) or unknown_in({"learning_rate": rate}):
-            raise ConfigurationError(
-                f"{self._where}: optimizer {number} has the {unknown}, which is not known here",
-                hint=OR_OWN.removeprefix("or "),
-            )
-        try:
-            rule = self._rules[number] = rule_from_config(config)
-            schedules.from_config(rate)
-        except (ConfigurationError, OverflowError) as exc:
-            raise self._wrong(f"optimizer {number}", f"what fits: {exc}", config) from exc
-        if count is None:
-            return OptimizerSnapshot(rule.to_config(), rate, PushCount(known).state)
-        return OptimizerSnapshot(rule.to_config(), rate, self._count(number, known, count))
-
-    def _count(self, number: int, known: int, count: CountState) -> CountState:
-        """Check a count. The number of ps tasks is not known here, so indexes are not bounded."""
-        *_, own, told = count
-        what = f"pushes of optimizer {number}"
-        for listed in (own, told, *(row for _, row in told)):
-            self._once(listed, dict(listed), what)
-        made = PushCount.of(count)
-        sums = (
-            made.known,
-            sum(made.own.values()),
-            *(sum(row.values()) for row in made.told.values()),
+                raise misfit(f"group {number}", f"what fits: {exc}", config) from exc
+        for call in state.calls:
+            if call[2] >= len(state.variable_sets):
+                raise misfit("a call", "the place of a variable set", call)
+        configured = (
+            each._replace(config=rules[each.number].to_config()) for each in state.optimizers
         )
-        if max(sums) >= 1 << STEP_BITS:
-            raise self._wrong(what, f"sums below {1 << STEP_BITS}", max(sums))
-        if made.marked != known:
-            raise self._wrong(what, f"{known}, as beside its configuration", made.marked)
-        return count
+        return replace(state, optimizers=tuple(configured), counts=tuple(counts.items()))
 
-    def _spec(self, shard: _StoredShard) -> ShardSpec:
-        try:
-            size = dtype_of(shard.dtype).itemsize * math.prod(shard.shape)
-        except PartitionError as exc:
-            raise self._wrong(f"dtype of {shard.variable!r}", exc.message, shard.dtype) from exc
-        if size > MAX_ITEM_BYTES:
-            what = f"shape of a shard of {shard.variable!r}"
-            raise self._wrong(what, "what fits a machine", shard.shape)
-        return ShardSpec(
-            shard.variable, shard.id, shard.index, shard.offset, shard.shape, shard.dtype, shard.ps
+
+NOTHING = SnapshotState(
+    shards=(), optimizers=(), senders=(), variable_sets=(), calls=(), final_below=0,
+    accumulators=(), groups=(), counted=(),
+)  # fmt: skip
+
+
+# What a type does not say of a state.
+
+_Misfit = Callable[[str, str, object], CheckpointCorrupt]
+
+
+def _unique(state: SnapshotState) -> Iterator[tuple[str, Collection[object]]]:
+    """Yield what must not be there twice: its name, and all that are there."""
+    yield "a count", [number for number, _ in state.counts]
+    yield "an optimizer", [each.number for each in state.optimizers]
+    yield "a shard", [(each.id, each.index) for each in state.shards]
+    yield "a group", [number for number, _ in state.groups]
+    yield "a sender", [each.task for each in state.senders]
+    yield "a call", [call[:2] for call in state.calls]
+    for sender in state.senders:
+        yield f"an answer to {sender.task}", [answer[0] for answer in sender.answers]
+    for shard in state.shards:
+        yield f"a slot of {shard.spec}", [slot[:2] for slot in shard.slots]
+    for number, (*_, own, told) in state.counts:
+        for rows in (own, told, *(row for _, row in told)):
+            yield f"pushes of optimizer {number}", [row[0] for row in rows]
+
+
+def _rule_of(optimizer: OptimizerSnapshot, where: str) -> UpdateRule:
+    number, config, rate, _ = optimizer
+    if unknown := unknown_in(config) or unknown_in({"learning_rate": rate}):
+        raise ConfigurationError(
+            f"{where}: optimizer {number} has the {unknown}, which is not known here",
+            hint=OR_OWN.removeprefix("or "),
         )
+    try:
+        schedules.from_config(rate)
+        return rule_from_config(config)
+    except (ConfigurationError, OverflowError) as exc:
+        raise wrong(where, f"optimizer {number}", f"what fits: {exc}", config) from exc
 
-    def _items(self, spec: ShardSpec, key: Key, shard: _StoredShard) -> list[SnapshotItem]:
-        """Return the value and the slots of a shard."""
-        items = [SnapshotItem(key, -1, "", spec.shape, spec.dtype, shard.fill)]
-        for entry in shard.slots:
-            number, slot, fill = entry
-            rule = self._rules.get(number)
-            if rule is None or slot not in rule.slot_names():
-                raise self._wrong(f"a slot of {spec}", "one that its optimizer has", entry)
-            try:
-                dtype = dtype_name(slot_dtype(dtype_of(spec.dtype)))
-            except ValueMismatchError as exc:
-                raise self._wrong(f"a slot of {spec}", f"none: {exc.message}", entry) from exc
-            items.append(SnapshotItem(key, number, slot, spec.shape, dtype, fill))
-        self._once(items, {(item.optimizer, item.slot) for item in items}, "a slot of", spec)
-        for item in items:
-            if (fill := item.fill) is None:
-                continue
-            if len(fill) != dtype_of(item.dtype).itemsize or (item.dtype == "bool" and fill[0] > 1):
-                what = f"the element of {f'slot {item.slot!r} of ' if item.slot else ''}{spec}"
-                raise self._wrong(what, f"one of {item.dtype}", fill.hex())
-        for number, count in shard.pushes:
-            if number not in self._rules:
-                what, got = f"pushes to {spec}", (number, count)
-                raise self._wrong(what, "of an optimizer that is there", got)
-        return items
 
-    def _ledger(self, stored: _Stored) -> LedgerState:
-        self._once(stored.senders, {sender.task for sender in stored.senders}, "a sender")
-        for sender in stored.senders:
-            sequences = {sequence for sequence, *_ in sender.answers}
-            self._once(sender.answers, sequences, "an answer to", sender.task)
-        calls = []
-        for closure, ordinal, place in stored.calls:
-            if place >= len(stored.variable_sets):
-                got = (closure, ordinal, place)
-                raise self._wrong("a call", "the place of a variable set", got)
-            calls.append((closure, ordinal, *stored.variable_sets[place]))
-        self._once(calls, {(closure, ordinal) for closure, ordinal, *_ in calls}, "a call")
-        return LedgerState(
-            stored.senders, tuple(calls), stored.final_below, stored.coordinator, stored.parts,
-            stored.failures, stored.kept,
-        )  # fmt: skip
+def _check_count(count: CountState, optimizer: OptimizerSnapshot, misfit: _Misfit) -> None:
+    """Check a count. The number of ps tasks is not known here, so indexes are not bounded."""
+    made = PushCount.of(count)
+    most = max(
+        made.known, sum(made.own.values()), *(sum(row.values()) for row in made.told.values())
+    )
+    what = f"pushes of optimizer {optimizer.number}"
+    if most >= 1 << STEP_BITS:
+        raise misfit(what, f"sums below {1 << STEP_BITS}", most)
+    if made.marked != optimizer.known:
+        raise misfit(what, f"{optimizer.known}, as beside its configuration", made.marked)
+
+
+def _check_shard(shard: ShardSnapshot, rules: dict[int, UpdateRule], misfit: _Misfit) -> None:
+    spec = shard.spec
+    try:
+        nbytes = spec.nbytes
+    except PartitionError as exc:
+        raise misfit(f"dtype of {spec.variable!r}", exc.message, spec.dtype) from exc
+    if nbytes > MAX_ITEM_BYTES:
+        raise misfit(f"shape of a shard of {spec.variable!r}", "what fits a machine", spec.shape)
+    for slot in shard.slots:
+        if slot[0] not in rules or slot[1] not in rules[slot[0]].slot_names():
+            raise misfit(f"a slot of {spec}", "one that its optimizer has", slot)
+    try:
+        items = shard.items()
+    except ValueMismatchError as exc:
+        raise misfit(f"a slot of {spec}", f"none: {exc.message}", shard.slots[0]) from exc
+    for item in items:
+        fill = item.fill
+        if fill is None:
+            continue
+        if len(fill) != dtype_of(item.dtype).itemsize or (item.dtype == "bool" and fill[0] > 1):
+            what = f"the element of {f'slot {item.slot!r} of ' if item.slot else ''}{spec}"
+            raise misfit(what, f"one of {item.dtype}", fill.hex())
+    for push in shard.pushes:
+        if push[0] not in rules:
+            raise misfit(f"pushes to {spec}", "of an optimizer that is there", push)

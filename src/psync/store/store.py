@@ -18,7 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args, overload
+from typing import Any, Literal, cast, overload
 
 import numpy as np
 
@@ -45,15 +45,18 @@ from psync.store.work import (
     ShardUpdate,
     Work,
     Workspace,
+    nothing,
 )
 
 __all__ = ["AssignOp", "Key", "ShardStore", "Work", "ones"]
 
 AssignOp = Literal["assign", "add", "sub", "max"]
 
-_ASSIGN_OPS = frozenset(get_args(AssignOp))
-
-_UFUNCS = {"add": np.add, "sub": np.subtract, "max": np.maximum}
+_ASSIGNING: dict[str, Callable[..., object]] = {
+    "assign": lambda _, operand, out: np.copyto(out, operand),
+    "add": np.add, "sub": np.subtract, "max": np.maximum,
+}  # fmt: skip
+"""What makes new elements of the present ones and the operand; an overflow is a result."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -606,7 +609,7 @@ class ShardStore(RowTable):
         """
         shard = self._shard(key)
         spec = shard.spec
-        if op not in _ASSIGN_OPS:
+        if op not in _ASSIGNING:
             raise UsageError(f"{spec} on {self.task}: unknown operation {op!r}")
         if spec.dtype == "bool" and op in ("add", "sub"):
             raise ValueMismatchError(
@@ -635,20 +638,21 @@ class ShardStore(RowTable):
         return self.assign_checked(key, op, self.check_assign(key, op, data))
 
     def assign_checked(self, key: Key, op: AssignOp, operand: np.ndarray) -> Work:
-        """As ``assign``, of what ``check_assign`` returned."""
+        """As ``assign``, of what ``check_assign`` returned; a small shard has it at once."""
         shard = self._idle(key)
         values, pool = shard.values, self._pool
+        if isinstance(values, ArenaArray):
+            self._copies += values.change(_ASSIGNING[op], operand, pool, self._scratch.quietly)
+            shard.version += 1
+            self._assigns += 1
+            return nothing()
 
         def prepared(i: int) -> Prepared:
             target = values.writable(i, pool)
             present, part = values.block(i).array, operand[slice(*values.bounds(i))]
 
-            def compute(_: Workspace) -> None:
-                if op == "assign":
-                    np.copyto(target.array, part)
-                    return
-                with np.errstate(all="ignore"):  # an overflow is a result
-                    _UFUNCS[op](present, part, out=target.array)
+            def compute(space: Workspace) -> None:
+                space.rules.quietly(_ASSIGNING[op], present, part, out=target.array)
 
             return Prepared(compute, lambda: self._commit(values, i, target))
 

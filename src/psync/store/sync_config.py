@@ -62,36 +62,21 @@ class SyncConfig:
 
     def _check_values(self) -> None:
         needed, total = self.replicas_to_aggregate, self.total_num_replicas
-        if needed < 1 or total < 1:
-            raise ConfigurationError(
-                f"{self.name}: expected replicas_to_aggregate and total_num_replicas of at least "
-                f"1, got {needed} and {total}"
-            )
-        if self.tokens_per_step > MAX_TOKENS:
-            raise ConfigurationError(
-                f"{self.name}: expected replicas_to_aggregate and total_num_replicas of at most "
-                f"{MAX_TOKENS}, got {needed} and {total}"
-            )
-        if not 1 <= self.min_replicas <= total:
-            raise ConfigurationError(
-                f"{self.name}: expected min_replicas from 1 to total_num_replicas ({total}), got "
-                f"{self.min_replicas}"
-            )
-        if self.patience_s <= 0:
-            raise ConfigurationError(
-                f"{self.name}: expected patience_s above 0 s and finite, got {self.patience_s:g}"
-            )
-        if self.reduction not in REDUCTIONS:
-            raise ConfigurationError(
-                f'{self.name}: expected reduction "mean" or "sum", got {self.reduction!r}'
-            )
-        if self.sparse_divisor not in SPARSE_DIVISORS:
-            raise ConfigurationError(
-                f'{self.name}: expected sparse_divisor "per_index" or "total", got '
-                f"{self.sparse_divisor!r}"
-            )
-        if not 0 <= self.decay < 1:
-            raise ConfigurationError(f"{self.name}: expected decay in [0, 1), got {self.decay:g}")
+        both, least = "replicas_to_aggregate and total_num_replicas of at", self.min_replicas
+        got_both = f"{needed} and {total}"
+        for is_wrong, expected, got in (
+            (needed < 1 or total < 1, f"{both} least 1", got_both),
+            (self.tokens_per_step > MAX_TOKENS, f"{both} most {MAX_TOKENS}", got_both),
+            (not 1 <= least <= total, f"min_replicas from 1 to total_num_replicas ({total})",
+             least),
+            (self.patience_s <= 0, "patience_s above 0 s and finite", f"{self.patience_s:g}"),
+            (self.reduction not in REDUCTIONS, 'reduction "mean" or "sum"', repr(self.reduction)),
+            (self.sparse_divisor not in SPARSE_DIVISORS, 'sparse_divisor "per_index" or "total"',
+             repr(self.sparse_divisor)),
+            (not 0 <= self.decay < 1, "decay in [0, 1)", f"{self.decay:g}"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise ConfigurationError(f"{self.name}: expected {expected}, got {got}")
         if self.deterministic and needed != total:
             raise ConfigurationError(
                 f"{self.name}: deterministic=True needs every replica in every step, got "

@@ -132,7 +132,7 @@ def _reader(kind: Any) -> _Reader:
         return functools.partial(_row, tuple, dict(enumerate(map(_reader, args))))
     fields = {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}
     if issubclass(kind, tuple):
-        return functools.partial(_row, lambda values: kind(*values), fields)
+        return functools.partial(_row, kind._make, fields)
     optional = {
         each.name
         for each in dataclasses.fields(kind)
@@ -184,18 +184,9 @@ def _object(
     return make(**dict(zip(names, made, strict=True)))
 
 
-def _whole(lowest: int, expected: str) -> _Reader:
-    def read(value: Any) -> int:
-        if type(value) is int and lowest <= value < _MOST:
-            return value
-        raise _Misfit(expected, value)
-
-    return read
-
-
-def _only(kind: type | tuple[type, ...], expected: str) -> _Reader:
+def _only(fits: Callable[[Any], bool], expected: str) -> _Reader:
     def read(value: Any) -> Any:
-        if isinstance(value, kind) and value != "":
+        if fits(value):
             return value
         raise _Misfit(expected, value)
 
@@ -211,10 +202,10 @@ def _bytes(value: Any) -> bytes:
 
 _SIMPLE: dict[Any, _Reader] = {
     Any: lambda value: value,
-    bool: _only(bool, "true or false"),
+    bool: _only(lambda value: isinstance(value, bool), "true or false"),
     bytes: _bytes,
-    float: _only((int, float), "a number"),
-    int: _whole(0, "a whole number from 0"),
-    Signed: _whole(-_MOST, "a whole number"),
-    str: _only(str, "text"),
+    float: _only(lambda value: isinstance(value, int | float), "a number"),
+    int: _only(lambda value: type(value) is int and 0 <= value < _MOST, "a whole number from 0"),
+    Signed: _only(lambda value: type(value) is int and -_MOST <= value < _MOST, "a whole number"),
+    str: _only(lambda value: isinstance(value, str) and value != "", "text"),
 }

@@ -101,6 +101,7 @@ class Shard:
     spec: ShardSpec
     values: BlockArray
     nbytes: int  # of the values; specs compute theirs at each look
+    row_size: int  # elements of a row; -1: a scalar, which has no rows
     slots: dict[tuple[int, str], BlockArray] = field(default_factory=dict)  # by optimizer, name
     pushes: dict[int, int] = field(default_factory=dict)  # by optimizer, if it accumulates them
     version: int = 0  # finished updates

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -39,7 +38,7 @@ from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
 from psync.ps.accumulators import Accumulators
-from psync.ps.admission import GateService, PsLocks
+from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Compute, Touches
 from psync.ps.cooperative_work import LongWork
 from psync.ps.count_teller import NEWS_SHIFT, CountTeller
@@ -48,7 +47,7 @@ from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.pulls import PsPulls
-from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
+from psync.ps.snapshots import pack_accumulators, pack_answer, unpack_accumulators
 from psync.ps.updates import PsUpdates, nothing_is_left
 from psync.specs import STEP_BITS
 from psync.store.commit_log import CommitLog
@@ -115,7 +114,7 @@ class PsServices:
         life: SERVING, HOSTED; else nothing is to be served, and this is what refuses it.
         attach: Who the coordinator is, where ps tasks are served; None: there was none yet.
         timeline: How often that coordinator has rolled back to a snapshot.
-        contents: What is served from now on.
+        contents: What is served from now on; ``PsTask`` has filled it.
         plans: Of the clients of this coordinator.
         wholes: Likewise, of pushes that come whole to ps 0.
 
@@ -130,13 +129,14 @@ class PsServices:
         life: Life,
         attach: AttachPs | None,
         timeline: int,
-        contents: Contents,
+        contents: Loaded,
         plans: Plans[ShardSet],
         wholes: Plans[WholeSet],
     ) -> None:
         platform, task, work, pool = process.platform, process.task, process.work, process.pool
         self.attach, self.timeline = attach, timeline
         self.store, self.ledger = store, ledger = contents.store, contents.ledger
+        state = contents.state
         ledger.on_fence = lambda *_: process.cut_off()
         self.plans, self.wholes = plans, wholes
         self._process = process
@@ -153,9 +153,10 @@ class PsServices:
         serves = life in (Life.SERVING, Life.HOSTED)
         num_ps = 1 if attach is None else len(attach.ps_addresses)
         self.sync = parts.of(PsSync)(platform, *served, plans, wholes, serves=serves)
-        for number, raw in contents.groups.items():
+        for number, raw in state.groups:
             self.sync.known(number, raw)
-        self.accumulators = Accumulators(task, work, ledger, executor, contents.accumulators)
+        accumulators = unpack_accumulators(state.accumulators)
+        self.accumulators = Accumulators(task, work, ledger, executor, accumulators)
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
@@ -163,10 +164,10 @@ class PsServices:
                 platform, attach, self.sync, pool, work, self.clocks.look_again, timeline,
                 is_hosted=life is Life.HOSTED,
             )  # fmt: skip
-            self.closer.steps.note_calls(contents.counted, contents.final)
-        self.gate = GateService(
+            self.closer.steps.note_calls(state.counted, state.final)
+        self.gate = parts.of(UpdateGate)(
             task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
-            functools.partial(self.resume, "cut"), parts,
+            functools.partial(self.resume, "cut"),
         )  # fmt: skip
         self.pulls = PsPulls(
             task, store, work, self.sync.staging, self.locks, pool, plans, platform.limits
@@ -186,7 +187,7 @@ class PsServices:
         )
         self.backup = BackupService(
             platform, process.served, store, work, process.check_coordinator,
-            lambda: self.freeze()[0], executor, self._expect_moves, self._deposed, self,
+            self.freeze, executor, self._expect_moves, self._deposed, self,
             self.sections,
         )  # fmt: skip
         self.sync.check = self.backup.check_group
@@ -298,7 +299,7 @@ class PsServices:
         state = [section.control() for section in self.sections]
         return hashlib.blake2b(msgpack.packb(state), digest_size=16).digest()
 
-    # Snapshots, see ``frozen_snapshots.Freezable``.
+    # Snapshots, see ``snapshots.Freezable``.
 
     def settling(self) -> Iterator[None]:
         """Make ``freeze`` quick, in pieces."""
@@ -308,26 +309,41 @@ class PsServices:
         """Refuse a cut that may have missed updates."""
         self.gate.check(cut)
 
-    def freeze(self) -> tuple[Frozen, list[int]]:
-        """Hold what is served; say which closures are counted in steps not yet applied.
+    def freeze(self) -> Frozen:
+        """Hold what is served.
 
         Raises:
             BusyError: An update is under way.
         """
         self.executor.computes.check_idle()
         steps = None if self.closer is None else self.closer.steps
-        pending = [] if steps is None else steps.pending_closures()
-        frozen = freeze(
-            self.store, self.ledger, pack_answer,
-            pack_accumulators(self.accumulators.definitions()), self.sync.raw_configs(),
-            () if steps is None else steps.calls(), pending,
-        )  # fmt: skip
-        return frozen, pending
+        state = replace(
+            self.ledger.snapshot(pack_answer),
+            accumulators=pack_accumulators(self.accumulators.definitions()),
+            groups=tuple(self.sync.raw_configs().items()),
+            counted=() if steps is None else tuple(steps.calls()),
+            pending=() if steps is None else tuple(steps.pending_closures()),
+        )
+        return freeze(self.store, state)
 
-    def restored(self, loaded: Loaded) -> Contents:
-        """Return what a snapshot holds, and what clients of this ps take for defined."""
-        optimizers, groups = self.store.optimizers, self.sync.raw_configs()
-        return Contents.restored(loaded, optimizers, self.accumulators.definitions(), groups)
+    def restored(self, loaded: Loaded) -> Loaded:
+        """Return what a snapshot holds, with what clients of this ps take for defined.
+
+        That may be newer than the snapshot; the steps of accumulators do not count.
+        """
+        state = loaded.state
+        for number, optimizer in self.store.optimizers.items():
+            loaded.store.define_optimizer(number, optimizer.config)
+        accumulators = {each.name: (each, 0) for each, _ in self.accumulators.definitions()}
+        for definition, step in unpack_accumulators(state.accumulators):
+            accumulators[definition.name] = definition, step
+        groups = {**self.sync.raw_configs(), **dict(state.groups)}
+        loaded.state = replace(
+            state,
+            accumulators=pack_accumulators(accumulators.values()),
+            groups=tuple(groups.items()),
+        )
+        return loaded
 
     # Synchronous steps, see ``backups.service.Steps``.
 
@@ -355,7 +371,7 @@ class PsServices:
             return
         if moves < self.attach.moves:
             return
-        self.attach = dataclasses.replace(self.attach, ps_addresses=list(addresses), moves=moves)
+        self.attach = replace(self.attach, ps_addresses=list(addresses), moves=moves)
         if self.closer is not None:
             if addresses != known:
                 self.closer.all_ps.move(addresses)

@@ -126,7 +126,7 @@ class StepApplier:
                 lambda: self._claim(keys), client,
             )  # fmt: skip
 
-        if self._locks.table.blocks(keys):
+        if self._locks.blocks(keys):
             request.start(self._when_unlocked(keys, submit))
         else:
             submit(request)
@@ -144,7 +144,7 @@ class StepApplier:
             self._locks.end(claim)
 
     def _claim(self, keys: Sequence[Key]) -> Callable[[], None]:
-        claim = self._locks.table.begin(keys)
+        claim = self._locks.begin(keys)
         return lambda: self._locks.end(claim)
 
     def _judge(

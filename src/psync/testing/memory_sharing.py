@@ -8,10 +8,8 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from psync.net.shared.doors import SideChannel
-from psync.net.shared.regions import Heap, Make, Region, address_of
+from psync.net.shared.regions import Make, Region, make_heap
 
 REFUSED = 0.02
 """How often a region cannot be given, as if a queue were full."""
@@ -87,13 +85,3 @@ def channels(random: random.Random, seen: Counter[str]) -> tuple[MemoryChannel, 
     ends = MemoryChannel(random, seen), MemoryChannel(random, seen)
     ends[0].peer, ends[1].peer = ends[1], ends[0]
     return ends
-
-
-def make_heap(number: int, nbytes: int) -> Heap:
-    """Make a region for tasks of one process."""
-    memory = bytearray(nbytes)
-    heap = np.frombuffer(memory, np.uint8).view(Heap)
-    heap.region = Region(number, nbytes)
-    heap.region.heap = memory
-    heap.region.address = address_of(heap.data)
-    return heap

@@ -17,7 +17,8 @@ from psync import schedules
 from psync.api.optimizers import optimizers_here
 from psync.backups.pairing import Computation
 from psync.client.context import ClosureContext, Runtime, inside
-from psync.net.platform import Parts, Platform, every_value
+from psync.net.platform import Parts, Platform
+from psync.net.platform import fresh_process as fresh_process
 from psync.net.secret import Secret
 from psync.net.transport import Network
 from psync.numerics import rules
@@ -46,19 +47,6 @@ def new_task(platform: Platform, job: str, index: int, address: str) -> PsTask |
     if job == "ps":
         return platform.parts.of(PsTask)(platform, index, address)
     return WorkerTask(platform, index, address)
-
-
-@contextlib.contextmanager
-def fresh_process() -> Iterator[None]:
-    """Let everything be as in a process that has just begun; afterwards it is as it was."""
-    before = {id(each): each.value for each in every_value}
-    for each in every_value:
-        each.value = each.make()
-    try:
-        yield
-    finally:
-        for each in every_value:  # a module may have been imported meanwhile
-            each.value = before[id(each)] if id(each) in before else each.make()
 
 
 class _Unlike(Parts):

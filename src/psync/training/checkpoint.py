@@ -73,7 +73,6 @@ from psync.checkpoints.files import (
     mark_last,
     remove,
     remove_leftovers,
-    stored_snapshots,
     unmark_last,
     why_not,
 )
@@ -586,12 +585,9 @@ def _renamed(contents: Contents, found: Mapping[str, str], reader: Reader) -> di
         was = names.get(found.get(path, path), handle.name)
         if was != handle.name:
             now[was] = handle.name
-    return {
-        f"{prefix}/{was}": f"{prefix}/{name}"
-        for prefix in contents.by_variable
-        for was, name in now.items()
-        if f"{prefix}/{was}" in reader.manifest.tensors
-    }
+    pairs = [(each, was, name) for each in contents.by_variable for was, name in now.items()]
+    renamed = {f"{each}/{was}": f"{each}/{name}" for each, was, name in pairs}
+    return {was: name for was, name in renamed.items() if was in reader.manifest.tensors}
 
 
 def _below_list(path: str, variable: str) -> str:
@@ -644,13 +640,12 @@ def _positions_of(
 def _variable_names(reader: Reader) -> dict[str, str]:
     """Return of which variable each tensor is the value, as far as what each ps held says it."""
     values: dict[tuple[str, int], str] = {}  # (file, first byte) → variable
-    for snapshot in stored_snapshots(reader.path) if reader.manifest.snapshots else ():
-        state = SnapshotState.from_bytes(snapshot.state, str(snapshot.file))
-        variables = {spec.key: spec.variable for spec in state.shards}
+    for snapshot in reader.snapshots():
+        state = snapshot.state
         for place in snapshot.places:
             item = state.items[place.item]
             if place.nbytes and not item.slot:
-                values[snapshot.file.name, place.start] = variables[item.key]
+                values[snapshot.file.name, place.start] = state.specs[item.key].variable
     return {
         tensor.name: values[piece.file, piece.start]
         for tensor in reader.manifest.tensors.values()
@@ -941,10 +936,8 @@ class Checkpoint:
             for name, tensor in manifest.tensors.items()
             if name in contents.arrays or name.startswith(prefixes)
         }
-        return {
-            name: contents.add(name, thing)(arrays, manifest.states)
-            for name, thing in self._objects.items()
-        }
+        objects, saved = self._objects.items(), (arrays, manifest.states)
+        return {name: contents.add(name, thing)(*saved) for name, thing in objects}
 
     def _contents(self, *, slots: bool = True) -> Contents:
         contents = Contents(slots)
@@ -1372,8 +1365,7 @@ async def _write_streamed(cut: Cut, ps: int, layout: Layout, path: Path) -> Writ
     finally:
         for data_file in opened:
             data_file.abandon()
-    places = [(piece.start, piece.nbytes, piece.crc32) for _, piece in data_file.slices]
-    return WrittenSnapshot(size, places)
+    return WrittenSnapshot(size, data_file.places())
 
 
 async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:

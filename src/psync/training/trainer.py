@@ -137,10 +137,6 @@ class History:
         if self.repeated:
             self.repeated[-1] += steps
 
-    def _clear(self) -> None:
-        """Remove all epochs."""
-        self.epoch, self.history, self.repeated, self.stop_reason = [], {}, [], None
-
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the history as plain data."""
         return asdict(self)
@@ -181,8 +177,8 @@ class FitState:
 
     def clear(self) -> None:
         """Forget all epochs, and the steps that are owed."""
-        self.history._clear()
-        self.before = 0
+        history, self.before = self.history, 0
+        history.epoch, history.history, history.repeated, history.stop_reason = [], {}, [], None
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -485,11 +481,9 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Shard]:
                 f"{[array.shape for array in found]}"
             )
         cuts = np.linspace(0, lengths.pop(), num_shards + 1).astype(int)
-        return [
-            ArrayDataset(map_nest(operator.itemgetter(slice(start, stop)), arrays), batch_size)
-            for start, stop in itertools.pairwise(cuts)
-            if start < stop
-        ]
+        parts = [slice(start, stop) for start, stop in itertools.pairwise(cuts) if start < stop]
+        shards = [map_nest(operator.itemgetter(part), arrays) for part in parts]
+        return [ArrayDataset(shard, batch_size) for shard in shards]
     if isinstance(data, Sequence) and data and not isinstance(data, str | bytes):
         if any(map(_is_of_rows, data)):
             raise ConfigurationError(

@@ -39,7 +39,6 @@ from psync.errors import (
 from psync.wire.codec import Message
 from psync.wire.lent import EXTENT, EXTENT_BYTES, Borrow, Borrowed, Extent, copies
 from psync.wire.limits import DEFAULT_LIMITS, Limits
-from psync.wire.tensors import Joined
 
 MAGIC = b"PSYN"
 TLS_HELLO = b"\x16\x03"
@@ -50,7 +49,8 @@ SAME_TLS = (
 )
 
 VERSION = 1
-PREFIX = struct.Struct("<4sBBHQIIQ")
+_PREFIX_FORMAT = "<4sBBHQIIQ"
+PREFIX = struct.Struct(_PREFIX_FORMAT)
 PREFIX_BYTES = PREFIX.size
 
 
@@ -129,9 +129,7 @@ the memory in which it is.
 
 
 def flat(segments: Sequence[Segment]) -> tuple[Sequence[int], list[Buffer]]:
-    """Return the length of each segment, and the buffers of all but for empty ones."""
-    if isinstance(segments, Joined):
-        return segments.lengths, list(filter(len, segments))
+    """Return the length of each segment, and the buffers that are not empty; not of ``Joined``."""
     lengths: list[int] = []
     buffers: list[Buffer] = []
     for segment in segments:
@@ -174,7 +172,7 @@ def encode_head(
         or body_len > limits.segment_bytes
     ):
         _check_sizes(LocalProtocolError, limits, header_len, count, body_len, lengths)
-    head = _with_lengths(PREFIX.format, count).pack(
+    head = _with_lengths(_PREFIX_FORMAT, count).pack(
         MAGIC, VERSION, kind, len(extents), request_id, header_len, count, body_len, *lengths
     )
     if extents:

@@ -105,10 +105,8 @@ class ClientHandshake:
 
     Args:
         secret: The cluster's secret, or None when the cluster runs without one.
-        task: Own task name.
-        incarnation: Own incarnation.
-        lane: One of ``LANES``.
-        nonce: 32 fresh random bytes.
+        hello: What this side says first; it is ``secured`` if there is a secret, its nonce are 32
+            fresh random bytes, its lane is one of ``LANES``.
         expect: Name of the task that should answer, or None for any.
 
     Attributes:
@@ -118,18 +116,10 @@ class ClientHandshake:
 
     binding = b""
 
-    def __init__(
-        self,
-        secret: bytes | None,
-        task: str,
-        incarnation: int,
-        lane: str,
-        nonce: bytes,
-        expect: str | None,
-    ) -> None:
+    def __init__(self, secret: bytes | None, hello: Hello, expect: str | None) -> None:
         self._secret = secret
         self._expect = expect
-        self.hello = Hello(VERSION, VERSION, task, incarnation, lane, nonce, secret is not None)
+        self.hello = hello
 
     def answer(self, challenge: Challenge) -> Proof:
         """Check the server's proof and return our own.
@@ -177,9 +167,8 @@ class ServerHandshake:
 
     Args:
         secret: The cluster's secret, or None when the cluster runs without one.
-        task: Own task name.
-        incarnation: Own incarnation.
-        nonce: 32 fresh random bytes.
+        challenge: What this side answers to a greeting, as yet without a proof; it is ``secured``
+            if there is a secret, its nonce are 32 fresh random bytes.
         admit: Last word on a peer that has proved itself, such as on a fenced incarnation.
 
     Attributes:
@@ -192,35 +181,28 @@ class ServerHandshake:
     def __init__(
         self,
         secret: bytes | None,
-        task: str,
-        incarnation: int,
-        nonce: bytes,
+        challenge: Challenge,
         admit: Callable[[Hello], Refused | None] | None = None,
     ) -> None:
         self._secret = secret
+        self._challenge = challenge
         self._admit = admit
-        self._task = task
-        self._incarnation = incarnation
-        self._nonce = nonce
-        self.hello: Hello  # what the client said; set by ``challenge``, like the next one
-        self._challenge: Challenge
+        self.hello: Hello  # what the client said; set by ``challenge``
 
     def challenge(self, hello: Hello) -> Challenge | Refused:
         """Answer the client's first word."""
+        task = self._challenge.task
         if not _is_greeting(hello.task, hello.nonce) or hello.lane not in LANES:
             return Refused("protocol", "malformed greeting")
         if not hello.oldest_version <= VERSION <= hello.newest_version:
             return Refused(
                 "version",
-                f"{self._task} speaks version {VERSION} of the wire protocol, the peer speaks "
+                f"{task} speaks version {VERSION} of the wire protocol, the peer speaks "
                 f"{hello.oldest_version} to {hello.newest_version}",
             )
         if self._secret is not None and not hello.secured:
-            return Refused("authentication", f"{self._task} has a secret, the peer has none")
+            return Refused("authentication", f"{task} has a secret, the peer has none")
         self.hello = hello
-        self._challenge = Challenge(
-            VERSION, self._task, self._incarnation, self._nonce, self._secret is not None, b""
-        )
         if self._secret is not None:
             mac = _mac(self._secret, b"server", hello, self._challenge, self.binding)
             self._challenge = replace(self._challenge, mac=mac)

@@ -58,7 +58,7 @@ class Refused(Message, code=5):
 
 
 class Done(Message, code=8):
-    """The request was carried out; there is nothing more to say."""
+    """The request was carried out. Segments: what it has asked for, if anything."""
 
 
 class Failure(Message, code=9):
@@ -750,7 +750,7 @@ class HoldTake(Message, code=121):
 class KeepAnswers(Message, code=123):
     """What was answered of gradients and may be asked again."""
 
-    # As in ``ledger_snapshot.GradientStates``.
+    # As of ``Ledger.gradients``.
     answers: list[tuple[str, int, int, int, int, bytes]]
     calls: list[tuple[int, int, bytes, str]]
 
@@ -786,14 +786,10 @@ class Admit(OfCut, code=76):
 
 
 class Freeze(OfCut, code=77):
-    """Hold the present contents until DropFrozen; answered by Frozen."""
+    """Hold the present contents until DropFrozen.
 
-
-class Frozen(Message, code=78):
-    """Segment: the state of the snapshot."""
-
-    # Closures whose gradients count in a synchronous step that has not been applied.
-    pending: list[int]
+    Answered by Done. Segment: the state of the snapshot.
+    """
 
 
 class OpenGate(OfCut, code=79):
@@ -805,31 +801,23 @@ class DropFrozen(OfCut, code=84):
 
 
 class WriteFrozen(OfCut, code=87):
-    """Write items of a snapshot to a new file, if you see its directory. Answered by Written.
+    """Write items of a snapshot to a new file, if you see its directory.
 
     Segment: a JSON list of [item, name in the file], in the order in which they are to lie there.
+    Answered by Done once the file is on the disk. Segment: as JSON, its size in bytes and a list of
+    [first byte, bytes, crc32], one an item; none if there is no file, as the directory is not seen.
     """
 
     path: str  # of a safetensors file, which must not exist
     nonce: str  # the text of the file "nonce" beside it: who reads another, or none, writes nothing
 
 
-class Written(Message, code=88):
-    """The file is on the disk. Segment: a JSON list of [first byte, bytes, crc32], one an item."""
-
-    size: int | None  # of the file, in bytes; None: there is none, as the directory is not seen
-
-
 class ReadFrozen(OfCut, code=89):
-    """Bytes of an item of a snapshot; answered by FrozenBytes."""
+    """Bytes of an item of a snapshot; answered by Done. Segment: they."""
 
     item: int
     start: int  # first byte
     stop: int  # the one after the last; at most 16 MiB on
-
-
-class FrozenBytes(Message, code=92):
-    """Segment: the bytes."""
 
 
 # Coordinator → ps: back to a snapshot.
@@ -1009,17 +997,16 @@ class EndFormer(Message, code=14):
 
 
 class DescribeShards(Message, code=110):
-    """What do you hold of earlier programs that nobody has adopted? Answered by ShardsDescribed."""
+    """What do you hold of earlier programs that nobody has adopted?
 
-
-class ShardsDescribed(Message, code=111):
-    """Segment: ``reattach.Holding`` as JSON."""
+    Answered by Done. Segment: ``reattach.Holding`` as JSON.
+    """
 
 
 class AdoptShards(Message, code=120):
     """Let the present program have what an earlier one has left; idempotent. Answered by Done.
 
-    Segment: ``reattach.Adopted`` as JSON.
+    Segment: ``reattach.Orders`` as JSON.
     """
 
     lineage: int  # the number by which all ps tasks know this state from now on; 0: as it is

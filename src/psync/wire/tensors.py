@@ -42,12 +42,11 @@ def to_bytes_view(array: NDArray[np.generic]) -> memoryview:
     No copy is made for a C-contiguous native array: the view aliases the array, which must
     not change while the view may still be in flight.
     """
-    if array.dtype.isnative:
-        try:
-            return array.data.cast("B")  # three times as fast as what follows
-        except (TypeError, ValueError):
-            # Not C-contiguous, empty, or a dtype that memoryview does not know: bfloat16, …
-            pass
+    try:
+        return array.data.cast("B")  # three times as fast as what follows
+    except (TypeError, ValueError):
+        # Not C-contiguous, empty, or a dtype that memoryview does not know: bfloat16, big-endian, …
+        pass
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     flat = np.ascontiguousarray(array).reshape(-1)

@@ -19,11 +19,11 @@ from psync.net.shared.regions import (
     PAGE,
     WORTH_BYTES,
     Windows,
+    make_heap,
     make_region,
     map_foreign,
     root_of,
 )
-from psync.testing.memory_sharing import make_heap
 
 pytestmark = pytest.mark.skipif(Windows()._mremap is None, reason="only Linux can")
 

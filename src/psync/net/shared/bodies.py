@@ -106,6 +106,7 @@ class Sharing:
         self, memory: SharedMemory, channel: SideChannel, wake: Callable[[], None]
     ) -> None:
         self.bytes_lent = self.bytes_borrowed = 0  # so far
+        self.has_to_say = False  # whether ``due`` returns something
         self._memory = memory
         self._channel = channel
         self._wake = wake
@@ -232,6 +233,7 @@ class Sharing:
     def region_gone(self, number: int) -> None:
         """A region of ours is gone; the peer may forget it. Called in any thread."""
         self._gone.append(number)
+        self.has_to_say = True
         self._wake()
 
     def _knows(self, region: Region, spare: int = 0) -> bool:
@@ -297,13 +299,9 @@ class Sharing:
 
     # To be said to the peer.
 
-    @property
-    def has_to_say(self) -> bool:
-        """Whether ``due`` would return something."""
-        return bool(self._returns or self._gone)
-
     def due(self) -> tuple[list[int], list[int]]:
         """Return bodies to be given back, and regions to be forgotten; once."""
+        self.has_to_say = False  # first: other threads may add to what there is
         returns, gone = [], []
         while self._returns:
             number, kept_bytes = self._returns.popleft()
@@ -328,6 +326,7 @@ class Sharing:
             kept_bytes: Its size if it was kept, which may be 0; None: it was not.
         """
         self._returns.append((number, kept_bytes))
+        self.has_to_say = True
         self._wake()
 
     def may_keep(self, nbytes: int) -> bool:

@@ -360,12 +360,10 @@ def _connected(names: Iterable[str]) -> socket.socket | None:
     for name in dict.fromkeys(names):
         sock = socket.socket(socket.AF_UNIX)
         sock.setblocking(False)
-        try:
+        with contextlib.suppress(OSError):
             sock.connect(name)
             if _is_own(sock):
                 return sock
-        except OSError:
-            pass
         sock.close()
     return None
 

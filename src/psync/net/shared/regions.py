@@ -144,6 +144,16 @@ def make_region(number: int, nbytes: int) -> Mapping:
     return mapping
 
 
+def make_heap(number: int, nbytes: int) -> Heap:
+    """Make a region for tasks of one process."""
+    memory = bytearray(nbytes)
+    heap = np.frombuffer(memory, np.uint8).view(Heap)
+    heap.region = Region(number, nbytes)
+    heap.region.heap = memory
+    heap.region.address = address_of(heap.data)
+    return heap
+
+
 def map_foreign(fd: int, nbytes: int) -> memoryview:
     """Map a region of another task's; ``fd`` is closed.
 

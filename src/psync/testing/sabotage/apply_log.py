@@ -176,7 +176,7 @@ class LoggedUpdates(PsUpdates):
 class LoggedServices(PsServices):
     """Services of such a store: when it is frozen."""
 
-    def freeze(self) -> tuple[Frozen, list[int]]:
+    def freeze(self) -> Frozen:
         """Hold what is served."""
         if isinstance(self.store, LoggedStore) and self.store.log is not None:
             self.store.log.cut(self.store)

@@ -18,7 +18,7 @@ from psync.client.sync import SyncClient
 from psync.coordinator import Coordinator
 from psync.net.connection import OwnRequest, Request
 from psync.ps.creation import ShardCreation
-from psync.ps.frozen_snapshots import FrozenSnapshots
+from psync.ps.snapshots import Snapshots
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.sync.outgoing_steps import OutgoingSteps, StepRounds
 from psync.sync.ps_sync import PsSync
@@ -102,7 +102,7 @@ PLACES = (
     # Results came in, nothing is settled.
     Place("coordinator.result", Coordinator, "_results", BEGIN, _is_current),
     # A ps is about to write its file of a checkpoint.
-    Place("checkpoint.ps.write", FrozenSnapshots, "_written", BEGIN),
+    Place("checkpoint.ps.write", Snapshots, "_written", BEGIN),
     # A ps's file of a checkpoint is written, and the checkpoint does not say so yet.
     Place("checkpoint.file.written", Writer, "add_file", BEGIN),
     # A checkpoint's files are written, COMMIT is not.

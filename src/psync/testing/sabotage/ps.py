@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from psync.net.connection import Connection
 from psync.net.platform import Parts, Platform
 from psync.net.transport import Listener
-from psync.ps.snapshots import Contents
 from psync.ps_task import PsTask
 from psync.store.snapshot import Loaded
 from psync.testing.sabotage.apply_log import ApplyLog
@@ -64,7 +63,7 @@ class SabotagedPs(PsTask):
         if self.floor != before:
             self._log.serves()
 
-    def _nothing(self, floor: int) -> Contents:
+    def _nothing(self, floor: int) -> Loaded:
         contents = super()._nothing(floor)
         self._log.adopt(contents.store)
         return contents

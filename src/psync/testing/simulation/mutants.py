@@ -35,13 +35,13 @@ from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
-from psync.ps.admission import LockTable, UpdateGate
+from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Computes
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
 from psync.replicas import gang_runner
-from psync.store import ledger_snapshot, snapshot
+from psync.store import snapshot
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.shards import ShardTable
@@ -108,7 +108,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "copy_drops_calls": Mutant(
         "a copy and a snapshot have all calls that were applied", ("checkpoint", "replica"),
-        ((ledger_snapshot, "restore_ledger", wrong.drops_calls),),
+        ((Ledger, "restore", wrong.drops_calls),),
     ),
     "rollback_without_one": Mutant(
         "all ps tasks go back", ("checkpoint",), ((PsTask, "take", wrong.one_forgets_to_take),)
@@ -122,7 +122,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "low_water_too_high": Mutant(
         "calls of a closure that runs are not forgotten", ("async",),
-        ((Ledger, "final_below", wrong.off_by(1)),),
+        ((PsServices, "_final_below", wrong.forgets_one_more),),
     ),
     "promoted_closes_nothing": Mutant(
         "a promoted ps 0 closes the last step again", ("sync-replica",),
@@ -165,7 +165,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "join_too_early": Mutant(
         "join waits for the last closure", ("any",),
-        ((ClosureQueue, "is_settled", wrong.off_by(-1)),),
+        ((ClosureQueue, "is_settled", wrong.settled_without_the_last),),
     ),
     "stop_is_not_told": Mutant(
         "a step may ask for the end of training", ("any",),
@@ -201,7 +201,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "locks_of_two": Mutant(
         "who writes under a lock is alone", ("any",),
-        ((LockTable, "claim", wrong.writes_are_let_in),),
+        ((PsLocks, "claim", wrong.writes_are_let_in),),
     ),
     "step_raised_again": Mutant(
         "a step that is closed is not applied again", ("sync-replica",),

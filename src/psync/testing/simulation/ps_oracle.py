@@ -185,24 +185,25 @@ def _contents(task: PsTask) -> dict[str, Any]:
     """Return all that a backup has to have, by what it is."""
     if task.services.executor.computes.waiting:
         raise BusyError("something is being computed")
-    frozen, _ = task.services.freeze()
+    frozen = task.services.freeze()
     state = frozen.state
     found: dict[str, Any] = {}
     for place, item in enumerate(state.items):
         found[str(item)] = b"".join(frozen.views(place))
     frozen.drop()
-    for name in ("shards", "versions", "pushes", "accumulators"):
-        found[name] = getattr(state, name)
+    found["shards"] = [(each.spec, each.version, dict(each.pushes)) for each in state.shards]
+    found["accumulators"] = state.accumulators
     # A definition that came in passing is told to the backup with the first entry that needs it.
     steps = dict(task.services.sync.staging.steps)
-    for number, optimizer in state.optimizers.items():
-        if any(optimizer.count):
-            found[f"optimizer {number}"] = optimizer
-    found |= {f"group {number}": state.groups.get(number) for number in steps}
-    for sender in state.ledger.senders:
+    for optimizer, (number, count) in zip(state.optimizers, state.counts, strict=True):
+        if any(count):
+            found[f"optimizer {number}"] = optimizer, count
+    found |= {f"group {number}": dict(state.groups).get(number) for number in steps}
+    for sender in state.senders:
         found[f"ledger of {sender.task}"] = tuple(sender)
-    found["calls"] = sorted(state.ledger.calls), sorted(state.ledger.parts)
-    found["final below"] = state.ledger.final_below, state.ledger.kept
+    calls = [(*call, *state.variable_sets[place]) for *call, place in state.calls]
+    found["calls"] = sorted(calls), sorted(state.parts)
+    found["final below"] = state.final_below, state.kept
     found["steps"] = steps
     if task.services.closer is not None:
         found["rule"] = task.services.closer.steps.snapshot()

@@ -35,6 +35,9 @@ SEED_LIMIT_S = 120.0
 JOBS_OF_A_CHILD = 200
 """After so many it is replaced by a fresh one."""
 
+BUGS = ("AttributeError(", "NameError(", "TypeError(")
+"""In what an oracle says of a run in which code did not fit together, such as a mutant's."""
+
 ANSWER_LIMIT = 1 << 28  # bytes
 
 
@@ -333,7 +336,7 @@ async def hunt(mutant: str, first: int, most: int, num_children: int) -> Find:
         most: How many runs are tried.
         num_children: How many run at once.
 
-    What fails without the mutant, too, proves nothing.
+    What fails without the mutant, too, proves nothing, nor does a mutant that is written wrong.
     """
     shapes = MUTANTS[mutant].shapes
     jobs = [
@@ -344,7 +347,7 @@ async def hunt(mutant: str, first: int, most: int, num_children: int) -> Find:
     async with contextlib.aclosing(run_all(jobs, num_children)) as runs:
         async for job, report in runs:
             tried += 1
-            if report.oracle:
+            if report.oracle and not any(each in report.violation for each in BUGS):
                 sound = Child(1)
                 plain = await sound.run(dataclasses.replace(job, mutant=""))
                 await sound.close()

@@ -18,10 +18,10 @@ from psync.client.sync import PulledAhead
 from psync.closures.closure import Closure, Identities, Identity
 from psync.closures.queue import Action, ClosureQueue
 from psync.errors import TaskLost
-from psync.net.connection import Handler, OwnRequest
+from psync.net.connection import Handler, OwnRequest, Request
 from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
-from psync.ps.admission import LockTable
-from psync.ps.computes import Computes
+from psync.ps.admission import PsLocks
+from psync.ps.computes import Compute, Computes
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.ps_task import PsTask
@@ -32,6 +32,7 @@ from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
 from psync.sync.group import Group
 from psync.sync.ps_services import PsServices
+from psync.sync.pushes import Close, Contribution
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.steps import SyncSteps
@@ -55,9 +56,9 @@ def is_nearly_complete(original: Any) -> Any:
 
 
 def fresh_by_one(original: Callable[..., Any]) -> Any:
-    def contribute(self: SyncSteps, group: int, push: Any) -> Any:
+    def contribute(self: SyncSteps, group: int, push: Contribution) -> Any:
         if 0 <= push.local_step == self.present_and_first(group)[0] - 1:
-            push = dataclasses.replace(push, local_step=push.local_step + 1)
+            push = push._replace(local_step=push.local_step + 1)
         return original(self, group, push)
 
     return contribute
@@ -96,11 +97,11 @@ def done_if(holds: Callable[[Any, int], Any]) -> Make:
 
 
 def drops_calls(original: Callable[..., Any]) -> Any:
-    def restore_ledger(ledger: Ledger, state: Any, unpack: Any) -> None:
+    def restore(ledger: Ledger, state: Any, unpack: Any) -> None:
         fewer = dataclasses.replace(state, calls=state.calls[: len(state.calls) // 2])
         original(ledger, fewer, unpack)
 
-    return restore_ledger
+    return restore
 
 
 def one_forgets_to_take(original: Callable[..., Any]) -> Any:
@@ -113,17 +114,24 @@ def one_forgets_to_take(original: Callable[..., Any]) -> Any:
 
 def all_weigh_one(original: Callable[..., Any]) -> Any:
     def close(self: Group, *, partial: bool) -> Any:
-        made = original(self, partial=partial)
-        self.closing = dataclasses.replace(
-            made, pushes=tuple((*push[:3], 1.0) for push in made.pushes)
-        )
+        made: Close = original(self, partial=partial)
+        self.closing = made._replace(pushes=tuple((*push[:3], 1.0) for push in made.pushes))
         return self.closing
 
     return close
 
 
-def off_by(number: int) -> Make:
-    return lambda original: lambda self, closure, *kept: original(self, closure + number, *kept)
+def settled_without_the_last(original: Callable[..., Any]) -> Any:
+    return lambda self, cutoff: original(self, cutoff - 1)
+
+
+def forgets_one_more(original: Callable[..., Any]) -> Any:
+    def final_below(self: PsServices, request: Request[FinalBelow]) -> None:
+        told = request.message
+        request.message = dataclasses.replace(told, closure=told.closure + 1)
+        original(self, request)
+
+    return final_below
 
 
 def does_nothing(result: Any) -> Make:
@@ -166,7 +174,7 @@ def other_runs_are_fresh(original: Callable[..., Any]) -> Any:
 
 
 def writes_are_let_in(original: Callable[..., Any]) -> Any:
-    def claim(self: LockTable, keys: Any, *, exclusive: bool) -> Any:
+    def claim(self: PsLocks, keys: Any, *, exclusive: bool = False) -> Any:
         return original(self, keys, exclusive=False)
 
     return claim
@@ -235,8 +243,9 @@ def at_its_own_time(original: Callable[..., Any]) -> Any:
 
 
 def done_before(original: Callable[..., Any]) -> Any:
-    def add(self: Computes, compute: Any, done: Callable[[Any], None]) -> None:
-        original(self, compute, lambda _: None)
+    def add(self: Computes, compute: Compute, done: Callable[[Any], None]) -> None:
+        work = Compute(compute.keys, compute.done, compute.nbytes, in_pieces=compute.in_pieces)
+        original(self, work, lambda _: None)
         done(None)
 
     return add
