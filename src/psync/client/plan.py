@@ -59,11 +59,9 @@ class Place(NamedTuple):
     dtype: np.dtype
 
 
-class Alike(NamedTuple):
-    """Variables of one shape and dtype that lie side by side, in this order; or a single one."""
-
-    place: Place  # of the first
-    variables: list[int]  # by their places in the plan
+Alike = tuple[Place, list[int]]
+"""Variables of one shape and dtype that lie side by side, by their places in the plan, in this
+order; or a single one. Before them, where the first one lies."""
 
 
 @dataclass(slots=True)
@@ -224,9 +222,9 @@ def _alike_in(places: Mapping[int, Place]) -> list[Alike]:
     for index, (buffer, offset, shape, dtype) in places.items():
         nbytes = int(np.prod(shape)) * dtype.itemsize
         if shape and nbytes and (buffer, offset, shape, dtype) == end:
-            found[-1].variables.append(index)
+            found[-1][1].append(index)
         else:
-            found.append(Alike(places[index], [index]))
+            found.append((places[index], [index]))
         end = buffer, offset + nbytes, shape, dtype
     return found
 
