@@ -17,6 +17,7 @@ import asyncio
 import bisect
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -220,7 +221,7 @@ def _alike_in(places: Mapping[int, Place]) -> list[Alike]:
     found: list[Alike] = []
     end: tuple[object, ...] = ()  # what the next one is that could join the last ones
     for index, (buffer, offset, shape, dtype) in places.items():
-        nbytes = int(np.prod(shape)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         if shape and nbytes and (buffer, offset, shape, dtype) == end:
             found[-1][1].append(index)
         else:
