@@ -17,6 +17,7 @@ import asyncio
 import bisect
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -62,11 +63,9 @@ class Place(NamedTuple):
     dtype: np.dtype
 
 
-class Alike(NamedTuple):
-    """Variables of one shape and dtype that lie side by side, in this order; or a single one."""
-
-    place: Place  # of the first
-    variables: list[int]  # by their places in the plan
+Alike = tuple[Place, list[int]]
+"""Variables of one shape and dtype that lie side by side, by their places in the plan, in this
+order; or a single one. Before them, where the first one lies."""
 
 
 @dataclass(slots=True)
@@ -242,11 +241,11 @@ def _alike_in(places: Mapping[int, Place]) -> list[Alike]:
     found: list[Alike] = []
     end: tuple[object, ...] = ()  # what the next one is that could join the last ones
     for index, (buffer, offset, shape, dtype) in places.items():
-        nbytes = int(np.prod(shape)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         if shape and nbytes and (buffer, offset, shape, dtype) == end:
-            found[-1].variables.append(index)
+            found[-1][1].append(index)
         else:
-            found.append(Alike(places[index], [index]))
+            found.append((places[index], [index]))
         end = buffer, offset + nbytes, shape, dtype
     return found
 

@@ -104,10 +104,7 @@ class Computes:
             job.behind += bool(queue)
             queue.append(job)
         if not job.behind:
-            self._begin(job)
-
-    def _begin(self, job: _Job) -> None:
-        self._work.to_the_end(self._run(job))
+            self._work.to_the_end(self._run(job))
 
     async def _run(self, job: _Job) -> None:
         failed: Exception | None = None
@@ -133,4 +130,4 @@ class Computes:
                 continue
             queue[0].behind -= 1
             if not queue[0].behind:
-                self._begin(queue[0])
+                self._work.to_the_end(self._run(queue[0]))

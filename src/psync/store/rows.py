@@ -242,7 +242,8 @@ class RowTable(ShardTable):
         def steps() -> Iterator[None]:
             if not len(rows):
                 return
-            yield from self._lay_out(shard)
+            if not isinstance(array, RowBlocks):
+                yield from self._lay_out(shard)
             laid_out = self._rows(self._array(shard, optimizer_id, slot))
             for part in _pieces(laid_out, len(rows)):
                 laid_out.gather(rows[part], made[part], self._pool)
