@@ -89,7 +89,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
         ("0", "4", "a[001-002]b", "2(x2)"),
     ]
     settings = [
-        ("s" * 40, "1", "ps.push.applied=kill@3", '{"Push": {"reply": 0.1, "min_each": 2}}', "90",
+        ("s" * 40, "1", "ps.push.applied=kill@3", '{"Update": {"reply": 0.1, "min_each": 2}}', "90",
          "-1", "none", "4096", "10"),
     ]  # fmt: skip
     seeds = [b"\x00" + json.dumps(config).encode() for config in configs]

@@ -31,12 +31,13 @@ def setup() -> tuple[OneInput, list[bytes]]:
         AttachPs,
         Challenge,
         CreateShards,
+        DefinePlan,
         Hello,
         Proof,
-        Pull,
-        Push,
+        Read,
         Refused,
         Shutdown,
+        Update,
         Welcome,
     )
     from psync.worker_task import WorkerTask
@@ -83,8 +84,10 @@ def setup() -> tuple[OneInput, list[bytes]]:
             CreateShards(SHARDS, [None] * len(SHARDS)),
             [memoryview(bytes(length)) for length in SHARD_BYTES],
         )
-        await honest.call(Pull(1, [(0, 0)], -1, ""))
-        push = Push(1, 1, -1, 0, 2, [(0, 0)], 1, config, 0)
+        honest.notify(DefinePlan(1, [(0, 0)]))
+        honest.notify(DefinePlan(2, [(0, 0)], 1, config))
+        await honest.call(Read(1))
+        push = Update(1, 1, -1, 0, 2)
         await honest.call(push, [memoryview(np.ones(4, np.float32)).cast("B")])
         name, number = draw.of(((worker, 9), (chief, 100), (chief, 101), ("/job:ps/task:0", 100)))
         lane = draw.of(("control", "bulk", "lock", "cut"))

@@ -111,7 +111,7 @@ async def test_a_large_push_fails_as_a_small_one_does_and_nothing_waits_behind_i
         told = await coordinator.fetch(pushed)
         assert [each == "accepted" for each in told] == [False, True, False]
         value = await w.read()
-        assert (value == value[0, 0]).all()
+        assert (value == value[:, :1]).all()  # the other ps may have had them in another order
         assert value[0, 0] < 1
         await cluster.kill("ps-1")  # the backup has applied what the other one has
         assert isinstance(await anext(coordinator.events()), FailoverEvent)

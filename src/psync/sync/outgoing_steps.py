@@ -133,7 +133,7 @@ class StepRounds:
         """Make the next pass."""
         outgoing, close = step.outgoing, step.outgoing.close
         message = MeasureStep(
-            close.group, outgoing.raw, close.step, list(close.pushes),
+            close.group, None, close.step, list(close.pushes),
             scales=_listed(step.norms.scales), ratios=_listed(step.norms.ratios),
             what=step.passes[0],
         )  # fmt: skip
@@ -160,7 +160,7 @@ class StepRounds:
     def _close(self, step: _Step) -> None:
         outgoing, close = step.outgoing, step.outgoing.close
         message = CloseStep(
-            close.group, outgoing.raw, close.step, list(close.pushes),
+            close.group, None, close.step, list(close.pushes),
             scales=outgoing.scales, ratios=outgoing.ratios,
         )  # fmt: skip
         self._all_ps.close_step(message, outgoing.along, step.wanted(), step.ended)

@@ -278,7 +278,7 @@ class AllPs:
                     link.define(peer, share.definition)
             return replace(
                 message,
-                config=None if (ps, group) in self._told else message.config,
+                config=None if (ps, group) in self._told else self._sync.known(group, None).raw,
                 along=numbers if segments else [],
                 ahead=[share.number for share in ahead],
             )

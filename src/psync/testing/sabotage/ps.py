@@ -58,9 +58,12 @@ class SabotagedPs(PsTask):
         self._log.serves()
 
     def _take_up(self, peer: Connection, message: AttachPs) -> None:
-        before = self.floor
+        before, plans = self.floor, self.services.plans.of
         super()._take_up(peer, message)
         if self.floor != before:
+            ledger = self.services.ledger
+            if isinstance(ledger, WeakLedger) and "fencing" in ledger.without:
+                self.services.plans.of.update(plans)  # whoever was replaced is served on
             self._log.serves()
 
     def _nothing(self, floor: int) -> Loaded:
