@@ -282,7 +282,10 @@ class PsLink:
                 try:
                     async with asyncio.timeout(None) as attempt:  # it is ended from outside
                         self._attempts[lane] = attempt
-                        peer = await self._connect(lane)
+                        try:
+                            peer = await self._connect(lane)
+                        finally:  # before anybody hears of it, who may end all attempts
+                            del self._attempts[lane]
                 except (ConnectFailed, TimeoutError) as exc:
                     if life == self._life:  # else it was looked for where it is not any more
                         why = exc.message if isinstance(exc, ConnectFailed) else "given up"
@@ -292,8 +295,6 @@ class PsLink:
                 else:
                     if life != self._life:
                         peer.close()
-                finally:
-                    del self._attempts[lane]
             assert peer is not None, "else an error was raised"
             if self._closed or self.lost is not None:  # meanwhile
                 peer.close()
