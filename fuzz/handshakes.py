@@ -21,7 +21,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
     )
     from psync.wire.codec import encode
     from psync.wire.frames import Frame, Kind, encode_head
-    from psync.wire.handshake import ClientHandshake, Protocol, ServerHandshake, State
+    from psync.wire.handshake import VERSION, ClientHandshake, Protocol, ServerHandshake, State
     from psync.wire.limits import DEFAULT_LIMITS
     from psync.wire.messages import Challenge, Hello, Proof, Refused, Welcome
 
@@ -34,14 +34,12 @@ def setup() -> tuple[OneInput, list[bytes]]:
         raise AssertionError("a body was accepted before the handshake was over")
 
     def client(secret: bytes | None) -> Protocol:
-        return Protocol(
-            ClientHandshake(secret, worker, 3, "control", bytes(range(32)), ps),
-            DEFAULT_LIMITS, nobody_sends_a_body,
-        )  # fmt: skip
+        said = Hello(VERSION, VERSION, worker, 3, "control", bytes(range(32)), secret is not None)
+        return Protocol(ClientHandshake(secret, said, ps), DEFAULT_LIMITS, nobody_sends_a_body)
 
     def server(secret: bytes | None) -> Protocol:
-        handshake = ServerHandshake(secret, ps, 5, bytes(32))
-        return Protocol(handshake, DEFAULT_LIMITS, nobody_sends_a_body)
+        said = Challenge(VERSION, ps, 5, bytes(32), secret is not None, b"")
+        return Protocol(ServerHandshake(secret, said), DEFAULT_LIMITS, nobody_sends_a_body)
 
     def pour(protocol: Protocol, data: bytes, step: int) -> None:
         rest = memoryview(data)
