@@ -45,7 +45,7 @@ def frame_bytes(*args: object, **kwargs: object) -> bytes:
 def prefix(
     *,
     magic: bytes = b"PSYN",
-    version: int = 1,
+    version: int = 2,
     kind: int = 16,
     flags: int = 0,
     header: int = 0,
@@ -68,14 +68,14 @@ def body_of(frame: Frame) -> list[bytes]:
 
 def test_golden_bytes_of_a_frame_without_a_body() -> None:
     assert frame_bytes(Kind.REQUEST, 0x0102, b"\x91\x1c").hex(" ") == (
-        "50 53 59 4e 01 10 00 00 02 01 00 00 00 00 00 00 "
+        "50 53 59 4e 02 10 00 00 02 01 00 00 00 00 00 00 "
         "02 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 91 1c"
     )
 
 
 def test_golden_bytes_of_a_frame_with_segments() -> None:
     assert frame_bytes(Kind.REPLY, 1, b"\x91\x23", [b"abc", b"", b"d"]).hex(" ") == (
-        "50 53 59 4e 01 11 00 00 01 00 00 00 00 00 00 00 "
+        "50 53 59 4e 02 11 00 00 01 00 00 00 00 00 00 00 "
         "02 00 00 00 03 00 00 00 04 00 00 00 00 00 00 00 "
         "03 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 01 00 00 00 00 00 00 00 "
         "91 23 61 62 63 64"
@@ -296,9 +296,9 @@ def test_a_receiver_that_gives_up_midway_is_not_written_to_any_more() -> None:
             "the peer uses TLS, but this task does not",
         ),
         (
-            prefix(version=2),
+            prefix(version=1),
             VersionMismatch,
-            "the peer speaks version 2 of the wire protocol, this task speaks 1",
+            "the peer speaks version 1 of the wire protocol, this task speaks 2",
         ),
         (prefix(kind=0), RemoteProtocolError, "unknown frame of kind 0 with flags 0x0000"),
         (prefix(kind=25), RemoteProtocolError, "unknown frame of kind 25 with flags 0x0000"),
@@ -453,7 +453,7 @@ def borrowing(sink: object = None, limits: Limits = DEFAULT_LIMITS) -> tuple[Fra
 
 def test_golden_bytes_of_a_frame_whose_body_is_lent() -> None:
     assert lent_bytes([(1, 2, 3), (4, 5, 6)], [8, 1]).hex(" ", -8) == (
-        "5053594e01100200 0700000000000000 0200000002000000 0900000000000000 "
+        "5053594e02100200 0700000000000000 0200000002000000 0900000000000000 "
         "0800000000000000 0100000000000000 "
         "0100000000000000 0200000000000000 0300000000000000 "
         "0400000000000000 0500000000000000 0600000000000000 6864"

@@ -69,9 +69,9 @@ def test_golden_proofs(binding: bytes) -> None:
     client, server = client_with(), server_with()
     client.binding = server.binding = binding
     challenge = challenge_of(server, client.hello)
-    unsigned = Challenge(1, PS, 5, SERVER_NONCE, True, b"")
+    unsigned = Challenge(2, PS, 5, SERVER_NONCE, True, b"")
     transcript = b""
-    for message in (Hello(1, 1, WORKER, 3, "control", CLIENT_NONCE, True), unsigned):
+    for message in (Hello(2, 2, WORKER, 3, "control", CLIENT_NONCE, True), unsigned):
         header = encode(message)
         transcript += len(header).to_bytes(4, "little") + header
 
@@ -241,16 +241,16 @@ def test_a_malformed_challenge_is_refused(changed: dict[str, Any]) -> None:
         client.answer(dataclasses.replace(challenge, **changed))
 
 
-@pytest.mark.parametrize(("oldest", "newest"), [(2, 3), (0, 0), (2, 1)])
+@pytest.mark.parametrize(("oldest", "newest"), [(3, 4), (0, 1), (3, 2)])
 def test_a_client_that_does_not_speak_this_version_is_told_so(oldest: int, newest: int) -> None:
     hello = dataclasses.replace(client_with().hello, oldest_version=oldest, newest_version=newest)
     assert server_with().challenge(hello) == Refused(
         "version",
-        f"{PS} speaks version 1 of the wire protocol, the peer speaks {oldest} to {newest}",
+        f"{PS} speaks version 2 of the wire protocol, the peer speaks {oldest} to {newest}",
     )
 
 
-@pytest.mark.parametrize(("oldest", "newest"), [(1, 1), (0, 1), (1, 9), (0, 9)])
+@pytest.mark.parametrize(("oldest", "newest"), [(2, 2), (0, 2), (2, 9), (0, 9)])
 def test_a_range_that_holds_this_version_will_do(oldest: int, newest: int) -> None:
     client = client_with()
     client.hello = dataclasses.replace(client.hello, oldest_version=oldest, newest_version=newest)
@@ -260,11 +260,11 @@ def test_a_range_that_holds_this_version_will_do(oldest: int, newest: int) -> No
 
 def test_a_server_that_chose_a_version_of_its_own_is_left() -> None:
     client = client_with()
-    challenge = dataclasses.replace(challenge_of(server_with(), client.hello), version=2)
+    challenge = dataclasses.replace(challenge_of(server_with(), client.hello), version=1)
     with pytest.raises(VersionMismatch) as caught:
         client.answer(challenge)
     assert caught.value.message == (
-        f"{PS} speaks version 2 of the wire protocol, this task speaks 1"
+        f"{PS} speaks version 1 of the wire protocol, this task speaks 2"
     )
     assert caught.value.hint == "install the same version of psync for all tasks"
 

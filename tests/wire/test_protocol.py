@@ -120,8 +120,8 @@ def test_who_says_what_in_which_order() -> None:
 
 def test_golden_bytes_of_the_greeting() -> None:
     assert said(new_client()).hex() == (
-        "5053594e" "01" "01" "0000" "0000000000000000" "43000000" "00000000" "0000000000000000"
-        "98010101" "b22f6a6f623a776f726b65722f7461736b3a31" "03" "a7636f6e74726f6c"
+        "5053594e" "02" "01" "0000" "0000000000000000" "43000000" "00000000" "0000000000000000"
+        "98010202" "b22f6a6f623a776f726b65722f7461736b3a31" "03" "a7636f6e74726f6c"
         "c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f" "c3"
     )  # fmt: skip
 
@@ -317,12 +317,12 @@ def test_a_client_says_nothing_to_a_stranger() -> None:
 @pytest.mark.parametrize("state", SERVER_STATES + CLIENT_STATES)
 def test_a_stranger_cannot_make_us_take_memory(state: State) -> None:
     protocol = brought_to(state)
-    large = PREFIX.pack(b"PSYN", 1, Kind.REQUEST, 0, 1, 0, 1, 1 << 20)
+    large = PREFIX.pack(b"PSYN", VERSION, Kind.REQUEST, 0, 1, 0, 1, 1 << 20)
     with pytest.raises(FrameTooLarge):
         greet(protocol, large)
     protocol = brought_to(state)
     with pytest.raises(FrameTooLarge):
-        greet(protocol, PREFIX.pack(b"PSYN", 1, Kind.HELLO, 0, 0, 4097, 0, 0))
+        greet(protocol, PREFIX.pack(b"PSYN", VERSION, Kind.HELLO, 0, 0, 4097, 0, 0))
 
 
 @pytest.mark.promise("security.no-pickle-from-strangers")
