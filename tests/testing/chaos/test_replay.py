@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.ps.updates import Update
+from psync.ps.updates import PsUpdate
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
 from psync.testing.chaos.replay import check, replay, store_of
@@ -34,9 +34,9 @@ class Ps:
         message = SimpleNamespace(sequence=1, closure=closure, ordinal=ordinal)
         update: Any = SimpleNamespace(
             message=message, client=("w", 1), store=self.store,
-            known=SimpleNamespace(keys=(SPEC.key,)),
+            known=SimpleNamespace(keys=(SPEC.key,)), is_push=False,
         )  # fmt: skip
-        assert set(vars(update)) <= {*Update.__slots__}
+        assert set(vars(update)) <= {*PsUpdate.__slots__}
         self.log.applied(update)
 
     def values(self) -> np.ndarray:
