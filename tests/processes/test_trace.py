@@ -54,7 +54,7 @@ def test_a_run_whose_clocks_differ_is_traced(
     traced = TraceFile(tmp_path / "t.json")  # nothing in it comes before it was sent
     assert list(traced.tasks.values()) == ["chief", "ps-0", *WORKERS]
     arrows = set(traced.arrows())
-    assert {("Push", worker, "ps-0") for worker in WORKERS} <= arrows
+    assert {("Update", worker, "ps-0") for worker in WORKERS} <= arrows
     for worker in WORKERS:
         assert traced.slices(worker, "steps", "train_step")
         assert {"compute", "pull", "push"} <= {

@@ -74,8 +74,9 @@ async def test_steps_of_one_closure_get_their_values_with_the_push_before(
         )
         message_counts.counting.on = False
     # In each of two closures: a pull, five pushes, one for each of two metrics; and the answers.
+    # Once: the plans of these, and of a push that brings no values.
     link = message_counts.Link("ps", "worker")
-    assert message_counts.counting.links[link].messages == 2 * 2 * (1 + 5 + 2)
+    assert message_counts.counting.links[link].messages == 2 * 2 * (1 + 5 + 2) + 5
 
 
 async def test_it_trains_and_says_how_each_epoch_went(capsys: Any) -> None:
