@@ -640,7 +640,7 @@ class PsClient:
             plan: From ``plan``.
             values: As ``gradients`` of ``push``.
             op: "assign", "add", "sub" or "max"; where all values are rows, any of
-                ``numerics.scatter``.
+                ``numerics.rows``.
             call: Id of the closure, or -1; and the ordinal of the call within it.
             lock: Under which this client holds the shards; 0: none.
 

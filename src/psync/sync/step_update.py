@@ -1,6 +1,6 @@
 """One decided step on one ps: validation and effects, shard by shard.
 
-For synchronous steps what ``ps.update`` is for pushes. It decides nothing about time: ``ps_sync``
+For synchronous steps what ``ps.updates`` is for pushes. It decides nothing about time: ``ps_sync``
 says when to begin and work.
 """
 
