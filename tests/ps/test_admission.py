@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from psync.errors import LockLost
 from psync.numerics.memory import BlockPool
 from psync.ps.admission import Claim, PsLocks, UpdateGate
 from psync.store.ledger import Fresh, Ledger
@@ -54,6 +56,16 @@ def test_who_gives_up_waiting_is_in_nobodys_way() -> None:
     table.end(given_up)
     table.end(held)
     assert not table.blocks([A, B])
+
+
+@pytest.mark.virtual_time
+async def test_who_has_given_up_before_its_wait_begins_does_not_wait() -> None:
+    table = locks()
+    table.claim([A], exclusive=True)
+    given_up = table.claim([A], exclusive=True)
+    table.end(given_up)
+    with pytest.raises(LockLost, match="cancelled while it waited"):
+        await table.turn(given_up)
 
 
 def test_work_that_belongs_to_a_claim_outlives_it() -> None:

@@ -160,6 +160,21 @@ class TestWhatIsKept:
                 pass
         same(store, copy)
 
+    @pytest.mark.promise("checkpoints.any-cluster-size", "answers.after-failover")
+    def test_slots_that_were_laid_beside_those_of_a_push_without_their_shard(self) -> None:
+        store = ShardStore(PS)
+        store.define_optimizer(1, ADAM)
+        for number in range(3):
+            store.create(spec(f"v{number}", number, (8,)))
+        for numbers in ([0], [0, 1], [2], [1, 2]):
+            keys, ones = [(number, 0) for number in numbers], np.ones(8, np.float32)
+            store.apply_at_once(1, keys, [ones] * len(keys), store.begin_push(1, 0))
+        copy = again(store).store
+        same(store, copy)
+        for each in (store, copy):
+            apply(each, (0, 0), 1)
+        same(store, copy)
+
     def test_the_ledger(self, store: ShardStore) -> None:
         ledger = Ledger(20)
         verdict = ledger.judge(W0, 0, 0, 5, 0, 77, ("w",))

@@ -558,6 +558,7 @@ class Arena(Block):
         for array in arrays:
             arena.array[start : start + array.size] = array.block(0).array
             made.append(ArenaArray(arena, start, array.size, array.fill))
+            made[-1]._is_used = True  # an array that is constant no more must not become so again
             start += array.size
         return made
 

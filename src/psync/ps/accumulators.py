@@ -407,8 +407,14 @@ class Accumulators:
         return self._serve([hosted]) if changed else None
 
     def _acknowledged(self, hosted: HostedAccumulator, client: Client, below: int) -> bool:
-        """Let takes wait no longer that their client has given up; return whether some waited."""
-        left = hosted.withdraw(lambda each: each.client == client and each.sequence < below)
+        """Let takes wait no longer that their client has given up; return whether some waited.
+
+        Those of its older incarnations, too: the ledger of takes has forgotten them.
+        """
+        task, newest = client[0], (client[1], below)
+        left = hosted.withdraw(
+            lambda each: each.client[0] == task and (each.client[1], each.sequence) < newest
+        )
         self._settle(hosted, left, UsageError(f"{self._task}: this take was cancelled"))
         return bool(left)
 

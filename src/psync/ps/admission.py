@@ -212,9 +212,11 @@ class PsLocks:
 
         Cancellation: Safe; the claim is still to be ended.
         """
-        if not claim.held:
+        if claim in self._waiting:
             claim.turn = asyncio.get_running_loop().create_future()
             await claim.turn
+        elif not claim.held:  # it was given up before anybody waited
+            raise self._cancelled()
 
     def end(self, claim: Claim) -> None:
         """Give up a claim, held or not, and let others have their turn; again: changes nothing."""
@@ -225,11 +227,12 @@ class PsLocks:
         claim.held = False
         self.num_exclusive -= claim.exclusive
         if claim.turn is not None and not claim.turn.done():
-            claim.turn.set_exception(
-                LockLost(f"{self._task}: a lock was cancelled while it waited")
-            )
+            claim.turn.set_exception(self._cancelled())
         if self._waiting:
             self._grant()
+
+    def _cancelled(self) -> LockLost:
+        return LockLost(f"{self._task}: a lock was cancelled while it waited")
 
     def _in_the_way(self, keys: frozenset[Key], exclusive: bool) -> bool:
         """Return whether one who comes now must wait, be it for others who wait."""

@@ -202,7 +202,7 @@ class Loaded:
         for number, count in state.counts:
             store.restore_count(number, count)
         for known in state.shards:
-            value, *slots = known.items()
+            value, *slots = known.items
             store.create(known.spec, fill=_fill(value))
             shard = store.shards()[value.key]
             for slot in slots:

@@ -83,7 +83,7 @@ class SnapshotItem:
         return f"{of} of shard {self.key[1]} of variable {self.key[0]}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardSnapshot:
     """A shard at a cut."""
 
@@ -106,8 +106,9 @@ class ShardSnapshot:
             self.variable, self.id, self.index, self.offset, self.shape, self.dtype, self.ps
         )
 
+    @functools.cached_property
     def items(self) -> list[SnapshotItem]:
-        """Return its value, then its slots."""
+        """Its value, then its slots."""
         key, shape = (self.id, self.index), self.shape
         items = [SnapshotItem(key, -1, "", shape, self.dtype, self.fill)]
         for optimizer, slot, fill in self.slots:
@@ -171,7 +172,7 @@ class SnapshotState:
     @functools.cached_property
     def items(self) -> tuple[SnapshotItem, ...]:
         """Each shard's value, then its slots that exist; shard by shard."""
-        return tuple(item for shard in self.shards for item in shard.items())
+        return tuple(item for shard in self.shards for item in shard.items)
 
     @functools.cached_property
     def specs(self) -> dict[Key, ShardSpec]:
@@ -325,7 +326,7 @@ def _check_shard(shard: ShardSnapshot, rules: dict[int, UpdateRule], misfit: _Mi
         if slot[0] not in rules or slot[1] not in rules[slot[0]].slot_names():
             raise misfit(f"a slot of {spec}", "one that its optimizer has", slot)
     try:
-        items = shard.items()
+        items = shard.items
     except ValueMismatchError as exc:
         raise misfit(f"a slot of {spec}", f"none: {exc.message}", shard.slots[0]) from exc
     for item in items:
