@@ -220,6 +220,13 @@ def test_once_its_floor_is_raised_it_serves_nobody_below(ledger: Ledger) -> None
     ledger.check_incarnation("w", 30)
 
 
+def test_a_message_that_is_forgotten_may_come_again(ledger: Ledger) -> None:
+    apply(ledger, W0, 3)
+    ledger.forget(W0, 3)
+    ledger.forget(W0, 4)  # which has not come
+    fresh(judge(ledger, W0, 3, closure=6))
+
+
 def test_a_number_is_used_for_one_call(ledger: Ledger) -> None:
     apply(ledger, ordinal=1)
     for each in (ledger, copy_of(ledger)):

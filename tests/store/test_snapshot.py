@@ -252,6 +252,7 @@ class TestFrozen:
         assert (bytes_of(views[-1]).view(np.float32) == 0.5).all()
         copy = loaded(snapshot.state)
         assert copy.wanted() == []
+        copy.check_whole("a copy of what is constant")
         assert copy.store.shards()[T.key].values.num_made == 0
         assert array_of(copy.store.read_range(T.key, 7_999_999, 8_000_000)).tolist() == [0.5] * 64
 
@@ -319,6 +320,8 @@ class TestLoaded:
             for _ in made.write(0, start, memoryview(bytes(23))):
                 pass
         assert made.wanted() == [0]
+        with pytest.raises(UsageError, match=r"the copy is incomplete: .* is missing"):
+            made.check_whole("the copy")
 
     def test_what_is_not_wanted_is_refused(self, store: ShardStore) -> None:
         made = loaded(frozen(store).state)

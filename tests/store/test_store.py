@@ -435,6 +435,19 @@ def test_a_moving_average_is_of_the_moment_in_which_it_began() -> None:
     assert (value(store, (1, 0)) == 0.5).all()
 
 
+@pytest.mark.parametrize("last", [1, 4])  # the one of 4 lies in memory of its own
+def test_what_a_reader_has_of_small_shards_stays_when_an_average_moves(last: int) -> None:
+    shape = (16 << 10,)
+    store = store_of(shape, fill=1)
+    for number in range(1, last + 1):
+        store.create(spec_of(shape, number=number), np.full(shape, 2, np.float32))
+    held = store.read((last, 0))
+    run(store.average((last, 0), KEY, 0.5))
+    assert (np.frombuffer(b"".join(held), np.float32) == 2).all()
+    assert (value(store, (last, 0)) == 1.5).all()
+    assert (value(store) == 1).all()
+
+
 def test_integers_wrap_around_floats_overflow_and_bools_are_joined() -> None:
     for dtype, first, op, second, result in (
         ("uint8", 250, "add", 10, 4), ("uint8", 4, "sub", 5, 255),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from fractions import Fraction
 from typing import Any
@@ -13,10 +14,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from accumulator_tools import accumulator, apply_grad, array, cancel, refusal, take_grad
-from psync.accumulators import Applied, ConditionalAccumulator, Take, TakeState
-from psync.errors import ConfigurationError, UsageError, ValueMismatchError
+from psync.accumulators import (
+    Applied,
+    ConditionalAccumulator,
+    Take,
+    TakeState,
+    definition_of,
+    other_parameters,
+    rule_of,
+)
+from psync.errors import ConfigurationError, RemoteProtocolError, UsageError, ValueMismatchError
 from psync.numerics.sums import at_once
 from psync.specs import Outcome
+from psync.wire.messages import DefineAccumulator
 
 ACCEPTED, STALE = Outcome.ACCEPTED, Outcome.STALE
 WAITING, COMPLETE = TakeState.WAITING, TakeState.COMPLETE
@@ -293,3 +303,29 @@ class AgainstAModel(RuleBasedStateMachine):
 
 TestAgainstAModel = AgainstAModel.TestCase
 TestAgainstAModel.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+DEFINED = (
+    DefineAccumulator("a", "dense", "float32", [2, None], "MEAN", "", False, 0),
+    DefineAccumulator("b", "dense", "float64", None, "SUM", "", True, 3),
+    DefineAccumulator("c", "sparse", "float32", [None, 4], "MEAN", "total", False, 0),
+)
+
+
+@pytest.mark.parametrize("definition", DEFINED)
+def test_what_is_said_of_an_accumulator_makes_one_like_it(definition: DefineAccumulator) -> None:
+    assert definition_of(rule_of(definition)) == definition
+
+
+def test_a_kind_of_accumulator_that_is_none_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match='"a": expected kind "dense" or "sparse", got'):
+        rule_of(dataclasses.replace(DEFINED[0], kind="dens"))
+
+
+def test_of_two_accumulators_of_one_name_the_parameters_that_differ_are_named() -> None:
+    other = dataclasses.replace(DEFINED[0], dtype="float64", reduction="SUM")
+    error = other_parameters(DEFINED[0], other)
+    assert error.message == (
+        "accumulator \"a\": other parameters than at first: expected dtype='float32', "
+        "reduction='MEAN', got dtype='float64', reduction='SUM'"
+    )

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as npst
 
 from psync.errors import PartitionError
 from psync.specs import DTYPE_NAMES, dtype_of
-from psync.wire.tensors import Joined, array_from_bytes, to_bytes_view
+from psync.wire.tensors import Joined, array_from_bytes, to_bytes_view, to_bytes_views
 
 BASE = np.arange(24, dtype=np.float32).reshape(4, 6)
 READ_ONLY = BASE.copy()
@@ -49,6 +49,14 @@ def test_arrays_of_every_kind_survive_the_way_through_bytes(name: str) -> None:
     assert back.shape == array.shape
     assert back.dtype == dtype_of(array.dtype.name)
     np.testing.assert_array_equal(back, array)
+
+
+def test_many_become_bytes_as_each_alone() -> None:
+    plain = [each for each in ARRAYS.values() if each.flags.c_contiguous and each.size]
+    native = [each for each in plain if each.dtype.kind == "f" and each.dtype.isnative]
+    for arrays in (native, plain, list(ARRAYS.values())):
+        expected = [bytes(to_bytes_view(each)) for each in arrays]
+        assert list(map(bytes, to_bytes_views(arrays))) == expected
 
 
 def test_the_bytes_are_in_c_order_and_little_endian() -> None:
