@@ -17,6 +17,7 @@ import asyncio
 import bisect
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -39,6 +40,9 @@ D = TypeVar("D", DefinePlan, DefineWhole)
 
 ARENA_BYTES = 1 << 20
 """Small variables of one pull share memory up to this much: one read instead of many."""
+
+MAX_DEFINITIONS = 256
+"""What is done with a plan, of which the definitions are kept: which others it brings, too."""
 
 MEMBERS_PER_REQUEST = 16_384
 BODY_PER_REQUEST = 2 << 30
@@ -158,6 +162,8 @@ class Plan:
         made = self.defined[what] = [
             numbered(DefinePlan(0, request.members, **said(request))) for request in self.requests
         ]
+        if len(self.defined) > MAX_DEFINITIONS:
+            del self.defined[next(iter(self.defined))]
         return made
 
 
@@ -242,7 +248,7 @@ def _alike_in(places: Mapping[int, Place]) -> list[Alike]:
     found: list[Alike] = []
     end: tuple[object, ...] = ()  # what the next one is that could join the last ones
     for index, (buffer, offset, shape, dtype) in places.items():
-        nbytes = int(np.prod(shape)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         if shape and nbytes and (buffer, offset, shape, dtype) == end:
             found[-1].variables.append(index)
         else:
