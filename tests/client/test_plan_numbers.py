@@ -68,7 +68,7 @@ class Peer:
         self.is_asking = False
         self.then(None)
 
-    def close(self) -> None:
+    def abort(self) -> None:
         self.is_closed = True
 
 

@@ -246,7 +246,7 @@ class PsLink:
             defined.add(number)
             dropped.discard(number)
             if number in self._dropping and peer is not self._dropper:
-                peer.close()  # this would overtake that: it is said again, on a new connection
+                peer.abort()  # this would overtake that: it is said again, on a new connection
             peer.notify(definition)
         if not dropped:
             return
@@ -256,7 +256,7 @@ class PsLink:
             peer.ask(DropPlans(list(dropped)), (), lambda _: dropped.clear())
         elif len(dropped) >= 4 * MAX_DEFINED:
             for each in self._peers.values():
-                each.close()  # what is under way is repeated on new ones
+                each.abort()  # what is under way is repeated on new ones
 
     @property
     def lends(self) -> bool:
