@@ -13,7 +13,7 @@ import pytest
 from backups import back_up, create, say
 from inside import backup_of, settled
 from memory_cluster import until
-from ps_cluster import PsCluster, assign, push
+from ps_cluster import PsCluster, assign, pull, push
 from psync.errors import ConnectionLost, PsyncError
 from psync.testing.simulation.ps_oracle import faults_of_pairs
 from psync.wire.messages import (
@@ -134,3 +134,29 @@ async def test_whatever_is_asked_a_backup_is_what_its_primary_is(seed: int) -> N
         primary, backup = cluster.ps[0].services, backup_of(cluster.ps[1], 0).services
         assert primary.digest() == backup.digest()
         assert traffic.refused < len(traffic.under_way) / 2
+
+
+@pytest.mark.virtual_time
+async def test_a_plan_that_goes_while_a_copy_begins_is_known_where_entries_name_it() -> None:
+    """Its client's next incarnation comes after the entry, and before the copy is held."""
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        before, after = cluster.client(incarnation=1000), cluster.client(incarnation=1001)
+        await push(before, [w], [1.0])
+        executor, computed = cluster.ps[0].services.executor, asyncio.Event()
+        plain = executor.computes.settled
+
+        async def settled(places: Any = None) -> None:
+            await computed.wait()
+            await plain(places)
+
+        executor.computes.settled = settled  # type: ignore[method-assign]
+        made = asyncio.create_task(back_up(cluster))
+        await until(lambda: executor.waiting)
+        pushed = asyncio.create_task(push(before, [w], [1.0]))
+        await until(lambda: executor.waiting == 2)
+        await pull(after, w)
+        computed.set()
+        await made
+        await pushed
+        assert faults_of_pairs({"ps-0": cluster.ps[0], "ps-1": cluster.ps[1]}) == (1, [])

@@ -47,6 +47,18 @@ def test_a_large_set_is_split_over_several_requests(
     assert [request.part for request in plan.requests] == [0, 1, 2]
 
 
+def test_a_plan_keeps_the_definitions_of_so_much_that_is_done_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a set that is pushed would keep whatever other sets it has ever brought."""
+    monkeypatch.setattr(plans, "MAX_DEFINITIONS", 2)
+    plan = plan_of(variable(0, (3,)))
+    for op in ("assign", "add", "sub"):
+        (made,) = plan.define(op, lambda _, op=op: {"op": op})
+        assert made.op == op
+    assert [*plan.defined] == ["add", "sub"]
+
+
 shapes = st.one_of(
     st.just(()),
     st.tuples(st.integers(0, 9), st.integers(0, 3)),

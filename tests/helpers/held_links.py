@@ -66,11 +66,12 @@ class HeldLink:
     def ask(self, request: Call[Any], then: Callable[[Frame | Exception], None]) -> None:
         self.stage.letters.post(Letter(self, request.build, request.segments, then))
 
-    def define(self, peer: Connection, definition: DefinePlan) -> None:
-        if definition.plan not in peer.state["plans"]:
-            peer.state["plans"].add(definition.plan)
-            PLANS[definition.plan] = definition
-            self.defined.append(definition)
+    def define(self, peer: Connection, *definitions: DefinePlan) -> None:
+        for definition in definitions:
+            if definition.plan not in peer.state["plans"]:
+                peer.state["plans"].add(definition.plan)
+                PLANS[definition.plan] = definition
+                self.defined.append(definition)
 
     async def call(
         self,

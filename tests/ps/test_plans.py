@@ -100,6 +100,19 @@ def test_a_newer_coordinator_keeps_the_plans_of_its_own_clients() -> None:
     assert len(known.of) == 2
 
 
+def test_after_a_rollback_plans_hold_nothing_of_the_store_before() -> None:
+    """An update in pieces goes on there, by its own plan, while the same number is read anew."""
+    known, store = table(), store_of(2, 3)
+    define(known, WORKER, PULLED)
+    before = known.plan(WORKER, PULLED.plan).look_up(store)
+    after = known.since(0)
+    assert after.plan(WORKER, PULLED.plan).store is None
+    assert after.plan(WORKER, PULLED.plan).look_up(store_of(2, 3)).plan is not before.plan
+    assert not define(after, WORKER, PULLED)
+    after.drop(WORKER, [PULLED.plan])
+    assert known.plan(WORKER, PULLED.plan) is before
+
+
 def test_a_client_that_defines_too_many_is_told_when_it_uses_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

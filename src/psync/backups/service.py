@@ -106,6 +106,8 @@ class BackupService:
         deposed: Told that another ps has taken this one's place.
         steps: What is there of synchronous steps.
         sections: Of the state.
+        plans: Returns the definitions of all plans. These come and go as messages arrive, and not
+            in the order of the log: those that entries name are there as it begins.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class BackupService:
         deposed: Callable[[], None],
         steps: Steps,
         sections: Sequence[Section],
+        plans: Callable[[], list[Listed]],
     ) -> None:
         self.executor = executor
         self._platform = platform
@@ -133,6 +136,7 @@ class BackupService:
         self._deposed = deposed
         self._steps = steps
         self._sections = sections
+        self._plans = plans
         self._epoch = 0
         self._sender: BackupSender | None = None
         self._unlike: BackUp | None = None  # the last one with another fingerprint
@@ -233,10 +237,10 @@ class BackupService:
         self._copying = asyncio.get_running_loop().create_task(self._copy(sender))
         self._copying.add_done_callback(_seen)
 
-    async def _hold(self, sender: BackupSender, held: list[tuple[Frozen, list[Entry]]]) -> None:
+    async def _hold(self, sender: BackupSender, before: list[Listed], held: list[Frozen]) -> None:
         """Hold what the ps holds between two entries."""
         await self.executor.computes.settled()
-        entries = [each for section in self._sections for each in await section.entries()]
+        before += [each for section in self._sections for each in await section.entries()]
         while True:
             if self._sender is not sender:  # what it names would be taken for known to the next
                 raise PsyncError("making the backup was cancelled")
@@ -245,7 +249,7 @@ class BackupService:
             except BusyError:  # a shard is read or filled by what is no entry
                 await self._work.next_turn()
             else:
-                held.append((frozen, [_entry(*each) for each in entries]))
+                held.append(frozen)
                 return
 
     async def _copy(self, sender: BackupSender) -> None:
@@ -258,12 +262,13 @@ class BackupService:
                 # Entries from now on are kept for the backup, though the snapshot may have to wait
                 # for its turn; all before them are in it.
                 first = executor.begin_copy() + 1
-                held: list[tuple[Frozen, list[Entry]]] = []
-                await executor.turn(lambda: self._hold(sender, held))
+                before = self._plans()
+                held: list[Frozen] = []
+                await executor.turn(lambda: self._hold(sender, before, held))
             finally:
                 self._steps.resume(why)
-            ((frozen, before),) = held
-            await sender.copy(frozen, first, before)
+            (frozen,) = held
+            await sender.copy(frozen, first, [_entry(*each) for each in before])
         except BaseException:
             if self._sender is sender and not self._over:
                 executor.log.give_up()

@@ -113,6 +113,8 @@ class PsLink:
         self.num_calls = 0
         self._endpoint = endpoint
         self._dropped: set[int] = set()  # plans, of which the ps was not told
+        self._dropping: set[int] = set()  # of which it was told, over this connection
+        self._dropper: Connection | None = None
         self._life = 0  # how often it was revived
         self._peers: dict[str, Connection] = {}
         self._connecting = {lane: asyncio.Lock() for lane in LANES}
@@ -226,28 +228,35 @@ class PsLink:
         if peer is not None and peer.is_open:
             peer.notify(message, segments)
 
-    def define(self, peer: Connection, definition: DefinePlan | DefineWhole) -> None:
-        """Say on a connection what a plan is, in front of the first message there that names it."""
+    def define(self, peer: Connection, *definitions: DefinePlan | DefineWhole) -> None:
+        """Say on a connection what plans are, in front of the first message there that names them.
+
+        All that one message names are said at once: none of them is dropped in front of it.
+        """
         defined: set[int] = peer.state["plans"]
-        number = definition.plan
-        if number in defined:
-            return
-        if len(defined) >= MAX_DEFINED:
+        if len(defined) >= MAX_DEFINED and any(each.plan not in defined for each in definitions):
             self._dropped |= defined  # what is still used is defined again
             for each in self._peers.values():
                 each.state["plans"] -= self._dropped
-        defined.add(number)
-        self._dropped.discard(number)
-        peer.notify(definition)
-        if not self._dropped:
+        dropped = self._dropped
+        for definition in definitions:
+            number = definition.plan
+            if number in defined:
+                continue
+            defined.add(number)
+            dropped.discard(number)
+            if number in self._dropping and peer is not self._dropper:
+                peer.abort()  # this would overtake that: it is said again, on a new connection
+            peer.notify(definition)
+        if not dropped:
             return
         # What is under way may come later than this, and name one of them.
         if not any(each.is_asking for each in self._peers.values()):
-            peer.notify(DropPlans(list(self._dropped)))
-            self._dropped.clear()
-        elif len(self._dropped) >= 4 * MAX_DEFINED:
+            self._dropper, self._dropping, self._dropped = peer, dropped, set()
+            peer.ask(DropPlans(list(dropped)), (), lambda _: dropped.clear())
+        elif len(dropped) >= 4 * MAX_DEFINED:
             for each in self._peers.values():
-                each.close()  # what is under way is repeated on new ones
+                each.abort()  # what is under way is repeated on new ones
 
     @property
     def lends(self) -> bool:

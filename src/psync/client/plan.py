@@ -41,6 +41,9 @@ D = TypeVar("D", DefinePlan, DefineWhole)
 ARENA_BYTES = 1 << 20
 """Small variables of one pull share memory up to this much: one read instead of many."""
 
+MAX_DEFINITIONS = 256
+"""What is done with a plan, of which the definitions are kept: which others it brings, too."""
+
 MEMBERS_PER_REQUEST = 16_384
 BODY_PER_REQUEST = 2 << 30
 """A larger set is split over several requests, well below ``wire.limits``."""
@@ -157,6 +160,8 @@ class Plan:
         made = self.defined[what] = [
             numbered(DefinePlan(0, request.members, **said(request))) for request in self.requests
         ]
+        if len(self.defined) > MAX_DEFINITIONS:
+            del self.defined[next(iter(self.defined))]
         return made
 
 

@@ -296,7 +296,9 @@ class SyncClient:
                     landing.arrays = None  # of an answer that did not come in whole
                 for whole in (along, next_set):
                     if whole is not None and whole.definition.plan not in peer.state["plans"]:
-                        self._ps.links[0].define(peer, whole.definition)
+                        named = [each.definition for each in (along, next_set) if each is not None]
+                        self._ps.links[0].define(peer, *named)
+                        break
                 return messages.Contribute(
                     group, None if known.is_decided else config, push.number,
                     pushes.acked_below, *call, plan.digest, local_step, weight,

@@ -19,8 +19,7 @@ and no lock, so it stands before all entries that name the plan.
     a copy for a new backup      all plans are entries in front of the log
     the backup is promoted       it has those of the log; clients define them on their new
                                  connections
-    a rollback                   stay, but what they read from the store is read again: see
-                                 ``look_up``
+    a rollback                   stay, but are made again: what they read from the store as well
     a newer coordinator          all go: nobody is served who has defined them
 """
 
@@ -383,8 +382,17 @@ class Plans(Generic[P]):
         self._made = made
 
     def since(self, coordinator: int) -> Plans[P]:
-        """Return what those have defined that a coordinator may have started."""
-        of = {client: plans for client, plans in self.of.items() if client[1] >= coordinator}
+        """Return what those have defined that a coordinator may have started; plans of their own.
+
+        Updates that go on where they began still use these, which hold that store.
+        """
+        of = {
+            client: {
+                each.number: self._made(decode(each.header), each.header) for each in of.values()
+            }
+            for client, of in self.of.items()
+            if client[1] >= coordinator
+        }
         return Plans(self._task, self._made, of)
 
     def serve(self, request: Request[DefinePlan | DefineWhole]) -> None:

@@ -321,7 +321,7 @@ class PsUpdates:
             **self._optimizers.handlers(),
         }
 
-    # A section of the state: shards and ledger, all of which is in snapshots, and plans.
+    # A section of the state: shards and ledger, all of which is in snapshots; and plans.
 
     def control(self) -> list[Any]:
         """Return what the ledger remembers, and the counts of optimizers that were used."""
@@ -330,7 +330,11 @@ class PsUpdates:
         return [self._ledger.control(encode), [each for each in counts if any(each[1])]]
 
     async def entries(self) -> list[Listed]:
-        """Return the definitions of all plans."""
+        """Return no entries."""
+        return []
+
+    def plans(self) -> list[Listed]:
+        """Return the definitions of all plans, as entries."""
         return [
             (client, plan.header, ())
             for table in (self._plans, self._wholes)

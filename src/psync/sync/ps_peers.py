@@ -275,7 +275,8 @@ class AllPs:
         def build(peer: Connection) -> CloseStep:
             for share in named:
                 if share.number not in peer.state["plans"]:
-                    link.define(peer, share.definition)
+                    link.define(peer, *[each.definition for each in named])
+                    break
             return replace(
                 message,
                 config=None if (ps, group) in self._told else self._sync.known(group, None).raw,

@@ -188,7 +188,7 @@ class PsServices:
         self.backup = BackupService(
             platform, process.served, store, work, process.check_coordinator,
             self.freeze, executor, self._expect_moves, self._deposed, self,
-            self.sections,
+            self.sections, self.updates.plans,
         )  # fmt: skip
         self.sync.check = self.backup.check_group
         self.replayed: dict[type[Message], Handler] = {}
