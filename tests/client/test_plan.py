@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ps_cluster import PsCluster
@@ -73,14 +73,15 @@ shapes = st.one_of(
             shapes,
             st.sampled_from(["float32", "int8", "float64"]),
             st.lists(st.integers(0, 2), min_size=1, max_size=3),
-            st.booleans(),
+            st.sampled_from(["own", "lent", ""]),
         ),
         min_size=1,
         max_size=6,
     )
 )
+@example([((3, 2), "float32", [0], kind) for kind in ("", "lent", "own", "")])  # all alike
 def test_every_byte_of_every_body_lands_where_its_variable_lies(
-    drawn: list[tuple[tuple[int, ...], str, list[int], bool]],
+    drawn: list[tuple[tuple[int, ...], str, list[int], str]],
 ) -> None:
     variables = [
         variable(i, shape, dtype, ps if shape and shape[0] >= len(ps) else ps[:1])
@@ -91,17 +92,24 @@ def test_every_byte_of_every_body_lands_where_its_variable_lies(
         np.random.default_rng(i).integers(0, 256, v.nbytes).astype(np.uint8)
         for i, v in enumerate(variables)
     ]
-    own = [np.zeros(v.shape, v.dtype) if drawn[i][3] else None for i, v in enumerate(variables)]
+    own = [
+        np.zeros(v.shape, v.dtype) if drawn[i][3] == "own" else None
+        for i, v in enumerate(variables)
+    ]
+    lent = {i: contents[i].copy() for i, v in enumerate(variables) if drawn[i][3] == "lent"}
+    for root in lent.values():
+        root.flags.writeable = False
+    came = [np.zeros_like(each) if i in lent else each for i, each in enumerate(contents)]
     landing = Landing(plan, BlockPool(), own)
     for at, request in enumerate(plan.requests):
-        body = b"".join(bytes(contents[i][start:end]) for i, start, end in request.cuts)
+        body = b"".join(bytes(came[i][start:end]) for i, start, end in request.cuts)
         assert len(body) == request.nbytes == sum(request.lengths)
         targets = landing.into(at, None, request.lengths, None)
         assert sum(map(len, targets)) == len(body)
         assert all(map(len, targets))
         for target in targets:
             target[:], body = body[: len(target)], body[len(target) :]
-    for out, array, content, v in zip(own, landing.settle(), contents, variables, strict=True):
+    for out, array, content, v in zip(own, landing.settle(lent), contents, variables, strict=True):
         assert array is out or out is None
         assert array.tobytes() == content.tobytes()
         assert array.flags.aligned

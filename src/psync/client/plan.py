@@ -431,12 +431,12 @@ class Landing:
 
     def settle(self, leased: Mapping[int, np.ndarray] | None = None) -> list[np.ndarray]:
         """Return an array for each variable: all is there, ``leased`` as the bytes of some."""
-        made = dict(self._given)
+        there, made = dict(self._given), {}
         for index, root in (leased or {}).items():
             _, _, shape, dtype = self.plan.places[index]
-            made[index] = np.ndarray(shape, dtype, root)
+            there[index] = np.ndarray(shape, dtype, root)
         for (buffer, offset, shape, dtype), variables in self.plan.alike:
-            if made and made.keys() >= {*variables}:
+            if there and there.keys() >= {*variables}:
                 continue
             if self._roots[buffer] is None:  # of an empty one nothing has come
                 self._buffer(buffer)
@@ -446,7 +446,7 @@ class Landing:
             else:  # as rows of one array: it takes a fraction of the time
                 block = np.ndarray((count, *shape), dtype, memory, offset)
                 made.update(zip(variables, block, strict=True))
-        made.update(self._given)
+        made.update(there)
         self.arrays = list(map(made.__getitem__, range(len(self.plan.places))))
         return self.arrays
 
