@@ -425,7 +425,7 @@ def test_small_messages_of_one_turn_share_a_system_call_but_for_the_first(turns:
     assert len(made) == 2
 
 
-@pytest.mark.parametrize("lane", [BULK, "lock"])
+@pytest.mark.parametrize("lane", [BULK, "control"])
 def test_small_answers_overtake_large_ones_that_wait_where_bodies_are_large(
     turns: Turns, lane: str
 ) -> None:
@@ -838,7 +838,7 @@ async def test_requests_are_read_only_while_the_handlers_bodies_fit_the_limit(ho
     limits = Limits(unfinished_bytes=250 * KIB)
     network = MemoryNetwork()
     handler = Handler(held if "kept" in how else gate)
-    async with connected(network, {Update: handler}, limits=limits) as pair:
+    async with connected(network, {Update: handler}, lane=BULK, limits=limits) as pair:
         got: list[Any] = []
         for number in range(20):
             if how == "told":
@@ -868,7 +868,7 @@ def test_a_body_counts_until_its_handler_is_done_though_its_caller_has_given_up(
     """Who is not told of that still works on it: an update is applied all the same."""
     kept: list[Request[Any]] = []
     limits = Limits(unfinished_bytes=250 * KIB)
-    pair = peered(turns, {Update: Handler(kept.append)}, limits=limits)
+    pair = peered(turns, {Update: Handler(kept.append)}, lane=BULK, limits=limits)
     for number in range(20):
         given_up = pair.peer.ask(push(number), [bytes(100 * KIB)], lambda _: None)
         turns.settle()
@@ -892,7 +892,7 @@ def test_a_body_counts_until_its_handler_is_done_though_its_caller_has_given_up(
 def test_who_only_waits_is_heard_when_it_gives_up(turns: Turns) -> None:
     """The body of a request that rests counts no more, so what its caller says is read."""
     held = Held()
-    pair = peered(turns, {Update: Handler(held)}, limits=Limits(unfinished_bytes=1))
+    pair = peered(turns, {Update: Handler(held)}, lane=BULK, limits=Limits(unfinished_bytes=1))
     number = pair.peer.ask(push(), [bytes(100)], lambda _: None)
     turns.settle()
     pair.peer.give_up(number)

@@ -99,7 +99,7 @@ class Cut:
         Cancellation: The file may be written.
         """
         link, order = self._link(ps), messages.WriteFrozen(self.number, path, nonce)
-        _, segments = await ask(link, order, messages.Done, [to_json(items)], cut=True)
+        _, segments = await ask(link, order, messages.Done, [to_json(items)])
         if not segments:
             return None
         written = read_json(b"".join(segments), WrittenSnapshot, link.task)
@@ -120,7 +120,7 @@ class Cut:
         for start in range(0, nbytes, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, nbytes)
             order = messages.ReadFrozen(self.number, item, start, stop)
-            received = await link.call(always(order), cut=True)
+            received = await link.call(always(order))
             if (got := sum(map(len, received.segments))) != stop - start:
                 raise RemoteProtocolError(
                     f"{link.task}: expected {stop - start} bytes of item {item}, got {got}"
@@ -220,7 +220,7 @@ class Cuts:
                 async with asyncio.timeout(PATIENCE_S):
                     gate = messages.Gate(number)
                     gated = await all_of(
-                        [ask(link, gate, messages.Gated, cut=True) for link in links]
+                        [ask(link, gate, messages.Gated) for link in links]
                     )
                     wanted: dict[int, list[tuple[str, int, int]]] = {}
                     for message, _ in gated:
@@ -229,7 +229,7 @@ class Cuts:
                     doing = _described(wanted)
                     await self._admit(number, wanted)
                     freeze = always(messages.Freeze(number))
-                    frozen = await all_of([link.call(freeze, cut=True) for link in links])
+                    frozen = await all_of([link.call(freeze) for link in links])
                 if at_instant is not None:
                     at_instant()
             finally:
@@ -256,14 +256,14 @@ class Cuts:
             if not 0 <= ps < len(self._links):
                 raise RemoteProtocolError(f"an update has a part on ps {ps}, which does not exist")
         orders = ((self._links[ps], messages.Admit(number, each)) for ps, each in wanted.items())
-        if calls := [link.call(always(order), cut=True) for link, order in orders]:
+        if calls := [link.call(always(order)) for link, order in orders]:
             await all_of(calls)
 
     def _tell_all(self, message: Message) -> asyncio.Task[Any]:
         """Tell all ps tasks to let go, whatever becomes of the one who asked for it."""
 
         async def tell() -> None:
-            calls = (link.call(always(message), cut=True) for link in self._links)
+            calls = (link.call(always(message)) for link in self._links)
             await asyncio.gather(*calls, return_exceptions=True)  # who is gone has let go
 
         task = asyncio.get_running_loop().create_task(tell())

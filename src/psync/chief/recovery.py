@@ -155,7 +155,7 @@ class Backups:
 
     async def _order(self, link: PsLink, message: messages.BackUp, *, urgent: bool = False) -> None:
         """Where no update is in front that waits for a backup: of those a ps takes only so many."""
-        await link.call(always(message), urgent=urgent, cut=True)
+        await link.call(always(message), urgent=urgent)
 
     async def _keep(self, ps: int) -> None:
         """See to it that a ps has a backup."""

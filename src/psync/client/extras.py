@@ -180,7 +180,7 @@ async def _unlock(asked: Sequence[PsLink], number: int) -> None:
 
 
 async def _say(link: PsLink, message: Message) -> None:
-    await ask(link, message, Message, locked=True)
+    await ask(link, message, Message)
 
 
 class ErrorFeedback:

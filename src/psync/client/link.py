@@ -132,8 +132,6 @@ class PsLink:
         segments: Sequence[Segment] = (),
         *,
         bulk: bool = False,
-        locked: bool = False,
-        cut: bool = False,
         urgent: bool = False,
     ) -> Frame:
         """Make a ``Call``, and return the reply.
@@ -141,10 +139,6 @@ class PsLink:
         Args:
             build: As for ``Call``, as are ``segments`` and ``urgent``.
             bulk: Whether a large body goes or comes.
-            locked: Whether it is about a lock, or said under one: then nothing may be in front of
-                it that waits for a lock.
-            cut: Whether it is about a cut, or a backup: then nothing may be in front of it that
-                waits at a gate, or for the backup.
 
         Raises:
             ParameterServerLost: See ``peer``, also for its other errors.
@@ -154,8 +148,7 @@ class PsLink:
 
         Cancellation: Safe; the request may have been served.
         """
-        lane = "cut" if cut else "lock" if locked else "bulk" if bulk else "control"
-        call = Call(self, build, segments, lane=lane, urgent=urgent)
+        call = Call(self, build, segments, lane="bulk" if bulk else "control", urgent=urgent)
         answers = Answers(Message, "", [call]).send()
         try:
             await answers.ended

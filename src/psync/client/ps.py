@@ -402,7 +402,8 @@ class PsClient:
         Cancellation: Safe; ``out`` then holds anything.
         """
         landing = Landing(plan, self._pool, out, writable, self.memory.windows)
-        lane, timeline = "lock" if lock else "", -1
+        # Under a lock nothing may be in front of it that waits for a lock, and keeps it unread.
+        lane, timeline = "control" if lock else "", -1
         slots = self._slots_of(plan, optimizer, slot) if slot else None
         with self.work.pull:
             while self.outgoing.timeline != timeline:  # again, if ps tasks rolled back meanwhile
@@ -671,7 +672,7 @@ class PsClient:
                 definitions[at].plan, 0, 0, others_of(drawn, at), update.rows[at], factors, lock,
             )  # fmt: skip
 
-        update = PlanUpdate(self, plan, arrays, message, "lock" if lock else "")
+        update = PlanUpdate(self, plan, arrays, message, "control" if lock else "")
         with self.work.push:
             return await self.outgoing.deliver(update)
 

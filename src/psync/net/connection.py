@@ -15,8 +15,9 @@ that was written may change in place (see ``numerics.memory``). Small messages a
 of one turn of the loop share a system call: that call is most of what they cost.
 
 Large messages wait, in order, while the transport has much unsent, or while they are copied. On the
-lane for large bodies small ones do not, and so overtake them. On all others nothing is overtaken: a
-cancellation comes after what it cancels.
+lane for large bodies small ones do not, and so overtake them. On the other one nothing is overtaken: a
+cancellation comes after what it cancels. That one is read whatever waits: what ends a wait, such as
+an unlock, comes over it.
 
 To a task of the same host a large body is lent instead, see ``net.shared``: it stays where it is,
 or is copied to memory that the peer can read, and only the frame's head is written.
@@ -704,12 +705,12 @@ class Connection(asyncio.BufferedProtocol):
                 self._hold(request)
 
     def _hold(self, request: Request[Any]) -> None:
-        """It takes time. Bodies that handlers work on are bounded: above that no more is read."""
+        """It takes time. Large bodies that handlers work on are bounded: above, no more is read."""
         request.is_held = True
         if request.request_id:
             self._serving[request.request_id] = request
         self._unfinished_bytes += request.nbytes
-        if self._unfinished_bytes > self._limits.unfinished_bytes:
+        if self._unfinished_bytes > self._limits.unfinished_bytes and not self._in_order:
             self.pause_reading("unfinished")
 
     def release(self, request: Request[Any]) -> None:

@@ -2,9 +2,9 @@
 
 Locks are granted in order of arrival, and end by release, lost connection or lease. The gate pauses
 updates while a cut is taken, except admitted ones. One object of each serves one coordinator and
-timeline; a newer one gets others. What waits here has no number in the log. Where the bodies that
-wait are many, nothing more is read from their connections: so requests about locks and cuts have
-lanes of their own (``handshake.LANES``).
+timeline; a newer one gets others. What waits here has no number in the log. Where the large
+bodies that wait are many, nothing more is read from their connections: so requests about locks and
+cuts, and what is said under a lock, go over "control", which is always read.
 
     message       then
     LockShards    answered when no update of the shards is under way and no other lock is in the

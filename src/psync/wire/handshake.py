@@ -74,9 +74,10 @@ NONCE_BYTES = 32
 MAX_NAME_CHARS = 200
 
 BULK = "bulk"
-"""The lane for large bodies, where small messages overtake them; nothing is overtaken on others."""
+"""The lane for large bodies, where small messages overtake them. The other one keeps their order,
+and is always read."""
 
-LANES = ("control", BULK, "lock", "cut")
+LANES = ("control", BULK)
 """A task has up to one connection of each to another one, see ``frames.SMALL_BODY_BYTES``."""
 
 _SAME_VERSION = "install the same version of psync for all tasks"

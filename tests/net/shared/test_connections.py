@@ -349,7 +349,9 @@ async def test_reading_goes_on_when_both_the_copy_and_the_handlers_allow_it() ->
         await gate.wait()
         request.answer(Pulled([]), segments)
 
-    async with sharing({Read: Handler(slow)}, limits=Limits(unfinished_bytes=MIB)) as pair:
+    async with sharing(
+        {Read: Handler(slow)}, lane=BULK, limits=Limits(unfinished_bytes=MIB)
+    ) as pair:
         calls = [
             asyncio.ensure_future(pair.peer.call(pull(0), [to_bytes_view(pattern(300_000, n))]))
             for n in range(20)
