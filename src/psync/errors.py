@@ -200,6 +200,10 @@ class RemoteProtocolError(ProtocolError):
     """The peer broke the protocol; the connection is closed."""
 
 
+class PlanForgotten(RemoteProtocolError):
+    """A ps does not know what a client calls by a number; the client says it again."""
+
+
 class FrameTooLarge(RemoteProtocolError):
     """The peer declared a size above the limit; no memory was allocated for it."""
 

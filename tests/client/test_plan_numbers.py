@@ -1,24 +1,21 @@
-"""A client names plans on its connections, and drops those that it has forgotten."""
+"""A client names plans on its connections, and again what a ps has forgotten."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
-from ps_cluster import WORKER, PsCluster, pull
+from ps_cluster import RATE, WORKER, PsCluster, pull, push
 from psync.client import link
 from psync.client.ps import PsClient
-from psync.wire.messages import DefinePlan, DropPlans
+from psync.ps import plans
 
 
 def named(cluster: PsCluster, client: PsClient) -> int:
     """How many plans of a client a ps knows."""
     endpoint = client.links[0]._endpoint
-    plans = cluster.ps[0].services.plans.of
-    return len(plans.get((WORKER, endpoint.incarnation), {}))
+    of = cluster.ps[0].services.plans.of
+    return len(of.get((WORKER, endpoint.incarnation), {}))
 
 
 @pytest.mark.virtual_time
@@ -37,7 +34,24 @@ async def test_a_plan_is_defined_once_on_a_connection_and_again_on_the_next_one(
 
 
 @pytest.mark.virtual_time
-async def test_a_client_that_names_many_sets_drops_the_first_ones(
+@pytest.mark.parametrize("most", [1, 3])
+async def test_a_plan_that_a_ps_has_forgotten_is_defined_again(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "MAX_PLANS", most)
+    async with PsCluster() as cluster:
+        worker = cluster.client()
+        variables = [await cluster.create(f"v{n}", np.full(2, n, np.float32)) for n in range(8)]
+        for count in (1, 2):
+            for number, variable in enumerate(variables):
+                await push(worker, [variable], [1.0])
+                (value,) = await pull(worker, variable)
+                assert value.tolist() == [number - count * RATE] * 2
+                assert named(cluster, worker) <= most
+
+
+@pytest.mark.virtual_time
+async def test_a_connection_that_has_named_many_plans_names_them_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(link, "MAX_DEFINED", 3)
@@ -48,79 +62,6 @@ async def test_a_client_that_names_many_sets_drops_the_first_ones(
             for number, variable in enumerate(variables):
                 (value,) = await pull(worker, variable)
                 assert value.tolist() == [number, number]
-                assert named(cluster, worker) <= 4
-
-
-class Peer:
-    def __init__(self) -> None:
-        self.state: dict[str, set[int]] = {"plans": set()}
-        self.is_asking = self.is_closed = False
-        self.sent: list[object] = []
-
-    def notify(self, message: object) -> None:
-        self.sent.append(message)
-
-    def ask(self, message: object, _: object, then: Callable[[None], object]) -> None:
-        self.sent.append(message)
-        self.is_asking, self.then = True, then
-
-    def answer(self) -> None:
-        self.is_asking = False
-        self.then(None)
-
-    def abort(self) -> None:
-        self.is_closed = True
-
-
-def two_lanes() -> tuple[Any, Peer, Peer]:
-    made: Any = object.__new__(link.PsLink)
-    control, bulk = Peer(), Peer()
-    made._peers, made._dropped = {"control": control, "bulk": bulk}, set()
-    made._dropping, made._dropper = set(), None
-    return made, control, bulk
-
-
-ONE, TWO, THREE, SEVEN = (DefinePlan(number, []) for number in (1, 2, 3, 7))
-
-
-def test_while_a_request_is_under_way_nothing_is_dropped() -> None:
-    made, control, bulk = two_lanes()
-    made._dropped = {7}
-    bulk.is_asking = True
-    made.define(control, ONE)
-    assert control.sent == [ONE]
-    bulk.is_asking = False
-    made.define(control, TWO)
-    assert control.sent[1:] == [TWO, DropPlans([7])]
-    made._dropped = set(range(9, 9 + 4 * link.MAX_DEFINED))
-    made.define(control, THREE)
-    assert control.is_closed
-    assert bulk.is_closed
-
-
-def test_a_definition_does_not_overtake_the_drop_of_its_plan_on_another_connection() -> None:
-    made, control, bulk = two_lanes()
-    made._dropped = {2, 7}
-    made.define(control, ONE)
-    assert control.sent == [ONE, DropPlans([2, 7])]
-    made.define(control, TWO)
-    made.define(bulk, THREE)
-    assert not control.is_closed
-    assert not bulk.is_closed
-    made.define(bulk, SEVEN)
-    assert bulk.is_closed
-    bulk.is_closed = False
-    control.answer()
-    made.define(bulk, TWO)
-    assert not bulk.is_closed
-
-
-def test_what_one_message_names_is_not_dropped_in_front_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(link, "MAX_DEFINED", 2)
-    made, control, _ = two_lanes()
-    made.define(control, ONE)
-    made.define(control, TWO)
-    made.define(control, TWO, THREE)
-    assert control.sent == [ONE, TWO, TWO, THREE, DropPlans([1])]
+        (peer,) = worker.links[0]._peers.values()
+        assert len(peer.state["plans"]) <= 3
+        assert named(cluster, worker) == 8

@@ -1,4 +1,4 @@
-"""What clients call by numbers on a ps: defined once, dropped, and kept within bounds."""
+"""What clients call by numbers on a ps: defined once, and kept within bounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from asked import Asked, peer_of
 from psync.client.plan import numbered
-from psync.errors import FencedError, RemoteProtocolError, UsageError
+from psync.errors import FencedError, PlanForgotten, RemoteProtocolError
 from psync.numerics.rules import SGD
 from psync.ps import plans
 from psync.ps.plans import Plans, ShardSet
@@ -56,15 +56,12 @@ def test_a_plan_is_new_once_and_stays_what_it_is() -> None:
         define(known, WORKER, DefinePlan(PULLED.plan, [V]))
 
 
-def test_a_plan_that_nobody_has_defined_or_that_was_dropped_is_not_defined() -> None:
+def test_a_plan_that_nobody_has_defined_is_not_defined() -> None:
     known = table()
     define(known, WORKER, PULLED)
-    define(known, WORKER, PUSHED)
-    known.drop(WORKER, [PUSHED.plan, 99])
-    known.drop(NEXT, [PULLED.plan])
     assert known.plan(WORKER, PULLED.plan).keys == (W, V)
     for client, plan in ((WORKER, PUSHED), (NEXT, PULLED)):
-        with pytest.raises(RemoteProtocolError, match=f"plan {plan.plan} is not defined"):
+        with pytest.raises(PlanForgotten, match=f"plan {plan.plan} of {client[0]} is not defined"):
             known.plan(client, plan.plan)
 
 
@@ -109,22 +106,20 @@ def test_after_a_rollback_plans_hold_nothing_of_the_store_before() -> None:
     assert after.plan(WORKER, PULLED.plan).store is None
     assert after.plan(WORKER, PULLED.plan).look_up(store_of(2, 3)).plan is not before.plan
     assert not define(after, WORKER, PULLED)
-    after.drop(WORKER, [PULLED.plan])
     assert known.plan(WORKER, PULLED.plan) is before
 
 
-def test_a_client_that_defines_too_many_is_told_when_it_uses_one(
+def test_of_too_many_the_plan_that_was_defined_first_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plans, "MAX_PLANS", 1)
     known = table()
     define(known, WORKER, PULLED)
-    define(known, WORKER, PUSHED)
-    with pytest.raises(UsageError, match="has defined too many plans"):
-        known.plan(WORKER, PUSHED.plan)
-    known.drop(WORKER, [PULLED.plan])
-    define(known, WORKER, PUSHED)
-    assert known.plan(WORKER, PUSHED.plan).optimizer == 1
+    assert define(known, WORKER, PUSHED)
+    with pytest.raises(PlanForgotten, match=f"plan {PULLED.plan} of {WORKER[0]} is not defined"):
+        known.plan(WORKER, PULLED.plan)
+    assert define(known, WORKER, PULLED)
+    assert known.plan(WORKER, PULLED.plan).keys == (W, V)
 
 
 def test_what_a_plan_says_of_a_store_is_read_again_after_a_rollback() -> None:

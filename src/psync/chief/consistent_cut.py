@@ -219,9 +219,7 @@ class Cuts:
             try:
                 async with asyncio.timeout(PATIENCE_S):
                     gate = messages.Gate(number)
-                    gated = await all_of(
-                        [ask(link, gate, messages.Gated) for link in links]
-                    )
+                    gated = await all_of([ask(link, gate, messages.Gated) for link in links])
                     wanted: dict[int, list[tuple[str, int, int]]] = {}
                     for message, _ in gated:
                         for ps, task, incarnation, sequence in message.others:

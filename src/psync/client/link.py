@@ -32,6 +32,7 @@ from psync.errors import (
     ConnectionLost,
     LocalProtocolError,
     ParameterServerLost,
+    PlanForgotten,
     PsyncError,
     RemoteProtocolError,
 )
@@ -41,7 +42,7 @@ from psync.numerics.rules import Registered
 from psync.wire.codec import Message, check
 from psync.wire.frames import SMALL_BODY_BYTES, Frame, Segment
 from psync.wire.handshake import LANES
-from psync.wire.messages import DefinePlan, DefineWhole, DropPlans, PsAttached
+from psync.wire.messages import DefinePlan, DefineWhole, PsAttached
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,8 @@ PING_TIMEOUT_S = 10.0
 MAX_LOSSES = 16
 """Connections that one request may outlive: more, and it is what breaks them."""
 
-MAX_DEFINED = 8192
-"""Plans that a connection names; then it forgets them. Far fewer than a ps allows a client."""
+MAX_DEFINED = 65_536
+"""Plans that a connection is known to have named; then all are named again."""
 
 Build = Callable[[Connection], Message]
 """Makes the message of a request for a connection: what it defines depends on that."""
@@ -112,9 +113,6 @@ class PsLink:
         self.lost_after_s = lost_after_s
         self.num_calls = 0
         self._endpoint = endpoint
-        self._dropped: set[int] = set()  # plans, of which the ps was not told
-        self._dropping: set[int] = set()  # of which it was told, over this connection
-        self._dropper: Connection | None = None
         self._life = 0  # how often it was revived
         self._peers: dict[str, Connection] = {}
         self._connecting = {lane: asyncio.Lock() for lane in LANES}
@@ -201,6 +199,11 @@ class PsLink:
             try:
                 message = call.build(peer)
                 return await peer.call(message, call.segments, into=call.into, copied=call.copied)
+            except PlanForgotten:
+                losses += 1
+                if losses == MAX_LOSSES:
+                    raise
+                self.define_again()
             except ConnectionLost as exc:
                 losses += 1
                 check(message)  # or it would cost the next connections, too
@@ -221,35 +224,19 @@ class PsLink:
         if peer is not None and peer.is_open:
             peer.notify(message, segments)
 
-    def define(self, peer: Connection, *definitions: DefinePlan | DefineWhole) -> None:
-        """Say on a connection what plans are, in front of the first message there that names them.
-
-        All that one message names are said at once: none of them is dropped in front of it.
-        """
+    def define(self, peer: Connection, definition: DefinePlan | DefineWhole) -> None:
+        """Say on a connection what a plan is, in front of the first message there that names it."""
         defined: set[int] = peer.state["plans"]
-        if len(defined) >= MAX_DEFINED and any(each.plan not in defined for each in definitions):
-            self._dropped |= defined  # what is still used is defined again
-            for each in self._peers.values():
-                each.state["plans"] -= self._dropped
-        dropped = self._dropped
-        for definition in definitions:
-            number = definition.plan
-            if number in defined:
-                continue
-            defined.add(number)
-            dropped.discard(number)
-            if number in self._dropping and peer is not self._dropper:
-                peer.abort()  # this would overtake that: it is said again, on a new connection
+        if definition.plan not in defined:
+            if len(defined) >= MAX_DEFINED:
+                defined.clear()
+            defined.add(definition.plan)
             peer.notify(definition)
-        if not dropped:
-            return
-        # What is under way may come later than this, and name one of them.
-        if not any(each.is_asking for each in self._peers.values()):
-            self._dropper, self._dropping, self._dropped = peer, dropped, set()
-            peer.ask(DropPlans(list(dropped)), (), lambda _: dropped.clear())
-        elif len(dropped) >= 4 * MAX_DEFINED:
-            for each in self._peers.values():
-                each.abort()  # what is under way is repeated on new ones
+
+    def define_again(self) -> None:
+        """The ps has forgotten a plan: say on each connection what they are before naming them."""
+        for peer in self._peers.values():
+            peer.state["plans"].clear()
 
     @property
     def lends(self) -> bool:
@@ -521,8 +508,12 @@ class Call:
             end()
 
     def told(self, outcome: Frame | Exception) -> None:
-        """It is over; unless its first connection is gone."""
+        """It is over; unless its first connection is gone, or what it names is forgotten."""
         self.link.num_calls += 1
+        if isinstance(outcome, PlanForgotten) and not self.is_repeated:
+            self.link.define_again()
+            self.go_on()
+            return
         if isinstance(outcome, ConnectionLost) and not self.is_repeated:
             try:
                 check(self.message)  # or it would cost the next connections, too

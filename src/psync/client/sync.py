@@ -296,9 +296,7 @@ class SyncClient:
                     landing.arrays = None  # of an answer that did not come in whole
                 for whole in (along, next_set):
                     if whole is not None and whole.definition.plan not in peer.state["plans"]:
-                        named = [each.definition for each in (along, next_set) if each is not None]
-                        self._ps.links[0].define(peer, *named)
-                        break
+                        self._ps.links[0].define(peer, whole.definition)
                 return messages.Contribute(
                     group, None if known.is_decided else config, push.number,
                     pushes.acked_below, *call, plan.digest, local_step, weight,

@@ -15,9 +15,9 @@ that was written may change in place (see ``numerics.memory``). Small messages a
 of one turn of the loop share a system call: that call is most of what they cost.
 
 Large messages wait, in order, while the transport has much unsent, or while they are copied. On the
-lane for large bodies small ones do not, and so overtake them. On the other one nothing is overtaken: a
-cancellation comes after what it cancels. That one is read whatever waits: what ends a wait, such as
-an unlock, comes over it.
+lane for large bodies small ones do not, and so overtake them. On the other one nothing is
+overtaken: a cancellation comes after what it cancels. That one is read whatever waits: what ends a
+wait, such as an unlock, comes over it.
 
 To a task of the same host a large body is lent instead, see ``net.shared``: it stays where it is,
 or is copied to memory that the peer can read, and only the frame's head is written.

@@ -10,8 +10,8 @@ and no lock, so it stands before all entries that name the plan.
     the same number again        nothing changes, and it is no second entry; another definition of
                                  that number is a protocol error
     a connection is lost         stay: the client defines what it uses on the next one
-    DropPlans                    those go, and their entry says so to the backup. The client has
-                                 no request under way on another connection
+    too many of a client's       the one that was defined first goes. Who names one that is not
+                                 there is told (PlanForgotten), and defines it again
     a next incarnation defines   those of the ones before go. Not before that: an update may have
     its first plan               been accepted, and come later in the log
     an update has waited, and    is defined again in the log, in front of the update
@@ -32,7 +32,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
-from psync.errors import FencedError, RemoteProtocolError, UsageError, ValueMismatchError
+from psync.errors import FencedError, PlanForgotten, RemoteProtocolError, ValueMismatchError
 from psync.net.connection import Request
 from psync.numerics.compression import (
     WIDE,
@@ -59,8 +59,8 @@ several."""
 
 ROW_NUMBER_BYTES = 8
 
-MAX_PLANS = 65_536
-"""Of one client. Clients keep far fewer, and drop the others."""
+MAX_PLANS = 16_384
+"""Of one client, which uses far fewer at a time."""
 
 _DONE = Done()
 
@@ -421,26 +421,19 @@ class Plans(Generic[P]):
             if known.header != header:
                 raise RemoteProtocolError(f"{self._task}: plan {message.plan} is another one")
             return
-        if len(plans) < MAX_PLANS:  # else who uses it is told
-            plans[message.plan] = self._made(message, header)
+        if len(plans) >= MAX_PLANS:
+            del plans[next(iter(plans))]
+        plans[message.plan] = self._made(message, header)
         self.note(client, message)
-
-    def drop(self, client: Client, numbers: Sequence[int]) -> None:
-        """Forget plans of a client."""
-        plans = self.of.get(client, {})
-        for number in numbers:
-            plans.pop(number, None)
 
     def plan(self, client: Client, number: int) -> P:
         """Return what a client calls by a number.
 
         Raises:
             FencedError: A newer incarnation of its task has defined plans.
-            UsageError: It has defined too many.
-            RemoteProtocolError: It is not defined.
+            PlanForgotten: It is not defined.
         """
-        plans = self.of.get(client, NO_PLANS)
-        known = plans.get(number)
+        known = self.of.get(client, NO_PLANS).get(number)
         if known is not None:
             return known
         task, incarnation = client
@@ -449,9 +442,7 @@ class Plans(Generic[P]):
                 raise FencedError(
                     f"incarnation {incarnation} of {task} has been replaced by {newer}"
                 )
-        if len(plans) >= MAX_PLANS:
-            raise UsageError(f"{self._task}: {task} has defined too many plans")
-        raise RemoteProtocolError(f"{self._task}: plan {number} is not defined")
+        raise PlanForgotten(f"{self._task}: plan {number} of {task} is not defined")
 
 
 def _runs_of(sizes: Sequence[int]) -> list[slice]:

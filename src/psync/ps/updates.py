@@ -27,7 +27,7 @@ from typing import Any, cast
 import numpy as np
 
 from psync.cluster import parse_task_name
-from psync.errors import UsageError, ValueMismatchError
+from psync.errors import PlanForgotten, UsageError, ValueMismatchError
 from psync.net.connection import Handler, Request
 from psync.numerics.memory import ABOVE_BYTES, BlockPool
 from psync.ps.admission import Claim, PsLocks, UpdateGate
@@ -55,8 +55,6 @@ from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     DefinePlan,
     DefineWhole,
-    Done,
-    DropPlans,
     Failure,
     Pushed,
     Update,
@@ -64,7 +62,6 @@ from psync.wire.messages import (
 from psync.wire.remote_errors import exception_of, failure_of
 
 _PS = operator.itemgetter(0)
-_DONE = Done()
 
 MAX_STALENESS = 255
 """What is staler is counted as this."""
@@ -316,7 +313,6 @@ class PsUpdates:
         return {
             DefinePlan: Handler(self._plans.serve),
             DefineWhole: Handler(self._wholes.serve),
-            DropPlans: Handler(self._drop_plans),
             Update: Handler(self._arrived, self._prepare_update),
             **self._optimizers.handlers(),
         }
@@ -346,15 +342,6 @@ class PsUpdates:
         """Return who executes entries: the primary has checked whether their clients are served."""
         return {Update: Handler(self._replay)}
 
-    # Plans.
-
-    def _drop_plans(self, request: Request[DropPlans]) -> None:
-        client, message = request.peer.client, request.message
-        self._plans.drop(client, message.plans)
-        self._wholes.drop(client, message.plans)
-        self._executor.note(client, message, nothing_is_left)
-        request.answer(_DONE)
-
     # Updates.
 
     def _prepare_update(self, request: Request[Update]) -> Sequence[memoryview]:
@@ -369,8 +356,8 @@ class PsUpdates:
                 known.look_up(self._store)
             if request.lengths != known.lengths or message.rows is not None:
                 known.check_lengths(request.lengths, self._task, message.rows)
-        except Exception:
-            self._refused(request)
+        except Exception as exc:
+            self._refused(request, exc)
             raise
         request.token = known
         if message.rows is not None:
@@ -382,8 +369,10 @@ class PsUpdates:
             return (np.empty(known.nbytes, np.uint8).data,)
         return memory_for(self._pool, known.nbytes)
 
-    def _refused(self, request: Request[Any]) -> None:
+    def _refused(self, request: Request[Any], error: Exception) -> None:
         """Note that a message was refused before it was judged: no cut waits for it."""
+        if isinstance(error, PlanForgotten):  # it comes again
+            return
         self._ledger.refuse(request.peer.client, request.message.sequence)
         self._gate.wake()
 
@@ -398,8 +387,8 @@ class PsUpdates:
                 body = ()
             elif message.rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
                 body = known.body_of(body, self._task, message.rows)
-        except Exception:
-            self._refused(request)
+        except Exception as exc:
+            self._refused(request, exc)
             raise
         self._admit(PsUpdate(request, known, body, store))
 

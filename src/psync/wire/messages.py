@@ -187,12 +187,6 @@ class DefineWhole(Message, code=118):
     lengths: list[int]  # bytes of each member in a body
 
 
-class DropPlans(Message, code=36):
-    """Client → ps: it names these no more, unless it defines them again. A notification."""
-
-    plans: list[int]
-
-
 class Read(Message, code=34):
     """Values of a plan's shards, or of one slot of each. Answered by Pulled."""
 
