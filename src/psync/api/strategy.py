@@ -26,6 +26,7 @@ from psync.api.datasets import (
 )
 from psync.api.scopes import Elsewhere, Partitioner, Scope, current_scope, elsewhere
 from psync.api.variables import Handle, ShardedVariable, Variable
+from psync.chief.gangs import GangRunner
 from psync.client.context import forbid_in_step
 from psync.errors import (
     ClosedError,
@@ -55,7 +56,6 @@ from psync.replicas.context import (
     run_alone,
 )
 from psync.replicas.extended import StrategyExtended
-from psync.replicas.gang_runner import GangRunner
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_kind
 from psync.status.html_tables import table

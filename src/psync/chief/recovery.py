@@ -22,9 +22,11 @@ from psync.checkpoints.files import STREAM_VARIABLE, StoredSnapshot, disk_errors
 from psync.chief import recovery_rule as rules
 from psync.chief.declarations import Creation
 from psync.chief.events import FailoverEvent, RollbackEvent
+from psync.chief.gangs import GangRunner, ScheduledCall
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
 from psync.client.link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, all_of, always, ask
+from psync.closures.closure import Closure
 from psync.closures.closure import State as ClosureState
 from psync.closures.membership import ScheduleReports
 from psync.closures.queue import Action as QueueAction
@@ -45,8 +47,6 @@ from psync.errors import (
 )
 from psync.net.connection import Connection
 from psync.net.platform import flag
-from psync.replicas.closure_messages import EndedCall, ScheduledCall
-from psync.replicas.gang_runner import GangRunner
 from psync.specs import checked_kind
 from psync.store.reattach import Orders
 from psync.store.snapshot_state import SnapshotState
@@ -323,29 +323,33 @@ class ClusterRecovery:
         """There is a new checkpoint: what it has cannot be undone any more."""
         self.ended.saved(CutCalls(snapshots), self.queue.is_open)
 
-    def note_ended(self, ended: Sequence[EndedCall], *, early: bool) -> None:
-        """Note closures that have ended: a rollback may undo them, ``reschedule`` repeats them.
+    def note_ended(
+        self, number: int, updates: int, closure: Closure | None, call: ScheduledCall | None,
+        *, early: bool,
+    ) -> None:  # fmt: skip
+        """Note a closure that has ended: a rollback may undo it, ``reschedule`` repeats it.
 
         Args:
-            ended: The closures.
+            number: Its number on ps tasks.
+            updates: That it has made.
+            closure: None: of a later run of a data shard.
+            call: What it has run.
             early: Whether no cut was begun yet: the first one may lack a synchronous push.
         """
-        for each in ended:
-            if not early:
-                self.ended.ended(each.number, each.updates)
-            # Data shards are pending again automatically. A closure that was cancelled, although
-            # its worker has carried it out, is left to the program.
-            closure, call = each.closure, each.call
-            if (
-                closure is None or closure.identity is not None or closure.is_replica
-                or call is None or not call.may_repeat
-                or closure.state is not ClosureState.FINISHED
-            ):  # fmt: skip
-                continue
-            if early:
-                self.ended.ended_early(each.number)
-            else:
-                self.ended.kept.keep(each.number, call, call.parts())
+        if not early:
+            self.ended.ended(number, updates)
+        # Data shards are pending again automatically. A closure that was cancelled, although its
+        # worker has carried it out, is left to the program.
+        if (
+            closure is None or closure.identity is not None or closure.is_replica
+            or call is None or not call.may_repeat
+            or closure.state is not ClosureState.FINISHED
+        ):  # fmt: skip
+            return
+        if early:
+            self.ended.ended_early(number)
+        else:
+            self.ended.kept.keep(number, call, call.parts())
 
     def calls_undone_by(self, event: RollbackEvent) -> list[ScheduledCall]:
         """Return, once, the calls of the closures that a rollback has undone, in order.
