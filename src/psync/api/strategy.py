@@ -48,6 +48,7 @@ from psync.numerics.replicas import (
 )
 from psync.partitioners import Placement
 from psync.replicas.context import (
+    StrategyExtended,
     check_cross_replica,
     cross_replica,
     in_turns,
@@ -55,7 +56,6 @@ from psync.replicas.context import (
     replicas_in_sync,
     run_alone,
 )
-from psync.replicas.extended import StrategyExtended
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_kind
 from psync.status.html_tables import table
