@@ -29,7 +29,7 @@ from psync.api.optimizers import PushResult as PushResult
 from psync.api.optimizers import StalenessBound as StalenessBound
 from psync.api.pulls import empty_like as empty_like
 from psync.api.pulls import pull as pull
-from psync.api.reads import cache_variable_reads as cache_variable_reads
+from psync.api.scopes import cache_variable_reads as cache_variable_reads
 from psync.api.strategy import ParameterServerStrategy as ParameterServerStrategy
 from psync.api.sync_replicas import ChiefQueueRunner as ChiefQueueRunner
 from psync.api.sync_replicas import SessionHook as SessionHook

@@ -10,7 +10,12 @@ import math
 import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -814,20 +819,15 @@ def placed(
     return known if count == len(known) else strategy.placement().rows
 
 
-@asynccontextmanager
-async def running_coordinator(
+def running_coordinator(
     strategy: ParameterServerStrategy,
-) -> AsyncGenerator[ClusterCoordinator, None]:
+) -> AbstractAsyncContextManager[ClusterCoordinator]:
     """Return a context manager with the strategy's coordinator, which runs in it.
 
     One that was not running before is closed in the end.
     """
     coordinator = ClusterCoordinator(strategy)
-    if coordinator._coordinator is not None:
-        yield coordinator
-        return
-    async with coordinator:
-        yield coordinator
+    return coordinator if coordinator._coordinator is None else nullcontext(coordinator)
 
 
 def coordinator_of(origin: str) -> Coordinator | None:

@@ -20,8 +20,7 @@ import numpy as np
 
 from psync.api.pulls import is_flat, leaves, mapped, pairs
 from psync.api.pulls import pull as pull_values
-from psync.api.reads import kept_here, runtime_of
-from psync.api.scopes import running_scopes
+from psync.api.scopes import kept_here, running_scopes, runtime_of
 from psync.api.variables import Handle, OnReadVariable, ShardedVariable, Variable, check_step
 from psync.client.context import Runtime, current_runtime, forbid_in_step
 from psync.client.link import PsLink

@@ -24,8 +24,7 @@ from psync.api.optimizers import (
     PushResult,
     ValueAndGrad,
 )
-from psync.api.reads import runtime_of, scope_of
-from psync.api.scopes import running_scopes
+from psync.api.scopes import running_scopes, runtime_of, scope_of
 from psync.api.variables import Handle, OnReadVariable, Variable, global_step_of
 from psync.client.context import Runtime, current_closure, current_runtime
 from psync.client.ps import PsClient

@@ -23,14 +23,16 @@ from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 
-from psync.api.reads import runtime_of, scope_of, values_of
 from psync.api.scopes import (
     Scope,
     current_elsewhere,
     current_scope,
     elsewhere,
     place_of,
+    runtime_of,
     scope_for,
+    scope_of,
+    values_of,
 )
 from psync.chief.declarations import describe, initial_array
 from psync.client.context import Runtime, current_closure, forbid_in_step
