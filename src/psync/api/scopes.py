@@ -28,6 +28,7 @@ from psync.client.context import (
     forbid_in_dataset,
     forbid_in_step,
     here,
+    setting,
 )
 from psync.client.extras import pull_at_once, pull_compressed
 from psync.cluster import ClusterSpec
@@ -229,17 +230,7 @@ class Elsewhere:
 
 
 current_elsewhere: ContextVar[Elsewhere | None] = ContextVar("psync_elsewhere", default=None)
-"""The innermost that is in force."""
-
-
-@contextmanager
-def elsewhere(where: Elsewhere | None) -> Generator[None, None, None]:
-    """Return a context manager in which ``where`` is in force; None: nothing is."""
-    token = current_elsewhere.set(where)
-    try:
-        yield
-    finally:
-        current_elsewhere.reset(token)
+"""The innermost that is in force; None: nothing is."""
 
 
 _RUNNING = (
@@ -368,11 +359,8 @@ def cache_variable_reads() -> Generator[None, None, None]:
             "cache_variable_reads: scopes cannot be nested",
             hint="a scope is already open here and caches these reads",
         )
-    token = _open.set(_Kept(current_closure()))
-    try:
+    with setting(_open, _Kept(current_closure())):
         yield
-    finally:
-        _open.reset(token)
 
 
 def kept_here() -> _Kept | None:

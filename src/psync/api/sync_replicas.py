@@ -25,7 +25,7 @@ from psync.api.optimizers import (
     ValueAndGrad,
 )
 from psync.api.scopes import running_scopes, runtime_of, scope_of
-from psync.api.variables import Handle, OnReadVariable, Variable, global_step_of
+from psync.api.variables import Handle, Variable, check_step, global_step_of
 from psync.client.context import Runtime, current_closure, current_runtime
 from psync.client.ps import PsClient
 from psync.errors import (
@@ -158,31 +158,12 @@ def checked_weight(weight: object) -> float:
 
 
 def checked_step(operation: str, variable: object) -> Variable:
-    """Return the global step that was given to ``operation``.
+    """Return the global step that was given to ``operation``: stale gradients are detected by it.
 
     Raises:
         ConfigurationError: It is not a variable, or not an int64 scalar.
     """
-    if variable is None:
-        wrong = "global_step is None, and stale gradients are detected by it"
-    elif not isinstance(variable, Variable):
-        wrong = f"expected a variable as global_step, got {type(variable).__name__}"
-    elif isinstance(variable, OnReadVariable):
-        wrong = (
-            f'global_step "{variable.name}" is synchronized on read: each worker has a different '
-            "value"
-        )
-    elif variable.shape != () or variable.spec.dtype != "int64":
-        wrong = (
-            f'expected an int64 scalar as global_step, got "{variable.name}" of shape '
-            f"{variable.shape} {variable.spec.dtype}"
-        )
-    else:
-        return variable
-    raise ConfigurationError(
-        f"{operation}: {wrong}",
-        hint="global_step=psync.get_or_create_global_step(), made in `with strategy.scope():`",
-    )
+    return check_step(variable, operation, kind="int64", error=ConfigurationError)
 
 
 class SyncReplicasOptimizer(Optimizer):

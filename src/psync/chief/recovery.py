@@ -25,6 +25,7 @@ from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.chief.gangs import GangRunner, ScheduledCall
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
+from psync.client.context import setting
 from psync.client.link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, all_of, always, ask
 from psync.closures.closure import Closure
 from psync.closures.closure import State as ClosureState
@@ -454,8 +455,7 @@ class ClusterRecovery:
         """
         if self.creation.repeatable is None or _restores.get():
             return await restore()
-        token = _restores.set(True)
-        try:
+        with setting(_restores, True):
             while True:
                 starts = self.rule.starts
                 result = await restore()
@@ -463,8 +463,6 @@ class ClusterRecovery:
                 if self.rule.starts == starts:
                     self.creation.repeatable = None
                     return result
-        finally:
-            _restores.reset(token)
 
     # What is lost.
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
-from psync.client.context import ClosureContext, Runtime, here
+from psync.client.context import ClosureContext, Runtime, here, setting
 from psync.client.sync import NEVER
 from psync.errors import (
     ClosureCancelled,
@@ -554,11 +554,8 @@ class Session:
         message, (data, *buffers) = await self._fetch(
             messages.FetchFunction(key), messages.Function
         )
-        token = arriving.set(handles)
-        try:
+        with setting(arriving, handles):
             return load_function(data, buffers, message.name), message.name
-        finally:
-            arriving.reset(token)
 
     async def _load_step(self, key: bytes) -> LoadedStep:
         handles: list[IteratorHandle[Any]] = []
