@@ -163,7 +163,7 @@ def checked_step(operation: str, variable: object) -> Variable:
     Raises:
         ConfigurationError: It is not a variable, or not an int64 scalar.
     """
-    return check_step(variable, operation, kind="int64", error=ConfigurationError)
+    return check_step(variable, operation, dtype="int64", error=ConfigurationError)
 
 
 class SyncReplicasOptimizer(Optimizer):

@@ -1017,16 +1017,17 @@ def global_step_of(scope: Scope) -> Variable | None:
 
 
 def check_step(
-    variable: object, purpose: str, *, kind: str = "int", error: type[PsyncError] = UsageError
+    variable: object, purpose: str, *, dtype: str = "", error: type[PsyncError] = UsageError
 ) -> Variable:
     """Return a variable that can count steps.
 
     Args:
         variable: What was given.
         purpose: For messages.
-        kind: Text that the name of its dtype contains.
-        error: Raised if it is no variable, or no scalar of that kind.
+        dtype: Name of its dtype; "": any of integers.
+        error: Raised if it is no variable, or no scalar of that dtype.
     """
+    kind = variable.spec.dtype if isinstance(variable, Variable) else ""
     if variable is None:
         wrong = "global_step is None, and stale gradients are detected by it"
     elif not isinstance(variable, Variable):
@@ -1035,10 +1036,10 @@ def check_step(
         wrong = (
             f'variable "{variable.name}" is synchronized on read: each worker has a different value'
         )
-    elif variable.shape != () or kind not in variable.spec.dtype:
+    elif variable.shape or variable.dtype.kind not in "iu" or (dtype or kind) != kind:
         wrong = (
-            f'expected an {kind} scalar, variable "{variable.name}" declared at '
-            f"{variable.spec.declared_at} has shape {variable.shape} {variable.spec.dtype}"
+            f'expected an {dtype or "integer"} scalar, variable "{variable.name}" declared at '
+            f"{variable.spec.declared_at} has shape {variable.shape} {kind}"
         )
     else:
         return variable
