@@ -462,7 +462,7 @@ class Coordinator:
             messages.FetchArguments: Handler(self._fetch_arguments),
             messages.ReachCollective: Handler(self.gangs.reached),
             messages.LeaveCluster: Handler(self._worker_leaves),
-            messages.EndSession: Handler(self._session_ends),
+            messages.EndSession: Handler(self.workers.session_ends),
         })  # fmt: skip
         self.runtime = Runtime(self.links.ps, origin, program, self._ensure_created)
         self._report_due = asyncio.Event()  # set when the schedule has changed
@@ -794,10 +794,6 @@ class Coordinator:
     def _worker_leaves(self, request: Request[messages.LeaveCluster]) -> None:
         if self.workers.leaves(request.peer, request.message):
             self.perform(self._queue.worker_leaves(request.peer.task))
-        request.answer(messages.Done())
-
-    def _session_ends(self, request: Request[messages.EndSession]) -> None:
-        self.workers.session_ends(request.peer, request.message)
         request.answer(messages.Done())
 
     # What workers say of closures.

@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import psync
 from psync.chief import declarations
 from psync.chief.declarations import (
     Declaration,
-    beside,
     describe,
     initial_shards,
     is_constant,
@@ -377,9 +377,10 @@ def test_a_name_that_no_message_can_carry_is_an_error(name: Any, got: str) -> No
 
 
 def test_a_name_beside_another_variable_can_be_sent_too() -> None:
-    spec = split(
-        "w" * 1020, 0, (2,), "float32", trainable=True, partitioner=None, place=lambda n: 0,
-        where=WHERE,
-    )  # fmt: skip
-    with pytest.raises(UsageError, match=r"declared at here.py:1: expected a name .*got 1028 ch"):
-        beside(spec, f"{spec.name}/average", 1, trainable=False, where="here.py:1", dtype="float32")
+    strategy = psync.ParameterServerStrategy(
+        psync.SimpleClusterResolver(psync.ClusterSpec({"ps": ["a:1"], "worker": ["b:1"]}))
+    )
+    with strategy.scope():
+        v = psync.Variable(np.zeros(2, np.float32), name="w" * 1020)
+        with pytest.raises(UsageError, match=r"declared at .*: expected a name .*got 1045 ch"):
+            psync.ExponentialMovingAverage(0.9).apply([v])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,7 +112,10 @@ async def test_a_worker_that_cannot_go_on_is_set_aside_unless_a_ps_is_missing(
     async def gives_up(times: int) -> None:
         for _ in range(times):
             peer, _ = links.workers._workers[W1].peers
-            links.workers.session_ends(peer, EndSession("because", in_order=False))
+            ending = EndSession("because", in_order=False)
+            links.workers.session_ends(
+                SimpleNamespace(peer=peer, message=ending, answer=lambda done: None)
+            )
             peer.abort()
             await asyncio.sleep(1)
 

@@ -14,13 +14,13 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from psync.chief.declarations import Declaration, beside, describe, split
+from psync.chief.declarations import Declaration, check_name, check_sizes, describe, split
 from psync.client.context import (
     ClosureContext,
     Runtime,
@@ -139,14 +139,22 @@ class Scope:
     def _beside(
         self, original: VariableSpec, name: str, dtype: str, trainable: bool, where: str
     ) -> VariableSpec:
-        """Place a variable beside another one, shard by shard."""
-        spec = beside(
-            original, self._unique(name), len(self._variables), trainable=trainable, where=where,
-            dtype=dtype,
-        )  # fmt: skip
-        for shard in spec.shards:
+        """Place a variable beside another one, whose shape it has: each shard on the same ps.
+
+        No partitioner is asked, and no place is taken.
+
+        Source: ``colocate_with_primary`` of TensorFlow's ``slot_creator.create_slot``.
+        """
+        name, number = self._unique(name), len(self._variables)
+        check_name(name, where)
+        shards = tuple(
+            replace(shard, variable=name, variable_id=number, dtype=dtype)
+            for shard in original.shards
+        )
+        check_sizes(shards, where)
+        for shard in shards:
             self._placer.note(shard.ps, shard.nbytes)
-        return spec
+        return VariableSpec(name, number, original.shape, dtype, trainable, shards, where)
 
     def _check_open(self, name: str) -> None:
         if self._created and self._runtime is None:

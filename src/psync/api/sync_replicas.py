@@ -27,12 +27,12 @@ from psync.api.optimizers import (
 from psync.api.scopes import running_scopes, runtime_of, scope_of
 from psync.api.variables import Handle, Variable, check_step, global_step_of
 from psync.client.context import Runtime, current_closure, current_runtime
+from psync.client.link import ask
 from psync.client.ps import PsClient
 from psync.errors import (
     ClosedError,
     ConfigurationError,
     ConnectionLost,
-    RemoteProtocolError,
     UsageError,
     ValueMismatchError,
     check_fits,
@@ -129,14 +129,11 @@ async def wait_over(ps: PsClient, who: str) -> TrainingOver:
     """
     while True:
         try:
-            received = await ps.links[0].call(lambda _: AwaitEnd())
-            break
+            over, _ = await ask(ps.links[0], AwaitEnd(), TrainingOver)
+            return over
         except ConnectionLost as exc:
             # It may wait for days, and outlive more connections than a request is allowed.
             logger.info("%s still waits for the end of training: %s", who, exc.message)
-    if not isinstance(received.message, TrainingOver):
-        raise RemoteProtocolError("ps 0 sent a wrong answer to AwaitEnd")
-    return received.message
 
 
 NOWHERE = (0, -1, 0)

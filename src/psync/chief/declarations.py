@@ -60,7 +60,7 @@ class Declaration:
     spec: VariableSpec
     initial_value: Any  # an array, or a callable as described in ``initial_shards``
     original: VariableSpec | None = None
-    """Or the variable beside which it lies and whose value it begins with: see ``beside``."""
+    """Or the variable beside which it lies and whose value it begins with: see ``api.scopes``."""
 
 
 def describe(
@@ -83,7 +83,7 @@ def describe(
         UsageError: The name is no text that can be sent.
         PartitionError: No initial value, an unsupported dtype, or another shape than given.
     """
-    _check_name(name, where)
+    check_name(name, where)
     subject = _subject(name, where)
     if initial_value is None:
         raise PartitionError(
@@ -213,51 +213,13 @@ def split(
         ShardSpec(name, variable_id, index, offset, (count, *shape[1:]) if shape else (), dtype, 0)
         for index, (offset, count) in enumerate(rows)
     ]
-    _check_sizes(shards, where)  # before the first one takes a place
+    check_sizes(shards, where)  # before the first one takes a place
     placed = tuple(dataclasses.replace(shard, ps=place(shard.nbytes)) for shard in shards)
     return VariableSpec(name, variable_id, shape, dtype, trainable, placed, where)
 
 
-def beside(
-    original: VariableSpec,
-    name: str,
-    variable_id: int,
-    *,
-    trainable: bool,
-    where: str,
-    dtype: str,
-) -> VariableSpec:
-    """Return the spec of a variable that lies beside another one, shard by shard.
-
-    No partitioner is asked, and no place is taken: each shard is on the ps of the other's.
-
-    Args:
-        original: The other one, whose shape it has.
-        name: Unique in the strategy.
-        variable_id: Unique in the strategy.
-        trainable: Whether optimizers take it by default.
-        where: "file:line" of the declaration.
-        dtype: Its name.
-
-    Raises:
-        UsageError: The name is too long.
-        PartitionError: A shard is larger than a message may carry.
-
-    Source: ``colocate_with_primary`` of TensorFlow's ``slot_creator.create_slot``.
-    """
-    _check_name(name, where)
-    shards = tuple(
-        dataclasses.replace(shard, variable=name, variable_id=variable_id, dtype=dtype)
-        for shard in original.shards
-    )
-    _check_sizes(shards, where)
-    return dataclasses.replace(
-        original, name=name, variable_id=variable_id, dtype=dtype, trainable=trainable,
-        shards=shards, declared_at=where,
-    )  # fmt: skip
-
-
-def _check_sizes(shards: Sequence[ShardSpec], where: str) -> None:
+def check_sizes(shards: Sequence[ShardSpec], where: str) -> None:
+    """Refuse shards that no message can carry; ``where`` is "file:line" of the declaration."""
     for shard in shards:
         if shard.nbytes > MAX_SHARD_BYTES:
             raise PartitionError(
@@ -372,7 +334,7 @@ def _call(
         raise
 
 
-def _check_name(name: object, where: str) -> None:
+def check_name(name: object, where: str) -> None:
     """Refuse here what else every ps would refuse, as a message that makes no sense."""
     problem = ""
     if not isinstance(name, str):

@@ -41,7 +41,7 @@ from psync.errors import (
     TransportError,
     WorkerLost,
 )
-from psync.net.connection import Connection
+from psync.net.connection import Connection, Request
 from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
 from psync.net.platform import Platform
@@ -349,15 +349,16 @@ class WorkerLinks:
         self._note_one_less()
         return True
 
-    def session_ends(self, peer: Connection, message: messages.EndSession) -> None:
+    def session_ends(self, request: Request[messages.EndSession]) -> None:
         """A worker has nothing more to say."""
-        worker = self._workers.get(peer.task)
-        if worker is None or peer.lane != "control" or (worker.peers and peer not in worker.peers):
-            return
-        worker.reason = message.reason  # also where the answer to its attachment is being taken
-        worker.leaving = worker.leaving and message.in_order
-        if worker.leaving:
-            self._end(worker)
+        peer, worker = request.peer, self._workers.get(request.peer.task)
+        if worker is not None and peer.lane == "control" and peer in (worker.peers or (peer,)):
+            # Also where the answer to its attachment is being taken.
+            worker.reason = request.message.reason
+            worker.leaving = worker.leaving and request.message.in_order
+            if worker.leaving:
+                self._end(worker)
+        request.answer(messages.Done())
 
     # Supervision.
 
@@ -481,7 +482,7 @@ class WorkerLinks:
                 # ``ps.succession.Succession``.
                 self._membership.connected(worker.name, self._endpoint.incarnation)
                 incarnations = self._membership.incarnation(worker.name), self._endpoint.incarnation
-                addresses = list(self._cluster.ps_addresses.values())
+                addresses = self._cluster.ps_addresses()
                 message = messages.AttachWorker(
                     worker.place, len(self._places), *incarnations, *self._tokens, addresses,
                     self._cluster.ps_timeout_s,
@@ -489,7 +490,7 @@ class WorkerLinks:
                 try:
                     await control.call(message)
                     # A ps may have moved meanwhile: then it is attached anew.
-                    attached = list(self._cluster.ps_addresses.values()) == addresses
+                    attached = self._cluster.ps_addresses() == addresses
                 except TransportError as exc:
                     logger.info("%s: attaching it failed: %s", worker.name, exc)
                 finally:
@@ -637,7 +638,6 @@ class ClusterLinks:
         workers: Keeps those to workers.
         events: Of this coordinator.
         processes: Address of each ps at first, by name; that of ps 0 grants incarnations.
-        ps_addresses: Where each ps is served now, by name.
         homes: In whose process each is served.
         is_up: Whether the cluster came up.
         changed: Set when a task was attached, or a supervisor failed.
@@ -670,7 +670,7 @@ class ClusterLinks:
         self.membership = Membership(workers, ps)
         self.events = Events()
         self.note = self.events.note
-        self.processes, self.ps_addresses = ps, dict(ps)
+        self.processes = ps
         self.homes = list(range(len(ps)))
         self.ps_timeout_s = ps_timeout_s
         self.on_ps_lost: Callable[[ParameterServerLost], None] = lambda _: None
@@ -952,16 +952,20 @@ class ClusterLinks:
             # ``store.reattach``.
             keep = self._keep or self.is_up
             return messages.AttachPs(
-                self.endpoint.incarnation, list(self.ps_addresses.values()),
+                self.endpoint.incarnation, self.ps_addresses(),
                 self.ps_timeout_s, keep, self._moves,
             )  # fmt: skip
 
         note_plugins(link, await link.call(attachment, urgent=urgent))
 
+    def ps_addresses(self) -> list[str]:
+        """Return where each ps is served now."""
+        return [link.address for link in self.ps.links]
+
     def move_ps(self, link: PsLink, address: str) -> None:
         """Look for a ps at another address, which workers that are attached then are told."""
         link.revive()
-        link.address = self.ps_addresses[link.task] = address
+        link.address = address
         self._moves += 1
 
     def go_home(self, link: PsLink) -> None:

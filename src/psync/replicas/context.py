@@ -936,13 +936,10 @@ class StrategyExtended(Extended):
 
         Source: ``tf.distribute.StrategyExtended.colocate_vars_with``.
         """
-        if isinstance(colocate_with_variable, str):
-            pinned: AbstractContextManager[None] = self._strategy.pinned(colocate_with_variable)
-            return pinned
-        beside: AbstractContextManager[None] = self._strategy.colocate_vars_with(
-            colocate_with_variable
-        )
-        return beside
+        strategy, is_device = self._strategy, isinstance(colocate_with_variable, str)
+        place = strategy.pinned if is_device else strategy.colocate_vars_with
+        made: AbstractContextManager[None] = place(colocate_with_variable)
+        return made
 
     def value_container(self, value: Any) -> Any:
         """Return the variable that has ``value`` as a shard; return anything else unchanged.
