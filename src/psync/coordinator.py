@@ -23,7 +23,7 @@ from psync.chief.consistent_cut import Cuts
 from psync.chief.declarations import Creation, Declaration, OwnOptimizers
 from psync.chief.events import RollbackEvent
 from psync.chief.gangs import GangRunner, ScheduledCall, ScheduledClosures, starting
-from psync.chief.links import ClusterLinks
+from psync.chief.links import ClusterLinks, CoordinatorOptions
 from psync.chief.recovery import ClusterRecovery
 from psync.client.context import LATE_HINT, Runtime
 from psync.client.link import always
@@ -375,21 +375,6 @@ SETTLE_EVERY_S = 0.5
 """Not more often than this: where workers are lost all the time, the others go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorOptions:
-    """As the arguments of ``ClusterCoordinator``, which explains them."""
-
-    min_workers: int
-    connect_timeout_s: float
-    ps_timeout_s: float
-    closure_timeout_s: float | None  # None: a step may take as long as it likes
-    max_losses: int
-    max_flaps: int | None  # None: as often as it likes
-    watchdog_timeout_s: float | None  # None: there is no watchdog
-    on_stall: Callable[[str], object] | None
-    attach: bool
-
-
 class Coordinator:
     """Schedules closures onto workers.
 
@@ -398,12 +383,10 @@ class Coordinator:
         cluster: The training cluster.
         declared: Declarations of variables that are to be created; taken from here.
         options: What the user has said.
-        origin: Token of the strategy.
         program: Token of this process.
         main_by_name: Whether workers run the script of this process, so that classes of its
             ``__main__`` are found there by name.
         own: This program's optimizers, which go on with what was left, and after rollbacks.
-        has_backups: Whether each ps has a backup.
 
     Attributes:
         links, workers, joins, gangs, cuts, events, functions, creation, recovery, runtime: Its
@@ -420,11 +403,9 @@ class Coordinator:
         declared: list[Declaration],
         options: CoordinatorOptions,
         *,
-        origin: str,
         program: str,
         main_by_name: bool,
         own: OwnOptimizers,
-        has_backups: bool,
     ) -> None:
         self._options = options
         self.attached = False
@@ -433,11 +414,7 @@ class Coordinator:
         self._closures = ScheduledClosures(self._cancel, platform.limits, main_by_name)
         self.joins = Joins(self._queue, self.waits_for)
         self.functions = FunctionTable(main_by_name=main_by_name)
-        self.links = ClusterLinks(
-            platform, cluster,
-            origin=origin, program=program, ps_timeout_s=options.ps_timeout_s,
-            max_flaps=options.max_flaps, keep=options.attach, may_move=has_backups,
-        )  # fmt: skip
+        self.links = ClusterLinks(platform, cluster, options, program)
         self.workers = self.links.workers
         self.workers.on_joined = self._worker_joined
         self.workers.on_lost = self._worker_lost
@@ -453,7 +430,7 @@ class Coordinator:
         self._final = FinalClosures(self._queue, self.links.ps)
         self.recovery = ClusterRecovery(
             self.links, self._queue, self.gangs, self._reports, self.creation,
-            perform=self.perform, tell_again=self._final.tell_again, has_backups=has_backups,
+            perform=self.perform, tell_again=self._final.tell_again,
         )  # fmt: skip
         self.links.endpoint.handlers.update({
             messages.ClosureResults: Handler(self._results),
@@ -464,7 +441,7 @@ class Coordinator:
             messages.LeaveCluster: Handler(self._worker_leaves),
             messages.EndSession: Handler(self.workers.session_ends),
         })  # fmt: skip
-        self.runtime = Runtime(self.links.ps, origin, program, self._ensure_created)
+        self.runtime = Runtime(self.links.ps, options.origin, program, self._ensure_created)
         self._report_due = asyncio.Event()  # set when the schedule has changed
         self._dispatch_due = False  # ``_dispatch`` comes in this turn of the loop
         self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused

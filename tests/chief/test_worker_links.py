@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from links_owner import Owner
+from links_owner import OPTIONS, Owner
 from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.links import ClusterLinks
 from psync.closures.membership import ALONE_S, FIRST_S, TaskState
@@ -35,10 +35,7 @@ async def owner() -> Owner:
 
 @pytest.fixture
 async def links(cluster: MemoryCluster, owner: Owner) -> AsyncIterator[ClusterLinks]:
-    links = ClusterLinks(
-        cluster.platform(), cluster.strategy().cluster,
-        origin="o", program="p", ps_timeout_s=15.0,
-    )  # fmt: skip
+    links = ClusterLinks(cluster.platform(), cluster.strategy().cluster, OPTIONS, "p")
     owner.listen(links)
     await links.start(2, 60)
     owner.events.clear()

@@ -31,13 +31,13 @@ from psync.api.scheduling import Scheduling
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.declarations import OwnOptimizers
 from psync.chief.events import Event
-from psync.chief.links import FollowedWorkers
+from psync.chief.links import CoordinatorOptions, FollowedWorkers
 from psync.chief.recovery_rule import MAX_STARTS
 from psync.client.context import forbid_in_step
 from psync.closures.membership import LIMIT, Flapping
 from psync.closures.queue import MAX_LOSSES
 from psync.cluster import ClusterSpec, parse_task_name
-from psync.coordinator import Coordinator, CoordinatorOptions
+from psync.coordinator import Coordinator
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -206,6 +206,7 @@ class ClusterCoordinator(Scheduling):
         check_fits(max_losses >= 1, "max_losses: expected at least 1", max_losses)
         Flapping(max_flaps)  # is it a limit?
         self._options = CoordinatorOptions(
+            origin=strategy._origin,
             min_workers=min_workers,
             connect_timeout_s=connect_timeout,
             ps_timeout_s=ps_timeout,
@@ -215,6 +216,7 @@ class ClusterCoordinator(Scheduling):
             watchdog_timeout_s=watchdog_timeout or None,
             on_stall=on_stall,
             attach=attach,
+            has_backups=strategy.ps_recovery == "backup",
         )
         self._insecure = insecure
         self._metrics, self._dashboard, self._run_log = metrics, dashboard, run_log
@@ -300,11 +302,9 @@ class ClusterCoordinator(Scheduling):
             platform.workforce.present(strategy.cluster),
             strategy._uncreated,
             self._options,
-            origin=strategy._origin,
             program=optimizers.process,
             main_by_name=script_is_shared.get(),
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
-            has_backups=strategy.ps_recovery == "backup",
         )
         source = StatusSource(coordinator, functools.partial(placed, strategy))
         source.variables = lambda: {

@@ -146,8 +146,6 @@ def checked_weight(weight: object) -> float:
     Raises:
         ConfigurationError, ValueMismatchError: It is not a valid weight.
     """
-    if weight == 1.0 and type(weight) is float:
-        return weight
     try:
         return check_weight(as_number("apply_gradients: weight", weight))
     except ValueMismatchError as exc:
@@ -479,7 +477,8 @@ class SyncReplicasOptimizer(Optimizer):
         name: str | None = None,
     ) -> Answered:
         gradients, variables = self._checked(grads_and_vars)
-        weight = checked_weight(weight)
+        if weight != 1.0 or type(weight) is not float:
+            weight = checked_weight(weight)
         step = self._global_step  # was checked when it was first given
         if step is None or step is not global_step:
             step = checked_step("apply_gradients", global_step)

@@ -296,11 +296,12 @@ class ClusterRecovery:
     _: KW_ONLY
     perform: Callable[[Sequence[QueueAction]], None]  # does what the queue decided
     tell_again: Callable[[], None]  # tells ps tasks how far closures are: they do not know
-    has_backups: bool  # whether each ps has a backup
 
     def __post_init__(self) -> None:
         links = self.links
-        self._wait_s = max(links.ps_timeout_s, RESTART_S)  # a lost ps has to be there again
+        self.has_backups = links.options.has_backups
+        # A lost ps has to be there again.
+        self._wait_s = max(links.options.ps_timeout_s, RESTART_S)
         self.source: Source | None = None
         self.ended = EndedClosures(self.queue.identities)
         self._repeated: set[int] = set()  # timelines of rollbacks that were scheduled again

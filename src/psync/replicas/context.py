@@ -449,7 +449,7 @@ def forbid_in_merge(operation: str) -> None:
     Raises:
         ContextError: In the function of a collective.
     """
-    state = _state()
+    state = None if _entered.get() is None else _state()
     if isinstance(state, CrossReplica) and state.merging:
         raise ContextError(
             f"{operation} in a merge function: it would wait for the replicas, which wait for it",
