@@ -106,6 +106,7 @@ class Scope:
         """
         self._check_open(name)
         initial, full_shape, dtype_name = describe(initial_value, name, dtype, shape, where)
+        whole = self._whole(name, full_shape, dtype_name, trainable, where)
         here, original = current_elsewhere.get(), None
         if ps is None and here is not None and here.strategy is self:
             ps, original = here.ps, here.beside
@@ -120,41 +121,42 @@ class Scope:
                     hint="to place it with one of the shards: "
                     f"colocate_vars_with({original.name}.variables[0])",
                 )
-            spec = self._beside(original, name, dtype_name, trainable, where)
+            spec = self._beside(original, whole)
         else:
-            spec = split(
-                self._unique(name), len(self._variables), full_shape, dtype_name,
-                trainable=trainable, where=where,
-                partitioner=self._partitioner if ps is None and partitioned else None,
-                place=lambda nbytes: self._placer.place(name, nbytes, ps),
-            )  # fmt: skip
+            partitioner = self._partitioner if ps is None and partitioned else None
+            spec = split(whole, partitioner, lambda nbytes: self._placer.place(name, nbytes, ps))
         return self._declared(name, Declaration(spec, initial))
 
     def _declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
         """Place a new variable next to another one, whose value it begins with."""
         self._check_open(name)
-        spec = self._beside(original, name, original.dtype, False, where)
-        return self._declared(name, Declaration(spec, None, original))
+        whole = self._whole(name, original.shape, original.dtype, False, where)
+        return self._declared(name, Declaration(self._beside(original, whole), None, original))
 
-    def _beside(
-        self, original: VariableSpec, name: str, dtype: str, trainable: bool, where: str
+    def _whole(
+        self, name: str, shape: tuple[int, ...], dtype: str, trainable: bool, where: str
     ) -> VariableSpec:
+        """Return a new variable, which has no shards yet."""
+        unique, number = self._unique(name), len(self._variables)
+        return VariableSpec(unique, number, shape, dtype, trainable, (), where)
+
+    def _beside(self, original: VariableSpec, whole: VariableSpec) -> VariableSpec:
         """Place a variable beside another one, whose shape it has: each shard on the same ps.
 
         No partitioner is asked, and no place is taken.
 
         Source: ``colocate_with_primary`` of TensorFlow's ``slot_creator.create_slot``.
         """
-        name, number = self._unique(name), len(self._variables)
-        check_name(name, where)
+        name, number, dtype = whole.name, whole.variable_id, whole.dtype
+        check_name(name, whole.declared_at)
         shards = tuple(
             replace(shard, variable=name, variable_id=number, dtype=dtype)
             for shard in original.shards
         )
-        check_sizes(shards, where)
+        check_sizes(shards, whole.declared_at)
         for shard in shards:
             self._placer.note(shard.ps, shard.nbytes)
-        return VariableSpec(name, number, original.shape, dtype, trainable, shards, where)
+        return replace(whole, shards=shards)
 
     def _check_open(self, name: str) -> None:
         if self._created and self._runtime is None:

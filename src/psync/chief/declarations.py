@@ -172,27 +172,16 @@ def _first_value(value: Any, dtype: str | None, subject: str) -> np.ndarray:
 
 
 def split(
-    name: str,
-    variable_id: int,
-    shape: tuple[int, ...],
-    dtype: str,
-    *,
-    trainable: bool,
+    whole: VariableSpec,
     partitioner: Callable[[tuple[int, ...], Any], Any] | None,
     place: Callable[[int], int],
-    where: str,
 ) -> VariableSpec:
-    """Return the spec of a variable: its shards by the partitioner, each one placed.
+    """Return a variable with its shards: by the partitioner, each one placed.
 
     Args:
-        name: Unique in the strategy.
-        variable_id: Unique in the strategy.
-        shape: Of the variable.
-        dtype: Its name.
-        trainable: Whether optimizers take it by default.
+        whole: The variable, without shards.
         partitioner: (shape, dtype) → number of shards per axis, or None.
         place: Bytes of a shard → index of its ps.
-        where: "file:line" of the declaration.
 
     Raises:
         PartitionError: The partitioner's answer is not usable, or a shard is larger than a
@@ -201,21 +190,22 @@ def split(
     Source: TensorFlow's ``ParameterServerStrategyV2Extended._create_variable``: "div" split,
         each shard takes a place of its own.
     """
-    num_shards = 1
+    name, shape, dtype, num_shards = whole.name, whole.shape, whole.dtype, 1
     if partitioner is not None and shape and shape[0] > 0:
         try:
             num_shards = check_partitions(partitioner(shape, dtype_of(dtype)), shape, name)
         except PartitionError as exc:
-            text = f"{exc.message}; declared at {where}"
+            text = f"{exc.message}; declared at {whole.declared_at}"
             raise PartitionError(text, hint=exc.hint) from None
     rows = div_split(shape[0], num_shards) if num_shards > 1 else [(0, shape[0] if shape else 0)]
+    number, rest = whole.variable_id, shape[1:]
     shards = [
-        ShardSpec(name, variable_id, index, offset, (count, *shape[1:]) if shape else (), dtype, 0)
+        ShardSpec(name, number, index, offset, (count, *rest) if shape else (), dtype, 0)
         for index, (offset, count) in enumerate(rows)
     ]
-    check_sizes(shards, where)  # before the first one takes a place
+    check_sizes(shards, whole.declared_at)  # before the first one takes a place
     placed = tuple(dataclasses.replace(shard, ps=place(shard.nbytes)) for shard in shards)
-    return VariableSpec(name, variable_id, shape, dtype, trainable, placed, where)
+    return dataclasses.replace(whole, shards=placed)
 
 
 def check_sizes(shards: Sequence[ShardSpec], where: str) -> None:
