@@ -224,9 +224,6 @@ class Placer:
         num_ps: Number of ps tasks, at least 1.
         placement: "round_robin", "least_bytes", or an object with ``place(nbytes) -> ps index``.
 
-    Attributes:
-        loads: Bytes of variables on each ps.
-
     Raises:
         ConfigurationError: The placement is none of these.
 
@@ -236,7 +233,7 @@ class Placer:
 
     def __init__(self, num_ps: int, placement: str | Placement = "round_robin") -> None:
         self._num_ps = num_ps
-        self.loads = loads = [0] * num_ps  # bytes of variables
+        self._loads = loads = [0] * num_ps  # bytes of variables
         self._choose: Any  # the ps of the next shard, by its size
         if placement == "round_robin":
             turns = itertools.cycle(range(num_ps))
@@ -263,12 +260,12 @@ class Placer:
         ps = self._choose(nbytes) if ps is None else ps
         expected = f"expected the placement to return the index of a ps, 0 to {self._num_ps - 1}"
         check_fits(self._is_ps(ps), f'variable "{variable}": {expected}', ps)
-        self.loads[ps] += nbytes
+        self._loads[ps] += nbytes
         return int(ps)
 
     def note(self, ps: int, nbytes: int) -> None:
         """Count a shard that is colocated with another one and not placed separately."""
-        self.loads[ps] += nbytes
+        self._loads[ps] += nbytes
 
     def pinned(self, where: int | str) -> int:
         """Return the index of a ps.

@@ -343,7 +343,10 @@ class ParameterServerStrategy(Scope):
             ShardStatus(name, shard.index, shard.shape, shard.dtype, shard.nbytes, shard.ps)
             for name, shard in shards
         )
-        return PlacementReport(rows, tuple(self._placer.loads))
+        totals = [0] * self.cluster.num_tasks("ps")
+        for row in rows:
+            totals[row.ps] += row.nbytes
+        return PlacementReport(rows, tuple(totals))
 
     # Replicas, and values of theirs.
 
