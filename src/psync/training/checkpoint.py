@@ -59,8 +59,7 @@ from psync.api.cluster_coordinator import coordinator_of
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers import Optimizer, Slot, pushes_of
 from psync.api.pulls import leaves
-from psync.api.reads import runtime_of, scope_of
-from psync.api.scopes import running_scopes, runtime_here
+from psync.api.scopes import running_scopes, runtime_here, runtime_of, scope_of
 from psync.api.variables import Handle, Module, OnReadVariable, Variable
 from psync.checkpoints.files import (
     STREAM_VARIABLE,

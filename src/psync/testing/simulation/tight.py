@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from psync.backups import host, sender
 from psync.backups.host import BackupHost
-from psync.chief import consistent_cut, declarations, recovery
+from psync.chief import consistent_cut, declarations, gangs, recovery
 from psync.client.ps import Outgoing
 from psync.closures import dispatcher
 from psync.coordinator import FinalClosures
@@ -26,7 +26,6 @@ from psync.net.connection import OwnRequest, Request
 from psync.net.shared import bodies, regions
 from psync.numerics import memory
 from psync.ps import accumulators, cooperative_work, executor
-from psync.replicas import closure_messages
 from psync.wire import frames, lent
 
 LATE_S = (0.003, 0.05, 0.5)
@@ -87,7 +86,7 @@ SIZES: Mapping[str, Size] = {
     "slabs": Size(((regions, "SLAB_BYTES"), (regions, "ARENA_BYTES")), (256, 4096)),
     "creation": Size(((declarations, "MESSAGE_BYTES"),), (1,)),
     "closures ahead": Size(((dispatcher, "MAX_AHEAD"),), (1,)),
-    "values in results": Size(((closure_messages, "INLINE_BYTES"),), (0,)),
+    "values in results": Size(((gangs, "INLINE_BYTES"),), (0,)),
     "entries at once": Size(((executor, "AT_ONCE"),), (1, 2)),
     "entries shipped": Size(((sender, "MAX_ENTRIES"), (sender, "MAX_UNDER_WAY")), (1,)),
     "entries pending": Size(((host, "MAX_PENDING_BYTES"),), (1,)),
