@@ -411,7 +411,7 @@ class BlockArray:
         """Let a new array have the contents ``data`` (1-D uint8, as many bytes)."""
         size = self.dtype.itemsize
         for i in range(self.num_blocks):
-            block = self._blocks[i] = self.apart(i, pool)
+            block = self._blocks[i] = self.writable(i, pool, apart=True)
             start, stop = self.bounds(i)
             block.array.view(np.uint8)[:] = data[start * size : stop * size]
 
@@ -453,18 +453,20 @@ class BlockArray:
             self._blocks[i] = block
         return block
 
-    def writable(self, i: int, pool: BlockPool) -> Block:
+    def writable(self, i: int, pool: BlockPool, *, apart: bool = False) -> Block:
         """Return where the new contents of block ``i`` go: itself, or a fresh one if it is held.
 
-        A fresh one has arbitrary contents. Pass what you get to ``commit``.
-        """
-        block = self.block(i)
-        if block.held():
-            return Block(pool.take(self._nbytes(i)), self.dtype)
-        return block
+        Pass the result to ``commit``.
 
-    def apart(self, i: int, pool: BlockPool) -> Block:
-        """As ``writable``, but never the block itself: until ``commit``, its contents stay."""
+        Args:
+            i: Number of the block.
+            pool: Where a fresh one comes from, with arbitrary contents.
+            apart: Whether the contents of the block stay until ``commit``: never itself.
+        """
+        if not apart:
+            block = self.block(i)
+            if not block.held():
+                return block
         return Block(pool.take(self._nbytes(i)), self.dtype)
 
     def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
@@ -663,8 +665,10 @@ class ArenaArray(BlockArray):
         self._is_used = True
         return self.arena.begin(self.start, self.start + self.size, pool)
 
-    def writable(self, i: int, pool: BlockPool) -> Block:
+    def writable(self, i: int, pool: BlockPool, *, apart: bool = False) -> Block:
         """As of a block, where it lies; ``commit`` it in this turn: the others are updated, too."""
+        if apart:
+            return super().writable(i, pool, apart=True)
         present, target, self._is_replaced = self.begin(pool)
         if present is not target:
             np.copyto(target, present)
@@ -681,7 +685,7 @@ class ArenaArray(BlockArray):
 
     def release(self, i: int) -> Block:
         """Return a block with its contents; the array is not used any more."""
-        block = self.apart(i, self._pool)
+        block = self.writable(i, self._pool, apart=True)
         np.copyto(block.array, self.block(i).array)
         return block
 
@@ -756,20 +760,13 @@ class BlockRuns(BlockArray):
             block.array[:] = self.fill
         return super().block(i)
 
-    def writable(self, i: int, pool: BlockPool) -> Block:
+    def writable(self, i: int, pool: BlockPool, *, apart: bool = False) -> Block:
         """Return where the new contents of block ``i`` go; ask for block 0 first."""
         if not i:
-            self._begin_update(pool)
+            self._begin_update(pool, apart)
         there = None if self._target is None else self._target.blocks[i]
-        return super().writable(i, pool) if there is None or there.held() else there
-
-    def apart(self, i: int, pool: BlockPool) -> Block:
-        """As ``writable``, but never the block itself."""
-        if not i:
-            self._begin_update(pool, apart=True)
-        there = None if self._target is None else self._target.blocks[i]
-        if there is None or there is self._blocks[i] or there.held():
-            return super().apart(i, pool)
+        if there is None or there.held() or (apart and there is self._blocks[i]):
+            return super().writable(i, pool, apart=apart)
         return there
 
     def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
@@ -801,7 +798,7 @@ class BlockRuns(BlockArray):
         if self.nbytes <= SHARING_BYTES or not any(block in run.blocks for run in self._runs):
             super().retire(block)
 
-    def _begin_update(self, pool: BlockPool, *, apart: bool = False) -> None:
+    def _begin_update(self, pool: BlockPool, apart: bool) -> None:
         """Choose where the new contents go: a run of which nobody sees anything; None: nowhere."""
         last, self._is_apart, self._new = self._target, apart, []
         runs = self._runs if last is None else [last, *self._runs]

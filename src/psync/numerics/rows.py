@@ -327,15 +327,12 @@ class RowBlocks(BlockArray):
             self.seen.add(i)
         return block
 
-    def writable(self, i: int, pool: BlockPool) -> Block:
+    def writable(self, i: int, pool: BlockPool, *, apart: bool = False) -> Block:
         """Return where the new contents of block ``i`` go; back home, where that can be."""
         home = self._away.get(i)
-        return super().writable(i, pool) if home is None or home.held() else home
-
-    def apart(self, i: int, pool: BlockPool) -> Block:
-        """As ``writable``, but never the block itself; back home, where that can be."""
-        home = self._away.get(i)
-        return super().apart(i, pool) if home is None or home.held() else home
+        if home is None or home.held():
+            return super().writable(i, pool, apart=apart)
+        return home
 
     def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
         """Make ``block`` the block ``i``. Returns whether it replaced another one."""

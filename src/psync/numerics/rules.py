@@ -60,7 +60,7 @@ from psync.numerics.memory import Scratch
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import scaled, sum_dtype, sum_of_squares
 from psync.schedules import Config, Schedule, as_schedule
-from psync.specs import as_number
+from psync.specs import as_number, checked_integer
 
 MAX_WORDS = 10_000
 """Largest number of words that exclude variables from weight decay."""
@@ -106,15 +106,12 @@ class RuleOptions:
         for name in given:
             self._set(name, number("optimizer", name, getattr(self, name), math.ulp(0.0)))
         steps = self.gradient_accumulation_steps
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
-            raise ConfigurationError(
-                f"optimizer: expected a whole number as gradient_accumulation_steps, got {steps!r}"
-            )
-        if steps is not None and not 2 <= steps < 1 << 31:
-            raise ConfigurationError(
-                f"optimizer: expected gradient_accumulation_steps between 2 and {(1 << 31) - 1}, "
-                f"got {steps}",
-                hint="leave it out to apply each gradient immediately",
+        if steps is not None:
+            most = (1 << 31) - 1
+            expected = f"optimizer: expected gradient_accumulation_steps between 2 and {most}"
+            hint = "leave it out to apply each gradient immediately"
+            self._set(
+                "gradient_accumulation_steps", checked_integer(expected, steps, 2, most, hint=hint)
             )
         for name in ("excluded_names", "excluded_words"):
             self._set(name, words_of(getattr(self, name)))
