@@ -228,13 +228,10 @@ def _write_files(
             Planned(tensor.name, tensor.shape, tensor.dtype, 0, label=name)
             for name, tensor in group.items()
         ]
-        data_file = DataFile(directory / file, planned)
-        try:
+        with DataFile(directory / file, planned) as data_file:
             for tensor in group.values():
                 data_file.write(_chunks(reader, tensor))
             data_file.close()
-        finally:
-            data_file.abandon()
         weight_map.update(dict.fromkeys(group, file))
     names = sorted(set(weight_map.values()))
     if len(groups) > 1:

@@ -77,7 +77,6 @@ from psync.checkpoints.files import (
     why_not,
 )
 from psync.checkpoints.manifest import (
-    Difference,
     Layout,
     Manifest,
     Planned,
@@ -85,7 +84,6 @@ from psync.checkpoints.manifest import (
     Wanted,
     changed_rate,
     check_state,
-    compare,
     step_of,
 )
 from psync.checkpoints.ownership import Owner, own
@@ -348,8 +346,8 @@ class Contents:
 
     def compared(
         self, manifest: Manifest, where: object, hint: str, *, partial: bool = False
-    ) -> Difference:
-        """Return how this differs from what a checkpoint has.
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names that a checkpoint does not have, and those that nobody asks for.
 
         Args:
             manifest: Of the checkpoint.
@@ -360,19 +358,26 @@ class Contents:
         Raises:
             CheckpointMismatch: It does not fit; all names are in the message.
         """
-        wanted = {name: (array.shape, array.dtype) for name, array in self.arrays.items()}
-        steps = [f"{path}/step" for path in self.optimizers]
-        rates = [f"{path}/learning_rate" for path in self.optimizers]
-        difference = compare(manifest, wanted, [*self.states, *steps], rates)
-        if difference.misshaped or (difference.missing and not partial):
+        has = {*manifest.tensors, *manifest.states}
+        asked = {*self.arrays, *self.states, *(f"{path}/step" for path in self.optimizers)}
+        missing = tuple(sorted(asked - has))
+        # A rate is there if it was set.
+        extra = tuple(sorted(has - asked - {f"{path}/learning_rate" for path in self.optimizers}))
+        misshaped = [
+            f"{name}: saved as {saved.shape} {saved.dtype}, declared as {mine.shape} {mine.dtype}"
+            for name, mine in self.arrays.items()
+            if (saved := manifest.tensors.get(name)) is not None
+            and (saved.shape, saved.dtype) != (mine.shape, mine.dtype)
+        ]
+        if misshaped or (missing and not partial):
             raise CheckpointMismatch(
                 f"{where} does not fit what is declared here"
-                + _listed("missing in it", difference.missing)
-                + _listed("of another shape or dtype", difference.misshaped)
-                + _listed("not asked for", difference.extra),
+                + _listed("missing in it", missing)
+                + _listed("of another shape or dtype", misshaped)
+                + _listed("not asked for", extra),
                 hint=hint,
             )
-        return difference
+        return missing, extra
 
     def _adders(self) -> list[tuple[type, Callable[[str, Any], ValueOf]]]:
         """Return what takes up which kind; the first that fits does."""
@@ -864,7 +869,7 @@ class Checkpoint:
         contents = self._contents()
         manifest = await asyncio.to_thread(with_names_of, contents, reader)
         hint = "restore(path, partial=True) leaves what is missing as it is"
-        difference = contents.compared(manifest, reader.path, hint, partial=partial)
+        missing, extra = contents.compared(manifest, reader.path, hint, partial=partial)
         named = [(part, manifest.tensors.get(part.tensor)) for part in contents.parts]
         found = [(part, tensor) for part, tensor in named if tensor is not None]
         steps, rates = numbers_of(contents.optimizers, manifest.states, reader.path)
@@ -887,7 +892,7 @@ class Checkpoint:
             contents.restore_states(manifest.states, reader.path)  # may refuse: before the others
             await self._as_first_state(functools.partial(assign, done))
         logger.info("restored %s", reader.path)
-        return Restored(reader.path, manifest.number, difference.missing, difference.extra)
+        return Restored(reader.path, manifest.number, missing, extra)
 
     async def _as_first_state(self, restore: Callable[[], Awaitable[None]]) -> None:
         """Restore; again if a ps is lost meanwhile, and nothing has been computed before."""
@@ -1353,19 +1358,12 @@ async def _write_streamed(cut: Cut, ps: int, layout: Layout, path: Path) -> Writ
     for number, label in layout.arrays[ps]:
         item = cut.snapshots[ps].items[number]
         planned.append(Planned(label, item.shape, item.dtype, 0, label=label))
-    opened: list[DataFile] = []  # so that who is cancelled while it is opened closes it, too
-    try:
-        await in_thread(lambda: opened.append(DataFile(path, planned)))
-        data_file = opened[0]
+    with DataFile(path, planned) as data_file:
         for number, _ in layout.arrays[ps]:
             async for piece in cut.pieces(ps, number):
                 await in_thread(data_file.extend, piece)
             data_file.end_slice()
-        size = await in_thread(data_file.close)
-    finally:
-        for data_file in opened:
-            data_file.abandon()
-    return WrittenSnapshot(size, data_file.places())
+        return WrittenSnapshot(await in_thread(data_file.close), data_file.places())
 
 
 async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:
@@ -1405,9 +1403,10 @@ async def _write_parts(writer: Writer, parts: Sequence[Part]) -> None:
         nbytes += part.nbytes
     for number, batch in enumerate(batches):
         name = f"data-{number:05d}.safetensors"
-        data_file = await in_thread(writer.data_file, name, batch)
-        for part in batch:
-            await in_thread(data_file.write, await part.read())
+        with DataFile(writer.temporary / name, batch) as data_file:
+            for part in batch:
+                await in_thread(data_file.write, await part.read())
+            writer.add_file(name, await in_thread(data_file.close), data_file.slices)
 
 
 def _constant(part: Part) -> Iterator[np.ndarray]:
