@@ -24,9 +24,7 @@ So a variable may be called otherwise in the program that restores it, and lie o
 
 Paths through a list have a position in it, which says nothing of a variable once the list has
 another order. So a ``Trainer`` calls what it finds below a list or tuple by the variable's name,
-and ``Checkpoint(model=[w, b])`` finds it there. Earlier trainers called all variables by their
-positions, "variables/0"; their names are told by what each ps held, which lies in the same files,
-or by shapes that occur once. A guess could swap the values of two variables.
+and ``Checkpoint(model=[w, b])`` finds it there.
 
 Slots and moving averages are called by the names of their variables. Those that the program did not
 choose say only in which order variables were declared. So what belongs to a variable is looked for
@@ -46,8 +44,6 @@ import dataclasses
 import functools
 import logging
 import os
-import re
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,7 +76,6 @@ from psync.checkpoints.manifest import (
     Layout,
     Manifest,
     Planned,
-    Tensor,
     Wanted,
     changed_rate,
     check_state,
@@ -130,15 +125,6 @@ TRIES = 5
 
 
 # --- what is saved, under which names ------------------------------------------------------------
-
-_REMEDY = (
-    "or restore it once with psync.Checkpoint(variables=[…], optimizer=optimizer), the list in the "
-    "order in which the trainer had it, and save trainer.checkpoint beside it"
-)
-
-_POSITION = re.compile(r"variables/\d+")
-_STATES = frozenset({"optimizer/step", "history"})
-"""Beside the variables, what only a trainer has saved under these names."""
 
 
 @runtime_checkable
@@ -547,21 +533,15 @@ def with_names_of(contents: Contents, reader: Reader) -> Manifest:
     """Return the manifest of a checkpoint, with tensors called as ``contents`` calls them.
 
     Raises:
-        CheckpointMismatch: A trainer has saved variables by position, and nothing says which is
-            which.
         CheckpointCorrupt: It is damaged.
         CheckpointError: It cannot be read.
     """
     tensors = reader.manifest.tensors
-    missing = {path: each for path, each in contents.handles.items() if path not in tensors}
     found: dict[str, str] = {}  # names in the checkpoint → here
-    for path, handle in missing.items():
+    for path, handle in contents.handles.items():
         name = _below_list(path, handle.name)
-        if name in tensors and name not in contents.arrays:
+        if path not in tensors and name in tensors and name not in contents.arrays:
             found[name] = path
-    if missing and not found and _STATES <= reader.manifest.states.keys():
-        positions = [name for name in tensors if _POSITION.fullmatch(name)]
-        found = _positions_of(positions, missing, reader)
     found |= _renamed(contents, {path: name for name, path in found.items()}, reader)
     if not found:
         return reader.manifest
@@ -602,46 +582,6 @@ def _below_list(path: str, variable: str) -> str:
     return "" if at is None else "/".join((*parts[:at], variable))
 
 
-def _positions_of(
-    positions: Iterable[str], missing: Mapping[str, Handle], reader: Reader
-) -> dict[str, str]:
-    """Return the paths of the variables that a trainer has saved by position.
-
-    Raises:
-        CheckpointMismatch: Nothing says which is which.
-    """
-    tensors = reader.manifest.tensors
-    names = _variable_names(reader)
-    paths = {handle.name: path for path, handle in missing.items()}
-    found = {
-        position: paths[names[position]] for position in positions if names.get(position) in paths
-    }
-    kinds = Counter(_kind(tensors[each]) for each in positions if each not in names)
-    rest = [path for path in missing if path not in found.values()]
-    for position in positions:
-        if position in names:
-            continue
-        kind = _kind(tensors[position])
-        fitting = [path for path in rest if kind == (missing[path].shape, missing[path].spec.dtype)]
-        if len(fitting) == kinds[kind] == 1:
-            found[position] = fitting[0]
-        elif fitting:
-            raise CheckpointMismatch(
-                f"{reader.path}: {position!r} may be the value of "
-                + " or ".join(f'"{missing[path].name}"' for path in fitting)
-                + ": a trainer of an earlier psync has saved it by its position alone",
-                hint=_REMEDY.removeprefix("or "),
-            )
-    if wrong := {each: names[each] for each in positions if each in names and each not in found}:
-        declared = ", ".join(f'"{missing[path].name}"' for path in rest) or "no other"
-        saved = ", ".join(f'{position!r} of "{name}"' for position, name in wrong.items())
-        raise CheckpointMismatch(
-            f"{reader.path}: it has {saved}; declared here: {declared}",
-            hint=f"give the variables the names that they had, {_REMEDY}",
-        )
-    return found
-
-
 def _variable_names(reader: Reader) -> dict[str, str]:
     """Return of which variable each tensor is the value, as far as what each ps held says it."""
     values: dict[tuple[str, int], str] = {}  # (file, first byte) → variable
@@ -657,10 +597,6 @@ def _variable_names(reader: Reader) -> dict[str, str]:
         for piece in tensor.slices
         if piece.nbytes and (piece.file, piece.start) in values
     }
-
-
-def _kind(tensor: Tensor) -> tuple[tuple[int, ...], str]:
-    return tensor.shape, tensor.dtype
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
