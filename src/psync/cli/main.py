@@ -70,9 +70,9 @@ ABOVE_0 = click.FloatRange(min=0, min_open=True)
 class Command(click.Command):
     """A command whose docstring describes its options, too: below ``Args:``, by their names."""
 
-    def __init__(self, *args: Any, help: str | None = None, **settings: Any) -> None:
+    def __init__(self, *, help: str | None = None, **settings: Any) -> None:
         text, _, described = inspect.cleandoc(help or "").partition("\n\nArgs:\n")
-        super().__init__(*args, help=text, **settings)
+        super().__init__(help=text, **settings)
         texts = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE))
         for option in self.params:
             if isinstance(option, click.Option) and option.help is None:

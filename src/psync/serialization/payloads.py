@@ -176,7 +176,7 @@ def _pickler_class() -> Any:  # made late: cloudpickle is imported when it is ne
                 return (array if array.flags.writeable else array.copy("K")).__reduce_ex__(5)
             order: Literal["C", "F"] = "F" if array.flags.fnc else "C"
             copy = np.array(array, order=order).reshape(-1, order="A").view(np.uint8)
-            self.buffers.append(pickle.PickleBuffer(copy))
+            self.buffers.append(pickle.PickleBuffer(copy.data))
             return _restore_array, (self.buffers[-1], dtype, array.shape, order)
 
     return Pickler

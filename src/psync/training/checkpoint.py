@@ -47,7 +47,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -58,20 +58,7 @@ from psync.api.pulls import leaves
 from psync.api.reads import runtime_of, scope_of
 from psync.api.scopes import running_scopes, runtime_here
 from psync.api.variables import Handle, Module, OnReadVariable, Variable
-from psync.checkpoints.files import (
-    STREAM_VARIABLE,
-    DataFile,
-    Reader,
-    SavedSnapshots,
-    Writer,
-    checkpoints_in,
-    disk_errors,
-    mark_last,
-    remove,
-    remove_leftovers,
-    unmark_last,
-    why_not,
-)
+from psync.checkpoints import files
 from psync.checkpoints.manifest import (
     Layout,
     Manifest,
@@ -100,7 +87,7 @@ from psync.metrics import Metric
 from psync.net.platform import flag, random_hex
 from psync.numerics.memory import BLOCK_ELEMENTS
 from psync.schedules import Schedule, from_config
-from psync.specs import ShardSpec, checked_integer, checked_kind, dtype_of, shortened
+from psync.specs import checked_integer, checked_kind, dtype_of, shortened
 from psync.status.html_tables import table
 from psync.status.progress import kind_of, showing, size_of
 from psync.store.snapshot_state import SnapshotState
@@ -219,7 +206,7 @@ class Array:
 
     shape: tuple[int, ...]
     dtype: str
-    parts: tuple[Part, ...]
+    parts: Sequence[Part]
 
 
 @dataclass(slots=True)
@@ -433,34 +420,26 @@ class Contents:
 
     def _add_array(self, name: str, source: Handle | Slot) -> None:
         self._check_new(name)
-        variable: Any = source.variable if isinstance(source, Slot) else source
-        dtype = source.dtype if isinstance(source, Slot) else variable.spec.dtype
+        slot = source if isinstance(source, Slot) else None
+        variable: Any = source if slot is None else slot.variable
+        dtype = variable.spec.dtype if slot is None else slot.dtype
+        parts = []
         if isinstance(variable, OnReadVariable):  # of which only the aggregate is kept
-            (shard,) = variable.spec.shards
-            parts: tuple[Part, ...] = (
-                Part(
-                    name, variable.shape, dtype, 0, key=shard.key, read=variable.checkpoint_value,
-                    write=variable.restore_value, compute=variable.checkpoint_value_of,
-                ),
-            )  # fmt: skip
+            (spec,) = variable.spec.shards
+            made = functools.partial(Part, name, variable.shape, dtype, 0, key=spec.key)
+            read, write = variable.checkpoint_value, variable.restore_value
+            parts.append(made(read=read, write=write, compute=variable.checkpoint_value_of))
         else:
             whole = [variable] if isinstance(variable, Variable) else variable.variables
-            parts = tuple(
-                _part(name, dtype, shard, part, source)
-                for part, shard in zip(whole, variable.spec.shards, strict=True)
-            )
+            for shard, spec in zip(whole, variable.spec.shards, strict=True):
+                made = functools.partial(Part, name, spec.shape, dtype, spec.offset, key=spec.key)
+                if slot is None:
+                    parts.append(made(read=shard.read, write=shard.assign))
+                    continue
+                own = Slot(shard, slot.optimizer, slot.name)
+                made = functools.partial(made, optimizer=own.optimizer.number, slot=own.name)
+                parts.append(made(read=own.read, write=own.assign, fill=slot.first_element))
         self.arrays[name] = Array(variable.shape, dtype, parts)
-
-
-def _part(name: str, dtype: str, spec: ShardSpec, shard: Variable, source: Handle | Slot) -> Part:
-    made = functools.partial(Part, name, spec.shape, dtype, spec.offset, key=spec.key)
-    if isinstance(source, Slot):
-        slot = Slot(shard, source.optimizer, source.name)
-        return made(
-            optimizer=source.optimizer.number, slot=source.name, fill=source.first_element,
-            read=slot.read, write=slot.assign,
-        )  # fmt: skip
-    return made(read=shard.read, write=shard.assign)
 
 
 def _holds_something(value: Any) -> bool:
@@ -529,7 +508,7 @@ def by_name(tree: Any) -> Any:
     return tree
 
 
-def with_names_of(contents: Contents, reader: Reader) -> Manifest:
+def with_names_of(contents: Contents, reader: files.Reader) -> Manifest:
     """Return the manifest of a checkpoint, with tensors called as ``contents`` calls them.
 
     Raises:
@@ -550,7 +529,7 @@ def with_names_of(contents: Contents, reader: Reader) -> Manifest:
     return replace(reader.manifest, tensors=kept | named)
 
 
-def _renamed(contents: Contents, found: Mapping[str, str], reader: Reader) -> dict[str, str]:
+def _renamed(contents: Contents, found: Mapping[str, str], reader: files.Reader) -> dict[str, str]:
     """Return the names here of what is called by a variable that has another name by now.
 
     Args:
@@ -582,7 +561,7 @@ def _below_list(path: str, variable: str) -> str:
     return "" if at is None else "/".join((*parts[:at], variable))
 
 
-def _variable_names(reader: Reader) -> dict[str, str]:
+def _variable_names(reader: files.Reader) -> dict[str, str]:
     """Return of which variable each tensor is the value, as far as what each ps held says it."""
     values: dict[tuple[str, int], str] = {}  # (file, first byte) → variable
     for snapshot in reader.snapshots():
@@ -619,12 +598,8 @@ class Restored:
     extra: tuple[str, ...]
 
 
-class Saved(NamedTuple):
-    """A saved checkpoint."""
-
-    path: Path
-    coordinator: Coordinator | None  # whose ps tasks wrote it; None: it has nothing of theirs
-    snapshots: Sequence[SnapshotState]  # what these held
+Saved = tuple[Path, Coordinator | None, Sequence[SnapshotState]]
+"""A saved checkpoint; the coordinator whose ps tasks wrote it, if they did; and what they held."""
 
 
 class Checkpoint:
@@ -726,7 +701,7 @@ class Checkpoint:
             states = contents.present_states()
             for name, optimizer in contents.optimizers.items():
                 states[f"{name}/step"] = int(await optimizer.iterations.read())
-            return Saved(await _written(directory, number, contents, states, verbose), None, ())
+            return await _written(directory, number, contents, states, verbose), None, ()
         for tries_left in reversed(range(TRIES)):
             try:
                 return await self._save_cut(coordinator, contents, directory, number, verbose)
@@ -762,14 +737,14 @@ class Checkpoint:
                 step = step_of(cut.snapshots, optimizer.number)
                 states[f"{name}/step"] = optimizer._rule.iteration(step)
                 states[f"{name}/learning_rate"] = changed_rate(cut.snapshots, optimizer.number)
-            make = coordinator.parts.of(Writer)
+            make = coordinator.parts.of(files.Writer)
             path = await _written(directory, number, contents, states, verbose, make, cut)
             try:
                 cut.check_present()  # what was undone, and told so, must not be gone back to
             except CutLost:
-                await in_thread(remove, path)
+                await in_thread(files.remove, path)
                 raise
-        return Saved(path, coordinator, cut.snapshots)
+        return path, coordinator, cut.snapshots
 
     async def restore(
         self,
@@ -801,7 +776,7 @@ class Checkpoint:
         Cancellation: Some variables are restored, others are not.
         """
         forbid_in_step("restoring a checkpoint")
-        reader = await asyncio.to_thread(Reader, Path(path))
+        reader = await asyncio.to_thread(files.Reader, Path(path))
         contents = self._contents()
         manifest = await asyncio.to_thread(with_names_of, contents, reader)
         hint = "restore(path, partial=True) leaves what is missing as it is"
@@ -866,7 +841,7 @@ class Checkpoint:
             logits = x @ values["model"]["w"]
         """
         contents = self._contents(slots=False)
-        reader = await asyncio.to_thread(Reader, Path(path))
+        reader = await asyncio.to_thread(files.Reader, Path(path))
         reader.manifest = await asyncio.to_thread(with_names_of, contents, reader)
         manifest = reader.manifest
         hint = "declare what the program declares that has saved it, and give it the same names"
@@ -929,7 +904,7 @@ class CheckpointManager:
         self.directory = Path(directory)
         self._max_to_keep = _positive("max_to_keep", max_to_keep)
         self._keep_every = _positive("keep_every_n_steps", keep_every_n_steps)
-        self._snapshots = SavedSnapshots("")  # of the checkpoints that this program has saved
+        self._snapshots = files.SavedSnapshots("")  # of the checkpoints that this program has saved
         self._under_way = 0  # saves
         for coordinator in _coordinators():
             coordinator.owned.add(own_directory(self.directory))
@@ -943,7 +918,8 @@ class CheckpointManager:
             coordinator.owned.add(await in_thread(own_directory, self.directory))
 
     def _repr_html_(self) -> str:
-        rows = [(number, str(path)) for number, path in checkpoints_in(self.directory, PREFIX)]
+        found = files.checkpoints_in(self.directory, PREFIX)
+        rows = [(number, str(path)) for number, path in found]
         return table(f"Checkpoints in {self.directory}", ("number", "path"), rows)
 
     @property
@@ -953,7 +929,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: The directory cannot be read.
         """
-        return [path for _, path in checkpoints_in(self.directory, PREFIX)]
+        return [path for _, path in files.checkpoints_in(self.directory, PREFIX)]
 
     @property
     def latest_checkpoint(self) -> Path | None:
@@ -1000,14 +976,14 @@ class CheckpointManager:
         # Not after an await: a recovery that asks from now on is given ``path``, which stays.
         in_use = self._snapshots.handed if self._snapshots.asked != asked else None
         if self._max_to_keep is not None:
-            found = await asyncio.to_thread(checkpoints_in, self.directory, PREFIX)
+            found = await asyncio.to_thread(files.checkpoints_in, self.directory, PREFIX)
             for each, old in found[: -self._max_to_keep]:
                 stays = self._keep_every is not None and each % self._keep_every == 0
                 if not stays and old not in (path, in_use):
-                    await asyncio.to_thread(remove, old)
+                    await asyncio.to_thread(files.remove, old)
         if not self._under_way:
             number = int(path.name.rpartition("-")[2])
-            await asyncio.to_thread(remove_leftovers, self.directory, PREFIX, number)
+            await asyncio.to_thread(files.remove_leftovers, self.directory, PREFIX, number)
         if last:
             await self.finish()
         return path
@@ -1027,7 +1003,7 @@ class CheckpointManager:
         """
         newest = await asyncio.to_thread(latest_checkpoint, self.directory)
         if newest is not None:
-            await asyncio.to_thread(mark_last, newest)
+            await asyncio.to_thread(files.mark_last, newest)
         return newest
 
     async def restore_or_initialize(self, *, verbose: bool | str = False) -> Path | None:
@@ -1051,7 +1027,7 @@ class CheckpointManager:
 
             async def restore() -> None:
                 await self._checkpoint.restore(latest, verbose=verbose)
-                await asyncio.to_thread(unmark_last, latest)
+                await asyncio.to_thread(files.unmark_last, latest)
                 await self._offer_restored(latest)
 
             await self._checkpoint._as_first_state(restore)
@@ -1060,7 +1036,7 @@ class CheckpointManager:
     def _offer(self, path: Path, coordinator: Coordinator) -> None:
         """Let the coordinator go back to a checkpoint from now on."""
         if self._snapshots.origin != coordinator.runtime.origin:
-            self._snapshots = SavedSnapshots(coordinator.runtime.origin)
+            self._snapshots = files.SavedSnapshots(coordinator.runtime.origin)
         self._snapshots.add(path)
         coordinator.recovery.source = self._snapshots
 
@@ -1075,7 +1051,7 @@ class CheckpointManager:
         shards = [shard for variable in variables for shard in variable.spec.shards]
         optimizers = {each.number: each._config for each in contents.optimizers.values()}
         num_ps = len(coordinator.links.ps.links)
-        reason = await asyncio.to_thread(why_not, path, num_ps, shards, optimizers)
+        reason = await asyncio.to_thread(files.why_not, path, num_ps, shards, optimizers)
         if reason is None:
             self._offer(path, coordinator)
         else:
@@ -1097,7 +1073,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
     Source: ``tf.train.latest_checkpoint``.
     """
-    found = checkpoints_in(Path(directory), PREFIX)
+    found = files.checkpoints_in(Path(directory), PREFIX)
     return found[-1][1] if found else None
 
 
@@ -1110,7 +1086,9 @@ def _coordinators() -> list[Coordinator]:
 # --- saving ---------------------------------------------------------------------------------------
 
 
-async def _shown(work: Awaitable[None], verbose: bool | str, writer: Writer, total: int) -> None:
+async def _shown(
+    work: Awaitable[None], verbose: bool | str, writer: files.Writer, total: int
+) -> None:
     """Await the writing of a checkpoint, and show how far it is: as its files grow."""
 
     async def look() -> None:
@@ -1152,7 +1130,7 @@ async def _written(
     contents: Contents,
     states: dict[str, Any],
     verbose: bool | str,
-    make: Callable[..., Writer] = Writer,
+    make: Callable[..., files.Writer] = files.Writer,
     cut: Cut | None = None,
 ) -> Path:
     """Write a checkpoint, or leave nothing of it.
@@ -1169,18 +1147,18 @@ async def _written(
     Raises:
         CheckpointError: The disk is full, or fails: says of which checkpoint and step.
     """
-    begun: list[Writer] = []  # so that who is cancelled while it is made abandons it, too
+    begun: list[files.Writer] = []  # so that who is cancelled while it is made abandons it, too
     shapes = {name: (array.shape, array.dtype) for name, array in contents.arrays.items()}
     parts = contents.parts
     total, nonce = sum(part.nbytes for part in parts), ""
     if cut is not None:
         total = sum(item.nbytes for state in cut.snapshots for item in state.items)
-        nonce = "" if flag(os.environ, STREAM_VARIABLE) else random_hex(16)
+        nonce = "" if flag(os.environ, files.STREAM_VARIABLE) else random_hex(16)
     owner = await in_thread(own_directory, directory)
     try:
-        with disk_errors(str(directory)):
+        with files.disk_errors(str(directory)):
             if number is None:
-                found = await in_thread(checkpoints_in, directory, PREFIX)
+                found = await in_thread(files.checkpoints_in, directory, PREFIX)
                 number = found[-1][0] + 1 if found else 1
             name = f"{PREFIX}-{number:08d}"
             await in_thread(
@@ -1246,7 +1224,7 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     raise cancelled
 
 
-async def _write_cut(cut: Cut, parts: Sequence[Part], writer: Writer) -> None:
+async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> None:
     """Write what ps tasks held at a cut. When something fails, all else has ended as well.
 
     Args:
@@ -1271,7 +1249,7 @@ async def _write_cut(cut: Cut, parts: Sequence[Part], writer: Writer) -> None:
         raise failed.exceptions[0] from None
 
 
-async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: Writer) -> None:
+async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: files.Writer) -> None:
     """Have all arrays of a ps written, and note what is where."""
     name = f"ps-{ps:05d}-of-{len(cut.snapshots):05d}"
     path = writer.temporary.absolute() / f"{name}.safetensors"
@@ -1294,7 +1272,7 @@ async def _write_streamed(cut: Cut, ps: int, layout: Layout, path: Path) -> Writ
     for number, label in layout.arrays[ps]:
         item = cut.snapshots[ps].items[number]
         planned.append(Planned(label, item.shape, item.dtype, 0, label=label))
-    with DataFile(path, planned) as data_file:
+    with files.DataFile(path, planned) as data_file:
         for number, _ in layout.arrays[ps]:
             async for piece in cut.pieces(ps, number):
                 await in_thread(data_file.extend, piece)
@@ -1328,7 +1306,7 @@ async def _value(value: Any) -> Any:
     return value
 
 
-async def _write_parts(writer: Writer, parts: Sequence[Part]) -> None:
+async def _write_parts(writer: files.Writer, parts: Sequence[Part]) -> None:
     batches: list[list[Part]] = []  # of each file
     nbytes = FILE_BYTES
     for part in parts:
@@ -1339,7 +1317,7 @@ async def _write_parts(writer: Writer, parts: Sequence[Part]) -> None:
         nbytes += part.nbytes
     for number, batch in enumerate(batches):
         name = f"data-{number:05d}.safetensors"
-        with DataFile(writer.temporary / name, batch) as data_file:
+        with files.DataFile(writer.temporary / name, batch) as data_file:
             for part in batch:
                 await in_thread(data_file.write, await part.read())
             writer.add_file(name, await in_thread(data_file.close), data_file.slices)
