@@ -226,13 +226,13 @@ def test_memory_of_a_small_run_is_used_again_and_that_of_a_large_one_goes(
         monkeypatch.setattr(memory, "UNUSED_AFTER", 1)
         made = Array()
         made.update(1)
-        before = made.pool.statistics().bytes
+        before = made.pool.statistics()["bytes"]
         held = made.read()
         made.update(2)
         del held
         for value in range(3):
             made.update(value)
-        assert made.pool.statistics().bytes - before == pooled
+        assert made.pool.statistics()["bytes"] - before == pooled
 
 
 def test_what_was_filled_is_read_as_it_was_and_then_written_in_a_run() -> None:
@@ -323,4 +323,4 @@ def test_a_block_of_a_large_run_keeps_no_memory_in_the_pool(
         block = one.array.release(i)
         assert block is not None
         one.array.retire(block)
-    assert bool(one.pool.statistics().roots) == sharing
+    assert bool(one.pool.statistics()["roots"]) == sharing

@@ -928,7 +928,9 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         code: int = psync.main(args, prog_name="psync", standalone_mode=False)
     except click.ClickException as error:
-        code = _fail(error.format_message() + _hint(error))
+        of_run = isinstance(error, click.NoSuchOption) and error.ctx and error.ctx.command is run
+        hint = " Options of the script go after --." if of_run else ""  # click cannot know that
+        code = _fail(error.format_message() + hint)
     except ConfigurationError as error:
         code = _fail(str(error))
     except TrainingEnded as error:
@@ -949,13 +951,6 @@ def _fail(message: str, code: int = USAGE_ERROR) -> int:
     with contextlib.suppress(OSError):
         click.echo(f"psync: error: {message}", err=True)
     return code
-
-
-def _hint(error: click.ClickException) -> str:
-    """Say what is the likely mistake where click cannot know."""
-    if isinstance(error, click.NoSuchOption) and error.ctx and error.ctx.command is run:
-        return " Options of the script go after --."
-    return ""
 
 
 def _let_go_of_broken_pipes() -> None:

@@ -131,18 +131,6 @@ def no_run(nbytes: int, offset: int) -> memoryview | None:
     """Return None: there is nobody who would see it in one piece."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolStatistics:
-    """A snapshot of a pool."""
-
-    hits: int  # take() and lend() calls for 64 KiB or more that were served with recycled memory
-    misses: int  # those that were served with new memory
-    evicted: int  # roots dropped because the pool was full
-    roots: int  # roots in the pool now, those that others still see included
-    bytes: int  # their size
-    max_bytes: int  # the bound of ``bytes`` now
-
-
 class BlockPool:
     """Recycles memory that nobody references any more.
 
@@ -159,6 +147,10 @@ class BlockPool:
     Attributes:
         bound: Of what is kept: ``max_bytes``, or more until ``shrink``.
         nbytes: Size of what is kept alive.
+        hits: Calls of ``take`` and ``lend`` for 64 KiB or more that were served with recycled
+            memory.
+        misses: Those that were served with new memory.
+        evicted: Roots that were dropped because the pool was full.
     """
 
     def __init__(
@@ -177,9 +169,9 @@ class BlockPool:
         # nbytes -> ids of the roots of that size, the next to be looked at first.
         self._by_size: dict[int, OrderedDict[int, None]] = {}
         self.nbytes = 0
-        self._hits = 0
-        self._misses = 0
-        self._evicted = 0
+        self.hits = 0
+        self.misses = 0
+        self.evicted = 0
 
     def take(self, nbytes: int) -> np.ndarray:
         """Return a 1-D uint8 array of exactly ``nbytes`` that owns its memory.
@@ -234,10 +226,10 @@ class BlockPool:
             for _ in range(min(_PROBES, len(waiting))):
                 key = next(iter(waiting))
                 if _references(self._roots, key) == _UNSEEN_IN_POOL:
-                    self._hits += 1
+                    self.hits += 1
                     return key
                 waiting.move_to_end(key)
-        self._misses += 1
+        self.misses += 1
         return None
 
     def zeros(self, nbytes: int) -> np.ndarray:
@@ -280,15 +272,16 @@ class BlockPool:
         self._by_size.setdefault(root.nbytes, OrderedDict())[key] = None
         self.nbytes += root.nbytes
 
-    def statistics(self) -> PoolStatistics:
-        """Return counters and sizes as of now."""
-        return PoolStatistics(
-            self._hits, self._misses, self._evicted, len(self._roots), self.nbytes, self.bound
-        )
+    def statistics(self) -> dict[str, int]:
+        """Return counters and sizes as of now; roots that others still see are among them."""
+        return {
+            "hits": self.hits, "misses": self.misses, "evicted": self.evicted,
+            "roots": len(self._roots), "bytes": self.nbytes, "max_bytes": self.bound,
+        }  # fmt: skip
 
     def _evict(self, key: int) -> None:
         self._remove(key)
-        self._evicted += 1
+        self.evicted += 1
 
     def _remove(self, key: int) -> np.ndarray:
         root = self._roots.pop(key)

@@ -154,30 +154,27 @@ def _pickler_class() -> Any:  # made late: cloudpickle is imported when it is ne
             return None
 
         def reducer_override(self, obj: Any) -> Any:
-            if type(obj) is np.ndarray:
-                return self._reduce_array(obj)
-            if isinstance(obj, (type, FunctionType)) and self._travels_by_name(obj):
-                return NotImplemented  # the default of pickle
-            return super().reducer_override(obj)
-
-        def _travels_by_name(self, obj: Any) -> bool:
-            module = obj.__module__
-            if module == "__main__":
-                return self.main_by_name and isinstance(obj, type) and resolves_by_name(obj)
-            package = module.partition(".")[0] if isinstance(module, str) else None
-            return package in _BY_NAME_PACKAGES and resolves_by_name(obj)
-
-        def _reduce_array(self, array: NDArray[Any]) -> Any:
-            dtype = array.dtype
+            if isinstance(obj, (type, FunctionType)):
+                module = obj.__module__
+                package = module.partition(".")[0] if isinstance(module, str) else None
+                if module == "__main__":
+                    by_name = self.main_by_name and isinstance(obj, type)
+                else:
+                    by_name = package in _BY_NAME_PACKAGES
+                if by_name and resolves_by_name(obj):
+                    return NotImplemented  # the default of pickle
+            if type(obj) is not np.ndarray:
+                return super().reducer_override(obj)
+            dtype = obj.dtype
             if dtype.hasobject or not dtype.itemsize:
                 return NotImplemented
-            if array.nbytes < INLINE_BYTES or len(self.buffers) >= MAX_BUFFERS:
+            if obj.nbytes < INLINE_BYTES or len(self.buffers) >= MAX_BUFFERS:
                 # A read-only array would be read-only on the other side.
-                return (array if array.flags.writeable else array.copy("K")).__reduce_ex__(5)
-            order: Literal["C", "F"] = "F" if array.flags.fnc else "C"
-            copy = np.array(array, order=order).reshape(-1, order="A").view(np.uint8)
+                return (obj if obj.flags.writeable else obj.copy("K")).__reduce_ex__(5)
+            order: Literal["C", "F"] = "F" if obj.flags.fnc else "C"
+            copy = np.array(obj, order=order).reshape(-1, order="A").view(np.uint8)
             self.buffers.append(pickle.PickleBuffer(copy.data))
-            return _restore_array, (self.buffers[-1], dtype, array.shape, order)
+            return _restore_array, (self.buffers[-1], dtype, obj.shape, order)
 
     return Pickler
 

@@ -14,7 +14,6 @@ an arena are one view, or one call of the rule.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -753,7 +752,7 @@ class ShardStore(RowTable):
             "rows": self._num_rows,
             "row_blocks": self._row_blocks,
             "row_bytes": self._row_bytes,
-            "pool": dataclasses.asdict(self._pool.statistics()),
+            "pool": self._pool.statistics(),
         }
 
 
