@@ -422,26 +422,10 @@ PROBE = "/job:probe/task:0"
 """The name under which ``health`` speaks to the task; no cluster has such a job."""
 
 
+CHIEF_TIMEOUT = "PSYNC_CHIEF_TIMEOUT"
+
+
 # Options that several commands have.
-
-module_option = click.option(
-    "-m",
-    "--module",
-    is_flag=True,
-    help="Treat SCRIPT as the name of a module, as python -m does: package.module.",
-)
-
-
-def chief_timeout_option(*variables: str, more: str = "") -> Callable[[F], F]:
-    """Return the option that says how long a task waits for a chief."""
-    return click.option(
-        "--chief-timeout",
-        metavar="SECONDS",
-        envvar=[*variables, "PSYNC_CHIEF_TIMEOUT"],
-        help="How long to wait for a chief: before the first one connects, and after the last one "
-        f"is gone. none: forever.  [default: 3600 before, 600 after{more}]",
-    )
-
 
 TLS_FILES = {
     "ca": "Certificate of the authority that signed all tasks' certificates (PEM). Every "
@@ -514,7 +498,7 @@ def tls_environ(tls_mutual: bool | None, **files: str | None) -> dict[str, str]:
 @psync.command(options_metavar="[OPTIONS]")
 @click.argument("script", metavar="SCRIPT")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
-@module_option
+@click.option("-m", "--module", is_flag=True)
 @click.option("--ps", type=FROM_1, default=1)
 @click.option("--workers", type=FROM_1)
 @click.option("--hosts", metavar="HOST:N,...")
@@ -581,6 +565,7 @@ def run(
     Ctrl-C stops all tasks in order; a second Ctrl-C kills them.
 
     Args:
+        module: Treat SCRIPT as the name of a module, as python -m does: package.module.
         ps: Number of ps tasks.
         workers: Number of workers.  [default: 1; with --hosts, the sum of their numbers]
         hosts: Run ps tasks and workers on these hosts, over ssh: up to N workers on each, and the
@@ -714,9 +699,11 @@ def scale(workers: int, run: str | None) -> int:
 @click.argument("chief", metavar="HOST:PORT")
 @click.argument("script", required=False, metavar="[SCRIPT]")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
-@module_option
+@click.option("-m", "--module", is_flag=True)
 @click.option("--listen", metavar="HOST[:PORT]", default="")
-@chief_timeout_option("PSYNC_JOIN_CHIEF_TIMEOUT")
+@click.option(
+    "--chief-timeout", metavar="SECONDS", envvar=["PSYNC_JOIN_CHIEF_TIMEOUT", CHIEF_TIMEOUT]
+)
 @task_options
 def join(
     chief: str,
@@ -741,8 +728,11 @@ def join(
         PSYNC_SECRET_FILE=~/cluster.secret psync join a:2222
 
     Args:
+        module: Treat SCRIPT as the name of a module, as python -m does: package.module.
         listen: Address where this worker listens.  [default: a free port on the interface towards
             the chief]
+        chief_timeout: How long to wait for a chief: before the first one connects, and after the
+            last one is gone. none: forever.  [default: 3600 before, 600 after]
     """
     _set_up(log_level=log_level, **settings)
     if script is not None:
@@ -769,8 +759,10 @@ def join(
     is_flag=True,
     envvar=["PSYNC_TASK_INSECURE", "PSYNC_SERVE_INSECURE"],  # the latter until 0.2
 )
-@chief_timeout_option(
-    "PSYNC_TASK_CHIEF_TIMEOUT", "PSYNC_SERVE_CHIEF_TIMEOUT", more="; none under a launcher"
+@click.option(
+    "--chief-timeout",
+    metavar="SECONDS",
+    envvar=["PSYNC_TASK_CHIEF_TIMEOUT", "PSYNC_SERVE_CHIEF_TIMEOUT", CHIEF_TIMEOUT],
 )
 @click.option("--metrics", metavar="HOST:PORT", envvar="PSYNC_TASK_METRICS")
 @task_options
@@ -794,6 +786,9 @@ def task(
 
     Args:
         insecure: Serve without a secret: anyone who can reach the address can connect.
+        chief_timeout: How long to wait for a chief: before the first one connects, and after the
+            last one is gone. none: forever.  [default: 3600 before, 600 after; none under a
+            launcher]
         metrics: Serve this task's Prometheus metrics at this address. Port 0 takes a free port,
             which the log shows.
     """

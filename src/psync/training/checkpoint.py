@@ -1233,59 +1233,14 @@ async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> N
         writer: Of the checkpoint.
 
     Raises:
-        CheckpointError: The disk is full, or fails.
+        CheckpointError: The disk is full, or fails; or no ps holds a variable.
         CutLost, ParameterServerLost, RemoteError, TransportError: A ps did not write, or answer.
 
     Cancellation: Files are half written.
     """
     layout = Layout(cut.snapshots, [part for part in parts if part.compute is None])
-    own = await _own(cut, parts, layout)  # first: a ps lets go of what it has written
-    try:
-        async with asyncio.TaskGroup() as group:
-            for ps in range(len(cut.snapshots)):
-                group.create_task(_write_snapshot(cut, ps, layout, writer))
-            group.create_task(_write_parts(writer, own))
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-
-
-async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: files.Writer) -> None:
-    """Have all arrays of a ps written, and note what is where."""
-    name = f"ps-{ps:05d}-of-{len(cut.snapshots):05d}"
-    path = writer.temporary.absolute() / f"{name}.safetensors"
-    made = None
-    if writer.nonce:
-        made = await cut.write(ps, str(path), writer.nonce, layout.arrays[ps])
-    size, places = made or await _write_streamed(cut, ps, layout, path)
-
-    def note() -> None:
-        writer.add_file(path.name, size, layout.slices(ps, path.name, places))
-        state = cut.snapshots[ps].to_bytes()
-        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, places))
-
-    await in_thread(note)
-
-
-async def _write_streamed(cut: Cut, ps: int, layout: Layout, path: Path) -> WrittenSnapshot:
-    """Write what a ps sends."""
-    planned = []
-    for number, label in layout.arrays[ps]:
-        item = cut.snapshots[ps].items[number]
-        planned.append(Planned(label, item.shape, item.dtype, 0, label=label))
-    with files.DataFile(path, planned) as data_file:
-        for number, _ in layout.arrays[ps]:
-            async for piece in cut.pieces(ps, number):
-                await in_thread(data_file.extend, piece)
-            data_file.end_slice()
-        return WrittenSnapshot(await in_thread(data_file.close), data_file.places())
-
-
-async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:
-    """Return what no ps writes: what is computed, such as the sum of copies, and new slots.
-
-    Raises:
-        CheckpointError: No ps holds a variable.
-    """
+    # What no ps writes: what is computed, such as the sum of copies, and new slots. It is read
+    # first, since a ps lets go of what it has written.
     own = []
     for part in parts:
         found = layout.find(part)
@@ -1299,7 +1254,42 @@ async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:
         elif part.compute is not None:
             value = await part.compute(await cut.read(*found))
             own.append(dataclasses.replace(part, read=functools.partial(_value, value)))
-    return own
+    try:
+        async with asyncio.TaskGroup() as group:
+            for ps in range(len(cut.snapshots)):
+                group.create_task(_write_snapshot(cut, ps, layout, writer))
+            group.create_task(_write_parts(writer, own))
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: files.Writer) -> None:
+    """Have all arrays of a ps written, and note what is where."""
+    name = f"ps-{ps:05d}-of-{len(cut.snapshots):05d}"
+    path = writer.temporary.absolute() / f"{name}.safetensors"
+    arrays, items = layout.arrays[ps], cut.snapshots[ps].items
+    written = None
+    if writer.nonce:
+        written = await cut.write(ps, str(path), writer.nonce, arrays)
+    if written is None:  # the ps does not see the directory: it sends them
+        planned = [
+            Planned(label, items[number].shape, items[number].dtype, 0, label=label)
+            for number, label in arrays
+        ]
+        with files.DataFile(path, planned) as data_file:
+            for number, _ in arrays:
+                async for piece in cut.pieces(ps, number):
+                    await in_thread(data_file.extend, piece)
+                data_file.end_slice()
+            written = WrittenSnapshot(await in_thread(data_file.close), data_file.places())
+    size, places = written
+
+    def note() -> None:
+        writer.add_file(path.name, size, layout.slices(ps, path.name, places))
+        state = cut.snapshots[ps].to_bytes()
+        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, places))
+
+    await in_thread(note)
 
 
 async def _value(value: Any) -> Any:
