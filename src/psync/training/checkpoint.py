@@ -47,7 +47,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 
@@ -230,8 +230,8 @@ class Contents:
     handles: dict[str, Handle] = field(default_factory=dict)
     by_variable: list[str] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)  # of all arrays and states
-    _paths: dict[Any, str] = field(default_factory=dict)  # of variables, ids of other objects
-    _values: dict[str, ValueOf] = field(default_factory=dict)  # by path
+    _values: dict[Any, ValueOf | None] = field(default_factory=dict)
+    """By variables, and ids of other objects; None while what an object holds is taken up."""
 
     def add(self, path: str, thing: Any) -> ValueOf:
         """Take up an object, and what it holds; return how its value is read.
@@ -240,7 +240,7 @@ class Contents:
             UsageError: It is nothing that a checkpoint can hold.
         """
         key = thing if isinstance(thing, Handle) else id(thing)
-        if key not in self._paths:  # the first path is its name
+        if key not in self._values:  # the first path is its name
             adder = next((each for kind, each in self._adders() if isinstance(thing, kind)), None)
             if adder is None:
                 raise UsageError(
@@ -249,10 +249,9 @@ class Contents:
                     "modules, SavedState(epoch=0), dicts and lists of these, and objects with "
                     "checkpoint_state()",
                 )
-            self._paths[key] = path
-            self._values[path] = adder(path, thing)
-        known = self._paths[key]
-        return lambda arrays, states: self._values[known](arrays, states)
+            self._values[key] = None
+            self._values[key] = adder(path, thing)
+        return lambda *saved: cast(ValueOf, self._values[key])(*saved)
 
     def _check_new(self, name: str) -> None:
         """Refuse a second thing of one name: the first would be neither saved nor restored.
