@@ -433,10 +433,6 @@ class BlockArray:
         start = i * self._per_block
         return start, min(start + self._per_block, self.size)
 
-    def blocks_between(self, start: int, stop: int) -> int:
-        """Return the number of blocks that hold elements ``start`` to ``stop``."""
-        return 0 if start >= stop else (stop - 1) // self._per_block - start // self._per_block + 1
-
     def block(self, i: int) -> Block:
         """Return block ``i``."""
         block = self._blocks[i]

@@ -396,15 +396,6 @@ class RowBlocks(BlockArray):
         each: np.ndarray = numbers[starts_of(numbers)]
         return each
 
-    def num_blocks_of(self, rows: np.ndarray) -> int:
-        """Return in how many blocks rows lie; one counts again where they come back to it."""
-        if not len(rows) or not self.row_size:
-            return 0
-        if not self._aligned:
-            return len(self.blocks_of(np.unique(rows)))
-        numbers = rows // (self._per_block // self.row_size)
-        return 1 + int(np.count_nonzero(numbers[1:] != numbers[:-1]))
-
     def held_among(self, blocks: np.ndarray) -> list[int]:
         """Return which of these blocks cannot be written where they are, or lie away."""
         held = []
