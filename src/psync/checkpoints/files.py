@@ -211,7 +211,18 @@ class DataFile:
         self.path = path
         self._planned = list(planned)
         self.slices: list[tuple[str, Slice]] = []  # written, with their tensors' names
-        self._header = _header(self._planned)
+        entries: dict[str, Any] = {}
+        at = 0
+        for piece in planned:
+            entries[piece.label or f"{piece.tensor}@{piece.offset}"] = {
+                "dtype": _NAMES[piece.dtype],
+                "shape": list(piece.shape),
+                "data_offsets": [at, at + piece.nbytes],
+            }
+            at += piece.nbytes
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % 8)  # so that the data are aligned
+        self._header = len(text).to_bytes(8, "little") + text
         self._at = len(self._header)
         self._nbytes = self._crc = 0  # of the slice that is being written
         self._file: BinaryIO | None = None
@@ -288,22 +299,6 @@ class DataFile:
     def places(self) -> tuple[tuple[int, int, int], ...]:
         """Return the first byte, bytes and crc32 of each slice."""
         return tuple((piece.start, piece.nbytes, piece.crc32) for _, piece in self.slices)
-
-
-def _header(planned: Sequence[Planned]) -> bytes:
-    """Return the head of a safetensors file."""
-    entries: dict[str, Any] = {}
-    at = 0
-    for piece in planned:
-        entries[piece.label or f"{piece.tensor}@{piece.offset}"] = {
-            "dtype": _NAMES[piece.dtype],
-            "shape": list(piece.shape),
-            "data_offsets": [at, at + piece.nbytes],
-        }
-        at += piece.nbytes
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # so that the data are aligned
-    return len(text).to_bytes(8, "little") + text
 
 
 @dataclass(slots=True)

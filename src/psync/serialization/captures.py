@@ -112,7 +112,16 @@ def refers_to(fn: object, wanted: object) -> bool:
     fn = behind_partials(fn)
     if isinstance(fn, MethodType):
         fn = fn.__func__
-    todo = [fn] if isinstance(fn, FunctionType) else _special_methods(fn)
+    todo = [fn] if isinstance(fn, FunctionType) else []
+    if not todo:  # special methods; of an object without those that made it, which have run already
+        is_class = isinstance(fn, type)
+        todo = [
+            method
+            for name, method in vars(fn if is_class else type(fn)).items()
+            if isinstance(method, FunctionType)
+            and name.startswith("__")
+            and (is_class or name not in ("__new__", "__init__"))
+        ]
     seen: set[int] = set()
     while todo:
         each = todo.pop()
@@ -128,18 +137,6 @@ def refers_to(fn: object, wanted: object) -> bool:
             if isinstance(value, FunctionType) and value.__globals__ is each.__globals__
         ]
     return False
-
-
-def _special_methods(thing: object) -> list[FunctionType]:
-    """Return those of a class; of an object without those that made it, which have run already."""
-    is_class = isinstance(thing, type)
-    return [
-        method
-        for name, method in vars(thing if is_class else type(thing)).items()
-        if isinstance(method, FunctionType)
-        and name.startswith("__")
-        and (is_class or name not in ("__new__", "__init__"))
-    ]
 
 
 def _loaded(code: CodeType, names: Mapping[str, object], wanted: object) -> Iterator[object]:

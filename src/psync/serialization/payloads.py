@@ -352,8 +352,14 @@ class _Unpickler(pickle.Unpickler):
         self._remote_values = list(remote_values)
 
     def persistent_load(self, pid: int | bytes) -> Any:
-        if isinstance(pid, bytes):
-            return _handle_of(pid)
+        if isinstance(pid, bytes):  # the pickle of a handle, of which this process has one
+            handles = _handles()
+            handle = handles.arrived.get(pid)
+            if handle is None:
+                handle = handles.arrived[pid] = unpack(pid)
+                if id(handle) not in handles.pickles:  # else it is of this process, and not kept
+                    handles.kept.append(handle)
+            return handle
         value = self._remote_values[pid]
         if isinstance(value, Payload):  # unpacked where it is first met; its next place shares it
             value = self._remote_values[pid] = unpack(value.data, value.buffers)
@@ -381,17 +387,6 @@ def unpack(
     if not len(data):
         return None
     return _Unpickler(data, buffers, remote_values).load()
-
-
-def _handle_of(pickled: bytes) -> Any:
-    """Return this process's handle of that pickle."""
-    handles = _handles()
-    handle = handles.arrived.get(pickled)
-    if handle is None:
-        handle = handles.arrived[pickled] = unpack(pickled)
-        if id(handle) not in handles.pickles:  # else it is of this process, and not kept
-            handles.kept.append(handle)
-    return handle
 
 
 def _restore_array(
