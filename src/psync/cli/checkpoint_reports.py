@@ -244,9 +244,6 @@ def _write_files(
 
 def _chunks(reader: Reader, tensor: Tensor) -> Iterator[np.ndarray]:
     """Yield a tensor in pieces of whole rows."""
-    if not tensor.shape:
-        yield reader.read(tensor, 0, 1)
-        return
     step = max(1, CHUNK_BYTES // max(1, tensor.row_bytes))
     for start in range(0, tensor.rows, step):
         yield reader.read(tensor, start, min(start + step, tensor.rows))
