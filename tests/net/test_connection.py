@@ -565,10 +565,10 @@ def test_an_error_in_placing_a_body_fails_that_request_alone(turns: Turns) -> No
 def test_large_segments_are_recycled_once_nobody_sees_them(turns: Turns) -> None:
     pair = peered(turns, SERVED)
     first, second = (pair.ask(pull(100 * KIB)) for _ in range(2))
-    assert pair.pool.statistics().hits == 0, "the first one is still in use"
+    assert pair.pool.hits == 0, "the first one is still in use"
     del first, second
     pair.ask(pull(100 * KIB))
-    assert pair.pool.statistics().hits == 1
+    assert pair.pool.hits == 1
 
 
 @pytest.mark.virtual_time

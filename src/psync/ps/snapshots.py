@@ -18,7 +18,6 @@ gets the answer of the first one. Only the coordinator that is served may ask.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from psync.accumulators import rule_of
-from psync.checkpoints.files import NONCE, DataFile, current_disk, disk_errors, read_bounded
+from psync.checkpoints.files import NONCE, DataFile, disk_errors, read_bounded
 from psync.checkpoints.manifest import Place, Planned
 from psync.errors import (
     CheckpointCorrupt,
@@ -437,17 +436,10 @@ def write_items(
     planned = [
         Planned(name, known[place].shape, known[place].dtype, 0, name) for place, name in items
     ]
-    file = DataFile(path, planned)
-    try:
+    with DataFile(path, planned) as file:
         for place, _ in items:
             file.write(frozen.letting_go(place))
-        size = file.close()
-    except BaseException:
-        file.abandon()
-        with contextlib.suppress(OSError):
-            current_disk.get().unlink(path)
-        raise
-    return size, file.places()
+        return file.close(), file.places()
 
 
 def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:
