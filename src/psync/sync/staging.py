@@ -100,7 +100,7 @@ class Staging:
                 of a step that is far ahead.
             ConfigurationError: The budget is too small for a step of such parts, or exhausted.
         """
-        known = self._groups.setdefault(group, _Group())
+        known = self._groups.get(group) or self._groups.setdefault(group, _Group())
         if known.step is not None and local_step < known.step:
             return
         if known.step is not None and local_step > known.step + 1:
@@ -155,7 +155,7 @@ class Staging:
         Returns:
             Whether it is kept. False: its step was closed while it was coming in.
         """
-        known = self._groups.setdefault(group, _Group())
+        known = self._groups.get(group) or self._groups.setdefault(group, _Group())
         coming = known.coming.pop((replica, push), None)
         freed = 0 if coming is None else coming.nbytes
         if known.step is not None and local_step < known.step:
@@ -244,7 +244,7 @@ class Staging:
         Returns:
             How many bytes that was; they stay within the budget until ``applied``.
         """
-        known = self._groups.setdefault(group, _Group())
+        known = self._groups.get(group) or self._groups.setdefault(group, _Group())
         known.step = step + 1
         named = {((task, incarnation), push) for task, incarnation, push, _ in pushes}
         for key in [k for k, p in known.coming.items() if p.local_step <= step]:
