@@ -55,14 +55,15 @@ from psync.wire.frames import (
     VERSION,
     Buffer,
     Frame,
+    FrameDecoder,
     Kind,
     Segment,
     encode_head,
     flat,
 )
-from psync.wire.handshake import BULK, ClientHandshake, Protocol, ServerHandshake, State
+from psync.wire.handshake import BULK, Handshake, State
 from psync.wire.lent import LENT_ABOVE_BYTES, Borrowed
-from psync.wire.limits import Limits
+from psync.wire.limits import HANDSHAKE_LIMITS, Limits
 from psync.wire.messages import Failure, Refused
 from psync.wire.remote_errors import exception_of, failure_of
 from psync.wire.tensors import Joined
@@ -324,14 +325,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(
         self,
-        handshake: ClientHandshake | ServerHandshake,
+        handshake: Handshake,
         handlers: dict[type[Message], Handler],
         pool: BlockPool,
         limits: Limits,
         spawn: Spawn,
         memory: SharedMemory | None = None,
     ) -> None:
-        self.wire = Protocol(handshake, limits, self._sink, Request)
+        self.handshake = handshake
         self.task = ""  # the peer's name; proven, and "" until the connection is open
         self.incarnation = 0  # the peer's
         self.client = ("", 0)  # both
@@ -358,7 +359,7 @@ class Connection(asyncio.BufferedProtocol):
         self._limits = limits
         self._memory = memory
         self._loop = asyncio.get_running_loop()
-        self._decoder = self.wire.decoder
+        self._decoder = FrameDecoder(HANDSHAKE_LIMITS, self._sink, Request)
         # Where the next bytes belong is the decoder's to say, and asked for each read.
         self.get_buffer = self._decoder.get_buffer  # type: ignore[method-assign]
         self._transport: Any = None  # asyncio.Transport; None until connected
@@ -545,8 +546,9 @@ class Connection(asyncio.BufferedProtocol):
             if self.is_open:
                 frame = decoder.received(nbytes)
             else:
-                self.wire.bind(self._transport.get_extra_info("channel_binding", b""))
-                self.wire.received(nbytes)
+                binding = self._transport.get_extra_info("channel_binding", b"")
+                self.handshake.binding = binding
+                self.handshake.received(decoder, nbytes)
                 frame = self._go_on_shaking_hands()
             while frame is not None:
                 kind = frame.kind
@@ -766,7 +768,7 @@ class Connection(asyncio.BufferedProtocol):
         except LocalProtocolError as exc:
             if loan is not None and sharing is not None:
                 sharing.withdrawn(loan)
-            exc.add_note(f"while sending {type(message).__name__} to {self.wire.peer_task}")
+            exc.add_note(f"while sending {type(message).__name__} to {self.handshake.peer_task}")
             raise
         if self.tap is not None:
             table = len(head) - PREFIX_BYTES - len(header)  # lengths, extents
@@ -907,12 +909,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def _go_on_shaking_hands(self) -> Frame | None:
         """Say what there is to say; once open, return the first frame if it is there."""
-        self._write(self.wire.data_to_send())
-        if self.wire.state is State.CLOSED:
+        handshake = self.handshake
+        self._write(handshake.data_to_send())
+        if handshake.state is State.CLOSED:
             self.close()
-        elif self.wire.state is State.OPEN:
-            self.task, self.incarnation = self.wire.peer_task, self.wire.peer_incarnation
-            self.client, self.lane = (self.task, self.incarnation), self.wire.lane
+        elif handshake.state is State.OPEN:
+            self.task, self.incarnation = handshake.peer_task, handshake.peer_incarnation
+            self.client, self.lane = (self.task, self.incarnation), handshake.lane
+            self._decoder.limits = self._limits
             self.is_open = True
             self._in_order = self.lane != BULK
             self._deadline.cancel()
@@ -925,7 +929,7 @@ class Connection(asyncio.BufferedProtocol):
     def refuse(self, refused: Refused) -> None:
         """Turn the peer away in the middle of its handshake, and say why."""
         if not self._closing:
-            self.wire.refuse(refused)
+            self.handshake.refuse(refused)
             self._go_on_shaking_hands()
 
     def share(self, channel: SideChannel) -> None:
@@ -991,12 +995,12 @@ class Connection(asyncio.BufferedProtocol):
     def fail(self, error: Exception) -> None:
         """Close because of ``error``, and say where it came from if that was not foreseen."""
         if not isinstance(error, PsyncError):
-            logger.error("a message of %s failed", self.wire.peer_task, exc_info=error)
+            logger.error("a message of %s failed", self.handshake.peer_task, exc_info=error)
         if self.is_open or self._closing:
             self._end(error)
             return
         self.error = error
-        self._write(self.wire.data_to_send())  # what a stranger may know of it
+        self._write(self.handshake.data_to_send())  # what a stranger may know of it
         self._closing = True
         self._transport.close()  # once that is on its way; within the deadline
 

@@ -30,7 +30,7 @@ from psync.net.transport import Listener, one_line, reason
 from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message
 from psync.wire.frames import VERSION
-from psync.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake, State
+from psync.wire.handshake import NONCE_BYTES, ClientHandshake, Handshake, ServerHandshake, State
 from psync.wire.messages import Challenge, Hello, Refused
 
 logger = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ class Endpoint:
         peer.on_opened = self._on_accepted_opened
         peer.on_closed.append(self._on_accepted_closed)
         if is_full:
-            peer.wire.refuse(Refused("full", f"it has {limits.connections} connections"))
+            peer.handshake.refuse(Refused("full", f"it has {limits.connections} connections"))
         else:
             peer.on_made = functools.partial(self._take_place, peer)
         if self._closed:
@@ -344,7 +344,7 @@ class Endpoint:
         self._report_closed(peer)
         if place is None or self._closed:
             return
-        refused = peer.wire.refused
+        refused = peer.handshake.refused
         if refused is not None and refused.reason in _PROVED:
             self._failures.succeeded(place.source)
         else:
@@ -360,7 +360,7 @@ class Endpoint:
 
     # Both.
 
-    def _new_peer(self, handshake: ClientHandshake | ServerHandshake) -> Connection:
+    def _new_peer(self, handshake: Handshake) -> Connection:
         peer = self.platform.parts.of(Connection)(
             handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
             self.platform.memory,
@@ -372,8 +372,8 @@ class Endpoint:
         return peer
 
     def _report_closed(self, peer: Connection) -> None:
-        refused, error = peer.wire.refused, peer.error
-        who = f"{peer.task or peer.wire.peer_task or 'a stranger'} ({peer.peername})"
+        refused, error = peer.handshake.refused, peer.error
+        who = f"{peer.task or peer.handshake.peer_task or 'a stranger'} ({peer.peername})"
         if refused is not None:
             # Whoever finds no room tries again, and says so himself when it takes too long. A task
             # that is fenced has begun anew, or is told by the error that it gets.
@@ -383,7 +383,7 @@ class Endpoint:
             log(level, "%s refused %s: %s", self.task, who, refused.detail)
         elif self._closed:
             return
-        elif peer.wire.state is State.AWAIT_PROOF and not isinstance(error, PsyncError):
+        elif peer.handshake.state is State.AWAIT_PROOF and not isinstance(error, PsyncError):
             # It has seen our proof. It died, or it has another secret: that stands in its own log.
             self._log_stranger(
                 logging.DEBUG, "%s: %s left before its handshake was over", self.task, who
