@@ -22,7 +22,7 @@ from psync.net.shared.regions import SLAB_BYTES, SharedMemory
 from psync.numerics import memory as blocks
 from psync.numerics.memory import Block, BlockPool
 from psync.testing import memory_sharing
-from psync.testing.memory_sharing import channels
+from psync.testing.memory_sharing import channels, make_heap
 from psync.wire import lent
 from psync.wire.frames import Buffer
 from psync.wire.lent import Extent
@@ -370,7 +370,7 @@ def test_the_edges_of_a_region_can_be_lent() -> None:
 
 def test_only_so_many_regions_are_taken() -> None:
     ours, theirs = sides()
-    made = [regions.make_heap(number, 10) for number in range(MAX_REGIONS + 1)]
+    made = [make_heap(number, 10) for number in range(MAX_REGIONS + 1)]
     for each in made:
         ours.channel.give(each.region)
     theirs.sharing.borrow([Extent(MAX_REGIONS - 1, 0, 1)])

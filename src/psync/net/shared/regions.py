@@ -90,7 +90,6 @@ class Region:
         self.fd = fd
         self.address = 0
         self.owner: object = None  # the ``token`` of the memory that it belongs to
-        self.heap: bytearray | None = None  # its memory, if it is in this process only
         # Whose ``region_gone`` is called, in this order: a run of the simulator has no other.
         self.on_gone: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
@@ -107,18 +106,8 @@ class Mapping(mmap.mmap):
     region: Region
 
 
-class Heap(np.ndarray):
-    """A region of a network in memory as its owner sees it; nobody outside of this process can.
-
-    Others see the same memory, which is there for as long as somebody does; the region is gone with
-    its owner's view of it, as between processes.
-    """
-
-    region: Region
-
-
-Make = Callable[[int, int], Mapping | Heap]
-"""Makes a region, given its number and size. Raises OSError."""
+Make = Callable[[int, int], Any]
+"""Makes a region, given its number and size: a buffer that has the ``region``. Raises OSError."""
 
 
 def make_region(number: int, nbytes: int) -> Mapping:
@@ -142,16 +131,6 @@ def make_region(number: int, nbytes: int) -> Mapping:
     mapping.region = region
     region.address = address_of(memoryview(mapping))
     return mapping
-
-
-def make_heap(number: int, nbytes: int) -> Heap:
-    """Make a region for tasks of one process."""
-    memory = bytearray(nbytes)
-    heap = np.frombuffer(memory, np.uint8).view(Heap)
-    heap.region = Region(number, nbytes)
-    heap.region.heap = memory
-    heap.region.address = address_of(heap.data)
-    return heap
 
 
 def map_foreign(fd: int, nbytes: int) -> memoryview:
@@ -196,8 +175,8 @@ def can_make_regions() -> bool:
 def region_of(view: memoryview) -> Region | None:
     """Return the region in which a view of a root lies, or of a part of one."""
     base = _base_of(view)
-    owner: object = base.obj if isinstance(base, memoryview) else None
-    return owner.region if isinstance(owner, Mapping | Heap) else None
+    region = getattr(base.obj, "region", None) if isinstance(base, memoryview) else None
+    return region if isinstance(region, Region) else None
 
 
 def _base_of(view: memoryview) -> object:
@@ -570,7 +549,7 @@ class SharedMemory:
             return None
         made.region.owner = self.token
         self._regions.add(made.region)
-        return made.data if isinstance(made, Heap) else memoryview(made)
+        return memoryview(made)
 
 
 def _shrink(memory: weakref.ref[SharedMemory]) -> None:
