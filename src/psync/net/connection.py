@@ -163,7 +163,7 @@ class Request(Frame, Generic[M]):
         if self.is_held:
             self.peer._unfinished_bytes -= self.nbytes
             if self.peer._pauses:
-                self.peer._read_on()
+                self.peer._pause_or_go_on()
         self.nbytes = 0
 
     def raised(self, error: Exception) -> None:
@@ -375,13 +375,12 @@ class Connection(asyncio.BufferedProtocol):
         # Theirs.
         self._serving: dict[int, Request[Any]] = {}  # that take time, by id
         self._unfinished_bytes = 0  # bodies that handlers still work on
-        self._pauses: set[str] = set()  # why nothing is read now
+        self._pauses = False  # nothing is read now
         # What is sent.
         self._writable = True  # whether the transport has room for large messages
         self._small: list[Buffer] = []  # small messages of this turn of the loop
         self._small_bytes = 0
         self._flush_due = False
-        self._return_due = False  # the loop will say what is given back
         # Large messages until there is room, and small ones behind them; what is lent of each.
         self._waiting: deque[tuple[list[Buffer], Loan | None]] = deque()
         self._room = asyncio.Event()  # set while large messages need not wait, and at the end
@@ -563,8 +562,11 @@ class Connection(asyncio.BufferedProtocol):
                 if decoder.start == decoder.end or self._closing:
                     break
                 frame = decoder.next_frame()
-            if decoder.copying is not None or "copying" in self._pauses:
-                self._go_on_copying()
+            if decoder.copying is not None and not self._closing:
+                self._loop.call_soon(self.buffer_updated, 0)
+                self._pause_or_go_on()
+            elif self._pauses:
+                self._pause_or_go_on()
         except Exception as exc:
             self.fail(exc)
         if self._small:
@@ -572,13 +574,17 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._flush_due = False
 
-    def _go_on_copying(self) -> None:
-        """Until all of a body that is lent is there nothing else is read."""
-        if self._decoder.copying is not None and not self._closing:
-            self.pause_reading("copying")
-            self._loop.call_soon(self.buffer_updated, 0)
+    def _pause_or_go_on(self) -> None:
+        """Read, unless a lent body is still being copied, or handlers have too much to work on."""
+        unfinished = self._unfinished_bytes > self._limits.unfinished_bytes
+        pauses = unfinished or self._decoder.copying is not None
+        if pauses is self._pauses or self._closing:
+            return
+        self._pauses = pauses
+        if pauses:
+            self._transport.pause_reading()
         else:
-            self.resume_reading("copying")
+            self._transport.resume_reading()
 
     def _handle_other(self, kind: int, request_id: int) -> None:
         if kind == _PING:
@@ -712,7 +718,7 @@ class Connection(asyncio.BufferedProtocol):
             self._serving[request.request_id] = request
         self._unfinished_bytes += request.nbytes
         if self._unfinished_bytes > self._limits.unfinished_bytes:
-            self.pause_reading("unfinished")
+            self._pause_or_go_on()
 
     def release(self, request: Request[Any]) -> None:
         """It is answered, or nobody works on it any more."""
@@ -721,11 +727,7 @@ class Connection(asyncio.BufferedProtocol):
             del self._serving[request.request_id]
         self._unfinished_bytes -= request.nbytes
         if self._pauses:
-            self._read_on()
-
-    def _read_on(self) -> None:
-        if self._unfinished_bytes <= self._limits.unfinished_bytes:
-            self.resume_reading("unfinished")
+            self._pause_or_go_on()
 
     # What is sent.
 
@@ -873,19 +875,6 @@ class Connection(asyncio.BufferedProtocol):
         self._writable = True
         self._go_on_writing()
 
-    def pause_reading(self, why: str) -> None:
-        """Stop taking bytes from the peer, until ``resume_reading`` is called for this reason."""
-        if not (self._pauses or self._closing):
-            self._transport.pause_reading()
-        self._pauses.add(why)
-
-    def resume_reading(self, why: str) -> None:
-        """Take bytes again, unless there is another reason not to."""
-        if why in self._pauses:
-            self._pauses.remove(why)
-            if not (self._pauses or self._closing):
-                self._transport.resume_reading()
-
     # Its beginning.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -937,18 +926,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._memory is None:
             channel.close()
             return
-        self.sharing = Sharing(self._memory, channel, Waker(self._return_soon))
+        self.sharing = Sharing(self._memory, channel, Waker(self._say_returns, RETURN_WITHIN_S))
         self._decoder.borrow = self.sharing.borrow
-
-    def _return_soon(self) -> None:
-        assert self.sharing is not None, "it says that there is something"
-        if self.sharing.has_to_say and not self._return_due:
-            self._return_due = True
-            self._loop.call_later(RETURN_WITHIN_S, self._return_now)
-
-    def _return_now(self) -> None:
-        self._return_due = False
-        self._say_returns()
 
     def _say_returns(self) -> None:
         assert self.sharing is not None, "it says that there is something"

@@ -484,7 +484,7 @@ WHO = contextvars.ContextVar("WHO", default="nobody")
 def test_it_is_called_once_a_turn_however_often_it_is_asked_for(turns: Turns) -> None:
     called: list[str] = []
     WHO.set("the one who made it")
-    waker = Waker(lambda: called.append(WHO.get()))
+    waker = Waker(lambda: called.append(WHO.get()), 0.0)
     WHO.set("another one")
     waker()
     waker()
@@ -498,7 +498,7 @@ def test_it_is_called_once_a_turn_however_often_it_is_asked_for(turns: Turns) ->
 
 async def test_another_thread_wakes_the_loop() -> None:
     called = asyncio.Event()
-    thread = threading.Thread(target=Waker(called.set))
+    thread = threading.Thread(target=Waker(called.set, 0.0))
     thread.start()
     await called.wait()
     thread.join()
@@ -509,7 +509,7 @@ def test_a_closed_loop_is_not_called(elsewhere: bool) -> None:
     called: list[str] = []
 
     async def make() -> Waker:
-        return Waker(lambda: called.append("called"))
+        return Waker(lambda: called.append("called"), 0.0)
 
     loop = asyncio.new_event_loop()
     waker = loop.run_until_complete(make())

@@ -371,7 +371,7 @@ async def test_a_peer_that_reads_nothing_costs_memory_up_to_a_limit_and_loses_no
 ) -> None:
     monkeypatch.setattr(bodies, "LENT_BYTES", 8 * MIB)
     async with sharing() as pair:
-        pair.back.pause_reading("test")
+        transport_of(pair.back).pause_reading()
         calls = [
             asyncio.ensure_future(pair.peer.call(pull(0), [to_bytes_view(pattern(MIB, n))]))
             for n in range(30)
@@ -380,7 +380,7 @@ async def test_a_peer_that_reads_nothing_costs_memory_up_to_a_limit_and_loses_no
         assert sharing_of(pair.peer)._copied_bytes <= 9 * MIB
         unsent = transport_of(pair.peer).get_write_buffer_size()
         assert unsent <= WRITE_HIGH_BYTES + 2 * MIB
-        pair.back.resume_reading("test")
+        transport_of(pair.back).resume_reading()
         for number, call in enumerate(calls):
             body = np.frombuffer((await call).segments[0], np.uint8)
             assert np.array_equal(body, pattern(MIB, number))
@@ -453,13 +453,13 @@ async def test_what_a_task_lends_when_it_ends_is_read_although_it_never_read_our
         got.extend(map(bytes, request.segments))
 
     async with sharing(ECHO, {Read: Handler(noted)}) as pair:
-        pair.back.pause_reading("test")
+        transport_of(pair.back).pause_reading()
         pair.peer.notify(pull(0), [bytes(MIB)])
         await until(lambda: sharing_of(pair.peer).bytes_lent == MIB)
         pair.back.notify(pull(0), [to_bytes_view(pattern(MIB))])
-        pair.peer.pause_reading("test")
+        transport_of(pair.peer).pause_reading()
         await pair.server.close()
-        pair.peer.resume_reading("test")
+        transport_of(pair.peer).resume_reading()
         await pair.peer.wait_closed()
         assert got == [pattern(MIB).tobytes()]
 

@@ -433,14 +433,16 @@ def _bound(nbytes: int) -> int:
 
 
 class Waker:
-    """Calls back in a loop, once, whatever thread asks for it, and in whatever it is busy with.
+    """Calls back in a loop soon, whatever thread asks for it, and in whatever it is busy with.
 
     Args:
-        then: What to call.
+        then: What to call, once however often it is asked for meanwhile.
+        within_s: Seconds after which it is called.
     """
 
-    def __init__(self, then: Callable[[], None]) -> None:
+    def __init__(self, then: Callable[[], None], within_s: float) -> None:
         self._then = then
+        self._within_s = within_s
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._is_due = False
@@ -453,9 +455,12 @@ class Waker:
         self._is_due = True
         with contextlib.suppress(RuntimeError):  # the loop is closed
             if threading.get_ident() == self._thread:
-                self._loop.call_soon(self._run, context=self._context)
+                self._wait()
             else:
-                self._loop.call_soon_threadsafe(self._run, context=self._context)
+                self._loop.call_soon_threadsafe(self._wait)
+
+    def _wait(self) -> None:
+        self._loop.call_later(self._within_s, self._run, context=self._context)
 
     def _run(self) -> None:
         self._is_due = False
