@@ -36,7 +36,8 @@ MISPLACED = 78
 """Exit code of a worker of ``psync run`` that runs the program instead of serving: the launcher
 says so, once for all of them."""
 
-_all: list[PerProcess[Any]] = []
+every: list[PerProcess[Any]] = []
+"""All values of a process, so that a test can begin with fresh ones."""
 
 
 class PerProcess(Generic[T]):
@@ -49,23 +50,10 @@ class PerProcess(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self.make = make
         self.value = make()
-        _all.append(self)
+        every.append(self)
 
     def __call__(self) -> T:
         return self.value
-
-
-@contextlib.contextmanager
-def fresh_process() -> Iterator[None]:
-    """Let everything be as in a process that has just begun; afterwards it is as it was."""
-    before = {id(each): each.value for each in _all}
-    for each in _all:
-        each.value = each.make()
-    try:
-        yield
-    finally:
-        for each in _all:  # a module may have been imported meanwhile
-            each.value = before[id(each)] if id(each) in before else each.make()
 
 
 def inherited_file(variable: str) -> int | None:

@@ -17,13 +17,13 @@ import pytest
 
 from open_files import descriptors
 from ports import claimed_ports
-from psync.net.platform import fresh_process
 from psync.net.shared import doors
 from psync.net.shared.door_names import door_beside, name_of_door, shut
 from psync.net.shared.doors import Door, SideChannel, can_share, doors_of, through_door
 from psync.net.shared.regions import make_region
 from psync.net.transport import SocketNetwork
 from psync.testing import settle
+from psync.testing.seams import fresh_process
 from recorder import Recorder, end
 
 

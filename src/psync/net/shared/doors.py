@@ -281,10 +281,10 @@ class Door:
             try:
                 said, fds, all_came = receive_fds(sock, len(PREAMBLE))
             except BlockingIOError:
-                readable = self._loop.create_future()
-                self._loop.add_reader(sock, _set, readable)
+                readable = asyncio.Event()
+                self._loop.add_reader(sock, readable.set)
                 try:
-                    await readable
+                    await readable.wait()
                 finally:
                     self._loop.remove_reader(sock)
                 continue
@@ -297,8 +297,7 @@ class Door:
                 if (channel.family, channel.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
                     return SideChannel(channel)
                 channel.close()
-            for fd in fds:
-                os.close(fd)
+            _close_all(fds)
             raise OSError(errno.EPROTO, "no channel came with a connection")
 
 
@@ -403,8 +402,3 @@ def _is_here(family: int, host: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -503,12 +503,6 @@ class SharedMemory:
             loop, me = asyncio.get_running_loop(), weakref.ref(self)
             self._shrinking = loop.call_later(SHRINK_S, _shrink, me)
 
-    def shrink(self) -> None:
-        """Let the arena keep no more than usual, but for what is in use."""
-        self._stop_shrinking()
-        with self._lock:
-            self.arena.shrink()
-
     def _stop_shrinking(self) -> None:
         if self._shrinking is not None:
             self._shrinking.cancel()
@@ -554,5 +548,7 @@ class SharedMemory:
 
 def _shrink(memory: weakref.ref[SharedMemory]) -> None:
     if (shrunk := memory()) is not None:
-        shrunk.shrink()
+        shrunk._stop_shrinking()
+        with shrunk._lock:
+            shrunk.arena.shrink()
         shrunk.shrink_soon()  # if more is in use now
