@@ -45,6 +45,8 @@ there again."""
 ANSWER_WITHIN_S = 1.0
 """A task that is there accepts a connection sooner."""
 
+HOW_LONG = "PSYNC_CHIEF_TIMEOUT sets how many seconds it waits; none: for ever"
+
 Patience = tuple[float | None, float | None]
 """Seconds until the first chief, and until another one when the last has gone; None: for ever."""
 
@@ -138,11 +140,15 @@ class ChiefPresence:
         self._connections -= 1
         self._changed.set()
 
-    async def missed(self, patience: Patience) -> float:
-        """Wait until there has been none for too long; return how many seconds that was.
+    async def missed(self, task: str, patience: Patience) -> NoReturn:
+        """Wait until there has been none for too long.
 
         Args:
+            task: Name of the task that ends then.
             patience: How long that is; the first number counts from this call on.
+
+        Raises:
+            TrainingEnded: There has been none for so long.
 
         Cancellation: Safe.
         """
@@ -154,8 +160,11 @@ class ChiefPresence:
                 async with asyncio.timeout(None if self._connections else limit_s):
                     await self._changed.wait()
             except TimeoutError:
-                assert limit_s is not None, "None has no end"
-                return limit_s
+                since = "the last one went" if self.has_come else "it started"
+                raise TrainingEnded(
+                    f"{task} ends: no chief has connected within {limit_s:g} s since {since}",
+                    hint=HOW_LONG,
+                ) from None
 
 
 async def until_told(
@@ -174,16 +183,7 @@ async def until_told(
 
     Cancellation: Safe.
     """
-
-    async def give_up() -> NoReturn:
-        seconds = await chief.missed(patience)
-        since = "the last one went" if chief.has_come else "it started"
-        raise TrainingEnded(
-            f"{task} ends: no chief has connected within {seconds:g} s since {since}",
-            hint="PSYNC_CHIEF_TIMEOUT sets how many seconds it waits; none: for ever",
-        )
-
-    await first_of(stopped.wait(), give_up())
+    await first_of(stopped.wait(), chief.missed(task, patience))
 
 
 class TrainingPresence:
@@ -249,7 +249,7 @@ class TrainingPresence:
         raise TrainingEnded(
             f"the evaluator ends: within {self._first_s:g} s nobody has come who trains "
             f"({self._names()})",
-            hint="PSYNC_CHIEF_TIMEOUT sets how many seconds it waits; none: for ever",
+            hint=HOW_LONG,
         )
 
     def describe(self) -> str:

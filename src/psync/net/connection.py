@@ -391,6 +391,16 @@ class Connection(asyncio.BufferedProtocol):
         state = "open" if self.is_open else "closed" if self.is_closed else "opening"
         return f"<Connection {self.task or '?'} {self.lane} {state}, {len(self._calls)} calls>"
 
+    def traffic(self) -> dict[str, int]:
+        """Return how many bytes went over it, or were lent, so far."""
+        sharing = self.sharing
+        return {
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "bytes_lent": 0 if sharing is None else sharing.bytes_lent,
+            "bytes_borrowed": 0 if sharing is None else sharing.bytes_borrowed,
+        }
+
     # Our requests.
 
     @property

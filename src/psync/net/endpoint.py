@@ -7,6 +7,7 @@ import functools
 import logging
 import socket
 import weakref
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,8 +75,8 @@ class Endpoint:
         self._sharings: weakref.WeakSet[Sharing] = weakref.WeakSet()  # of connections that are gone
         self.on_peer: list[Callable[[Connection], None]] = []  # told of each accepted connection
         self._peers: dict[Connection, None] = {}  # open, or in their handshake, in this order
-        # Bytes over connections that are gone.
-        self._sent = self._received = self._lent = self._borrowed = 0
+        # Of connections that are gone.
+        self._traffic = Counter(bytes_sent=0, bytes_received=0, bytes_lent=0, bytes_borrowed=0)
         # Of them, accepted ones in their handshake, the oldest first, and where they come from.
         self._unproven: dict[Connection, handshake_limits.Place] = {}
         self._failures = handshake_limits.FailedHandshakes(self.platform.limits.handshake_failures)
@@ -268,16 +269,14 @@ class Endpoint:
 
     def statistics(self) -> dict[str, int]:
         """Return how many connections are open, or are not yet, and the bytes over all so far."""
-        num_open = len(self.peers)
-        sharings = [each.sharing for each in self._peers if each.sharing is not None]
-        known = {*sharings, *self._sharings}
+        num_open, traffic = len(self.peers), self._traffic.copy()
+        for peer in self._peers:
+            traffic.update(peer.traffic())
+        known = {each.sharing for each in self._peers if each.sharing} | set(self._sharings)
         return {
             "connections": num_open,
             "handshakes": len(self._peers) - num_open,
-            "bytes_sent": self._sent + sum(each.bytes_sent for each in self._peers),
-            "bytes_received": self._received + sum(each.bytes_received for each in self._peers),
-            "bytes_lent": self._lent + sum(each.bytes_lent for each in sharings),
-            "bytes_borrowed": self._borrowed + sum(each.bytes_borrowed for each in sharings),
+            **traffic,
             "bytes_lent_now": sum(each.bytes_lent_now for each in known),
             "bytes_kept_now": sum(each.bytes_kept_now for each in known),
             **self.platform.memory.statistics(),
@@ -296,12 +295,9 @@ class Endpoint:
     def _forget(self, peer: Connection) -> None:
         """A connection is gone; what it has carried still counts."""
         if self._peers.pop(peer, self) is None:
-            self._sent += peer.bytes_sent
-            self._received += peer.bytes_received
-            if (sharing := peer.sharing) is not None:
-                self._lent += sharing.bytes_lent
-                self._borrowed += sharing.bytes_borrowed
-                self._sharings.add(sharing)
+            self._traffic.update(peer.traffic())
+            if peer.sharing is not None:
+                self._sharings.add(peer.sharing)
 
     # Accepting.
 

@@ -72,11 +72,6 @@ class Half:
     outcome: str = ""  # "error", "given up", or "" else
 
     @property
-    def other(self) -> str:
-        """The other task's name."""
-        return self.link[2] if self.is_client else self.link[0]
-
-    @property
     def is_over(self) -> bool:
         """Whether its end is known."""
         return not math.isnan(self.end)
@@ -416,7 +411,7 @@ def _requests(log: TaskLog, names: Names) -> Iterator[Slice]:
         }
         args = {**_fields(half.message), **_fields(half.answer)}
         args |= {name: value for name, value in told.items() if value}
-        lane = f"{'to' if half.is_client else 'from'} {label(half.other)}"
+        lane = f"to {label(half.link[2])}" if half.is_client else f"from {label(half.link[0])}"
         end = half.end if half.is_over else log.end
         yield Slice(lane, type(half.message).__name__, half.begin, end, args, half)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from psync.cluster import join_address, split_address
 from psync.errors import PsyncError
 from psync.net.platform import is_deserted
-from psync.net.shared.door_names import BACKLOG, door_beside, name_of_door, shut
+from psync.net.shared.door_names import BACKLOG, door_beside, shut
 from psync.net.shared.doors import Door, doors_of, through_door
 from psync.net.shared.doors import Factory as Factory
 
@@ -118,7 +118,7 @@ class SocketNetwork:
         loop = asyncio.get_running_loop()
         host, port = split_address(address)
         if self._shares_memory:
-            made = await through_door(await _doors_at(host, port), factory)
+            made = await through_door(await doors_of(host, port), factory)
             if made is not None:
                 return made
         if port is None:
@@ -163,16 +163,6 @@ class SocketNetwork:
         for door in doors:
             keep_from_children(door)
         return [Door(door, factory) for door in doors]
-
-
-async def _doors_at(host: str, port: int | None) -> list[str]:
-    if port is None:
-        try:
-            return [name_of_door(host, None)]
-        except OSError:
-            return []
-    loop = asyncio.get_running_loop()
-    return doors_of(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), port)
 
 
 def reason(error: OSError) -> str:

@@ -339,18 +339,25 @@ async def through_door(
     return made  # type: ignore[no-any-return]
 
 
-def doors_of(infos: Iterable[Any], port: int) -> list[str]:
+async def doors_of(host: str, port: int | None) -> list[str]:
     """Return the names that a door at an address can have.
 
     Args:
-        infos: The address, as ``getaddrinfo`` has resolved it.
-        port: Its port.
+        host: Name or number of the host, or the path of a Unix socket.
+        port: Its port; None: it is a Unix socket.
+
+    Raises:
+        OSError: The name cannot be resolved.
     """
     names = []
-    for family, _, _, _, resolved in infos:
-        host = resolved[0]
-        names.append(name_of_door(host, port))
-        if _is_here(family, host):
+    if port is None:
+        with contextlib.suppress(OSError):
+            names.append(name_of_door(host, None))
+        return names
+    loop = asyncio.get_running_loop()
+    for family, *_, resolved in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        names.append(name_of_door(resolved[0], port))
+        if _is_here(family, resolved[0]):
             names.append(name_of_door("*", port))
     return names
 
