@@ -790,7 +790,9 @@ class Connection(asyncio.BufferedProtocol):
             return buffers
         nbytes += len(head)
         if loan is not None or (body and nbytes > SMALL_BODY_BYTES):  # no header is overtaken
-            self._send_large(buffers, loan)
+            self._waiting.append((buffers, loan))
+            if len(self._waiting) == 1:
+                self._go_on_writing()
             return buffers
         frame = b"".join(buffers) if body else head
         if self._waiting and self._in_order:
@@ -808,18 +810,6 @@ class Connection(asyncio.BufferedProtocol):
                 self._flush_due = True
                 self._loop.call_soon(self.flush)
         return buffers
-
-    def _send_large(self, buffers: list[Buffer], loan: Loan | None) -> None:
-        """Send buffers none of which may change."""
-        idle = self._writable and not self._waiting
-        if idle and loan is None:
-            self.flush()
-            self._write(buffers)
-            return
-        self._waiting.append((buffers, loan))
-        if idle:
-            self._room.clear()  # nothing may overtake it
-            self._go_on_writing()
 
     def flush(self) -> None:
         """Write small messages now, not at the end of this turn: the peer can begin with them."""
@@ -842,21 +832,22 @@ class Connection(asyncio.BufferedProtocol):
             self.bytes_sent += sum(map(len, buffers))
             self._transport.writelines(buffers)
 
-    def _go_on_writing(self) -> None:
-        while self._waiting and self._writable and not self._closing:
-            loan = self._waiting[0][1]
-            if loan is not None and not loan.copy_part():
-                self._loop.call_soon(self._go_on_writing)
-                return
-            self._write_large(*self._waiting.popleft())
+    def _go_on_writing(self, *, at_once: bool = False) -> None:
+        """Write what waits, none of which may change, while there is room; ``at_once``: anyway."""
+        while self._waiting and not self._closing and (self._writable or at_once):
+            buffers, loan = self._waiting[0]
+            while loan is not None and not loan.copy_part():
+                if not at_once:
+                    self._room.clear()  # nothing may overtake it
+                    self._loop.call_soon(self._go_on_writing)
+                    return
+            self._waiting.popleft()
+            if loan is not None and self.sharing is not None:
+                self.sharing.sent(loan)
+            self.flush()
+            self._write(buffers)
         if self._writable:
             self._room.set()
-
-    def _write_large(self, buffers: list[Buffer], loan: Loan | None) -> None:
-        if loan is not None and self.sharing is not None:
-            self.sharing.sent(loan)
-        self.flush()
-        self._write(buffers)
 
     def _withdraw(self, buffers: list[Buffer]) -> bool:
         """Take back what was to be sent; return False if that is too late."""
@@ -955,11 +946,7 @@ class Connection(asyncio.BufferedProtocol):
             self._closing = True
             return
         self.flush()
-        while self._waiting:
-            buffers, loan = self._waiting.popleft()
-            while loan is not None and not loan.copy_part():
-                pass
-            self._write_large(buffers, loan)
+        self._go_on_writing(at_once=True)
         self._closing = True
         self._transport.close()
 

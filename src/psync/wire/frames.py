@@ -309,8 +309,12 @@ class FrameDecoder:
             raise
 
     def _received_body(self, nbytes: int) -> Frame | None:
-        if self._targets:
-            self._advance(nbytes)
+        targets = self._targets
+        if targets:
+            while targets and nbytes >= len(targets[0]):
+                nbytes -= len(targets.popleft())
+            if nbytes:
+                targets[0] = targets[0][nbytes:]
         elif self._discard:
             self._discard -= nbytes
         elif self.copying is not None:
@@ -319,7 +323,7 @@ class FrameDecoder:
         else:
             assert self._error is not None, "else there would be nothing to come"
             raise self._error
-        if self._targets or self._discard:
+        if targets or self._discard:
             return None
         frame, self._frame = self._frame, None
         return frame
@@ -384,16 +388,6 @@ class FrameDecoder:
             self._scratch = np.empty(need, np.uint8).data
         self._scratch[: len(unread)] = unread
         self.start, self.end = 0, len(unread)
-
-    # Body: straight into its targets.
-
-    def _advance(self, nbytes: int) -> None:
-        """Count ``nbytes`` more in the first target; go on to one that has room, or to none."""
-        targets = self._targets
-        while targets and nbytes >= len(targets[0]):
-            nbytes -= len(targets.popleft())
-        if nbytes:
-            targets[0] = targets[0][nbytes:]
 
 
 _BROKEN = Frame()
