@@ -356,8 +356,9 @@ async def doors_of(host: str, port: int | None) -> list[str]:
         return names
     loop = asyncio.get_running_loop()
     for family, *_, resolved in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        names.append(name_of_door(resolved[0], port))
-        if _is_here(family, resolved[0]):
+        number = str(resolved[0])
+        names.append(name_of_door(number, port))
+        if _is_here(family, number):
             names.append(name_of_door("*", port))
     return names
 
