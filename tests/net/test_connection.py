@@ -962,6 +962,16 @@ def test_a_call_whose_answer_is_nonsense_fails(
     assert isinstance(caught.value.__cause__, RemoteProtocolError)
 
 
+def test_nothing_is_served_behind_a_frame_that_is_wrong(turns: Turns) -> None:
+    served: list[Request[Any]] = []
+    pair = peered(turns, {AskStatistics: Handler(served.append)})
+    raw(Kind.HELLO, 0, b"")(pair.peer)
+    raw(Kind.REQUEST, 1, AskStatistics())(pair.peer)
+    turns.settle()
+    assert pair.back.is_closed
+    assert served == []
+
+
 def test_answers_that_nobody_waits_for_are_ignored(turns: Turns) -> None:
     pair = peered(turns, SERVED)
     for misbehave in (

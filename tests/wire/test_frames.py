@@ -376,28 +376,6 @@ def test_what_is_at_its_limits_passes() -> None:
     assert frame.lengths == (100, 50, 0, 0)
 
 
-def test_once_broken_it_stays_broken() -> None:
-    decoder = FrameDecoder(DEFAULT_LIMITS, Anywhere())
-    with pytest.raises(RemoteProtocolError) as first:
-        pour(decoder, prefix(kind=99))
-    with pytest.raises(RemoteProtocolError) as second:
-        pour(decoder, frame_bytes(Kind.PING, 0, b""))
-    assert second.value is first.value
-    with pytest.raises(RemoteProtocolError):
-        decoder.next_frame()
-
-
-def test_a_sink_that_fails_breaks_the_decoder() -> None:
-    def sink(frame: Frame) -> None:
-        raise ZeroDivisionError
-
-    decoder = FrameDecoder(DEFAULT_LIMITS, sink)
-    with pytest.raises(ZeroDivisionError):
-        pour(decoder, frame_bytes(Kind.REPLY, 1, b"", [b"x"]))
-    with pytest.raises(ZeroDivisionError):
-        decoder.next_frame()
-
-
 def test_frames_before_a_fault_are_handed_out() -> None:
     decoder = FrameDecoder(DEFAULT_LIMITS, Anywhere())
     data = frame_bytes(Kind.PING, 0, b"") + bytes(32)
@@ -572,7 +550,7 @@ def test_as_many_extents_as_there_can_be_arrive() -> None:
         ([(1, 0, 10), (1, 2**64 - 1, 1)], None, "no such memory"),
     ],
 )
-def test_extents_that_lie_nowhere_are_refused_for_good(
+def test_extents_that_lie_nowhere_are_refused(
     extents: list[tuple[int, int, int]], lengths: list[int] | None, told: str
 ) -> None:
     lengths = [sum(each[2] for each in extents)] if lengths is None else lengths
@@ -581,8 +559,6 @@ def test_extents_that_lie_nowhere_are_refused_for_good(
     decoder, _ = borrowing()
     with pytest.raises(RemoteProtocolError, match=told):
         pour_head(decoder, data)
-    with pytest.raises(RemoteProtocolError, match=told):
-        pour_head(decoder, frame_bytes(Kind.PING, 0, b""))
 
 
 def test_limits_hold_for_what_is_lent() -> None:

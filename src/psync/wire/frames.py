@@ -181,7 +181,7 @@ def encode_head(
 
 
 class FrameDecoder:
-    """Turns bytes into frames; once broken, stays broken.
+    """Turns bytes into frames. Not to be used any more once it has raised.
 
     Use: ``get_buffer`` → fill it → ``received(n)`` → a frame or None; after a frame,
     ``next_frame()`` until it returns None. While a body that is lent is ``copying``,
@@ -211,7 +211,6 @@ class FrameDecoder:
         self._frame: Frame | None = None  # whose body is being received, else None
         self._targets: deque[memoryview] = deque()  # where the rest of the body goes
         self._discard = 0  # bytes of a body still to be thrown away
-        self._error: Exception | None = None  # set once broken
 
     def get_buffer(self, sizehint: int = -1) -> memoryview:
         """Return memory for the next bytes of the stream, however many; never empty."""
@@ -244,69 +243,65 @@ class FrameDecoder:
         magic, version, kind, extents, request_id, header_len, count, body_len = PREFIX.unpack_from(
             scratch, start
         )
-        try:
-            if (
-                magic != MAGIC
-                or version != VERSION
-                or kind not in _KINDS
-                or (extents and (self.borrow is None or not count))
-            ):
-                raise _not_a_frame(magic, version, kind, extents)
-            if (
-                header_len > limits.header_bytes
-                or count > limits.segments
-                or body_len > limits.body_bytes
-                or body_len > limits.segment_bytes
-            ):
-                _check_sizes(FrameTooLarge, limits, header_len, count, body_len)
-            head = start + PREFIX_BYTES + 8 * count + EXTENT_BYTES * extents
-            body = head + header_len
-            if end < body:
-                if body > len(scratch):
-                    self._compact(body - start)
-                return None
-            frame = self._make()
-            frame.kind, frame.request_id, frame.nbytes = kind, request_id, body_len
-            frame.header, frame.lengths, frame.segments = bytes(scratch[head:body]), (), ()
-            frame.message = frame.token = frame.borrowed = None  # type: ignore[assignment]
-            self.start = body
-            if not (count or body_len):
-                return frame
-            lengths = _with_lengths("<", count).unpack_from(scratch, start + PREFIX_BYTES)
-            frame.lengths = lengths
-            if body_len > limits.segment_bytes:
-                _check_sizes(FrameTooLarge, limits, header_len, count, body_len, lengths)
-            if sum(lengths) != body_len:
-                raise RemoteProtocolError(
-                    f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
-                )
-            if extents:
-                named = scratch[head - EXTENT_BYTES * extents : head]
-                return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
-            targets = self._sink(frame)
-            if end - body > body_len:
-                end = body + body_len
-            self.start = end
-            if targets is None:
-                self._discard = body + body_len - end
-            else:
-                at = body
-                for target in targets:
-                    stop = at + len(target)
-                    if stop <= end:
-                        target[:] = scratch[at:stop]
-                    else:
-                        there = max(0, end - at)
-                        target[:there] = scratch[at : at + there]
-                        self._targets.append(target[there:])
-                    at = stop
-            if self._targets or self._discard:
-                self._frame = frame
-                return None
+        if (
+            magic != MAGIC
+            or version != VERSION
+            or kind not in _KINDS
+            or (extents and (self.borrow is None or not count))
+        ):
+            raise _not_a_frame(magic, version, kind, extents)
+        if (
+            header_len > limits.header_bytes
+            or count > limits.segments
+            or body_len > limits.body_bytes
+            or body_len > limits.segment_bytes
+        ):
+            _check_sizes(FrameTooLarge, limits, header_len, count, body_len)
+        head = start + PREFIX_BYTES + 8 * count + EXTENT_BYTES * extents
+        body = head + header_len
+        if end < body:
+            if body > len(scratch):
+                self._compact(body - start)
+            return None
+        frame = self._make()
+        frame.kind, frame.request_id, frame.nbytes = kind, request_id, body_len
+        frame.header, frame.lengths, frame.segments = bytes(scratch[head:body]), (), ()
+        frame.message = frame.token = frame.borrowed = None  # type: ignore[assignment]
+        self.start = body
+        if not (count or body_len):
             return frame
-        except Exception as exc:
-            self._error, self._frame = exc, _BROKEN
-            raise
+        lengths = _with_lengths("<", count).unpack_from(scratch, start + PREFIX_BYTES)
+        frame.lengths = lengths
+        if body_len > limits.segment_bytes:
+            _check_sizes(FrameTooLarge, limits, header_len, count, body_len, lengths)
+        if sum(lengths) != body_len:
+            raise RemoteProtocolError(
+                f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
+            )
+        if extents:
+            named = scratch[head - EXTENT_BYTES * extents : head]
+            return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
+        targets = self._sink(frame)
+        if end - body > body_len:
+            end = body + body_len
+        self.start = end
+        if targets is None:
+            self._discard = body + body_len - end
+        else:
+            at = body
+            for target in targets:
+                stop = at + len(target)
+                if stop <= end:
+                    target[:] = scratch[at:stop]
+                else:
+                    there = max(0, end - at)
+                    target[:there] = scratch[at : at + there]
+                    self._targets.append(target[there:])
+                at = stop
+        if self._targets or self._discard:
+            self._frame = frame
+            return None
+        return frame
 
     def _received_body(self, nbytes: int) -> Frame | None:
         targets = self._targets
@@ -317,12 +312,9 @@ class FrameDecoder:
                 targets[0] = targets[0][nbytes:]
         elif self._discard:
             self._discard -= nbytes
-        elif self.copying is not None:
+        else:
             self.end += nbytes
             return self._copy_more()
-        else:
-            assert self._error is not None, "else there would be nothing to come"
-            raise self._error
         if targets or self._discard:
             return None
         frame, self._frame = self._frame, None
@@ -334,8 +326,6 @@ class FrameDecoder:
         Raises:
             RemoteProtocolError: As ``received``.
         """
-        if self._error is not None:
-            raise self._error
         return None if self.start == self.end or self._frame is not None else self.received(0)
 
     def redirect(self, token: object) -> None:
@@ -388,12 +378,6 @@ class FrameDecoder:
             self._scratch = np.empty(need, np.uint8).data
         self._scratch[: len(unread)] = unread
         self.start, self.end = 0, len(unread)
-
-
-_BROKEN = Frame()
-"""Is being received where the stream is broken."""
-
-_BROKEN.token = _BROKEN  # nobody else's
 
 
 def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemoteProtocolError:
