@@ -17,6 +17,7 @@ from typing import NoReturn
 from psync.errors import ConfigurationError, TrainingEnded
 from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
+from psync.net.platform import number_in
 from psync.net.shielding import first_of
 from psync.net.transport import Network
 
@@ -68,10 +69,7 @@ def chief_timeouts(environ: Mapping[str, str], given: str | None = None) -> Pati
         return (None, None) if environ.get("PSYNC_LAUNCHED") else (FIRST_CHIEF_S, NEXT_CHIEF_S)
     if text.strip().lower() == "none":
         return None, None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = number_in(text)
     if not 0 < seconds < math.inf:
         raise ConfigurationError(f"chief timeout: expected seconds above 0, or none, got {text!r}")
     return seconds, seconds

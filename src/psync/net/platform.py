@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import random
 import socket
@@ -105,6 +106,14 @@ def flag(environ: Mapping[str, str], variable: str) -> bool | None:
     if text not in ("", "0", "1"):
         raise ConfigurationError(f"{variable}: expected 0 or 1, got {text!r}")
     return text == "1" if text else None
+
+
+def number_in(text: str) -> float:
+    """Return the number that a variable is; NaN: it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 class Follower(Protocol):

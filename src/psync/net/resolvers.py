@@ -315,9 +315,7 @@ class TFConfigClusterResolver(ClusterResolver):
         if isinstance(index, str) and re.fullmatch(r"[0-9]{1,9}", index):
             return int(index)
         if index is not None and type(index) is not int:
-            raise ConfigurationError(
-                f"TF_CONFIG: task.index: expected a whole number, got {reprlib.repr(index)}"
-            )
+            raise _misfit("task.index: ", "a whole number", index)
         return index
 
     def _known_master(self, is_task_given: bool, rpc_layer: str | None) -> str | None:
@@ -340,19 +338,19 @@ class TFConfigClusterResolver(ClusterResolver):
                 '"task": {"type": "worker", "index": 0}}',
             ) from None
         if not isinstance(config, dict):
-            raise ConfigurationError(
-                f"TF_CONFIG: expected a JSON object, got {reprlib.repr(config)}"
-            )
+            raise _misfit("", "a JSON object", config)
         return config
 
 
 def _in(config: dict[str, Any], field: str, kind: type[T], expected: str) -> T | None:
     value = config.get(field.rpartition(".")[2])
     if value is not None and not isinstance(value, kind):
-        raise ConfigurationError(
-            f"TF_CONFIG: {field}: expected {expected}, got {reprlib.repr(value)}"
-        )
+        raise _misfit(f"{field}: ", expected, value)
     return value
+
+
+def _misfit(where: str, expected: str, got: object) -> ConfigurationError:
+    return ConfigurationError(f"TF_CONFIG: {where}expected {expected}, got {reprlib.repr(got)}")
 
 
 class UnionClusterResolver(ClusterResolver):

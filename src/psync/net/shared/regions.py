@@ -174,9 +174,14 @@ def can_make_regions() -> bool:
 
 def region_of(view: memoryview) -> Region | None:
     """Return the region in which a view of a root lies, or of a part of one."""
-    base = _base_of(view)
-    region = getattr(base.obj, "region", None) if isinstance(base, memoryview) else None
+    region = getattr(_owner_of(view), "region", None)
     return region if isinstance(region, Region) else None
+
+
+def _owner_of(view: memoryview) -> object:
+    """Return whose memory an array of this view shows, if that is no array itself; else None."""
+    base = _base_of(view)
+    return base.obj if isinstance(base, memoryview) else None
 
 
 def _base_of(view: memoryview) -> object:
@@ -351,9 +356,7 @@ def _line_up(layout: Layout) -> bool:
 
 def _mapping_of(piece: memoryview) -> mmap.mmap | None:
     """Return the mapping that a part of a body lies in; None: it is one of a network in memory."""
-    root: object = piece.obj
-    base: object = root.base if isinstance(root, np.ndarray) else None
-    mapping: object = base.obj if isinstance(base, memoryview) else None
+    mapping = _owner_of(piece)
     return mapping if isinstance(mapping, mmap.mmap) else None
 
 
