@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import socket
 import weakref
@@ -102,34 +103,27 @@ class Endpoint:
         Cancellation: Safe.
         """
         self._check_not_closed()
-        try:
-            listener = await self._listen(address)
-        except OSError as exc:
-            raise ConfigurationError(
-                f"{self.task} cannot listen on {address}: {reason(exc)}",
-                hint="is another process listening there, such as a task of an earlier run? is it "
-                "an address of this machine?",
-            ) from exc
-        self._listeners.append(listener)
-        return listener
-
-    async def _listen(self, address: str) -> Listener:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + OWN_NAME_WITHIN_S
-        attempt = 0
-        while True:
+        for attempt in itertools.count():
             try:
-                return await self.platform.network.listen(address, self._accept)
-            except socket.gaierror as exc:
-                if loop.time() >= deadline:
-                    raise
+                listener = await self.platform.network.listen(address, self._accept)
+                break
+            except OSError as exc:
+                if not isinstance(exc, socket.gaierror) or loop.time() >= deadline:
+                    raise ConfigurationError(
+                        f"{self.task} cannot listen on {address}: {reason(exc)}",
+                        hint="is another process listening there, such as a task of an earlier "
+                        "run? is it an address of this machine?",
+                    ) from exc
                 if not attempt:
                     logger.warning(
                         "%s cannot listen on %s yet, and retries for %.0f s: %s",
                         self.task, address, OWN_NAME_WITHIN_S, reason(exc),
                     )  # fmt: skip
             await asyncio.sleep(backoff(attempt, self.platform.uniform()))
-            attempt += 1
+        self._listeners.append(listener)
+        return listener
 
     async def connect(self, address: str, expect: str, lane: str = "control") -> Connection:
         """Open one connection to the task ``expect`` at ``address``; one attempt.
