@@ -718,17 +718,15 @@ class Connection(asyncio.BufferedProtocol):
         except Exception as exc:
             request.raised(exc)
         else:
-            if not request.over and (number or request.in_coroutine):
-                self._hold(request)
-
-    def _hold(self, request: Request[Any]) -> None:
-        """It takes time. Bodies that handlers work on are bounded: above that no more is read."""
-        request.is_held = True
-        if request.request_id:
-            self._serving[request.request_id] = request
-        self._unfinished_bytes += request.nbytes
-        if self._unfinished_bytes > self._limits.unfinished_bytes:
-            self._pause_or_go_on()
+            if request.over or not (number or request.in_coroutine):
+                return
+            # Bodies that handlers work on are bounded: above that no more is read.
+            request.is_held = True
+            if number:
+                self._serving[number] = request
+            self._unfinished_bytes += request.nbytes
+            if self._unfinished_bytes > self._limits.unfinished_bytes:
+                self._pause_or_go_on()
 
     def release(self, request: Request[Any]) -> None:
         """It is answered, or nobody works on it any more."""

@@ -268,7 +268,7 @@ class Windows:
         return {"windows": len(sizes), "window_bytes": sum(sizes)}
 
     def _window(self, pieces: Sequence[memoryview]) -> _Window | None:
-        mappings = [_mapping_of(piece) for piece in pieces]
+        mappings = list(map(_owner_of, pieces))  # else pieces of a network in memory
         layout = tuple(
             (id(mapping), address_of(piece), len(piece))
             for mapping, piece in zip(mappings, pieces, strict=True)
@@ -280,7 +280,13 @@ class Windows:
         nbytes = sum(map(len, pieces))
         if self._mremap is None or not WORTH_BYTES <= nbytes <= MAX_WINDOW_BYTES:
             return None
-        if any(mapping is None for mapping in mappings) or not _line_up(layout):
+        if not all(isinstance(mapping, mmap.mmap) for mapping in mappings):
+            return None
+        ends = itertools.accumulate(size for _, _, size in layout)
+        if any(
+            (address + size - end) % PAGE
+            for (_, address, size), end in zip(layout, ends, strict=True)
+        ):  # they do not line up
             return None
         try:
             window = _Window(layout, self._mremap)
@@ -343,21 +349,6 @@ class _Window:
 
 
 _given_up: list[mmap.mmap] = []
-
-
-def _line_up(layout: Layout) -> bool:
-    start = 0
-    for _, address, nbytes in layout:
-        if (address - start) % PAGE:
-            return False
-        start += nbytes
-    return True
-
-
-def _mapping_of(piece: memoryview) -> mmap.mmap | None:
-    """Return the mapping that a part of a body lies in; None: it is one of a network in memory."""
-    mapping = _owner_of(piece)
-    return mapping if isinstance(mapping, mmap.mmap) else None
 
 
 def _mremap() -> Callable[..., int | None] | None:
