@@ -19,18 +19,20 @@ from psync.errors import (
     RemoteProtocolError,
     VersionMismatch,
 )
-from psync.wire import lent as lent_module
+from psync.wire import frames as module
 from psync.wire.frames import (
+    EXTENT,
+    MAX_EXTENTS,
     PREFIX,
     PREFIX_BYTES,
     SCRATCH_BYTES,
+    Extent,
     Frame,
     FrameDecoder,
     Kind,
     Segment,
     encode_head,
 )
-from psync.wire.lent import EXTENT, MAX_EXTENTS, Extent
 from psync.wire.limits import DEFAULT_LIMITS, HANDSHAKE_LIMITS, Limits
 from psync.wire.tensors import Joined, to_bytes_view
 from wire_tools import Anywhere, Lender, encode_frame, joined, pour, splits
@@ -452,7 +454,7 @@ def test_any_extents_come_as_their_bytes(
     edges = [0, *sorted(min(point, len(body)) for point in points), len(body)]
     lengths = [stop - start for start, stop in itertools.pairwise(edges)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lent_module, "COPY_BYTES", at_once)
+        patch.setattr(module, "COPY_BYTES", at_once)
         decoder, lender = borrowing()
         (frame,) = pour(decoder, lent_bytes(extents, lengths), pieces)
     assert b"".join(body_of(frame)) == body
@@ -483,7 +485,7 @@ def test_a_lent_body_that_nobody_wants_is_given_back() -> None:
 def test_a_large_one_is_copied_piece_by_piece_and_nothing_is_looked_at_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lent_module, "COPY_BYTES", 40)
+    monkeypatch.setattr(module, "COPY_BYTES", 40)
     decoder, lender = borrowing()
     data = lent_bytes([(1, 0, 100)]) + frame_bytes(Kind.PING, 0, b"")
     decoder.get_buffer()[: len(data)] = data
@@ -506,7 +508,7 @@ def test_a_large_one_is_copied_piece_by_piece_and_nothing_is_looked_at_meanwhile
 def test_a_receiver_that_gives_up_a_lent_body_is_not_written_to_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lent_module, "COPY_BYTES", 40)
+    monkeypatch.setattr(module, "COPY_BYTES", 40)
     memory, token = bytearray(100), object()
 
     def sink(frame: Frame) -> Sequence[memoryview]:

@@ -48,11 +48,14 @@ from psync.net.transport import name_of, set_options
 from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import (
+    LENT_ABOVE_BYTES,
     MAGIC,
     PREFIX,
     PREFIX_BYTES,
+    SENT,
     SMALL_BODY_BYTES,
     VERSION,
+    Borrowed,
     Buffer,
     Frame,
     FrameDecoder,
@@ -62,7 +65,6 @@ from psync.wire.frames import (
     flat,
 )
 from psync.wire.handshake import BULK, Handshake, State
-from psync.wire.lent import LENT_ABOVE_BYTES, Borrowed
 from psync.wire.limits import HANDSHAKE_LIMITS, Limits
 from psync.wire.messages import Failure, Refused
 from psync.wire.remote_errors import exception_of, failure_of
@@ -78,9 +80,6 @@ RETURN_WITHIN_S = 0.001
 once it would cost as much as a message of its own, at both ends."""
 
 _NONE: Sequence[Any] = ()  # neither segments nor extents
-
-SENT = 256
-"""Added to the kind of a message that is shown to a tap, if it goes out."""
 
 # Members of an enum are slow to look up.
 _REQUEST, _REPLY, _ERROR, _NOTIFY = map(int, (Kind.REQUEST, Kind.REPLY, Kind.ERROR, Kind.NOTIFY))

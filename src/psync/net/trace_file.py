@@ -25,9 +25,7 @@ import numpy as np
 from psync.errors import PsyncError
 from psync.wire import messages
 from psync.wire.codec import Message, decode
-from psync.wire.frames import Kind
-
-SENT = 256  # as ``net.connection``
+from psync.wire.frames import SENT, Kind
 
 KINDS = ("compute", "pull", "push", "wait")  # as ``client.counters``
 

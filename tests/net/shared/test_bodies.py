@@ -23,9 +23,8 @@ from psync.numerics import memory as blocks
 from psync.numerics.memory import Block, BlockPool
 from psync.testing import memory_sharing
 from psync.testing.memory_sharing import channels, make_heap
-from psync.wire import lent
-from psync.wire.frames import Buffer
-from psync.wire.lent import Extent
+from psync.wire import frames
+from psync.wire.frames import Buffer, Extent
 from turns import Turns
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -171,7 +170,7 @@ def test_any_mix_of_buffers_arrives(drawn: list[tuple[str, int]], at_once: int) 
         buffers.append(made.data[1:-1])
     expected = b"".join(buffers)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lent, "COPY_BYTES", at_once)
+        patch.setattr(frames, "COPY_BYTES", at_once)
         extents = ours.lend(*buffers)
     borrowed = theirs.sharing.borrow(extents)
     assert body(borrowed) == expected
@@ -706,7 +705,7 @@ def test_memory_is_never_written_while_it_is_read_and_free_at_last(
         (regions, "SLAB_BYTES", 1000),
         (bodies, "LENT_BYTES", 3000),
         (bodies, "MAX_GIVEN", 8),
-        (lent, "COPY_BYTES", 60),
+        (frames, "COPY_BYTES", 60),
         (blocks, "_MIN_POOLED_BYTES", 1),
         (memory_sharing, "REFUSED", 0.1),
     ):

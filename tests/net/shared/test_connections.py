@@ -23,7 +23,7 @@ from psync.net.shared import bodies, regions
 from psync.net.shared.bodies import Sharing
 from psync.net.transport import SocketNetwork
 from psync.numerics.memory import Block, BlockPool
-from psync.wire import lent
+from psync.wire import frames
 from psync.wire.handshake import BULK
 from psync.wire.limits import Limits
 from psync.wire.messages import AskStatistics, Done, Pulled, Read
@@ -254,7 +254,7 @@ async def test_what_is_too_large_to_be_sent_does_not_count_as_lent() -> None:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lent, "COPY_BYTES", 10_000)
+    monkeypatch.setattr(frames, "COPY_BYTES", 10_000)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -398,7 +398,7 @@ async def test_closing_sends_what_is_still_to_be_copied(monkeypatch: pytest.Monk
 
     async with sharing({Read: Handler(noted)}) as pair:
         with monkeypatch.context() as patch:
-            patch.setattr(lent, "COPY_BYTES", 10_000)
+            patch.setattr(frames, "COPY_BYTES", 10_000)
             for number in range(3):
                 pair.peer.notify(pull(0), [to_bytes_view(pattern(MIB, number))])
         assert not is_writable(pair.peer)

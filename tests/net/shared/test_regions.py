@@ -37,7 +37,7 @@ from psync.numerics.memory import SHARING_BYTES
 from psync.specs import dtype_of
 from psync.testing import run_virtual
 from psync.testing.memory_sharing import Heap, make_heap
-from psync.wire.lent import LENT_ABOVE_BYTES
+from psync.wire.frames import LENT_ABOVE_BYTES
 from psync.wire.tensors import to_bytes_view
 
 PAGE = mmap.PAGESIZE

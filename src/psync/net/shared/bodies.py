@@ -29,8 +29,7 @@ from dataclasses import dataclass, field
 from psync.errors import RemoteProtocolError
 from psync.net.shared.doors import SideChannel
 from psync.net.shared.regions import Region, SharedMemory, offset_of, root_of
-from psync.wire.frames import Buffer
-from psync.wire.lent import MAX_EXTENTS, Extent, copies
+from psync.wire.frames import MAX_EXTENTS, Buffer, Extent, copies
 from psync.wire.tensors import to_bytes_view
 
 LENT_BYTES = 256 << 20
@@ -388,7 +387,7 @@ class Sharing:
 
 
 class BorrowedBody:
-    """See ``wire.lent.Borrowed``."""
+    """See ``wire.frames.Borrowed``."""
 
     __slots__ = ("_gone", "_nbytes", "_number", "_sharing", "is_kept", "views")
 

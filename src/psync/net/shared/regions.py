@@ -44,7 +44,7 @@ import numpy as np
 
 from psync.errors import RemoteProtocolError
 from psync.numerics.memory import POOL_BYTES, SHARING_BYTES, BlockPool, roomy
-from psync.wire.lent import LENT_ABOVE_BYTES
+from psync.wire.frames import LENT_ABOVE_BYTES
 
 SLAB_BYTES = 16 << 20
 """Of one region; what is larger has a region of its own."""
