@@ -442,8 +442,9 @@ class Connection(asyncio.BufferedProtocol):
         number = self.ask(message, segments, future, into, copied=copied)
         timer: asyncio.TimerHandle | None = None
         if deadline is not None:
-            seconds = deadline - self._loop.time()
-            timer = self._loop.call_at(deadline, self._expire, number, message, seconds)
+            limit = f"{round(max(0.0, deadline - self._loop.time()), 3):g} s"
+            what = f"{self.task} did not answer {type(message).__name__} within {limit}"
+            timer = self._loop.call_at(deadline, fail, future, DeadlineExceeded(what))
         try:
             return await future
         finally:
@@ -451,15 +452,6 @@ class Connection(asyncio.BufferedProtocol):
                 self.give_up(number)
             if timer is not None:
                 timer.cancel()
-
-    def _expire(self, number: int, message: Message, seconds: float) -> None:
-        call = self._calls.get(number)
-        if call is None:  # it was answered in this turn
-            return
-        self.give_up(number)
-        limit = f"{round(max(0.0, seconds), 3):g} s"
-        what = f"{self.task} did not answer {type(message).__name__} within {limit}"
-        _tell(call[0], DeadlineExceeded(what))
 
     def ask(
         self,

@@ -313,7 +313,7 @@ class Sharing:
             if number in self._given:
                 self._given.discard(number)
                 gone.append(number)
-        if self._closed and not (self._num_kept or self.is_over):
+        if self._closed:
             self._settle()
         return returns, gone
 
@@ -347,8 +347,7 @@ class Sharing:
         self._regions.clear()  # who reads in one holds it; nothing else is in them any more
         if self._lent:
             self._channel.when_ended(self._end_lent)
-        if not self._num_kept:
-            self._settle()
+        self._settle()
 
     def drop(self) -> None:
         """This task ends, or nobody at either end reads any more: lend nothing.
@@ -371,6 +370,9 @@ class Sharing:
             self._channel.close()
 
     def _settle(self) -> None:
+        """Say that this side reads no more, once that is so; with nothing lent either, end it."""
+        if self._num_kept or self.is_over:
+            return
         self._channel.end()
         if not self._lent:
             self.drop()
@@ -382,8 +384,7 @@ class Sharing:
 
     def _end_lent(self) -> None:
         self._forget_lent()
-        if not self._num_kept:
-            self.drop()
+        self._settle()
 
 
 class BorrowedBody:
