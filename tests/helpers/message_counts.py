@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 import psync
-from psync.net.connection import SENT, Connection, Tap
+from psync.net.connection import Connection, Tap
 from psync.net.endpoint import Endpoint
 from psync.wire.codec import decode
-from psync.wire.frames import PREFIX_BYTES, Kind
+from psync.wire.frames import PREFIX_BYTES, SENT, Kind
 from psync.wire.messages import LogEntries, LogTaken
 
 WARM_UP, TIMES = 5, 10

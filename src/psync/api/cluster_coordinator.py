@@ -57,8 +57,8 @@ from psync.net.environment import (
     script_is_shared,
 )
 from psync.net.environment import watchdog_timeout as watchdog_timeout_here
-from psync.net.notebook_cells import of_no_cell
 from psync.net.platform import PerProcess, Platform
+from psync.net.shielding import of_no_cell
 from psync.net.task_reports import add_description
 from psync.net.trace import Trace, tracing
 from psync.specs import checked_kind

@@ -25,11 +25,9 @@ from psync.net.shared.regions import (
     SEALS,
     SHRINK_S,
     SLAB_BYTES,
-    Heap,
     Mapping,
     SharedMemory,
     can_make_regions,
-    make_heap,
     make_region,
     map_foreign,
     offset_of,
@@ -38,7 +36,8 @@ from psync.net.shared.regions import (
 from psync.numerics.memory import SHARING_BYTES
 from psync.specs import dtype_of
 from psync.testing import run_virtual
-from psync.wire.lent import LENT_ABOVE_BYTES
+from psync.testing.memory_sharing import Heap, make_heap
+from psync.wire.frames import LENT_ABOVE_BYTES
 from psync.wire.tensors import to_bytes_view
 
 PAGE = mmap.PAGESIZE

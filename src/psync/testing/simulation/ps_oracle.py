@@ -148,7 +148,10 @@ def have_full_budgets(tasks: Mapping[str, Any]) -> bool:
             sender is not None
             and sender._under_way >= MAX_UNDER_WAY
             and log.shipped < log.last
-            and any("unfinished" in peer._pauses for peer in primary._endpoint.peers)
+            and any(
+                not peer._in_order and peer._unfinished_bytes > peer._limits.unfinished_bytes
+                for peer in primary._endpoint.peers
+            )
         ):
             full.add((host.task, sender.order.task))
     return any((backup, host) in full for host, backup in full)

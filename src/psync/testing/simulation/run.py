@@ -22,12 +22,12 @@ from typing import Any
 import psync
 from psync.api import scopes
 from psync.checkpoints.ownership import let_go_of_all
-from psync.net.platform import fresh_process
 from psync.net.shared import regions
 from psync.ps import comparison, cooperative_work
 from psync.ps.updates import PsUpdates
 from psync.serialization import failures
 from psync.testing.clock import Deadlock, describe_tasks
+from psync.testing.seams import fresh_process
 from psync.testing.simulation.journal import Journal, Violation
 from psync.testing.simulation.mutants import MUTANTS, mutated
 from psync.testing.simulation.plan import Plan

@@ -26,7 +26,7 @@ from psync.net.connection import OwnRequest, Request
 from psync.net.shared import bodies, regions
 from psync.numerics import memory
 from psync.ps import accumulators, cooperative_work, executor
-from psync.wire import frames, lent
+from psync.wire import frames
 
 LATE_S = (0.003, 0.05, 0.5)
 """Seconds by which acknowledgements are late; a backup may be silent for longer."""
@@ -76,13 +76,13 @@ SIZES: Mapping[str, Size] = {
     "cores": Size(((cooperative_work, "usable_cores"),), (2, 4), _answer),
     "whole pushes": Size(((frames, "SMALL_BODY_BYTES"),), (0, 100)),
     "lent": Size(
-        ((lent, "LENT_ABOVE_BYTES"), (bodies, "PIECE_BYTES"), (memory, "ABOVE_BYTES")),
+        ((frames, "LENT_ABOVE_BYTES"), (bodies, "PIECE_BYTES"), (memory, "ABOVE_BYTES")),
         (0, 100),
     ),
     "kept": Size(((bodies, "KEPT_BYTES"),), (0, 1_000)),
     "runs": Size(((memory, "MAX_RUNS"), (memory, "UNUSED_AFTER")), (1, 2)),
     "used again": Size(((memory, "_MIN_POOLED_BYTES"),), (16,)),
-    "copied at once": Size(((lent, "COPY_BYTES"),), (8, 64)),
+    "copied at once": Size(((frames, "COPY_BYTES"),), (8, 64)),
     "slabs": Size(((regions, "SLAB_BYTES"), (regions, "ARENA_BYTES")), (256, 4096)),
     "creation": Size(((declarations, "MESSAGE_BYTES"),), (1,)),
     "closures ahead": Size(((dispatcher, "MAX_AHEAD"),), (1,)),
