@@ -21,13 +21,13 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from psync.backups.host import BackupHost
 from psync.backups.locate_ps import Primary
-from psync.backups.sender import Served
+from psync.backups.primary import PsProcess, Served
 from psync.cluster import CHIEF, ENQUIRER
 from psync.errors import ConnectionLost, FencedError, UsageError
 from psync.net.chief_presence import ChiefPresence
@@ -52,7 +52,7 @@ from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import NOTHING
 from psync.sync.cross_ps_sets import WholeSet
 from psync.sync.groups import CLOSER
-from psync.sync.ps_services import PsProcess, PsServices
+from psync.sync.ps_services import PsServices
 from psync.wire.codec import Message
 from psync.wire.messages import (
     ON_EACH_PS,
@@ -61,6 +61,7 @@ from psync.wire.messages import (
     AskStatistics,
     AttachPs,
     Done,
+    FillSnapshot,
     Hello,
     PsAttached,
     Refused,
@@ -139,6 +140,7 @@ class PsTask:
             **self._succession.handlers(),
             **self._snapshots.handlers(),
             **self._host.handlers(),
+            FillSnapshot: Handler(self._fill),
             **dict.fromkeys(ON_EACH_PS + (() if index else ON_PS_0), Handler(self._of_session)),
             **({} if is_hosted else self._host.handlers_of_process()),
             **self.services.handlers(),
@@ -343,6 +345,10 @@ class PsTask:
         request.answer(Done())
 
     # Rollback.
+
+    def _fill(self, request: Request[FillSnapshot]) -> Coroutine[Any, Any, None]:
+        is_backup = request.peer.task.startswith("/job:ps/")
+        return self._host.fill(request) if is_backup else self._snapshots.fill(request)
 
     def take(self, loaded: Loaded, message: RestoreSnapshot) -> None:
         """Serve what a snapshot holds from now on; see ``snapshots.Snapshots``."""

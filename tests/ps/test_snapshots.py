@@ -44,7 +44,7 @@ async def call(cluster: PsCluster, message: Message, *segments: bytes) -> Frame:
 async def freeze(cluster: PsCluster) -> SnapshotState:
     await call(cluster, Gate(1))
     frozen = await call(cluster, Freeze(1))
-    await call(cluster, OpenGate(1))
+    await call(cluster, OpenGate(1, holds=True))
     return SnapshotState.from_bytes(bytes(frozen.segments[0]), "frozen")
 
 
@@ -86,8 +86,10 @@ async def test_bytes_may_come_over_the_network() -> None:
         for place, data in enumerate(items):
             with pytest.raises(UsageError, match=f"incomplete.* variable {v.variable_id} is"):
                 await take(cluster)
-            await call(cluster, FillSnapshot(1, place, half), data[half:])
-            await call(cluster, FillSnapshot(1, place, 0), data[:half])
+            with pytest.raises(UsageError, match=f"bytes from {half} on follow 0"):
+                await call(cluster, FillSnapshot(0, 1, place, half), data[half:])
+            await call(cluster, FillSnapshot(0, 1, place, 0), data[:half])
+            await call(cluster, FillSnapshot(0, 1, place, half), data[half:])
         await take(cluster)
         assert await everything(cluster, v) == expected
 

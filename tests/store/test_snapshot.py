@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -298,27 +299,29 @@ class TestFrozen:
 
 
 class TestLoaded:
-    def test_bytes_may_come_in_any_order_and_again(self, store: ShardStore) -> None:
+    def test_bytes_may_come_in_parts_and_again(self, store: ShardStore) -> None:
         assign(store, V.key, 3)
         snapshot = frozen(store)
         whole = b"".join(map(bytes, snapshot.views(1)))
         made = loaded(snapshot.state)
         assert made.wanted() == [0, 1]
-        cuts = [2 * BLOCK_BYTES + 7, 5, BLOCK_BYTES, 0]
-        for start, stop in zip(cuts, [len(whole), *cuts], strict=False):
+        cuts = [0, 5, BLOCK_BYTES, 2 * BLOCK_BYTES + 7, len(whole)]
+        for start, stop in itertools.pairwise(cuts):
+            assert made.wanted() == [0, 1]
             for _ in made.write(1, start, memoryview(whole)[start:stop]):
                 pass
-            assert made.wanted() == ([0, 1] if start else [0])
         for _ in made.write(1, 4, memoryview(whole)[4:9]):
             pass
         assert made.wanted() == [0]
+        assert made.is_wanting
         assert b"".join(map(bytes, made.store.read(V.key))) == whole
 
-    def test_a_gap_is_noticed(self, store: ShardStore) -> None:
+    def test_a_gap_is_refused(self, store: ShardStore) -> None:
         made = loaded(frozen(store).state)
-        for start in (0, 25):
-            for _ in made.write(0, start, memoryview(bytes(23))):
-                pass
+        for _ in made.write(0, 0, memoryview(bytes(23))):
+            pass
+        with pytest.raises(UsageError, match="bytes from 25 on follow 23"):
+            next(made.write(0, 25, memoryview(bytes(19))))
         assert made.wanted() == [0]
         with pytest.raises(UsageError, match=r"the copy is incomplete: .* is missing"):
             made.check_whole("the copy")

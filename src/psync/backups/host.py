@@ -5,12 +5,11 @@ primary's log, and executes each: ``Section.replayed`` says who does that, for a
 is the handler that a ps has for them. When it is promoted it listens, at an address of its own, and
 is a ps like any other.
 
-    state      BeginBackup  FillBackup  LogEntries                     Promote
-    filling    restart      taken       the snapshot is whole, or      refused
-                                        refused; then as below
-    following  restart      -           acknowledged; then executed    executes the rest, serves
-    serving    restart      FencedError FencedError                    the same answer again
-    damaged    restart      refused     refused                        refused
+    state      BeginBackup  FillSnapshot  LogEntries                   Promote
+    filling    restart      taken         refused                      refused
+    following  restart      -             acknowledged; then executed  executes the rest, serves
+    serving    restart      FencedError   FencedError                  the same answer again
+    damaged    restart      refused       refused                      refused
 
 ``restart`` needs an epoch that is not older, and for one that serves a newer one: the coordinator
 has rolled back to a checkpoint since, and does not know that it serves. A newer coordinator ends
@@ -35,13 +34,11 @@ Source: docs/design.md, "Failover" and "Attach".
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
 from psync.backups.locate_ps import Primary
 from psync.backups.pairing import Computation, check_release
@@ -61,17 +58,15 @@ from psync.wire.codec import Message, decode
 from psync.wire.messages import (
     AskServed,
     AttachPs,
-    BackupBegun,
     BeginBackup,
     CheckState,
     Done,
     EndFormer,
-    FillBackup,
+    FillSnapshot,
     LogEntries,
-    LogTaken,
     Promote,
-    Promoted,
     ServedHere,
+    Text,
 )
 
 logger = logging.getLogger(__name__)
@@ -113,16 +108,6 @@ class BackupTask(Protocol):
         """End."""
 
 
-@dataclass(slots=True)
-class _Entry:
-    number: int
-    client: tuple[str, int]
-    header: bytes
-    message: Message
-    body: Sequence[memoryview]
-    nbytes: int
-
-
 class _Backup:
     """The backup of one ps."""
 
@@ -133,8 +118,8 @@ class _Backup:
         self.loaded: Loaded | None = loaded  # None: it is complete
         self.sender = sender
         self.taken = order.first - 1
-        self.address: Awaitable[str] | None = None  # once it is to serve
-        self._entries: deque[_Entry] = deque()
+        self.address: asyncio.Task[str] | None = None  # once it is to serve
+        self._entries: deque[OwnRequest[Message]] = deque()
         self.waiting = 0  # entries that are not done
         self.pending_bytes = 0  # of these
         self._state: dict[str, Any] = {}  # sets, by their numbers in the log
@@ -160,21 +145,19 @@ class _Backup:
         if self.address is None:
             return None
         try:
-            address = await shielded(cast("asyncio.Task[str]", self.address))
+            address = await shielded(self.address)
         except PsyncError:
             return None
         # A coordinator that has attached it counts its orders anew.
         is_first = self.order.coordinator == self.task.floor
         return self.task.primary(address, self.epoch if is_first else 0)
 
-    def complete(self) -> None:
-        """All of the snapshot is there."""
-        loaded = self.loaded
-        if loaded is None:
+    def look(self) -> None:
+        """Hold the snapshot, if all of it is there."""
+        loaded, order = self.loaded, self.order
+        if loaded is None or loaded.is_wanting:
             return
-        loaded.check_whole("a snapshot")
         self.loaded = None
-        order = self.order
         attach = AttachPs(
             order.coordinator, list(order.ps_addresses), order.ps_timeout_s, keep=True
         )
@@ -185,15 +168,19 @@ class _Backup:
     ) -> None:
         """Take the next entry."""
         task, incarnation, header, _ = sent
-        message, nbytes = decode(header), sum(map(len, body))
-        entry = _Entry(number, (task, incarnation), header, message, body, nbytes)
+        client, message, nbytes = (task, incarnation), decode(header), sum(map(len, body))
+        done = functools.partial(self._done, number, nbytes)
+        request = OwnRequest(AsIfFrom(client, self._state, self._spawn), message, body, done)
+        request.header = header
         self.waiting += 1
         self.pending_bytes += nbytes
         self.taken = number
+        if number == self.order.first + self.order.before:
+            self.chain = 0  # before came what no snapshot has, and now the log
         if isinstance(message, CheckState) and message.chain != self.chain:
-            self._done(entry, Diverged(f"{self.sender}: its backup was sent other entries"))
-        self.chain = chained(self.chain, (task, incarnation), header, nbytes)
-        self._entries.append(entry)
+            request.fail(Diverged(f"{self.sender}: its backup was sent other entries"))
+        self.chain = chained(self.chain, client, header, nbytes)
+        self._entries.append(request)
         if self._doing is None:
             self._doing = asyncio.get_running_loop().create_task(self._do())
 
@@ -202,13 +189,9 @@ class _Backup:
         try:
             begun = 0
             while self._entries and not self.is_damaged:
-                entry = self._entries.popleft()
-                peer = AsIfFrom(entry.client, self._state, self._spawn)
-                done = functools.partial(self._done, entry)
-                request = OwnRequest(peer, entry.message, entry.body, done)
-                request.header = entry.header
+                request = self._entries.popleft()
                 try:
-                    self.task.handler(type(entry.message)).serve(request)
+                    self.task.handler(type(request.message)).serve(request)
                 except Exception as exc:
                     request.fail(exc)
                 while self._spawned:
@@ -228,16 +211,16 @@ class _Backup:
         self._spawned.append(task)
         return task
 
-    def _done(self, entry: _Entry, outcome: object) -> None:
+    def _done(self, number: int, nbytes: int, outcome: object) -> None:
         self.waiting -= 1
-        self.pending_bytes -= entry.nbytes
+        self.pending_bytes -= nbytes
         has_diverged = isinstance(outcome, Diverged)
         self.diverged |= has_diverged
         if isinstance(outcome, PsyncError) and not has_diverged:
-            logger.debug("entry %d is refused, as by its primary: %s", entry.number, outcome)
+            logger.debug("entry %d is refused, as by its primary: %s", number, outcome)
         elif isinstance(outcome, Exception):  # such as no memory here, where the other had enough
             logger.error(
-                "%s: its backup failed at log entry %d", self.sender, entry.number, exc_info=outcome
+                "%s: its backup failed at log entry %d", self.sender, number, exc_info=outcome
             )
             self._failed = True
         self._changed.set()
@@ -294,7 +277,6 @@ class BackupHost:
         """Return who serves which message."""
         return {
             BeginBackup: Handler(self._begin),
-            FillBackup: Handler(self._fill),
             LogEntries: Handler(self._log),
             Promote: Handler(self._promote),
         }
@@ -338,7 +320,7 @@ class BackupHost:
             (ps, each.order.coordinator, each.epoch) for ps, each in backups if each.address is None
         ]
         primaries.append(self._own.primary("", 0))
-        found = [dataclasses.astuple(each) for each in primaries if each is not None]
+        found = [(*each,) for each in primaries if each is not None]
         request.answer(ServedHere(found, copies))
 
     def _end_former(self, request: Request[EndFormer]) -> None:
@@ -357,7 +339,7 @@ class BackupHost:
             raise UsageError(f"{self._task}: {peer.task} is not {sender}")
         own = self._parts.of(Computation)()
         check_release(self._task, own.release, sender, message.release)
-        begun = BackupBegun(own.numerics)
+        begun = Text(own.numerics)
         if message.coordinator < max(self._own.floor, self.newest):
             # No FencedError: it has not been replaced, and may be attached by the newer one yet.
             raise UsageError(f"{self._task} serves a newer coordinator")
@@ -377,7 +359,9 @@ class BackupHost:
         loaded = load(state, self._parts, sender, self._pool, message.coordinator)
         if known is not None:
             self._end(known)
-        self._backups[message.ps] = _Backup(message, self._make(message.ps), loaded, sender)
+        made = _Backup(message, self._make(message.ps), loaded, sender)
+        self._backups[message.ps] = made
+        made.look()
         request.answer(begun)
 
     def _known(self, peer: Connection, ps: int, epoch: int) -> _Backup:
@@ -395,24 +379,24 @@ class BackupHost:
             raise PsyncError(f"the backup of {known.sender} {why}")
         return known
 
-    async def _fill(self, request: Request[FillBackup]) -> None:
+    async def fill(self, request: Request[FillSnapshot]) -> None:
+        """Fill a part of the snapshot with which a backup begins."""
         message = request.message
-        known = self._known(request.peer, message.ps, message.epoch)
-        if known.loaded is None:
-            raise UsageError(f"the snapshot of {known.sender} is complete")
-        await fill(known.loaded, message.item, message.start, request.segments)
+        known = self._known(request.peer, message.ps, message.number)
+        if known.loaded is not None:  # else it came before, over a connection that is lost
+            await fill(known.loaded, message, request.segments)
+            known.look()
         request.answer(Done())
 
     def _log(self, request: Request[LogEntries]) -> None:
         message, body = request.message, request.segments
         known = self._known(request.peer, message.ps, message.epoch)
-        known.complete()
+        if known.loaded is not None:
+            known.loaded.check_whole(f"a snapshot of {known.sender}")
         if message.first > known.taken + 1:
             raise RemoteProtocolError(
                 f"{known.sender}: entry {message.first} follows {known.taken}"
             )
-        if not message.entries and message.first == known.taken + 1:
-            known.chain = 0  # before came what no snapshot has, and now the log
         at = 0
         for number, entry in enumerate(message.entries, message.first):
             segments = body[at : at + entry[3]]
@@ -420,11 +404,10 @@ class BackupHost:
             if number > known.taken:  # else it came before, over a connection that is lost
                 known.add(number, entry, segments)
         # In the turn in which they came: the next message has the entries that follow.
-        answer = LogTaken(known.taken)
         if known.pending_bytes <= MAX_PENDING_BYTES:
-            request.answer(answer)
+            request.answer(Done())
         else:
-            request.start(_when_settled(request, known, answer))
+            request.start(_when_settled(request, known))
 
     # To serve.
 
@@ -443,8 +426,9 @@ class BackupHost:
             if message.epoch < known.epoch:
                 raise FencedError(f"{self._task}: there is a newer backup of {known.sender}")
             known.epoch = message.epoch
-            known.address = asyncio.ensure_future(self._serve(known, message.fences))
-        request.answer(Promoted(await shielded(cast("asyncio.Task[str]", known.address))))
+            serving = self._serve(known, message.fences)
+            known.address = asyncio.get_running_loop().create_task(serving)
+        request.answer(Text(await shielded(known.address)))
 
     async def _serve(self, known: _Backup, fences: Sequence[tuple[str, int]]) -> str:
         await known.settle()
@@ -480,6 +464,6 @@ class BackupHost:
             await asyncio.wait(list(self._ending))
 
 
-async def _when_settled(request: Request[Any], known: _Backup, answer: LogTaken) -> None:
+async def _when_settled(request: Request[Any], known: _Backup) -> None:
     await known.settle(MAX_PENDING_BYTES)
-    request.answer(answer)
+    request.answer(Done())

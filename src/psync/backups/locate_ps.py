@@ -19,14 +19,13 @@ Source: docs/design.md, "Attach".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from psync.errors import AttachError
 from psync.store.reattach import BACK
 
 
-@dataclass(frozen=True, slots=True)
-class Primary:
+class Primary(NamedTuple):
     """One that serves a ps."""
 
     ps: int
@@ -47,16 +46,14 @@ Copy = tuple[int, int, int]
 """A backup that does not serve: (ps, coordinator, epoch)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """What there is in one process."""
 
     primaries: tuple[Primary, ...] = ()
     copies: frozenset[Copy] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where one ps is served."""
 
     process: int

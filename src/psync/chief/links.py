@@ -558,9 +558,7 @@ async def enquire(
     endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
     try:
         grant = messages.GrantCoordinator(previous, seen)
-        return (
-            await _ask_retrying(endpoint, task, address, grant, messages.CoordinatorGranted)
-        ).incarnation
+        return (await _ask_retrying(endpoint, task, address, grant, messages.Number)).value
     finally:
         await endpoint.close()
 

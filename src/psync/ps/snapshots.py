@@ -1,12 +1,13 @@
 """Snapshots of a ps: frozen for a cut, written to files or read over the network, and restored.
 
     message           then
-    Freeze            once no update is under way: holds references to all blocks
+    Freeze            lets the messages through the gate that it names, and, once no update is under
+                      way, holds references to all blocks
     ReadFrozen        answers with them, uncopied
     WriteFrozen       if this ps sees the directory, writes a file in a thread, and lets go of each
                       block that is written
-    DropFrozen        holds them no longer; nor when the connection is lost over which they were
-                      frozen
+    OpenGate          updates go on. If it says so, holds the blocks no longer; nor when the
+                      connection is lost over which they were frozen
     PrepareSnapshot   makes a store and a ledger beside those that are served; their bytes are read
                       in a thread, or come by FillSnapshot. An earlier preparation is dropped
     RestoreSnapshot   hands them to the task, which serves them from then on
@@ -43,6 +44,7 @@ from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Parts
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
+from psync.ps.admission import UpdateGate
 from psync.ps.cooperative_work import LongWork
 from psync.store.ledger import Ledger
 from psync.store.snapshot import Frozen, Loaded
@@ -53,9 +55,9 @@ from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     DefineAccumulator,
     Done,
-    DropFrozen,
     FillSnapshot,
     Freeze,
+    OpenGate,
     PrepareSnapshot,
     Pushed,
     ReadFrozen,
@@ -87,10 +89,11 @@ def load(state: SnapshotState, parts: Parts, task: str, pool: BlockPool, floor: 
     return Loaded(state, parts.of(ShardStore)(task, pool), parts.of(Ledger)(floor), unpack_answer)
 
 
-async def fill(loaded: Loaded, item: int, start: int, segments: Sequence[memoryview]) -> None:
-    """Write bytes of an item from ``start`` on; others go on between two blocks."""
+async def fill(loaded: Loaded, message: FillSnapshot, segments: Sequence[memoryview]) -> None:
+    """Write bytes of an item; others go on between two blocks."""
+    start = message.start
     for data in segments:
-        for _ in loaded.write(item, start, data):
+        for _ in loaded.write(message.item, start, data):
             await asyncio.sleep(0)
         start += len(data)
 
@@ -146,15 +149,14 @@ def _unpack(data: bytes, kind: type[M], what: str) -> M:
 class Freezable(Protocol):
     """What a ps serves."""
 
+    gate: UpdateGate
+
     @property
     def coordinator(self) -> int:
         """Incarnation of the coordinator, below which no task may be."""
 
     def settling(self) -> Iterator[None]:
         """Make ``freeze`` quick, in pieces. Nothing depends on it."""
-
-    def check_gate(self, cut: int) -> None:
-        """Raise CutLost unless updates are held back for this cut, and have been since it began."""
 
     def freeze(self) -> Frozen:
         """Hold what is served.
@@ -226,11 +228,10 @@ class Snapshots:
         """Return who serves which message."""
         return {
             Freeze: Handler(self._freeze),
-            DropFrozen: Handler(self._drop),
+            OpenGate: Handler(self._open_gate),
             WriteFrozen: Handler(self._write),
             ReadFrozen: Handler(self._read),
             PrepareSnapshot: Handler(self._prepare),
-            FillSnapshot: Handler(self._fill),
             RestoreSnapshot: Handler(self._take),
         }
 
@@ -260,15 +261,16 @@ class Snapshots:
 
     async def _freeze(self, request: Request[Freeze]) -> None:
         peer, number = request.peer, request.message.cut
+        updates = [((task, incarnation), at) for task, incarnation, at in request.message.updates]
         self._check_coordinator(peer)
         if self._cut is None or self._cut.number != number:
             served = self._served()
-            served.check_gate(number)
+            await served.gate.let_through(number, updates)
             for _ in served.settling():  # nothing changes meanwhile, as the gate is shut
                 await asyncio.sleep(0)
             frozen = await self._work.when_idle(lambda: self._served().freeze())
             self._check_coordinator(peer)
-            self._served().check_gate(number)
+            self._served().gate.check(number)
             if peer.is_closed:
                 raise ConnectionLost(f"{self._task}: {peer.task} has gone")
             self._let_go()
@@ -289,9 +291,11 @@ class Snapshots:
             raise CutLost(f"{self._task} does not hold cut {cut} any more")
         return self._cut
 
-    def _drop(self, request: Request[DropFrozen]) -> None:
+    def _open_gate(self, request: Request[OpenGate]) -> None:
+        message = request.message
         self._check_coordinator(request.peer)
-        if self._cut is not None and self._cut.number == request.message.cut:
+        self._served().gate.open_for(message.cut)
+        if not message.holds and self._cut is not None and self._cut.number == message.cut:
             self._let_go()
         request.answer(Done())
 
@@ -377,10 +381,10 @@ class Snapshots:
             raise UsageError(f"{self._task}: snapshot {number} is not being prepared")
         return load.loaded
 
-    async def _fill(self, request: Request[FillSnapshot]) -> None:
-        message = request.message
-        loaded = self._loaded(request.peer, message.load)
-        await fill(loaded, message.item, message.start, request.segments)
+    async def fill(self, request: Request[FillSnapshot]) -> None:
+        """Fill a part of the snapshot that is being prepared."""
+        loaded = self._loaded(request.peer, request.message.number)
+        await fill(loaded, request.message, request.segments)
         request.answer(Done())
 
     def _take(self, request: Request[RestoreSnapshot]) -> None:

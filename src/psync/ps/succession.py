@@ -24,10 +24,10 @@ from psync.store.untrusted_json import to_json
 from psync.wire.codec import Message
 from psync.wire.messages import (
     AdoptShards,
-    CoordinatorGranted,
     DescribeShards,
     Done,
     GrantCoordinator,
+    Number,
 )
 
 REPLACED = (
@@ -189,4 +189,4 @@ class Succession:
                 raise FencedError(f"/job:ps/task:0 serves {REPLACED.format(CHIEF)}")
             highest = max(self._highest, message.seen)
             self._highest = granted = max(self._clock(), highest + RANGE if highest else 0)
-        request.answer(CoordinatorGranted(granted))
+        request.answer(Number(granted))

@@ -15,6 +15,7 @@ import enum
 import itertools
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from psync.errors import FencedError, LocalProtocolError
@@ -49,6 +50,7 @@ class CommitLog(Generic[E]):
         # That the backup does not have, from the first after ``taken``, with what each counts.
         self._kept: deque[tuple[E, int]] = deque()
         self._kept_bytes = 0
+        self._room = max_kept_bytes  # while a copy is made
 
     def append(self, entry: E, nbytes: int) -> int:
         """Give an entry its place, and return its number.
@@ -62,7 +64,7 @@ class CommitLog(Generic[E]):
         if self.state is not LogState.ALONE:
             self._kept.append((entry, nbytes))
             self._kept_bytes += nbytes
-            if self.state is LogState.COPYING and self._kept_bytes > self._max_kept:
+            if self.state is LogState.COPYING and self._kept_bytes > self._room:
                 self.give_up()
         return self.last
 
@@ -84,7 +86,20 @@ class CommitLog(Generic[E]):
         self._check(LogState.ALONE)
         self.state = LogState.COPYING
         self.taken = self.shipped = self.last
+        self._room = self._max_kept
         return self.last
+
+    def precede(self, entries: Sequence[tuple[E, int]]) -> None:
+        """Ship these before the entries that were kept since the copy began.
+
+        Args:
+            entries: What the copy lacks, with what each counts, beside what may be kept.
+        """
+        self._kept.extendleft(reversed(entries))
+        self.taken = self.shipped = self.taken - len(entries)
+        nbytes = sum(nbytes for _, nbytes in entries)
+        self._kept_bytes += nbytes
+        self._room += nbytes
 
     def pair(self) -> None:
         """The copy is there: from now on nothing is applied that the backup does not have.
@@ -110,24 +125,10 @@ class CommitLog(Generic[E]):
         return first, batch
 
     def note_taken(self, number: int) -> None:
-        """The backup has all entries up to this one.
-
-        Raises:
-            LocalProtocolError: It cannot have them.
-        """
-        if number > self.last:
-            raise LocalProtocolError(
-                f"{self._task}: its backup has entry {number}, but there are only {self.last}"
-            )
-        self.shipped = max(self.shipped, number)  # it came over a connection that was lost
+        """The backup has all entries up to this one, which was shipped."""
         while self._kept and self.taken < number:
             self._kept_bytes -= self._kept.popleft()[1]
             self.taken += 1
-        self.taken = max(self.taken, number)
-
-    def ship_again(self) -> None:
-        """What was on its way may be lost: ship all that the backup does not have."""
-        self.shipped = self.taken
 
     def give_up(self) -> None:
         """There is no backup any more: go on alone. A deposed primary stays one."""

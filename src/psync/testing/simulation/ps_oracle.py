@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from psync.backups.sender import MAX_UNDER_WAY
+from psync.backups.primary import MAX_UNDER_WAY
 from psync.cluster import parse_task_name
 from psync.errors import BusyError
 from psync.ps.life import Life
@@ -146,7 +146,7 @@ def have_full_budgets(tasks: Mapping[str, Any]) -> bool:
         sender, log = primary.services.backup._sender, primary.services.executor.log
         if (
             sender is not None
-            and sender._under_way >= MAX_UNDER_WAY
+            and len(sender._unanswered) >= MAX_UNDER_WAY
             and log.shipped < log.last
             and any("unfinished" in peer._pauses for peer in primary._endpoint.peers)
         ):

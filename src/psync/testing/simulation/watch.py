@@ -309,7 +309,7 @@ class _Watch:
                     self.died_in_copy = set()
                 self.copying[process] += 1
                 self.filling = False
-            case "FillBackup":
+            case "FillSnapshot":
                 self.filling = True
             case "CreateShards":
                 self.creating = self.beginning
