@@ -173,8 +173,8 @@ def through_bytes(store: ShardStore) -> ShardStore:
     state = SnapshotState.from_bytes(frozen.state.to_bytes(), "here")
     loaded = Loaded(state, ShardStore(TASK), Ledger(), lambda data: data)
     for place in loaded.wanted():
-        for memory, view in zip(loaded.memory(place), frozen.views(place), strict=True):
-            memory[:] = view
+        whole = b"".join(frozen.views(place))
+        list(loaded.write(place, 0, memoryview(whole)))
     return loaded.store
 
 

@@ -33,9 +33,8 @@ from psync.store.reattach import (
     NewOptimizer,
     Orders,
     partial_updates,
-    read_sent,
 )
-from psync.store.untrusted_json import to_json
+from psync.store.untrusted_json import read_json, to_json
 from psync.wire.limits import Limits
 from psync.wire.messages import AdoptShards, CreateShards, DescribeShards, Done
 from psync.wire.tensors import to_bytes_view
@@ -497,8 +496,10 @@ class Creation:
         """
         links = self._ps.links
         answers = await all_of([ask(link, DescribeShards(), Done) for link in links])
-        where = "a ps has described what it holds as nonsense"
-        holdings = [read_sent(segments, Holding, where) for _, segments in answers]
+        holdings = [
+            read_json(b"".join(held), Holding, f"{link.task}: what it holds")
+            for link, (_, held) in zip(links, answers, strict=True)
+        ]
         adoption = Adoption(holdings)
         if adoption.is_empty:
             logger.info("the ps tasks are empty: all variables start with their initial values")

@@ -21,14 +21,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from psync.accumulators import rule_of
-from psync.checkpoints.files import NONCE, DataFile, current_disk, disk_errors, read_bounded
+from psync.checkpoints.files import NONCE, DataFile, current_disk, read_bounded, read_pieces
 from psync.checkpoints.manifest import Place, Planned
 from psync.errors import (
     CheckpointCorrupt,
@@ -468,24 +467,16 @@ def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:
         CheckpointError: The file cannot be read, or another snapshot is to be loaded instead.
     """
     wanted = set(loaded.wanted())
-    with disk_errors(f"reading {path}"), open(path, "rb") as file:
-        for place, start, nbytes, crc32 in places:
-            if place not in wanted:
-                continue
-            item, crc = loaded.state.items[place], 0
-            if nbytes != item.nbytes:
-                raise CheckpointCorrupt(
-                    f"{path}: {item}: expected {item.nbytes} bytes, got {nbytes}"
-                )
-            file.seek(start)
-            for memory in loaded.memory(place):
-                file.readinto(memory)
-                crc = zlib.crc32(memory, crc)
-            if crc != crc32:  # also where the file has ended before
-                raise CheckpointCorrupt(
-                    f"{path}: {item}: expected checksum {crc32:08x}, got {crc:08x}",
-                    hint="use an older checkpoint; this one was changed or damaged after saving",
-                )
+    for place, start, nbytes, crc32 in places:
+        if place not in wanted:
+            continue
+        item, at = loaded.state.items[place], 0
+        if nbytes != item.nbytes:
+            raise CheckpointCorrupt(f"{path}: {item}: expected {item.nbytes} bytes, got {nbytes}")
+        for piece in read_pieces(path, start, nbytes, str(item), crc32):
+            for _ in loaded.write(place, at, piece.data):
+                pass
+            at += piece.size
     for place in loaded.wanted():
         raise CheckpointCorrupt(f"{path}: {loaded.state.items[place]} is not in the file")
 

@@ -18,9 +18,9 @@ from psync.net.connection import Connection, Handler, Request
 from psync.ps.cooperative_work import LongWork
 from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
-from psync.store.reattach import Orders, read_sent
+from psync.store.reattach import Orders
 from psync.store.store import ShardStore
-from psync.store.untrusted_json import to_json
+from psync.store.untrusted_json import read_json, to_json
 from psync.wire.codec import Message
 from psync.wire.messages import (
     AdoptShards,
@@ -166,7 +166,7 @@ class Succession:
     def _adopt(self, request: Request[AdoptShards]) -> None:
         peer, message, body = request.peer, request.message, request.segments
         self._check_coordinator(peer)
-        orders = read_sent(body, Orders, "what is to be adopted is nonsense")
+        orders = read_json(b"".join(body), Orders, f"{self._task}: what is to be adopted")
         self.former.adopt(orders, self._store())
         self._adopted()
         if message.last:

@@ -81,18 +81,14 @@ class FormerStore:
     def describe(self) -> Holding:
         """Return what is here."""
         with_slots = {identity for beside in self._beside.values() for identity in beside}
-        return Holding(
-            self.lineage,
-            tuple(shard.spec for shard in self._shards.values()),
-            tuple(
-                HeldOptimizer(
-                    identity, optimizer.config, optimizer.rule.learning_rate.to_config(),
-                    optimizer.count.known, identity in with_slots,
-                )
-                for identity, optimizer in self._optimizers.items()
-            ),
-            tuple(self._updates.values()),
-        )  # fmt: skip
+        held = []
+        for identity, each in self._optimizers.items():
+            rate = each.rule.learning_rate.to_config()
+            was_set = rate != each.config.get("learning_rate")
+            was_used = each.count.known > 0 or was_set or identity in with_slots
+            held.append(HeldOptimizer(identity, each.config, rate, was_used))
+        shards = tuple(shard.spec for shard in self._shards.values())
+        return Holding(self.lineage, shards, tuple(held), tuple(self._updates.values()))
 
     def adopt(self, orders: Orders, store: ShardStore) -> None:
         """Do what was decided, all of it or nothing; what was done before changes nothing.

@@ -31,14 +31,11 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from psync.errors import AttachError, CheckpointCorrupt, RemoteProtocolError
+from psync.errors import AttachError
 from psync.specs import ShardSpec, VariableSpec
-from psync.store.untrusted_json import read_json
 from psync.wire.closure_numbers import Finality, call_of
-
-T = TypeVar("T")
 
 Place = tuple[str, int]
 """A shard: (name of the variable, index of the shard)."""
@@ -49,22 +46,13 @@ Identity = tuple[int, int]
 BACK = "pass attach=False to start again from the last checkpoint"
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOptimizer:
+class HeldOptimizer(NamedTuple):
     """An optimizer that nobody has adopted."""
 
     identity: Identity
     config: dict[str, Any]
     learning_rate: dict[str, Any]  # config of the schedule that it has now
-    step: int
-    has_slots: bool
-
-    @property
-    def was_used(self) -> bool:
-        """Whether anything would be lost with it."""
-        return bool(
-            self.step or self.has_slots or self.learning_rate != self.config.get("learning_rate")
-        )
+    was_used: bool  # anything would be lost with it
 
 
 class HeldUpdates(NamedTuple):
@@ -98,23 +86,6 @@ class Orders(NamedTuple):
     shards: tuple[tuple[str, int, int], ...] = ()  # (name, index, id of the variable from now on)
     dropped: tuple[Place, ...] = ()
     optimizers: tuple[tuple[int, int, int], ...] = ()  # (*identity, number from now on)
-
-
-def read_sent(segments: Sequence[bytes | memoryview], kind: type[T], where: str) -> T:
-    """Return a ``Holding``, or ``Orders``, that were sent as JSON.
-
-    Args:
-        segments: Of the message.
-        kind: Which of them.
-        where: What is wrong if they are something else, for messages.
-
-    Raises:
-        RemoteProtocolError: It is something else.
-    """
-    try:
-        return read_json(b"".join(segments), kind, where)
-    except CheckpointCorrupt as exc:  # which is what files are
-        raise RemoteProtocolError(exc.message) from exc
 
 
 @dataclass(frozen=True, slots=True)

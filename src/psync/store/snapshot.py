@@ -220,23 +220,6 @@ class Loaded:
         }
         self._missing = len(self._filled)  # items that are not whole
 
-    def memory(self, place: int) -> Iterator[memoryview]:
-        """Yield the memory of an item, block by block, each to be written before the next.
-
-        Args:
-            place: Of an item that is ``wanted``.
-
-        Raises:
-            CheckpointError: ``give_up`` was called.
-            CheckpointCorrupt: What was written is no array of its dtype.
-        """
-        array = self._array(place)
-        for i in range(array.num_blocks):
-            if self._given_up:
-                raise CheckpointError("another snapshot is to be loaded instead of this one")
-            yield array.block(i).array.view(np.uint8).data
-        self._note(place, array.nbytes)
-
     def write(self, place: int, start: int, data: memoryview) -> Iterator[None]:
         """Fill the next part of an item, one block for each ``next``; again changes nothing.
 
@@ -249,27 +232,36 @@ class Loaded:
             UsageError: It has no such bytes, or others come before them, or is constant, or there
                 is no such item.
             CheckpointCorrupt: They are no array of its dtype.
+            CheckpointError: ``give_up`` was called.
         """
         if place not in self._filled:
             raise UsageError(f"item {place} of a snapshot has no bytes to be filled")
-        array, source = self._array(place), bytes_of(data)
+        item, source = self.state.items[place], bytes_of(data)
+        shard = self.store.shards()[item.key]
+        array = shard.slots[item.optimizer, item.slot] if item.slot else shard.values
         stop = start + source.size
         if not 0 <= start <= stop <= array.nbytes:
-            raise UsageError(f"{self.state.items[place]}: no bytes {start} to {stop}")
+            raise UsageError(f"{item}: no bytes {start} to {stop}")
         if start > self._filled[place]:
-            raise UsageError(
-                f"{self.state.items[place]}: bytes from {start} on follow {self._filled[place]}"
-            )
+            raise UsageError(f"{item}: bytes from {start} on follow {self._filled[place]}")
         size = array.bounds(0)[1] * array.dtype.itemsize
         at = start
         while at < stop:
+            if self._given_up:
+                raise CheckpointError("another snapshot is to be loaded instead of this one")
             i, first = divmod(at, size)
             count = min(stop - at, size - first)
             block = array.block(i).array.view(np.uint8)
             block[first : first + count] = source[at - start : at - start + count]
             at += count
             yield
-        self._note(place, stop)
+        before = self._filled[place]
+        if item.dtype == "bool" and stop == item.nbytes:
+            for i in range(array.num_blocks):
+                if array.block(i).array.view(np.uint8).max() > 1:
+                    raise CheckpointCorrupt(f"{item}: bytes other than 0 and 1 for bool")
+        self._filled[place] = max(before, stop)
+        self._missing -= before < item.nbytes <= stop
 
     @property
     def is_wanting(self) -> bool:
@@ -289,22 +281,6 @@ class Loaded:
     def give_up(self) -> None:
         """Let whoever fills it stop."""
         self._given_up = True
-
-    def _array(self, place: int) -> BlockArray:
-        item = self.state.items[place]
-        shard = self.store.shards()[item.key]
-        return shard.slots[item.optimizer, item.slot] if item.slot else shard.values
-
-    def _note(self, place: int, stop: int) -> None:
-        """Note that the bytes of an item up to this one are there."""
-        item, before = self.state.items[place], self._filled[place]
-        if item.dtype == "bool" and stop == item.nbytes:
-            array = self._array(place)
-            for i in range(array.num_blocks):
-                if array.block(i).array.view(np.uint8).max() > 1:
-                    raise CheckpointCorrupt(f"{item}: bytes other than 0 and 1 for bool")
-        self._filled[place] = max(before, stop)
-        self._missing -= before < item.nbytes <= stop
 
 
 def _fill(item: SnapshotItem) -> float | np.ndarray:
