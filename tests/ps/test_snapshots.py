@@ -14,9 +14,14 @@ import pytest
 from ps_cluster import WORKER, PsCluster, assign, pull, push
 from psync.errors import CheckpointCorrupt, RemoteProtocolError, UsageError
 from psync.numerics.rules import Adam
-from psync.ps.snapshots import pack_accumulators, unpack_accumulators, unpack_answer
 from psync.specs import VariableSpec
-from psync.store.snapshot_state import SenderState, SnapshotState
+from psync.store.snapshot_state import (
+    SenderState,
+    SnapshotState,
+    pack_accumulators,
+    unpack_accumulators,
+    unpack_answer,
+)
 from psync.wire.codec import Message, encode
 from psync.wire.frames import Frame
 from psync.wire.messages import (

@@ -38,16 +38,14 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from psync.backups.locate_ps import Primary
 from psync.backups.pairing import Computation, check_release
+from psync.backups.primary import PsProcess
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Request
-from psync.net.platform import Parts
 from psync.net.shielding import shielded
-from psync.net.transport import Listener
-from psync.numerics.memory import BlockPool
 from psync.ps.comparison import Diverged
 from psync.ps.snapshots import fill, load
 from psync.ps.succession import check_newest
@@ -69,49 +67,19 @@ from psync.wire.messages import (
     Text,
 )
 
+if TYPE_CHECKING:
+    from psync.ps_task import PsTask
+
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES = 64 << 20
 """Of entries that are not done: more, and the answer waits."""
 
 
-class BackupTask(Protocol):
-    """A ps task that may come to serve."""
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether an update failed half-way."""
-
-    @property
-    def floor(self) -> int:
-        """Incarnation of the coordinator that is served."""
-
-    def primary(self, address: str, epoch: int) -> Primary | None:
-        """Return what a newer coordinator has to know of it; None: it serves nobody."""
-
-    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, lineage: int) -> None:
-        """Hold what a snapshot holds."""
-
-    def end_below(self, coordinator: int) -> None:
-        """Hold nothing, if the coordinator that is served is an earlier one."""
-
-    def handler(self, kind: type[Message]) -> Handler:
-        """Return who serves a message."""
-
-    async def executed(self) -> None:
-        """Wait until all entries are executed; they may still be computed."""
-
-    async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
-        """Serve: no entries come any more. Of ``fences`` no lower incarnations are served."""
-
-    async def close(self) -> None:
-        """End."""
-
-
 class _Backup:
     """The backup of one ps."""
 
-    def __init__(self, order: BeginBackup, task: BackupTask, loaded: Loaded, sender: str) -> None:
+    def __init__(self, order: BeginBackup, task: PsTask, loaded: Loaded, sender: str) -> None:
         self.order = order
         self.epoch = order.epoch
         self.task = task
@@ -197,7 +165,8 @@ class _Backup:
                 while self._spawned:
                     await asyncio.wait((self._spawned.pop(),))
                 if not request.over:
-                    await self.task.executed()  # what the next one names may be made by this one
+                    # What the next one names may be made by this one.
+                    await self.task.services.executor.drain()
                 begun += 1
                 if not begun % 64:
                     await asyncio.sleep(0)
@@ -248,26 +217,16 @@ class BackupHost:
     """The backups in one process.
 
     Args:
-        task: Name of the ps whose process it is.
-        own: That ps.
-        pool: Memory of snapshots.
+        process: The process.
+        own: The ps whose process it is.
         make: Makes a ps task that does not listen, given its index.
-        parts: Of the task.
     """
 
-    def __init__(
-        self,
-        task: str,
-        own: BackupTask,
-        pool: BlockPool,
-        make: Callable[[int], BackupTask],
-        parts: Parts,
-    ) -> None:
-        self._task = task
+    def __init__(self, process: PsProcess, own: PsTask, make: Callable[[int], PsTask]) -> None:
+        self._process = process
+        self._task = process.task
         self._own = own
-        self._pool = pool
         self._make = make
-        self._parts = parts
         self._backups: dict[int, _Backup] = {}  # by the index of the ps
         self._fenced = 0  # earlier coordinators have nothing to say here
         self.diverged = 0  # backups that were not what they should have been
@@ -287,7 +246,7 @@ class BackupHost:
         return bool(self._backups) and any(task.is_torn for task in self.serving)
 
     @property
-    def serving(self) -> list[BackupTask]:
+    def serving(self) -> list[PsTask]:
         """Those that serve."""
         return [each.task for each in self._backups.values() if each.address is not None]
 
@@ -337,7 +296,7 @@ class BackupHost:
         sender = f"/job:ps/task:{message.ps}"
         if peer.task != sender:
             raise UsageError(f"{self._task}: {peer.task} is not {sender}")
-        own = self._parts.of(Computation)()
+        own = self._process.platform.parts.of(Computation)()
         check_release(self._task, own.release, sender, message.release)
         begun = Text(own.numerics)
         if message.coordinator < max(self._own.floor, self.newest):
@@ -356,7 +315,7 @@ class BackupHost:
                 return
         where = f"snapshot of {sender}"
         state = SnapshotState.from_bytes(bytes(body[0]), where)
-        loaded = load(state, self._parts, sender, self._pool, message.coordinator)
+        loaded = load(state, self._process, sender, message.coordinator)
         if known is not None:
             self._end(known)
         made = _Backup(message, self._make(message.ps), loaded, sender)

@@ -23,8 +23,8 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from psync.backups.pairing import Computation, check_deterministic
 from psync.cluster import parse_task_name
@@ -45,17 +45,14 @@ from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor, Listed
-from psync.ps.updates import PsUpdates
+from psync.ps.executor import MAX_KEPT_BYTES, Entry, Listed
 from psync.store.commit_log import CommitLog, LogState
 from psync.store.ledger import Client
 from psync.store.snapshot import Frozen
-from psync.store.store import ShardStore
 from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message, encode
 from psync.wire.frames import Frame, Segment
 from psync.wire.messages import (
-    AttachPs,
     BackUp,
     BeginBackup,
     Done,
@@ -63,6 +60,9 @@ from psync.wire.messages import (
     LogEntries,
     Text,
 )
+
+if TYPE_CHECKING:
+    from psync.sync.ps_services import PsServices
 
 logger = logging.getLogger(__name__)
 
@@ -85,22 +85,12 @@ SILENT_S = 10.0
 """A backup that has not answered for so long does not follow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """Who is backed up."""
-
-    ps: int
-    attach: AttachPs
-    timeline: int
-    lineage: int  # see ``previous_store``
-
-
 class BackupSender:
     """Feeds one backup.
 
     Args:
         platform: Network, secret.
-        served: Who is backed up.
+        begin: With what the backup begins, but for the number of its first entry.
         order: Where the backup is.
         log: What is to be sent.
         begun: Called with the host and the fingerprint of the backup's arithmetic. Returns whether
@@ -117,7 +107,7 @@ class BackupSender:
     def __init__(
         self,
         platform: Platform,
-        served: Served,
+        begin: BeginBackup,
         order: BackUp,
         log: CommitLog[Entry],
         begun: Callable[[str, str], bool],
@@ -128,15 +118,14 @@ class BackupSender:
         self.ended = asyncio.Event()
         self.error: PsyncError | None = None
         self.is_unlike = False
-        self._release = platform.parts.of(Computation)().release
-        self._served = served
+        self._begin = begin
         self._log = log
         self._begun = begun
         self._advanced = advanced
         self._deposed = deposed
         # Of this coordinator's range: whoever serves a newer one refuses it.
-        incarnation = served.attach.coordinator + order.epoch
-        self._task = f"/job:ps/task:{served.ps}"
+        incarnation = begin.coordinator + order.epoch
+        self._task = f"/job:ps/task:{begin.ps}"
         self._endpoint = Endpoint(platform, self._task, incarnation, {})
         self._peer: Connection | None = None
         self._incarnation: int | None = None  # of the process of the backup
@@ -166,7 +155,9 @@ class BackupSender:
         self._connecting = asyncio.get_running_loop().create_task(self._connect())
         self._watch()
         try:
-            await self._send_snapshot(frozen, first - len(before), len(before))
+            await self._send_snapshot(
+                frozen, replace(self._begin, first=first - len(before), before=len(before))
+            )
         except PsyncError as exc:
             self._fail(exc)
             raise
@@ -178,12 +169,7 @@ class BackupSender:
         self._log.pair()
         await self._until_taken(self._log.last)
 
-    async def _send_snapshot(self, frozen: Frozen, first: int, before: int) -> None:
-        ps, epoch, attach = self._served.ps, self.order.epoch, self._served.attach
-        begin = BeginBackup(
-            ps, epoch, attach.coordinator, list(attach.ps_addresses), attach.ps_timeout_s,
-            self._served.timeline, first, before, self._served.lineage, self._release,
-        )  # fmt: skip
+    async def _send_snapshot(self, frozen: Frozen, begin: BeginBackup) -> None:
         answer = await self._call(begin, [frozen.state.to_bytes()])
         if not isinstance(answer, Text):
             raise RemoteProtocolError(f"a backup began with {type(answer).__name__}")
@@ -194,7 +180,7 @@ class BackupSender:
             for start in range(0, known.nbytes, PIECE_BYTES):
                 stop = min(start + PIECE_BYTES, known.nbytes)
                 part = frozen.part(item, start, stop)
-                await self._call(FillSnapshot(ps, epoch, item, start), part)
+                await self._call(FillSnapshot(begin.ps, begin.epoch, item, start), part)
 
     async def _call(self, message: Message, segments: Sequence[Segment]) -> Message | None:
         """Send a part of a snapshot, and return its answer."""
@@ -240,7 +226,7 @@ class BackupSender:
     def _send(self, first: int, batch: Sequence[Entry]) -> None:
         entries = [(*each.client, each.header, len(each.body)) for each in batch]
         segments = [segment for each in batch for segment in each.body]
-        message = LogEntries(self._served.ps, self.order.epoch, first, entries)
+        message = LogEntries(self._begin.ps, self.order.epoch, first, entries)
         self._put(message, segments, functools.partial(self._taken, first + len(batch) - 1))
 
     def _taken(self, upto: int, _: Frame) -> None:
@@ -409,33 +395,6 @@ class Section(Protocol):
         """Return who executes, on a backup, what only a log says, or says otherwise."""
 
 
-class Contents(Protocol):
-    """What a ps serves to one coordinator on one timeline."""
-
-    executor: Executor
-    store: ShardStore
-    updates: PsUpdates  # know all plans
-    sections: Sequence[Section]
-
-    def freeze(self) -> Frozen:
-        """Hold what is served. Raises BusyError if an update is under way."""
-
-    async def pause(self, why: str) -> None:
-        """Close no synchronous step from now on; wait for what is being closed."""
-
-    def resume(self, why: str) -> None:
-        """Go on."""
-
-    def deterministic(self) -> Sequence[str]:
-        """Return the names of the groups that are deterministic."""
-
-    def expect_moves(self) -> None:
-        """There is to be a backup."""
-
-    def deposed(self) -> None:
-        """Another ps has taken this one's place."""
-
-
 @dataclass(frozen=True, slots=True)
 class PsProcess:
     """What a ps task has as long as its process lives, as its services need it."""
@@ -446,7 +405,7 @@ class PsProcess:
     pool: BlockPool
     work: LongWork
     check_coordinator: Callable[[Connection], None]  # raises unless a peer is that which is served
-    served: Callable[[], Served | None]  # who may be backed up, as of now
+    lineage: Callable[[], int | None]  # of what is served, see ``previous_store``; None: nothing is
     deposed: Callable[[], None]  # told that the backup serves in its place
     cut_off: Callable[[], None]  # closes the connections of tasks that are not served any more
 
@@ -459,7 +418,7 @@ class BackupService:
         contents: What is backed up.
     """
 
-    def __init__(self, process: PsProcess, contents: Contents) -> None:
+    def __init__(self, process: PsProcess, contents: PsServices) -> None:
         self._process = process
         self._contents = contents
         self.executor = contents.executor
@@ -542,9 +501,8 @@ class BackupService:
             raise UsageError(f"backup order {message.epoch} is older than {self._epoch}")
         if message.epoch == self._epoch:
             return  # it was asked before, over a connection that is lost
-        process = self._process
-        served = process.served()
-        if served is None:  # the backup of nothing would be no backup
+        process, attach, lineage = self._process, self._contents.attach, self._process.lineage()
+        if attach is None or lineage is None:  # the backup of nothing would be no backup
             raise ParameterServerLost(process.task, "has been replaced by its backup")
         self._epoch = message.epoch
         self._go_alone()
@@ -552,13 +510,18 @@ class BackupService:
             return
         executor = self.executor
         self._contents.expect_moves()
-        self._sender = sender = process.platform.parts.of(BackupSender)(
-            process.platform, served, message, executor.log, self._begun_with, executor.advance,
+        parts = process.platform.parts
+        begin = BeginBackup(
+            process.index, message.epoch, attach.coordinator, attach.ps_addresses,
+            attach.ps_timeout_s, self._contents.timeline, 0, 0, lineage,
+            parts.of(Computation)().release,
+        )  # fmt: skip
+        self._sender = sender = parts.of(BackupSender)(
+            process.platform, begin, message, executor.log, self._begun_with, executor.advance,
             self._depose,
         )  # fmt: skip
         executor.on_entry = sender.ship
         self._copying = asyncio.get_running_loop().create_task(self._copy(sender))
-        self._copying.add_done_callback(_seen)
 
     async def _hold(self, sender: BackupSender, before: list[Listed], held: list[Frozen]) -> None:
         """Hold what the ps holds between two entries."""
@@ -650,8 +613,3 @@ class BackupService:
 def _entry(client: Client, message: Message | bytes, body: Sequence[memoryview]) -> Entry:
     header = message if isinstance(message, bytes) else encode(message)
     return Entry(client, header, body, sum(map(len, body)))
-
-
-def _seen(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.debug("a backup was not made: %s", error)

@@ -20,19 +20,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from psync.accumulators import rule_of
+from psync.backups.primary import PsProcess
 from psync.checkpoints.files import NONCE, DataFile, current_disk, read_bounded, read_pieces
 from psync.checkpoints.manifest import Place, Planned
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,
-    ConfigurationError,
     ConnectionLost,
     CutLost,
     PsyncError,
@@ -40,52 +38,46 @@ from psync.errors import (
     UsageError,
 )
 from psync.net.connection import Connection, Handler, Request
-from psync.net.platform import Parts
 from psync.net.shielding import shielded
-from psync.numerics.memory import BlockPool
-from psync.ps.admission import UpdateGate
-from psync.ps.cooperative_work import LongWork
 from psync.store.ledger import Ledger
-from psync.store.snapshot import Frozen, Loaded
-from psync.store.snapshot_state import SnapshotState
+from psync.store.snapshot import Frozen, Loaded, settling
+from psync.store.snapshot_state import SnapshotState, unpack_accumulators, unpack_answer
 from psync.store.store import ShardStore
-from psync.store.untrusted_json import Signed, read_json, to_json
-from psync.wire.codec import Message, decode, encode
+from psync.store.untrusted_json import read_json, to_json
+from psync.wire.codec import Message
 from psync.wire.messages import (
-    DefineAccumulator,
     Done,
     FillSnapshot,
     Freeze,
     OpenGate,
     PrepareSnapshot,
-    Pushed,
     ReadFrozen,
     RestoreSnapshot,
     WriteFrozen,
 )
 
-logger = logging.getLogger(__name__)
-
-M = TypeVar("M", bound=Message)
+if TYPE_CHECKING:
+    from psync.ps_task import PsTask
 
 MAX_READ_BYTES = 16 << 20
 """Of one ReadFrozen."""
 
 
-def load(state: SnapshotState, parts: Parts, task: str, pool: BlockPool, floor: int) -> Loaded:
+def load(state: SnapshotState, process: PsProcess, task: str, floor: int) -> Loaded:
     """Begin to make what a ps holds of the state of a snapshot, or of ``NOTHING``.
 
     Args:
         state: The state.
-        parts: Of the task.
+        process: In which the ps is.
         task: Name of the ps.
-        pool: Memory of its shards.
         floor: Lowest incarnation of any task that may be served.
 
     Raises:
         CheckpointCorrupt: An answer in it is none.
     """
-    return Loaded(state, parts.of(ShardStore)(task, pool), parts.of(Ledger)(floor), unpack_answer)
+    parts = process.platform.parts
+    store, ledger = parts.of(ShardStore)(task, process.pool), parts.of(Ledger)(floor)
+    return Loaded(state, store, ledger, unpack_answer)
 
 
 async def fill(loaded: Loaded, message: FillSnapshot, segments: Sequence[memoryview]) -> None:
@@ -95,74 +87,6 @@ async def fill(loaded: Loaded, message: FillSnapshot, segments: Sequence[memoryv
         for _ in loaded.write(message.item, start, data):
             await asyncio.sleep(0)
         start += len(data)
-
-
-def pack_answer(answer: object) -> bytes | None:
-    """Return how a snapshot keeps the answer to an update; None: it does not."""
-    return encode(answer) if isinstance(answer, Pushed) else None
-
-
-def unpack_answer(data: bytes) -> Pushed:
-    """Return what ``pack_answer`` packed.
-
-    Raises:
-        CheckpointCorrupt: It is no such answer.
-    """
-    return _unpack(data, Pushed, "an answer")
-
-
-def pack_accumulators(
-    definitions: Iterable[tuple[DefineAccumulator, int]],
-) -> tuple[tuple[bytes, Signed], ...]:
-    """Return how a snapshot keeps what accumulators are, and their steps."""
-    return tuple((encode(definition), Signed(step)) for definition, step in definitions)
-
-
-def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[DefineAccumulator, int]]:
-    """Return what ``pack_accumulators`` packed.
-
-    Raises:
-        CheckpointCorrupt: It is no such thing.
-    """
-    definitions = []
-    for data, step in packed:
-        definition = _unpack(data, DefineAccumulator, "an accumulator")
-        try:
-            rule_of(definition)
-        except (RemoteProtocolError, ConfigurationError) as exc:
-            raise CheckpointCorrupt(f"an accumulator in a snapshot: {exc.message}") from exc
-        definitions.append((definition, step))
-    return definitions
-
-
-def _unpack(data: bytes, kind: type[M], what: str) -> M:
-    try:
-        message = decode(data)
-    except RemoteProtocolError as exc:
-        raise CheckpointCorrupt(f"{what} in a snapshot is damaged: {exc.message}") from exc
-    if not isinstance(message, kind):
-        raise CheckpointCorrupt(f"{what} in a snapshot is a {type(message).__name__}")
-    return message
-
-
-class Freezable(Protocol):
-    """What a ps serves."""
-
-    gate: UpdateGate
-
-    @property
-    def coordinator(self) -> int:
-        """Incarnation of the coordinator, below which no task may be."""
-
-    def settling(self) -> Iterator[None]:
-        """Make ``freeze`` quick, in pieces. Nothing depends on it."""
-
-    def freeze(self) -> Frozen:
-        """Hold what is served.
-
-        Raises:
-            BusyError: An update is under way.
-        """
 
 
 @dataclass(eq=False, slots=True)
@@ -191,32 +115,16 @@ class Snapshots:
     """The snapshots of one ps.
 
     Args:
-        task: Name of the ps.
-        work: What takes long.
-        pool: Memory of what is prepared.
-        check_coordinator: Raises unless a peer is the coordinator that is served.
-        served: Returns what is served, as of now.
-        take: Serves a snapshot from now on.
-        parts: Of the task.
+        process: Of the ps.
+        ps: The ps: what it serves may be frozen, or replaced.
     """
 
-    def __init__(
-        self,
-        task: str,
-        work: LongWork,
-        pool: BlockPool,
-        check_coordinator: Callable[[Connection], None],
-        served: Callable[[], Freezable],
-        take: Callable[[Loaded, RestoreSnapshot], None],
-        parts: Parts,
-    ) -> None:
-        self._task = task
-        self._work = work
-        self._pool = pool
-        self._check_coordinator = check_coordinator
-        self._served = served
-        self._serve = take
-        self._parts = parts
+    def __init__(self, process: PsProcess, ps: PsTask) -> None:
+        self._process = process
+        self._ps = ps
+        self._task = process.task
+        self._work = process.work
+        self._check_coordinator = process.check_coordinator
         self._cut: _Cut | None = None
         self._frozen = self._written_bytes = 0
         self._load: _Load | None = None
@@ -263,13 +171,12 @@ class Snapshots:
         updates = [((task, incarnation), at) for task, incarnation, at in request.message.updates]
         self._check_coordinator(peer)
         if self._cut is None or self._cut.number != number:
-            served = self._served()
-            await served.gate.let_through(number, updates)
-            for _ in served.settling():  # nothing changes meanwhile, as the gate is shut
+            await self._ps.services.gate.let_through(number, updates)
+            for _ in settling(self._ps.services.store):  # nothing changes: the gate is shut
                 await asyncio.sleep(0)
-            frozen = await self._work.when_idle(lambda: self._served().freeze())
+            frozen = await self._work.when_idle(lambda: self._ps.services.freeze())
             self._check_coordinator(peer)
-            self._served().gate.check(number)
+            self._ps.services.gate.check(number)
             if peer.is_closed:
                 raise ConnectionLost(f"{self._task}: {peer.task} has gone")
             self._let_go()
@@ -293,7 +200,7 @@ class Snapshots:
     def _open_gate(self, request: Request[OpenGate]) -> None:
         message = request.message
         self._check_coordinator(request.peer)
-        self._served().gate.open_for(message.cut)
+        self._ps.services.gate.open_for(message.cut)
         if not message.holds and self._cut is not None and self._cut.number == message.cut:
             self._let_go()
         request.answer(Done())
@@ -354,8 +261,7 @@ class Snapshots:
             state = await asyncio.to_thread(SnapshotState.from_bytes, bytes(body[0]), where)
             if prepared.given_up:
                 raise PsyncError(f"{where} was cancelled")
-            floor = self._served().coordinator
-            prepared.loaded = load(state, self._parts, self._task, self._pool, floor)
+            prepared.loaded = load(state, self._process, self._task, self._ps.floor)
             unpack_accumulators(state.accumulators)  # that they can be
             if path:
                 places = read_json(bytes(body[1]), list[Place], f"{where}: places in {path}")
@@ -394,22 +300,16 @@ class Snapshots:
             loaded.check_whole(f"{self._task}: snapshot {message.load}")
             self._load = None
             self._let_go()
-            self._serve(loaded, message)
+            self._ps.take(loaded, message)
             self._taken = message.load
             self._takes += 1
         request.answer(Done())
 
 
 async def _answered(request: Request[Any], work: asyncio.Future[Sequence[bytes]]) -> None:
-    """Wait for work for which others may wait, too; or nobody any more, who would see its error."""
-    work.add_done_callback(_seen)
+    """Wait for work for which others may wait, too."""
     segments = await shielded(work)
     request.answer(Done(), segments)
-
-
-def _seen(work: asyncio.Future[Sequence[bytes]]) -> None:
-    if not work.cancelled() and (error := work.exception()) is not None:
-        logger.debug("what a snapshot was asked for failed: %s", error)
 
 
 # --- files; what is here blocks: call it in a thread ---------------------------------------------

@@ -126,20 +126,14 @@ class Adoption:
     def __init__(self, holdings: Sequence[Holding]) -> None:
         self._num_ps = len(holdings)
         self._shards: dict[str, list[tuple[int, ShardSpec]]] = defaultdict(list)
-        self._optimizers: dict[Identity, HeldOptimizer] = {}
-        self._known_on: dict[Identity, set[int]] = defaultdict(set)  # which ps tasks
-        self._used_on: dict[Identity, set[int]] = defaultdict(set)  # of these
+        # By ps, as that knows it. Where it was not used, it may be as it was made.
+        self._optimizers: dict[Identity, dict[int, HeldOptimizer]] = defaultdict(dict)
         _check_lives(holdings)
         for ps, holding in enumerate(holdings):
             for shard in holding.shards:
                 self._shards[shard.variable].append((ps, shard))
             for optimizer in holding.optimizers:
-                self._known_on[optimizer.identity].add(ps)
-                if optimizer.was_used:
-                    self._used_on[optimizer.identity].add(ps)
-                known = self._optimizers.get(optimizer.identity)
-                if known is None or optimizer.was_used:
-                    self._optimizers[optimizer.identity] = optimizer
+                self._optimizers[optimizer.identity][ps] = optimizer
 
     @property
     def is_empty(self) -> bool:
@@ -148,7 +142,11 @@ class Adoption:
 
     def rate_of(self, identity: Identity) -> Mapping[str, Any]:
         """Return the learning rate that an optimizer has now, as the config of a schedule."""
-        return self._optimizers[identity].learning_rate
+        *_, held = self._used(identity).values()
+        return held.learning_rate
+
+    def _used(self, identity: Identity) -> dict[int, HeldOptimizer]:
+        return {ps: held for ps, held in self._optimizers[identity].items() if held.was_used}
 
     def compare(
         self,
@@ -201,7 +199,8 @@ class Adoption:
             numbers = tuple(
                 (*identity, number)
                 for identity, number in decision.optimizers.items()
-                if ps in (self._known_on if times[number] == 1 else self._used_on)[identity]
+                if ps in self._used(identity)
+                or (times[number] == 1 and ps in self._optimizers[identity])
             )
             decision.orders.append(Orders(tuple(shards[ps]), tuple(dropped[ps]), numbers))
         return decision
@@ -220,8 +219,9 @@ class Adoption:
     ) -> dict[Identity, int]:
         """Return which optimizer is which; what is left is a misfit, at last."""
         groups: dict[str, tuple[list[HeldOptimizer], list[NewOptimizer]]] = {}
-        for held in self._optimizers.values():
-            if held.was_used:
+        for identity in self._optimizers:
+            if used := self._used(identity):
+                *_, held = used.values()
                 groups.setdefault(_key(held.config), ([], []))[0].append(held)
         for new in optimizers:
             if (group := groups.get(_key(new.config))) is not None:
@@ -243,7 +243,7 @@ class Adoption:
 
     def _are_one(self, olds: Sequence[HeldOptimizer]) -> bool:
         """Whether these are one optimizer, which some ps tasks had adopted when a program died."""
-        users = [ps for held in olds for ps in self._used_on[held.identity]]
+        users = [ps for held in olds for ps in self._used(held.identity)]
         lineages = {held.identity[0] for held in olds}
         return len(olds) == 1 or (len(users) == len(set(users)) and len(lineages) == len(olds))
 

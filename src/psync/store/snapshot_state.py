@@ -27,15 +27,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from psync import schedules
+from psync.accumulators import rule_of
 from psync.errors import (
     CheckpointCorrupt,
     ConfigurationError,
     PartitionError,
+    RemoteProtocolError,
     ValueMismatchError,
 )
 from psync.numerics.rules import UpdateRule, rule_from_config, slot_dtype, unknown_in
@@ -47,6 +49,10 @@ from psync.store.shards import Key
 from psync.store.sync_config import SyncConfig
 from psync.store.untrusted_json import Signed, read_json, to_json, wrong
 from psync.wire.closure_numbers import Finality
+from psync.wire.codec import Message, decode, encode
+from psync.wire.messages import DefineAccumulator, Pushed
+
+M = TypeVar("M", bound=Message)
 
 FORMAT = "psync image"
 """What the first line of files on disk says: checkpoints of every version are read."""
@@ -339,3 +345,54 @@ def _check_shard(shard: ShardSnapshot, rules: dict[int, UpdateRule], misfit: _Mi
     for push in shard.pushes:
         if push[0] not in rules:
             raise misfit(f"pushes to {spec}", "of an optimizer that is there", push)
+
+
+# Messages in a state.
+
+
+def pack_answer(answer: object) -> bytes | None:
+    """Return how a snapshot keeps the answer to an update; None: it does not."""
+    return encode(answer) if isinstance(answer, Pushed) else None
+
+
+def unpack_answer(data: bytes) -> Pushed:
+    """Return what ``pack_answer`` packed.
+
+    Raises:
+        CheckpointCorrupt: It is no such answer.
+    """
+    return _unpack(data, Pushed, "an answer")
+
+
+def pack_accumulators(
+    definitions: Iterable[tuple[DefineAccumulator, int]],
+) -> tuple[tuple[bytes, Signed], ...]:
+    """Return how a snapshot keeps what accumulators are, and their steps."""
+    return tuple((encode(definition), Signed(step)) for definition, step in definitions)
+
+
+def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[DefineAccumulator, int]]:
+    """Return what ``pack_accumulators`` packed.
+
+    Raises:
+        CheckpointCorrupt: It is no such thing.
+    """
+    definitions = []
+    for data, step in packed:
+        definition = _unpack(data, DefineAccumulator, "an accumulator")
+        try:
+            rule_of(definition)
+        except (RemoteProtocolError, ConfigurationError) as exc:
+            raise CheckpointCorrupt(f"an accumulator in a snapshot: {exc.message}") from exc
+        definitions.append((definition, step))
+    return definitions
+
+
+def _unpack(data: bytes, kind: type[M], what: str) -> M:
+    try:
+        message = decode(data)
+    except RemoteProtocolError as exc:
+        raise CheckpointCorrupt(f"{what} in a snapshot is damaged: {exc.message}") from exc
+    if not isinstance(message, kind):
+        raise CheckpointCorrupt(f"{what} in a snapshot is a {type(message).__name__}")
+    return message

@@ -24,7 +24,7 @@ import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,11 +43,11 @@ from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.pulls import PsPulls
-from psync.ps.snapshots import pack_accumulators, pack_answer, unpack_accumulators
 from psync.ps.updates import PsUpdates, nothing_is_left
 from psync.specs import STEP_BITS
 from psync.store.commit_log import CommitLog
-from psync.store.snapshot import Frozen, Loaded, freeze, settling
+from psync.store.snapshot import Frozen, Loaded, freeze
+from psync.store.snapshot_state import pack_accumulators, pack_answer, unpack_accumulators
 from psync.sync.cross_ps_sets import WholeSet
 from psync.sync.groups import CLOSER
 from psync.sync.ps_sync import PsSync
@@ -275,11 +275,7 @@ class PsServices:
         state = [section.control() for section in self.sections]
         return hashlib.blake2b(msgpack.packb(state), digest_size=16).digest()
 
-    # Snapshots, see ``snapshots.Freezable``.
-
-    def settling(self) -> Iterator[None]:
-        """Make ``freeze`` quick, in pieces."""
-        return settling(self.store)
+    # Snapshots.
 
     def freeze(self) -> Frozen:
         """Hold what is served.
@@ -317,7 +313,7 @@ class PsServices:
         )
         return loaded
 
-    # Synchronous steps, see ``backups.primary.Contents``.
+    # Synchronous steps, see ``backups.primary``.
 
     async def pause(self, why: str) -> None:
         """Close no step from now on; wait for what is being closed."""
