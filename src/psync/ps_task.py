@@ -57,6 +57,7 @@ from psync.wire.codec import Message
 from psync.wire.messages import (
     ON_EACH_PS,
     ON_PS_0,
+    AskServed,
     AskSpans,
     AskStatistics,
     AttachPs,
@@ -137,7 +138,7 @@ class PsTask:
             **self._host.handlers(),
             FillSnapshot: Handler(self._fill),
             **dict.fromkeys(ON_EACH_PS + (() if index else ON_PS_0), Handler(self._of_session)),
-            **({} if is_hosted else self._host.handlers_of_process()),
+            **({} if is_hosted else {AskServed: Handler(self._host.ask_served)}),
             **self.services.handlers(),
         }
         incarnation = platform.new_incarnation()
@@ -321,7 +322,7 @@ class PsTask:
         if self._sessions is not None:
             self._sessions.attached(attach.coordinator)
         self._cut_off()
-        if not attach.keep:  # else it may have to go on with what is here, see EndFormer
+        if not attach.keep:  # else it may have to go on with what is here, see AskServed
             self._host.end_below(attach.coordinator)
 
     def _of_session(self, request: Request[Any]) -> None:

@@ -26,7 +26,7 @@ address (a backup that serves speaks for itself alone):
     AskServed   no backup of earlier coordinators is made or promoted from then on; one that is
                 being promoted finishes first; then the answer: the ps tasks that are served here,
                 the backups that are here
-    EndFormer   the rest of what earlier coordinators have left here ends
+                If it says so, the rest of what they have left here ends first
 
 Source: docs/design.md, "Failover" and "Attach".
 """
@@ -59,7 +59,6 @@ from psync.wire.messages import (
     BeginBackup,
     CheckState,
     Done,
-    EndFormer,
     FillSnapshot,
     LogEntries,
     Promote,
@@ -266,14 +265,15 @@ class BackupHost:
         known = (each.coordinator for each in self._backups.values())
         return max(self._fenced, *known, 0)
 
-    def handlers_of_process(self) -> dict[type[Message], Handler]:
-        """Return who serves what only the task at the process's own address is asked."""
-        return {AskServed: Handler(self._ask_served), EndFormer: Handler(self._end_former)}
-
-    async def _ask_served(self, request: Request[AskServed]) -> None:
-        peer, backups = request.peer, list(self._backups.items())
-        check_newest(peer, self._task, max(self._own.floor, self.newest))
+    async def ask_served(self, request: Request[AskServed]) -> None:
+        """Say what is served here; for the task at the process's own address alone."""
+        peer = request.peer
+        check_newest(peer, self._task, self._own.newest)
         self._fenced = max(self._fenced, peer.incarnation)
+        if request.message.ends:
+            self.end_below(peer.incarnation)
+            self._own.end_below(peer.incarnation)
+        backups = list(self._backups.items())
         primaries = [await each.primary() for _, each in backups]
         copies = [
             (ps, each.order.coordinator, each.epoch) for ps, each in backups if each.address is None
@@ -281,13 +281,6 @@ class BackupHost:
         primaries.append(self._own.primary("", 0))
         found = [(*each,) for each in primaries if each is not None]
         request.answer(ServedHere(found, copies))
-
-    def _end_former(self, request: Request[EndFormer]) -> None:
-        peer = request.peer
-        check_newest(peer, self._task, max(self._own.floor, self.newest))
-        self.end_below(peer.incarnation)
-        self._own.end_below(peer.incarnation)
-        request.answer(Done())
 
     # They are fed.
 
@@ -299,7 +292,7 @@ class BackupHost:
         own = self._process.platform.parts.of(Computation)()
         check_release(self._task, own.release, sender, message.release)
         begun = Text(own.numerics)
-        if message.coordinator < max(self._own.floor, self.newest):
+        if message.coordinator < self._own.newest:
             # No FencedError: it has not been replaced, and may be attached by the newer one yet.
             raise UsageError(f"{self._task} serves a newer coordinator")
         if len(body) != 1:

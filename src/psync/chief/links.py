@@ -715,8 +715,9 @@ class ClusterLinks:
                 self.workers.start()
                 await self._all_there()
                 if self._keep:
-                    end = messages.EndFormer()
-                    await all_of([self._ask(task, end, messages.Done) for task in self._served])
+                    end = messages.AskServed(ends=True)
+                    answer = messages.ServedHere
+                    await all_of([self._ask(task, end, answer) for task in self._served])
                     await self._all_there()
         except TimeoutError as exc:
             missing = list(self._silent.items()) or self.membership.missing()

@@ -627,17 +627,14 @@ class FinishSteps(Message, code=71):
 
 
 class TickClock(Message, code=56):
-    """Worker → ps 0: one more round is done. Answered by ClockTicked when it may go on."""
+    """Worker → ps 0: one more round is done. Answered when the worker may go on.
+
+    By Number: how far ahead of the slowest its clock is, in rounds.
+    """
 
     bound: int  # number of the optimizer
     max_staleness: int
     tick: int  # number of this tick of the client, from 1: a repetition counts once
-
-
-class ClockTicked(Message, code=57):
-    """How far ahead of the slowest the worker's clock is, in rounds."""
-
-    ahead: int
 
 
 # In the logs of ps tasks alone: inputs of judging that came over no connection so. What came over
@@ -958,6 +955,8 @@ class AskServed(Message, code=6):
     From then on no backup of an earlier coordinator is made or begins to serve here.
     """
 
+    ends: bool = False  # all ps tasks are attached: what earlier coordinators have left here ends
+
 
 class ServedHere(Message, code=7):
     """See AskServed, and ``locate_ps``."""
@@ -965,13 +964,6 @@ class ServedHere(Message, code=7):
     # (ps, address or "", coordinator, timeline, epoch, process of its backup or -1, its epoch)
     primaries: list[tuple[int, str, int, int, int, int, int]]
     copies: list[tuple[int, int, int]]  # (ps, coordinator, epoch) of backups that do not serve
-
-
-class EndFormer(Message, code=14):
-    """All ps tasks are attached: end what earlier coordinators have left in this process.
-
-    Answered by Done.
-    """
 
 
 class DescribeShards(Message, code=110):
@@ -1091,15 +1083,12 @@ class ReleaseIterators(Message, code=26):
 
 
 class AskPosition(Message, code=100):
-    """Coordinator → worker: how far is an iterator? Answered by IteratorPosition."""
+    """Coordinator → worker: how far is an iterator? Answered by Number.
+
+    Batches that steps were handed, and were before; -1: nobody has needed it yet.
+    """
 
     uid: str
-
-
-class IteratorPosition(Message, code=101):
-    """As of now."""
-
-    position: int  # batches that steps were handed, and were before; -1: nobody has needed it yet
 
 
 # Gangs: one function on all workers at once, whose replicas meet.
@@ -1135,17 +1124,14 @@ class Merged(Message, code=107):
 
 
 class JoinCluster(Message, code=150):
-    """Worker → chief: take me into the cluster; answered by Joined, at once."""
+    """Worker → chief: take me into the cluster.
+
+    Answered by Number, the index of its task, at once.
+    """
 
     address: str  # where it listens
     index: int  # what it was called before the connection was lost; -1: it is new
     python: str  # version of its interpreter, as in "3.11": functions travel as its bytecode
-
-
-class Joined(Message, code=151):
-    """See JoinCluster."""
-
-    index: int  # of its task
 
 
 # Training sessions without a coordinator: declare, enter, leave, end of training.

@@ -32,7 +32,7 @@ MESSAGES = (
 RECOVERY = (
     "AttachPs", "CreateShards", "AttachWorker", "BeginBackup", "FillSnapshot", "BackUp",
     "LogEntries", "Promote", "Fence", "PrepareSnapshot", "RestoreSnapshot", "AskServed",
-    "AdoptShards", "GrantCoordinator", "EndFormer", "EndSession", "AskStep",
+    "AdoptShards", "GrantCoordinator", "AskServed", "EndSession", "AskStep",
 )  # fmt: skip
 """Those of a task that comes, or goes on for another one."""
 

@@ -73,7 +73,7 @@ def faults_of_rest(
     """
     for task, host in _served_in(tasks.values()):
         # One that was taken for dead, and lives, keeps what it held until another chief comes
-        # and ends it: see ``backups.host``, EndFormer.
+        # and ends it: see ``backups.host``, AskServed.
         if moved.get(task.task, task.task) != host.task or task._index >= num_ps:
             continue
         name, statistics = f"{task.task} in the process of {host.task}", task.statistics()
