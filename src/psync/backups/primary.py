@@ -216,8 +216,8 @@ class BackupSender:
 
     def ship(self) -> None:
         """Send what there is to be sent."""
-        log = self._log
-        while self._ships and self._peer is not None and len(self._unanswered) < MAX_UNDER_WAY:
+        log, unanswered = self._log, self._unanswered
+        while self._ships and log.shipped < log.last and len(unanswered) < MAX_UNDER_WAY:
             first, batch = log.to_ship(MAX_ENTRIES, MAX_BYTES)
             if not batch:
                 return
@@ -294,14 +294,13 @@ class BackupSender:
         self._note_heard()
         for number in list(self._unanswered):
             self._ask(peer, number)
-        self.ship()
 
     def _lost(self, peer: Connection) -> None:
         """Connect again, also if nothing is to be sent: is the backup there?"""
         if peer is not self._peer or self.ended.is_set():
             return
         self._peer = None
-        self._losses += 1
+        self._losses = self._losses + 1 if self._unanswered else 0
         if self._losses < MAX_LOSSES:
             self._connecting = asyncio.get_running_loop().create_task(self._connect())
         else:

@@ -310,7 +310,7 @@ class _Watch:
                 self.copying[process] += 1
                 self.filling = False
             case "FillSnapshot":
-                self.filling = True
+                self.filling = self.copying.total() > 0
             case "CreateShards":
                 self.creating = self.beginning
             case "MeasureStep":
