@@ -85,6 +85,7 @@ class _Backup:
         self.loaded: Loaded | None = loaded  # None: it is complete
         self.sender = sender
         self.taken = order.first - 1
+        self.begins = order.first + order.before  # the log; what no snapshot has comes before it
         self.address: asyncio.Task[str] | None = None  # once it is to serve
         self._entries: deque[OwnRequest[Message]] = deque()
         self.waiting = 0  # entries that are not done
@@ -125,9 +126,7 @@ class _Backup:
         if loaded is None or loaded.is_wanting:
             return
         self.loaded = None
-        attach = AttachPs(
-            order.coordinator, list(order.ps_addresses), order.ps_timeout_s, keep=True
-        )
+        attach = AttachPs(order.coordinator, order.ps_addresses, order.ps_timeout_s, keep=True)
         self.task.take_over(attach, loaded, order.timeline, order.lineage)
 
     def add(
@@ -142,11 +141,10 @@ class _Backup:
         self.waiting += 1
         self.pending_bytes += nbytes
         self.taken = number
-        if number == self.order.first + self.order.before:
-            self.chain = 0  # before came what no snapshot has, and now the log
         if isinstance(message, CheckState) and message.chain != self.chain:
             request.fail(Diverged(f"{self.sender}: its backup was sent other entries"))
-        self.chain = chained(self.chain, client, header, nbytes)
+        if number >= self.begins:
+            self.chain = chained(self.chain, client, header, nbytes)
         self._entries.append(request)
         if self._doing is None:
             self._doing = asyncio.get_running_loop().create_task(self._do())
