@@ -26,8 +26,8 @@ import pytest
 
 from held_backups import MANY
 from psync.numerics.rules import SGD
-from psync.ps import comparison
 from psync.ps.computes import Place
+from psync.store import commit_log
 from psync.store.store import Key
 from psync.testing import settle
 from psync.wire.messages import (
@@ -142,7 +142,7 @@ class Player(Clients):
         """
         count = int(args[0])
         if "check" in options:
-            self._patch.setattr(comparison, "CHECK_EVERY", int(options["check"]))
+            self._patch.setattr(commit_log, "CHECK_EVERY", int(options["check"]))
         self.stage = stage = Stage(count)
         stage.traced = False
         await stage.begin()

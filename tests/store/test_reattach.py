@@ -9,15 +9,15 @@ import pytest
 
 from psync.errors import AttachError, CheckpointCorrupt
 from psync.specs import ShardSpec, VariableSpec
+from psync.store.ledger import HeldUpdates
 from psync.store.reattach import (
     Adoption,
     HeldOptimizer,
-    HeldUpdates,
     Holding,
-    NewOptimizer,
     Orders,
     partial_updates,
 )
+from psync.store.snapshot_state import NewOptimizer
 from psync.store.untrusted_json import read_json, to_json
 from psync.wire.closure_numbers import PART_BITS
 

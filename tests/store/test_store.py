@@ -31,8 +31,7 @@ from psync.numerics.sums import sum_of_squares
 from psync.schedules import Constant
 from psync.specs import DTYPE_NAMES, ShardSpec, dtype_of, marked_after
 from psync.store.ledger import Ledger
-from psync.store.previous_store import FormerStore
-from psync.store.reattach import Orders
+from psync.store.reattach import FormerStore, Orders
 from psync.store.rows import RowMean, RowValues
 from psync.store.snapshot import Loaded, freeze
 from psync.store.snapshot_state import NOTHING, SnapshotState

@@ -17,7 +17,7 @@ the backups of earlier ones.
 
 An entry that the primary refuses is refused here, too. An error in judging or computing ends the
 process, as it does on a ps (``LongWork.give_up``). One in taking an entry, or a checksum or digest
-that differs (``ps.comparison``), damages the backup alone: it takes no more entries, is never
+that differs (``store.commit_log``), damages the backup alone: it takes no more entries, is never
 promoted, and is replaced.
 
 What a process says of itself to the next coordinator, which asks the task at the process's own
@@ -46,10 +46,9 @@ from psync.backups.primary import PsProcess
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Request
 from psync.net.shielding import shielded
-from psync.ps.comparison import Diverged
 from psync.ps.snapshots import fill, load
 from psync.ps.succession import check_newest
-from psync.store.commit_log import chained
+from psync.store.commit_log import Diverged, chained
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import SnapshotState
 from psync.wire.codec import Message, decode

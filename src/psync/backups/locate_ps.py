@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from psync.errors import AttachError
 from psync.store.reattach import BACK
+from psync.wire.messages import ServedHere
 
 
 class Primary(NamedTuple):
@@ -42,17 +43,6 @@ class Primary(NamedTuple):
         return (self.coordinator, self.timeline, self.epoch)
 
 
-Copy = tuple[int, int, int]
-"""A backup that does not serve: (ps, coordinator, epoch)."""
-
-
-class Found(NamedTuple):
-    """What there is in one process."""
-
-    primaries: tuple[Primary, ...] = ()
-    copies: frozenset[Copy] = frozenset()
-
-
 class Place(NamedTuple):
     """Where one ps is served."""
 
@@ -60,11 +50,11 @@ class Place(NamedTuple):
     address: str  # "": at that of the process
 
 
-def places(found: Sequence[Found]) -> list[Place]:
+def places(found: Sequence[ServedHere]) -> list[Place]:
     """Return where each ps is served.
 
     Args:
-        found: In each process, by the index of the ps whose address it has.
+        found: What each process has said, by the index of the ps whose address it has.
 
     Raises:
         AttachError: What there is may not be the newest that there was.
@@ -75,7 +65,7 @@ def places(found: Sequence[Found]) -> list[Place]:
         serving = [
             (primary.rank, process, primary)
             for process, there in enumerate(found)
-            for primary in there.primaries
+            for primary in (Primary(*each) for each in there.primaries)
             if primary.ps == ps
         ]
         if not serving:
@@ -97,7 +87,7 @@ def places(found: Sequence[Found]) -> list[Place]:
     return result
 
 
-def _is_there(primary: Primary, found: Sequence[Found]) -> bool:
+def _is_there(primary: Primary, found: Sequence[ServedHere]) -> bool:
     """Return whether the backup that a ps waits for is where it was: then it has not served."""
     copy = (primary.ps, primary.coordinator, primary.backup)
-    return primary.host < len(found) and copy in found[primary.host].copies
+    return primary.host < len(found) and copy in map(tuple, found[primary.host].copies)

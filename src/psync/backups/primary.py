@@ -404,7 +404,7 @@ class PsProcess:
     pool: BlockPool
     work: LongWork
     check_coordinator: Callable[[Connection], None]  # raises unless a peer is that which is served
-    lineage: Callable[[], int | None]  # of what is served, see ``previous_store``; None: nothing is
+    lineage: Callable[[], int | None]  # of what is served, see ``store.reattach``; None: nothing is
     deposed: Callable[[], None]  # told that the backup serves in its place
     cut_off: Callable[[], None]  # closes the connections of tasks that are not served any more
 

@@ -27,13 +27,8 @@ from psync.errors import PartitionError, UsageError
 from psync.numerics.casting import overflow
 from psync.partitioners import check_partitions, div_split
 from psync.specs import ShardSpec, VariableSpec, dtype_name, dtype_of, plain_array
-from psync.store.reattach import (
-    Adoption,
-    Holding,
-    NewOptimizer,
-    Orders,
-    partial_updates,
-)
+from psync.store.reattach import Adoption, Holding, Orders, partial_updates
+from psync.store.snapshot_state import NewOptimizer
 from psync.store.untrusted_json import read_json, to_json
 from psync.wire.limits import Limits
 from psync.wire.messages import AdoptShards, CreateShards, DescribeShards, Done

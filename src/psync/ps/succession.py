@@ -17,8 +17,7 @@ from psync.backups.primary import PsProcess
 from psync.cluster import CHIEF
 from psync.errors import FencedError, UsageError
 from psync.net.connection import Connection, Handler, Request
-from psync.store.previous_store import FormerStore
-from psync.store.reattach import Orders
+from psync.store.reattach import FormerStore, Orders
 from psync.store.untrusted_json import read_json, to_json
 from psync.sync.ps_services import PsServices
 from psync.wire.codec import Message

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from psync import schedules
@@ -44,7 +44,6 @@ from psync.numerics.rules import UpdateRule, rule_from_config, slot_dtype, unkno
 from psync.schedules import OR_OWN
 from psync.specs import STEP_BITS, ShardSpec, count_of, dtype_name, dtype_of
 from psync.store.push_counts import CountState, PushCount
-from psync.store.reattach import NewOptimizer
 from psync.store.shards import Key
 from psync.store.sync_config import SyncConfig
 from psync.store.untrusted_json import Signed, read_json, to_json, wrong
@@ -130,6 +129,19 @@ class OptimizerSnapshot(NamedTuple):
     config: dict[str, Any]  # with which it was defined
     learning_rate: dict[str, Any]  # that it has now
     known: int  # number of its pushes, marked
+
+
+@dataclass(frozen=True, slots=True)
+class NewOptimizer:
+    """An optimizer of the present program."""
+
+    number: int
+    name: str
+    config: Mapping[str, Any]  # with which it was made
+    learning_rate: Mapping[str, Any] = field(default_factory=dict)  # that it has now
+
+    def __str__(self) -> str:
+        return f'"{self.name}" ({described(self.config)})'
 
 
 class SenderState(NamedTuple):
@@ -269,6 +281,11 @@ NOTHING = SnapshotState(
     shards=(), optimizers=(), senders=(), variable_sets=(), calls=(), final_below=0,
     accumulators=(), groups=(), counted=(),
 )  # fmt: skip
+
+
+def described(config: Mapping[str, Any]) -> str:
+    """Return an optimizer's configuration as text, for messages."""
+    return ", ".join(f"{key}={value}" for key, value in config.items() if value not in (None, []))
 
 
 # What a type does not say of a state.

@@ -10,8 +10,7 @@ from psync.numerics.rules import Adam, RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
-from psync.store.previous_store import FormerStore
-from psync.store.reattach import Orders
+from psync.store.reattach import FormerStore, Orders
 from psync.store.store import ShardStore
 
 TASK = "/job:ps/task:0"
