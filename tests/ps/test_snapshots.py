@@ -14,12 +14,11 @@ import pytest
 from ps_cluster import WORKER, PsCluster, assign, pull, push
 from psync.errors import CheckpointCorrupt, RemoteProtocolError, UsageError
 from psync.numerics.rules import Adam
+from psync.ps.accumulators import pack_accumulators, unpack_accumulators
 from psync.specs import VariableSpec
 from psync.store.snapshot_state import (
     SenderState,
     SnapshotState,
-    pack_accumulators,
-    unpack_accumulators,
     unpack_answer,
 )
 from psync.wire.codec import Message, encode

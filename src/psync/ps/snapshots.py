@@ -39,9 +39,10 @@ from psync.errors import (
 )
 from psync.net.connection import Connection, Handler, Request
 from psync.net.shielding import shielded
+from psync.ps.accumulators import unpack_accumulators
 from psync.store.ledger import Ledger
 from psync.store.snapshot import Frozen, Loaded, settling
-from psync.store.snapshot_state import SnapshotState, unpack_accumulators, unpack_answer
+from psync.store.snapshot_state import SnapshotState, unpack_answer
 from psync.store.store import ShardStore
 from psync.store.untrusted_json import read_json, to_json
 from psync.wire.codec import Message

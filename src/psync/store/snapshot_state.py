@@ -27,12 +27,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from psync import schedules
-from psync.accumulators import rule_of
 from psync.errors import (
     CheckpointCorrupt,
     ConfigurationError,
@@ -49,7 +48,7 @@ from psync.store.sync_config import SyncConfig
 from psync.store.untrusted_json import Signed, read_json, to_json, wrong
 from psync.wire.closure_numbers import Finality
 from psync.wire.codec import Message, decode, encode
-from psync.wire.messages import DefineAccumulator, Pushed
+from psync.wire.messages import Pushed
 
 M = TypeVar("M", bound=Message)
 
@@ -378,34 +377,15 @@ def unpack_answer(data: bytes) -> Pushed:
     Raises:
         CheckpointCorrupt: It is no such answer.
     """
-    return _unpack(data, Pushed, "an answer")
+    return unpack(data, Pushed, "an answer")
 
 
-def pack_accumulators(
-    definitions: Iterable[tuple[DefineAccumulator, int]],
-) -> tuple[tuple[bytes, Signed], ...]:
-    """Return how a snapshot keeps what accumulators are, and their steps."""
-    return tuple((encode(definition), Signed(step)) for definition, step in definitions)
-
-
-def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[DefineAccumulator, int]]:
-    """Return what ``pack_accumulators`` packed.
+def unpack(data: bytes, kind: type[M], what: str) -> M:
+    """Return a message that a snapshot has kept.
 
     Raises:
-        CheckpointCorrupt: It is no such thing.
+        CheckpointCorrupt: It is no such message; ``what`` is its name there.
     """
-    definitions = []
-    for data, step in packed:
-        definition = _unpack(data, DefineAccumulator, "an accumulator")
-        try:
-            rule_of(definition)
-        except (RemoteProtocolError, ConfigurationError) as exc:
-            raise CheckpointCorrupt(f"an accumulator in a snapshot: {exc.message}") from exc
-        definitions.append((definition, step))
-    return definitions
-
-
-def _unpack(data: bytes, kind: type[M], what: str) -> M:
     try:
         message = decode(data)
     except RemoteProtocolError as exc:

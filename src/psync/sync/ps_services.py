@@ -34,7 +34,7 @@ from psync.backups.primary import BackupService, PsProcess, Section
 from psync.cluster import parse_task_name
 from psync.errors import ConfigurationError, ConnectionLost, FencedError, PsyncError, UsageError
 from psync.net.connection import Handler, Request
-from psync.ps.accumulators import Accumulators
+from psync.ps.accumulators import Accumulators, pack_accumulators, unpack_accumulators
 from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Compute, Touches
 from psync.ps.count_teller import NEWS_SHIFT, CountTeller
@@ -47,7 +47,7 @@ from psync.ps.updates import PsUpdates, nothing_is_left
 from psync.specs import STEP_BITS
 from psync.store.commit_log import CommitLog
 from psync.store.snapshot import Frozen, Loaded, freeze
-from psync.store.snapshot_state import pack_accumulators, pack_answer, unpack_accumulators
+from psync.store.snapshot_state import pack_answer
 from psync.sync.cross_ps_sets import WholeSet
 from psync.sync.groups import CLOSER
 from psync.sync.ps_sync import PsSync
