@@ -143,7 +143,7 @@ class HostedAccumulator:
 
 class Accumulators:
     """The accumulators of one ps, on one timeline of one coordinator: see
-    ``backups.service.Section``.
+    ``backups.primary.Section``.
 
     Args:
         task: Name of the ps, for messages.

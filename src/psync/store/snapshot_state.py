@@ -20,7 +20,7 @@ An array to which nothing was ever written, such as a large table that was decla
     that wait                     nothing
 
 What a backup gets beside a snapshot, as entries: staged parts, the state of the rule of synchronous
-steps, contents and takes of accumulators (``backups.service``, ``Section.entries``).
+steps, contents and takes of accumulators (``backups.primary``, ``Section.entries``).
 """
 
 from __future__ import annotations
