@@ -20,11 +20,10 @@ from psync.testing.simulation.plan import (
 from psync.testing.simulation.tight import SIZES
 
 MESSAGES = (
-    "Update", "Update", "Read", "Contribute", "StagePush", "CloseStep", "AskStep",
-    "LogEntries", "BackUp", "BeginBackup", "FillSnapshot", "Promote", "Freeze", "Gate",
-    "WriteFrozen", "PrepareSnapshot", "FillSnapshot", "RestoreSnapshot", "AttachPs", "AdoptShards",
-    "Fence", "AttachWorker", "RunClosures", "ClosureResults", "AwaitWaiters", "ReportSchedule",
-    "FinalBelow",
+    "Update", "Update", "Read", "Contribute", "StagePush", "CloseStep", "AskStep", "LogEntries",
+    "BackUp", "BeginBackup", "FillSnapshot", "Promote", "Freeze", "Gate", "WriteFrozen",
+    "PrepareSnapshot", "FillSnapshot", "RestoreSnapshot", "AttachPs", "AdoptShards", "Fence",
+    "AttachWorker", "RunClosures", "ClosureResults", "AwaitWaiters", "ReportSchedule", "FinalBelow",
     "CreateShards", "GrantCoordinator", "AskServed", "LockShards", "EndSession",
 )  # fmt: skip
 """Requests that faults may wait for, or lose."""

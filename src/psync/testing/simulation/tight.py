@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from psync.backups import host, primary
-from psync.backups.host import BackupHost
 from psync.chief import consistent_cut, declarations, recovery
 from psync.client.ps import Outgoing
 from psync.closures import dispatcher
@@ -94,7 +93,7 @@ SIZES: Mapping[str, Size] = {
     "copies": Size(((primary, "PIECE_BYTES"), (accumulators, "PIECE_BYTES")), (8, 64)),
     "answers in copies": Size(((accumulators, "MAX_LISTED"),), (1,)),
     "snapshots": Size(((consistent_cut, "PIECE_BYTES"), (recovery, "PIECE_BYTES")), (8, 64)),
-    "acknowledged by a backup": Size(((BackupHost, "_log"),), LATE_S, _answered_late),
+    "acknowledged by a backup": Size(((host.BackupHost, "_log"),), LATE_S, _answered_late),
     "acknowledged by clients": Size(((Outgoing, "answered"),), LATE_S, _done_late),
     "final closures": Size(((FinalClosures, "tell_again"),), LATE_S, _done_late),
 }
