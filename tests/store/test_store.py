@@ -31,8 +31,7 @@ from psync.numerics.sums import sum_of_squares
 from psync.schedules import Constant
 from psync.specs import DTYPE_NAMES, ShardSpec, dtype_of, marked_after
 from psync.store.ledger import Ledger
-from psync.store.previous_store import FormerStore
-from psync.store.reattach import Orders
+from psync.store.reattach import FormerStore, Orders
 from psync.store.rows import RowMean, RowValues
 from psync.store.snapshot import Loaded, freeze
 from psync.store.snapshot_state import NOTHING, SnapshotState
@@ -173,8 +172,8 @@ def through_bytes(store: ShardStore) -> ShardStore:
     state = SnapshotState.from_bytes(frozen.state.to_bytes(), "here")
     loaded = Loaded(state, ShardStore(TASK), Ledger(), lambda data: data)
     for place in loaded.wanted():
-        for memory, view in zip(loaded.memory(place), frozen.views(place), strict=True):
-            memory[:] = view
+        whole = b"".join(frozen.views(place))
+        list(loaded.write(place, 0, memoryview(whole)))
     return loaded.store
 
 

@@ -54,7 +54,7 @@ from psync.specs import (
     count_of,
     dtype_of,
 )
-from psync.store.reattach import NewOptimizer
+from psync.store.snapshot_state import NewOptimizer
 from psync.wire.messages import Pushed, TickClock
 
 MAX_ITERATIONS = 1 << 32

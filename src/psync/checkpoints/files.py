@@ -457,7 +457,7 @@ class Writer:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _read_pieces(
+def read_pieces(
     path: Path, start: int, nbytes: int, what: str, crc32: int, *, whole: bool = True
 ) -> Iterator[np.ndarray]:
     """Yield bytes of a file; each piece is valid until the next one.
@@ -561,7 +561,7 @@ class Reader:
         first, last = wanted
         at, stop = wanted if is_checked else (0, piece.nbytes)
         what = f"tensor {tensor.name!r} from row {piece.offset}"
-        for read in _read_pieces(
+        for read in read_pieces(
             path, piece.start + at, stop - at, what, piece.crc32, whole=not is_checked
         ):
             low, high = max(first, at), min(last, at + read.size)
@@ -749,7 +749,7 @@ def check_places(snapshot: StoredSnapshot) -> None:
         CheckpointError: The file cannot be read.
     """
     for item, start, nbytes, crc32 in snapshot.places:
-        for _ in _read_pieces(snapshot.file, start, nbytes, f"item {item}", crc32):
+        for _ in read_pieces(snapshot.file, start, nbytes, f"item {item}", crc32):
             pass
 
 

@@ -27,15 +27,9 @@ from psync.errors import PartitionError, UsageError
 from psync.numerics.casting import overflow
 from psync.partitioners import check_partitions, div_split
 from psync.specs import ShardSpec, VariableSpec, dtype_name, dtype_of, plain_array
-from psync.store.reattach import (
-    Adoption,
-    Holding,
-    NewOptimizer,
-    Orders,
-    partial_updates,
-    read_sent,
-)
-from psync.store.untrusted_json import to_json
+from psync.store.reattach import Adoption, Holding, Orders, partial_updates
+from psync.store.snapshot_state import NewOptimizer
+from psync.store.untrusted_json import read_json, to_json
 from psync.wire.limits import Limits
 from psync.wire.messages import AdoptShards, CreateShards, DescribeShards, Done
 from psync.wire.tensors import to_bytes_view
@@ -449,8 +443,10 @@ class Creation:
         """
         links = self._ps.links
         answers = await all_of([ask(link, DescribeShards(), Done) for link in links])
-        where = "a ps has described what it holds as nonsense"
-        holdings = [read_sent(segments, Holding, where) for _, segments in answers]
+        holdings = [
+            read_json(b"".join(held), Holding, f"{link.task}: what it holds")
+            for link, (_, held) in zip(links, answers, strict=True)
+        ]
         adoption = Adoption(holdings)
         if adoption.is_empty:
             logger.info("the ps tasks are empty: all variables start with their initial values")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from psync.backups.locate_ps import Found, Primary, places
+from psync.backups.locate_ps import places
 from psync.chief.events import Events
 from psync.client.link import PsLink, all_of, ask, expect, note_plugins
 from psync.client.ps import PsClient
@@ -569,9 +569,7 @@ async def enquire(
     endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
     try:
         grant = messages.GrantCoordinator(previous, seen)
-        return (
-            await _ask_retrying(endpoint, task, address, grant, messages.CoordinatorGranted)
-        ).incarnation
+        return (await _ask_retrying(endpoint, task, address, grant, messages.Number)).value
     finally:
         await endpoint.close()
 
@@ -681,7 +679,8 @@ class ClusterLinks:
         self._ps_0_attached = asyncio.Event()
         self._attached: dict[int, int] = {}  # under which incarnation of ours each ps serves
         self.workers = WorkerLinks(self, workers)
-        self._served: dict[str, tuple[int, Found]] = {}  # in each process, and who was told so
+        # By process, what it has said, and to which incarnation.
+        self._served: dict[str, tuple[int, messages.ServedHere]] = {}
         self._silent: dict[str, str] = {}  # processes that have not answered yet
         self._min_workers = len(workers)  # wanted at the start, at most
         self._unlisten: Callable[[], object] = lambda: None
@@ -712,8 +711,9 @@ class ClusterLinks:
                 self.workers.start()
                 await self._all_there()
                 if self.options.attach:
-                    end = messages.EndFormer()
-                    await all_of([self._ask(task, end, messages.Done) for task in self._served])
+                    end = messages.AskServed(ends=True)
+                    answer = messages.ServedHere
+                    await all_of([self._ask(task, end, answer) for task in self._served])
                     await self._all_there()
         except TimeoutError as exc:
             missing = list(self._silent.items()) or self.membership.missing()
@@ -812,9 +812,7 @@ class ClusterLinks:
         except FencedError:
             await self.ask_again(mine, task, self.processes[task])
             return
-        primaries = tuple(Primary(*each) for each in answer.primaries)
-        copies = frozenset((ps, coordinator, epoch) for ps, coordinator, epoch in answer.copies)
-        self._served[task] = mine, Found(primaries, copies)
+        self._served[task] = mine, answer
 
     async def _ask(self, task: str, message: Message, answer: type[M]) -> M:
         """Ask the process at a ps task's own address, wherever that is served."""

@@ -241,10 +241,10 @@ class Backups:
         way.refused_for_s = CONNECT_S
         try:
             async with asyncio.timeout(link.lost_after_s):
-                promoted, _ = await ask(way, message, messages.Promoted)
+                address, _ = await ask(way, message, messages.Text)
         finally:
             await way.close()
-        self._cluster.move_ps(link, promoted.address)
+        self._cluster.move_ps(link, address.value)
 
     async def close(self) -> None:
         """Keep nothing more. Cancellation: safe."""
@@ -682,7 +682,8 @@ class ClusterRecovery:
             for start in range(0, nbytes, PIECE_BYTES):
                 count = min(PIECE_BYTES, nbytes - start)
                 piece = await asyncio.to_thread(_read, snapshot.file, first + start, count)
-                await self._send(link, messages.FillSnapshot(self._loads, item, start), piece)
+                fill = messages.FillSnapshot(link.index, self._loads, item, start)
+                await self._send(link, fill, piece)
 
     async def _send(self, link: PsLink, message: Message, *segments: bytes) -> None:
         await link.call(always(message), segments, bulk=True, urgent=True)

@@ -31,10 +31,9 @@ from typing import Any, cast
 
 from psync.errors import BusyError, ClosedError, FencedError, PsyncError
 from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request, fail
-from psync.ps.comparison import Comparison
 from psync.ps.computes import Compute, Computes, Touches
 from psync.ps.cooperative_work import INLINE_BYTES, SHARD_BYTES, LongWork
-from psync.store.commit_log import CommitLog, LogState
+from psync.store.commit_log import CommitLog, Comparison, LogState
 from psync.store.ledger import Client
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode

@@ -288,7 +288,7 @@ class Session:
     def iterator_position(self, message: messages.AskPosition) -> Message:
         """Return how many batches of an iterator steps have been handed."""
         iterator = self._iterators.get(message.uid)
-        return messages.IteratorPosition(-1 if iterator is None else iterator.position)
+        return messages.Number(-1 if iterator is None else iterator.position)
 
     def describe(self) -> list[str]:
         """Say what runs here, where it waits, and what waits for it; for reports."""

@@ -16,8 +16,7 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from psync.backups import host, sender
-from psync.backups.host import BackupHost
+from psync.backups import host, primary
 from psync.chief import consistent_cut, declarations, gangs, recovery
 from psync.client.ps import Outgoing
 from psync.closures import dispatcher
@@ -88,12 +87,12 @@ SIZES: Mapping[str, Size] = {
     "closures ahead": Size(((dispatcher, "MAX_AHEAD"),), (1,)),
     "values in results": Size(((gangs, "INLINE_BYTES"),), (0,)),
     "entries at once": Size(((executor, "AT_ONCE"),), (1, 2)),
-    "entries shipped": Size(((sender, "MAX_ENTRIES"), (sender, "MAX_UNDER_WAY")), (1,)),
+    "entries shipped": Size(((primary, "MAX_ENTRIES"), (primary, "MAX_UNDER_WAY")), (1,)),
     "entries pending": Size(((host, "MAX_PENDING_BYTES"),), (1,)),
-    "copies": Size(((sender, "PIECE_BYTES"), (accumulators, "PIECE_BYTES")), (8, 64)),
+    "copies": Size(((primary, "PIECE_BYTES"), (accumulators, "PIECE_BYTES")), (8, 64)),
     "answers in copies": Size(((accumulators, "MAX_LISTED"),), (1,)),
     "snapshots": Size(((consistent_cut, "PIECE_BYTES"), (recovery, "PIECE_BYTES")), (8, 64)),
-    "acknowledged by a backup": Size(((BackupHost, "_log"),), LATE_S, _answered_late),
+    "acknowledged by a backup": Size(((host.BackupHost, "_log"),), LATE_S, _answered_late),
     "acknowledged by clients": Size(((Outgoing, "answered"),), LATE_S, _done_late),
     "final closures": Size(((FinalClosures, "tell_again"),), LATE_S, _done_late),
 }
