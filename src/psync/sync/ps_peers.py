@@ -275,8 +275,7 @@ class AllPs:
         def build(peer: Connection) -> CloseStep:
             for share in named:
                 if share.number not in peer.state["plans"]:
-                    link.define(peer, *[each.definition for each in named])
-                    break
+                    link.define(peer, share.definition)
             return replace(
                 message,
                 config=None if (ps, group) in self._told else self._sync.known(group, None).raw,
