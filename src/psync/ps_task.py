@@ -112,8 +112,8 @@ class PsTask:
         self._index = index
         self._address = address
         self._pool = BlockPool(source=platform.memory.take, run=platform.memory.take_run)
-        self._work = LongWork(self.task, self.stopped.set)
-        parts, pool, work, check = platform.parts, self._pool, self._work, self._check_coordinator
+        self.work = LongWork(self.task, self.stopped.set)
+        parts, pool, work, check = platform.parts, self._pool, self.work, self._check_coordinator
         self._process = PsProcess(
             task, index, platform, pool, work, check, self._lineage, self._depose, self._cut_off
         )
@@ -158,7 +158,7 @@ class PsTask:
         Cancellation: Updates go on; what is not closed yet stays open: call it again.
         """
         await self.services.drain()
-        await self._work.drain()  # and let their senders know
+        await self.work.drain()  # and let their senders know
         self._recorder.close()
         await self._endpoint.close(goes_on=True)  # updates do, for a while
         self.life = self.life.after(LifeEvent.CLOSE, self.task)
@@ -167,15 +167,15 @@ class PsTask:
         if self._sessions is not None:
             self._sessions.close()
         await self._succession.close()
-        await self._work.drain()  # what began meanwhile
-        self._work.close()
+        await self.work.drain()  # what began meanwhile
+        self.work.close()
         if not self._is_hosted:
             self._platform.memory.end()
 
     @property
     def is_torn(self) -> bool:
         """Whether an update failed half-way, so that the task had to stop."""
-        return self._work.is_torn or self._host.is_torn
+        return self.work.is_torn or self._host.is_torn
 
     def describe(self) -> list[str]:
         """Say what this task holds and who waits here; for reports."""

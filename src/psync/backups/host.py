@@ -100,7 +100,7 @@ class _Backup:
     @property
     def is_damaged(self) -> bool:
         """Whether it may lack what the one that is backed up has."""
-        return self._failed or self.task.is_torn
+        return self._failed or self.task.work.is_torn
 
     @property
     def coordinator(self) -> int:
@@ -152,7 +152,8 @@ class _Backup:
         """Let the executor have the entries, one after the other."""
         try:
             begun = 0
-            while self._entries and not self.is_damaged:
+            work = self.task.work
+            while self._entries and not (self._failed or work.is_torn):
                 request = self._entries.popleft()
                 try:
                     self.task.handler(type(request.message)).serve(request)

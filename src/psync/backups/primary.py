@@ -136,6 +136,7 @@ class BackupSender:
         self._ships = False  # the snapshot is there
         self._connecting: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # the backup has more, or does not follow
+        self._now = asyncio.get_running_loop().time
         self._heard_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -241,7 +242,7 @@ class BackupSender:
     ) -> None:
         """Send a message, again where a connection is lost, until it is answered."""
         if not self._unanswered:
-            self._note_heard()
+            self._heard_at = self._now()
         self._sent += 1
         self._unanswered[self._sent] = message, segments, then
         if self._peer is not None:
@@ -266,7 +267,7 @@ class BackupSender:
         else:
             *_, then = self._unanswered.pop(number)
             self._losses = 0
-            self._note_heard()
+            self._heard_at = self._now()
             self._changed.set()
             then(outcome)
 
@@ -291,7 +292,7 @@ class BackupSender:
             return
         self._peer, self._incarnation = peer, peer.incarnation
         peer.on_closed.append(self._lost)
-        self._note_heard()
+        self._heard_at = self._now()
         for number in list(self._unanswered):
             self._ask(peer, number)
 
@@ -307,9 +308,6 @@ class BackupSender:
             self._fail(ConnectionLost(f"{self._losses} connections to it in a row were lost"))
 
     # How long it has been silent.
-
-    def _note_heard(self) -> None:
-        self._heard_at = asyncio.get_running_loop().time()
 
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -611,4 +609,4 @@ class BackupService:
 
 def _entry(client: Client, message: Message | bytes, body: Sequence[memoryview]) -> Entry:
     header = message if isinstance(message, bytes) else encode(message)
-    return Entry(client, header, body, sum(map(len, body)))
+    return Entry.of(client, header, body)

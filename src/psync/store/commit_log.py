@@ -176,6 +176,9 @@ class Comparison:
     Args:
         task: Name of the ps.
         digest: Returns one of the state that judging has made, equal on both.
+
+    Attributes:
+        chain: Over the entries that went over, see ``chained``; whoever ships one goes on with it.
     """
 
     def __init__(self, task: str, digest: Callable[[], bytes]) -> None:
@@ -184,11 +187,7 @@ class Comparison:
         self._number = 0  # of the last check in the log
         self._left = CHECK_EVERY  # entries until the next one
         self._digests: dict[int, bytes] = {}  # of the last two that were executed
-        self._chain = 0  # over the entries that went over
-
-    def shipped(self, client: tuple[str, int], header: bytes, nbytes: int) -> None:
-        """Note an entry that has its number."""
-        self._chain = chained(self._chain, client, header, nbytes)
+        self.chain = 0
 
     def due(self) -> CheckState | None:
         """Return the check that comes before the next entry; None: it is not time yet."""
@@ -197,7 +196,7 @@ class Comparison:
             return None
         self._left = CHECK_EVERY
         self._number += 1
-        return CheckState(self._number, self._digests.get(self._number - 1, b""), self._chain)
+        return CheckState(self._number, self._digests.get(self._number - 1, b""), self.chain)
 
     def execute(self, check: CheckState) -> None:
         """Take the digest of a check, and compare the one before.
