@@ -36,6 +36,7 @@ from types import CoroutineType
 from typing import Any, Generic, TypeVar
 
 from psync.errors import (
+    BusyError,
     ConnectionLost,
     DeadlineExceeded,
     LocalProtocolError,
@@ -75,6 +76,10 @@ logger = logging.getLogger(__name__)
 
 WRITE_HIGH_BYTES = 4 << 20
 """Above this much unsent data large messages wait."""
+
+WAITING_BYTES = 1 << 30
+"""Bodies of requests on control that handlers still work on: above it, others are refused. It is
+read all the same, so who waits for too much is told."""
 
 RETURN_WITHIN_S = 0.001
 """A body that was lent is given back with the next message to its owner, or after so long: said at
@@ -653,6 +658,13 @@ class Connection(asyncio.BufferedProtocol):
             handler = self._handlers.get(type(frame.message))
             if handler is None:
                 raise self._unserved(frame.message)
+            if self._unfinished_bytes > WAITING_BYTES and self._in_order:
+                frame.token = BusyError(
+                    f"requests of {self.task} with {self._unfinished_bytes} bytes wait for their "
+                    f"answers, and no more are taken above {WAITING_BYTES}",
+                    hint="await some of them before the next ones",
+                )
+                return None
             prepare = handler.prepare
             if prepare is not None:
                 try:
