@@ -314,6 +314,8 @@ class Journal:
         self.is_calm = True  # nothing has gone wrong yet
         self.rounds = Rounds(plan)
         self.holdings = Holdings()
+        # Of services of ps tasks: by section, the last digest, and what was in the section.
+        self.digests: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     @classmethod
     def current(cls) -> Journal:

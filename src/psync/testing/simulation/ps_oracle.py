@@ -6,17 +6,18 @@ steps has seen. Not compared: counters of what was done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from psync.backups.sender import MAX_UNDER_WAY
 from psync.cluster import parse_task_name
-from psync.errors import BusyError
+from psync.errors import BusyError, FencedError
 from psync.ps.life import Life
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.ps_task import PsTask
 from psync.specs import STEP_BITS
 from psync.store.commit_log import LogState
+from psync.store.snapshot_state import SnapshotState
 from psync.testing.simulation.journal import Journal
 from psync.testing.simulation.workload.tables import Fault
 
@@ -50,6 +51,7 @@ def faults_of_pairs(tasks: dict[str, Any]) -> tuple[int, list[Fault]]:
         except BusyError:  # something that is in no log is under way
             continue
         compared += 1
+        found += _faults_of_digest(primary, Journal.current())
         found += [
             (
                 "pair",
@@ -92,24 +94,38 @@ def faults_of_rest(
                 yield "tokens", f"{name}: {group}: {tokens}"
             if counters["waiting"] or counters["counted"]:
                 yield "left over", f"{name}: {group}: {counters}"
-        yield from _faults_of_counts(task, tasks, num_ps)
         for clock, counters in statistics["clocks"].items():
             if counters["waiting"]:
                 yield "left over", f"{name}: clock {clock}: {counters}"
+    yield from faults_of_counts(tasks, num_ps, at_rest=True)
 
 
-def _faults_of_counts(task: PsTask, tasks: Mapping[str, Any], num_ps: int) -> Iterator[Fault]:
-    """Each ps knows of all pushes that others have counted without it, and of no others."""
-    served = [
-        each
-        for each, _ in _served_in(tasks.values())
-        if each.life is Life.SERVING and each.floor == task.floor and each._index < num_ps
-    ]
-    if sorted(each._index for each in served) != list(range(num_ps)):
-        return  # one is away, or was replaced and has not noticed
-    others = {each._index: each.services.store.optimizers for each in served if each is not task}
+def faults_of_counts(
+    tasks: Mapping[str, Any], num_ps: int, *, at_rest: bool = False
+) -> Iterator[Fault]:
+    """Each ps knows of no push that others have not counted; at rest, of all that they have.
+
+    Args:
+        tasks: Of the living processes, by name.
+        num_ps: How many serve the present coordinator.
+        at_rest: Whether all is done and told.
+    """
+    timelines: dict[tuple[int, int], list[PsTask]] = {}
+    for task, _ in _served_in(tasks.values()):
+        if task.life is Life.SERVING and task._index < num_ps:
+            timelines.setdefault((task.floor, task.services.timeline), []).append(task)
+    for served in timelines.values():
+        # Otherwise one is away, or was replaced and has not noticed.
+        if sorted(each._index for each in served) == list(range(num_ps)):
+            for task in served:
+                others = [each for each in served if each is not task]
+                yield from _faults_of_count(task, others, at_rest=at_rest)
+
+
+def _faults_of_count(task: PsTask, others: Sequence[PsTask], *, at_rest: bool) -> Iterator[Fault]:
+    stores = [each.services.store.optimizers for each in others]
     for number, optimizer in task.services.store.optimizers.items():
-        counts = [known[number].count for known in others.values() if number in known]
+        counts = [known[number].count for known in stores if number in known]
         expected = sum(
             pushes
             for count in counts
@@ -117,8 +133,9 @@ def _faults_of_counts(task: PsTask, tasks: Mapping[str, Any], num_ps: int) -> It
             for touched, pushes in count.own.items()
             if task._index not in touched
         )
-        if optimizer.count.elsewhere != expected:
-            said = f"knows of {optimizer.count.elsewhere} pushes elsewhere, there are {expected}"
+        found = optimizer.count.elsewhere
+        if found > expected or (at_rest and found < expected):
+            said = f"knows of {found} pushes elsewhere, there are {expected}"
             yield "iterations", f"{task.task}: optimizer {number}: {said}"
 
 
@@ -133,6 +150,23 @@ def noting_arrivals(original: Callable[..., Any]) -> Any:
         return original(self, update)
 
     return admit
+
+
+def looking_at_judgement(original: Callable[..., Any]) -> Any:
+    """Return a judgement of updates that looks whether one of a closure is refused too late.
+
+    It has arrived, so another ps may have applied its part of it.
+    """
+
+    def judge(self: PsUpdates, update: PsUpdate) -> Any:
+        try:
+            return original(self, update)
+        except FencedError as exc:
+            said = f"{self._task}: {update.identity}, which has arrived: {exc}"
+            Journal.current().look(update.message.closure < 0, said, "dropped")
+            raise
+
+    return judge
 
 
 def have_full_budgets(tasks: Mapping[str, Any]) -> bool:
@@ -194,23 +228,63 @@ def _contents(task: PsTask) -> dict[str, Any]:
     found["shards"] = [(each.spec, each.version, dict(each.pushes)) for each in state.shards]
     found["accumulators"] = state.accumulators
     # A definition that came in passing is told to the backup with the first entry that needs it.
-    steps = dict(task.services.sync.staging.steps)
     for optimizer, (number, count) in zip(state.optimizers, state.counts, strict=True):
         if any(count):
-            found[f"optimizer {number}"] = optimizer, count
-    found |= {f"group {number}": dict(state.groups).get(number) for number in steps}
-    for sender in state.senders:
-        found[f"ledger of {sender.task}"] = tuple(sender)
-    calls = [(*call, *state.variable_sets[place]) for *call, place in state.calls]
-    found["calls"] = sorted(calls), sorted(state.parts)
-    found["final below"] = state.final_below, state.kept
-    found["steps"] = steps
-    if task.services.closer is not None:
-        found["rule"] = task.services.closer.steps.snapshot()
+            found[f"optimizer {number}"] = optimizer
+    groups = dict(state.groups)
+    found |= {f"group {number}": groups.get(number) for number in task.services.sync.staging.steps}
     for name, hosted in task.services.accumulators.hosted.items():
         held = hosted.rule.held()
-        found[f"accumulator {name!r}"] = held and (
-            held.count, held.weight, held.shape, [array.tolist() for array in held.arrays],
-            [(*each.owner.client, each.owner.sequence) for each in hosted.rule.waiting],
-        )  # fmt: skip
+        found[f"gradients of {name!r}"] = held and (
+            held.weight,
+            held.shape,
+            [array.tolist() for array in held.arrays],
+        )
+    for section in _judged(task, state):
+        found |= section
     return found
+
+
+def _judged(task: PsTask, state: SnapshotState) -> tuple[dict[str, Any], ...]:
+    """Return what judging has made of each section of a ps: what its digest is of."""
+    services = task.services
+    updates: dict[str, Any] = {
+        f"ledger of {sender.task}": tuple(sender) for sender in state.senders
+    }
+    calls = [(*call, *state.variable_sets[place]) for *call, place in state.calls]
+    updates["calls"] = sorted(calls), sorted(state.parts)
+    updates["final below"] = state.final_below, state.kept
+    updates |= {f"pushes of {number}": count for number, count in state.counts if any(count)}
+    accumulators = {
+        f"accumulator {name!r}": (
+            hosted.rule.num_accumulated(),
+            hosted.rule.step,
+            [(*each.owner.client, each.owner.sequence) for each in hosted.rule.waiting],
+        )
+        for name, hosted in services.accumulators.hosted.items()
+    }
+    steps: dict[str, Any] = {"steps": dict(services.sync.staging.steps)}
+    if services.closer is not None:
+        steps["rule"] = services.closer.steps.snapshot()
+    return updates, accumulators, steps
+
+
+def _faults_of_digest(task: PsTask, journal: Journal) -> Iterator[Fault]:
+    """The digest of a section changes with all that judging has made of it.
+
+    A backup that differs in what is in no digest would never be found to.
+    """
+    services, before = task.services, journal.digests.get(task.services, {})
+    sections = services.sections
+    frozen = services.freeze()
+    judged = _judged(task, frozen.state)
+    frozen.drop()
+    now = {}
+    for place, (section, known) in enumerate(zip(sections, judged, strict=True)):
+        services.sections = [section]
+        now[place] = services.digest(), known
+        if place in before and before[place][0] == now[place][0] and before[place][1] != known:
+            names = [name for name in known if known[name] != before[place][1].get(name)]
+            yield "digest", f"{task.task}: the digest is the same, and not {names}"
+    services.sections = sections
+    journal.digests[services] = now

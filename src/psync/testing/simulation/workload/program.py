@@ -27,7 +27,7 @@ from psync.errors import (
 from psync.testing.simulation import oracle
 from psync.testing.simulation.journal import LOOKED_AFTER_S, Closure, Journal
 from psync.testing.simulation.plan import Batch, Call, ClosurePlan
-from psync.testing.simulation.ps_oracle import faults_of_pairs, faults_of_rest
+from psync.testing.simulation.ps_oracle import faults_of_counts, faults_of_pairs, faults_of_rest
 from psync.testing.simulation.workload.own_updates import OwnUpdates
 from psync.testing.simulation.workload.tables import SPARE, Handles, Slots, StepFailed, Values
 
@@ -310,6 +310,7 @@ class Life:
         """Primaries and backups are equal, wherever they are at one position of the log."""
         compared, faults = faults_of_pairs(self._world.tasks)
         self._journal.find(faults)
+        self._journal.find(faults_of_counts(self._world.tasks, self._world.num_ps))
         if compared:
             self._journal.say("mark", "a ps and its backup are compared")
 
