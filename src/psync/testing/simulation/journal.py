@@ -314,7 +314,9 @@ class Journal:
         self.is_calm = True  # nothing has gone wrong yet
         self.rounds = Rounds(plan)
         self.holdings = Holdings()
-        # Of services of ps tasks: by section, the last digest, and what was in the section.
+        # By the updates of a ps: identities of those that have arrived, and are not judged.
+        self.admitted: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+        # By services of a ps, for each section: the last digest, and what was in it.
         self.digests: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     @classmethod

@@ -190,8 +190,8 @@ MUTANTS: Mapping[str, Mutant] = {
         ((Ledger, "others", wrong.does_nothing([])),),
     ),
     "dies_at_the_gate": Mutant(
-        "an update that has arrived is applied, even if its request is given up", ("attach",),
-        ((PsUpdates, "_carry", wrong.of_its_request),),
+        "an update that has arrived is applied, even if its connection is lost", ("attach",),
+        ((PsUpdates, "_carry", wrong.of_its_connection),),
     ),
     "partial_is_not_counted": Mutant(
         "an attach counts the updates that are on some ps tasks only", ("attach",),
@@ -280,7 +280,7 @@ MUTANTS: Mapping[str, Mutant] = {
          (PulledAhead, "_end_turn", wrong.does_nothing(None))),
     ),
     "lent_is_shown_as_before": Mutant(
-        "a body that was lent is shown where it lies, whatever lies beside it", ("any",),
+        "a body that was lent is shown where it lies, whatever lies beside it", ("checkpoint",),
         ((Landing, "settle", wrong.shown_beside_others),),
     ),
     "lent_is_not_held": Mutant(

@@ -143,30 +143,51 @@ def noting_arrivals(original: Callable[..., Any]) -> Any:
     """Return an admission of updates that notes which parts have arrived whole where."""
 
     def admit(self: PsUpdates, update: PsUpdate) -> Any:
-        message = update.message
-        key = (Journal.current().lives, message.closure, message.ordinal)
+        message, journal = update.message, Journal.current()
+        key = (journal.lives, message.closure, message.ordinal)
         parts = 1 + len(message.spread or ())
-        Journal.current().arrived.setdefault(key, (set(), parts))[0].add(self._task)
-        return original(self, update)
+        journal.arrived.setdefault(key, (set(), parts))[0].add(self._task)
+        waiting = journal.admitted.setdefault(self, set())
+        waiting.add(update.identity)
+        try:
+            return original(self, update)
+        except Exception:
+            waiting.discard(update.identity)
+            raise
 
     return admit
 
 
-def looking_at_judgement(original: Callable[..., Any]) -> Any:
-    """Return a judgement of updates that looks whether one of a closure is refused too late.
+def noting_judgement(original: Callable[..., Any]) -> Any:
+    """Return a judgement of updates that notes it; an update of a closure is refused to nobody.
 
     It has arrived, so another ps may have applied its part of it.
     """
 
     def judge(self: PsUpdates, update: PsUpdate) -> Any:
+        journal = Journal.current()
+        journal.admitted.get(self, set()).discard(update.identity)
         try:
             return original(self, update)
         except FencedError as exc:
             said = f"{self._task}: {update.identity}, which has arrived: {exc}"
-            Journal.current().look(update.message.closure < 0, said, "dropped")
+            journal.look(update.message.closure < 0, said, "dropped")
             raise
 
     return judge
+
+
+def faults_of_arrivals(tasks: Mapping[str, Any]) -> Iterator[Fault]:
+    """An update that has arrived is judged, as soon as it waits for nothing.
+
+    Args:
+        tasks: Of the living processes, by name.
+    """
+    for task, _ in _served_in(tasks.values()):
+        services = task.services
+        left = Journal.current().admitted.get(services.updates)
+        if left and not services.executor.waiting and not services.gate.held_back:
+            yield "dropped", f"{task.task}: {sorted(left)} have arrived, and wait for nothing"
 
 
 def have_full_budgets(tasks: Mapping[str, Any]) -> bool:

@@ -150,8 +150,12 @@ def messages_not_remembered(original: Callable[..., Any]) -> Any:
     return record
 
 
-def of_its_request(original: Callable[..., Any]) -> Any:
-    return lambda self, request, waiting: request.start(waiting)
+def of_its_connection(original: Callable[..., Any]) -> Any:
+    def carry(self: PsUpdates, request: Request[Any], waiting: Any) -> None:
+        task = asyncio.get_running_loop().create_task(waiting)
+        request.peer.on_closed.append(lambda _: task.cancel())
+
+    return carry
 
 
 def only_answers(original: Callable[..., Any]) -> Any:
