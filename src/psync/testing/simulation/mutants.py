@@ -36,6 +36,7 @@ from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
+from psync.ps import snapshots
 from psync.ps.accumulators import Accumulators
 from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Computes
@@ -352,6 +353,10 @@ MUTANTS: Mapping[str, Mutant] = {
     "digest_without_rule": Mutant(
         "a digest is of all sections of a ps: synchronous steps", ("sync-replica",),
         ((PsServices, "digest", wrong.lacks(StepCloser)),),
+    ),
+    "gradient_answers_are_saved": Mutant(
+        "a checkpoint has no answers of accumulators", ("checkpoint", "replica"),
+        ((snapshots, "pack_answer", wrong.packs_all),),
     ),
     "open_step_is_saved": Mutant(
         "a checkpoint has nothing of a step that is open", ("checkpoint",),

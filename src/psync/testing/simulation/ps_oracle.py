@@ -47,11 +47,11 @@ def faults_of_pairs(tasks: dict[str, Any]) -> tuple[int, list[Fault]]:
         if backup is None:
             continue
         try:
-            held, copied = _contents(primary), _contents(backup)
+            (held, judged), (copied, _) = _contents(primary), _contents(backup)
         except BusyError:  # something that is in no log is under way
             continue
         compared += 1
-        found += _faults_of_digest(primary, Journal.current())
+        found += _faults_of_digest(primary, judged)
         found += [
             (
                 "pair",
@@ -236,13 +236,17 @@ def _is_unwritten(name: str, held: dict[str, Any], copied: dict[str, Any]) -> bo
     return there == there[:4] * (len(there) // 4)
 
 
-def _contents(task: PsTask) -> dict[str, Any]:
-    """Return all that a backup has to have, by what it is."""
+Contents = dict[str, Any]
+"""What a ps has, by what it is."""
+
+
+def _contents(task: PsTask) -> tuple[Contents, Sequence[Contents]]:
+    """Return all that a backup has to have; and of that, by section, what judging has made."""
     if task.services.executor.computes.waiting:
         raise BusyError("something is being computed")
     frozen = task.services.freeze()
     state = frozen.state
-    found: dict[str, Any] = {}
+    found: Contents = {}
     for place, item in enumerate(state.items):
         found[str(item)] = b"".join(frozen.views(place))
     frozen.drop()
@@ -253,7 +257,8 @@ def _contents(task: PsTask) -> dict[str, Any]:
         if any(count):
             found[f"optimizer {number}"] = optimizer
     groups = dict(state.groups)
-    found |= {f"group {number}": groups.get(number) for number in task.services.sync.staging.steps}
+    for number, _ in task.services.sync.staging.steps:
+        found[f"group {number}"] = groups.get(number)
     for name, hosted in task.services.accumulators.hosted.items():
         held = hosted.rule.held()
         found[f"gradients of {name!r}"] = held and (
@@ -261,17 +266,16 @@ def _contents(task: PsTask) -> dict[str, Any]:
             held.shape,
             [array.tolist() for array in held.arrays],
         )
-    for section in _judged(task, state):
+    judged = _judged(task, state)
+    for section in judged:
         found |= section
-    return found
+    return found, judged
 
 
-def _judged(task: PsTask, state: SnapshotState) -> tuple[dict[str, Any], ...]:
+def _judged(task: PsTask, state: SnapshotState) -> Sequence[Contents]:
     """Return what judging has made of each section of a ps: what its digest is of."""
     services = task.services
-    updates: dict[str, Any] = {
-        f"ledger of {sender.task}": tuple(sender) for sender in state.senders
-    }
+    updates: Contents = {f"ledger of {sender.task}": tuple(sender) for sender in state.senders}
     calls = [(*call, *state.variable_sets[place]) for *call, place in state.calls]
     updates["calls"] = sorted(calls), sorted(state.parts)
     updates["final below"] = state.final_below, state.kept
@@ -284,28 +288,27 @@ def _judged(task: PsTask, state: SnapshotState) -> tuple[dict[str, Any], ...]:
         )
         for name, hosted in services.accumulators.hosted.items()
     }
-    steps: dict[str, Any] = {"steps": dict(services.sync.staging.steps)}
+    steps: Contents = {"steps": dict(services.sync.staging.steps)}
     if services.closer is not None:
         steps["rule"] = services.closer.steps.snapshot()
     return updates, accumulators, steps
 
 
-def _faults_of_digest(task: PsTask, journal: Journal) -> Iterator[Fault]:
+def _faults_of_digest(task: PsTask, judged: Sequence[Contents]) -> Iterator[Fault]:
     """The digest of a section changes with all that judging has made of it.
 
     A backup that differs in what is in no digest would never be found to.
     """
-    services, before = task.services, journal.digests.get(task.services, {})
-    sections = services.sections
-    frozen = services.freeze()
-    judged = _judged(task, frozen.state)
-    frozen.drop()
-    now = {}
-    for place, (section, known) in enumerate(zip(sections, judged, strict=True)):
+    services, digests = task.services, Journal.current().digests
+    before, sections, now = digests.get(services), services.sections, []
+    for section in sections:
         services.sections = [section]
-        now[place] = services.digest(), known
-        if place in before and before[place][0] == now[place][0] and before[place][1] != known:
-            names = [name for name in known if known[name] != before[place][1].get(name)]
-            yield "digest", f"{task.task}: the digest is the same, and not {names}"
+        now.append(services.digest())
     services.sections = sections
-    journal.digests[services] = now
+    digests[services] = now, judged
+    if before is None:
+        return
+    for last, then, digest, known in zip(*before, now, judged, strict=True):
+        if last == digest and then != known:
+            names = [name for name in known if known[name] != then.get(name)]
+            yield "digest", f"{task.task}: the digest is the same, and not {names}"

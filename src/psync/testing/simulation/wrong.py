@@ -38,7 +38,7 @@ from psync.sync.pushes import Close, Contribution
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.steps import SyncSteps
-from psync.wire.codec import decode, encode
+from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import Done, FinalBelow, TellCounts
 
 Make = Callable[[Callable[..., Any]], Any]
@@ -153,7 +153,11 @@ def messages_not_remembered(original: Callable[..., Any]) -> Any:
 def of_its_connection(original: Callable[..., Any]) -> Any:
     def carry(self: PsUpdates, request: Request[Any], waiting: Any) -> None:
         task = asyncio.get_running_loop().create_task(waiting)
-        request.peer.on_closed.append(lambda _: task.cancel())
+
+        def closed(_: object) -> None:
+            task.cancel()
+
+        request.peer.on_closed.append(closed)
 
     return carry
 
@@ -463,6 +467,10 @@ def lacks(kind: type) -> Make:
         return digest
 
     return make
+
+
+def packs_all(original: Callable[..., Any]) -> Any:
+    return lambda answer: encode(answer) if isinstance(answer, Message) else None
 
 
 def of_open_steps_too(original: Callable[..., Any]) -> Any:

@@ -308,7 +308,7 @@ class Life:
             )
         else:
             save.ended(path.name)
-            self._journal.look_into(save, oracle.saved_values(path))
+            self._journal.look_into(save, path)
             self._world.reach("moment", "saved", "chief-0")
 
     def _compare(self) -> None:
