@@ -366,22 +366,6 @@ def _duration(batches: Sequence[Batch], num_workers: int) -> float:
     return 0.3 + sum(batch.pause_s + 0.1 for batch in batches) + 1.5 * pauses / num_workers
 
 
-def _renamed(batches: Sequence[Batch], kind: str, name: str) -> tuple[Batch, ...]:
-    """Return batches in which calls of one kind are of another one, which had none."""
-
-    def closure(each: ClosurePlan) -> ClosurePlan:
-        calls = (
-            dataclasses.replace(call, kind=name) if call.kind == kind else call
-            for call in each.calls
-        )
-        return dataclasses.replace(each, calls=tuple(calls))
-
-    return tuple(
-        dataclasses.replace(batch, closures=tuple(map(closure, batch.closures)))
-        for batch in batches
-    )
-
-
 RULES = ("Momentum", "Adam", "Adagrad", "RMSprop", "AMSGrad", "Nadam", "Lamb")
 """Of groups; all but the last also of table "moved"."""
 
@@ -417,6 +401,7 @@ class _Draw:
         self.seed = seed
         self.rng = rng
         self.shape = shape
+        self.rolls = random.Random(f"{seed}:rolls back")  # apart, so that what else is drawn stays
         self.columns: dict[str, int] = {}
 
     def plan(self) -> Plan:
@@ -442,6 +427,9 @@ class _Draw:
                 for each in groups
             )
         kinds = self._kinds(num_groups)
+        rolls_back = recovery == "checkpoint" and self.rolls.random() < 0.3
+        if rolls_back and "spread" not in kinds and self.rolls.random() < 0.5:
+            kinds = ["spread" if kind in ("dense", "added") else kind for kind in kinds]
         self.weighted = {
             f"sync{number}"
             for number, group in enumerate(groups)
@@ -499,7 +487,7 @@ class _Draw:
             ),
             sets_steps=random.Random(f"{self.seed}:steps").random() < 0.3,
         )
-        if recovery == "checkpoint" and has_saves and not races:
+        if rolls_back and has_saves and not races:
             plan = self._rolling_back(plan)
         if not races and not plan.works:  # their joins may take the request first
             plan = self._stopping(plan)
@@ -520,21 +508,13 @@ class _Draw:
         return ("uneven",) if is_one or self.shape == "uneven" else ()
 
     def _rolling_back(self, plan: Plan) -> Plan:
-        """Let a ps die after a save, drawn apart, so that what else is drawn stays."""
-        rng = random.Random(f"{self.seed}:rolls back")
-        if rng.random() >= 0.3:
-            return plan
+        """Let a ps die after a save."""
+        rng = self.rolls
         delay_s = rng.choice((0.0, round(10 ** rng.uniform(-4, 0.5), 5)))
         when = Trigger(0.0, "moment", "saved", rng.choice((1, 1, 2)), "", delay_s)
         target = f"ps-{rng.randrange(plan.num_ps)}"
         fault = Fault("kill", when, (target,), rng.choice((0.0, 0.3, 3.0)))
-        kinds = {
-            call.kind for batch in plan.batches for each in batch.closures for call in each.calls
-        }
-        batches, others = plan.batches, sorted(kinds & {"dense", "rows", "added", "both"})
-        if others and "spread" not in kinds and rng.random() < 0.5:
-            batches = _renamed(batches, rng.choice(others), "spread")
-        return dataclasses.replace(plan, batches=batches, faults=(fault, *plan.faults))
+        return dataclasses.replace(plan, faults=(fault, *plan.faults))
 
     def _stopping(self, plan: Plan) -> Plan:
         """Let a step ask for the end of training, drawn apart, so that what else is drawn stays."""
