@@ -580,7 +580,16 @@ class _Draw:
             sizes["lent"] = rng.choice((0, 0, 100))
             if rng.random() < 0.5:
                 sizes["copied at once"] = rng.choice(SIZES["copied at once"].values)
+        if not plan.groups and not plan.layouts and not plan.padding:
+            plan = self._in_parts(plan)
         return dataclasses.replace(plan, shares=True, sizes=plan.sizes | sizes)
+
+    def _in_parts(self, plan: Plan) -> Plan:
+        """Let bodies be of one shard each, and some be read where they lie, beside others."""
+        if random.Random(f"{self.seed}:parts").random() < 0.5:
+            return plan
+        sizes = {"members of a request": 1, "kept": 0}
+        return dataclasses.replace(plan, num_shards=1, sizes=plan.sizes | sizes)
 
     def _with_small_budgets(self, plan: Plan) -> Plan:
         """Let ps tasks have little room for pushes, and less for entries under way to backups."""
@@ -605,7 +614,7 @@ class _Draw:
         sizes = {
             name: rng.choice(size.values)
             for name, size in SIZES.items()
-            if rng.random() < tightness
+            if size.values and rng.random() < tightness
         }
         if rng.random() < 0.25:
             sizes |= {"blocks": rng.choice((8, 64)), "turns": 0}

@@ -281,7 +281,7 @@ MUTANTS: Mapping[str, Mutant] = {
          (PulledAhead, "_end_turn", wrong.does_nothing(None))),
     ),
     "lent_is_shown_as_before": Mutant(
-        "a body that was lent is shown where it lies, whatever lies beside it", ("checkpoint",),
+        "a body that was lent is shown where it lies, whatever lies beside it", ("async",),
         ((Landing, "settle", wrong.shown_beside_others),),
     ),
     "lent_is_not_held": Mutant(
