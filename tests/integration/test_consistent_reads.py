@@ -185,6 +185,30 @@ async def test_a_synchronous_step_waits_for_a_lock_and_is_closed_then() -> None:
         assert (await v.read() == 4).all()
 
 
+@virtual
+@pytest.mark.promise("reads.atomic-assign")
+async def test_a_consistent_read_may_take_longer_than_the_answer_to_a_ping() -> None:
+    network = MemoryNetwork(chunk=(1 << 16, 1 << 16))
+    loop = asyncio.get_running_loop()
+
+    def deliver_slowly(link: Any, direction: str, nbytes: int) -> None:
+        if direction == "to_client" and nbytes == 1 << 16:
+            link.to_client.stall()
+            loop.call_later(1.0, link.to_client.flow)
+
+    async with running(MemoryCluster(1, 1, network=network)) as cluster:
+        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
+        async with psync.ClusterCoordinator(strategy):
+            with strategy.scope():
+                v = psync.Variable(np.ones((4, 1 << 18), np.float32), name="v")
+            await v.read()
+            network.trace_deliveries(deliver_slowly)
+            value = await read(v)
+            assert loop.time() > 60
+            assert (value == 1).all()
+            network.trace_deliveries(None)
+
+
 async def test_the_global_step_is_read_at_one_instant_with_the_variables() -> None:
     async with sharded() as (_, coordinator, v):
         with coordinator.strategy.scope():
