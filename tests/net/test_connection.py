@@ -29,7 +29,6 @@ from endpoints import (
     transport_of,
 )
 from psync.errors import (
-    BusyError,
     ConnectionLost,
     DeadlineExceeded,
     FencedError,
@@ -832,14 +831,17 @@ async def test_bodies_are_freed_with_the_answer_and_not_by_the_collector(how: st
 
 @pytest.mark.promise("input.peers-bounded")
 @pytest.mark.virtual_time
+@pytest.mark.parametrize("lane", [BULK, "control"])
 @pytest.mark.parametrize("how", ["in a coroutine", "kept", "kept by a coroutine", "told"])
-async def test_requests_are_read_only_while_the_handlers_bodies_fit_the_limit(how: str) -> None:
+async def test_requests_are_read_only_while_the_handlers_bodies_fit_the_limit(
+    how: str, lane: str
+) -> None:
     """Until their answer is given, though the coroutine that has kept the request has ended."""
     gate, held = Gate(), Held(in_coroutine=how == "kept by a coroutine")
     limits = Limits(unfinished_bytes=250 * KIB)
     network = MemoryNetwork()
     handler = Handler(held if "kept" in how else gate)
-    async with connected(network, {Update: handler}, lane=BULK, limits=limits) as pair:
+    async with connected(network, {Update: handler}, lane=lane, limits=limits) as pair:
         got: list[Any] = []
         for number in range(20):
             if how == "told":
@@ -859,29 +861,6 @@ async def test_requests_are_read_only_while_the_handlers_bodies_fit_the_limit(ho
         assert gate.begun == (0 if "kept" in how else 20)
         assert len(got) == (0 if how == "told" else 20)
         assert pair.back._unfinished_bytes == 0
-
-
-@pytest.mark.promise("input.peers-bounded")
-def test_control_is_read_whatever_waits_and_refuses_what_is_too_much(
-    turns: Turns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An unlock comes over it, for which the requests in front of it may be waiting."""
-    monkeypatch.setattr(connection_module, "WAITING_BYTES", 250 * KIB)
-    held, got = Held(), list[Any]()
-    handlers = {Update: Handler(held), AskStatistics: Handler(lambda each: each.answer(Done()))}
-    pair = peered(turns, handlers, limits=Limits(unfinished_bytes=1))
-    for number in range(5):
-        pair.peer.ask(push(number), [bytes(100 * KIB)], got.append)
-    pair.peer.ask(AskStatistics(), (), got.append)
-    turns.settle()
-    assert len(held.requests) == 3
-    assert [isinstance(each, BusyError) for each in got] == [True, True, False]
-    assert got[2].message == Done()
-    assert "307200 bytes wait for their answers, and no more are taken above 256000" in str(got[0])
-    held.requests.pop().answer(Done())
-    pair.peer.ask(push(5), [bytes(100 * KIB)], got.append)
-    turns.settle()
-    assert len(held.requests) == 3
 
 
 @pytest.mark.promise("input.peers-bounded")

@@ -204,7 +204,8 @@ def have_full_budgets(tasks: Mapping[str, Any]) -> bool:
             and len(sender._unanswered) >= MAX_UNDER_WAY
             and log.shipped < log.last
             and any(
-                not peer._in_order and peer._unfinished_bytes > peer._limits.unfinished_bytes
+                peer._unfinished_bytes > peer._limits.unfinished_bytes
+                and not (peer._in_order and peer.holds)
                 for peer in primary._endpoint.peers
             )
         ):
