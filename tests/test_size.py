@@ -10,9 +10,9 @@ from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
     "core": 44_347,
-    "src": 60_612,
-    "nodes": 579_967,
-    "tests": 92_482,
+    "src": 60_616,
+    "nodes": 579_994,
+    "tests": 92_483,
     "net": 4_499,
     "api": 3_575,
     "store": 3_016,
@@ -34,7 +34,7 @@ SIZES = {
     "compat": 843,
     "serialization": 801,
     "checkpoints": 800,
-    "testing": 10_151,
+    "testing": 10_155,
     "integrations": 4_619,
     "bench": 1_495,
 }
