@@ -49,6 +49,7 @@ from psync.store.store import ShardStore
 from psync.sync import step_update
 from psync.sync.group import Group
 from psync.sync.ps_services import PsServices
+from psync.sync.ps_sync import PsSync
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_applier import StepApplier
@@ -130,7 +131,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "promoted_counts_nothing": Mutant(
         "a promoted ps 0 counts what had counted", ("sync-replica",),
-        ((StepCloser, "_replay_count", wrong.only_answers),),
+        ((PsSync, "replay", wrong.only_answers),),
     ),
     "copy_without_rule": Mutant(
         "a copy has the state of the rule of synchronous steps", ("sync-replica",),
