@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 
 from message_counts import WORKS, Case, Link, Traffic, count_everything, traffic_of
-from psync.net.platform import fresh_process
 from psync.testing import run_virtual
+from psync.testing.seams import fresh_process
 
 PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "performance.md"
 HEADING = "| operation | between | messages | tensors | bytes beside them |"

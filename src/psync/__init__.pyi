@@ -29,7 +29,7 @@ from psync.api.optimizers import PushResult as PushResult
 from psync.api.optimizers import StalenessBound as StalenessBound
 from psync.api.pulls import empty_like as empty_like
 from psync.api.pulls import pull as pull
-from psync.api.reads import cache_variable_reads as cache_variable_reads
+from psync.api.scopes import cache_variable_reads as cache_variable_reads
 from psync.api.strategy import ParameterServerStrategy as ParameterServerStrategy
 from psync.api.sync_replicas import ChiefQueueRunner as ChiefQueueRunner
 from psync.api.sync_replicas import SessionHook as SessionHook
@@ -118,12 +118,12 @@ from psync.partitioners import MaxSizePartitioner as MaxSizePartitioner
 from psync.partitioners import MinSizePartitioner as MinSizePartitioner
 from psync.partitioners import Partitioner as Partitioner
 from psync.replicas.context import ReplicaContext as ReplicaContext
+from psync.replicas.context import StrategyExtended as StrategyExtended
 from psync.replicas.context import experimental_set_strategy as experimental_set_strategy
 from psync.replicas.context import get_replica_context as get_replica_context
 from psync.replicas.context import get_strategy as get_strategy
 from psync.replicas.context import has_strategy as has_strategy
 from psync.replicas.context import in_cross_replica_context as in_cross_replica_context
-from psync.replicas.extended import StrategyExtended as StrategyExtended
 from psync.replicas.losses import compute_average_loss as compute_average_loss
 from psync.replicas.losses import scale_regularization_loss as scale_regularization_loss
 from psync.serialization.captures import StaleCaptureWarning as StaleCaptureWarning

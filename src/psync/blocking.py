@@ -33,7 +33,7 @@ import os
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, Self, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
 from psync.api import cluster_coordinator
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
@@ -54,10 +54,10 @@ from psync.net.shielding import shielded
 from psync.net.trace import Trace
 from psync.net.trace_file import Summary
 from psync.serialization.remote_value import RemoteValue as AsyncRemoteValue
-from psync.status.model import Status
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+A = TypeVar("A")
 P = ParamSpec("P")
 
 __all__ = ["ClusterCoordinator", "LocalCluster", "report", "run", "wait"]
@@ -231,6 +231,38 @@ class _Blocking:
         self.__exit__(None, None, None)
 
 
+def _waiting(
+    method: Callable[Concatenate[A, P], Awaitable[T]],
+) -> Callable[Concatenate[Any, P], T]:
+    """Return a coroutine method of a class of ``psync`` as one that blocks."""
+
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return wait(method(_inner_of(self), *args, **kwargs))
+
+    return _described(method, call)
+
+
+def _on_the_loop(method: Callable[Concatenate[A, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Return a plain method of a class of ``psync`` as one that other threads may call."""
+
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return _on_loop(functools.partial(method, _inner_of(self), *args, **kwargs))
+
+    return _described(method, call)
+
+
+def _inner_of(blocking: Any) -> Any:
+    """Return the asynchronous object: the one inside, or the same one if it is of a subclass."""
+    return blocking._inner if isinstance(blocking, _Blocking) else blocking
+
+
+def _described(method: Callable[..., Any], call: Callable[P, T]) -> Callable[P, T]:
+    """Give a method the name and the signature of the one that it calls."""
+    functools.update_wrapper(call, method)
+    call.__doc__ = f"Call ``psync.{method.__qualname__}``, and return when it is done."
+    return call
+
+
 class LocalCluster(_Blocking):
     """A ``psync.LocalCluster`` in plain calls, with the same arguments and errors.
 
@@ -259,13 +291,8 @@ class LocalCluster(_Blocking):
         resolver: LaunchedClusterResolver = self._inner.resolver
         return resolver
 
-    def scale(self, workers: int) -> None:
-        """Change the number of workers; see ``psync.LocalCluster.scale``."""
-        wait(self._inner.scale(workers))
-
-    def adapt(self, minimum: int = 1, maximum: int = 1, **options: Any) -> None:
-        """Adapt the number of workers to the queue; see ``psync.LocalCluster.adapt``."""
-        _on_loop(functools.partial(self._inner.adapt, minimum, maximum, **options))
+    scale = _waiting(AsyncLocalCluster.scale)
+    adapt = _on_the_loop(AsyncLocalCluster.adapt)
 
 
 class RemoteValue(AsyncRemoteValue[T_co]):
@@ -279,9 +306,7 @@ class RemoteValue(AsyncRemoteValue[T_co]):
 
     get = fetch  # type: ignore[assignment]
 
-    def cancel(self) -> None:
-        """Cancel the closure; see ``psync.RemoteValue.cancel``."""
-        _on_loop(super().cancel)
+    cancel = _on_the_loop(AsyncRemoteValue.cancel)
 
 
 class PerWorkerIterator(AsyncPerWorkerIterator[T]):
@@ -306,21 +331,13 @@ class PerWorkerDataset(AsyncPerWorkerDataset[T]):
 class Visits(AsyncVisits):
     """Visits of data shards in plain calls; see ``psync.ClusterCoordinator.distribute_once``."""
 
-    def schedule(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...] | list[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[AsyncRemoteValue[Any]]:
-        """Schedule ``fn(shard, *args, **kwargs)`` for each pending shard; the handles block."""
-        return _on_loop(super().schedule, fn, args, kwargs)
+    schedule = _on_the_loop(AsyncVisits.schedule)
 
     def run(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Run ``fn(shard, *args, **kwargs)`` for all remaining shards of all epochs."""
         wait(super().run(*args, **kwargs))
 
-    def _look(self) -> None:
-        _on_loop(super()._look)
+    _look = _on_the_loop(AsyncVisits._look)
 
 
 class Traced:
@@ -398,17 +415,13 @@ class ClusterCoordinator(_Blocking):
         schedule = self.coordinator.schedule
         return _on_loop(lambda: [_blocking(schedule(fn, args)) for args in calls])
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for all scheduled closures; see ``psync.ClusterCoordinator.join``."""
-        wait(self.coordinator.join(timeout))
-
-    def done(self) -> bool:
-        """Return whether no closure is queued or running."""
-        return _on_loop(self.coordinator.done)
-
-    def fetch(self, structure: Any) -> Any:
-        """Return values; see ``psync.ClusterCoordinator.fetch``."""
-        return wait(self.coordinator.fetch(structure))
+    join = _waiting(AsyncCoordinator.join)
+    done = _on_the_loop(AsyncCoordinator.done)
+    fetch = _waiting(AsyncCoordinator.fetch)
+    status = _waiting(AsyncCoordinator.status)
+    report = _on_the_loop(AsyncCoordinator.report)
+    statistics = _on_the_loop(AsyncCoordinator.statistics)
+    ps_statistics = _waiting(AsyncCoordinator.ps_statistics)
 
     def events(self) -> Iterator[Event]:
         """Yield events as they occur; see ``psync.ClusterCoordinator.events``.
@@ -450,10 +463,6 @@ class ClusterCoordinator(_Blocking):
         _on_loop(coordinator._running, "distribute_once")
         return Visits(schedule, coordinator.join, shards, num_epochs, shuffle_seed, state)
 
-    def status(self) -> Status:
-        """Return the current state of the cluster; see ``psync.ClusterCoordinator.status``."""
-        return wait(self.coordinator.status())
-
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Traced]:
         """Trace the block; see ``psync.ClusterCoordinator.trace``."""
@@ -465,22 +474,10 @@ class ClusterCoordinator(_Blocking):
         """Reason for which a step asked to stop; see ``psync.ClusterCoordinator.stop_reason``."""
         return _on_loop(lambda: self.coordinator.stop_reason)
 
-    def report(self, values: Mapping[str, float]) -> None:
-        """Show values in the status; see ``psync.ClusterCoordinator.report``."""
-        _on_loop(self.coordinator.report, values)
-
     @property
     def dashboard_url(self) -> str:
         """URL of the dashboard; see ``psync.ClusterCoordinator.dashboard_url``."""
         return _on_loop(lambda: self.coordinator.dashboard_url)
-
-    def statistics(self) -> dict[str, Any]:
-        """Return counters; see ``psync.ClusterCoordinator.statistics``."""
-        return _on_loop(self.coordinator.statistics)
-
-    def ps_statistics(self) -> list[dict[str, Any]]:
-        """Return the counters of each ps task."""
-        return wait(self.coordinator.ps_statistics())
 
 
 @contextlib.contextmanager

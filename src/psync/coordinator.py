@@ -22,12 +22,13 @@ from psync.chief import watchdog
 from psync.chief.consistent_cut import Cuts
 from psync.chief.declarations import Creation, Declaration, OwnOptimizers
 from psync.chief.events import RollbackEvent
-from psync.chief.links import ClusterLinks
+from psync.chief.gangs import GangRunner, ScheduledCall, ScheduledClosures, starting
+from psync.chief.links import ClusterLinks, CoordinatorOptions
 from psync.chief.recovery import ClusterRecovery
 from psync.client.context import LATE_HINT, Runtime
 from psync.client.link import always
 from psync.client.ps import PsClient
-from psync.closures.closure import Closure, Identity, Needs, State
+from psync.closures.closure import NO_DATA, Closure, Identity, Needs, State
 from psync.closures.dispatcher import Dispatch, GiveBack
 from psync.closures.membership import ScheduleReports, TaskState
 from psync.closures.queue import Action as QueueAction
@@ -44,17 +45,10 @@ from psync.errors import (
 )
 from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
-from psync.replicas.closure_messages import (
-    EndedCall,
-    ScheduledCall,
-    ScheduledClosures,
-    starting,
-)
 from psync.replicas.context import forbid_in_merge
-from psync.replicas.gang_runner import GangRunner
 from psync.serialization.failures import rebuild_exception, text_of
 from psync.serialization.functions import FunctionTable
-from psync.serialization.payloads import EMPTY, Payload, check_size, pack_arguments
+from psync.serialization.payloads import EMPTY, Payload
 from psync.serialization.remote_value import RemoteValue
 from psync.wire import messages
 from psync.wire.closure_numbers import pack_kept
@@ -381,21 +375,6 @@ SETTLE_EVERY_S = 0.5
 """Not more often than this: where workers are lost all the time, the others go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorOptions:
-    """As the arguments of ``ClusterCoordinator``, which explains them."""
-
-    min_workers: int
-    connect_timeout_s: float
-    ps_timeout_s: float
-    closure_timeout_s: float | None  # None: a step may take as long as it likes
-    max_losses: int
-    max_flaps: int | None  # None: as often as it likes
-    watchdog_timeout_s: float | None  # None: there is no watchdog
-    on_stall: Callable[[str], object] | None
-    attach: bool
-
-
 class Coordinator:
     """Schedules closures onto workers.
 
@@ -404,12 +383,10 @@ class Coordinator:
         cluster: The training cluster.
         declared: Declarations of variables that are to be created; taken from here.
         options: What the user has said.
-        origin: Token of the strategy.
         program: Token of this process.
         main_by_name: Whether workers run the script of this process, so that classes of its
             ``__main__`` are found there by name.
         own: This program's optimizers, which go on with what was left, and after rollbacks.
-        has_backups: Whether each ps has a backup.
 
     Attributes:
         links, workers, joins, gangs, cuts, events, functions, creation, recovery, runtime: Its
@@ -426,35 +403,25 @@ class Coordinator:
         declared: list[Declaration],
         options: CoordinatorOptions,
         *,
-        origin: str,
         program: str,
         main_by_name: bool,
         own: OwnOptimizers,
-        has_backups: bool,
     ) -> None:
         self._options = options
         self.attached = False
         self.parts = platform.parts
-        self._limits = platform.limits
-        self._main_by_name = main_by_name
         self._queue = ClosureQueue(max_losses=options.max_losses)
-        self._closures = ScheduledClosures(self._cancel)
+        self._closures = ScheduledClosures(self._cancel, platform.limits, main_by_name)
         self.joins = Joins(self._queue, self.waits_for)
         self.functions = FunctionTable(main_by_name=main_by_name)
-        self.links = ClusterLinks(
-            platform, cluster,
-            origin=origin, program=program, ps_timeout_s=options.ps_timeout_s,
-            max_flaps=options.max_flaps, keep=options.attach, may_move=has_backups,
-        )  # fmt: skip
+        self.links = ClusterLinks(platform, cluster, options, program)
         self.workers = self.links.workers
         self.workers.on_joined = self._worker_joined
         self.workers.on_lost = self._worker_lost
         self.workers.on_forgotten = self._worker_forgotten
         self.gangs = GangRunner(
-            self._queue, self.functions, self._closures, platform.limits,
-            main_by_name=main_by_name, ready=self.workers.ready,
-            current=self.workers.current, prepare=self._prepare, perform=self.perform,
-            waits_for=self.waits_for,
+            self._queue, self.functions, self._closures, self.workers,
+            prepare=self._prepare, perform=self.perform, waits_for=self.waits_for,
         )  # fmt: skip
         self._reports = ScheduleReports(self.workers.names(), self._queue)
         self.creation = Creation(declared, self.links.ps, own)
@@ -463,7 +430,7 @@ class Coordinator:
         self._final = FinalClosures(self._queue, self.links.ps)
         self.recovery = ClusterRecovery(
             self.links, self._queue, self.gangs, self._reports, self.creation,
-            perform=self.perform, tell_again=self._final.tell_again, has_backups=has_backups,
+            perform=self.perform, tell_again=self._final.tell_again,
         )  # fmt: skip
         self.links.endpoint.handlers.update({
             messages.ClosureResults: Handler(self._results),
@@ -472,9 +439,9 @@ class Coordinator:
             messages.FetchArguments: Handler(self._fetch_arguments),
             messages.ReachCollective: Handler(self.gangs.reached),
             messages.LeaveCluster: Handler(self._worker_leaves),
-            messages.EndSession: Handler(self._session_ends),
+            messages.EndSession: Handler(self.workers.session_ends),
         })  # fmt: skip
-        self.runtime = Runtime(self.links.ps, origin, program, self._ensure_created)
+        self.runtime = Runtime(self.links.ps, options.origin, program, self._ensure_created)
         self._report_due = asyncio.Event()  # set when the schedule has changed
         self._dispatch_due = False  # ``_dispatch`` comes in this turn of the loop
         self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused
@@ -609,8 +576,7 @@ class Coordinator:
         function = self.functions.register(fn, stacklevel=4)
         arguments = EMPTY
         if args or kwargs:
-            arguments = pack_arguments(function.name, args, kwargs, main_by_name=self._main_by_name)
-            check_size(arguments, f'the arguments of step "{function.name}"', self._limits)
+            arguments = self._closures.packed(function.name, args, kwargs)
         return self._queue_call(ScheduledCall(function, arguments, may_repeat), identity, needs)
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
@@ -622,7 +588,21 @@ class Coordinator:
     def _queue_call(
         self, call: ScheduledCall, identity: Identity | None = None, needs: Needs | None = None
     ) -> RemoteValue[Any]:
-        closure = self._closures.make(self._queue.next_id, call, self, identity, needs)
+        arguments, inputs = call.arguments, call.arguments.remote_values
+        for each in inputs:
+            if each._owner is not self:
+                raise UsageError(
+                    f"{each!r} belongs to another coordinator",
+                    hint="fetch its value there and pass the value",
+                )
+        if needs is None:
+            needs = call.needs() if arguments.kept or call.function.payload.kept else NO_DATA
+        # Without keywords, which cost as much again.
+        closure = Closure(
+            self._queue.next_id, call, call.function.name, needs,
+            call.inline_bytes if arguments is not EMPTY else 0,
+            [value._closure for value in inputs] if inputs else (), identity,
+        )  # fmt: skip
         value = self._closures.adopt(closure)
         if self.creation.pending and self._creating is None:
             self._create_if_declared()
@@ -793,10 +773,6 @@ class Coordinator:
             self.perform(self._queue.worker_leaves(request.peer.task))
         request.answer(messages.Done())
 
-    def _session_ends(self, request: Request[messages.EndSession]) -> None:
-        self.workers.session_ends(request.peer, request.message)
-        request.answer(messages.Done())
-
     # What workers say of closures.
 
     def _results(self, request: Request[messages.ClosureResults]) -> None:
@@ -808,7 +784,7 @@ class Coordinator:
         for number, updates in message.updates or ():
             closure = self._closures.get(number)
             call = None if closure is None else closure.payload
-            ended.append(EndedCall(number, updates, closure, call))
+            ended.append((number, updates, closure, call))
         if message.stop is not None:  # before the ends that a join waits for
             closure_id, reason = message.stop
             closure = self._closures.get(closure_id)
@@ -831,7 +807,8 @@ class Coordinator:
         self._finished(peer.task, finished, message.mean_seconds)
         # What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
         early = not self.cuts.taken and self.recovery.source is None
-        self.recovery.note_ended(ended, early=early)
+        for each in ended:
+            self.recovery.note_ended(*each, early=early)
         self.joins.heard_at = self.loop.time()
         self._final.look()
 

@@ -10,7 +10,8 @@ is out of range raises a ``ConfigurationError``, which is also a ValueError.
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from collections.abc import Callable
+from typing import ClassVar, TypedDict, Unpack
 
 from psync.api.optimizers import Optimizer as Optimizer
 from psync.api.optimizers import StalenessBound
@@ -280,7 +281,23 @@ class AdamW(Adam):
         super().__init__(learning_rate, beta_1, beta_2, epsilon, amsgrad, **rest)
 
 
-class Adamax(Optimizer):
+class _MomentOptimizer(Optimizer):
+    """Base of those whose rule has two moments and an epsilon, and no other arguments."""
+
+    _moment_rule: ClassVar[Callable[..., _rules.UpdateRule]]
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(self._moment_rule(learning_rate, beta_1, beta_2, epsilon), **options)
+
+
+class Adamax(_MomentOptimizer):
     """Adam with the infinity norm in place of the second moment.
 
     Args:
@@ -295,18 +312,10 @@ class Adamax(Optimizer):
     Source: Kingma and Ba 2015, section 7; ``keras.optimizers.Adamax``.
     """
 
-    def __init__(
-        self,
-        learning_rate: float | Schedule = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(_rules.Adamax(learning_rate, beta_1, beta_2, epsilon), **options)
+    _moment_rule = _rules.Adamax
 
 
-class Nadam(Optimizer):
+class Nadam(_MomentOptimizer):
     """Adam with Nesterov's momentum.
 
     Args:
@@ -321,15 +330,7 @@ class Nadam(Optimizer):
     Source: Dozat 2016; ``keras.optimizers.Nadam``.
     """
 
-    def __init__(
-        self,
-        learning_rate: float | Schedule = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(_rules.Nadam(learning_rate, beta_1, beta_2, epsilon), **options)
+    _moment_rule = _rules.Nadam
 
 
 class Ftrl(Optimizer):
@@ -397,7 +398,7 @@ class Lion(Optimizer):
         super().__init__(_rules.Lion(learning_rate, beta_1, beta_2), **options)
 
 
-class Lamb(Optimizer):
+class Lamb(_MomentOptimizer):
     """Adam with updates scaled to the norm of each variable, times the learning rate.
 
     The scale is the norm of the whole variable divided by the norm of its update. For a variable of
@@ -417,12 +418,4 @@ class Lamb(Optimizer):
     Source: You et al. 2019 (LAMB); ``keras.optimizers.Lamb``.
     """
 
-    def __init__(
-        self,
-        learning_rate: float | Schedule = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(_rules.Lamb(learning_rate, beta_1, beta_2, epsilon), **options)
+    _moment_rule = _rules.Lamb

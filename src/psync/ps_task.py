@@ -21,13 +21,13 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from psync.backups.host import BackupHost
 from psync.backups.locate_ps import Primary
-from psync.backups.sender import Served
+from psync.backups.primary import PsProcess
 from psync.cluster import CHIEF, ENQUIRER
 from psync.errors import ConnectionLost, FencedError, UsageError
 from psync.net.chief_presence import ChiefPresence
@@ -51,15 +51,17 @@ from psync.ps.succession import (
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import NOTHING
 from psync.sync.groups import CLOSER
-from psync.sync.ps_services import PsProcess, PsServices
+from psync.sync.ps_services import PsServices
 from psync.wire.codec import Message
 from psync.wire.messages import (
     ON_EACH_PS,
     ON_PS_0,
+    AskServed,
     AskSpans,
     AskStatistics,
     AttachPs,
     Done,
+    FillSnapshot,
     Hello,
     PsAttached,
     Refused,
@@ -109,27 +111,22 @@ class PsTask:
         self._index = index
         self._address = address
         self._pool = BlockPool(source=platform.memory.take, run=platform.memory.take_run)
-        self._work = LongWork(self.task, self.stopped.set)
-        parts, pool, work, check = platform.parts, self._pool, self._work, self._check_coordinator
+        self.work = LongWork(self.task, self.stopped.set)
+        parts, pool, work, check = platform.parts, self._pool, self.work, self._check_coordinator
         self._process = PsProcess(
-            task, index, platform, pool, work, check, self._served, self._depose, self._cut_off
+            task, index, platform, pool, work, check, self._lineage, self._depose, self._cut_off
         )
         nothing = self._nothing(0)
         self.services = parts.of(PsServices)(
             self._process, self.life, None, 0, nothing, Plans(self.task)
         )
-        self._host = BackupHost(task, self, pool, self._make_backup, parts)
+        self._host = BackupHost(self._process, self, self._make_backup)
         self._sessions: SessionService | None = None  # until a training session asks
         # Every chief knows the process's own address: it is asked there what it serves, and that
         # of ps 0 grants incarnations, wherever ps 0 is served.
         clock = None if index or is_hosted else platform.new_incarnation
-        self._succession = Succession(
-            task, work, check, lambda: self.services.store,
-            lambda: self.services.updates.counted(), lambda: self.newest, clock,
-        )  # fmt: skip
-        self._snapshots = parts.of(Snapshots)(
-            task, work, pool, check, lambda: self.services, self.take, parts
-        )
+        self._succession = Succession(self._process, self, clock)
+        self._snapshots = parts.of(Snapshots)(self._process, self)
         handlers: dict[type[Message], Handler] = {
             AttachPs: Handler(self._attach),
             AskStatistics: Handler(lambda request: request.answer(Statistics(self.statistics()))),
@@ -137,8 +134,9 @@ class PsTask:
             **self._succession.handlers(),
             **self._snapshots.handlers(),
             **self._host.handlers(),
+            FillSnapshot: Handler(self._fill),
             **dict.fromkeys(ON_EACH_PS + (() if index else ON_PS_0), Handler(self._of_session)),
-            **({} if is_hosted else self._host.handlers_of_process()),
+            **({} if is_hosted else {AskServed: Handler(self._host.ask_served)}),
             **self.services.handlers(),
         }
         incarnation = platform.new_incarnation()
@@ -158,7 +156,7 @@ class PsTask:
         Cancellation: Updates go on; what is not closed yet stays open: call it again.
         """
         await self.services.drain()
-        await self._work.drain()  # and let their senders know
+        await self.work.drain()  # and let their senders know
         self._recorder.close()
         await self._endpoint.close(goes_on=True)  # updates do, for a while
         self.life = self.life.after(LifeEvent.CLOSE, self.task)
@@ -167,15 +165,15 @@ class PsTask:
         if self._sessions is not None:
             self._sessions.close()
         await self._succession.close()
-        await self._work.drain()  # what began meanwhile
-        self._work.close()
+        await self.work.drain()  # what began meanwhile
+        self.work.close()
         if not self._is_hosted:
             self._platform.memory.end()
 
     @property
     def is_torn(self) -> bool:
         """Whether an update failed half-way, so that the task had to stop."""
-        return self._work.is_torn or self._host.is_torn
+        return self.work.is_torn or self._host.is_torn
 
     def describe(self) -> list[str]:
         """Say what this task holds and who waits here; for reports."""
@@ -237,7 +235,7 @@ class PsTask:
         self._endpoint.handlers.update(self.services.handlers())
 
     def _nothing(self, floor: int) -> Loaded:
-        return load(NOTHING, self._platform.parts, self.task, self._pool, floor)
+        return load(NOTHING, self._process, self.task, floor)
 
     # The coordinator.
 
@@ -316,13 +314,11 @@ class PsTask:
         # Where variables are kept, a step that is decided is applied.
         patience_s = attach.ps_timeout_s if attach.keep else None
         self._replace(attach, 0, self._nothing(attach.coordinator), patience_s)
-        self._succession.begin(
-            before.store, before.ledger, before.coordinator, attach.coordinator, keep=attach.keep
-        )
+        self._succession.begin(attach, before)
         if self._sessions is not None:
             self._sessions.attached(attach.coordinator)
         self._cut_off()
-        if not attach.keep:  # else it may have to go on with what is here, see EndFormer
+        if not attach.keep:  # else it may have to go on with what is here, see AskServed
             self._host.end_below(attach.coordinator)
 
     def _of_session(self, request: Request[Any]) -> None:
@@ -340,6 +336,10 @@ class PsTask:
 
     # Rollback.
 
+    def _fill(self, request: Request[FillSnapshot]) -> Coroutine[Any, Any, None]:
+        is_backup = request.peer.task.startswith("/job:ps/")
+        return self._host.fill(request) if is_backup else self._snapshots.fill(request)
+
     def take(self, loaded: Loaded, message: RestoreSnapshot) -> None:
         """Serve what a snapshot holds from now on; see ``snapshots.Snapshots``."""
         before = self.services
@@ -354,12 +354,8 @@ class PsTask:
 
     # The backup of this ps.
 
-    def _served(self) -> Served | None:
-        """Return who may be backed up."""
-        attach = self.services.attach
-        if self.life is not Life.SERVING or attach is None:
-            return None
-        return Served(self._index, attach, self.services.timeline, self._succession.former.lineage)
+    def _lineage(self) -> int | None:
+        return self._succession.former.lineage if self.life is Life.SERVING else None
 
     def _depose(self) -> None:
         """Its backup serves in its place: the coordinator says that to everybody, this hangs up."""
@@ -412,10 +408,6 @@ class PsTask:
     def handler(self, kind: type[Message]) -> Handler:
         """Return who does an entry of the log."""
         return self.services.replayed.get(kind) or self._endpoint.handlers[kind]
-
-    async def executed(self) -> None:
-        """Wait until all entries are executed; they may still be computed. Cancellation: safe."""
-        await self.services.executor.drain()
 
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
         """Serve what was a backup until now; incarnations below ``fences`` are refused.

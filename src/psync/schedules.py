@@ -406,19 +406,16 @@ def as_schedule(value: object) -> Schedule:
     return Constant(rate)
 
 
-def from_config(config: object) -> Schedule:
+def from_config(config: object, depth: int = 0) -> Schedule:
     """Return the schedule that ``to_config`` described.
 
     Args:
         config: Untrusted data from the wire.
+        depth: Number of schedules around it.
 
     Raises:
         ConfigurationError: It is not the config of a schedule.
     """
-    return _from_config(config, depth=0)
-
-
-def _from_config(config: object, depth: int) -> Schedule:
     if depth == _MAX_DEPTH:
         raise ConfigurationError(f"a schedule is nested more than {_MAX_DEPTH} deep")
     if not isinstance(config, Mapping) or not isinstance(config.get("kind"), str):
@@ -438,5 +435,5 @@ def _from_config(config: object, depth: int) -> Schedule:
             f"got {shortened(sorted(map(str, arguments)))}"
         )
     if cls is Warmup:
-        arguments["schedule"] = _from_config(arguments["schedule"], depth + 1)
+        arguments["schedule"] = from_config(arguments["schedule"], depth + 1)
     return cls(**arguments)

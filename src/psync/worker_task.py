@@ -161,9 +161,7 @@ class WorkerTask:
             messages.AskPosition: Handler(self._position),
             messages.LeaveCluster: Handler(self._leave_soon),
             messages.GrantCoordinator: Handler(
-                lambda request: request.answer(
-                    messages.CoordinatorGranted(self._newest_coordinator)
-                )
+                lambda request: request.answer(messages.Number(self._newest_coordinator))
             ),
             messages.AskStatistics: Handler(
                 lambda request: request.answer(messages.Statistics(self.statistics()))

@@ -109,7 +109,7 @@ async def test_a_global_step_that_cannot_count_lets_nothing_be_pushed() -> None:
             (foreign, '"global_step" belongs to another program or strategy'),
             (vector, 'expected an integer scalar, variable "vector"'),
             (v, "expected an integer scalar"),
-            (3, "global_step: expected a variable, got int"),
+            (3, "global_step: expected a variable as global_step, got int"),
         ]:
             with pytest.raises(UsageError, match=expected):
                 await sgd.apply_gradients([(np.float32(1), v)], step)

@@ -601,7 +601,7 @@ def test_what_a_wrapped_optimizer_excludes_is_settled() -> None:
         (ONES, 3, ConfigurationError, "expected a variable as global_step, got int"),
         (
             ONES, "v", ConfigurationError,
-            'expected an int64 scalar as global_step, got "v" of shape (2,) float32',
+            'expected an int64 scalar, variable "v" declared at ',
         ),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 
 import own_rules
 from psync import rules
-from psync.backups.fingerprint import (
+from psync.backups.pairing import (
     DTYPES,
     _fingerprint_with,
     fingerprint,
@@ -24,7 +24,7 @@ import hashlib, sys
 import numpy as np
 sys.path.append("tests/helpers")
 from psync import schedules
-from psync.backups.fingerprint import fingerprint
+from psync.backups.pairing import fingerprint
 from psync.numerics.sums import DenseSum, SparseSum, at_once, sum_of_squares
 from rule_table import RULES, run
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from psync.backups.locate_ps import Found, Place, Primary, places
+from psync.backups.locate_ps import Place, Primary, places
 from psync.errors import AttachError
+from psync.wire.messages import ServedHere
 
-NOTHING = Found()
+NOTHING = ServedHere([], [])
 
 
-def found(*primaries: Primary, copies: tuple[tuple[int, int, int], ...] = ()) -> Found:
-    return Found(primaries, frozenset(copies))
+def found(*primaries: Primary, copies: tuple[tuple[int, int, int], ...] = ()) -> ServedHere:
+    return ServedHere([(*each,) for each in primaries], list(copies))
 
 
 def paired(ps: int, host: int, epoch: int, **changed: int) -> Primary:
@@ -52,7 +53,7 @@ def test_one_whose_backup_is_where_it_was_has_not_been_replaced() -> None:
     [NOTHING, found(copies=((0, 7, 4),)), found(copies=((0, 6, 5),)), found(copies=((1, 7, 5),))],
     ids=["nothing", "an older one", "of another coordinator", "of another ps"],
 )
-def test_one_whose_backup_is_gone_may_have_been_replaced(there: Found) -> None:
+def test_one_whose_backup_is_gone_may_have_been_replaced(there: ServedHere) -> None:
     with pytest.raises(AttachError, match=r"ps/task:0 may have been replaced .* of /job:ps/task:1"):
         places([found(paired(0, 1, 5)), there])
 

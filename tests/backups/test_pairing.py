@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 import own_rules
-from psync.backups.fingerprint import fingerprint
-from psync.backups.pairing import Computation, check_deterministic, check_release
+from psync.backups.pairing import Computation, check_deterministic, check_release, fingerprint
 from psync.errors import ConfigurationError, VersionMismatch
 from psync.wire.handshake import RELEASE
 

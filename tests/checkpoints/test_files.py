@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from data_files import add_data
 from loops import for_each
 from psync.checkpoints.files import (
     DataFile,
@@ -51,14 +52,11 @@ def save(directory: Path, number: int = 1) -> Path:
     """A checkpoint of W in two files, and a scalar."""
     shapes = {"w": ((10, 2), "float32"), "scalar": ((), "int64")}
     writer = Writer(directory, f"ckpt-{number:08d}", number, shapes, {"epoch": 3})
-    first = writer.data_file(
-        "data-0.safetensors",
-        [Planned("w", (4, 2), "float32", 0), Planned("scalar", (), "int64", 0)],
-    )
-    first.write(W[:4])
-    first.write(np.array(7))
-    second = writer.data_file("data-1.safetensors", [Planned("w", (6, 2), "float32", 4)])
-    second.write(iter([W[4:5], W[5:]]))
+    first = (Planned("w", (4, 2), "float32", 0), W[:4])
+    scalar = (Planned("scalar", (), "int64", 0), np.array(7))
+    add_data(writer, "data-0.safetensors", first, scalar)
+    rest = (Planned("w", (6, 2), "float32", 4), iter([W[4:5], W[5:]]))
+    add_data(writer, "data-1.safetensors", rest)
     return writer.commit()
 
 
@@ -86,14 +84,14 @@ def test_other_programs_read_the_files(saved: Path) -> None:
 def test_bfloat16_survives(tmp_path: Path) -> None:
     values = np.array([1.5, -2.0, 3e38], ml_dtypes.bfloat16)
     writer = Writer(tmp_path, "ckpt-1", 1, {"b": ((3,), "bfloat16")})
-    writer.data_file("data", [Planned("b", (3,), "bfloat16", 0)]).write(values)
+    add_data(writer, "data", (Planned("b", (3,), "bfloat16", 0), values))
     reader = Reader(writer.commit())
     np.testing.assert_array_equal(reader.read(reader.manifest.tensors["b"], 0, 3), values)
 
 
 def test_a_tensor_without_elements_is_one_too(tmp_path: Path) -> None:
     writer = Writer(tmp_path, "ckpt-1", 1, {"e": ((0, 3), "float32")})
-    writer.data_file("data", [Planned("e", (0, 3), "float32", 0)]).write(np.zeros((0, 3), "f4"))
+    add_data(writer, "data", (Planned("e", (0, 3), "float32", 0), np.zeros((0, 3), "f4")))
     reader = Reader(writer.commit())
     assert reader.read(reader.manifest.tensors["e"], 0, 0).shape == (0, 3)
 
@@ -102,7 +100,7 @@ class TestCompleteOrAbsent:
     @pytest.mark.promise("checkpoints.complete-or-absent")
     def test_until_commit_there_is_none(self, tmp_path: Path) -> None:
         writer = Writer(tmp_path, "ckpt-00000002", 1)
-        writer.data_file("data", [Planned("w", (10, 2), "float32", 0)]).write(W)
+        add_data(writer, "data", (Planned("w", (10, 2), "float32", 0), W))
         assert checkpoints_in(tmp_path, "ckpt") == []
         writer.abandon()
         assert list(tmp_path.iterdir()) == []
@@ -191,25 +189,24 @@ def test_the_mark_of_the_last_one_comes_and_goes_with_it(saved: Path) -> None:
 
 
 def test_bytes_that_were_not_planned_are_refused(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "ckpt-1", 1)
-    data_file = writer.data_file("data", [Planned("w", (10, 2), "float32", 0)])
-    with pytest.raises(CheckpointError, match="expected 80 bytes, got 72"):
+    planned = [Planned("w", (10, 2), "float32", 0)]
+    with (
+        pytest.raises(CheckpointError, match="expected 80 bytes, got 72"),
+        DataFile(tmp_path / "data", planned) as data_file,
+    ):
         data_file.write(W[:9])
-    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_slice_that_was_not_written_leaves_no_checkpoint(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "ckpt-1", 1, {"w": ((10, 2), "float32")})
-    writer.data_file("data", [Planned("w", (10, 2), "float32", 0)])
+def test_a_file_without_a_slice_is_not_complete(tmp_path: Path) -> None:
+    data_file = DataFile(tmp_path / "data", [Planned("w", (10, 2), "float32", 0)])
     with pytest.raises(CheckpointError, match="'w' was not written"):
-        writer.commit()
-    writer.abandon()
-    assert checkpoints_in(tmp_path, "ckpt") == []
+        data_file.close()
 
 
 def fill_disk(of: DataFile) -> None:
     """Let no byte more fit on the disk of a file."""
-    os.dup2(full := os.open("/dev/full", os.O_WRONLY), of._file.fileno())
+    os.dup2(full := os.open("/dev/full", os.O_WRONLY), of._opened().fileno())
     os.close(full)
 
 
@@ -217,23 +214,27 @@ def fill_disk(of: DataFile) -> None:
 def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
-    writer = Writer(tmp_path, "ckpt-1", 1)
-    data_file = writer.data_file("data", [Planned("w", (10, 2), "float32", 0)])
-    data_file.path.unlink()
+    data_file = DataFile(tmp_path / "data", [Planned("w", (10, 2), "float32", 0)])
     fill_disk(data_file)
     data_file.write(W)
     with pytest.raises(CheckpointError, match="No space left on device"):
         data_file.close()
-    shutil.rmtree(writer.directory / "ckpt-1.tmp")
 
 
 def test_what_is_left_in_memory_when_the_disk_is_full_is_no_second_error(tmp_path: Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
     data_file = DataFile(tmp_path / "data", [Planned("w", (10, 2), "float32", 0)])
-    fill_disk(data_file)
-    data_file.write(W)
-    data_file.abandon()
+
+    def fail() -> None:
+        with data_file:
+            fill_disk(data_file)
+            data_file.write(W)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_path_that_the_disk_refuses_is_a_clear_error(tmp_path: Path) -> None:
@@ -475,8 +476,8 @@ def disk() -> Recorder:
 
 def save_small(directory: Path) -> Path:
     writer = Writer(directory, "ckpt-00000001", 1, {"a": ((2,), "float32")})
-    file = writer.data_file("data.safetensors", [Planned("a", (2,), "float32", 0)])
-    file.write(np.zeros(2, np.float32))
+    zeros = (Planned("a", (2,), "float32", 0), np.zeros(2, np.float32))
+    add_data(writer, "data.safetensors", zeros)
     return writer.commit()
 
 

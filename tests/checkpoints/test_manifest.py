@@ -25,7 +25,6 @@ from psync.checkpoints.manifest import (
     changed_rate,
     check_state,
     commit_line,
-    compare,
     read_manifest,
     step_of,
 )
@@ -213,16 +212,6 @@ def test_json_from_anywhere_ends_in_a_manifest_or_a_clear_error(
     path = ["tensors", 0, *inner] if inner else [key]
     with contextlib.suppress(CheckpointCorrupt):
         read(changed(path, value))
-
-
-def test_what_does_not_fit_is_listed() -> None:
-    saved = manifest(tensor(name="same"), tensor(name="other"), tensor(name="gone"))
-    wanted = {"same": ((10, 2), "int8"), "other": ((10, 2), "int16"), "new": ((), "int8")}
-    difference = compare(saved, wanted, ["epoch", "batch"])
-    assert difference.missing == ("batch", "new")
-    assert difference.extra == ("gone",)
-    assert compare(saved, wanted, ["epoch", "batch"], ["gone", "rate"]).extra == ()
-    assert difference.misshaped == ("other: saved as (10, 2) int8, declared as (10, 2) int16",)
 
 
 def shard(name: str, number: int, index: int, offset: int, rows: int, ps: int) -> ShardSpec:

@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import psync
 from psync.chief import declarations
 from psync.chief.declarations import (
     Declaration,
-    beside,
     describe,
     initial_shards,
     is_constant,
@@ -21,6 +21,7 @@ from psync.chief.declarations import (
 )
 from psync.errors import PartitionError, UsageError
 from psync.partitioners import FixedShardsPartitioner
+from psync.specs import VariableSpec
 
 WHERE = "train.py:12"
 SUBJECT = f'variable "w" declared at {WHERE}'
@@ -31,13 +32,14 @@ def declared(value: Any, dtype: object = None, shape: tuple[int, ...] | None = N
     return array, got_shape, got_dtype
 
 
+def whole(shape: tuple[int, ...], dtype: str = "float32") -> VariableSpec:
+    return VariableSpec("w", 7, shape, dtype, False, (), WHERE)
+
+
 def declaration(
     value: Any, shape: tuple[int, ...], shards: int = 3, dtype: str = "float32"
 ) -> Declaration:
-    spec = split(
-        "w", 0, shape, dtype, trainable=True, partitioner=FixedShardsPartitioner(shards),
-        place=lambda nbytes: 0, where=WHERE,
-    )  # fmt: skip
+    spec = split(whole(shape, dtype), FixedShardsPartitioner(shards), lambda nbytes: 0)
     return Declaration(spec, value)
 
 
@@ -319,9 +321,8 @@ class TestSplit:
     def test_each_shard_takes_a_place_of_its_own(self) -> None:
         sizes: list[int] = []
         spec = split(
-            "w", 7, (13, 2), "float16", trainable=False,
-            partitioner=FixedShardsPartitioner(5),
-            place=lambda nbytes: (sizes.append(nbytes), len(sizes) % 2)[1], where=WHERE,
+            whole((13, 2), "float16"), FixedShardsPartitioner(5),
+            lambda nbytes: (sizes.append(nbytes), len(sizes) % 2)[1],
         )  # fmt: skip
         assert [shard.offset for shard in spec.shards] == [0, 3, 6, 9, 11]
         assert [shard.shape for shard in spec.shards] == [(3, 2)] * 3 + [(2, 2)] * 2
@@ -334,27 +335,18 @@ class TestSplit:
         def never(*_: object) -> list[int]:
             raise AssertionError
 
-        spec = split(
-            "w", 0, shape, "float32", trainable=True, partitioner=never, place=lambda n: 0,
-            where=WHERE,
-        )  # fmt: skip
+        spec = split(whole(shape), never, lambda n: 0)
         assert [shard.shape for shard in spec.shards] == [shape]
 
     def test_a_partitioner_that_answers_nonsense_names_the_line(self) -> None:
         with pytest.raises(PartitionError) as caught:
-            split(
-                "w", 0, (4, 2), "float32", trainable=True, partitioner=lambda *_: [2, 2],
-                place=lambda n: 0, where=WHERE,
-            )  # fmt: skip
+            split(whole((4, 2)), lambda *_: [2, 2], lambda n: 0)
         assert caught.value.message.endswith(f"got [2, 2]; declared at {WHERE}")
         assert "variable_partitioner" in caught.value.message
 
     def test_a_shard_that_no_message_can_carry_is_an_error_with_the_remedy(self) -> None:
         with pytest.raises(PartitionError) as caught:
-            split(
-                "w", 0, (1 << 20, 1 << 10), "float64", trainable=True, partitioner=None,
-                place=lambda n: 0, where=WHERE,
-            )  # fmt: skip
+            split(whole((1 << 20, 1 << 10), "float64"), None, lambda n: 0)
         assert str(caught.value) == (
             f"{SUBJECT}: a shard of shape (1048576, 1024) float64 has 8589934592 bytes, expected "
             "at most 1073741824\nhint: split it into more shards: ParameterServerStrategy(…, "
@@ -377,9 +369,10 @@ def test_a_name_that_no_message_can_carry_is_an_error(name: Any, got: str) -> No
 
 
 def test_a_name_beside_another_variable_can_be_sent_too() -> None:
-    spec = split(
-        "w" * 1020, 0, (2,), "float32", trainable=True, partitioner=None, place=lambda n: 0,
-        where=WHERE,
-    )  # fmt: skip
-    with pytest.raises(UsageError, match=r"declared at here.py:1: expected a name .*got 1028 ch"):
-        beside(spec, f"{spec.name}/average", 1, trainable=False, where="here.py:1", dtype="float32")
+    strategy = psync.ParameterServerStrategy(
+        psync.SimpleClusterResolver(psync.ClusterSpec({"ps": ["a:1"], "worker": ["b:1"]}))
+    )
+    with strategy.scope():
+        v = psync.Variable(np.zeros(2, np.float32), name="w" * 1020)
+        with pytest.raises(UsageError, match=r"declared at .*: expected a name .*got 1045 ch"):
+            psync.ExponentialMovingAverage(0.9).apply([v])

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from links_owner import Owner
+from links_owner import OPTIONS, Owner
 from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.links import ClusterLinks
 
@@ -28,10 +28,7 @@ async def owner() -> Owner:
 
 @pytest.fixture
 async def links(cluster: MemoryCluster, owner: Owner) -> AsyncIterator[ClusterLinks]:
-    links = ClusterLinks(
-        cluster.platform(), cluster.strategy().cluster,
-        origin="o", program="p", ps_timeout_s=15.0,
-    )  # fmt: skip
+    links = ClusterLinks(cluster.platform(), cluster.strategy().cluster, OPTIONS, "p")
     owner.listen(links)
     yield links
     await links.close()

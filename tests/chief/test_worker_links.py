@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
-from links_owner import Owner
+from links_owner import OPTIONS, Owner
 from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.links import ClusterLinks
 from psync.closures.membership import ALONE_S, FIRST_S, TaskState
@@ -34,10 +35,7 @@ async def owner() -> Owner:
 
 @pytest.fixture
 async def links(cluster: MemoryCluster, owner: Owner) -> AsyncIterator[ClusterLinks]:
-    links = ClusterLinks(
-        cluster.platform(), cluster.strategy().cluster,
-        origin="o", program="p", ps_timeout_s=15.0,
-    )  # fmt: skip
+    links = ClusterLinks(cluster.platform(), cluster.strategy().cluster, OPTIONS, "p")
     owner.listen(links)
     await links.start(2, 60)
     owner.events.clear()
@@ -111,7 +109,10 @@ async def test_a_worker_that_cannot_go_on_is_set_aside_unless_a_ps_is_missing(
     async def gives_up(times: int) -> None:
         for _ in range(times):
             peer, _ = links.workers._workers[W1].peers
-            links.workers.session_ends(peer, EndSession("because", in_order=False))
+            ending = EndSession("because", in_order=False)
+            links.workers.session_ends(
+                SimpleNamespace(peer=peer, message=ending, answer=lambda done: None)
+            )
             peer.abort()
             await asyncio.sleep(1)
 

@@ -13,6 +13,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
+from data_files import add_data
 from psync.checkpoints.files import Writer
 from psync.checkpoints.manifest import Planned
 from psync.cli.checkpoint_reports import INDEX, differences, export, inspection, summary
@@ -42,9 +43,7 @@ def save(
                        (Planned(name, (len(value) - 4, 2), dtype, 4), value[4:])]  # fmt: skip
         else:
             pieces.append((Planned(name, value.shape, dtype, 0), value))
-    file = writer.data_file("data", [planned for planned, _ in pieces])
-    for _, value in pieces:
-        file.write(value)
+    add_data(writer, "data", *pieces)
     return writer.commit()
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from data_files import add_data
 from psync.checkpoints.files import Writer
 from psync.checkpoints.manifest import Planned
 from psync.cli import main as command_line
@@ -36,8 +37,8 @@ from traced_by_hand import CHIEF, ByHand
 def save(directory: Path, number: int, value: float) -> str:
     shapes = {"model/w": ((4,), "float32")}
     writer = Writer(directory, f"ckpt-{number:08d}", number, shapes, {"epoch": number})
-    file = writer.data_file("data", [Planned("model/w", (4,), "float32", 0)])
-    file.write(np.full(4, value, np.float32))
+    w = (Planned("model/w", (4,), "float32", 0), np.full(4, value, np.float32))
+    add_data(writer, "data", w)
     return str(writer.commit())
 
 

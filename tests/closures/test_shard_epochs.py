@@ -16,8 +16,7 @@ from psync.errors import ConfigurationError, LocalProtocolError
 
 def do(visitation: Visitation, *shards: int) -> None:
     for shard in shards:
-        visitation.hand_out(shard)
-        visitation.finish(shard)
+        visitation.finish(shard, visitation.epoch)
 
 
 def through_json(visitation: Visitation) -> Any:
@@ -27,11 +26,10 @@ def through_json(visitation: Visitation) -> Any:
 def test_an_epoch_begins_when_all_shards_of_the_last_one_are_done() -> None:
     visitation = Visitation(3, 2)
     assert visitation.pending() == [0, 1, 2]
-    visitation.hand_out(1)
-    assert visitation.pending() == [0, 2]
+    assert visitation.pending({(0, 1)}) == [0, 2]
     do(visitation, 0, 2)
-    assert (visitation.epoch, visitation.pending()) == (0, [])
-    visitation.finish(1)
+    assert (visitation.epoch, visitation.pending({(0, 1)})) == (0, [])
+    do(visitation, 1)
     assert (visitation.epoch, visitation.pending()) == (1, [0, 1, 2])
     do(visitation, 2, 1, 0)
     assert visitation.is_over
@@ -41,24 +39,18 @@ def test_an_epoch_begins_when_all_shards_of_the_last_one_are_done() -> None:
 
 def test_a_shard_that_was_lost_or_failed_is_done_once_and_its_runs_are_counted() -> None:
     visitation = Visitation(4)
-    for shard in range(4):
-        visitation.hand_out(shard)
-    visitation.lose(1)
-    visitation.lose(1)
-    visitation.put_back(2, begun=True)
-    visitation.put_back(3, begun=False)
-    assert visitation.pending() == [2, 3]
+    for shard in (1, 1, 2):
+        visitation.lose(shard, 0)
+    assert visitation.pending({(0, 0), (0, 1)}) == [2, 3]
     (account,) = visitation.account()
     assert account == EpochAccount(0, 4, (0, 1, 2, 3), {1: 2, 2: 1})
     assert account.restarted == {}
-    visitation.finish(1)
-    do(visitation, 2)
+    do(visitation, 1, 2)
     (account,) = visitation.account()
     assert (account.num_done, account.undone, account.is_complete) == (2, (0, 3), False)
     assert account.restarted == {1: 3, 2: 2}
     assert str(account) == "epoch 0: 2 of 4 shards done, restarted: 1 (3 runs), 2 (2 runs)"
-    visitation.finish(0)
-    do(visitation, 3)
+    do(visitation, 0, 3)
     (account,) = visitation.account()
     assert (account.undone, account.restarted) == ((), {1: 3, 2: 2})
     assert str(Visitation(2).account()[0]) == "epoch 0: 0 of 2 shards done"
@@ -69,7 +61,7 @@ def test_what_is_undone_when_all_was_done_is_not_over() -> None:
     do(visitation, 0)
     visitation.undo(0, 0)
     assert not visitation.is_over
-    assert repr(visitation) == "<visitation: epoch 0 of 1, 0 of 1 shards done, 0 handed out>"
+    assert repr(visitation) == "<visitation: epoch 0 of 1, 0 of 1 shards done>"
     do(visitation, 0)
     assert visitation.is_over
     assert Visitation(1, state=through_json(visitation)).account() == visitation.account()
@@ -86,12 +78,8 @@ def test_a_seed_orders_each_epoch_anew_and_every_program_alike() -> None:
 
 def test_a_move_that_cannot_be_is_a_bug() -> None:
     visitation = Visitation(2)
-    visitation.hand_out(0)
-    for act in (
-        lambda: visitation.hand_out(0),
-        lambda: visitation.finish(1),
-        lambda: visitation.undo(0, 0),
-    ):
+    do(visitation, 0)
+    for act in (lambda: visitation.finish(0, 0), lambda: visitation.undo(1, 0)):
         with pytest.raises(LocalProtocolError, match="shard"):
             act()
 
@@ -109,10 +97,7 @@ def test_what_was_over_stays_over_and_more_epochs_may_follow() -> None:
 def test_a_status_line_says_how_far_it_is() -> None:
     visitation = Visitation(3, 2)
     do(visitation, 0)
-    visitation.hand_out(1)
-    assert repr(visitation) == (
-        "<visitation: epoch 0 of 2, 1 of 3 shards done, 1 handed out>"
-    )  # fmt: skip
+    assert repr(visitation) == "<visitation: epoch 0 of 2, 1 of 3 shards done>"
     done = Visitation(1)
     do(done, 0)
     assert repr(done) == "<visitation: 1 epochs of 1 shards, all done>"
@@ -180,14 +165,13 @@ class Machine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.running)))
         return key[1], key
 
-    @precondition(lambda self: self.visitation.pending())
+    @precondition(lambda self: self.visitation.pending(self.running))
     @rule(data=st.data())
     def hand_out(self, data: st.DataObject) -> None:
-        shard = data.draw(st.sampled_from(self.visitation.pending()))
+        shard = data.draw(st.sampled_from(self.visitation.pending(self.running)))
         key = (self.visitation.epoch, shard)
         assert key not in self.running
         assert key not in self.finished
-        self.visitation.hand_out(shard)
         self.running.add(key)
 
     @precondition(lambda self: self.running)
@@ -201,9 +185,9 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), begun=st.booleans())
     def put_back(self, data: st.DataObject, begun: bool) -> None:
         shard, key = self.some_running(data)
-        self.visitation.put_back(shard, key[0], begun=begun)
         self.running.remove(key)
         if begun:
+            self.visitation.lose(shard, key[0])
             self.runs[key] = self.runs.get(key, 0) + 1
 
     @precondition(lambda self: self.running)
@@ -224,7 +208,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        state = through_json(self.visitation)
+        state = json.loads(json.dumps(self.visitation.state(self.running)))
         for key in self.running:
             self.runs[key] = self.runs.get(key, 0) + 1
         self.running.clear()
@@ -252,7 +236,7 @@ class Machine(RuleBasedStateMachine):
             epoch = visitation.epoch
             assert accounts[epoch].undone
             running = {shard for of, shard in self.running if of == epoch}
-            assert set(visitation.pending()) == set(accounts[epoch].undone) - running
+            assert set(visitation.pending(self.running)) == set(accounts[epoch].undone) - running
 
     def teardown(self) -> None:
         """Whatever has happened, what is left can be done, and then all is done once."""

@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from asked import peer_of, served
 from inside import backups_of, handlers_of
-from psync.backups.sender import Served
 from psync.errors import FencedError, PsyncError
 from psync.net.platform import Platform
 from psync.ps.executor import Entry
 from psync.store.commit_log import CommitLog, LogState
 from psync.wire.codec import Message, decode, encode
-from psync.wire.handshake import RELEASE
 from psync.wire.messages import (
     BackUp,
-    BackupBegun,
     BeginBackup,
     DefinePlan,
     DefineWhole,
-    FillBackup,
+    FillSnapshot,
     LogEntries,
-    LogTaken,
+    Text,
 )
 from stage_words import entry_words, error_words
 
@@ -42,10 +40,10 @@ class HeldSender:
     def __init__(
         self,
         platform: Platform,
-        served: Served,
+        begin: BeginBackup,
         order: BackUp,
         log: CommitLog[Entry],
-        begun: Callable[[BackUp, str], None],
+        begun: Callable[[str, str], bool],
         advanced: Callable[[], None],
         deposed: Callable[[], None],
     ) -> None:
@@ -53,10 +51,10 @@ class HeldSender:
         self.ended = asyncio.Event()
         self.hidden = 0  # definitions, of which there are many
         self.error: PsyncError | None = None
-        self._served, self._begun, self._advanced = served, begun, advanced
+        self._begin, self._begun, self._advanced = begin, begun, advanced
         self._deposed = deposed
-        self._peer = peer_of((f"/job:ps/task:{served.ps}", served.attach.coordinator))
-        self._host = self.stage.host(served.ps)
+        self._peer = peer_of((f"/job:ps/task:{begin.ps}", begin.coordinator))
+        self._host = self.stage.host(begin.ps)
         self.stage.senders[log] = self
 
     async def _tell(self, message: Message, body: Sequence[Any] = ()) -> Message:
@@ -70,21 +68,18 @@ class HeldSender:
         return cast(Message, outcome.message)
 
     async def copy(self, frozen: Any, first: int, before: Sequence[Entry] = ()) -> None:
-        ps, order, attach = self._served.ps, self.order, self._served.attach
-        begin = BeginBackup(
-            ps, order.epoch, attach.coordinator, list(attach.ps_addresses), attach.ps_timeout_s,
-            self._served.timeline, first - len(before), self._served.lineage, RELEASE,
-        )  # fmt: skip
+        ps, order = self._begin.ps, self.order
+        begin = replace(self._begin, first=first - len(before), before=len(before))
         begun = await self._tell(begin, [frozen.state.to_bytes()])
-        assert isinstance(begun, BackupBegun)
-        self._begun(order, begun.numerics)
+        assert isinstance(begun, Text)
+        self.is_unlike = self._begun(order.task, begun.value)
         self.stage.say(f"ps {ps} → its backup: a snapshot")
         known = backups_of(self._host)[ps]
         known._done = functools.partial(self._executed, first, known._done)
         for item, known in enumerate(frozen.state.items):
             if not known.is_constant:
                 data = b"".join(map(bytes, frozen.part(item, 0, known.nbytes)))
-                await self._tell(FillBackup(ps, order.epoch, item, 0), [data])
+                await self._tell(FillSnapshot(ps, order.epoch, item, 0), [data])
         frozen.drop()
         for number, entry in enumerate(before, first - len(before)):
             message = decode(entry.header)
@@ -94,24 +89,22 @@ class HeldSender:
                 words = entry_words(entry.client, message)
                 self.stage.say(f"ps {ps} → its backup: {words}")
             await self._entries(number, [entry])
-        await self._entries(first, [])
         await self.stage.copied()
         self.log.pair()
         while self.log.taken < self.log.last:
             await self.take(MANY)
 
-    def _executed(self, first: int, plain: Any, entry: Any, outcome: Any) -> None:
-        if entry.number >= first:  # else it came with the snapshot
-            self.stage.executed(self._served.ps, entry.number, outcome)
-        plain(entry, outcome)
+    def _executed(self, first: int, plain: Any, number: int, nbytes: int, outcome: Any) -> None:
+        if number >= first:  # else it came with the snapshot
+            self.stage.executed(self._begin.ps, number, outcome)
+        plain(number, nbytes, outcome)
 
     async def _entries(self, first: int, entries: Sequence[Entry]) -> int:
         listed = [(*each.client, each.header, len(each.body)) for each in entries]
         segments = [segment for each in entries for segment in each.body]
-        message = LogEntries(self._served.ps, self.order.epoch, first, listed)
-        answer = await self._tell(message, segments)
-        assert isinstance(answer, LogTaken)
-        return answer.upto
+        message = LogEntries(self._begin.ps, self.order.epoch, first, listed)
+        await self._tell(message, segments)
+        return first + len(entries) - 1
 
     async def take(self, count: int, *, heard: bool = True) -> int:
         """Let the backup have the next entries; return how many.
@@ -133,7 +126,7 @@ class HeldSender:
         numbers = " to ".join(dict.fromkeys([f"{first}", f"{upto}"]))
         what = "entry" if len(batch) == 1 else "entries"
         not_heard = "" if heard else ", which is not heard"
-        self.stage.say(f"backup of ps {self._served.ps}: has {what} {numbers}{not_heard}")
+        self.stage.say(f"backup of ps {self._begin.ps}: has {what} {numbers}{not_heard}")
         if heard:
             self.log.note_taken(upto)
             self._advanced()

@@ -35,10 +35,10 @@ LAW = (
     "checkpoints",
     "ps",
     "backups",
-    "sync",
+    "sync backups.primary",
     "chief",
     "compat.session_members compat.session_service",
-    "ps_task",
+    "ps_task backups.host ps.snapshots ps.succession",
     "worker_task",
     "coordinator",
     "status",
@@ -65,7 +65,7 @@ PURE = (
     "errors specs cluster wire partitioners schedules "
     "numerics accumulators store closures net.handshake_limits client.counters "
     "checkpoints.manifest ps.life "
-    "backups.pairing backups.fingerprint backups.locate_ps "
+    "backups.pairing backups.locate_ps "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
     "chief.recovery_rule compat.session_members status.model status.rates status.exposition "
     "status.diagnosis status.units "

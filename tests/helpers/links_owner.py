@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from psync.chief.links import ClusterLinks
+from psync.chief.links import ClusterLinks, CoordinatorOptions
 from psync.errors import ParameterServerLost
+
+OPTIONS = CoordinatorOptions(
+    origin="o", min_workers=1, connect_timeout_s=60.0, ps_timeout_s=15.0, closure_timeout_s=None,
+    max_losses=3, max_flaps=3, watchdog_timeout_s=None, on_stall=None, attach=False,
+    has_backups=False,
+)  # fmt: skip
 
 
 class Owner:

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 import psync
-from psync.net.connection import SENT, Connection, Tap
+from psync.net.connection import Connection, Tap
 from psync.net.endpoint import Endpoint
 from psync.wire.codec import decode
-from psync.wire.frames import PREFIX_BYTES, Kind
-from psync.wire.messages import LogEntries, LogTaken
+from psync.wire.frames import PREFIX_BYTES, SENT, Kind
+from psync.wire.messages import BeginBackup
 
 WARM_UP, TIMES = 5, 10
 CLOSURES = 1_000
@@ -39,9 +39,7 @@ class Link(NamedTuple):
     other: str
 
     @classmethod
-    def of(cls, peer: Connection, own: str, header: bytes) -> Link:
-        if header and isinstance(decode(header), LogEntries | LogTaken):
-            return cls("ps", "backup")
+    def of(cls, peer: Connection, own: str) -> Link:
         jobs = sorted(re.findall(r"/job:(\w+)/", own + peer.task))
         return cls(*("coordinator" if job == "chief" else job for job in jobs))
 
@@ -79,11 +77,15 @@ class Counting:
 
     def tap_of(self, own: str, peer: Connection) -> Tap:
         """Each message is shown twice: the sender counts it, the receiver knows its body."""
+        feeds_backup = False
 
         def tap(kind: int, _: int, header: bytes, nbytes: int) -> None:
+            nonlocal feeds_backup
+            feeds_backup |= bool(header) and isinstance(decode(header), BeginBackup)
             if not self.on or kind & ~SENT in (Kind.PING, Kind.PONG):
                 return
-            traffic = self.links[Link.of(peer, own, header)]
+            link = Link("ps", "backup") if feeds_backup else Link.of(peer, own)
+            traffic = self.links[link]
             if kind & SENT:
                 traffic.messages += 1
                 traffic.others += PREFIX_BYTES + len(header) + nbytes

@@ -127,11 +127,10 @@ class PsCluster:
     def declare(self, name: str, value: Any, shards: int = 1) -> VariableSpec:
         """Declare a variable, its shards on one ps after the other."""
         array = np.asarray(value)
-        spec = split(
-            name, next(self.variables), array.shape, dtype_name(array.dtype), trainable=True,
-            partitioner=FixedShardsPartitioner(shards), place=lambda nbytes: next(self.places),
-            where="train.py:1",
-        )  # fmt: skip
+        whole = VariableSpec(
+            name, next(self.variables), array.shape, dtype_name(array.dtype), True, (), "train.py:1"
+        )
+        spec = split(whole, FixedShardsPartitioner(shards), lambda nbytes: next(self.places))
         self.declared.append(Declaration(spec, array))
         return spec
 

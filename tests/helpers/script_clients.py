@@ -20,6 +20,7 @@ from psync.wire.messages import (
     DefinePlan,
     DefineWhole,
     FinishSteps,
+    Freeze,
     Gated,
     ReportSchedule,
     StagePush,
@@ -111,7 +112,9 @@ class Clients:
                 return  # over a connection that has gone since
             sent.is_answered = True
             if isinstance(outcome, Reply):
-                words = message_words(outcome.message) + _arrays(outcome.segments)
+                words = message_words(outcome.message)
+                if not isinstance(sent.message, Freeze):  # its segment is a state
+                    words += _arrays(outcome.segments)
                 if isinstance(outcome.message, Gated):
                     self._others += outcome.message.others
             else:

@@ -26,15 +26,15 @@ import pytest
 
 from held_backups import MANY
 from psync.numerics.rules import SGD
-from psync.ps import comparison
 from psync.ps.computes import Place
+from psync.store import commit_log
 from psync.store.store import Key
 from psync.testing import settle
 from psync.wire.messages import (
-    Admit,
     CreateShards,
     Fence,
     FinalBelow,
+    Freeze,
     Gate,
     LockShards,
     OpenGate,
@@ -142,7 +142,7 @@ class Player(Clients):
         """
         count = int(args[0])
         if "check" in options:
-            self._patch.setattr(comparison, "CHECK_EVERY", int(options["check"]))
+            self._patch.setattr(commit_log, "CHECK_EVERY", int(options["check"]))
         self.stage = stage = Stage(count)
         stage.traced = False
         await stage.begin()
@@ -204,10 +204,10 @@ class Player(Clients):
             self._send(Sent(CHIEF, index, Gate(int(args[0]))))
 
     def do_admit(self, args: list[str], _: dict[str, str]) -> None:
-        """admit 1: what has begun elsewhere may pass the gates."""
+        """admit 1: what has begun elsewhere may pass the gates; then each ps freezes."""
         for index in self.stage.serving:
             parts = [(*each[1:],) for each in self._others if each[0] == index]
-            self._send(Sent(CHIEF, index, Admit(int(args[0]), parts)))
+            self._send(Sent(CHIEF, index, Freeze(int(args[0]), parts)))
 
     def do_open(self, args: list[str], _: dict[str, str]) -> None:
         """open 1: the cut has been taken."""

@@ -19,7 +19,7 @@ from asked import Asked, peer_of, served
 from held_backups import HeldSender
 from held_links import HeldClient, Letters
 from inside import backups_of, handlers_of
-from psync.backups.sender import BackupSender
+from psync.backups.primary import BackupSender
 from psync.client.ps import PsClient
 from psync.errors import FencedError
 from psync.net.connection import AsIfFrom, Connection
@@ -40,7 +40,7 @@ from psync.wire.messages import (
     DefinePlan,
     DefineWhole,
     Promote,
-    Promoted,
+    Text,
 )
 from psync.wire.tensors import to_bytes_view
 from stage_words import PLANS, error_words
@@ -315,11 +315,11 @@ class Stage:
         order = Promote(index, epoch, CHIEF[1], list(fences))
         served(handlers_of(host)[Promote], peer_of(CHIEF), order, (), told.set_result)
         promoted = (await told).message
-        assert isinstance(promoted, Promoted)
+        assert isinstance(promoted, Text)
         task.services.is_hosted = False
         self.former[index], self.serving[index] = self.serving[index], task
-        self.addresses[index] = promoted.address
-        self.at[promoted.address] = task
+        self.addresses[index] = promoted.value
+        self.at[promoted.value] = task
         self._moves += 1
         self.say(f"ps {index} is served by its backup, and the coordinator says so")
         for other in sorted(self.serving):

@@ -13,7 +13,6 @@ from psync.store.push_counts import PushCount
 from psync.wire.codec import Message, decode
 from psync.wire.messages import (
     AccumulatorState,
-    Admit,
     ApplyGradient,
     BeginGroup,
     CheckState,
@@ -31,6 +30,7 @@ from psync.wire.messages import (
     FinalBelow,
     FinishSteps,
     ForgetPush,
+    Freeze,
     Gate,
     Gated,
     GradientTaken,
@@ -200,7 +200,7 @@ def message_words(message: Message) -> str:
             return f"TakeGradient {message.take} of {message.accumulator}, {wanted}"
         case EndTakes() | FinishSteps() | LockShards() | UnlockShards():
             return name
-        case Gate() | OpenGate() | Admit():
+        case Gate() | OpenGate() | Freeze():
             return f"{name} {message.cut}"
         case ReportSchedule():
             return f"ReportSchedule {message.version}"

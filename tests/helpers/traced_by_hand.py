@@ -6,10 +6,9 @@ from typing import Any
 
 import msgpack
 
-from psync.net.connection import SENT
 from psync.net.trace_file import Reading
 from psync.wire.codec import Message, encode
-from psync.wire.frames import Kind
+from psync.wire.frames import SENT, Kind
 
 CHIEF, PS, WORKER = "/job:chief/task:0", "/job:ps/task:0", "/job:worker/task:0"
 

@@ -72,7 +72,7 @@ class TracedServices(PsServices):
         client = (claim[1] if len(claim) > 1 else None) or request.peer.client
         entry = Shown(entry_words(client, message), type(message))
         if self.executor.is_alone and self.executor._over is None:
-            self._appended(self.executor.log.last + 1, Entry(client, encode(message), (), 0), entry)
+            self._appended(self.executor.log.last + 1, Entry.of(client, encode(message), ()), entry)
         outer, self._appending = self._appending, entry
         try:
             return self._submit_plain(request, message, body, lambda: self._act(entry, act), *claim)

@@ -8,8 +8,7 @@ from types import ModuleType
 
 from psync.errors import RemoteProtocolError
 from psync.wire.codec import Message, decode, encode
-from psync.wire.frames import Buffer, Frame, FrameDecoder, Segment, encode_head, flat
-from psync.wire.lent import Extent
+from psync.wire.frames import Buffer, Extent, Frame, FrameDecoder, Segment, encode_head, flat
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.tensors import Joined
 
@@ -103,7 +102,7 @@ def cut(memory: bytes | bytearray, points: Iterable[int]) -> list[memoryview]:
 
 
 class Lent:
-    """A body that somebody has lent, see ``wire.lent.Borrowed``; counts how often it comes back."""
+    """A body that is lent, see ``wire.frames.Borrowed``; counts how often it comes back."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self.views = views
@@ -119,7 +118,7 @@ class Lent:
 
 
 class Lender:
-    """Finds extents in memory of its own, by region; see ``wire.lent.Borrow``."""
+    """Finds extents in memory of its own, by region; see ``wire.frames.Borrow``."""
 
     def __init__(self, regions: dict[int, bytes | bytearray]) -> None:
         self.regions = regions

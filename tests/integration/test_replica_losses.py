@@ -15,7 +15,7 @@ from snapshot_store import keep_snapshots
 
 pytestmark = pytest.mark.virtual_time
 
-ABOUT_BACKUPS = ("BackUp", "BeginBackup", "FillBackup", "LogEntries", "Promote", "AttachPs")
+ABOUT_BACKUPS = ("BackUp", "BeginBackup", "FillSnapshot", "LogEntries", "Promote", "AttachPs")
 
 
 @pytest.mark.promise("failures.ps-with-backup")

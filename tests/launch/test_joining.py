@@ -17,7 +17,7 @@ from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform, Workforce
 from psync.net.secret import Secret
 from psync.testing import MemoryNetwork
-from psync.wire.messages import JoinCluster, Joined, LeaveCluster
+from psync.wire.messages import JoinCluster, LeaveCluster, Number
 
 CHIEF = "/job:chief/task:0"
 
@@ -51,8 +51,8 @@ class Scene:
     async def join(self, address: str, index: int = -1) -> tuple[Connection, int]:
         peer = await self.knock()
         answer = (await peer.call(JoinCluster(address, index, PYTHON))).message
-        assert isinstance(answer, Joined)
-        return peer, answer.index
+        assert isinstance(answer, Number)
+        return peer, answer.value
 
     async def close(self) -> None:
         for endpoint in self._endpoints:

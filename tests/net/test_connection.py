@@ -494,13 +494,13 @@ async def test_a_real_slow_reader_costs_a_bounded_write_buffer(place: str, tmp_p
 
     network, address = places(tmp_path)[place]()
     async with connected(network, {Read: Handler(counted)}, address=address) as pair:
-        pair.peer.pause_reading("test")
+        transport_of(pair.peer).pause_reading()
         calls = [asyncio.create_task(pair.peer.call(pull(MIB))) for _ in range(40)]
         for _ in calls:
             await came.acquire()
         unsent = transport_of(pair.back).get_write_buffer_size()
         assert WRITE_HIGH_BYTES < unsent <= WRITE_HIGH_BYTES + 2 * MIB
-        pair.peer.resume_reading("test")
+        transport_of(pair.peer).resume_reading()
         for call in calls:
             assert len((await call).segments[0]) == MIB
 
@@ -565,10 +565,10 @@ def test_an_error_in_placing_a_body_fails_that_request_alone(turns: Turns) -> No
 def test_large_segments_are_recycled_once_nobody_sees_them(turns: Turns) -> None:
     pair = peered(turns, SERVED)
     first, second = (pair.ask(pull(100 * KIB)) for _ in range(2))
-    assert pair.pool.statistics().hits == 0, "the first one is still in use"
+    assert pair.pool.hits == 0, "the first one is still in use"
     del first, second
     pair.ask(pull(100 * KIB))
-    assert pair.pool.statistics().hits == 1
+    assert pair.pool.hits == 1
 
 
 @pytest.mark.virtual_time
@@ -962,6 +962,16 @@ def test_a_call_whose_answer_is_nonsense_fails(
     assert isinstance(caught.value.__cause__, RemoteProtocolError)
 
 
+def test_nothing_is_served_behind_a_frame_that_is_wrong(turns: Turns) -> None:
+    served: list[Request[Any]] = []
+    pair = peered(turns, {AskStatistics: Handler(served.append)})
+    raw(Kind.HELLO, 0, b"")(pair.peer)
+    raw(Kind.REQUEST, 1, AskStatistics())(pair.peer)
+    turns.settle()
+    assert pair.back.is_closed
+    assert served == []
+
+
 def test_answers_that_nobody_waits_for_are_ignored(turns: Turns) -> None:
     pair = peered(turns, SERVED)
     for misbehave in (
@@ -1061,8 +1071,8 @@ def test_after_the_end_nothing_is_done_any_more(turns: Turns) -> None:
     got = asked(pair.peer, AskStatistics())
     for act in (
         pair.peer.close,
-        lambda: pair.peer.pause_reading("test"),
-        lambda: pair.peer.resume_reading("test"),
+        lambda: transport_of(pair.peer).pause_reading(),
+        lambda: transport_of(pair.peer).resume_reading(),
         pair.peer.resume_writing,
         lambda: pair.peer.notify(push(), [bytes(MIB)]),
         lambda: pair.peer.buffer_updated(0),

@@ -20,11 +20,12 @@ from psync.net.environment import (
     shares_memory,
     watchdog_timeout,
 )
-from psync.net.platform import Platform, fresh_process
+from psync.net.platform import Platform
 from psync.net.tls_channel import TlsNetwork
 from psync.net.transport import Network
 from psync.testing import MemoryNetwork
 from psync.testing.sabotage import failpoints_of
+from psync.testing.seams import fresh_process
 from psync.wire.limits import Limits
 from recorder import Recorder
 from tls_files import authority, variables_of

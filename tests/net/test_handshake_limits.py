@@ -204,8 +204,11 @@ def test_an_address_of_which_somebody_has_proved_himself_is_known(
 # --- lines of the log ------------------------------------------------------------------------
 
 
-def test_lines_of_a_minute_are_limited_and_the_rest_is_counted() -> None:
-    quota = LogQuota(2)
+def test_lines_of_a_minute_are_limited_and_the_rest_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handshake_limits, "LINES_PER_MINUTE", 2)
+    quota = LogQuota()
     assert [quota.allows(now) for now in (5.0, 6.0, 7.0, 64.9)] == [True, True, False, False]
     assert quota.ends == 65.0
     assert [quota.untold(), quota.untold()] == [2, 0]

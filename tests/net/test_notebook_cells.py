@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from psync.net.notebook_cells import of_no_cell
+from psync.net.shielding import of_no_cell
 
 cell: contextvars.ContextVar[int] = contextvars.ContextVar("parent_header")  # as ipykernel's
 other: contextvars.ContextVar[int] = contextvars.ContextVar("other")

@@ -17,10 +17,11 @@ from psync.api.scopes import running_scopes
 from psync.closures.scaling import Load
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError
-from psync.net.platform import GivenUp, PerProcess, Platform, Workforce, flag, fresh_process
+from psync.net.platform import GivenUp, PerProcess, Platform, Workforce, flag
 from psync.net.secret import Secret
 from psync.net.task_reports import add_description, report_text
 from psync.net.transport import SocketNetwork
+from psync.testing.seams import fresh_process
 from psync.testing.simulation.drawing import drawn
 from psync.testing.simulation.run import simulate
 from psync.wire.limits import Limits

@@ -17,13 +17,13 @@ import psync
 from psync import blocking
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError
+from psync.integrations.launchers import jobs_of
 from psync.net.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
     UnionClusterResolver,
     interface_towards,
-    jobs_of,
     opened,
     resolve_cluster,
     training_cluster,

@@ -69,7 +69,6 @@ def test_a_request_has_its_two_halves_across_readings() -> None:
     assert (served.begin, served.end, served.request_bytes, served.answer_bytes) == (1.5, 2.0, 7, 0)
     assert sent.message == ASK
     assert sent.answer == served.answer == TOLD
-    assert (sent.other, served.other) == (PS, WORKER)
     assert (logs[0].begin, logs[0].end) == (100.0, 104.0)
 
 

@@ -48,7 +48,7 @@ class Array:
         """Let all elements be a number; return how many blocks were replaced."""
         array, replaced, written = self.array, 0, []
         for i in range(array.num_blocks):
-            block = (array.apart if apart else array.writable)(i, self.pool)
+            block = array.writable(i, self.pool, apart=apart)
             block.array.fill(value)
             written.append(block)
             if not apart:
@@ -182,7 +182,7 @@ def test_what_is_written_apart_is_not_there_before_it_is_committed() -> None:
     made = Array()
     made.update(1)
     array = made.array
-    blocks = [array.apart(i, made.pool) for i in range(array.num_blocks)]
+    blocks = [array.writable(i, made.pool, apart=True) for i in range(array.num_blocks)]
     for block in blocks:
         block.array.fill(2)
     assert values(made.read()) == {1}
@@ -226,13 +226,13 @@ def test_memory_of_a_small_run_is_used_again_and_that_of_a_large_one_goes(
         monkeypatch.setattr(memory, "UNUSED_AFTER", 1)
         made = Array()
         made.update(1)
-        before = made.pool.statistics().bytes
+        before = made.pool.statistics()["bytes"]
         held = made.read()
         made.update(2)
         del held
         for value in range(3):
             made.update(value)
-        assert made.pool.statistics().bytes - before == pooled
+        assert made.pool.statistics()["bytes"] - before == pooled
 
 
 def test_what_was_filled_is_read_as_it_was_and_then_written_in_a_run() -> None:
@@ -305,7 +305,7 @@ def test_whatever_is_read_and_dropped_nothing_that_is_read_changes(
 
 def test_what_is_written_apart_is_no_block_that_never_was_made() -> None:
     one = Array(fill=1)
-    apart = [one.array.apart(i, one.pool) for i in range(one.array.num_blocks)]
+    apart = [one.array.writable(i, one.pool, apart=True) for i in range(one.array.num_blocks)]
     for i, block in enumerate(apart):
         block.array.fill(7)
         assert (one.array.block(i).array == 1).all()
@@ -323,4 +323,4 @@ def test_a_block_of_a_large_run_keeps_no_memory_in_the_pool(
         block = one.array.release(i)
         assert block is not None
         one.array.retire(block)
-    assert bool(one.pool.statistics().roots) == sharing
+    assert bool(one.pool.statistics()["roots"]) == sharing

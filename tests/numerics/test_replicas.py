@@ -136,7 +136,7 @@ def test_a_mean_along_an_axis_is_that_of_all_elements() -> None:
 
 @for_each("axes", [(2,), (-3,), (0, 0), (1, -1)])
 def test_an_axis_that_is_not_there_is_refused(axes: tuple[int, ...]) -> None:
-    with pytest.raises(ReplicaValueError, match=r"value of shape \(4, 2\), from -2 to 1"):
+    with pytest.raises(ReplicaValueError, match=r"of a value of shape \(4, 2\): (axis|duplicate)"):
         reduce_arrays(SUM, [ROWS_4], axes)
 
 
@@ -206,15 +206,19 @@ def test_what_is_gathered_stands_one_after_the_other_along_the_axis() -> None:
 
 
 def test_what_cannot_be_gathered_is_refused() -> None:
-    with pytest.raises(ReplicaValueError, match="differ along axis 1 only, got \\(4, 2\\), \\(2,"):
+    with pytest.raises(
+        ReplicaValueError, match=r"axis 1 of values of shape \(4, 2\), \(2, 2\): .* must match"
+    ):
         gather_arrays([ROWS_4, ROWS_2], 1)
-    with pytest.raises(ReplicaValueError, match="rank 1 or more"):
+    with pytest.raises(ReplicaValueError, match="zero-dimensional arrays cannot be concatenated"):
         gather_arrays([1, 2], 0)
     with pytest.raises(ReplicaValueError, match="expected one axis"):
         gather_arrays([ROWS_2], [0, 1])
     with pytest.raises(ReplicaValueError, match="expected one axis"):
         gather_arrays([ROWS_2], None)
-    with pytest.raises(ReplicaValueError, match="axis 2: expected axes of a value of shape"):
+    with pytest.raises(
+        ReplicaValueError, match=r"values of shape \(2, 2\): axis 2 is out of bounds"
+    ):
         gather_arrays([ROWS_2], 2)
     with pytest.raises(ReplicaValueError, match="gather of IndexedSlices is not possible"):
         gather_arrays([rows([1])], 0)
@@ -409,13 +413,13 @@ def test_an_axis_counts_in_values_of_replicas() -> None:
     batches = PerReplica([np.ones((4, 1)), np.full((2, 1), 4.0)])
     assert reduced(MEAN, batches, 2, axis=0).tolist() == [2.0]
     assert reduced(SUM, batches, 2, axis=[0, 1]) == 12.0
-    with pytest.raises(ReplicaValueError, match="axis 0: expected axes of a value of shape"):
+    with pytest.raises(ReplicaValueError, match="axis 0 is out of bounds for array of dimension 0"):
         reduced(SUM, PerReplica([0, 0]), 2, axis=0)
 
 
 def test_values_are_gathered_wherever_they_stand() -> None:
     value = (PerReplica([[1], [2]]), ARRAY, PerReplica([np.ones(1), np.zeros(2)]))
-    with pytest.raises(ReplicaValueError, match="rank 1 or more"):
+    with pytest.raises(ReplicaValueError, match="zero-dimensional arrays cannot be concatenated"):
         gather_distributed(value, 0)  # the first holds numbers, in lists
     assert [part.tolist() for part in gather_distributed(value[1:], 0)] == [[1, 1], [1, 0, 0]]
     assert gather_values([{"x": ARRAY}, {"x": ARRAY}], 0)["x"].shape == (4,)

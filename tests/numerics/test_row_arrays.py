@@ -352,7 +352,6 @@ def test_in_which_blocks_rows_lie(row_size: int) -> None:
     for rows in ([], [0], [19], [3, 4, 11], list(range(20))):
         expected = sorted({(row * row_size + i) // 8 for row in rows for i in range(row_size)})
         assert array.blocks_of(np.array(rows, np.int64)).tolist() == expected
-        assert array.num_blocks_of(np.array(rows, np.int64)) == len(expected)
 
 
 def test_rows_that_were_never_written_are_not_looked_at() -> None:

@@ -396,11 +396,11 @@ def test_numbers_become_floats_and_lists_tuples() -> None:
         ),
         (
             {"gradient_accumulation_steps": 2.5},
-            "optimizer: expected a whole number as gradient_accumulation_steps, got 2.5",
+            "optimizer: expected gradient_accumulation_steps between 2 and 2147483647, got 2.5",
         ),
         (
             {"gradient_accumulation_steps": True},
-            "optimizer: expected a whole number as gradient_accumulation_steps, got True",
+            "optimizer: expected gradient_accumulation_steps between 2 and 2147483647, got True",
         ),
         (
             {"excluded_words": [""]},

@@ -14,9 +14,13 @@ import pytest
 from ps_cluster import WORKER, PsCluster, assign, pull, push
 from psync.errors import CheckpointCorrupt, RemoteProtocolError, UsageError
 from psync.numerics.rules import Adam
-from psync.ps.snapshots import pack_accumulators, unpack_accumulators, unpack_answer
+from psync.ps.accumulators import pack_accumulators, unpack_accumulators
 from psync.specs import VariableSpec
-from psync.store.snapshot_state import SenderState, SnapshotState
+from psync.store.snapshot_state import (
+    SenderState,
+    SnapshotState,
+    unpack_answer,
+)
 from psync.wire.codec import Message, encode
 from psync.wire.frames import Frame
 from psync.wire.messages import (
@@ -44,7 +48,7 @@ async def call(cluster: PsCluster, message: Message, *segments: bytes) -> Frame:
 async def freeze(cluster: PsCluster) -> SnapshotState:
     await call(cluster, Gate(1))
     frozen = await call(cluster, Freeze(1))
-    await call(cluster, OpenGate(1))
+    await call(cluster, OpenGate(1, holds=True))
     return SnapshotState.from_bytes(bytes(frozen.segments[0]), "frozen")
 
 
@@ -86,8 +90,10 @@ async def test_bytes_may_come_over_the_network() -> None:
         for place, data in enumerate(items):
             with pytest.raises(UsageError, match=f"incomplete.* variable {v.variable_id} is"):
                 await take(cluster)
-            await call(cluster, FillSnapshot(1, place, half), data[half:])
-            await call(cluster, FillSnapshot(1, place, 0), data[:half])
+            with pytest.raises(UsageError, match=f"bytes from {half} on follow 0"):
+                await call(cluster, FillSnapshot(0, 1, place, half), data[half:])
+            await call(cluster, FillSnapshot(0, 1, place, 0), data[:half])
+            await call(cluster, FillSnapshot(0, 1, place, half), data[half:])
         await take(cluster)
         assert await everything(cluster, v) == expected
 

@@ -13,7 +13,7 @@ from local_training import at_once
 from psync import PerReplica, StrategyExtended, in_cross_replica_context
 from psync.client.context import ClosureContext, inside
 from psync.errors import EndOfData, UsageError
-from psync.replicas.extended import MultiStepContext
+from psync.replicas.context import MultiStepContext
 
 CLUSTER = {"chief": ["a:1"], "ps": ["a:2", "a:3"], "worker": ["a:4", "a:5"]}
 

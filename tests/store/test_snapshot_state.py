@@ -16,9 +16,9 @@ from psync.numerics.rules import SGD, Adam, RuleOptions
 from psync.schedules import Constant, ExponentialDecay
 from psync.specs import DTYPE_NAMES, STEP_BITS, dtype_of
 from psync.store.push_counts import PushCount
-from psync.store.reattach import NewOptimizer
 from psync.store.snapshot_state import (
     NOTHING,
+    NewOptimizer,
     OptimizerSnapshot,
     SenderState,
     ShardSnapshot,

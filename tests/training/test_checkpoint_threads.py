@@ -64,7 +64,7 @@ async def test_the_directory_is_not_read_on_the_loop(
 
     async with training():
         manager = psync.CheckpointManager(psync.Checkpoint(state=psync.SavedState(x=1)), tmp_path)
-        monkeypatch.setattr(checkpoints, "checkpoints_in", noting)
+        monkeypatch.setattr(files, "checkpoints_in", noting)
         await manager.save(last=True)
         await manager.restore_or_initialize()
     assert len(threads) == 4

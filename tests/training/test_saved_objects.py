@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +13,7 @@ from click.testing import CliRunner
 
 import psync
 from local_training import in_step, strategy_of, training
-from psync.checkpoints.files import COMMIT, MANIFEST, Reader
-from psync.checkpoints.manifest import commit_line
+from psync.checkpoints.files import Reader
 from psync.cli.main import checkpoint as command
 from psync.errors import (
     CheckpointCorrupt,
@@ -24,7 +22,6 @@ from psync.errors import (
     ConfigurationError,
 )
 from psync.training.checkpoint import Contents
-from psync.training.trainer import History
 
 pytestmark = pytest.mark.virtual_time
 
@@ -250,81 +247,6 @@ class TestWhatBelongsToVariablesThatAreCalledOtherwiseByNow:
             assert slot is not None
             assert (await slot.read()).tolist() == [11, 11]
         assert f"variable names in {path} are unknown" in caplog.text
-
-
-class TestCheckpointsOfEarlierVersions:
-    """A trainer saved what it trained as a list, "variables"."""
-
-    async def save(self, directory: Path, *names: str, shapes: Any = ((2,), (2,))) -> Path:
-        async with training() as (strategy, _):
-            variables = [
-                *declared(strategy, names[0], shape=shapes[0]),
-                *declared(strategy, *names[1:], shape=shapes[1]),
-            ]
-            momentum = psync.optimizers.Momentum(0.0)
-            await momentum.apply_gradients([(np.zeros(each.shape), each) for each in variables])
-            history = History([0], {"loss": [0.0]})
-            checkpoint = psync.Checkpoint(variables=variables, optimizer=momentum, history=history)
-            return await checkpoint.save(directory, number=1)
-
-    def forget_names(self, path: Path) -> None:
-        """Make a checkpoint one of those that do not say what each ps held."""
-        manifest = replace(Reader(path).manifest, snapshots=()).to_bytes()
-        (path / MANIFEST).write_bytes(manifest)
-        (path / COMMIT).write_bytes(commit_line(manifest))
-
-    async def test_names_are_told_by_what_each_ps_held(self, tmp_path: Path) -> None:
-        await self.save(tmp_path, "a", "b")
-        assert await resumed(lambda b, a: {"b": b, "a": a}, tmp_path, "b", "a") == VALUES
-
-    @pytest.mark.parametrize(
-        ("shapes", "forgets", "objects"),
-        [
-            # Told by what each ps held.
-            (((2,), (2,)), False, lambda a, b: {"model": {"b": b, "a": a}}),
-            # Told by the shapes, as each occurs once.
-            (((2,), (3,)), True, lambda a, b: {"model": {"b": b, "a": a}}),
-            # In the order in which it was saved.
-            (((2,), (2,)), True, lambda a, b: {"variables": [a, b]}),
-        ],
-    )
-    async def test_an_evaluator_is_told_them_as_well(
-        self, tmp_path: Path, shapes: Any, forgets: bool, objects: Any
-    ) -> None:
-        path = await self.save(tmp_path, "a", "b", shapes=shapes)
-        if forgets:
-            self.forget_names(path)
-        strategy = strategy_of(1)
-        (b,) = declared(strategy, "b", shape=shapes[1])
-        (a,) = declared(strategy, "a", shape=shapes[0])
-        values = await psync.Checkpoint(**objects(a, b)).read(path)
-        expected = (np.full(shape, VALUES[name]) for name, shape in zip("ab", shapes, strict=True))
-        np.testing.assert_equal(values, objects(*expected))
-
-    @pytest.mark.parametrize(
-        ("forgets", "tree", "names", "text", "hint"),
-        [
-            # Nothing tells which is which.
-            (
-                True, lambda b, a: {"b": b, "a": a}, "ba",
-                '\'variables/0\' may be the value of "b" or "a"', "psync.Checkpoint(variables=[…]",
-            ),
-            # One is not declared.
-            (
-                False, lambda c, a: {"c": c, "a": a}, "ca",
-                '\'variables/1\' of "b"; declared here: "c"', "",
-            ),
-        ],
-    )  # fmt: skip
-    async def test_where_they_are_not_clear_it_is_refused_with_the_names_that_are_declared(
-        self, tmp_path: Path, forgets: bool, tree: Any, names: str, text: str, hint: str
-    ) -> None:
-        path = await self.save(tmp_path, "a", "b")
-        if forgets:
-            self.forget_names(path)
-        with pytest.raises(CheckpointMismatch, match=text) as caught:
-            await resumed(tree, tmp_path, *names)
-        assert hint in (caught.value.hint or "")
 
 
 TABLE = np.arange(26, dtype=np.float32).reshape(13, 2)

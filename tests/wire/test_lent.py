@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.wire import lent
-from psync.wire.lent import copies
+from psync.wire import frames
+from psync.wire.frames import copies
 from wire_tools import cut
 
 # --- the copy --------------------------------------------------------------------------------
@@ -21,7 +21,7 @@ def test_after_each_piece_that_much_is_there_and_nothing_more(
 ) -> None:
     memory = bytearray(len(body))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lent, "COPY_BYTES", at_once)
+        patch.setattr(frames, "COPY_BYTES", at_once)
         copying = copies(cut(memory, targets), cut(body, sources))
         done = sum(next(copying, 0) for _ in range(count))
     if done == count * at_once:

@@ -24,11 +24,11 @@ from psync.accumulators import (
     rule_of,
 )
 from psync.accumulators import SparseConditionalAccumulator as SparseRule
-from psync.api.scopes import OTHER_STRATEGY_HINT, Scope, runtime_here, scope_for
+from psync.api.scopes import Scope, runtime_of, scope_for
 from psync.client.context import Runtime
 from psync.client.ps import Place
 from psync.cluster import device_name
-from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
+from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.platform import PerProcess
 from psync.numerics.memory import bytes_of
 from psync.specs import Outcome, dtype_of
@@ -203,16 +203,11 @@ class AccumulatorHandle:
         return message, arrays
 
     async def _runtime(self, method: str) -> Runtime:
-        operation = self._named(method)
-        runtime = runtime_here(operation, None if self._scope is None else self._scope())
-        if runtime.origin != self.origin:
-            raise UsageError(
-                f"{operation}: the accumulator belongs to another program or strategy",
-                hint=OTHER_STRATEGY_HINT,
-            )
-        if runtime.ensure_created is not None:
-            await runtime.ensure_created()
-        return runtime
+        return await runtime_of(self._named(method), self)
+
+    def _what_it_is(self) -> tuple[str, str]:
+        """Return the name for messages, and what to do in place of what is refused."""
+        return f'accumulator "{self.name}"', "await one of its methods"
 
     def _named(self, method: str) -> str:
         return f'{method} of accumulator "{self.name}"'

@@ -10,7 +10,12 @@ import math
 import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -26,13 +31,13 @@ from psync.api.scheduling import Scheduling
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.declarations import OwnOptimizers
 from psync.chief.events import Event
-from psync.chief.links import FollowedWorkers
+from psync.chief.links import CoordinatorOptions, FollowedWorkers
 from psync.chief.recovery_rule import MAX_STARTS
 from psync.client.context import forbid_in_step
 from psync.closures.membership import LIMIT, Flapping
 from psync.closures.queue import MAX_LOSSES
 from psync.cluster import ClusterSpec, parse_task_name
-from psync.coordinator import Coordinator, CoordinatorOptions
+from psync.coordinator import Coordinator
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -52,8 +57,8 @@ from psync.net.environment import (
     script_is_shared,
 )
 from psync.net.environment import watchdog_timeout as watchdog_timeout_here
-from psync.net.notebook_cells import of_no_cell
 from psync.net.platform import PerProcess, Platform
+from psync.net.shielding import of_no_cell
 from psync.net.task_reports import add_description
 from psync.net.trace import Trace, tracing
 from psync.specs import checked_kind
@@ -201,6 +206,7 @@ class ClusterCoordinator(Scheduling):
         check_fits(max_losses >= 1, "max_losses: expected at least 1", max_losses)
         Flapping(max_flaps)  # is it a limit?
         self._options = CoordinatorOptions(
+            origin=strategy._origin,
             min_workers=min_workers,
             connect_timeout_s=connect_timeout,
             ps_timeout_s=ps_timeout,
@@ -210,6 +216,7 @@ class ClusterCoordinator(Scheduling):
             watchdog_timeout_s=watchdog_timeout or None,
             on_stall=on_stall,
             attach=attach,
+            has_backups=strategy.ps_recovery == "backup",
         )
         self._insecure = insecure
         self._metrics, self._dashboard, self._run_log = metrics, dashboard, run_log
@@ -295,11 +302,9 @@ class ClusterCoordinator(Scheduling):
             platform.workforce.present(strategy.cluster),
             strategy._uncreated,
             self._options,
-            origin=strategy._origin,
             program=optimizers.process,
             main_by_name=script_is_shared.get(),
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
-            has_backups=strategy.ps_recovery == "backup",
         )
         source = StatusSource(coordinator, functools.partial(placed, strategy))
         source.variables = lambda: {
@@ -814,20 +819,15 @@ def placed(
     return known if count == len(known) else strategy.placement().rows
 
 
-@asynccontextmanager
-async def running_coordinator(
+def running_coordinator(
     strategy: ParameterServerStrategy,
-) -> AsyncGenerator[ClusterCoordinator, None]:
+) -> AbstractAsyncContextManager[ClusterCoordinator]:
     """Return a context manager with the strategy's coordinator, which runs in it.
 
     One that was not running before is closed in the end.
     """
     coordinator = ClusterCoordinator(strategy)
-    if coordinator._coordinator is not None:
-        yield coordinator
-        return
-    async with coordinator:
-        yield coordinator
+    return coordinator if coordinator._coordinator is None else nullcontext(coordinator)
 
 
 def coordinator_of(origin: str) -> Coordinator | None:

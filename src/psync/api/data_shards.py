@@ -77,7 +77,8 @@ class Visits:
 
     def __repr__(self) -> str:
         self._look()
-        return f"<visits{repr(self._visitation).removeprefix('<visitation')}"
+        running = f", {len(self._running)} running" if self._running else ""
+        return f"<visits{repr(self._visitation)[len('<visitation') : -1]}{running}>"
 
     def __iter__(self) -> Iterator[int]:
         """Yield each epoch that is not complete, from the present one on.
@@ -123,11 +124,10 @@ class Visits:
         """
         self._look()
         values = []
-        for shard in self._visitation.pending():
+        for shard in self._visitation.pending(self._running):
             key = (self._visitation.epoch, shard)
             identity = self._identities.get(key) or Identity(key, self._undone)
             value = self._schedule(fn, (self.shards[shard], *args), kwargs, identity)
-            self._visitation.hand_out(shard)
             self._running[key], self._identities[key] = (value, 0), identity
             self._num_scheduled += 1
             values.append(value)
@@ -207,7 +207,7 @@ class Visits:
         Shards that are running now are pending there.
         """
         self._look()
-        return {**self._visitation.state(), "digest": self._digest}
+        return {**self._visitation.state(self._running), "digest": self._digest}
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return ``state``, so that a ``Checkpoint`` may hold visits."""
@@ -254,10 +254,9 @@ class Visits:
             del self._running[key]
             if closure.state is State.FINISHED:
                 self._visitation.finish(shard, epoch)
-            else:
-                # Its last run was lost, and is counted, if the queue has given it up.
-                begun = closure.worker != "" and type(closure.error) is not ClosureError
-                self._visitation.put_back(shard, epoch, begun=begun)
+            # Its last run was lost, and is counted, if the queue has given it up.
+            elif closure.worker != "" and type(closure.error) is not ClosureError:
+                self._visitation.lose(shard, epoch)
         for identity in self._undone:
             epoch, shard = key = identity.what
             self._visitation.undo(shard, epoch)

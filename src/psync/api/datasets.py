@@ -25,7 +25,7 @@ from psync.serialization.captures import name_of, refers_to, type_name
 from psync.serialization.functions import Function, FunctionTable
 from psync.serialization.payloads import pack
 from psync.specs import checked_integer, checked_kind
-from psync.wire.messages import AskPosition, IteratorPosition
+from psync.wire.messages import AskPosition, Number
 from psync.worker.data_sources import (
     POLICIES,
     Dataset,
@@ -308,8 +308,8 @@ class PerWorkerIterator(IteratorHandle[T]):
         for place, worker in enumerate(coordinator.workers.names()[: self.num_pipelines]):
             positions[place] = self.starts.get(place, 0)
             answer = answers.get(worker)
-            if isinstance(answer, IteratorPosition) and answer.position >= 0:
-                positions[place] = answer.position
+            if isinstance(answer, Number) and answer.value >= 0:
+                positions[place] = answer.value
         return positions
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.api.reads import runtime_of
+from psync.api.scopes import runtime_of
 from psync.api.variables import Handle, OnReadVariable
 from psync.client.link import all_of
 from psync.errors import IndexTypeError, PartitionError, UsageError, ValueMismatchError

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from psync.api.pulls import mapped
-from psync.api.reads import runtime_of, scope_of
-from psync.api.scopes import Scope, current_scope, place_of, scope_for
+from psync.api.scopes import Scope, current_scope, place_of, runtime_of, scope_for, scope_of
 from psync.api.variables import (
     Handle,
     OnReadVariable,

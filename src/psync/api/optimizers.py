@@ -20,8 +20,7 @@ import numpy as np
 
 from psync.api.pulls import is_flat, leaves, mapped, pairs
 from psync.api.pulls import pull as pull_values
-from psync.api.reads import kept_here, runtime_of
-from psync.api.scopes import running_scopes
+from psync.api.scopes import kept_here, running_scopes, runtime_of
 from psync.api.variables import Handle, OnReadVariable, ShardedVariable, Variable, check_step
 from psync.client.context import Runtime, current_runtime, forbid_in_step
 from psync.client.link import PsLink
@@ -55,7 +54,7 @@ from psync.specs import (
     count_of,
     dtype_of,
 )
-from psync.store.reattach import NewOptimizer
+from psync.store.snapshot_state import NewOptimizer
 from psync.wire.messages import Pushed, TickClock
 
 MAX_ITERATIONS = 1 << 32
@@ -286,66 +285,8 @@ AnyVariable = Variable | ShardedVariable
 GradsAndVars = Iterable[tuple[Any, AnyVariable]]
 _PAIRS, _ARRAYS = {tuple, list}, {np.ndarray}
 Gradient = np.ndarray | IndexedSlices
-Pairs = list[tuple[Gradient, AnyVariable]]
 
 T = TypeVar("T")
-
-
-def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
-    """Return pairs of gradient, as an array or rows that fit, and variable; None is passed over.
-
-    Args:
-        grads_and_vars: See ``apply_gradients``.
-        finite: Name of an optimizer that forbids NaN and infinity; None: they are gradients.
-
-    Raises:
-        ValueMismatchError: No gradient at all, no pairs, a variable twice, one that is not
-            floating, a wrong shape or dtype, a row that the variable does not have, or what the
-            optimizer forbids.
-    """
-    pairs: Pairs = []
-    without: list[str] = []  # names of variables whose gradient is None
-    seen: set[tuple[str, int, int]] = set()  # shards
-    if isinstance(grads_and_vars, dict):
-        raise _no_pairs(grads_and_vars)
-    try:
-        given = iter(grads_and_vars)
-    except TypeError:
-        raise _no_pairs(grads_and_vars) from None
-    for pair in given:
-        try:
-            gradient, variable = pair
-        except (TypeError, ValueError):
-            raise _no_pairs(pair) from None
-        if not isinstance(variable, (Variable, ShardedVariable)):  # a union is made at each call
-            raise ValueMismatchError(
-                "apply_gradients: expected (gradient, variable) pairs, got "
-                f"{type(variable).__name__} for the variable"
-            )
-        if gradient is None:
-            without.append(variable.name)
-            continue
-        if isinstance(variable, OnReadVariable):
-            raise ValueMismatchError(
-                f'apply_gradients: variable "{variable.name}" is synchronized on read: each worker '
-                "has a different value, and optimizers do not train it"
-            )
-        spec = variable.spec
-        for shard in spec.shards:
-            key = variable.origin, spec.variable_id, shard.index
-            if key in seen:
-                raise ValueMismatchError(f'apply_gradients: variable "{spec.name}" appears twice')
-            seen.add(key)
-        if finite is not None or type(gradient) is not np.ndarray or not fits(gradient, spec):
-            gradient = _checked(gradient, spec, finite)
-        pairs.append((gradient, variable))
-    if not pairs:
-        raise ValueMismatchError(
-            f"apply_gradients: all gradients are None ({', '.join(without)})"
-            if without
-            else "apply_gradients: no gradients given"
-        )
-    return pairs
 
 
 def _checked(gradient: Any, spec: VariableSpec, finite: str | None) -> Gradient:
@@ -957,18 +898,71 @@ class Optimizer:
     def _checked(
         self, grads_and_vars: GradsAndVars
     ) -> tuple[Sequence[Gradient], tuple[AnyVariable, ...]]:
-        """Return gradients that fit, and their variables."""
+        """Return gradients that fit, as arrays or rows, and their variables; None is passed over.
+
+        Raises:
+            ValueMismatchError: No gradient at all, no pairs, a variable twice, one that is not
+                floating, a wrong shape or dtype, a row that the variable does not have, or what
+                this optimizer forbids.
+        """
         if hasattr(grads_and_vars, "__next__"):  # it can be gone through once
             grads_and_vars = list(grads_and_vars)
         if (known := self._settled_pairs(grads_and_vars)) is not None:
             return known
-        pairs = checked_pairs(grads_and_vars, self._name if self._forbid_nonfinite else None)
-        for gradient, variable in pairs:
-            if not variable.spec.trainable:
-                self._also_trained.add((variable.origin, variable.spec.variable_id))
+        gradients: list[Gradient] = []
+        variables: tuple[AnyVariable, ...] = ()
+        without: list[str] = []  # names of variables whose gradient is None
+        seen: set[tuple[str, int, int]] = set()  # shards
+        finite = self._name if self._forbid_nonfinite else None
+        if isinstance(grads_and_vars, dict):
+            raise _no_pairs(grads_and_vars)
+        try:
+            given = iter(grads_and_vars)
+        except TypeError:
+            raise _no_pairs(grads_and_vars) from None
+        for pair in given:
+            try:
+                gradient, variable = pair
+            except (TypeError, ValueError):
+                raise _no_pairs(pair) from None
+            if not isinstance(
+                variable, (Variable, ShardedVariable)
+            ):  # a union is made at each call
+                raise ValueMismatchError(
+                    "apply_gradients: expected (gradient, variable) pairs, got "
+                    f"{type(variable).__name__} for the variable"
+                )
+            spec = variable.spec
+            if gradient is None:
+                without.append(spec.name)
+                continue
+            if isinstance(variable, OnReadVariable):
+                raise ValueMismatchError(
+                    f'apply_gradients: variable "{spec.name}" is synchronized on read: each worker '
+                    "has a different value, and optimizers do not train it"
+                )
+            for shard in spec.shards:
+                key = variable.origin, spec.variable_id, shard.index
+                if key in seen:
+                    raise ValueMismatchError(
+                        f'apply_gradients: variable "{spec.name}" appears twice'
+                    )
+                seen.add(key)
+            if finite is not None or type(gradient) is not np.ndarray or not fits(gradient, spec):
+                gradient = _checked(gradient, spec, finite)
             if isinstance(gradient, IndexedSlices):  # a ps would refuse, others would not
-                self._rule.check_rows(f'gradient for "{variable.name}"')
-        gradients, variables = zip(*pairs, strict=True)
+                self._rule.check_rows(f'gradient for "{spec.name}"')
+            gradients.append(gradient)
+            variables += (variable,)
+        if not gradients:
+            raise ValueMismatchError(
+                f"apply_gradients: all gradients are None ({', '.join(without)})"
+                if without
+                else "apply_gradients: no gradients given"
+            )
+        self._also_trained |= {
+            (each.origin, each.spec.variable_id) for each in variables if not each.spec.trainable
+        }
         if not self._forbid_nonfinite:
             if len(self._settled) >= MAX_SETTLED:
                 self._settled.clear()

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.api.reads import runtime_of, scope_of, values_of
-from psync.api.scopes import runtime_here
+from psync.api.scopes import runtime_here, runtime_of, scope_of, values_of
 from psync.api.variables import Handle, OnReadVariable
 from psync.errors import ValueMismatchError
 from psync.numerics.casting import checked_target

@@ -1,30 +1,47 @@
-"""What is declared where: open ``strategy.scope()`` blocks, and the declarations of a strategy.
+"""What is declared where, and how it is reached: scopes, declarations, and reads of variables.
 
 ``Scope`` is the base class of ``ParameterServerStrategy``, which knows variables. Variables know
-the scope in which they are declared.
+the scope in which they are declared. Reads are plain, cached in a scope, or consistent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import operator
 import os
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from psync.chief.declarations import Declaration, beside, describe, split
-from psync.client.context import Runtime, current_closure, forbid_in_dataset, forbid_in_step
+import numpy as np
+
+from psync.chief.declarations import Declaration, check_name, check_sizes, describe, split
+from psync.client.context import (
+    ClosureContext,
+    Runtime,
+    current_closure,
+    forbid_in_dataset,
+    forbid_in_step,
+    here,
+    setting,
+)
+from psync.client.extras import pull_at_once, pull_compressed
 from psync.cluster import ClusterSpec
-from psync.errors import ClosedError, PartitionError, UsageError, other_loop
+from psync.errors import ClosedError, ContextError, PartitionError, UsageError, other_loop
 from psync.net.platform import PerProcess, random_hex
+from psync.numerics.compression import Compression
 from psync.partitioners import Placement, Placer
 from psync.replicas.context import open_scope
 from psync.specs import VariableSpec
+from psync.wire.frames import SMALL_BODY_BYTES
+
+if TYPE_CHECKING:
+    from psync.api.variables import Handle
 
 Partitioner = Callable[[tuple[int, ...], Any], Any]
 
@@ -89,6 +106,7 @@ class Scope:
         """
         self._check_open(name)
         initial, full_shape, dtype_name = describe(initial_value, name, dtype, shape, where)
+        whole = self._whole(name, full_shape, dtype_name, trainable, where)
         here, original = current_elsewhere.get(), None
         if ps is None and here is not None and here.strategy is self:
             ps, original = here.ps, here.beside
@@ -103,33 +121,42 @@ class Scope:
                     hint="to place it with one of the shards: "
                     f"colocate_vars_with({original.name}.variables[0])",
                 )
-            spec = self._beside(original, name, dtype_name, trainable, where)
+            spec = self._beside(original, whole)
         else:
-            spec = split(
-                self._unique(name), len(self._variables), full_shape, dtype_name,
-                trainable=trainable, where=where,
-                partitioner=self._partitioner if ps is None and partitioned else None,
-                place=lambda nbytes: self._placer.place(name, nbytes, ps),
-            )  # fmt: skip
+            partitioner = self._partitioner if ps is None and partitioned else None
+            spec = split(whole, partitioner, lambda nbytes: self._placer.place(name, nbytes, ps))
         return self._declared(name, Declaration(spec, initial))
 
     def _declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
         """Place a new variable next to another one, whose value it begins with."""
         self._check_open(name)
-        spec = self._beside(original, name, original.dtype, False, where)
-        return self._declared(name, Declaration(spec, None, original))
+        whole = self._whole(name, original.shape, original.dtype, False, where)
+        return self._declared(name, Declaration(self._beside(original, whole), None, original))
 
-    def _beside(
-        self, original: VariableSpec, name: str, dtype: str, trainable: bool, where: str
+    def _whole(
+        self, name: str, shape: tuple[int, ...], dtype: str, trainable: bool, where: str
     ) -> VariableSpec:
-        """Place a variable beside another one, shard by shard."""
-        spec = beside(
-            original, self._unique(name), len(self._variables), trainable=trainable, where=where,
-            dtype=dtype,
-        )  # fmt: skip
-        for shard in spec.shards:
+        """Return a new variable, which has no shards yet."""
+        unique, number = self._unique(name), len(self._variables)
+        return VariableSpec(unique, number, shape, dtype, trainable, (), where)
+
+    def _beside(self, original: VariableSpec, whole: VariableSpec) -> VariableSpec:
+        """Place a variable beside another one, whose shape it has: each shard on the same ps.
+
+        No partitioner is asked, and no place is taken.
+
+        Source: ``colocate_with_primary`` of TensorFlow's ``slot_creator.create_slot``.
+        """
+        name, number, dtype = whole.name, whole.variable_id, whole.dtype
+        check_name(name, whole.declared_at)
+        shards = tuple(
+            replace(shard, variable=name, variable_id=number, dtype=dtype)
+            for shard in original.shards
+        )
+        check_sizes(shards, whole.declared_at)
+        for shard in shards:
             self._placer.note(shard.ps, shard.nbytes)
-        return spec
+        return replace(whole, shards=shards)
 
     def _check_open(self, name: str) -> None:
         if self._created and self._runtime is None:
@@ -213,17 +240,7 @@ class Elsewhere:
 
 
 current_elsewhere: ContextVar[Elsewhere | None] = ContextVar("psync_elsewhere", default=None)
-"""The innermost that is in force."""
-
-
-@contextmanager
-def elsewhere(where: Elsewhere | None) -> Generator[None, None, None]:
-    """Return a context manager in which ``where`` is in force; None: nothing is."""
-    token = current_elsewhere.set(where)
-    try:
-        yield
-    finally:
-        current_elsewhere.reset(token)
+"""The innermost that is in force; None: nothing is."""
 
 
 _RUNNING = (
@@ -268,3 +285,162 @@ def runtime_here(operation: str, scope: Scope | None, variables: Sequence[Any] =
         f"{operation}: no connection to the ps tasks here",
         hint=f"do it inside {_RUNNING}, or in a step; forked processes have no connection",
     )
+
+
+# --- what carries reads, and how ----------------------------------------------------------------
+
+_ORIGIN = operator.attrgetter("origin")
+
+
+def scope_of(variable: Any) -> Scope | None:
+    """Return the strategy that declared a variable; None: it is in another process, or gone."""
+    return variable._scope() if variable._scope is not None else None
+
+
+async def runtime_of(operation: str, *variables: Any) -> Runtime:
+    """Return what carries ``operation`` on ``variables``, or an accumulator, to the ps tasks.
+
+    Raises:
+        UsageError: There is none here, outside a step and without a running coordinator; or the
+            step has returned; or the variables are not all of the strategy that it serves.
+        ClosureCancelled: In a step that was cancelled.
+        ClosedError: The coordinator was closed.
+        PartitionError: A variable that is declared cannot be created.
+        ParameterServerLost: A ps is gone.
+
+    Cancellation: Safe.
+    """
+    closure = here.get()
+    if type(closure) is ClosureContext and isinstance(closure.runtime, Runtime):
+        closure.check_open(operation, variables)
+        runtime = closure.runtime
+    else:
+        runtime = runtime_here(operation, scope_of(variables[0]), variables)
+    if {*map(_ORIGIN, variables)} != {runtime.origin}:
+        other, _ = next(each for each in variables if each.origin != runtime.origin)._what_it_is()
+        raise UsageError(
+            f"{operation}: {other} belongs to another program or strategy",
+            hint=OTHER_STRATEGY_HINT
+            if current_closure() is not None
+            else "make a separate call for the variables of each strategy",
+        )
+    if runtime.ensure_created is not None:
+        await runtime.ensure_created()
+    return runtime
+
+
+class _Kept:
+    """The values of one open scope."""
+
+    def __init__(self, closure: ClosureContext | None) -> None:
+        self.closure = closure  # the step that opened it; None: the program
+        self.values: dict[Handle, np.ndarray] = {}
+
+
+_open: ContextVar[_Kept | None] = ContextVar("psync_kept_reads", default=None)
+
+
+@contextmanager
+def cache_variable_reads() -> Generator[None, None, None]:
+    """Return a context manager that caches the first read of each variable.
+
+    Inside, ``read`` and ``pull`` of a variable that was read before return the earlier value, even
+    after an assign, and send nothing.
+
+    - Rows (``v[…]``, ``sparse_read``, ``embedding_lookup``) and reads with ``consistent=True`` are
+      neither cached nor answered from the cache.
+    - The cache belongs to the step, or to the task of the program, that opens it, and to the tasks
+      started inside.
+    - Steps scheduled inside do not use it: open a cache in the step.
+
+    Raises:
+        ContextError: Inside another such context manager.
+
+    Example:
+        with psync.cache_variable_reads():
+            loss = await forward(batch)        # many layers read the same variables
+            penalty = await regularization()   # these are not pulled again
+
+    Source: TensorFlow's ``cache_variable_reads`` of parameter-server variables; there, a scope that
+        is open where a function is first traced becomes part of the function.
+    """
+    if kept_here() is not None:
+        raise ContextError(
+            "cache_variable_reads: scopes cannot be nested",
+            hint="a scope is already open here and caches these reads",
+        )
+    with setting(_open, _Kept(current_closure())):
+        yield
+
+
+def kept_here() -> _Kept | None:
+    """Return the open ``cache_variable_reads``; not of whoever started a step in this process."""
+    kept = _open.get()
+    return kept if kept is not None and kept.closure is current_closure() else None
+
+
+async def values_of(
+    runtime: Runtime,
+    variables: tuple[Handle, ...],
+    *,
+    copy: bool = False,
+    out: Sequence[np.ndarray | None] | None = None,
+    consistent: bool = False,
+    compression: Compression | None = None,
+) -> list[np.ndarray]:
+    """Return the values of variables, each of which is there once.
+
+    Args:
+        runtime: Carries it to the ps tasks.
+        variables: Their handles.
+        copy: Whether the caller may change the arrays.
+        out: See ``PsClient.pull``.
+        consistent: Whether all are read at one instant.
+        compression: How float32 travels, where that is worth it and nothing else is asked for.
+
+    Raises:
+        ParameterServerLost: A ps is gone.
+        LockLost: As ``pull_at_once``.
+
+    Cancellation: Safe; ``out`` then holds anything.
+    """
+    kept = None if consistent else kept_here()
+    if kept is not None:
+        values = await _through(kept, runtime, variables)
+        return [
+            value.copy() if copy and target is None else _placed(value, target)
+            for value, target in zip(values, out or [None] * len(values), strict=True)
+        ]
+    plan = runtime.ps.plan_of(variables)
+    if consistent:
+        return await pull_at_once(runtime.ps, plan, writable=copy, out=out, seen=runtime.pulled)
+    if compression is not None and plan.nbytes > SMALL_BODY_BYTES:
+        return await pull_compressed(
+            runtime.ps, plan, compression, writable=copy, out=out, seen=runtime.pulled
+        )
+    if (arrays := runtime.take_ahead(plan)) is not None:
+        for array in arrays:
+            array.setflags(write=copy)
+        return arrays if out is None else list(map(_placed, arrays, out))
+    return await runtime.ps.pull(plan, writable=copy, out=out, seen=runtime.pulled)
+
+
+async def _through(
+    kept: _Kept, runtime: Runtime, variables: tuple[Handle, ...]
+) -> list[np.ndarray]:
+    """Return what is kept, and pull and keep the rest."""
+    missing = tuple([variable for variable in variables if variable not in kept.values])
+    if missing:
+        plan = runtime.ps.plan_of(missing)
+        arrays = await runtime.ps.pull(plan, seen=runtime.pulled)
+        for variable, array in zip(missing, arrays, strict=True):
+            kept.values.setdefault(variable, array)  # the first of two at once is it
+    return [kept.values[variable] for variable in variables]
+
+
+def _placed(value: np.ndarray, target: np.ndarray | None) -> np.ndarray:
+    """Return a value where the caller wants it; None: where it is."""
+    if target is None:
+        return value
+    np.copyto(target, value)
+    return target

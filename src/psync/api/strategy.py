@@ -24,9 +24,10 @@ from psync.api.datasets import (
     distribute_dataset,
     distribute_function,
 )
-from psync.api.scopes import Elsewhere, Partitioner, Scope, current_scope, elsewhere
+from psync.api.scopes import Elsewhere, Partitioner, Scope, current_elsewhere, current_scope
 from psync.api.variables import Handle, ShardedVariable, Variable
-from psync.client.context import forbid_in_step
+from psync.chief.gangs import GangRunner
+from psync.client.context import forbid_in_step, setting
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -47,6 +48,7 @@ from psync.numerics.replicas import (
 )
 from psync.partitioners import Placement
 from psync.replicas.context import (
+    StrategyExtended,
     check_cross_replica,
     cross_replica,
     in_turns,
@@ -54,8 +56,6 @@ from psync.replicas.context import (
     replicas_in_sync,
     run_alone,
 )
-from psync.replicas.extended import StrategyExtended
-from psync.replicas.gang_runner import GangRunner
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_kind
 from psync.status.html_tables import table
@@ -214,12 +214,8 @@ class ParameterServerStrategy(Scope):
                 "mixing different strategies: the scope of another strategy is open here",
                 hint="exit that scope first",
             )
-        token = open_scope.set(self)
-        try:
-            with cross_replica(self):
-                yield self
-        finally:
-            open_scope.reset(token)
+        with setting(open_scope, self), cross_replica(self):
+            yield self
 
     # Data; see ``api.datasets``.
 
@@ -303,7 +299,7 @@ class ParameterServerStrategy(Scope):
         Source: none; in TensorFlow the strategy's placement wins over ``tf.device``.
         """
         forbid_in_step("pinning variables")
-        return elsewhere(Elsewhere(self, self._placer.pinned(where)))
+        return setting(current_elsewhere, Elsewhere(self, self._placer.pinned(where)))
 
     def colocate_vars_with(
         self, colocate_with_variable: Variable | ShardedVariable
@@ -338,7 +334,7 @@ class ParameterServerStrategy(Scope):
             raise UsageError(
                 f'colocate_vars_with: variable "{variable.name}" belongs to another strategy'
             )
-        return elsewhere(Elsewhere(self, beside=variable.spec))
+        return setting(current_elsewhere, Elsewhere(self, beside=variable.spec))
 
     def placement(self) -> PlacementReport:
         """Return the ps of each shard declared so far; ``str()`` of it is a table."""

@@ -24,16 +24,15 @@ from psync.api.optimizers import (
     PushResult,
     ValueAndGrad,
 )
-from psync.api.reads import runtime_of, scope_of
-from psync.api.scopes import running_scopes
-from psync.api.variables import Handle, OnReadVariable, Variable, global_step_of
+from psync.api.scopes import running_scopes, runtime_of, scope_of
+from psync.api.variables import Handle, Variable, check_step, global_step_of
 from psync.client.context import Runtime, current_closure, current_runtime
+from psync.client.link import ask
 from psync.client.ps import PsClient
 from psync.errors import (
     ClosedError,
     ConfigurationError,
     ConnectionLost,
-    RemoteProtocolError,
     UsageError,
     ValueMismatchError,
     check_fits,
@@ -130,14 +129,11 @@ async def wait_over(ps: PsClient, who: str) -> TrainingOver:
     """
     while True:
         try:
-            received = await ps.links[0].call(lambda _: AwaitEnd())
-            break
+            over, _ = await ask(ps.links[0], AwaitEnd(), TrainingOver)
+            return over
         except ConnectionLost as exc:
             # It may wait for days, and outlive more connections than a request is allowed.
             logger.info("%s still waits for the end of training: %s", who, exc.message)
-    if not isinstance(received.message, TrainingOver):
-        raise RemoteProtocolError("ps 0 sent a wrong answer to AwaitEnd")
-    return received.message
 
 
 NOWHERE = (0, -1, 0)
@@ -150,8 +146,6 @@ def checked_weight(weight: object) -> float:
     Raises:
         ConfigurationError, ValueMismatchError: It is not a valid weight.
     """
-    if weight == 1.0 and type(weight) is float:
-        return weight
     try:
         return check_weight(as_number("apply_gradients: weight", weight))
     except ValueMismatchError as exc:
@@ -159,31 +153,12 @@ def checked_weight(weight: object) -> float:
 
 
 def checked_step(operation: str, variable: object) -> Variable:
-    """Return the global step that was given to ``operation``.
+    """Return the global step that was given to ``operation``: stale gradients are detected by it.
 
     Raises:
         ConfigurationError: It is not a variable, or not an int64 scalar.
     """
-    if variable is None:
-        wrong = "global_step is None, and stale gradients are detected by it"
-    elif not isinstance(variable, Variable):
-        wrong = f"expected a variable as global_step, got {type(variable).__name__}"
-    elif isinstance(variable, OnReadVariable):
-        wrong = (
-            f'global_step "{variable.name}" is synchronized on read: each worker has a different '
-            "value"
-        )
-    elif variable.shape != () or variable.spec.dtype != "int64":
-        wrong = (
-            f'expected an int64 scalar as global_step, got "{variable.name}" of shape '
-            f"{variable.shape} {variable.spec.dtype}"
-        )
-    else:
-        return variable
-    raise ConfigurationError(
-        f"{operation}: {wrong}",
-        hint="global_step=psync.get_or_create_global_step(), made in `with strategy.scope():`",
-    )
+    return check_step(variable, operation, dtype="int64", error=ConfigurationError)
 
 
 class SyncReplicasOptimizer(Optimizer):
@@ -502,7 +477,8 @@ class SyncReplicasOptimizer(Optimizer):
         name: str | None = None,
     ) -> Answered:
         gradients, variables = self._checked(grads_and_vars)
-        weight = checked_weight(weight)
+        if weight != 1.0 or type(weight) is not float:
+            weight = checked_weight(weight)
         step = self._global_step  # was checked when it was first given
         if step is None or step is not global_step:
             step = checked_step("apply_gradients", global_step)

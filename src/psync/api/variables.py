@@ -23,22 +23,24 @@ from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 
-from psync.api.reads import runtime_of, scope_of, values_of
 from psync.api.scopes import (
     Scope,
     current_elsewhere,
     current_scope,
-    elsewhere,
     place_of,
+    runtime_of,
     scope_for,
+    scope_of,
+    values_of,
 )
 from psync.chief.declarations import describe, initial_array
-from psync.client.context import Runtime, current_closure, forbid_in_step
+from psync.client.context import Runtime, current_closure, forbid_in_step, setting
 from psync.client.extras import assign_at_once
 from psync.cluster import device_name
 from psync.errors import (
     ConfigurationError,
     IndexValueError,
+    PsyncError,
     ReplicaValueError,
     UnsupportedError,
     UsageError,
@@ -59,7 +61,7 @@ from psync.replicas.context import (
 )
 from psync.serialization.remote_value import AwaitFirst, RemoteValue
 from psync.specs import VariableAggregation as VariableAggregation
-from psync.specs import VariableSpec, checked_kind, dtype_of
+from psync.specs import VariableSpec, dtype_of
 from psync.specs import VariableSynchronization as VariableSynchronization
 from psync.status.html_tables import table
 
@@ -556,11 +558,8 @@ def variable_creator_scope(variable_creator: Creator) -> Generator[None, None, N
     expected = "variable_creator_scope: expected a callable (next_creator, **kwargs)"
     check_fits(callable(variable_creator), expected, variable_creator, error=UsageError)
     entered = (variable_creator, current_scope() is not None)
-    token = _creators.set((*_creators.get(), entered))
-    try:
+    with setting(_creators, (*_creators.get(), entered)):
         yield
-    finally:
-        _creators.reset(token)
 
 
 def through_creators(make: Creator, **kwargs: Any) -> Any:
@@ -574,7 +573,7 @@ def through_creators(make: Creator, **kwargs: Any) -> Any:
         return make
 
     def placed(**kwargs: Any) -> Any:
-        with elsewhere(where):
+        with setting(current_elsewhere, where):
             return around(make, inside=False)(**kwargs)
 
     return around(placed, inside=True)(**kwargs)
@@ -1017,25 +1016,35 @@ def global_step_of(scope: Scope) -> Variable | None:
     return None
 
 
-def check_step(variable: object, purpose: str) -> Variable:
+def check_step(
+    variable: object, purpose: str, *, dtype: str = "", error: type[PsyncError] = UsageError
+) -> Variable:
     """Return a variable that can count steps.
 
-    Raises:
-        UsageError: It is no variable, or no integer scalar.
+    Args:
+        variable: What was given.
+        purpose: For messages.
+        dtype: Name of its dtype; "": any of integers.
+        error: Raised if it is no variable, or no scalar of that dtype.
     """
-    variable = checked_kind(f"{purpose}: expected a variable", variable, Variable, error=UsageError)
-    if isinstance(variable, OnReadVariable):
-        raise UsageError(
-            f'{purpose}: variable "{variable.name}" is synchronized on read: each worker has a '
-            "different value"
+    kind = variable.spec.dtype if isinstance(variable, Variable) else ""
+    if variable is None:
+        wrong = "global_step is None, and stale gradients are detected by it"
+    elif not isinstance(variable, Variable):
+        wrong = f"expected a variable as global_step, got {type(variable).__name__}"
+    elif isinstance(variable, OnReadVariable):
+        wrong = (
+            f'variable "{variable.name}" is synchronized on read: each worker has a different value'
         )
-    if variable.shape != () or variable.dtype.kind not in "iu":
-        raise UsageError(
-            f'{purpose}: expected an integer scalar, variable "{variable.name}" declared at '
-            f"{variable.spec.declared_at} has shape {variable.shape} {variable.spec.dtype}",
-            hint="psync.get_or_create_global_step() creates one",
+    elif variable.shape or variable.dtype.kind not in "iu" or (dtype or kind) != kind:
+        wrong = (
+            f'expected an {dtype or "integer"} scalar, variable "{variable.name}" declared at '
+            f"{variable.spec.declared_at} has shape {variable.shape} {kind}"
         )
-    return variable
+    else:
+        return variable
+    hint = "psync.get_or_create_global_step() creates one, in `with strategy.scope():`"
+    raise error(f"{purpose}: {wrong}", hint=hint)
 
 
 def _scope_of_step(operation: str) -> Scope:

@@ -5,12 +5,11 @@ primary's log, and executes each: ``Section.replayed`` says who does that, for a
 is the handler that a ps has for them. When it is promoted it listens, at an address of its own, and
 is a ps like any other.
 
-    state      BeginBackup  FillBackup  LogEntries                     Promote
-    filling    restart      taken       the snapshot is whole, or      refused
-                                        refused; then as below
-    following  restart      -           acknowledged; then executed    executes the rest, serves
-    serving    restart      FencedError FencedError                    the same answer again
-    damaged    restart      refused     refused                        refused
+    state      BeginBackup  FillSnapshot  LogEntries                   Promote
+    filling    restart      taken         refused                      refused
+    following  restart      -             acknowledged; then executed  executes the rest, serves
+    serving    restart      FencedError   FencedError                  the same answer again
+    damaged    restart      refused       refused                      refused
 
 ``restart`` needs an epoch that is not older, and for one that serves a newer one: the coordinator
 has rolled back to a checkpoint since, and does not know that it serves. A newer coordinator ends
@@ -18,7 +17,7 @@ the backups of earlier ones.
 
 An entry that the primary refuses is refused here, too. An error in judging or computing ends the
 process, as it does on a ps (``LongWork.give_up``). One in taking an entry, or a checksum or digest
-that differs (``ps.comparison``), damages the backup alone: it takes no more entries, is never
+that differs (``store.commit_log``), damages the backup alone: it takes no more entries, is never
 promoted, and is replaced.
 
 What a process says of itself to the next coordinator, which asks the task at the process's own
@@ -27,7 +26,7 @@ address (a backup that serves speaks for itself alone):
     AskServed   no backup of earlier coordinators is made or promoted from then on; one that is
                 being promoted finishes first; then the answer: the ps tasks that are served here,
                 the backups that are here
-    EndFormer   the rest of what earlier coordinators have left here ends
+                If it says so, the rest of what they have left here ends first
 
 Source: docs/design.md, "Failover" and "Attach".
 """
@@ -35,44 +34,39 @@ Source: docs/design.md, "Failover" and "Attach".
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 from psync.backups.locate_ps import Primary
 from psync.backups.pairing import Computation, check_release
+from psync.backups.primary import PsProcess
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Request
-from psync.net.platform import Parts
 from psync.net.shielding import shielded
-from psync.net.transport import Listener
-from psync.numerics.memory import BlockPool
-from psync.ps.comparison import Diverged
 from psync.ps.snapshots import fill, load
 from psync.ps.succession import check_newest
-from psync.store.commit_log import chained
+from psync.store.commit_log import Diverged, chained
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import SnapshotState
 from psync.wire.codec import Message, decode
 from psync.wire.messages import (
     AskServed,
     AttachPs,
-    BackupBegun,
     BeginBackup,
     CheckState,
     Done,
-    EndFormer,
-    FillBackup,
+    FillSnapshot,
     LogEntries,
-    LogTaken,
     Promote,
-    Promoted,
     ServedHere,
+    Text,
 )
+
+if TYPE_CHECKING:
+    from psync.ps_task import PsTask
 
 logger = logging.getLogger(__name__)
 
@@ -80,61 +74,19 @@ MAX_PENDING_BYTES = 64 << 20
 """Of entries that are not done: more, and the answer waits."""
 
 
-class BackupTask(Protocol):
-    """A ps task that may come to serve."""
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether an update failed half-way."""
-
-    @property
-    def floor(self) -> int:
-        """Incarnation of the coordinator that is served."""
-
-    def primary(self, address: str, epoch: int) -> Primary | None:
-        """Return what a newer coordinator has to know of it; None: it serves nobody."""
-
-    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, lineage: int) -> None:
-        """Hold what a snapshot holds."""
-
-    def end_below(self, coordinator: int) -> None:
-        """Hold nothing, if the coordinator that is served is an earlier one."""
-
-    def handler(self, kind: type[Message]) -> Handler:
-        """Return who serves a message."""
-
-    async def executed(self) -> None:
-        """Wait until all entries are executed; they may still be computed."""
-
-    async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
-        """Serve: no entries come any more. Of ``fences`` no lower incarnations are served."""
-
-    async def close(self) -> None:
-        """End."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    number: int
-    client: tuple[str, int]
-    header: bytes
-    message: Message
-    body: Sequence[memoryview]
-    nbytes: int
-
-
 class _Backup:
     """The backup of one ps."""
 
-    def __init__(self, order: BeginBackup, task: BackupTask, loaded: Loaded, sender: str) -> None:
+    def __init__(self, order: BeginBackup, task: PsTask, loaded: Loaded, sender: str) -> None:
         self.order = order
         self.epoch = order.epoch
         self.task = task
         self.loaded: Loaded | None = loaded  # None: it is complete
         self.sender = sender
         self.taken = order.first - 1
-        self.address: Awaitable[str] | None = None  # once it is to serve
-        self._entries: deque[_Entry] = deque()
+        self.begins = order.first + order.before  # the log; what no snapshot has comes before it
+        self.address: asyncio.Task[str] | None = None  # once it is to serve
+        self._entries: deque[OwnRequest[Message]] = deque()
         self.waiting = 0  # entries that are not done
         self.pending_bytes = 0  # of these
         self._state: dict[str, Any] = {}  # sets, by their numbers in the log
@@ -148,7 +100,7 @@ class _Backup:
     @property
     def is_damaged(self) -> bool:
         """Whether it may lack what the one that is backed up has."""
-        return self._failed or self.task.is_torn
+        return self._failed or self.task.work.is_torn
 
     @property
     def coordinator(self) -> int:
@@ -160,24 +112,20 @@ class _Backup:
         if self.address is None:
             return None
         try:
-            address = await shielded(cast("asyncio.Task[str]", self.address))
+            address = await shielded(self.address)
         except PsyncError:
             return None
         # A coordinator that has attached it counts its orders anew.
         is_first = self.order.coordinator == self.task.floor
         return self.task.primary(address, self.epoch if is_first else 0)
 
-    def complete(self) -> None:
-        """All of the snapshot is there."""
-        loaded = self.loaded
-        if loaded is None:
+    def look(self) -> None:
+        """Hold the snapshot, if all of it is there."""
+        loaded, order = self.loaded, self.order
+        if loaded is None or loaded.is_wanting:
             return
-        loaded.check_whole("a snapshot")
         self.loaded = None
-        order = self.order
-        attach = AttachPs(
-            order.coordinator, list(order.ps_addresses), order.ps_timeout_s, keep=True
-        )
+        attach = AttachPs(order.coordinator, order.ps_addresses, order.ps_timeout_s, keep=True)
         self.task.take_over(attach, loaded, order.timeline, order.lineage)
 
     def add(
@@ -185,15 +133,18 @@ class _Backup:
     ) -> None:
         """Take the next entry."""
         task, incarnation, header, _ = sent
-        message, nbytes = decode(header), sum(map(len, body))
-        entry = _Entry(number, (task, incarnation), header, message, body, nbytes)
+        client, message, nbytes = (task, incarnation), decode(header), sum(map(len, body))
+        done = functools.partial(self._done, number, nbytes)
+        request = OwnRequest(AsIfFrom(client, self._state, self._spawn), message, body, done)
+        request.header = header
         self.waiting += 1
         self.pending_bytes += nbytes
         self.taken = number
         if isinstance(message, CheckState) and message.chain != self.chain:
-            self._done(entry, Diverged(f"{self.sender}: its backup was sent other entries"))
-        self.chain = chained(self.chain, (task, incarnation), header, nbytes)
-        self._entries.append(entry)
+            request.fail(Diverged(f"{self.sender}: its backup was sent other entries"))
+        if number >= self.begins:
+            self.chain = chained(self.chain, client, header, nbytes)
+        self._entries.append(request)
         if self._doing is None:
             self._doing = asyncio.get_running_loop().create_task(self._do())
 
@@ -201,20 +152,18 @@ class _Backup:
         """Let the executor have the entries, one after the other."""
         try:
             begun = 0
-            while self._entries and not self.is_damaged:
-                entry = self._entries.popleft()
-                peer = AsIfFrom(entry.client, self._state, self._spawn)
-                done = functools.partial(self._done, entry)
-                request = OwnRequest(peer, entry.message, entry.body, done)
-                request.header = entry.header
+            work = self.task.work
+            while self._entries and not (self._failed or work.is_torn):
+                request = self._entries.popleft()
                 try:
-                    self.task.handler(type(entry.message)).serve(request)
+                    self.task.handler(type(request.message)).serve(request)
                 except Exception as exc:
                     request.fail(exc)
                 while self._spawned:
                     await asyncio.wait((self._spawned.pop(),))
                 if not request.over:
-                    await self.task.executed()  # what the next one names may be made by this one
+                    # What the next one names may be made by this one.
+                    await self.task.services.executor.drain()
                 begun += 1
                 if not begun % 64:
                     await asyncio.sleep(0)
@@ -228,16 +177,16 @@ class _Backup:
         self._spawned.append(task)
         return task
 
-    def _done(self, entry: _Entry, outcome: object) -> None:
+    def _done(self, number: int, nbytes: int, outcome: object) -> None:
         self.waiting -= 1
-        self.pending_bytes -= entry.nbytes
+        self.pending_bytes -= nbytes
         has_diverged = isinstance(outcome, Diverged)
         self.diverged |= has_diverged
         if isinstance(outcome, PsyncError) and not has_diverged:
-            logger.debug("entry %d is refused, as by its primary: %s", entry.number, outcome)
+            logger.debug("entry %d is refused, as by its primary: %s", number, outcome)
         elif isinstance(outcome, Exception):  # such as no memory here, where the other had enough
             logger.error(
-                "%s: its backup failed at log entry %d", self.sender, entry.number, exc_info=outcome
+                "%s: its backup failed at log entry %d", self.sender, number, exc_info=outcome
             )
             self._failed = True
         self._changed.set()
@@ -265,26 +214,16 @@ class BackupHost:
     """The backups in one process.
 
     Args:
-        task: Name of the ps whose process it is.
-        own: That ps.
-        pool: Memory of snapshots.
+        process: The process.
+        own: The ps whose process it is.
         make: Makes a ps task that does not listen, given its index.
-        parts: Of the task.
     """
 
-    def __init__(
-        self,
-        task: str,
-        own: BackupTask,
-        pool: BlockPool,
-        make: Callable[[int], BackupTask],
-        parts: Parts,
-    ) -> None:
-        self._task = task
+    def __init__(self, process: PsProcess, own: PsTask, make: Callable[[int], PsTask]) -> None:
+        self._process = process
+        self._task = process.task
         self._own = own
-        self._pool = pool
         self._make = make
-        self._parts = parts
         self._backups: dict[int, _Backup] = {}  # by the index of the ps
         self._fenced = 0  # earlier coordinators have nothing to say here
         self.diverged = 0  # backups that were not what they should have been
@@ -294,7 +233,6 @@ class BackupHost:
         """Return who serves which message."""
         return {
             BeginBackup: Handler(self._begin),
-            FillBackup: Handler(self._fill),
             LogEntries: Handler(self._log),
             Promote: Handler(self._promote),
         }
@@ -305,7 +243,7 @@ class BackupHost:
         return bool(self._backups) and any(task.is_torn for task in self.serving)
 
     @property
-    def serving(self) -> list[BackupTask]:
+    def serving(self) -> list[PsTask]:
         """Those that serve."""
         return [each.task for each in self._backups.values() if each.address is not None]
 
@@ -325,28 +263,22 @@ class BackupHost:
         known = (each.coordinator for each in self._backups.values())
         return max(self._fenced, *known, 0)
 
-    def handlers_of_process(self) -> dict[type[Message], Handler]:
-        """Return who serves what only the task at the process's own address is asked."""
-        return {AskServed: Handler(self._ask_served), EndFormer: Handler(self._end_former)}
-
-    async def _ask_served(self, request: Request[AskServed]) -> None:
-        peer, backups = request.peer, list(self._backups.items())
-        check_newest(peer, self._task, max(self._own.floor, self.newest))
+    async def ask_served(self, request: Request[AskServed]) -> None:
+        """Say what is served here; for the task at the process's own address alone."""
+        peer = request.peer
+        check_newest(peer, self._task, self._own.newest)
         self._fenced = max(self._fenced, peer.incarnation)
+        if request.message.ends:
+            self.end_below(peer.incarnation)
+            self._own.end_below(peer.incarnation)
+        backups = list(self._backups.items())
         primaries = [await each.primary() for _, each in backups]
         copies = [
             (ps, each.order.coordinator, each.epoch) for ps, each in backups if each.address is None
         ]
         primaries.append(self._own.primary("", 0))
-        found = [dataclasses.astuple(each) for each in primaries if each is not None]
+        found = [(*each,) for each in primaries if each is not None]
         request.answer(ServedHere(found, copies))
-
-    def _end_former(self, request: Request[EndFormer]) -> None:
-        peer = request.peer
-        check_newest(peer, self._task, max(self._own.floor, self.newest))
-        self.end_below(peer.incarnation)
-        self._own.end_below(peer.incarnation)
-        request.answer(Done())
 
     # They are fed.
 
@@ -355,10 +287,10 @@ class BackupHost:
         sender = f"/job:ps/task:{message.ps}"
         if peer.task != sender:
             raise UsageError(f"{self._task}: {peer.task} is not {sender}")
-        own = self._parts.of(Computation)()
+        own = self._process.platform.parts.of(Computation)()
         check_release(self._task, own.release, sender, message.release)
-        begun = BackupBegun(own.numerics)
-        if message.coordinator < max(self._own.floor, self.newest):
+        begun = Text(own.numerics)
+        if message.coordinator < self._own.newest:
             # No FencedError: it has not been replaced, and may be attached by the newer one yet.
             raise UsageError(f"{self._task} serves a newer coordinator")
         if len(body) != 1:
@@ -374,10 +306,12 @@ class BackupHost:
                 return
         where = f"snapshot of {sender}"
         state = SnapshotState.from_bytes(bytes(body[0]), where)
-        loaded = load(state, self._parts, sender, self._pool, message.coordinator)
+        loaded = load(state, self._process, sender, message.coordinator)
         if known is not None:
             self._end(known)
-        self._backups[message.ps] = _Backup(message, self._make(message.ps), loaded, sender)
+        made = _Backup(message, self._make(message.ps), loaded, sender)
+        self._backups[message.ps] = made
+        made.look()
         request.answer(begun)
 
     def _known(self, peer: Connection, ps: int, epoch: int) -> _Backup:
@@ -395,24 +329,24 @@ class BackupHost:
             raise PsyncError(f"the backup of {known.sender} {why}")
         return known
 
-    async def _fill(self, request: Request[FillBackup]) -> None:
+    async def fill(self, request: Request[FillSnapshot]) -> None:
+        """Fill a part of the snapshot with which a backup begins."""
         message = request.message
-        known = self._known(request.peer, message.ps, message.epoch)
-        if known.loaded is None:
-            raise UsageError(f"the snapshot of {known.sender} is complete")
-        await fill(known.loaded, message.item, message.start, request.segments)
+        known = self._known(request.peer, message.ps, message.number)
+        if known.loaded is not None:  # else it came before, over a connection that is lost
+            await fill(known.loaded, message, request.segments)
+            known.look()
         request.answer(Done())
 
     def _log(self, request: Request[LogEntries]) -> None:
         message, body = request.message, request.segments
         known = self._known(request.peer, message.ps, message.epoch)
-        known.complete()
+        if known.loaded is not None:
+            known.loaded.check_whole(f"a snapshot of {known.sender}")
         if message.first > known.taken + 1:
             raise RemoteProtocolError(
                 f"{known.sender}: entry {message.first} follows {known.taken}"
             )
-        if not message.entries and message.first == known.taken + 1:
-            known.chain = 0  # before came what no snapshot has, and now the log
         at = 0
         for number, entry in enumerate(message.entries, message.first):
             segments = body[at : at + entry[3]]
@@ -420,11 +354,10 @@ class BackupHost:
             if number > known.taken:  # else it came before, over a connection that is lost
                 known.add(number, entry, segments)
         # In the turn in which they came: the next message has the entries that follow.
-        answer = LogTaken(known.taken)
         if known.pending_bytes <= MAX_PENDING_BYTES:
-            request.answer(answer)
+            request.answer(Done())
         else:
-            request.start(_when_settled(request, known, answer))
+            request.start(_when_settled(request, known))
 
     # To serve.
 
@@ -443,8 +376,9 @@ class BackupHost:
             if message.epoch < known.epoch:
                 raise FencedError(f"{self._task}: there is a newer backup of {known.sender}")
             known.epoch = message.epoch
-            known.address = asyncio.ensure_future(self._serve(known, message.fences))
-        request.answer(Promoted(await shielded(cast("asyncio.Task[str]", known.address))))
+            serving = self._serve(known, message.fences)
+            known.address = asyncio.get_running_loop().create_task(serving)
+        request.answer(Text(await shielded(known.address)))
 
     async def _serve(self, known: _Backup, fences: Sequence[tuple[str, int]]) -> str:
         await known.settle()
@@ -480,6 +414,6 @@ class BackupHost:
             await asyncio.wait(list(self._ending))
 
 
-async def _when_settled(request: Request[Any], known: _Backup, answer: LogTaken) -> None:
+async def _when_settled(request: Request[Any], known: _Backup) -> None:
     await known.settle(MAX_PENDING_BYTES)
-    request.answer(answer)
+    request.answer(Done())

@@ -19,14 +19,14 @@ Source: docs/design.md, "Attach".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from psync.errors import AttachError
 from psync.store.reattach import BACK
+from psync.wire.messages import ServedHere
 
 
-@dataclass(frozen=True, slots=True)
-class Primary:
+class Primary(NamedTuple):
     """One that serves a ps."""
 
     ps: int
@@ -43,31 +43,18 @@ class Primary:
         return (self.coordinator, self.timeline, self.epoch)
 
 
-Copy = tuple[int, int, int]
-"""A backup that does not serve: (ps, coordinator, epoch)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What there is in one process."""
-
-    primaries: tuple[Primary, ...] = ()
-    copies: frozenset[Copy] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where one ps is served."""
 
     process: int
     address: str  # "": at that of the process
 
 
-def places(found: Sequence[Found]) -> list[Place]:
+def places(found: Sequence[ServedHere]) -> list[Place]:
     """Return where each ps is served.
 
     Args:
-        found: In each process, by the index of the ps whose address it has.
+        found: What each process has said, by the index of the ps whose address it has.
 
     Raises:
         AttachError: What there is may not be the newest that there was.
@@ -78,7 +65,7 @@ def places(found: Sequence[Found]) -> list[Place]:
         serving = [
             (primary.rank, process, primary)
             for process, there in enumerate(found)
-            for primary in there.primaries
+            for primary in (Primary(*each) for each in there.primaries)
             if primary.ps == ps
         ]
         if not serving:
@@ -100,7 +87,7 @@ def places(found: Sequence[Found]) -> list[Place]:
     return result
 
 
-def _is_there(primary: Primary, found: Sequence[Found]) -> bool:
+def _is_there(primary: Primary, found: Sequence[ServedHere]) -> bool:
     """Return whether the backup that a ps waits for is where it was: then it has not served."""
     copy = (primary.ps, primary.coordinator, primary.backup)
-    return primary.host < len(found) and copy in found[primary.host].copies
+    return primary.host < len(found) and copy in map(tuple, found[primary.host].copies)

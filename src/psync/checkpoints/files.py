@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import logging
 import os
@@ -41,7 +40,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
@@ -201,28 +200,48 @@ _REMEDIES = {
 class DataFile:
     """A data file that is being written: slices in the order in which they were planned.
 
-    Args:
-        path: Of the file, which is made.
-        planned: What it is going to hold.
+    A context manager, which leaves nothing of the file if an error ends it.
 
-    Raises:
-        CheckpointError: It cannot be written.
+    Args:
+        path: Of the file, which is made when it is first written to.
+        planned: What it is going to hold.
     """
 
     def __init__(self, path: Path, planned: Sequence[Planned]) -> None:
         self.path = path
         self._planned = list(planned)
         self.slices: list[tuple[str, Slice]] = []  # written, with their tensors' names
-        header = _header(self._planned)
-        self._at = len(header)
+        entries: dict[str, Any] = {}
+        at = 0
+        for piece in planned:
+            entries[piece.label or f"{piece.tensor}@{piece.offset}"] = {
+                "dtype": _NAMES[piece.dtype],
+                "shape": list(piece.shape),
+                "data_offsets": [at, at + piece.nbytes],
+            }
+            at += piece.nbytes
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % 8)  # so that the data are aligned
+        self._header = len(text).to_bytes(8, "little") + text
+        self._at = len(self._header)
         self._nbytes = self._crc = 0  # of the slice that is being written
-        with disk_errors(f"writing {path}"):
-            self._file: BinaryIO = current_disk.get().create(path)
-            try:
-                self._file.write(header)
-            except OSError:
-                self.abandon()
-                raise
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is not None and self._file is not None:
+            with contextlib.suppress(OSError):  # what is still buffered fails as the rest did
+                self._file.close()
+            with contextlib.suppress(OSError):
+                current_disk.get().unlink(self.path)
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            self._file = current_disk.get().create(self.path)
+            self._file.write(self._header)
+        return self._file
 
     def write(self, data: Any) -> None:
         """Write the next slice: an array or a buffer of its bytes, or an iterator over such parts.
@@ -244,7 +263,7 @@ class DataFile:
         with disk_errors(f"writing {self.path}"):
             self._crc = zlib.crc32(view, self._crc)
             self._nbytes += view.nbytes
-            self._file.write(view)
+            self._opened().write(view)
 
     def end_slice(self) -> None:
         """Note a slice, all parts of which are written.
@@ -273,34 +292,13 @@ class DataFile:
             raise CheckpointError(
                 f"{self.path}: {self._planned[len(self.slices)].tensor!r} was not written"
             )
-        with disk_errors(f"writing {self.path}"), self._file:
-            current_disk.get().sync(self._file)
+        with disk_errors(f"writing {self.path}"), self._opened() as file:
+            current_disk.get().sync(file)
         return self._at
 
     def places(self) -> tuple[tuple[int, int, int], ...]:
         """Return the first byte, bytes and crc32 of each slice."""
         return tuple((piece.start, piece.nbytes, piece.crc32) for _, piece in self.slices)
-
-    def abandon(self) -> None:
-        """Close the file, whatever is in it."""
-        with contextlib.suppress(OSError):  # what is still buffered fails as what was written did
-            self._file.close()
-
-
-def _header(planned: Sequence[Planned]) -> bytes:
-    """Return the head of a safetensors file."""
-    entries: dict[str, Any] = {}
-    at = 0
-    for piece in planned:
-        entries[piece.label or f"{piece.tensor}@{piece.offset}"] = {
-            "dtype": _NAMES[piece.dtype],
-            "shape": list(piece.shape),
-            "data_offsets": [at, at + piece.nbytes],
-        }
-        at += piece.nbytes
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # so that the data are aligned
-    return len(text).to_bytes(8, "little") + text
 
 
 @dataclass(slots=True)
@@ -326,7 +324,6 @@ class Writer:
     tensors: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     states: Mapping[str, Any] = field(default_factory=dict)
     nonce: str = ""
-    _files: list[DataFile] = field(default_factory=list)
     _sizes: dict[str, int] = field(default_factory=dict)  # of complete files
     _slices: list[tuple[str, Slice]] = field(default_factory=list)  # in them, by tensor
     _snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by ps
@@ -356,18 +353,8 @@ class Writer:
         with contextlib.suppress(OSError):
             current_disk.get().unlink(self.temporary / NONCE)
 
-    def data_file(self, name: str, planned: Sequence[Planned]) -> DataFile:
-        """Begin a data file.
-
-        Raises:
-            CheckpointError: It cannot be written.
-        """
-        made = DataFile(self.temporary / name, planned)
-        self._files.append(made)
-        return made
-
     def add_file(self, name: str, size: int, slices: Sequence[tuple[str, Slice]]) -> None:
-        """Note a data file that somebody else has completed; ``commit`` looks whether it is there.
+        """Note a data file that is complete; ``commit`` looks whether it is there.
 
         Args:
             name: In the directory.
@@ -434,11 +421,9 @@ class Writer:
                 )
 
     def _manifest(self) -> Manifest:
-        sizes = {**self._sizes, **{file.path.name: file.close() for file in self._files}}
         slices: dict[str, list[Slice]] = {name: [] for name in self.tensors}
-        for tensor, piece in itertools.chain(self._slices, *(file.slices for file in self._files)):
-            if tensor in slices:  # others are parts of snapshots
-                slices[tensor].append(piece)
+        for tensor, piece in self._slices:
+            slices[tensor].append(piece)
         return Manifest(
             self.number,
             {
@@ -446,14 +431,12 @@ class Writer:
                 for name, (shape, dtype) in self.tensors.items()
             },
             self.states,
-            sizes,
+            self._sizes,
             tuple(self._snapshots[ps] for ps in sorted(self._snapshots)),
         )
 
     def abandon(self) -> None:
         """Throw away what was written."""
-        for data_file in self._files:
-            data_file.abandon()
         with contextlib.suppress(OSError):
             self._throw_away()
 
@@ -474,7 +457,7 @@ class Writer:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _read_pieces(
+def read_pieces(
     path: Path, start: int, nbytes: int, what: str, crc32: int, *, whole: bool = True
 ) -> Iterator[np.ndarray]:
     """Yield bytes of a file; each piece is valid until the next one.
@@ -578,7 +561,7 @@ class Reader:
         first, last = wanted
         at, stop = wanted if is_checked else (0, piece.nbytes)
         what = f"tensor {tensor.name!r} from row {piece.offset}"
-        for read in _read_pieces(
+        for read in read_pieces(
             path, piece.start + at, stop - at, what, piece.crc32, whole=not is_checked
         ):
             low, high = max(first, at), min(last, at + read.size)
@@ -766,7 +749,7 @@ def check_places(snapshot: StoredSnapshot) -> None:
         CheckpointError: The file cannot be read.
     """
     for item, start, nbytes, crc32 in snapshot.places:
-        for _ in _read_pieces(snapshot.file, start, nbytes, f"item {item}", crc32):
+        for _ in read_pieces(snapshot.file, start, nbytes, f"item {item}", crc32):
             pass
 
 

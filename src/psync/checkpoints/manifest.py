@@ -256,42 +256,6 @@ def _comes_back(state: Any, levels: int = MAX_LEVELS) -> bool:
     )
 
 
-class Difference(NamedTuple):
-    """How what is to be restored differs from what was saved."""
-
-    missing: tuple[str, ...]  # names that the checkpoint does not have
-    extra: tuple[str, ...]  # names that nobody asks for
-    misshaped: tuple[str, ...]  # one text for each
-
-
-def compare(
-    manifest: Manifest,
-    wanted: Mapping[str, tuple[tuple[int, ...], str]],
-    states: Sequence[str],
-    optional: Sequence[str] = (),
-) -> Difference:
-    """Return what does not fit.
-
-    Args:
-        manifest: Of the checkpoint.
-        wanted: Shape and dtype of each tensor to restore, by name.
-        states: Names of the states to restore.
-        optional: Names of those that are restored if they are there.
-    """
-    has = {*manifest.tensors, *manifest.states}
-    asked = {*wanted, *states}
-    misshaped = []
-    for name, (shape, dtype) in wanted.items():
-        tensor = manifest.tensors.get(name)
-        if tensor is not None and (tensor.shape, tensor.dtype) != (shape, dtype):
-            misshaped.append(
-                f"{name}: saved as {tensor.shape} {tensor.dtype}, declared as {shape} {dtype}"
-            )
-    return Difference(
-        tuple(sorted(asked - has)), tuple(sorted(has - asked - set(optional))), tuple(misshaped)
-    )
-
-
 # --- layout of snapshots ----------------------------------------------------------------------
 
 Written = Sequence[tuple[int, int, int]]

@@ -4,11 +4,11 @@
     Gate(cut)            →   begins no update that has not begun, closes no step (ps 0); waits for
                              those under way
                          ←   Gated: parts, on other ps tasks, of the updates that have begun here
-    Admit(cut, parts)    →   lets these through, answers when each is settled
-    Freeze(cut)          →   holds references to its blocks      ←   the snapshot's state
+    Freeze(cut, parts)   →   lets these through; when each is settled, holds references to its
+                             blocks                              ←   the snapshot's state
     OpenGate(cut)        →   goes on
     WriteFrozen, ReadFrozen  …                                       as long as the save takes
-    DropFrozen(cut)      →   releases them
+    OpenGate(cut)        →   releases them
 
 Every update that any ps has answered is in the cut with all parts; of every other one all parts or
 none. Workers are not asked, one of which may compute on its loop for minutes: the parts of an
@@ -16,7 +16,7 @@ update name, in ``spread``, the messages to other ps tasks that belong to it, an
 all of them before it sends the first. A message counts as answered only when the whole update is.
 So what one ps has forgotten is settled everywhere.
 
-The gate is shut for the longest update under way and three round trips; updates that wait at it are
+The gate is shut for the longest update under way and two round trips; updates that wait at it are
 not judged. If an admitted part waits for a lock whose holder may itself be waiting at a gate, the
 cut is given up after a second, the gates open, and another one is taken. Gates open and snapshots
 are dropped when the connection of this coordinator is lost.
@@ -191,7 +191,7 @@ class Cuts:
                 yield cut
             finally:
                 cut.is_over = True
-                self._tell_all(messages.DropFrozen(cut.number))
+                self._tell_all(messages.OpenGate(cut.number))
 
     async def _take(self, at_instant: Callable[[], None] | None) -> Cut:
         loop = asyncio.get_running_loop()
@@ -215,31 +215,40 @@ class Cuts:
         loop = asyncio.get_running_loop()
         began, doing = loop.time(), "updates under way have not ended"
         timeline, links = self._ps.timeline, self._links
+        is_held = False
         try:
             try:
                 async with asyncio.timeout(PATIENCE_S):
                     gate = messages.Gate(number)
                     gated = await all_of([ask(link, gate, messages.Gated) for link in links])
-                    wanted: dict[int, list[tuple[str, int, int]]] = {}
+                    wanted: list[list[tuple[str, int, int]]] = [[] for _ in links]
                     for message, _ in gated:
                         for ps, task, incarnation, sequence in message.others:
-                            wanted.setdefault(ps, []).append((task, incarnation, sequence))
+                            if not 0 <= ps < len(links):
+                                raise RemoteProtocolError(
+                                    f"an update has a part on ps {ps}, which does not exist"
+                                )
+                            wanted[ps].append((task, incarnation, sequence))
                     doing = _described(wanted)
-                    await self._admit(number, wanted)
-                    freeze = always(messages.Freeze(number))
-                    frozen = await all_of([link.call(freeze) for link in links])
+                    frozen = await all_of(
+                        [
+                            ask(link, messages.Freeze(number, parts), messages.Done)
+                            for link, parts in zip(links, wanted, strict=True)
+                        ]
+                    )
+                    is_held = True
                 if at_instant is not None:
                     at_instant()
             finally:
-                opened = self._tell_all(messages.OpenGate(number))
+                opened = self._tell_all(messages.OpenGate(number, is_held))
             await asyncio.wait((opened,))
             logger.debug("cut %d held updates up for %.1f ms", number, (loop.time() - began) * 1e3)
             snapshots = [  # read only now: that holds nobody up
-                SnapshotState.from_bytes(b"".join(answer.segments), link.task)
-                for link, answer in zip(links, frozen, strict=True)
+                SnapshotState.from_bytes(b"".join(state), link.task)
+                for link, (_, state) in zip(links, frozen, strict=True)
             ]
         except BaseException as exc:
-            self._tell_all(messages.DropFrozen(number))
+            self._tell_all(messages.OpenGate(number))
             if not isinstance(exc, TimeoutError):
                 raise
             raise CutLost(
@@ -247,15 +256,6 @@ class Cuts:
                 hint="save again; check that every worker reaches every ps",
             ) from exc
         return Cut(self._ps, timeline, number, snapshots)
-
-    async def _admit(self, number: int, wanted: dict[int, list[tuple[str, int, int]]]) -> None:
-        """Let through what belongs to updates that have begun somewhere; wait for its end."""
-        for ps in wanted:
-            if not 0 <= ps < len(self._links):
-                raise RemoteProtocolError(f"an update has a part on ps {ps}, which does not exist")
-        orders = ((self._links[ps], messages.Admit(number, each)) for ps, each in wanted.items())
-        if calls := [link.call(always(order)) for link, order in orders]:
-            await all_of(calls)
 
     def _tell_all(self, message: Message) -> asyncio.Task[Any]:
         """Tell all ps tasks to let go, whatever becomes of the one who asked for it."""
@@ -276,10 +276,11 @@ class Cuts:
         await asyncio.gather(*self._ending, return_exceptions=True)
 
 
-def _described(wanted: dict[int, list[tuple[str, int, int]]]) -> str:
+def _described(wanted: list[list[tuple[str, int, int]]]) -> str:
     """Say whose updates are waited for, where."""
-    said = []
-    for ps, updates in wanted.items():
-        clients = ", ".join(sorted({task for task, *_ in updates}))
-        said.append(f"/job:ps/task:{ps} waits for updates of {clients}")
+    said = [
+        f"/job:ps/task:{ps} waits for updates of {', '.join(sorted({task for task, *_ in parts}))}"
+        for ps, parts in enumerate(wanted)
+        if parts
+    ]
     return "; ".join(said) or "the ps tasks do not answer"

@@ -27,15 +27,9 @@ from psync.errors import PartitionError, UsageError
 from psync.numerics.casting import overflow
 from psync.partitioners import check_partitions, div_split
 from psync.specs import ShardSpec, VariableSpec, dtype_name, dtype_of, plain_array
-from psync.store.reattach import (
-    Adoption,
-    Holding,
-    NewOptimizer,
-    Orders,
-    partial_updates,
-    read_sent,
-)
-from psync.store.untrusted_json import to_json
+from psync.store.reattach import Adoption, Holding, Orders, partial_updates
+from psync.store.snapshot_state import NewOptimizer
+from psync.store.untrusted_json import read_json, to_json
 from psync.wire.limits import Limits
 from psync.wire.messages import AdoptShards, CreateShards, DescribeShards, Done
 from psync.wire.tensors import to_bytes_view
@@ -60,7 +54,7 @@ class Declaration:
     spec: VariableSpec
     initial_value: Any  # an array, or a callable as described in ``initial_shards``
     original: VariableSpec | None = None
-    """Or the variable beside which it lies and whose value it begins with: see ``beside``."""
+    """Or the variable beside which it lies and whose value it begins with: see ``api.scopes``."""
 
 
 def describe(
@@ -83,7 +77,7 @@ def describe(
         UsageError: The name is no text that can be sent.
         PartitionError: No initial value, an unsupported dtype, or another shape than given.
     """
-    _check_name(name, where)
+    check_name(name, where)
     subject = _subject(name, where)
     if initial_value is None:
         raise PartitionError(
@@ -172,27 +166,16 @@ def _first_value(value: Any, dtype: str | None, subject: str) -> np.ndarray:
 
 
 def split(
-    name: str,
-    variable_id: int,
-    shape: tuple[int, ...],
-    dtype: str,
-    *,
-    trainable: bool,
+    whole: VariableSpec,
     partitioner: Callable[[tuple[int, ...], Any], Any] | None,
     place: Callable[[int], int],
-    where: str,
 ) -> VariableSpec:
-    """Return the spec of a variable: its shards by the partitioner, each one placed.
+    """Return a variable with its shards: by the partitioner, each one placed.
 
     Args:
-        name: Unique in the strategy.
-        variable_id: Unique in the strategy.
-        shape: Of the variable.
-        dtype: Its name.
-        trainable: Whether optimizers take it by default.
+        whole: The variable, without shards.
         partitioner: (shape, dtype) → number of shards per axis, or None.
         place: Bytes of a shard → index of its ps.
-        where: "file:line" of the declaration.
 
     Raises:
         PartitionError: The partitioner's answer is not usable, or a shard is larger than a
@@ -201,63 +184,26 @@ def split(
     Source: TensorFlow's ``ParameterServerStrategyV2Extended._create_variable``: "div" split,
         each shard takes a place of its own.
     """
-    num_shards = 1
+    name, shape, dtype, num_shards = whole.name, whole.shape, whole.dtype, 1
     if partitioner is not None and shape and shape[0] > 0:
         try:
             num_shards = check_partitions(partitioner(shape, dtype_of(dtype)), shape, name)
         except PartitionError as exc:
-            text = f"{exc.message}; declared at {where}"
+            text = f"{exc.message}; declared at {whole.declared_at}"
             raise PartitionError(text, hint=exc.hint) from None
     rows = div_split(shape[0], num_shards) if num_shards > 1 else [(0, shape[0] if shape else 0)]
+    number, rest = whole.variable_id, shape[1:]
     shards = [
-        ShardSpec(name, variable_id, index, offset, (count, *shape[1:]) if shape else (), dtype, 0)
+        ShardSpec(name, number, index, offset, (count, *rest) if shape else (), dtype, 0)
         for index, (offset, count) in enumerate(rows)
     ]
-    _check_sizes(shards, where)  # before the first one takes a place
+    check_sizes(shards, whole.declared_at)  # before the first one takes a place
     placed = tuple(dataclasses.replace(shard, ps=place(shard.nbytes)) for shard in shards)
-    return VariableSpec(name, variable_id, shape, dtype, trainable, placed, where)
+    return dataclasses.replace(whole, shards=placed)
 
 
-def beside(
-    original: VariableSpec,
-    name: str,
-    variable_id: int,
-    *,
-    trainable: bool,
-    where: str,
-    dtype: str,
-) -> VariableSpec:
-    """Return the spec of a variable that lies beside another one, shard by shard.
-
-    No partitioner is asked, and no place is taken: each shard is on the ps of the other's.
-
-    Args:
-        original: The other one, whose shape it has.
-        name: Unique in the strategy.
-        variable_id: Unique in the strategy.
-        trainable: Whether optimizers take it by default.
-        where: "file:line" of the declaration.
-        dtype: Its name.
-
-    Raises:
-        UsageError: The name is too long.
-        PartitionError: A shard is larger than a message may carry.
-
-    Source: ``colocate_with_primary`` of TensorFlow's ``slot_creator.create_slot``.
-    """
-    _check_name(name, where)
-    shards = tuple(
-        dataclasses.replace(shard, variable=name, variable_id=variable_id, dtype=dtype)
-        for shard in original.shards
-    )
-    _check_sizes(shards, where)
-    return dataclasses.replace(
-        original, name=name, variable_id=variable_id, dtype=dtype, trainable=trainable,
-        shards=shards, declared_at=where,
-    )  # fmt: skip
-
-
-def _check_sizes(shards: Sequence[ShardSpec], where: str) -> None:
+def check_sizes(shards: Sequence[ShardSpec], where: str) -> None:
+    """Refuse shards that no message can carry; ``where`` is "file:line" of the declaration."""
     for shard in shards:
         if shard.nbytes > MAX_SHARD_BYTES:
             raise PartitionError(
@@ -372,7 +318,7 @@ def _call(
         raise
 
 
-def _check_name(name: object, where: str) -> None:
+def check_name(name: object, where: str) -> None:
     """Refuse here what else every ps would refuse, as a message that makes no sense."""
     problem = ""
     if not isinstance(name, str):
@@ -497,8 +443,10 @@ class Creation:
         """
         links = self._ps.links
         answers = await all_of([ask(link, DescribeShards(), Done) for link in links])
-        where = "a ps has described what it holds as nonsense"
-        holdings = [read_sent(segments, Holding, where) for _, segments in answers]
+        holdings = [
+            read_json(b"".join(held), Holding, f"{link.task}: what it holds")
+            for link, (_, held) in zip(links, answers, strict=True)
+        ]
         adoption = Adoption(holdings)
         if adoption.is_empty:
             logger.info("the ps tasks are empty: all variables start with their initial values")

@@ -15,12 +15,11 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from psync.backups.locate_ps import Found, Primary, places
+from psync.backups.locate_ps import places
 from psync.chief.events import Events
 from psync.client.link import PsLink, all_of, ask, expect, note_plugins
 from psync.client.ps import PsClient
 from psync.closures.membership import (
-    LIMIT,
     Fence,
     Flapping,
     Membership,
@@ -41,7 +40,7 @@ from psync.errors import (
     TransportError,
     WorkerLost,
 )
-from psync.net.connection import Connection
+from psync.net.connection import Connection, Request
 from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
 from psync.net.platform import Platform
@@ -93,16 +92,32 @@ STRANGER_PAUSE_S = 5.0
 """Pause before an address is tried again at which something else than our task answered."""
 
 
+@dataclass(frozen=True, slots=True)
+class CoordinatorOptions:
+    """As the arguments of ``ClusterCoordinator`` and of its strategy, which explain them."""
+
+    origin: str  # token of the strategy
+    min_workers: int
+    connect_timeout_s: float
+    ps_timeout_s: float
+    closure_timeout_s: float | None  # None: a step may take as long as it likes
+    max_losses: int
+    max_flaps: int | None  # None: as often as it likes
+    watchdog_timeout_s: float | None  # None: there is no watchdog
+    on_stall: Callable[[str], object] | None
+    attach: bool
+    has_backups: bool
+
+
 class WorkerLinks:
     """All connections of one coordinator to workers.
 
     Args:
         cluster: The other connections: workers are told of ps tasks, which refuse lost workers.
         workers: Address of every worker, by name.
-        flapping: Decides who is set aside.
-        tokens: Of the strategy, and of this process.
 
     Attributes:
+        flapping: Decides who is set aside.
         on_joined: Called with the name of one that is ready for closures.
         on_lost: Called with the name of one that is not there any more, and whether what it held
             may be the cause.
@@ -111,20 +126,14 @@ class WorkerLinks:
         started: Set once workers are connected to; before that none can be added.
     """
 
-    def __init__(
-        self,
-        cluster: ClusterLinks,
-        workers: Mapping[str, str],
-        flapping: Flapping,
-        tokens: tuple[str, str],
-    ) -> None:
-        self._cluster, self.flapping, self._tokens = cluster, flapping, tokens
+    def __init__(self, cluster: ClusterLinks, workers: Mapping[str, str]) -> None:
+        self._cluster, self.flapping = cluster, Flapping(cluster.options.max_flaps)
         self._membership, self._endpoint = cluster.membership, cluster.endpoint
         self._loop = asyncio.get_running_loop()
         self._places = {name: place for place, name in enumerate(workers)}  # also of those gone
         places = self._places
         self._workers = {each: WorkerRecord(each, workers[each], places[each]) for each in workers}
-        flapping.is_anyone_there = lambda: bool(self.ready())
+        self.flapping.is_anyone_there = lambda: bool(self.ready())
         self._one_less = asyncio.Event()  # pulsed when a worker ends, or is about to leave
         self.on_joined: Callable[[str], None] = lambda _: None
         self.on_lost: Callable[[str, bool], None] = lambda _, __: None
@@ -349,15 +358,16 @@ class WorkerLinks:
         self._note_one_less()
         return True
 
-    def session_ends(self, peer: Connection, message: messages.EndSession) -> None:
+    def session_ends(self, request: Request[messages.EndSession]) -> None:
         """A worker has nothing more to say."""
-        worker = self._workers.get(peer.task)
-        if worker is None or peer.lane != "control" or (worker.peers and peer not in worker.peers):
-            return
-        worker.reason = message.reason  # also where the answer to its attachment is being taken
-        worker.leaving = worker.leaving and message.in_order
-        if worker.leaving:
-            self._end(worker)
+        peer, worker = request.peer, self._workers.get(request.peer.task)
+        if worker is not None and peer.lane == "control" and peer in (worker.peers or (peer,)):
+            # Also where the answer to its attachment is being taken.
+            worker.reason = request.message.reason
+            worker.leaving = worker.leaving and request.message.in_order
+            if worker.leaving:
+                self._end(worker)
+        request.answer(messages.Done())
 
     # Supervision.
 
@@ -481,15 +491,16 @@ class WorkerLinks:
                 # ``ps.succession.Succession``.
                 self._membership.connected(worker.name, self._endpoint.incarnation)
                 incarnations = self._membership.incarnation(worker.name), self._endpoint.incarnation
-                addresses = list(self._cluster.ps_addresses.values())
+                addresses = self._cluster.ps_addresses()
                 message = messages.AttachWorker(
-                    worker.place, len(self._places), *incarnations, *self._tokens, addresses,
-                    self._cluster.ps_timeout_s,
+                    worker.place, len(self._places), *incarnations,
+                    self._cluster.options.origin, self._cluster.program, addresses,
+                    self._cluster.options.ps_timeout_s,
                 )  # fmt: skip
                 try:
                     await control.call(message)
                     # A ps may have moved meanwhile: then it is attached anew.
-                    attached = list(self._cluster.ps_addresses.values()) == addresses
+                    attached = self._cluster.ps_addresses() == addresses
                 except TransportError as exc:
                     logger.info("%s: attaching it failed: %s", worker.name, exc)
                 finally:
@@ -558,9 +569,7 @@ async def enquire(
     endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
     try:
         grant = messages.GrantCoordinator(previous, seen)
-        return (
-            await _ask_retrying(endpoint, task, address, grant, messages.CoordinatorGranted)
-        ).incarnation
+        return (await _ask_retrying(endpoint, task, address, grant, messages.Number)).value
     finally:
         await endpoint.close()
 
@@ -624,20 +633,16 @@ class ClusterLinks:
     Args:
         platform: Network, secret, randomness.
         cluster: The training cluster.
-        origin: Token of the strategy.
+        options: With ``attach``, ps tasks set aside what they hold, to be adopted. Then ps 0 is
+            attached first: a synchronous step that is being closed gets to its end before others
+            refuse it. With backups, a ps may be served elsewhere than at its own address.
         program: Token of this process.
-        ps_timeout_s: A ps that cannot be reached for this many seconds is lost.
-        max_flaps: As for ``Flapping``.
-        keep: Whether ps tasks set aside what they hold, to be adopted. Then ps 0 is attached first:
-            a synchronous step that is being closed gets to its end before others refuse it.
-        may_move: Whether a ps may be served elsewhere than at its own address.
 
     Attributes:
         ps: The client that has the links to ps tasks.
         workers: Keeps those to workers.
         events: Of this coordinator.
         processes: Address of each ps at first, by name; that of ps 0 grants incarnations.
-        ps_addresses: Where each ps is served now, by name.
         homes: In whose process each is served.
         is_up: Whether the cluster came up.
         changed: Set when a task was attached, or a supervisor failed.
@@ -647,32 +652,21 @@ class ClusterLinks:
     """
 
     def __init__(
-        self,
-        platform: Platform,
-        cluster: ClusterSpec,
-        *,
-        origin: str,
-        program: str,
-        ps_timeout_s: float,
-        max_flaps: int | None = LIMIT,
-        keep: bool = False,
-        may_move: bool = False,
+        self, platform: Platform, cluster: ClusterSpec, options: CoordinatorOptions, program: str
     ) -> None:
         self.on_worker_given_up: Callable[[], None] = lambda: None
-        self._platform = platform
-        self._keep = keep
+        self._platform, self.options, self.program = platform, options, program
         workers, ps = _addresses(cluster, "worker"), _addresses(cluster, "ps")
         pool = BlockPool()
         # Its incarnation is 0 until ps 0 has granted one.
         self.endpoint = Endpoint(platform, task_name("chief", 0), 0, {}, pool)
         client = platform.parts.of(PsClient)
-        self.ps = client(self.endpoint, list(ps.values()), pool, ps_timeout_s)
+        self.ps = client(self.endpoint, list(ps.values()), pool, options.ps_timeout_s)
         self.membership = Membership(workers, ps)
         self.events = Events()
         self.note = self.events.note
-        self.processes, self.ps_addresses = ps, dict(ps)
+        self.processes = ps
         self.homes = list(range(len(ps)))
-        self.ps_timeout_s = ps_timeout_s
         self.on_ps_lost: Callable[[ParameterServerLost], None] = lambda _: None
         self.on_replaced: Callable[[FencedError], None] = lambda _: None
         self.is_up = False
@@ -684,9 +678,9 @@ class ClusterLinks:
         self._moves = 0  # how often addresses of ps tasks have changed
         self._ps_0_attached = asyncio.Event()
         self._attached: dict[int, int] = {}  # under which incarnation of ours each ps serves
-        self.workers = WorkerLinks(self, workers, Flapping(max_flaps), (origin, program))
-        self._may_move = may_move
-        self._served: dict[str, tuple[int, Found]] = {}  # in each process, and who was told so
+        self.workers = WorkerLinks(self, workers)
+        # By process, what it has said, and to which incarnation.
+        self._served: dict[str, tuple[int, messages.ServedHere]] = {}
         self._silent: dict[str, str] = {}  # processes that have not answered yet
         self._min_workers = len(workers)  # wanted at the start, at most
         self._unlisten: Callable[[], object] = lambda: None
@@ -708,7 +702,7 @@ class ClusterLinks:
                 self._unlisten = self._platform.given_up.listen(self._given_up)
                 await self.enquire()  # nobody else is asked for anything before
                 self._asking = None
-                if self._keep:
+                if self.options.attach:
                     await self._find_served()
                 for link in self.ps.links:
                     link.on_lost = self.on_ps_lost
@@ -716,9 +710,10 @@ class ClusterLinks:
                     self.supervise(self._keep_ps(link))
                 self.workers.start()
                 await self._all_there()
-                if self._keep:
-                    end = messages.EndFormer()
-                    await all_of([self._ask(task, end, messages.Done) for task in self._served])
+                if self.options.attach:
+                    end = messages.AskServed(ends=True)
+                    answer = messages.ServedHere
+                    await all_of([self._ask(task, end, answer) for task in self._served])
                     await self._all_there()
         except TimeoutError as exc:
             missing = list(self._silent.items()) or self.membership.missing()
@@ -798,7 +793,7 @@ class ClusterLinks:
             if not place.address:
                 continue
             where = list(self.processes)[place.process]
-            if not self._may_move:
+            if not self.options.has_backups:
                 raise AttachError(
                     f"{link.task} has been replaced by its backup, in the process of {where}",
                     hint='continue with ParameterServerStrategy(..., ps_recovery="backup"); or '
@@ -817,9 +812,7 @@ class ClusterLinks:
         except FencedError:
             await self.ask_again(mine, task, self.processes[task])
             return
-        primaries = tuple(Primary(*each) for each in answer.primaries)
-        copies = frozenset((ps, coordinator, epoch) for ps, coordinator, epoch in answer.copies)
-        self._served[task] = mine, Found(primaries, copies)
+        self._served[task] = mine, answer
 
     async def _ask(self, task: str, message: Message, answer: type[M]) -> M:
         """Ask the process at a ps task's own address, wherever that is served."""
@@ -904,10 +897,10 @@ class ClusterLinks:
         while True:
             mine = self.endpoint.incarnation
             try:
-                if link.index and self._keep:
+                if link.index and self.options.attach:
                     await self._ps_0_attached.wait()
                 peer = await link.peer("control")
-                link.lost_after_s = self.ps_timeout_s
+                link.lost_after_s = self.options.ps_timeout_s
                 await self.attach_ps(link, urgent=False)
             except ParameterServerLost:
                 if not await link.recovered():
@@ -950,18 +943,22 @@ class ClusterLinks:
         def attachment(_: Connection) -> messages.AttachPs:
             # One that was started again while this program runs is of no lineage: see
             # ``store.reattach``.
-            keep = self._keep or self.is_up
+            keep = self.options.attach or self.is_up
             return messages.AttachPs(
-                self.endpoint.incarnation, list(self.ps_addresses.values()),
-                self.ps_timeout_s, keep, self._moves,
+                self.endpoint.incarnation, self.ps_addresses(),
+                self.options.ps_timeout_s, keep, self._moves,
             )  # fmt: skip
 
         note_plugins(link, await link.call(attachment, urgent=urgent))
 
+    def ps_addresses(self) -> list[str]:
+        """Return where each ps is served now."""
+        return [link.address for link in self.ps.links]
+
     def move_ps(self, link: PsLink, address: str) -> None:
         """Look for a ps at another address, which workers that are attached then are told."""
         link.revive()
-        link.address = self.ps_addresses[link.task] = address
+        link.address = address
         self._moves += 1
 
     def go_home(self, link: PsLink) -> None:

@@ -22,9 +22,12 @@ from psync.checkpoints.files import STREAM_VARIABLE, StoredSnapshot, disk_errors
 from psync.chief import recovery_rule as rules
 from psync.chief.declarations import Creation
 from psync.chief.events import FailoverEvent, RollbackEvent
+from psync.chief.gangs import GangRunner, ScheduledCall
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
+from psync.client.context import setting
 from psync.client.link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, all_of, always, ask
+from psync.closures.closure import Closure
 from psync.closures.closure import State as ClosureState
 from psync.closures.membership import ScheduleReports
 from psync.closures.queue import Action as QueueAction
@@ -45,8 +48,6 @@ from psync.errors import (
 )
 from psync.net.connection import Connection
 from psync.net.platform import flag
-from psync.replicas.closure_messages import EndedCall, ScheduledCall
-from psync.replicas.gang_runner import GangRunner
 from psync.specs import checked_kind
 from psync.store.reattach import Orders
 from psync.store.snapshot_state import SnapshotState
@@ -240,10 +241,10 @@ class Backups:
         way.refused_for_s = CONNECT_S
         try:
             async with asyncio.timeout(link.lost_after_s):
-                promoted, _ = await ask(way, message, messages.Promoted)
+                address, _ = await ask(way, message, messages.Text)
         finally:
             await way.close()
-        self._cluster.move_ps(link, promoted.address)
+        self._cluster.move_ps(link, address.value)
 
     async def close(self) -> None:
         """Keep nothing more. Cancellation: safe."""
@@ -295,11 +296,12 @@ class ClusterRecovery:
     _: KW_ONLY
     perform: Callable[[Sequence[QueueAction]], None]  # does what the queue decided
     tell_again: Callable[[], None]  # tells ps tasks how far closures are: they do not know
-    has_backups: bool  # whether each ps has a backup
 
     def __post_init__(self) -> None:
         links = self.links
-        self._wait_s = max(links.ps_timeout_s, RESTART_S)  # a lost ps has to be there again
+        self.has_backups = links.options.has_backups
+        # A lost ps has to be there again.
+        self._wait_s = max(links.options.ps_timeout_s, RESTART_S)
         self.source: Source | None = None
         self.ended = EndedClosures(self.queue.identities)
         self._repeated: set[int] = set()  # timelines of rollbacks that were scheduled again
@@ -323,29 +325,33 @@ class ClusterRecovery:
         """There is a new checkpoint: what it has cannot be undone any more."""
         self.ended.saved(CutCalls(snapshots), self.queue.is_open)
 
-    def note_ended(self, ended: Sequence[EndedCall], *, early: bool) -> None:
-        """Note closures that have ended: a rollback may undo them, ``reschedule`` repeats them.
+    def note_ended(
+        self, number: int, updates: int, closure: Closure | None, call: ScheduledCall | None,
+        *, early: bool,
+    ) -> None:  # fmt: skip
+        """Note a closure that has ended: a rollback may undo it, ``reschedule`` repeats it.
 
         Args:
-            ended: The closures.
+            number: Its number on ps tasks.
+            updates: That it has made.
+            closure: None: of a later run of a data shard.
+            call: What it has run.
             early: Whether no cut was begun yet: the first one may lack a synchronous push.
         """
-        for each in ended:
-            if not early:
-                self.ended.ended(each.number, each.updates)
-            # Data shards are pending again automatically. A closure that was cancelled, although
-            # its worker has carried it out, is left to the program.
-            closure, call = each.closure, each.call
-            if (
-                closure is None or closure.identity is not None or closure.is_replica
-                or call is None or not call.may_repeat
-                or closure.state is not ClosureState.FINISHED
-            ):  # fmt: skip
-                continue
-            if early:
-                self.ended.ended_early(each.number)
-            else:
-                self.ended.kept.keep(each.number, call, call.parts())
+        if not early:
+            self.ended.ended(number, updates)
+        # Data shards are pending again automatically. A closure that was cancelled, although its
+        # worker has carried it out, is left to the program.
+        if (
+            closure is None or closure.identity is not None or closure.is_replica
+            or call is None or not call.may_repeat
+            or closure.state is not ClosureState.FINISHED
+        ):  # fmt: skip
+            return
+        if early:
+            self.ended.ended_early(number)
+        else:
+            self.ended.kept.keep(number, call, call.parts())
 
     def calls_undone_by(self, event: RollbackEvent) -> list[ScheduledCall]:
         """Return, once, the calls of the closures that a rollback has undone, in order.
@@ -450,8 +456,7 @@ class ClusterRecovery:
         """
         if self.creation.repeatable is None or _restores.get():
             return await restore()
-        token = _restores.set(True)
-        try:
+        with setting(_restores, True):
             while True:
                 starts = self.rule.starts
                 result = await restore()
@@ -459,8 +464,6 @@ class ClusterRecovery:
                 if self.rule.starts == starts:
                     self.creation.repeatable = None
                     return result
-        finally:
-            _restores.reset(token)
 
     # What is lost.
 
@@ -679,7 +682,8 @@ class ClusterRecovery:
             for start in range(0, nbytes, PIECE_BYTES):
                 count = min(PIECE_BYTES, nbytes - start)
                 piece = await asyncio.to_thread(_read, snapshot.file, first + start, count)
-                await self._send(link, messages.FillSnapshot(self._loads, item, start), piece)
+                fill = messages.FillSnapshot(link.index, self._loads, item, start)
+                await self._send(link, fill, piece)
 
     async def _send(self, link: PsLink, message: Message, *segments: bytes) -> None:
         await link.call(always(message), segments, bulk=True, urgent=True)

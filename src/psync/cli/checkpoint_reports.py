@@ -228,13 +228,10 @@ def _write_files(
             Planned(tensor.name, tensor.shape, tensor.dtype, 0, label=name)
             for name, tensor in group.items()
         ]
-        data_file = DataFile(directory / file, planned)
-        try:
+        with DataFile(directory / file, planned) as data_file:
             for tensor in group.values():
                 data_file.write(_chunks(reader, tensor))
             data_file.close()
-        finally:
-            data_file.abandon()
         weight_map.update(dict.fromkeys(group, file))
     names = sorted(set(weight_map.values()))
     if len(groups) > 1:
@@ -247,9 +244,6 @@ def _write_files(
 
 def _chunks(reader: Reader, tensor: Tensor) -> Iterator[np.ndarray]:
     """Yield a tensor in pieces of whole rows."""
-    if not tensor.shape:
-        yield reader.read(tensor, 0, 1)
-        return
     step = max(1, CHUNK_BYTES // max(1, tensor.row_bytes))
     for start in range(0, tensor.rows, step):
         yield reader.read(tensor, start, min(start + step, tensor.rows))

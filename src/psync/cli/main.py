@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import copy
 import errno
+import inspect
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -56,10 +58,66 @@ FIRST_WINDOW_S = 1.0
 RUN_LOG = b'{"psync_run_log"'
 """How the log of a run begins."""
 
-checkpoint_path = click.Path(exists=True, file_okay=False, path_type=Path)
+# Types of options and arguments.
+A_CHECKPOINT = click.Path(exists=True, file_okay=False, path_type=Path)
+A_FILE = click.Path(dir_okay=False)
+A_FOLDER = click.Path(file_okay=False, path_type=Path)
+FROM_0 = click.IntRange(min=0)
+FROM_1 = click.IntRange(min=1)
+ABOVE_0 = click.FloatRange(min=0, min_open=True)
 
 
-@click.group()
+class Command(click.Command):
+    """A command whose docstring describes its options, too: below ``Args:``, by their names."""
+
+    def __init__(self, *, help: str | None = None, **settings: Any) -> None:
+        text, _, described = inspect.cleandoc(help or "").partition("\n\nArgs:\n")
+        super().__init__(help=text, **settings)
+        texts = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE))
+        for option in self.params:
+            if isinstance(option, click.Option) and option.help is None:
+                option.help = re.sub(r"\n +", " ", texts.get(option.name, "")) or None
+
+
+class Group(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+    group_class = type
+
+
+@click.group(
+    cls=Group,
+    invoke_without_command=True,
+    context_settings={
+        "auto_envvar_prefix": "PSYNC",
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "show_default": True,
+    },
+)
+@click.version_option(
+    package_name="psync",
+    message="psync %(version)s",
+    allow_from_autoenv=False,  # PSYNC_VERSION is a likely name for something else
+)
+@click.pass_context
+def psync(context: click.Context) -> int:
+    """An asyncio parameter server: ps tasks hold the variables, workers compute gradients.
+
+    \b
+    Start a script with 2 ps tasks and 2 workers on this machine:
+        psync run train.py --ps 2 --workers 2
+
+    Each option also reads an environment variable: PSYNC_RUN_PS for run --ps.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        return USAGE_ERROR
+    return 0
+
+
+@psync.group()
 def checkpoint() -> None:
     """Inspect, compare and export checkpoints.
 
@@ -72,7 +130,7 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("ls")
-@click.argument("directory", type=checkpoint_path)
+@click.argument("directory", type=A_CHECKPOINT)
 def list_command(directory: Path) -> int:
     """List the complete checkpoints in DIRECTORY, the oldest first."""
     from psync.checkpoints.files import checkpoints_in
@@ -82,7 +140,7 @@ def list_command(directory: Path) -> int:
 
 
 @checkpoint.command("inspect")
-@click.argument("path", type=checkpoint_path)
+@click.argument("path", type=A_CHECKPOINT)
 def inspect_command(path: Path) -> int:
     """List the contents of the checkpoint PATH, and verify every byte."""
     from psync.cli.checkpoint_reports import inspection
@@ -92,8 +150,8 @@ def inspect_command(path: Path) -> int:
 
 
 @checkpoint.command("diff")
-@click.argument("first", type=checkpoint_path)
-@click.argument("second", type=checkpoint_path)
+@click.argument("first", type=A_CHECKPOINT)
+@click.argument("second", type=A_CHECKPOINT)
 def diff_command(first: Path, second: Path) -> int:
     """List the differences between two checkpoints; exit code 1 if there are any."""
     from psync.cli.checkpoint_reports import differences
@@ -104,21 +162,10 @@ def diff_command(first: Path, second: Path) -> int:
 
 
 @checkpoint.command("export")
-@click.argument("path", type=checkpoint_path)
+@click.argument("path", type=A_CHECKPOINT)
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option(
-    "--only",
-    "prefixes",
-    multiple=True,
-    metavar="PREFIX",
-    help="Export tensors with this name, or with this prefix up to a /. Repeatable.",
-)
-@click.option(
-    "--max-file-mib",
-    type=click.IntRange(min=1),
-    default=5 << 10,
-    help="Start another file when one reaches this size.",
-)
+@click.option("--only", "prefixes", multiple=True, metavar="PREFIX")
+@click.option("--max-file-mib", type=FROM_1, default=5 << 10)
 def export_command(
     path: Path, directory: Path, prefixes: tuple[str, ...], max_file_mib: int
 ) -> int:
@@ -126,6 +173,10 @@ def export_command(
 
     Each variable is exported whole, however it was sharded. If several files are needed, they come
     with an index that Hugging Face tools read.
+
+    Args:
+        prefixes: Export tensors with this name, or with this prefix up to a /. Repeatable.
+        max_file_mib: Start another file when one reaches this size.
     """
     from psync.cli.checkpoint_reports import export
 
@@ -158,17 +209,11 @@ def choosing_run(command: Callable[..., int]) -> Callable[..., int]:
     return argument(option(command))
 
 
-@click.command()
+@psync.command()
 @choosing_run
-@click.option("--once", is_flag=True, help="Print one table and exit.")
-@click.option("--json", "as_json", is_flag=True, help="Print the status as JSON; needs --once.")
-@click.option(
-    "--interval",
-    type=click.FloatRange(min=0.2),
-    default=1.0,
-    metavar="SECONDS",
-    help="Seconds between updates.",
-)
+@click.option("--once", is_flag=True)
+@click.option("--json", "as_json", is_flag=True)
+@click.option("--interval", type=click.FloatRange(min=0.2), default=1.0, metavar="SECONDS")
 def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
     """Show what a running program is doing: its workers, ps tasks, steps and events.
 
@@ -179,6 +224,11 @@ def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
     \b
     The current status, for a script:
         psync top --once --json
+
+    Args:
+        once: Print one table and exit.
+        as_json: Print the status as JSON; needs --once.
+        interval: Seconds between updates.
     """
     if as_json and not once:
         raise click.UsageError("--json prints one status: it needs --once")
@@ -253,16 +303,10 @@ async def _follow(reader: Reader, console: Console, interval: float) -> None:
     console.print(ended)
 
 
-@click.command()
+@psync.command()
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.json")
 @choosing_run
-@click.option(
-    "--seconds",
-    type=click.FloatRange(min=0.1),
-    default=5.0,
-    metavar="SECONDS",
-    help="How long to record. Ctrl-C ends it earlier.",
-)
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=5.0, metavar="SECONDS")
 def trace(out: Path, run: str | None, seconds: float) -> int:
     """Record what a running program does, and write it to OUT.json for Perfetto.
 
@@ -275,6 +319,9 @@ def trace(out: Path, run: str | None, seconds: float) -> int:
     \b
     Ten seconds of the program in the other terminal:
         psync trace out.json --seconds 10
+
+    Args:
+        seconds: How long to record. Ctrl-C ends it earlier.
     """
     if run is not None and _is_run_log(run):
         raise ConfigurationError(
@@ -326,25 +373,19 @@ def _lines(out: Path, traced: Trace) -> list[str]:
     return lines
 
 
-@click.command()
+@psync.command()
 @click.argument("log", type=click.Path(), metavar="RUN.jsonl")
-@click.option(
-    "--address",
-    default="127.0.0.1:0",
-    metavar="HOST:PORT",
-    help="Where to serve the page. Port 0 takes a free port.",
-)
-@click.option(
-    "--report",
-    type=click.Path(path_type=Path),
-    metavar="RUN.html",
-    help="Write an HTML page that opens offline, and serve nothing.",
-)
+@click.option("--address", default="127.0.0.1:0", metavar="HOST:PORT")
+@click.option("--report", type=click.Path(path_type=Path), metavar="RUN.html")
 def dashboard(log: str, address: str, report: Path | None) -> int:
     """Show a run log in a web page and print the page's URL. Ctrl-C ends it.
 
     psync run --log RUN.jsonl and ClusterCoordinator(run_log=…) write run logs. For a running
     program, use psync run --dashboard.
+
+    Args:
+        address: Where to serve the page. Port 0 takes a free port.
+        report: Write an HTML page that opens offline, and serve nothing.
     """
     from psync.status.dashboard.run_log import FinishedRun
     from psync.status.dashboard.server import check_can_serve
@@ -381,26 +422,10 @@ PROBE = "/job:probe/task:0"
 """The name under which ``health`` speaks to the task; no cluster has such a job."""
 
 
+CHIEF_TIMEOUT = "PSYNC_CHIEF_TIMEOUT"
+
+
 # Options that several commands have.
-
-module_option = click.option(
-    "-m",
-    "--module",
-    is_flag=True,
-    help="Treat SCRIPT as the name of a module, as python -m does: package.module.",
-)
-
-
-def chief_timeout_option(*variables: str, more: str = "") -> Callable[[F], F]:
-    """Return the option that says how long a task waits for a chief."""
-    return click.option(
-        "--chief-timeout",
-        metavar="SECONDS",
-        envvar=[*variables, "PSYNC_CHIEF_TIMEOUT"],
-        help="How long to wait for a chief: before the first one connects, and after the last one "
-        f"is gone. none: forever.  [default: 3600 before, 600 after{more}]",
-    )
-
 
 TLS_FILES = {
     "ca": "Certificate of the authority that signed all tasks' certificates (PEM). Every "
@@ -422,7 +447,7 @@ TASK_OPTIONS = (
     *(
         click.option(
             f"--tls-{name}-file",
-            type=click.Path(dir_okay=False),
+            type=A_FILE,
             envvar=f"PSYNC_TLS_{name.upper()}_FILE",
             help=text,
         )
@@ -470,134 +495,29 @@ def tls_environ(tls_mutual: bool | None, **files: str | None) -> dict[str, str]:
 # Commands.
 
 
-@click.group(
-    invoke_without_command=True,
-    context_settings={
-        "auto_envvar_prefix": "PSYNC",
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-        "show_default": True,
-    },
-)
-@click.version_option(
-    package_name="psync",
-    message="psync %(version)s",
-    allow_from_autoenv=False,  # PSYNC_VERSION is a likely name for something else
-)
-@click.pass_context
-def psync(context: click.Context) -> int:
-    """An asyncio parameter server: ps tasks hold the variables, workers compute gradients.
-
-    \b
-    Start a script with 2 ps tasks and 2 workers on this machine:
-        psync run train.py --ps 2 --workers 2
-
-    Each option also reads an environment variable: PSYNC_RUN_PS for run --ps.
-    """
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help(), err=True)
-        return USAGE_ERROR
-    return 0
-
-
 @psync.command(options_metavar="[OPTIONS]")
 @click.argument("script", metavar="SCRIPT")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
-@module_option
-@click.option("--ps", type=click.IntRange(min=1), default=1, help="Number of ps tasks.")
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    help="Number of workers.  [default: 1; with --hosts, the sum of their numbers]",
-)
-@click.option(
-    "--hosts",
-    metavar="HOST:N,...",
-    help="Run ps tasks and workers on these hosts, over ssh: up to N workers on each, and the ps "
-    "tasks spread evenly. The chief runs here. The program must have the same path on each host.",
-)
-@click.option(
-    "--ssh", default="ssh", help="With --hosts: the ssh command and its options, as for rsync -e."
-)
-@click.option(
-    "--remote-python",
-    metavar="PYTHON",
-    help="With --hosts: the Python interpreter on the hosts; psync must be installed there.  "
-    "[default: the path of this one]",
-)
-@click.option(
-    "--env",
-    "variables",
-    metavar="NAME",
-    multiple=True,
-    help="With --hosts: an environment variable to pass to the tasks on the hosts, besides PSYNC_… "
-    "and PYTHONPATH. Repeatable.",
-)
-@click.option("--evaluator", is_flag=True, help="Also run the script as an evaluator.")
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(min=0),
-    default=3,
-    help="How many times a minute a worker or ps that dies is restarted. If a worker dies more "
-    "often, the run ends; a ps stays dead, and the chief reports it lost. 0: no restarts.",
-)
-@click.option(
-    "--chief-restarts",
-    type=click.IntRange(min=0),
-    default=0,
-    help="How many times in total the chief is restarted when a signal kills it or its exit code "
-    "is neither 0 nor 2. It continues from its newest checkpoint if the script restores it.",
-)
-@click.option("--quiet", is_flag=True, help="Show only the chief's output.")
-@click.option(
-    "--on",
-    "engine",
-    type=click.Choice(("ray", "dask")),
-    help="Run ps tasks and workers on this engine. The script runs only here, as the chief.",
-)
-@click.option(
-    "--address",
-    "engine_address",
-    metavar="HOST:PORT",
-    help="Address of Ray or of Dask's scheduler.  [default: RAY_ADDRESS or "
-    "DASK_SCHEDULER_ADDRESS; otherwise a new one on this machine]",
-)
-@click.option(
-    "--gpus-per-worker",
-    type=click.IntRange(min=0),
-    help="Number of GPUs for each worker's exclusive use, taken from CUDA_VISIBLE_DEVICES or from "
-    "all GPUs of the machine; ps tasks see none. By default all tasks see the GPUs that psync run "
-    "sees.",
-)
-@click.option(
-    "--metrics-port",
-    type=click.IntRange(0, 65535),
-    help="Serve Prometheus metrics on this port of 127.0.0.1 while a coordinator runs; 0 takes a "
-    "free port. The chief logs the URL. Each ps and worker serves its own metrics on a free port "
-    "and logs its URL.",
-)
-@click.option(
-    "--dashboard", is_flag=True, help="Show the run in a web page; its URL is printed (127.0.0.1)."
-)
-@click.option(
-    "--dashboard-address",
-    metavar="HOST:PORT",
-    help="Like --dashboard, but at this address. Port 0 takes a free port.",
-)
-@click.option(
-    "--log",
-    "run_log",
-    envvar="PSYNC_RUN_LOG",  # the same that the chief reads
-    type=click.Path(dir_okay=False),
-    metavar="RUN.jsonl",
-    help="Write a run log, for psync dashboard RUN.jsonl.",
-)
-@click.option(
-    "--report",
-    type=click.Path(path_type=Path),
-    metavar="RUN.html",
-    help="Write an HTML page that shows the whole run and opens offline.",
-)
+@click.option("-m", "--module", is_flag=True)
+@click.option("--ps", type=FROM_1, default=1)
+@click.option("--workers", type=FROM_1)
+@click.option("--hosts", metavar="HOST:N,...")
+@click.option("--ssh", default="ssh")
+@click.option("--remote-python", metavar="PYTHON")
+@click.option("--env", "variables", metavar="NAME", multiple=True)
+@click.option("--evaluator", is_flag=True)
+@click.option("--max-restarts", type=FROM_0, default=3)
+@click.option("--chief-restarts", type=FROM_0, default=0)
+@click.option("--quiet", is_flag=True)
+@click.option("--on", "engine", type=click.Choice(("ray", "dask")))
+@click.option("--address", "engine_address", metavar="HOST:PORT")
+@click.option("--gpus-per-worker", type=FROM_0)
+@click.option("--metrics-port", type=click.IntRange(0, 65535))
+@click.option("--dashboard", is_flag=True)
+@click.option("--dashboard-address", metavar="HOST:PORT")
+# The variable is the one that the chief reads.
+@click.option("--log", "run_log", envvar="PSYNC_RUN_LOG", type=A_FILE, metavar="RUN.jsonl")
+@click.option("--report", type=click.Path(path_type=Path), metavar="RUN.html")
 @task_options
 def run(
     script: str,
@@ -643,6 +563,40 @@ def run(
         psync run -m research.train --ps 2 --workers 4
 
     Ctrl-C stops all tasks in order; a second Ctrl-C kills them.
+
+    Args:
+        module: Treat SCRIPT as the name of a module, as python -m does: package.module.
+        ps: Number of ps tasks.
+        workers: Number of workers.  [default: 1; with --hosts, the sum of their numbers]
+        hosts: Run ps tasks and workers on these hosts, over ssh: up to N workers on each, and the
+            ps tasks spread evenly. The chief runs here. The program must have the same path on
+            each host.
+        ssh: With --hosts: the ssh command and its options, as for rsync -e.
+        remote_python: With --hosts: the Python interpreter on the hosts; psync must be installed
+            there.  [default: the path of this one]
+        variables: With --hosts: an environment variable to pass to the tasks on the hosts, besides
+            PSYNC_… and PYTHONPATH. Repeatable.
+        evaluator: Also run the script as an evaluator.
+        max_restarts: How many times a minute a worker or ps that dies is restarted. If a worker
+            dies more often, the run ends; a ps stays dead, and the chief reports it lost. 0: no
+            restarts.
+        chief_restarts: How many times in total the chief is restarted when a signal kills it or its
+            exit code is neither 0 nor 2. It continues from its newest checkpoint if the script
+            restores it.
+        quiet: Show only the chief's output.
+        engine: Run ps tasks and workers on this engine. The script runs only here, as the chief.
+        engine_address: Address of Ray or of Dask's scheduler.  [default: RAY_ADDRESS or
+            DASK_SCHEDULER_ADDRESS; otherwise a new one on this machine]
+        gpus_per_worker: Number of GPUs for each worker's exclusive use, taken from
+            CUDA_VISIBLE_DEVICES or from all GPUs of the machine; ps tasks see none. By default all
+            tasks see the GPUs that psync run sees.
+        metrics_port: Serve Prometheus metrics on this port of 127.0.0.1 while a coordinator runs; 0
+            takes a free port. The chief logs the URL. Each ps and worker serves its own metrics on
+            a free port and logs its URL.
+        dashboard: Show the run in a web page; its URL is printed (127.0.0.1).
+        dashboard_address: Like --dashboard, but at this address. Port 0 takes a free port.
+        run_log: Write a run log, for psync dashboard RUN.jsonl.
+        report: Write an HTML page that shows the whole run and opens offline.
     """
     shown = {}
     if metrics_port is not None:
@@ -721,7 +675,7 @@ def _reported(report: Path, run_log: str | None) -> Iterator[str]:
 
 
 @psync.command()
-@click.argument("workers", type=click.IntRange(min=1))
+@click.argument("workers", type=FROM_1)
 @choosing_run
 def scale(workers: int, run: str | None) -> int:
     """Change the number of workers of a program that psync run started to WORKERS.
@@ -745,15 +699,11 @@ def scale(workers: int, run: str | None) -> int:
 @click.argument("chief", metavar="HOST:PORT")
 @click.argument("script", required=False, metavar="[SCRIPT]")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
-@module_option
+@click.option("-m", "--module", is_flag=True)
+@click.option("--listen", metavar="HOST[:PORT]", default="")
 @click.option(
-    "--listen",
-    metavar="HOST[:PORT]",
-    default="",
-    help="Address where this worker listens.  [default: a free port on the interface towards the "
-    "chief]",
+    "--chief-timeout", metavar="SECONDS", envvar=["PSYNC_JOIN_CHIEF_TIMEOUT", CHIEF_TIMEOUT]
 )
-@chief_timeout_option("PSYNC_JOIN_CHIEF_TIMEOUT")
 @task_options
 def join(
     chief: str,
@@ -776,6 +726,13 @@ def join(
     \b
     One more worker for the program whose chief is at a:2222:
         PSYNC_SECRET_FILE=~/cluster.secret psync join a:2222
+
+    Args:
+        module: Treat SCRIPT as the name of a module, as python -m does: package.module.
+        listen: Address where this worker listens.  [default: a free port on the interface towards
+            the chief]
+        chief_timeout: How long to wait for a chief: before the first one connects, and after the
+            last one is gone. none: forever.  [default: 3600 before, 600 after]
     """
     _set_up(log_level=log_level, **settings)
     if script is not None:
@@ -801,18 +758,13 @@ def join(
     "--insecure",
     is_flag=True,
     envvar=["PSYNC_TASK_INSECURE", "PSYNC_SERVE_INSECURE"],  # the latter until 0.2
-    help="Serve without a secret: anyone who can reach the address can connect.",
-)
-@chief_timeout_option(
-    "PSYNC_TASK_CHIEF_TIMEOUT", "PSYNC_SERVE_CHIEF_TIMEOUT", more="; none under a launcher"
 )
 @click.option(
-    "--metrics",
-    metavar="HOST:PORT",
-    envvar="PSYNC_TASK_METRICS",
-    help="Serve this task's Prometheus metrics at this address. Port 0 takes a free port, which "
-    "the log shows.",
+    "--chief-timeout",
+    metavar="SECONDS",
+    envvar=["PSYNC_TASK_CHIEF_TIMEOUT", "PSYNC_SERVE_CHIEF_TIMEOUT", CHIEF_TIMEOUT],
 )
+@click.option("--metrics", metavar="HOST:PORT", envvar="PSYNC_TASK_METRICS")
 @task_options
 def task(
     insecure: bool,
@@ -831,6 +783,14 @@ def task(
         export TF_CONFIG='{"cluster": {"chief": ["a:2222"], "ps": ["b:2222"],
             "worker": ["a:2223"]}, "task": {"type": "ps", "index": 0}}'
         PSYNC_SECRET_FILE=~/cluster.secret psync task
+
+    Args:
+        insecure: Serve without a secret: anyone who can reach the address can connect.
+        chief_timeout: How long to wait for a chief: before the first one connects, and after the
+            last one is gone. none: forever.  [default: 3600 before, 600 after; none under a
+            launcher]
+        metrics: Serve this task's Prometheus metrics at this address. Port 0 takes a free port,
+            which the log shows.
     """
     from psync.launch import tasks
 
@@ -855,13 +815,7 @@ def _set_up(plugins: Sequence[str], log_level: str, **tls: Any) -> None:
 
 
 @psync.command()
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=5.0,
-    metavar="SECONDS",
-    help="How long to wait for the answer.",
-)
+@click.option("--timeout", type=ABOVE_0, default=5.0, metavar="SECONDS")
 def health(timeout: float) -> int:
     """Check whether the ps or worker of this environment answers.
 
@@ -876,6 +830,9 @@ def health(timeout: float) -> int:
         1  it does not: it is not listening yet, is busy, or hangs
         2  wrong configuration, as for psync task; or the task is a chief or evaluator, which
            does not listen
+
+    Args:
+        timeout: How long to wait for the answer.
     """
     from psync.cluster import ENQUIRER
     from psync.launch.tasks import own_task
@@ -923,30 +880,20 @@ def certs() -> None:
 
 
 @certs.command("new")
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("certs"),
-    help="Folder for the files; it must not exist yet.",
-)
-@click.option(
-    "--hosts",
-    multiple=True,
-    metavar="HOST[,HOST…]",
-    help="Names and IP addresses of all hosts where tasks listen, as in the cluster description. "
-    "This machine's name, localhost, 127.0.0.1 and ::1 are always included.",
-)
-@click.option(
-    "--days",
-    type=click.IntRange(min=1, max=36_500),
-    default=365,
-    help="How long the certificates are valid.",
-)
+@click.option("--out", type=A_FOLDER, default=Path("certs"))
+@click.option("--hosts", multiple=True, metavar="HOST[,HOST…]")
+@click.option("--days", type=click.IntRange(min=1, max=36_500), default=365)
 def new(out: Path, hosts: tuple[str, ...], days: int) -> int:
     """Create a certificate authority, and one certificate and key for all tasks.
 
     The authority's private key is discarded, so no further certificates can be made that these
     tasks would trust. To add hosts, create all files again. Needs: pip install 'psync[tls]'.
+
+    Args:
+        out: Folder for the files; it must not exist yet.
+        hosts: Names and IP addresses of all hosts where tasks listen, as in the cluster
+            description. This machine's name, localhost, 127.0.0.1 and ::1 are always included.
+        days: How long the certificates are valid.
     """
     from psync.net.certificates import mint, own_hosts, write
 
@@ -962,8 +909,8 @@ def new(out: Path, hosts: tuple[str, ...], days: int) -> int:
 serve = copy.copy(task)  # its name until 0.2
 serve.hidden = True
 psync.add_command(serve, "serve")
-for command in (top, trace, launch, bench, dashboard, checkpoint):
-    psync.add_command(command)
+psync.add_command(launch)
+psync.add_command(bench)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -976,7 +923,9 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         code: int = psync.main(args, prog_name="psync", standalone_mode=False)
     except click.ClickException as error:
-        code = _fail(error.format_message() + _hint(error))
+        of_run = isinstance(error, click.NoSuchOption) and error.ctx and error.ctx.command is run
+        hint = " Options of the script go after --." if of_run else ""  # click cannot know that
+        code = _fail(error.format_message() + hint)
     except ConfigurationError as error:
         code = _fail(str(error))
     except TrainingEnded as error:
@@ -997,13 +946,6 @@ def _fail(message: str, code: int = USAGE_ERROR) -> int:
     with contextlib.suppress(OSError):
         click.echo(f"psync: error: {message}", err=True)
     return code
-
-
-def _hint(error: click.ClickException) -> str:
-    """Say what is the likely mistake where click cannot know."""
-    if isinstance(error, click.NoSuchOption) and error.ctx and error.ctx.command is run:
-        return " Options of the script go after --."
-    return ""
 
 
 def _let_go_of_broken_pipes() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -70,14 +70,17 @@ def _head(status: Status) -> list[RenderableType]:
         *_if_any(queue.waiting, "waiting for inputs"), *_if_any(queue.failed, "failed"),
         *_if_any(queue.cancelled, "cancelled"), *_if_any(queue.put_back, "run again"),
     ]  # fmt: skip
-    stale = ", ".join(f"{count} of {staleness}" for staleness, count in _coarse(steps.staleness))
+    # Each up to 4, and all above together.
+    stale = [f"{count} of {each}" for each, count in steps.staleness.items() if int(each) <= 4]
+    many = sum(count for each, count in steps.staleness.items() if int(each) > 4)
+    stale += [f"{many} of 5 and more"] if many else []
     lines = [
         first,
         _line("closures", ", ".join(counts)),
         _line("step", f"{steps.global_step}, {number_text(steps.steps_per_s)} steps/s"),
     ]
     if stale:
-        lines.append(_line("staleness", stale))
+        lines.append(_line("staleness", ", ".join(stale)))
     for bound in steps.bounds:
         text = f"rounds {bound.slowest} to {bound.fastest}, at most {bound.max_staleness} apart"
         if bound.waiting:
@@ -87,21 +90,17 @@ def _head(status: Status) -> list[RenderableType]:
         values = (f"{name} {value:.4g}" for name, value in status.reported.items())
         lines.append(_line("reported", ", ".join(values)))
     lines.append(_line("waits for", status.waits_for))
-    lines += _errors(status.workers)
+    seen = [(each.last_error, each.task) for each in status.workers if each.last_error is not None]
+    for error, task in sorted(seen, key=lambda each: each[0].seconds)[:MAX_ERRORS]:
+        newest, *_ = error.text.split("\n")
+        ago = seconds_text(error.seconds)
+        lines.append(_line("error", f"{ago} ago on {task_text(task)}: {newest}"))
     lines += [_line("note", note) for note in status.notes]
     return [*lines]
 
 
 def _if_any(count: int, what: str) -> list[str]:
     return [f"{count} {what}"] if count else []
-
-
-def _coarse(staleness: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return the counts of each staleness up to 4, and of all above together."""
-    pairs = staleness.items()
-    few = [(name, count) for name, count in pairs if int(name) <= 4]
-    many = sum(count for name, count in pairs if int(name) > 4)
-    return [*few, *([("5 and more", many)] if many else [])]
 
 
 @dataclass
@@ -210,17 +209,6 @@ def _workers(workers: Sequence[WorkerStatus], room: int | None) -> list[Renderab
 
 def _state(state: str) -> Text:
     return Text(state, STYLES.get(state, ""))
-
-
-def _errors(workers: Sequence[WorkerStatus]) -> list[Text]:
-    """Return lines on the newest errors."""
-    seen = [(each.last_error, each.task) for each in workers if each.last_error is not None]
-    lines = []
-    for error, task in sorted(seen, key=lambda each: each[0].seconds)[:MAX_ERRORS]:
-        first, *_ = error.text.split("\n")
-        ago = seconds_text(error.seconds)
-        lines.append(_line("error", f"{ago} ago on {task_text(task)}: {first}"))
-    return lines
 
 
 def _by_trouble(worker: WorkerStatus) -> tuple[bool, float]:

@@ -174,13 +174,17 @@ here: contextvars.ContextVar[Running] = contextvars.ContextVar("psync_here", def
 
 
 @contextmanager
-def inside(who: ClosureContext | DatasetContext) -> Generator[None, None, None]:
-    """Return a context manager inside which ``who`` is running."""
-    token = here.set(who)
+def setting(variable: contextvars.ContextVar[T], value: T) -> Generator[None, None, None]:
+    """Return a context manager inside which a context variable has a value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        here.reset(token)
+        variable.reset(token)
+
+
+inside = functools.partial(setting, here)
+"""Returns a context manager inside which a step, or dataset code, is running."""
 
 
 def current_closure() -> ClosureContext | None:

@@ -511,16 +511,14 @@ class Call:
     def told(self, outcome: Frame | Exception) -> None:
         """It is over; unless its first connection is gone, or what it names is forgotten."""
         self.link.num_calls += 1
-        if isinstance(outcome, PlanForgotten) and not self.is_repeated:
-            self.link.define_again()
-            self.go_on()
-            return
-        if isinstance(outcome, ConnectionLost) and not self.is_repeated:
+        if isinstance(outcome, ConnectionLost | PlanForgotten) and not self.is_repeated:
             try:
                 check(self.message)  # or it would cost the next connections, too
             except LocalProtocolError as exc:
                 outcome = exc
             else:
+                if isinstance(outcome, PlanForgotten):
+                    self.link.define_again()
                 self.link.num_calls += 1
                 self.go_on()
                 return

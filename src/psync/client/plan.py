@@ -31,8 +31,7 @@ from psync.numerics.rows import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.store.push_counts import FIRST, FURTHER, HOME
 from psync.wire.codec import encode
-from psync.wire.frames import SMALL_BODY_BYTES, Segment
-from psync.wire.lent import LENT_ABOVE_BYTES, Borrowed, copies
+from psync.wire.frames import LENT_ABOVE_BYTES, SMALL_BODY_BYTES, Borrowed, Segment, copies
 from psync.wire.messages import DefinePlan, Read
 from psync.wire.tensors import Joined, to_bytes_view, to_bytes_views
 

@@ -1,13 +1,13 @@
 """Epochs over data shards: every shard is visited exactly once in each epoch.
 
-    PENDING --hand out--> HANDED_OUT --finish--> DONE
-                          HANDED_OUT --lose its worker--> HANDED_OUT, and it will be run again
-                          HANDED_OUT --put back (an error, a cancellation)--> PENDING
-                                                 DONE --undo (a rollback)--> PENDING
+    PENDING --run--> PENDING and running --finish--> DONE
+                     PENDING and running --an error, a cancellation--> PENDING
+                                                     DONE --undo (a rollback)--> PENDING
 
 ``api.data_shards`` schedules a closure for each pending shard and reads off the closures what
 became of them. A shard whose closure is lost with its worker runs again as any closure does; one
-whose closure raises, or is cancelled, is pending again, and the next ``schedule`` hands it out.
+whose closure raises, or is cancelled, is pending again, and the next ``schedule`` runs it. Which
+shards run, whoever schedules them knows.
 
 An epoch ends when all of its shards are done, and only then does the next one begin. A rollback may
 undo shards of an epoch that had ended: then that is the present one until they are done again, and
@@ -19,7 +19,7 @@ seen more than once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,6 @@ class _Epoch:
         unfinished: Mapping[int, int] | None = None,
     ) -> None:
         self.undone = set(range(num_shards)).difference(done)
-        self.handed_out: set[int] = set()  # of these
         self.unfinished = Counter(unfinished)  # runs that did not finish, or were undone
 
     def runs(self) -> dict[int, int]:
@@ -126,8 +125,7 @@ class Visitation:
         present = self._epochs[self.epoch]
         return (
             f"<visitation: epoch {self.epoch} of {self.num_epochs}, "
-            f"{self.num_shards - len(present.undone)} of {self.num_shards} shards done, "
-            f"{len(present.handed_out)} handed out>"
+            f"{self.num_shards - len(present.undone)} of {self.num_shards} shards done>"
         )
 
     @property
@@ -135,63 +133,46 @@ class Visitation:
         """Whether every shard of every epoch is done."""
         return self.epoch == self.num_epochs
 
-    def pending(self) -> list[int]:
-        """Return the shards of the present epoch that are to be handed out now, in this order."""
+    def pending(self, running: Collection[tuple[int, int]] = ()) -> list[int]:
+        """Return the shards of the present epoch that are to be run now, in this order.
+
+        Args:
+            running: (epoch, shard) of those that run.
+        """
         if self.is_over:
             return []
         present, order = self._epochs[self.epoch], range(self.num_shards)
         if self._seed is not None:  # the same in every program that has the seed
             order = np.random.default_rng((self._seed, self.epoch)).permutation(order).tolist()
-        return [s for s in order if s in present.undone and s not in present.handed_out]
+        return [s for s in order if s in present.undone and (self.epoch, s) not in running]
 
-    # Shards are of the present epoch, if none is named. Each raises LocalProtocolError where the
-    # shard is not what it says.
+    def lose(self, shard: int, epoch: int) -> None:
+        """A run may have seen a part of it, and has not finished."""
+        self._epochs[epoch].unfinished[shard] += 1
 
-    def hand_out(self, shard: int) -> None:
-        """A worker is to run ``shard``, which is pending."""
-        present = self._epochs[min(self.epoch, len(self._epochs) - 1)]
-        if shard not in present.undone or shard in present.handed_out:
-            raise LocalProtocolError(f"shard {shard} cannot be handed out: it is not pending")
-        present.handed_out.add(shard)
+    def finish(self, shard: int, epoch: int) -> None:
+        """It is done; with the last one the next epoch begins.
 
-    def lose(self, shard: int, epoch: int | None = None) -> None:
-        """Its worker was lost: it was handed out, and runs again."""
-        self._running(shard, epoch).unfinished[shard] += 1
-
-    def put_back(self, shard: int, epoch: int | None = None, *, begun: bool) -> None:
-        """It was handed out, is not done, and is pending again.
-
-        Args:
-            shard: Index of the shard.
-            epoch: Number of its epoch.
-            begun: Whether a run may have seen a part of it.
+        Raises:
+            LocalProtocolError: It was done before.
         """
-        each = self._running(shard, epoch)
-        each.handed_out.remove(shard)
-        each.unfinished[shard] += begun
-
-    def finish(self, shard: int, epoch: int | None = None) -> None:
-        """It was handed out, and is done; with the last one the next epoch begins."""
-        each = self._running(shard, epoch)
-        each.handed_out.remove(shard)
-        each.undone.remove(shard)
+        if shard not in self._epochs[epoch].undone:
+            raise LocalProtocolError(f"shard {shard} cannot be finished: it is done")
+        self._epochs[epoch].undone.remove(shard)
         self._go_on()
 
     def undo(self, shard: int, epoch: int) -> None:
-        """It was done, and a rollback has undone that: it is pending again."""
+        """It was done, and a rollback has undone that: it is pending again.
+
+        Raises:
+            LocalProtocolError: It was not done.
+        """
         each = self._epochs[epoch]
         if shard in each.undone:
             raise LocalProtocolError(f"shard {shard} cannot be undone: it is not done")
         each.undone.add(shard)
         each.unfinished[shard] += 1
         self.epoch = min(self.epoch, epoch)
-
-    def _running(self, shard: int, epoch: int | None) -> _Epoch:
-        """Return the epoch in which a shard is handed out."""
-        each = self._epochs[min(self.epoch, len(self._epochs) - 1) if epoch is None else epoch]
-        if shard not in each.handed_out:
-            raise LocalProtocolError(f"shard {shard} is not handed out")
-        return each
 
     def _go_on(self) -> None:
         """Go to the first epoch that is not complete, if there is one."""
@@ -209,13 +190,16 @@ class Visitation:
 
     # To be kept, and gone on from.
 
-    def state(self) -> dict[str, Any]:
+    def state(self, running: Collection[tuple[int, int]] = ()) -> dict[str, Any]:
         """Return plain data (as JSON has it) from which a later program can go on.
 
-        What is handed out now is not done: there it is pending, with one more run that has not
-        finished.
+        What runs now is not done: there it is pending, with one more run that has not finished.
+
+        Args:
+            running: (epoch, shard) of those that run.
         """
-        present, *later = [self._state_of(each) for each in self._epochs[self.epoch :]] or [
+        numbers = range(self.epoch, len(self._epochs))
+        present, *later = [self._state_of(number, running) for number in numbers] or [
             {"done": [], "unfinished": []}
         ]
         return {
@@ -229,8 +213,9 @@ class Visitation:
             "later": later,
         }
 
-    def _state_of(self, epoch: _Epoch) -> dict[str, Any]:
-        unfinished = epoch.unfinished + Counter(epoch.handed_out)
+    def _state_of(self, number: int, running: Collection[tuple[int, int]]) -> dict[str, Any]:
+        epoch = self._epochs[number]
+        unfinished = epoch.unfinished + Counter(shard for of, shard in running if of == number)
         done = [shard for shard in range(self.num_shards) if shard not in epoch.undone]
         return {"done": done, "unfinished": [list(each) for each in sorted(unfinished.items())]}
 

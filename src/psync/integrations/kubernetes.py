@@ -25,7 +25,8 @@ from typing import Any, Protocol
 
 from psync.cluster import ClusterSpec, join_address
 from psync.errors import ConfigurationError, ConnectFailed
-from psync.net.resolvers import ClusterResolver, jobs_of, port_of
+from psync.integrations.launchers import jobs_of, port_of
+from psync.net.resolvers import ClusterResolver
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.api.reads import runtime_of, scope_of
+from psync.api.scopes import runtime_of, scope_of
 from psync.api.variables import ShardedVariable, Variable, VariableAggregation
 from psync.client.context import Runtime, current_closure
 from psync.client.link import all_of

@@ -21,8 +21,7 @@ import numpy as np
 
 from psync.api.optimizers import Optimizer, PushResult
 from psync.api.pulls import pull
-from psync.api.reads import runtime_of
-from psync.api.scopes import Scope, scope_for
+from psync.api.scopes import Scope, runtime_of, scope_for
 from psync.api.variables import Module, Variable, VariableAggregation, get_or_create_global_step
 from psync.client.context import Runtime, current_closure, forbid_in_step
 from psync.client.link import all_of

@@ -16,7 +16,8 @@ from typing import NoReturn
 
 from psync.cluster import MAX_TASKS, ClusterSpec
 from psync.errors import ConfigurationError
-from psync.net.resolvers import ClusterResolver, jobs_of, port_of
+from psync.integrations.launchers import jobs_of, port_of
+from psync.net.resolvers import ClusterResolver
 
 _HINT = "start the program with srun: srun --ntasks=5 --distribution=block python train.py"
 _BETWEEN_HOSTS = re.compile(r",(?![^\[]*\])")  # a comma that is not in brackets

@@ -13,7 +13,8 @@ from typing import Any
 
 from psync.cluster import ClusterSpec, join_address
 from psync.errors import ConfigurationError, ConnectFailed
-from psync.net.resolvers import ClusterResolver, interface_towards, jobs_of
+from psync.integrations.launchers import jobs_of
+from psync.net.resolvers import ClusterResolver, interface_towards
 
 TORCHRUN_VARIABLES = (
     "RANK",

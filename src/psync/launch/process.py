@@ -218,6 +218,20 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 @contextlib.contextmanager
+def _heard(fd: int, hear: Callable[[], None]) -> Iterator[None]:
+    """Return a context in which ``hear`` is called when an inherited pipe can be read."""
+    os.set_inheritable(fd, False)
+    os.set_blocking(fd, False)
+    loop = asyncio.get_running_loop()
+    loop.add_reader(fd, hear)
+    try:
+        yield
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+@contextlib.contextmanager
 def end_of_run(fd: int) -> Iterator[asyncio.Event]:
     """Return a context manager for an event that is set once the launcher says that the run ends.
 
@@ -225,19 +239,14 @@ def end_of_run(fd: int) -> Iterator[asyncio.Event]:
         fd: Read end of a pipe, ``PSYNC_RUN_FD``, which is closed with the context. Nobody writes
             to it; its end is the message, so that one who begins to listen late hears it too.
     """
-    os.set_inheritable(fd, False)
     loop, over = asyncio.get_running_loop(), asyncio.Event()
 
     def ended() -> None:
         loop.remove_reader(fd)
         over.set()
 
-    loop.add_reader(fd, ended)
-    try:
+    with _heard(fd, ended):
         yield over
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -254,11 +263,9 @@ def following_launcher(workforce: Workforce) -> Iterator[None]:
     if fd is None:
         yield
         return
-    os.set_inheritable(fd, False)
-    os.set_blocking(fd, False)
     loop, lines = asyncio.get_running_loop(), [b""]
 
-    def heard() -> None:
+    def hear() -> None:
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -274,13 +281,9 @@ def following_launcher(workforce: Workforce) -> Iterator[None]:
             added = {int(index): address for index, address in news["added"].items()}
             workforce.change(added, news["removed"])
 
-    loop.add_reader(fd, heard)
-    try:
-        heard()  # what has changed while this process started
+    with _heard(fd, hear):
+        hear()  # what has changed while this process started
         yield
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
 
 
 GRACE_S = 5.0

@@ -51,21 +51,18 @@ Output = Literal["prefixed", "inherited", "discarded"]
 
 
 class RestartPolicy:
-    """How often one task may be started again: ``limit`` times a minute."""
+    """How often one task may be started again: ``limit`` times a minute.
+
+    Attributes:
+        at_most: How often that is, for people.
+        exceeded: Why it may not be started once more.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.at_most = f"at most {limit} times a minute"
+        self.exceeded = f"{limit + 1} deaths within a minute" if limit else "restarts are off"
         self._restarts: deque[float] = deque()  # those of the last minute, in order
-
-    @property
-    def at_most(self) -> str:
-        """How often that is, for people."""
-        return f"at most {self.limit} times a minute"
-
-    @property
-    def exceeded(self) -> str:
-        """Why it may not be started once more."""
-        return f"{self.limit + 1} deaths within a minute" if self.limit else "restarts are off"
 
     def allow(self) -> bool:
         """Whether the task may be started again now; a yes is counted."""

@@ -48,7 +48,7 @@ from psync.net.shared.door_names import BACKLOG
 from psync.net.shielding import first_of
 from psync.net.task_reports import add_description
 from psync.net.transport import SocketNetwork
-from psync.wire.messages import Done, JoinCluster, Joined, LeaveCluster, Shutdown
+from psync.wire.messages import Done, JoinCluster, LeaveCluster, Number, Shutdown
 
 if TYPE_CHECKING:
     from psync.ps_task import PsTask
@@ -584,17 +584,17 @@ class Membership:
 
     async def _ask(self, peer: Connection) -> None:
         received = (await peer.call(JoinCluster(self._address, self.index, process.PYTHON))).message
-        if not isinstance(received, Joined):
+        if not isinstance(received, Number):
             raise RemoteProtocolError(
                 f"{CHIEF} answered JoinCluster with {type(received).__name__}"
             )
-        if self.index not in (-1, received.index):
+        if self.index not in (-1, received.value):
             raise ConfigurationError(
                 f"worker {self.index} was away from {self._chief} for so long that another worker "
                 "has its index",
                 hint="restart it: it joins as a new worker",
             )
-        self.index = received.index
+        self.index = received.value
 
     async def keep(self) -> NoReturn:
         """Come back to the door whenever the connection is lost, until cancelled.
@@ -718,7 +718,7 @@ class Door:
         logger.info("%s joins, from %s", name, message.address)
         self._added[name] = message.address
         self._workforce.change({index: message.address}, ())
-        request.answer(Joined(index))
+        request.answer(Number(index))
 
     def _leave(self, request: Request[LeaveCluster]) -> None:
         peer, message = request.peer, request.message

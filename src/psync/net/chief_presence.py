@@ -17,6 +17,7 @@ from typing import NoReturn
 from psync.errors import ConfigurationError, TrainingEnded
 from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
+from psync.net.platform import number_in
 from psync.net.shielding import first_of
 from psync.net.transport import Network
 
@@ -45,6 +46,8 @@ there again."""
 ANSWER_WITHIN_S = 1.0
 """A task that is there accepts a connection sooner."""
 
+HOW_LONG = "PSYNC_CHIEF_TIMEOUT sets how many seconds it waits; none: for ever"
+
 Patience = tuple[float | None, float | None]
 """Seconds until the first chief, and until another one when the last has gone; None: for ever."""
 
@@ -66,10 +69,7 @@ def chief_timeouts(environ: Mapping[str, str], given: str | None = None) -> Pati
         return (None, None) if environ.get("PSYNC_LAUNCHED") else (FIRST_CHIEF_S, NEXT_CHIEF_S)
     if text.strip().lower() == "none":
         return None, None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = number_in(text)
     if not 0 < seconds < math.inf:
         raise ConfigurationError(f"chief timeout: expected seconds above 0, or none, got {text!r}")
     return seconds, seconds
@@ -138,11 +138,15 @@ class ChiefPresence:
         self._connections -= 1
         self._changed.set()
 
-    async def missed(self, patience: Patience) -> float:
-        """Wait until there has been none for too long; return how many seconds that was.
+    async def missed(self, task: str, patience: Patience) -> NoReturn:
+        """Wait until there has been none for too long.
 
         Args:
+            task: Name of the task that ends then.
             patience: How long that is; the first number counts from this call on.
+
+        Raises:
+            TrainingEnded: There has been none for so long.
 
         Cancellation: Safe.
         """
@@ -154,8 +158,11 @@ class ChiefPresence:
                 async with asyncio.timeout(None if self._connections else limit_s):
                     await self._changed.wait()
             except TimeoutError:
-                assert limit_s is not None, "None has no end"
-                return limit_s
+                since = "the last one went" if self.has_come else "it started"
+                raise TrainingEnded(
+                    f"{task} ends: no chief has connected within {limit_s:g} s since {since}",
+                    hint=HOW_LONG,
+                ) from None
 
 
 async def until_told(
@@ -174,16 +181,7 @@ async def until_told(
 
     Cancellation: Safe.
     """
-
-    async def give_up() -> NoReturn:
-        seconds = await chief.missed(patience)
-        since = "the last one went" if chief.has_come else "it started"
-        raise TrainingEnded(
-            f"{task} ends: no chief has connected within {seconds:g} s since {since}",
-            hint="PSYNC_CHIEF_TIMEOUT sets how many seconds it waits; none: for ever",
-        )
-
-    await first_of(stopped.wait(), give_up())
+    await first_of(stopped.wait(), chief.missed(task, patience))
 
 
 class TrainingPresence:
@@ -249,7 +247,7 @@ class TrainingPresence:
         raise TrainingEnded(
             f"the evaluator ends: within {self._first_s:g} s nobody has come who trains "
             f"({self._names()})",
-            hint="PSYNC_CHIEF_TIMEOUT sets how many seconds it waits; none: for ever",
+            hint=HOW_LONG,
         )
 
     def describe(self) -> str:

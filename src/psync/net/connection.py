@@ -49,21 +49,24 @@ from psync.net.transport import name_of, set_options
 from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import (
+    LENT_ABOVE_BYTES,
     MAGIC,
     PREFIX,
     PREFIX_BYTES,
+    SENT,
     SMALL_BODY_BYTES,
     VERSION,
+    Borrowed,
     Buffer,
     Frame,
+    FrameDecoder,
     Kind,
     Segment,
     encode_head,
     flat,
 )
-from psync.wire.handshake import BULK, ClientHandshake, Protocol, ServerHandshake, State
-from psync.wire.lent import LENT_ABOVE_BYTES, Borrowed
-from psync.wire.limits import Limits
+from psync.wire.handshake import BULK, Handshake, State
+from psync.wire.limits import HANDSHAKE_LIMITS, Limits
 from psync.wire.messages import Failure, Refused
 from psync.wire.remote_errors import exception_of, failure_of
 from psync.wire.tensors import Joined
@@ -78,9 +81,6 @@ RETURN_WITHIN_S = 0.001
 once it would cost as much as a message of its own, at both ends."""
 
 _NONE: Sequence[Any] = ()  # neither segments nor extents
-
-SENT = 256
-"""Added to the kind of a message that is shown to a tap, if it goes out."""
 
 # Members of an enum are slow to look up.
 _REQUEST, _REPLY, _ERROR, _NOTIFY = map(int, (Kind.REQUEST, Kind.REPLY, Kind.ERROR, Kind.NOTIFY))
@@ -163,7 +163,7 @@ class Request(Frame, Generic[M]):
         if self.is_held:
             self.peer._unfinished_bytes -= self.nbytes
             if self.peer._pauses:
-                self.peer._read_on()
+                self.peer._pause_or_go_on()
         self.nbytes = 0
 
     def raised(self, error: Exception) -> None:
@@ -325,14 +325,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(
         self,
-        handshake: ClientHandshake | ServerHandshake,
+        handshake: Handshake,
         handlers: dict[type[Message], Handler],
         pool: BlockPool,
         limits: Limits,
         spawn: Spawn,
         memory: SharedMemory | None = None,
     ) -> None:
-        self.wire = Protocol(handshake, limits, self._sink, Request)
+        self.handshake = handshake
         self.task = ""  # the peer's name; proven, and "" until the connection is open
         self.incarnation = 0  # the peer's
         self.client = ("", 0)  # both
@@ -359,7 +359,7 @@ class Connection(asyncio.BufferedProtocol):
         self._limits = limits
         self._memory = memory
         self._loop = asyncio.get_running_loop()
-        self._decoder = self.wire.decoder
+        self._decoder = FrameDecoder(HANDSHAKE_LIMITS, self._sink, Request)
         # Where the next bytes belong is the decoder's to say, and asked for each read.
         self.get_buffer = self._decoder.get_buffer  # type: ignore[method-assign]
         self._transport: Any = None  # asyncio.Transport; None until connected
@@ -375,13 +375,12 @@ class Connection(asyncio.BufferedProtocol):
         # Theirs.
         self._serving: dict[int, Request[Any]] = {}  # that take time, by id
         self._unfinished_bytes = 0  # bodies that handlers still work on
-        self._pauses: set[str] = set()  # why nothing is read now
+        self._pauses = False  # nothing is read now
         # What is sent.
         self._writable = True  # whether the transport has room for large messages
         self._small: list[Buffer] = []  # small messages of this turn of the loop
         self._small_bytes = 0
         self._flush_due = False
-        self._return_due = False  # the loop will say what is given back
         # Large messages until there is room, and small ones behind them; what is lent of each.
         self._waiting: deque[tuple[list[Buffer], Loan | None]] = deque()
         self._room = asyncio.Event()  # set while large messages need not wait, and at the end
@@ -391,6 +390,16 @@ class Connection(asyncio.BufferedProtocol):
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed" if self.is_closed else "opening"
         return f"<Connection {self.task or '?'} {self.lane} {state}, {len(self._calls)} calls>"
+
+    def traffic(self) -> dict[str, int]:
+        """Return how many bytes went over it, or were lent, so far."""
+        sharing = self.sharing
+        return {
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "bytes_lent": 0 if sharing is None else sharing.bytes_lent,
+            "bytes_borrowed": 0 if sharing is None else sharing.bytes_borrowed,
+        }
 
     # Our requests.
 
@@ -434,8 +443,9 @@ class Connection(asyncio.BufferedProtocol):
         number = self.ask(message, segments, future, into, copied=copied)
         timer: asyncio.TimerHandle | None = None
         if deadline is not None:
-            seconds = deadline - self._loop.time()
-            timer = self._loop.call_at(deadline, self._expire, number, message, seconds)
+            limit = f"{round(max(0.0, deadline - self._loop.time()), 3):g} s"
+            what = f"{self.task} did not answer {type(message).__name__} within {limit}"
+            timer = self._loop.call_at(deadline, fail, future, DeadlineExceeded(what))
         try:
             return await future
         finally:
@@ -443,15 +453,6 @@ class Connection(asyncio.BufferedProtocol):
                 self.give_up(number)
             if timer is not None:
                 timer.cancel()
-
-    def _expire(self, number: int, message: Message, seconds: float) -> None:
-        call = self._calls.get(number)
-        if call is None:  # it was answered in this turn
-            return
-        self.give_up(number)
-        limit = f"{round(max(0.0, seconds), 3):g} s"
-        what = f"{self.task} did not answer {type(message).__name__} within {limit}"
-        _tell(call[0], DeadlineExceeded(what))
 
     def ask(
         self,
@@ -546,8 +547,9 @@ class Connection(asyncio.BufferedProtocol):
             if self.is_open:
                 frame = decoder.received(nbytes)
             else:
-                self.wire.bind(self._transport.get_extra_info("channel_binding", b""))
-                self.wire.received(nbytes)
+                binding = self._transport.get_extra_info("channel_binding", b"")
+                self.handshake.binding = binding
+                self.handshake.received(decoder, nbytes)
                 frame = self._go_on_shaking_hands()
             while frame is not None:
                 kind = frame.kind
@@ -562,8 +564,11 @@ class Connection(asyncio.BufferedProtocol):
                 if decoder.start == decoder.end or self._closing:
                     break
                 frame = decoder.next_frame()
-            if decoder.copying is not None or "copying" in self._pauses:
-                self._go_on_copying()
+            if decoder.copying is not None and not self._closing:
+                self._loop.call_soon(self.buffer_updated, 0)
+                self._pause_or_go_on()
+            elif self._pauses:
+                self._pause_or_go_on()
         except Exception as exc:
             self.fail(exc)
         if self._small:
@@ -571,13 +576,18 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._flush_due = False
 
-    def _go_on_copying(self) -> None:
-        """Until all of a body that is lent is there nothing else is read."""
-        if self._decoder.copying is not None and not self._closing:
-            self.pause_reading("copying")
-            self._loop.call_soon(self.buffer_updated, 0)
+    def _pause_or_go_on(self) -> None:
+        """Read, unless a lent body is still being copied, or handlers have too much to work on."""
+        too_much = self._unfinished_bytes > self._limits.unfinished_bytes
+        unfinished = too_much and not self._in_order
+        pauses = unfinished or self._decoder.copying is not None
+        if pauses is self._pauses or self._closing:
+            return
+        self._pauses = pauses
+        if pauses:
+            self._transport.pause_reading()
         else:
-            self.resume_reading("copying")
+            self._transport.resume_reading()
 
     def _handle_other(self, kind: int, request_id: int) -> None:
         if kind == _PING:
@@ -701,17 +711,15 @@ class Connection(asyncio.BufferedProtocol):
         except Exception as exc:
             request.raised(exc)
         else:
-            if not request.over and (number or request.in_coroutine):
-                self._hold(request)
-
-    def _hold(self, request: Request[Any]) -> None:
-        """It takes time. Large bodies that handlers work on are bounded: above, no more is read."""
-        request.is_held = True
-        if request.request_id:
-            self._serving[request.request_id] = request
-        self._unfinished_bytes += request.nbytes
-        if self._unfinished_bytes > self._limits.unfinished_bytes and not self._in_order:
-            self.pause_reading("unfinished")
+            if request.over or not (number or request.in_coroutine):
+                return
+            # Large bodies that handlers work on are bounded: above that no more is read.
+            request.is_held = True
+            if number:
+                self._serving[number] = request
+            self._unfinished_bytes += request.nbytes
+            if self._unfinished_bytes > self._limits.unfinished_bytes:
+                self._pause_or_go_on()
 
     def release(self, request: Request[Any]) -> None:
         """It is answered, or nobody works on it any more."""
@@ -720,11 +728,7 @@ class Connection(asyncio.BufferedProtocol):
             del self._serving[request.request_id]
         self._unfinished_bytes -= request.nbytes
         if self._pauses:
-            self._read_on()
-
-    def _read_on(self) -> None:
-        if self._unfinished_bytes <= self._limits.unfinished_bytes:
-            self.resume_reading("unfinished")
+            self._pause_or_go_on()
 
     # What is sent.
 
@@ -767,7 +771,7 @@ class Connection(asyncio.BufferedProtocol):
         except LocalProtocolError as exc:
             if loan is not None and sharing is not None:
                 sharing.withdrawn(loan)
-            exc.add_note(f"while sending {type(message).__name__} to {self.wire.peer_task}")
+            exc.add_note(f"while sending {type(message).__name__} to {self.handshake.peer_task}")
             raise
         if self.tap is not None:
             table = len(head) - PREFIX_BYTES - len(header)  # lengths, extents
@@ -777,7 +781,9 @@ class Connection(asyncio.BufferedProtocol):
             return buffers
         nbytes += len(head)
         if loan is not None or (body and nbytes > SMALL_BODY_BYTES):  # no header is overtaken
-            self._send_large(buffers, loan)
+            self._waiting.append((buffers, loan))
+            if len(self._waiting) == 1:
+                self._go_on_writing()
             return buffers
         frame = b"".join(buffers) if body else head
         if self._waiting and self._in_order:
@@ -795,18 +801,6 @@ class Connection(asyncio.BufferedProtocol):
                 self._flush_due = True
                 self._loop.call_soon(self.flush)
         return buffers
-
-    def _send_large(self, buffers: list[Buffer], loan: Loan | None) -> None:
-        """Send buffers none of which may change."""
-        idle = self._writable and not self._waiting
-        if idle and loan is None:
-            self.flush()
-            self._write(buffers)
-            return
-        self._waiting.append((buffers, loan))
-        if idle:
-            self._room.clear()  # nothing may overtake it
-            self._go_on_writing()
 
     def flush(self) -> None:
         """Write small messages now, not at the end of this turn: the peer can begin with them."""
@@ -829,21 +823,22 @@ class Connection(asyncio.BufferedProtocol):
             self.bytes_sent += sum(map(len, buffers))
             self._transport.writelines(buffers)
 
-    def _go_on_writing(self) -> None:
-        while self._waiting and self._writable and not self._closing:
-            loan = self._waiting[0][1]
-            if loan is not None and not loan.copy_part():
-                self._loop.call_soon(self._go_on_writing)
-                return
-            self._write_large(*self._waiting.popleft())
+    def _go_on_writing(self, *, at_once: bool = False) -> None:
+        """Write what waits, none of which may change, while there is room; ``at_once``: anyway."""
+        while self._waiting and not self._closing and (self._writable or at_once):
+            buffers, loan = self._waiting[0]
+            while loan is not None and not loan.copy_part():
+                if not at_once:
+                    self._room.clear()  # nothing may overtake it
+                    self._loop.call_soon(self._go_on_writing)
+                    return
+            self._waiting.popleft()
+            if loan is not None and self.sharing is not None:
+                self.sharing.sent(loan)
+            self.flush()
+            self._write(buffers)
         if self._writable:
             self._room.set()
-
-    def _write_large(self, buffers: list[Buffer], loan: Loan | None) -> None:
-        if loan is not None and self.sharing is not None:
-            self.sharing.sent(loan)
-        self.flush()
-        self._write(buffers)
 
     def _withdraw(self, buffers: list[Buffer]) -> bool:
         """Take back what was to be sent; return False if that is too late."""
@@ -872,19 +867,6 @@ class Connection(asyncio.BufferedProtocol):
         self._writable = True
         self._go_on_writing()
 
-    def pause_reading(self, why: str) -> None:
-        """Stop taking bytes from the peer, until ``resume_reading`` is called for this reason."""
-        if not (self._pauses or self._closing):
-            self._transport.pause_reading()
-        self._pauses.add(why)
-
-    def resume_reading(self, why: str) -> None:
-        """Take bytes again, unless there is another reason not to."""
-        if why in self._pauses:
-            self._pauses.remove(why)
-            if not (self._pauses or self._closing):
-                self._transport.resume_reading()
-
     # Its beginning.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -908,12 +890,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def _go_on_shaking_hands(self) -> Frame | None:
         """Say what there is to say; once open, return the first frame if it is there."""
-        self._write(self.wire.data_to_send())
-        if self.wire.state is State.CLOSED:
+        handshake = self.handshake
+        self._write(handshake.data_to_send())
+        if handshake.state is State.CLOSED:
             self.close()
-        elif self.wire.state is State.OPEN:
-            self.task, self.incarnation = self.wire.peer_task, self.wire.peer_incarnation
-            self.client, self.lane = (self.task, self.incarnation), self.wire.lane
+        elif handshake.state is State.OPEN:
+            self.task, self.incarnation = handshake.peer_task, handshake.peer_incarnation
+            self.client, self.lane = (self.task, self.incarnation), handshake.lane
+            self._decoder.limits = self._limits
             self.is_open = True
             self._in_order = self.lane != BULK
             self._deadline.cancel()
@@ -926,7 +910,7 @@ class Connection(asyncio.BufferedProtocol):
     def refuse(self, refused: Refused) -> None:
         """Turn the peer away in the middle of its handshake, and say why."""
         if not self._closing:
-            self.wire.refuse(refused)
+            self.handshake.refuse(refused)
             self._go_on_shaking_hands()
 
     def share(self, channel: SideChannel) -> None:
@@ -934,18 +918,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._memory is None:
             channel.close()
             return
-        self.sharing = Sharing(self._memory, channel, Waker(self._return_soon))
+        self.sharing = Sharing(self._memory, channel, Waker(self._say_returns, RETURN_WITHIN_S))
         self._decoder.borrow = self.sharing.borrow
-
-    def _return_soon(self) -> None:
-        assert self.sharing is not None, "it says that there is something"
-        if self.sharing.has_to_say and not self._return_due:
-            self._return_due = True
-            self._loop.call_later(RETURN_WITHIN_S, self._return_now)
-
-    def _return_now(self) -> None:
-        self._return_due = False
-        self._say_returns()
 
     def _say_returns(self) -> None:
         assert self.sharing is not None, "it says that there is something"
@@ -963,11 +937,7 @@ class Connection(asyncio.BufferedProtocol):
             self._closing = True
             return
         self.flush()
-        while self._waiting:
-            buffers, loan = self._waiting.popleft()
-            while loan is not None and not loan.copy_part():
-                pass
-            self._write_large(buffers, loan)
+        self._go_on_writing(at_once=True)
         self._closing = True
         self._transport.close()
 
@@ -992,12 +962,12 @@ class Connection(asyncio.BufferedProtocol):
     def fail(self, error: Exception) -> None:
         """Close because of ``error``, and say where it came from if that was not foreseen."""
         if not isinstance(error, PsyncError):
-            logger.error("a message of %s failed", self.wire.peer_task, exc_info=error)
+            logger.error("a message of %s failed", self.handshake.peer_task, exc_info=error)
         if self.is_open or self._closing:
             self._end(error)
             return
         self.error = error
-        self._write(self.wire.data_to_send())  # what a stranger may know of it
+        self._write(self.handshake.data_to_send())  # what a stranger may know of it
         self._closing = True
         self._transport.close()  # once that is on its way; within the deadline
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import socket
 import weakref
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +32,7 @@ from psync.net.transport import Listener, one_line, reason
 from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message
 from psync.wire.frames import VERSION
-from psync.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake, State
+from psync.wire.handshake import NONCE_BYTES, ClientHandshake, Handshake, ServerHandshake, State
 from psync.wire.messages import Challenge, Hello, Refused
 
 logger = logging.getLogger(__name__)
@@ -74,8 +76,8 @@ class Endpoint:
         self._sharings: weakref.WeakSet[Sharing] = weakref.WeakSet()  # of connections that are gone
         self.on_peer: list[Callable[[Connection], None]] = []  # told of each accepted connection
         self._peers: dict[Connection, None] = {}  # open, or in their handshake, in this order
-        # Bytes over connections that are gone.
-        self._sent = self._received = self._lent = self._borrowed = 0
+        # Of connections that are gone.
+        self._traffic = Counter(bytes_sent=0, bytes_received=0, bytes_lent=0, bytes_borrowed=0)
         # Of them, accepted ones in their handshake, the oldest first, and where they come from.
         self._unproven: dict[Connection, handshake_limits.Place] = {}
         self._failures = handshake_limits.FailedHandshakes(self.platform.limits.handshake_failures)
@@ -101,34 +103,27 @@ class Endpoint:
         Cancellation: Safe.
         """
         self._check_not_closed()
-        try:
-            listener = await self._listen(address)
-        except OSError as exc:
-            raise ConfigurationError(
-                f"{self.task} cannot listen on {address}: {reason(exc)}",
-                hint="is another process listening there, such as a task of an earlier run? is it "
-                "an address of this machine?",
-            ) from exc
-        self._listeners.append(listener)
-        return listener
-
-    async def _listen(self, address: str) -> Listener:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + OWN_NAME_WITHIN_S
-        attempt = 0
-        while True:
+        for attempt in itertools.count():
             try:
-                return await self.platform.network.listen(address, self._accept)
-            except socket.gaierror as exc:
-                if loop.time() >= deadline:
-                    raise
+                listener = await self.platform.network.listen(address, self._accept)
+                break
+            except OSError as exc:
+                if not isinstance(exc, socket.gaierror) or loop.time() >= deadline:
+                    raise ConfigurationError(
+                        f"{self.task} cannot listen on {address}: {reason(exc)}",
+                        hint="is another process listening there, such as a task of an earlier "
+                        "run? is it an address of this machine?",
+                    ) from exc
                 if not attempt:
                     logger.warning(
                         "%s cannot listen on %s yet, and retries for %.0f s: %s",
                         self.task, address, OWN_NAME_WITHIN_S, reason(exc),
                     )  # fmt: skip
             await asyncio.sleep(backoff(attempt, self.platform.uniform()))
-            attempt += 1
+        self._listeners.append(listener)
+        return listener
 
     async def connect(self, address: str, expect: str, lane: str = "control") -> Connection:
         """Open one connection to the task ``expect`` at ``address``; one attempt.
@@ -268,16 +263,14 @@ class Endpoint:
 
     def statistics(self) -> dict[str, int]:
         """Return how many connections are open, or are not yet, and the bytes over all so far."""
-        num_open = len(self.peers)
-        sharings = [each.sharing for each in self._peers if each.sharing is not None]
-        known = {*sharings, *self._sharings}
+        num_open, traffic = len(self.peers), self._traffic.copy()
+        for peer in self._peers:
+            traffic.update(peer.traffic())
+        known = {each.sharing for each in self._peers if each.sharing} | set(self._sharings)
         return {
             "connections": num_open,
             "handshakes": len(self._peers) - num_open,
-            "bytes_sent": self._sent + sum(each.bytes_sent for each in self._peers),
-            "bytes_received": self._received + sum(each.bytes_received for each in self._peers),
-            "bytes_lent": self._lent + sum(each.bytes_lent for each in sharings),
-            "bytes_borrowed": self._borrowed + sum(each.bytes_borrowed for each in sharings),
+            **traffic,
             "bytes_lent_now": sum(each.bytes_lent_now for each in known),
             "bytes_kept_now": sum(each.bytes_kept_now for each in known),
             **self.platform.memory.statistics(),
@@ -296,12 +289,9 @@ class Endpoint:
     def _forget(self, peer: Connection) -> None:
         """A connection is gone; what it has carried still counts."""
         if self._peers.pop(peer, self) is None:
-            self._sent += peer.bytes_sent
-            self._received += peer.bytes_received
-            if (sharing := peer.sharing) is not None:
-                self._lent += sharing.bytes_lent
-                self._borrowed += sharing.bytes_borrowed
-                self._sharings.add(sharing)
+            self._traffic.update(peer.traffic())
+            if peer.sharing is not None:
+                self._sharings.add(peer.sharing)
 
     # Accepting.
 
@@ -315,7 +305,7 @@ class Endpoint:
         peer.on_opened = self._on_accepted_opened
         peer.on_closed.append(self._on_accepted_closed)
         if is_full:
-            peer.wire.refuse(Refused("full", f"it has {limits.connections} connections"))
+            peer.handshake.refuse(Refused("full", f"it has {limits.connections} connections"))
         else:
             peer.on_made = functools.partial(self._take_place, peer)
         if self._closed:
@@ -344,7 +334,7 @@ class Endpoint:
         self._report_closed(peer)
         if place is None or self._closed:
             return
-        refused = peer.wire.refused
+        refused = peer.handshake.refused
         if refused is not None and refused.reason in _PROVED:
             self._failures.succeeded(place.source)
         else:
@@ -360,7 +350,7 @@ class Endpoint:
 
     # Both.
 
-    def _new_peer(self, handshake: ClientHandshake | ServerHandshake) -> Connection:
+    def _new_peer(self, handshake: Handshake) -> Connection:
         peer = self.platform.parts.of(Connection)(
             handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
             self.platform.memory,
@@ -372,8 +362,8 @@ class Endpoint:
         return peer
 
     def _report_closed(self, peer: Connection) -> None:
-        refused, error = peer.wire.refused, peer.error
-        who = f"{peer.task or peer.wire.peer_task or 'a stranger'} ({peer.peername})"
+        refused, error = peer.handshake.refused, peer.error
+        who = f"{peer.task or peer.handshake.peer_task or 'a stranger'} ({peer.peername})"
         if refused is not None:
             # Whoever finds no room tries again, and says so himself when it takes too long. A task
             # that is fenced has begun anew, or is told by the error that it gets.
@@ -383,7 +373,7 @@ class Endpoint:
             log(level, "%s refused %s: %s", self.task, who, refused.detail)
         elif self._closed:
             return
-        elif peer.wire.state is State.AWAIT_PROOF and not isinstance(error, PsyncError):
+        elif peer.handshake.state is State.AWAIT_PROOF and not isinstance(error, PsyncError):
             # It has seen our proof. It died, or it has another secret: that stands in its own log.
             self._log_stranger(
                 logging.DEBUG, "%s: %s left before its handshake was over", self.task, who

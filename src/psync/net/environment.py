@@ -24,6 +24,7 @@ from psync.net.platform import (
     Platform,
     flag,
     inherited_file,
+    number_in,
     workforce_of_launcher,
 )
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
@@ -229,10 +230,7 @@ def watchdog_timeout(environ: Mapping[str, str] = os.environ) -> float | None:
         text = environ.get(variable, "").strip()
         if not text:
             continue
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = math.nan
+        seconds = number_in(text)
         if not math.isfinite(seconds):
             raise ConfigurationError(f"{variable}: expected seconds, got {text!r}")
         return seconds if seconds > 0 else None

@@ -145,22 +145,19 @@ def _remember(known: dict[str, K], source: str, what: K) -> None:
 class LogQuota:
     """Which lines about strangers are written; single owner. Times as in ``FailedHandshakes``.
 
-    Args:
-        per_minute: Lines of one minute, which begins with the first of them.
+    A minute begins with the first of its lines.
     """
 
-    def __init__(self, per_minute: int = LINES_PER_MINUTE) -> None:
-        self._per_minute = per_minute
-        self._lines = 0  # of this minute
-        self._untold = 0  # lines that were not written
-        self.ends = -MINUTE_S  # when this minute is over
+    _lines = 0  # of this minute
+    _untold = 0  # lines that were not written
+    ends = -MINUTE_S  # when this minute is over
 
     def allows(self, now: float) -> bool:
         """Count a line; return whether it may be written."""
         if now >= self.ends:
             self._lines, self.ends = 0, now + MINUTE_S
         self._lines += 1
-        if self._lines <= self._per_minute:
+        if self._lines <= LINES_PER_MINUTE:
             return True
         self._untold += 1
         return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import random
 import socket
@@ -36,7 +37,8 @@ MISPLACED = 78
 """Exit code of a worker of ``psync run`` that runs the program instead of serving: the launcher
 says so, once for all of them."""
 
-_all: list[PerProcess[Any]] = []
+every: list[PerProcess[Any]] = []
+"""All values of a process, so that a test can begin with fresh ones."""
 
 
 class PerProcess(Generic[T]):
@@ -49,23 +51,10 @@ class PerProcess(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self.make = make
         self.value = make()
-        _all.append(self)
+        every.append(self)
 
     def __call__(self) -> T:
         return self.value
-
-
-@contextlib.contextmanager
-def fresh_process() -> Iterator[None]:
-    """Let everything be as in a process that has just begun; afterwards it is as it was."""
-    before = {id(each): each.value for each in _all}
-    for each in _all:
-        each.value = each.make()
-    try:
-        yield
-    finally:
-        for each in _all:  # a module may have been imported meanwhile
-            each.value = before[id(each)] if id(each) in before else each.make()
 
 
 def inherited_file(variable: str) -> int | None:
@@ -117,6 +106,14 @@ def flag(environ: Mapping[str, str], variable: str) -> bool | None:
     if text not in ("", "0", "1"):
         raise ConfigurationError(f"{variable}: expected 0 or 1, got {text!r}")
     return text == "1" if text else None
+
+
+def number_in(text: str) -> float:
+    """Return the number that a variable is; NaN: it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 class Follower(Protocol):

@@ -27,12 +27,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from psync.cluster import (
-    TRAINING_JOBS,
-    ClusterSpec,
-    validate_for_training,
-    with_chief,
-)
+from psync.cluster import ClusterSpec, validate_for_training, with_chief
 from psync.errors import ConfigurationError, DuplicateTaskError
 
 T = TypeVar("T")
@@ -320,9 +315,7 @@ class TFConfigClusterResolver(ClusterResolver):
         if isinstance(index, str) and re.fullmatch(r"[0-9]{1,9}", index):
             return int(index)
         if index is not None and type(index) is not int:
-            raise ConfigurationError(
-                f"TF_CONFIG: task.index: expected a whole number, got {reprlib.repr(index)}"
-            )
+            raise _misfit("task.index: ", "a whole number", index)
         return index
 
     def _known_master(self, is_task_given: bool, rpc_layer: str | None) -> str | None:
@@ -345,19 +338,19 @@ class TFConfigClusterResolver(ClusterResolver):
                 '"task": {"type": "worker", "index": 0}}',
             ) from None
         if not isinstance(config, dict):
-            raise ConfigurationError(
-                f"TF_CONFIG: expected a JSON object, got {reprlib.repr(config)}"
-            )
+            raise _misfit("", "a JSON object", config)
         return config
 
 
 def _in(config: dict[str, Any], field: str, kind: type[T], expected: str) -> T | None:
     value = config.get(field.rpartition(".")[2])
     if value is not None and not isinstance(value, kind):
-        raise ConfigurationError(
-            f"TF_CONFIG: {field}: expected {expected}, got {reprlib.repr(value)}"
-        )
+        raise _misfit(f"{field}: ", expected, value)
     return value
+
+
+def _misfit(where: str, expected: str, got: object) -> ConfigurationError:
+    return ConfigurationError(f"TF_CONFIG: {where}expected {expected}, got {reprlib.repr(got)}")
 
 
 class UnionClusterResolver(ClusterResolver):
@@ -529,60 +522,6 @@ def resolve_cluster(environ: Mapping[str, str] | None = None) -> ClusterResolver
         f"{', '.join(['TF_CONFIG', *LAUNCHERS])} describe none",
         hint="; ".join(advice),
     )
-
-
-def jobs_of(environ: Mapping[str, str], number: str, source: str) -> dict[str, int]:
-    """Return the number of tasks of each job, as ``PSYNC_JOBS`` has it; jobs of none are left out.
-
-    What it does not name has its default: one chief, one ps, and as many workers as are left.
-
-    Args:
-        environ: Has ``PSYNC_JOBS``, as in ``chief=1,ps=2,worker=4``.
-        number: How many tasks the launcher has started; unless it is a number above 0, the variable
-            has to name the workers.
-        source: The launcher, for messages.
-
-    Raises:
-        ConfigurationError: It is malformed, or there are more or fewer tasks.
-    """
-    text = environ.get("PSYNC_JOBS", "")
-    num_tasks = int(number) if re.fullmatch("[0-9]{1,7}", number) else 0
-    given: dict[str, int] = {}
-    for piece in filter(None, (piece.strip() for piece in text.split(","))):
-        match = re.fullmatch(r"([a-z]+)=([0-9]{1,7})", piece)
-        if match is None or match[1] not in TRAINING_JOBS or match[1] in given:
-            raise ConfigurationError(
-                f"PSYNC_JOBS: expected numbers of tasks as in chief=1,ps=2,worker=4, got {text!r}"
-            )
-        given[match[1]] = int(match[2])
-    jobs = {"chief": 1, "ps": 1, **given}
-    if "worker" not in jobs:
-        if not num_tasks:
-            raise ConfigurationError(
-                f"PSYNC_JOBS: expected a number of workers, which {source} does not provide, got "
-                f"{text!r}",
-                hint="PSYNC_JOBS=ps=2,worker=4",
-            )
-        jobs["worker"] = max(num_tasks - sum(jobs.values()), 0)
-    total = sum(jobs.values())
-    if num_tasks not in (0, total) or not jobs["worker"]:
-        needed = f"{jobs['chief']} chief, {jobs['ps']} ps and at least 1 worker"
-        expected = f"{total} tasks" if "worker" in given else needed
-        raise ConfigurationError(
-            f"PSYNC_JOBS: expected {expected}, but {source} has started {num_tasks} tasks",
-            hint="set PSYNC_JOBS=ps=2 for two ps tasks; the remaining tasks are workers",
-        )
-    return {job: count for job, count in jobs.items() if count}
-
-
-def port_of(environ: Mapping[str, str], default: int) -> int:
-    """Return the port that ``PSYNC_PORT`` names. Raises ConfigurationError: it is malformed."""
-    text = environ.get("PSYNC_PORT", "")
-    if not text:
-        return default
-    if not re.fullmatch("[0-9]{1,5}", text) or not 0 < int(text) < 65536:
-        raise ConfigurationError(f"PSYNC_PORT: expected a port, 1 to 65535, got {text!r}")
-    return int(text)
 
 
 def interface_towards(host: str, port: int) -> tuple[str, socket.AddressFamily]:

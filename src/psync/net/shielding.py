@@ -1,4 +1,4 @@
-"""Waiting for work: for what ends first; for work that goes on when its caller is cancelled.
+"""Work and who waits for it: what ends first; work that goes on when its caller is cancelled.
 
 ``shielded`` is as ``asyncio.shield``, which from Python 3.14 on reports an error of such work to
 the exception handler of the loop, even if somebody else looks at it: a log of an ERROR where
@@ -8,6 +8,8 @@ nothing is wrong.
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import sys
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -78,3 +80,24 @@ def most_are_cancelled(before: Iterable[asyncio.Task[Any]] = ()) -> bool:
     if known := {task for task in known if not task.done() or task.cancelling() > 0}:
         return all(task.cancelling() > 0 for task in known)
     return 2 * sum(task.cancelling() > 0 for task in others) >= len(others)
+
+
+CELL = "parent_header"
+"""Name of ipykernel's variables, one for stdout, stderr and displays each."""
+
+
+async def of_no_cell(work: Coroutine[Any, Any, T]) -> T:
+    """Do ``work`` so that what it starts belongs to no cell; outside of a notebook, just do it.
+
+    ipykernel keeps the cell whose output something is in a context variable, which tasks and
+    callbacks inherit from where they were made. Where it is not set, the cell that runs gets it.
+
+    Cancellation: As that of ``work``.
+    """
+    if "ipykernel" not in sys.modules:
+        return await work
+    context = contextvars.Context()
+    for variable, value in contextvars.copy_context().items():
+        if variable.name != CELL:
+            context.run(variable.set, value)
+    return await asyncio.get_running_loop().create_task(work, context=context)

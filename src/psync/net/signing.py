@@ -32,13 +32,7 @@ class Authority:
     def __init__(self, first: datetime.datetime, last: datetime.datetime) -> None:
         self._first, self._last = first, last
         self._key = ec.generate_private_key(ec.SECP256R1())
-        own = (
-            self._begin(AUTHORITY, self._key)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(_usage(signs_certificates=True), critical=True)
-            .sign(self._key, hashes.SHA256())
-        )
-        self.certificate = own.public_bytes(_PEM)
+        self.certificate = self._signed(AUTHORITY, self._key)
 
     def issue(self, hosts: Sequence[str]) -> tuple[bytes, bytes]:
         """Return a certificate for these names and IP addresses, and its new key, as PEM.
@@ -50,21 +44,16 @@ class Authority:
         names = x509.SubjectAlternativeName([_alternative(host) for host in dict.fromkeys(hosts)])
         both_sides = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        certificate = (
-            self._begin(TASK, key)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(signs_certificates=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage(both_sides), critical=False)
-            .add_extension(names, critical=False)
-            .add_extension(signer, critical=False)
-            .sign(self._key, hashes.SHA256())
-        )
+        certificate = self._signed(TASK, key, x509.ExtendedKeyUsage(both_sides), names, signer)
         form, secrecy = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        return certificate.public_bytes(_PEM), key.private_bytes(_PEM, form, secrecy)
+        return certificate, key.private_bytes(_PEM, form, secrecy)
 
-    def _begin(self, subject: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-        public = key.public_key()
-        return (
+    def _signed(
+        self, subject: str, key: ec.EllipticCurvePrivateKey, *more: x509.ExtensionType
+    ) -> bytes:
+        """Return the certificate of a key, as PEM, with ``more`` extensions."""
+        public, signs = key.public_key(), subject == AUTHORITY
+        builder = (
             x509.CertificateBuilder()
             .subject_name(_named(subject))
             .issuer_name(_named(AUTHORITY))
@@ -73,7 +62,12 @@ class Authority:
             .not_valid_before(self._first)
             .not_valid_after(self._last)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+            .add_extension(x509.BasicConstraints(signs, 0 if signs else None), critical=True)
+            .add_extension(_usage(signs_certificates=signs), critical=True)
         )
+        for extension in more:
+            builder = builder.add_extension(extension, critical=False)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(_PEM)
 
 
 def _named(text: str) -> x509.Name:

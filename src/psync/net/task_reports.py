@@ -7,7 +7,7 @@ asyncio tasks and threads, then an end marker. No error of any part leaves it.
     the token of a synchronous step       ps 0                   ``ps_task``
     a staleness bound                     ps 0                   ``sync.staleness_service``
     a lock, the gate of a cut, a backup   the ps                 ``ps.admission``,
-                                                                 ``backups.service``
+                                                                 ``backups.primary``
     a ps that is away, or is recovered    worker, coordinator    ``worker.session``, ``recovery``
     closures are held back, or none left  coordinator            ``coordinator``, ``watchdog``
     its own step                          the worker             ``worker.session``

@@ -357,7 +357,13 @@ class TlsChannel(asyncio.Transport, asyncio.BufferedProtocol):
         self._pumping, done = True, 0
         try:
             while self._backlog and self._below_writable and done < TURN_BYTES:
-                done += self._encrypt(self._next_piece())
+                piece = self._next_piece()
+                done += len(piece)
+                self._backlog_bytes -= len(piece)
+                self._tls.write(piece)
+                self._send_encrypted()
+        except ssl.SSLError as exc:
+            self._fail(ConnectionLost(f"TLS with {self._who} broke: {words_of(exc)}"))
         finally:
             self._pumping = False
         if self._backlog and self._below_writable:
@@ -376,16 +382,6 @@ class TlsChannel(asyncio.Transport, asyncio.BufferedProtocol):
             small.append(self._backlog.popleft())
             size += len(small[-1])
         return first if len(small) == 1 else memoryview(b"".join(small))
-
-    def _encrypt(self, piece: memoryview) -> int:
-        self._backlog_bytes -= len(piece)
-        try:
-            self._tls.write(piece)
-        except ssl.SSLError as exc:
-            self._fail(ConnectionLost(f"TLS with {self._who} broke: {words_of(exc)}"))
-            return 0
-        self._send_encrypted()
-        return len(piece)
 
     def _tell_above(self) -> None:
         unsent = self.get_write_buffer_size()

@@ -318,14 +318,12 @@ class Trace:
         program: Name of the program, for the file.
 
     Attributes:
-        began: Set when all tasks record.
         ended: Ends recording when it is set; set when that has ended.
         cut_short: Why it ended early; "" if it did not.
         summary: Contents of the file; None before it is written.
     """
 
     def __init__(self, read: ReadSpans, program: str) -> None:
-        self.began = asyncio.Event()
         self.ended = asyncio.Event()
         self.cut_short = ""
         self.summary: Summary | None = None
@@ -335,28 +333,32 @@ class Trace:
         self._readings: list[Reading] = []
         self._nbytes = 0
 
-    async def record(self) -> None:
-        """Read until ``ended`` is set, or until the run ends.
+    async def read(self, *, last: bool = False) -> None:
+        """Read what was recorded since the last time; the first time, let all tasks record.
 
         Raises:
-            PsyncError: Nothing could be read.
+            PsyncError: The run has ended.
 
         Cancellation: Safe; tasks stop recording automatically.
         """
+        readings = await self._read(self._name, last=last)
+        self._readings += readings
+        self._nbytes += sum(len(reading.body) for reading in readings)
+        if self._nbytes > MAX_BYTES:
+            self.cut_short = f"more than {MAX_BYTES >> 20} MiB were recorded"
+
+    async def record(self) -> None:
+        """Read until ``ended`` is set, or until the run ends. Cancellation: as that of ``read``."""
         try:
             while not self.ended.is_set() and not self.cut_short:
-                self._take(await self._read(self._name))
-                self.began.set()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(READ_EVERY_S):
                         await self.ended.wait()
-            self._take(await self._read(self._name, last=True))
+                await self.read()
+            await self.read(last=True)
         except PsyncError as exc:
-            if not self._readings:
-                raise
             self.cut_short = exc.message
         finally:
-            self.began.set()
             self.ended.set()
 
     def write(self, path: Path) -> None:
@@ -365,12 +367,6 @@ class Trace:
         with path.open("w", encoding="utf-8") as file:
             self.summary = write_trace(self._readings, file, **about)
         self._readings.clear()
-
-    def _take(self, readings: list[Reading]) -> None:
-        self._readings += readings
-        self._nbytes += sum(len(reading.body) for reading in readings)
-        if self._nbytes > MAX_BYTES:
-            self.cut_short = f"more than {MAX_BYTES >> 20} MiB were recorded"
 
 
 @contextlib.asynccontextmanager
@@ -393,11 +389,9 @@ async def tracing(
     draft = _draft(Path(path))
     try:
         trace = Trace(read, program)
+        await trace.read()
         recording = asyncio.create_task(trace.record())
         try:
-            await trace.began.wait()
-            if recording.done():
-                recording.result()  # nothing could be read
             yield trace
         finally:
             trace.ended.set()

@@ -25,9 +25,7 @@ import numpy as np
 from psync.errors import PsyncError
 from psync.wire import messages
 from psync.wire.codec import Message, decode
-from psync.wire.frames import Kind
-
-SENT = 256  # as ``net.connection``
+from psync.wire.frames import SENT, Kind
 
 KINDS = ("compute", "pull", "push", "wait")  # as ``client.counters``
 
@@ -70,11 +68,6 @@ class Half:
     end: float = math.nan  # its answer had come, or was sent; NaN: neither
     answer: Message | None = None
     outcome: str = ""  # "error", "given up", or "" else
-
-    @property
-    def other(self) -> str:
-        """The other task's name."""
-        return self.link[2] if self.is_client else self.link[0]
 
     @property
     def is_over(self) -> bool:
@@ -416,7 +409,7 @@ def _requests(log: TaskLog, names: Names) -> Iterator[Slice]:
         }
         args = {**_fields(half.message), **_fields(half.answer)}
         args |= {name: value for name, value in told.items() if value}
-        lane = f"{'to' if half.is_client else 'from'} {label(half.other)}"
+        lane = f"to {label(half.link[2])}" if half.is_client else f"from {label(half.link[0])}"
         end = half.end if half.is_over else log.end
         yield Slice(lane, type(half.message).__name__, half.begin, end, args, half)
 

@@ -11,14 +11,14 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from psync.cluster import join_address, split_address
 from psync.errors import PsyncError
 from psync.net.platform import is_deserted
-from psync.net.shared.door_names import BACKLOG, door_beside, name_of_door, shut
+from psync.net.shared.door_names import BACKLOG, door_beside, shut
 from psync.net.shared.doors import Door, doors_of, through_door
 from psync.net.shared.doors import Factory as Factory
 
@@ -58,7 +58,7 @@ class Network(Protocol):
 
 class _SocketListener:
     def __init__(
-        self, server: asyncio.Server, address: str, doors: Sequence[Door], path: str | None = None
+        self, server: asyncio.Server, address: str, doors: Sequence[Door], path: str | None
     ) -> None:
         for sock in server.sockets:
             keep_from_children(sock)
@@ -118,7 +118,7 @@ class SocketNetwork:
         loop = asyncio.get_running_loop()
         host, port = split_address(address)
         if self._shares_memory:
-            made = await through_door(await _doors_at(host, port), factory)
+            made = await through_door(await doors_of(host, port), factory)
             if made is not None:
                 return made
         if port is None:
@@ -131,6 +131,7 @@ class SocketNetwork:
         host, port = split_address(address)
         inherited = self._inherited.pop(address, None)
         server: asyncio.Server
+        bound_to, path = address, None
         if port is None:
             bound = inherited or _bind_unix(host)
             try:
@@ -140,39 +141,26 @@ class SocketNetwork:
             except BaseException:
                 bound.close()
                 raise
-            doors = self._doors(address, [bound], factory)
-            return _SocketListener(server, address, doors, None if inherited else host)
-        if inherited is not None:
-            server = await loop.create_server(factory, sock=inherited, backlog=BACKLOG)
+            path = None if inherited else host
         else:
-            server = await loop.create_server(factory, host or None, port, backlog=BACKLOG)
-        doors = self._doors(address, server.sockets, factory)
-        bound_to = join_address(host, server.sockets[0].getsockname()[1])
-        return _SocketListener(server, bound_to, doors)
+            if inherited is not None:
+                server = await loop.create_server(factory, sock=inherited, backlog=BACKLOG)
+            else:
+                server = await loop.create_server(factory, host or None, port, backlog=BACKLOG)
+            bound_to = join_address(host, server.sockets[0].getsockname()[1])
+        return _SocketListener(server, bound_to, self._doors(address, server, factory), path)
 
-    def _doors(
-        self, address: str, listening: Iterable[socket.socket], factory: Factory
-    ) -> list[Door]:
+    def _doors(self, address: str, server: asyncio.Server, factory: Factory) -> list[Door]:
         inherited = self._inherited_doors.pop(address, None)
         if not self._shares_memory:
             if inherited is not None:
                 shut(inherited)  # nobody would be let in
             return []
-        found = [inherited] if inherited is not None else map(door_beside, listening)
+        found = [inherited] if inherited is not None else map(door_beside, server.sockets)
         doors = [door for door in found if door is not None]
         for door in doors:
             keep_from_children(door)
         return [Door(door, factory) for door in doors]
-
-
-async def _doors_at(host: str, port: int | None) -> list[str]:
-    if port is None:
-        try:
-            return [name_of_door(host, None)]
-        except OSError:
-            return []
-    loop = asyncio.get_running_loop()
-    return doors_of(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), port)
 
 
 def reason(error: OSError) -> str:

@@ -91,7 +91,13 @@ def overflow(array: np.ndarray, made: np.ndarray) -> str | None:
         array: Anything.
         made: The array in another dtype.
     """
-    if _may_overflow(array.dtype, made.dtype):
+    source, target = array.dtype, made.dtype
+    if source.kind in "iub":
+        may_overflow = target == np.float16  # all others hold the largest integer
+    else:
+        floating = source.kind in "fO" or source.name == "bfloat16"
+        may_overflow = floating and (target.itemsize < source.itemsize or target.itemsize == 2)
+    if source != target and target.kind not in "iub" and may_overflow:
         finite = np.isfinite(made)
         if not finite.all():
             # Python integers above those of numpy are objects, of which it knows nothing.
@@ -99,15 +105,6 @@ def overflow(array: np.ndarray, made: np.ndarray) -> str | None:
             lost = array[~finite & np.isfinite(known)]
             return str(lost[0]) if lost.size else None
     return None
-
-
-def _may_overflow(source: np.dtype, target: np.dtype) -> bool:
-    if source == target or target.kind in "iub":
-        return False
-    if source.kind in "iub":
-        return target == np.float16  # all others hold the largest integer
-    floating = source.kind in "fO" or source.name == "bfloat16"
-    return floating and (target.itemsize < source.itemsize or target.itemsize == 2)
 
 
 def _out_of_range(array: np.ndarray, dtype: np.dtype) -> str | None:

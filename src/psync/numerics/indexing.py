@@ -8,7 +8,6 @@ even where numpy would not look at it, because the result is empty.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from psync.errors import IndexTypeError, IndexValueError, VariableIndexError, check_fits
-from psync.specs import plain_array
+from psync.specs import plain_array, shortened
+
+NO_BYTES = np.dtype([])
+"""Of arrays that take no memory, whatever their shape: on them numpy is asked about an index."""
+
+_FAR = np.iinfo(np.int64).max
+"""What is beyond is beyond any axis, too."""
+
+_ERRORS = {IndexError: VariableIndexError, TypeError: IndexTypeError, ValueError: IndexValueError}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +60,13 @@ def select(
     """
     shape = tuple(shape)
     given = index if isinstance(index, tuple) else (index,)
-    items, position = _placed([_read(item, name, elsewhere) for item in given], shape, name)
-    _check_broadcast(items, name)
+    items = [_read(item, name, elsewhere) for item in given]
+    try:
+        np.empty(shape, NO_BYTES)[tuple(items)]
+        position = _about_axis_0(items, shape)
+    except (IndexError, TypeError, ValueError) as exc:
+        error = next(own for kind, own in _ERRORS.items() if isinstance(exc, kind))
+        raise error(f'index {shortened(index)} of "{name}": {exc}') from exc
     if not shape:
         return Selection(None, tuple(items))
     if position is None or items[position] is Ellipsis:
@@ -62,7 +74,8 @@ def select(
     first = items[position]
     alone = len(items) == 1
     if isinstance(first, int):
-        rows: range | np.ndarray = range(first, first + 1)
+        row = first % shape[0]
+        rows: range | np.ndarray = range(row, row + 1)
         local: Any = 0
     elif isinstance(first, slice):
         rows, local = range(*first.indices(shape[0])), slice(None)
@@ -72,7 +85,7 @@ def select(
             return Selection(rows, None, (len(rows),))
         local = first[rows]
     else:
-        rows = first.reshape(-1)
+        rows = np.where(first < 0, first + shape[0], first).reshape(-1)
         if alone:
             return Selection(rows, None, first.shape)
         local = np.arange(first.size).reshape(first.shape)
@@ -123,15 +136,17 @@ def index_array(indices: Any, what: str) -> np.ndarray:
 
 def _read(item: Any, name: str, elsewhere: tuple[type, ...]) -> Any:
     """Return one item as an int, a slice, an array of numbers or bools, ``...`` or None."""
-    if item is None or item is Ellipsis:
-        return item
     for leaf in _leaves(item):
         if isinstance(leaf, elsewhere):
-            raise _not_allowed(leaf, name)
-    if isinstance(item, slice):
-        return _read_slice(item, name, elsewhere)
+            raise IndexTypeError(
+                f'index of "{name}": {type(leaf).__name__} is not allowed, because its value is '
+                "remote",
+                hint="await it first, then index with its value",
+            )
+    if item is None or item is Ellipsis or isinstance(item, slice):
+        return item
     if isinstance(item, int | np.integer) and not isinstance(item, bool):
-        return int(item)
+        return max(-_FAR, min(int(item), _FAR))
     try:
         array = plain_array(item)
     except TypeError as exc:
@@ -149,102 +164,34 @@ def _read(item: Any, name: str, elsewhere: tuple[type, ...]) -> Any:
     if array.ndim == 0 and array.dtype.kind in "iu":
         return int(array)
     if array.dtype == np.uint64:  # numbers beyond int64 stay out of range, and do not wrap around
-        array = np.minimum(array, np.uint64(np.iinfo(np.int64).max))
+        array = np.minimum(array, np.uint64(_FAR))
     return array if array.dtype == bool else array.astype(np.int64, copy=False)
 
 
-def _read_slice(item: slice, name: str, elsewhere: tuple[type, ...]) -> slice:
-    bounds = []
-    for bound in (item.start, item.stop, item.step):
-        if isinstance(bound, elsewhere):
-            raise _not_allowed(bound, name)
-        try:
-            bounds.append(None if bound is None else operator.index(bound))
-        except TypeError as exc:
-            raise IndexTypeError(
-                f'index of "{name}": expected integers or None as bounds of a slice, got '
-                f"{type(bound).__name__}"
-            ) from exc
-    if bounds[2] == 0:
-        raise IndexValueError(f'index of "{name}": the step of a slice cannot be 0')
-    return slice(*bounds)
-
-
 def _leaves(item: Any) -> list[Any]:
+    """Return an item, or what is in it if it is a list or slice."""
+    if isinstance(item, slice):
+        return [item.start, item.stop, item.step]
     return [leaf for part in item for leaf in _leaves(part)] if isinstance(item, list) else [item]
 
 
-def _not_allowed(item: Any, name: str) -> IndexTypeError:
-    return IndexTypeError(
-        f'index of "{name}": {type(item).__name__} is not allowed, because its value is remote',
-        hint="await it first, then index with its value",
-    )
+def _about_axis_0(items: Sequence[Any], shape: tuple[int, ...]) -> int | None:
+    """Return which item is about axis 0, of an index that numpy takes.
 
-
-def _placed(
-    values: Sequence[Any], shape: tuple[int, ...], name: str
-) -> tuple[list[Any], int | None]:
-    """Return the items with negative numbers counted from the front, and which is about axis 0."""
-    used = [_num_axes(value) for value in values]
-    if sum(value is Ellipsis for value in values) > 1:
-        raise VariableIndexError(f'index of "{name}": only one ... can stand in an index')
-    if sum(used) > len(shape):
-        raise VariableIndexError(
-            f'index of "{name}": too many indices: it has {len(shape)} axes, the index covers '
-            f"{sum(used)}"
-        )
-    items: list[Any] = []
+    Raises:
+        IndexError: A number is out of range where numpy does not look, as the result is empty.
+    """
+    masks = [isinstance(item, np.ndarray) and item.dtype == bool for item in items]
+    counts = [  # of axes
+        item.ndim if is_mask else int(item is not None and item is not Ellipsis)
+        for item, is_mask in zip(items, masks, strict=True)
+    ]
     axis, first = 0, None
-    for value, count in zip(values, used, strict=True):
-        if value is Ellipsis:
-            count = len(shape) - sum(used)
-        if first is None and axis == 0 and count:
-            first = len(items)
-        items.append(_within(value, axis, shape, name))
+    for at, item in enumerate(items):
+        count = len(shape) - sum(counts) if item is Ellipsis else counts[at]
+        if count and not axis:
+            first = at
+        if isinstance(item, np.ndarray) and not masks[at]:
+            np.empty((1,) * axis + shape[axis : axis + 1], NO_BYTES)[(0,) * axis + (item,)]
         axis += count
-    return items, first
-
-
-def _num_axes(value: Any) -> int:
-    if value is None or value is Ellipsis:
-        return 0
-    return value.ndim if isinstance(value, np.ndarray) and value.dtype == bool else 1
-
-
-def _within(value: Any, axis: int, shape: tuple[int, ...], name: str) -> Any:
-    """Return an item that fits the axes that it is about."""
-    if isinstance(value, int):
-        if not -shape[axis] <= value < shape[axis]:
-            raise _out_of_bounds(value, axis, shape, name)
-        return value + shape[axis] if value < 0 else value
-    if not isinstance(value, np.ndarray):
-        return value
-    if value.dtype == bool:
-        about = shape[axis : axis + value.ndim]
-        expected = f'index of "{name}": expected a mask of shape {about}'
-        check_fits(value.shape == about, expected, value.shape, error=VariableIndexError)
-        return value
-    size = shape[axis]
-    outside = (value < -size) | (value >= size)
-    if outside.any():
-        raise _out_of_bounds(int(value[outside][0]), axis, shape, name)
-    return np.where(value < 0, value + size, value) if (value < 0).any() else value
-
-
-def _out_of_bounds(value: int, axis: int, shape: tuple[int, ...], name: str) -> VariableIndexError:
-    return VariableIndexError(
-        f'index {value} is out of bounds for axis {axis} of "{name}", which has size {shape[axis]}'
-    )
-
-
-def _check_broadcast(items: Sequence[Any], name: str) -> None:
-    """Check that arrays and masks fit each other."""
-    arrays = [item for item in items if isinstance(item, np.ndarray)]
-    shapes = [(int(np.count_nonzero(a)),) if a.dtype == bool else a.shape for a in arrays]
-    try:
-        np.broadcast_shapes(*shapes)
-    except ValueError as exc:
-        raise VariableIndexError(
-            f'index of "{name}": arrays of the shapes {", ".join(map(str, shapes))} do not fit '
-            "each other"
-        ) from exc
+    return first

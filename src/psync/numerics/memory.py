@@ -131,18 +131,6 @@ def no_run(nbytes: int, offset: int) -> memoryview | None:
     """Return None: there is nobody who would see it in one piece."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolStatistics:
-    """A snapshot of a pool."""
-
-    hits: int  # take() and lend() calls for 64 KiB or more that were served with recycled memory
-    misses: int  # those that were served with new memory
-    evicted: int  # roots dropped because the pool was full
-    roots: int  # roots in the pool now, those that others still see included
-    bytes: int  # their size
-    max_bytes: int  # the bound of ``bytes`` now
-
-
 class BlockPool:
     """Recycles memory that nobody references any more.
 
@@ -159,6 +147,10 @@ class BlockPool:
     Attributes:
         bound: Of what is kept: ``max_bytes``, or more until ``shrink``.
         nbytes: Size of what is kept alive.
+        hits: Calls of ``take`` and ``lend`` for 64 KiB or more that were served with recycled
+            memory.
+        misses: Those that were served with new memory.
+        evicted: Roots that were dropped because the pool was full.
     """
 
     def __init__(
@@ -177,9 +169,9 @@ class BlockPool:
         # nbytes -> ids of the roots of that size, the next to be looked at first.
         self._by_size: dict[int, OrderedDict[int, None]] = {}
         self.nbytes = 0
-        self._hits = 0
-        self._misses = 0
-        self._evicted = 0
+        self.hits = 0
+        self.misses = 0
+        self.evicted = 0
 
     def take(self, nbytes: int) -> np.ndarray:
         """Return a 1-D uint8 array of exactly ``nbytes`` that owns its memory.
@@ -234,10 +226,10 @@ class BlockPool:
             for _ in range(min(_PROBES, len(waiting))):
                 key = next(iter(waiting))
                 if _references(self._roots, key) == _UNSEEN_IN_POOL:
-                    self._hits += 1
+                    self.hits += 1
                     return key
                 waiting.move_to_end(key)
-        self._misses += 1
+        self.misses += 1
         return None
 
     def zeros(self, nbytes: int) -> np.ndarray:
@@ -280,15 +272,16 @@ class BlockPool:
         self._by_size.setdefault(root.nbytes, OrderedDict())[key] = None
         self.nbytes += root.nbytes
 
-    def statistics(self) -> PoolStatistics:
-        """Return counters and sizes as of now."""
-        return PoolStatistics(
-            self._hits, self._misses, self._evicted, len(self._roots), self.nbytes, self.bound
-        )
+    def statistics(self) -> dict[str, int]:
+        """Return counters and sizes as of now; roots that others still see are among them."""
+        return {
+            "hits": self.hits, "misses": self.misses, "evicted": self.evicted,
+            "roots": len(self._roots), "bytes": self.nbytes, "max_bytes": self.bound,
+        }  # fmt: skip
 
     def _evict(self, key: int) -> None:
         self._remove(key)
-        self._evicted += 1
+        self.evicted += 1
 
     def _remove(self, key: int) -> np.ndarray:
         root = self._roots.pop(key)
@@ -411,7 +404,7 @@ class BlockArray:
         """Let a new array have the contents ``data`` (1-D uint8, as many bytes)."""
         size = self.dtype.itemsize
         for i in range(self.num_blocks):
-            block = self._blocks[i] = self.apart(i, pool)
+            block = self._blocks[i] = self.writable(i, pool, apart=True)
             start, stop = self.bounds(i)
             block.array.view(np.uint8)[:] = data[start * size : stop * size]
 
@@ -440,10 +433,6 @@ class BlockArray:
         start = i * self._per_block
         return start, min(start + self._per_block, self.size)
 
-    def blocks_between(self, start: int, stop: int) -> int:
-        """Return the number of blocks that hold elements ``start`` to ``stop``."""
-        return 0 if start >= stop else (stop - 1) // self._per_block - start // self._per_block + 1
-
     def block(self, i: int) -> Block:
         """Return block ``i``."""
         block = self._blocks[i]
@@ -453,18 +442,20 @@ class BlockArray:
             self._blocks[i] = block
         return block
 
-    def writable(self, i: int, pool: BlockPool) -> Block:
+    def writable(self, i: int, pool: BlockPool, *, apart: bool = False) -> Block:
         """Return where the new contents of block ``i`` go: itself, or a fresh one if it is held.
 
-        A fresh one has arbitrary contents. Pass what you get to ``commit``.
-        """
-        block = self.block(i)
-        if block.held():
-            return Block(pool.take(self._nbytes(i)), self.dtype)
-        return block
+        Pass the result to ``commit``.
 
-    def apart(self, i: int, pool: BlockPool) -> Block:
-        """As ``writable``, but never the block itself: until ``commit``, its contents stay."""
+        Args:
+            i: Number of the block.
+            pool: Where a fresh one comes from, with arbitrary contents.
+            apart: Whether the contents of the block stay until ``commit``: never itself.
+        """
+        if not apart:
+            block = self.block(i)
+            if not block.held():
+                return block
         return Block(pool.take(self._nbytes(i)), self.dtype)
 
     def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
@@ -663,8 +654,10 @@ class ArenaArray(BlockArray):
         self._is_used = True
         return self.arena.begin(self.start, self.start + self.size, pool)
 
-    def writable(self, i: int, pool: BlockPool) -> Block:
+    def writable(self, i: int, pool: BlockPool, *, apart: bool = False) -> Block:
         """As of a block, where it lies; ``commit`` it in this turn: the others are updated, too."""
+        if apart:
+            return super().writable(i, pool, apart=True)
         present, target, self._is_replaced = self.begin(pool)
         if present is not target:
             np.copyto(target, present)
@@ -681,7 +674,7 @@ class ArenaArray(BlockArray):
 
     def release(self, i: int) -> Block:
         """Return a block with its contents; the array is not used any more."""
-        block = self.apart(i, self._pool)
+        block = self.writable(i, self._pool, apart=True)
         np.copyto(block.array, self.block(i).array)
         return block
 
@@ -756,20 +749,13 @@ class BlockRuns(BlockArray):
             block.array[:] = self.fill
         return super().block(i)
 
-    def writable(self, i: int, pool: BlockPool) -> Block:
+    def writable(self, i: int, pool: BlockPool, *, apart: bool = False) -> Block:
         """Return where the new contents of block ``i`` go; ask for block 0 first."""
         if not i:
-            self._begin_update(pool)
+            self._begin_update(pool, apart)
         there = None if self._target is None else self._target.blocks[i]
-        return super().writable(i, pool) if there is None or there.held() else there
-
-    def apart(self, i: int, pool: BlockPool) -> Block:
-        """As ``writable``, but never the block itself."""
-        if not i:
-            self._begin_update(pool, apart=True)
-        there = None if self._target is None else self._target.blocks[i]
-        if there is None or there is self._blocks[i] or there.held():
-            return super().apart(i, pool)
+        if there is None or there.held() or (apart and there is self._blocks[i]):
+            return super().writable(i, pool, apart=apart)
         return there
 
     def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
@@ -801,7 +787,7 @@ class BlockRuns(BlockArray):
         if self.nbytes <= SHARING_BYTES or not any(block in run.blocks for run in self._runs):
             super().retire(block)
 
-    def _begin_update(self, pool: BlockPool, *, apart: bool = False) -> None:
+    def _begin_update(self, pool: BlockPool, apart: bool) -> None:
         """Choose where the new contents go: a run of which nobody sees anything; None: nowhere."""
         last, self._is_apart, self._new = self._target, apart, []
         runs = self._runs if last is None else [last, *self._runs]

@@ -99,10 +99,14 @@ def reducing_arrays(
     count = len(arrays)
     if axes is not None:
         count = 0
-        for position, own in enumerate([_axes_within(axes, array) for array in arrays]):
-            count += math.prod(arrays[position].shape[axis] for axis in own)
-            with np.errstate(all="ignore"):  # infinities and NaN are results
-                arrays[position] = np.asarray(arrays[position].sum(axis=own, dtype=work))
+        for position, array in enumerate(arrays):
+            try:
+                with np.errstate(all="ignore"):  # infinities and NaN are results
+                    arrays[position] = np.asarray(array.sum(axes, work))
+            except ValueError as exc:  # there is no such axis, or one stands twice
+                text = f"reduce along axis {axes} of a value of shape {array.shape}: {exc}"
+                raise ReplicaValueError(text) from exc
+            count += math.prod(array.shape[axis] for axis in axes)
             if getattr(values[position], "nbytes", 0) > PIECE_BYTES:
                 yield
     _check_shapes([array.shape for array in arrays], "reduce")
@@ -136,22 +140,13 @@ def gather_arrays(values: Sequence[Any], axis: object) -> np.ndarray:
             hint="gather their values and their indices: gather((s.values, s.indices), axis=0)",
         )
     arrays = [_as_array(value) for value in values]
-    if any(array.ndim == 0 for array in arrays):
-        raise ReplicaValueError(
-            "gather: expected values of rank 1 or more, got a number",
-            hint="give it an axis: np.reshape(value, (1,))",
-        )
-    along = [_axes_within(axes, array)[0] for array in arrays]
-    rest = [
-        (*array.shape[:own], None, *array.shape[own + 1 :])
-        for array, own in zip(arrays, along, strict=True)
-    ]
-    if any(shape != rest[0] for shape in rest):
-        shapes = ", ".join(str(array.shape) for array in arrays)
-        raise ReplicaValueError(
-            f"gather: expected shapes that differ along axis {along[0]} only, got {shapes}"
-        )
-    return np.concatenate(arrays, axis=along[0])
+    try:
+        return np.concatenate(arrays, axes[0])
+    except ValueError as exc:  # where there is no such axis, too
+        shapes = [array.shape for array in arrays]
+        hint = "give numbers an axis: np.reshape(value, (1,))" if () in shapes else None
+        text = f"gather along axis {axes[0]} of values of shape {', '.join(map(str, shapes))}"
+        raise ReplicaValueError(f"{text}: {exc}", hint=hint) from exc
 
 
 def _reduce_slices(
@@ -211,17 +206,6 @@ def _work_dtype(dtype: np.dtype) -> np.dtype:
     if dtype.kind == "b":
         return np.dtype(np.int64)
     return dtype if dtype.kind in "iuc" else sum_dtype(dtype)
-
-
-def _axes_within(axes: tuple[int, ...], array: np.ndarray) -> tuple[int, ...]:
-    """Return ``axes`` counted from the front."""
-    own = tuple(axis + array.ndim if axis < 0 else axis for axis in axes)
-    if not all(0 <= axis < array.ndim for axis in own) or len(set(own)) < len(own):
-        raise ReplicaValueError(
-            f"axis {axes[0] if len(axes) == 1 else list(axes)}: expected axes of a value of shape "
-            f"{array.shape}, from {-array.ndim} to {array.ndim - 1}, each once"
-        )
-    return own
 
 
 def _check_shapes(shapes: list[tuple[int, ...]], operation: str) -> None:

@@ -327,15 +327,12 @@ class RowBlocks(BlockArray):
             self.seen.add(i)
         return block
 
-    def writable(self, i: int, pool: BlockPool) -> Block:
+    def writable(self, i: int, pool: BlockPool, *, apart: bool = False) -> Block:
         """Return where the new contents of block ``i`` go; back home, where that can be."""
         home = self._away.get(i)
-        return super().writable(i, pool) if home is None or home.held() else home
-
-    def apart(self, i: int, pool: BlockPool) -> Block:
-        """As ``writable``, but never the block itself; back home, where that can be."""
-        home = self._away.get(i)
-        return super().apart(i, pool) if home is None or home.held() else home
+        if home is None or home.held():
+            return super().writable(i, pool, apart=apart)
+        return home
 
     def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
         """Make ``block`` the block ``i``. Returns whether it replaced another one."""
@@ -398,15 +395,6 @@ class RowBlocks(BlockArray):
                 numbers = np.stack((first, last), 1).reshape(-1)  # ascending, as the rows are
         each: np.ndarray = numbers[starts_of(numbers)]
         return each
-
-    def num_blocks_of(self, rows: np.ndarray) -> int:
-        """Return in how many blocks rows lie; one counts again where they come back to it."""
-        if not len(rows) or not self.row_size:
-            return 0
-        if not self._aligned:
-            return len(self.blocks_of(np.unique(rows)))
-        numbers = rows // (self._per_block // self.row_size)
-        return 1 + int(np.count_nonzero(numbers[1:] != numbers[:-1]))
 
     def held_among(self, blocks: np.ndarray) -> list[int]:
         """Return which of these blocks cannot be written where they are, or lie away."""

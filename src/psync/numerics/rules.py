@@ -60,7 +60,7 @@ from psync.numerics.memory import Scratch
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import scaled, sum_dtype, sum_of_squares
 from psync.schedules import Config, Schedule, as_schedule
-from psync.specs import as_number
+from psync.specs import as_number, checked_integer
 
 MAX_WORDS = 10_000
 """Largest number of words that exclude variables from weight decay."""
@@ -106,15 +106,12 @@ class RuleOptions:
         for name in given:
             self._set(name, number("optimizer", name, getattr(self, name), math.ulp(0.0)))
         steps = self.gradient_accumulation_steps
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
-            raise ConfigurationError(
-                f"optimizer: expected a whole number as gradient_accumulation_steps, got {steps!r}"
-            )
-        if steps is not None and not 2 <= steps < 1 << 31:
-            raise ConfigurationError(
-                f"optimizer: expected gradient_accumulation_steps between 2 and {(1 << 31) - 1}, "
-                f"got {steps}",
-                hint="leave it out to apply each gradient immediately",
+        if steps is not None:
+            most = (1 << 31) - 1
+            expected = f"optimizer: expected gradient_accumulation_steps between 2 and {most}"
+            hint = "leave it out to apply each gradient immediately"
+            self._set(
+                "gradient_accumulation_steps", checked_integer(expected, steps, 2, most, hint=hint)
             )
         for name in ("excluded_names", "excluded_words"):
             self._set(name, words_of(getattr(self, name)))
@@ -412,8 +409,7 @@ class UpdateRule(ABC):
         limit = self.options.clipvalue
         if limit is None:
             return grad
-        np.maximum(grad, -limit, out=out)
-        np.minimum(out, limit, out=out)
+        np.minimum(np.maximum(grad, -limit, out=out), limit, out=out)
         return out
 
 
@@ -460,14 +456,12 @@ class SGD(UpdateRule):
             np.subtract(param, scaled, out=out_param)
             return
         velocity = out_slots[0]
-        np.multiply(slots[0], self.momentum, out=velocity)
-        np.subtract(velocity, scaled, out=velocity)
+        np.subtract(np.multiply(slots[0], self.momentum, out=velocity), scaled, out=velocity)
         if not self.nesterov:
             np.add(param, velocity, out=out_param)
             return
         ahead = scratch[1]
-        np.multiply(velocity, self.momentum, out=ahead)
-        np.subtract(ahead, scaled, out=ahead)
+        np.subtract(np.multiply(velocity, self.momentum, out=ahead), scaled, out=ahead)
         np.add(param, ahead, out=out_param)
 
 
@@ -479,8 +473,7 @@ def move(
     average: np.ndarray, value: np.ndarray, beta: float, out: np.ndarray, temp: np.ndarray
 ) -> None:
     """Compute ``average + (value - average) * (1 - beta)``; ``temp`` may be ``value``."""
-    np.subtract(value, average, out=temp)
-    np.multiply(temp, 1 - beta, out=temp)
+    np.multiply(np.subtract(value, average, out=temp), 1 - beta, out=temp)
     np.add(average, temp, out=out)
 
 
@@ -533,10 +526,8 @@ class Adam(MomentRule):
         if self.amsgrad:
             np.maximum(slots[2], v, out=out_slots[2])
             v = out_slots[2]
-        np.sqrt(v, out=a)
-        np.add(a, self.epsilon, out=a)
-        np.multiply(m, alpha, out=b)
-        np.divide(b, a, out=b)
+        np.add(np.sqrt(v, out=a), self.epsilon, out=a)
+        np.divide(np.multiply(m, alpha, out=b), a, out=b)
         np.subtract(param, b, out=out_param)
 
 
@@ -562,11 +553,9 @@ class Adamax(MomentRule):
         m, u = out_slots
         move(slots[0], grad, self.beta_1, m, a)
         np.absolute(grad, out=a)
-        np.multiply(slots[1], self.beta_2, out=u)
-        np.maximum(u, a, out=u)
+        np.maximum(np.multiply(slots[1], self.beta_2, out=u), a, out=u)
         np.add(u, self.epsilon, out=a)
-        np.multiply(m, alpha, out=b)
-        np.divide(b, a, out=b)
+        np.divide(np.multiply(m, alpha, out=b), a, out=b)
         np.subtract(param, b, out=out_param)
 
 
@@ -610,10 +599,8 @@ class Nadam(MomentRule):
         a, b = scratch[:2]
         m, v = self._move_moments(grad, slots, out_slots, a)
         np.multiply(m, of_average, out=a)
-        np.multiply(grad, of_gradient, out=b)
-        np.add(a, b, out=b)
-        np.divide(v, correction, out=a)
-        np.sqrt(a, out=a)
+        np.add(a, np.multiply(grad, of_gradient, out=b), out=b)
+        np.sqrt(np.divide(v, correction, out=a), out=a)
         np.add(a, self.epsilon, out=a)
         np.divide(b, a, out=b)
         np.subtract(param, b, out=out_param)
@@ -639,8 +626,7 @@ class Lion(UpdateRule):
         a, b = scratch[:2]
         np.multiply(slots[0], self.beta_1, out=a)
         np.multiply(grad, 1 - self.beta_1, out=b)
-        np.add(a, b, out=a)
-        np.sign(a, out=a)
+        np.sign(np.add(a, b, out=a), out=a)
         np.multiply(a, rate, out=a)
         np.subtract(param, a, out=out_param)
         np.multiply(slots[0], self.beta_2, out=a)
@@ -653,8 +639,7 @@ def decay_towards(
 ) -> None:
     """Compute ``rho * average + (1 - rho) * value``; ``temp`` may be ``value``."""
     np.multiply(value, 1 - rho, out=temp)
-    np.multiply(average, rho, out=out)
-    np.add(out, temp, out=out)
+    np.add(np.multiply(average, rho, out=out), temp, out=out)
 
 
 _LN2 = 0.6931471805599453
@@ -698,8 +683,7 @@ _POWER_CHUNK = 1 << 13  # elements: their temporary arrays stay in the CPU's cac
 def _polynomial(coefficients: Sequence[float], x: np.ndarray) -> np.ndarray:
     total = np.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
-        np.multiply(total, x, out=total)
-        np.add(total, coefficient, out=total)
+        np.add(np.multiply(total, x, out=total), coefficient, out=total)
     return total
 
 
@@ -724,10 +708,8 @@ class Adagrad(UpdateRule):
         accumulator = out_slots[0]
         np.multiply(grad, grad, out=a)
         np.add(slots[0], a, out=accumulator)
-        np.add(accumulator, self.epsilon, out=a)
-        np.sqrt(a, out=a)
-        np.multiply(grad, rate, out=b)
-        np.divide(b, a, out=b)
+        np.sqrt(np.add(accumulator, self.epsilon, out=a), out=a)
+        np.divide(np.multiply(grad, rate, out=b), a, out=b)
         np.subtract(param, b, out=out_param)
 
 
@@ -755,11 +737,9 @@ class Adadelta(UpdateRule):
         squares = out_slots[0]
         np.multiply(grad, grad, out=a)
         decay_towards(slots[0], a, self.rho, squares, a)
-        np.add(slots[1], self.epsilon, out=delta)
-        np.sqrt(delta, out=delta)
+        np.sqrt(np.add(slots[1], self.epsilon, out=delta), out=delta)
         np.multiply(delta, grad, out=delta)
-        np.add(squares, self.epsilon, out=a)
-        np.sqrt(a, out=a)
+        np.sqrt(np.add(squares, self.epsilon, out=a), out=a)
         np.divide(delta, a, out=delta)
         np.multiply(delta, delta, out=a)
         decay_towards(slots[1], a, self.rho, out_slots[1], a)
@@ -801,19 +781,16 @@ class RMSprop(UpdateRule):
         if self.centered:
             average = out_slots[-1]
             decay_towards(slots[-1], grad, self.rho, average, a)
-            np.multiply(average, average, out=a)
-            np.subtract(velocity, a, out=a)
+            np.subtract(velocity, np.multiply(average, average, out=a), out=a)
             np.maximum(a, 0, out=a)  # a variance, which only rounding makes negative
             np.add(a, self.epsilon, out=a)
         else:
             np.add(velocity, self.epsilon, out=a)
         np.sqrt(a, out=a)
-        np.multiply(grad, rate, out=step)
-        np.divide(step, a, out=step)
+        np.divide(np.multiply(grad, rate, out=step), a, out=step)
         if self.momentum:
             momentum = out_slots[1]
-            np.multiply(slots[1], self.momentum, out=momentum)
-            np.add(momentum, step, out=momentum)
+            np.add(np.multiply(slots[1], self.momentum, out=momentum), step, out=momentum)
             step = momentum
         np.subtract(param, step, out=out_param)
 
@@ -859,18 +836,14 @@ class Ftrl(UpdateRule):
         self._power(slots[0], change)
         np.add(slots[0], a, out=accumulator)
         self._power(accumulator, new_power)
-        np.subtract(new_power, change, out=change)
-        np.divide(change, rate, out=change)
+        np.divide(np.subtract(new_power, change, out=change), rate, out=change)
         np.multiply(change, param, out=change)
         np.multiply(param, 2 * self.l2_shrinkage_regularization_strength, out=a)
-        np.add(grad, a, out=a)
-        np.subtract(a, change, out=a)
+        np.subtract(np.add(grad, a, out=a), change, out=a)
         np.add(slots[1], a, out=linear)
         np.maximum(linear, -self.l1_regularization_strength, out=a)
-        np.minimum(a, self.l1_regularization_strength, out=a)
-        np.subtract(a, linear, out=a)
-        np.divide(new_power, rate, out=new_power)
-        np.add(new_power, l2, out=new_power)
+        np.subtract(np.minimum(a, self.l1_regularization_strength, out=a), linear, out=a)
+        np.add(np.divide(new_power, rate, out=new_power), l2, out=new_power)
         np.maximum(new_power, np.finfo(new_power.dtype).tiny, out=new_power)
         np.divide(a, new_power, out=out_param)
 
@@ -1005,11 +978,9 @@ class Lamb(MomentRule):
             temp: Scratch memory.
         """
         m, v = self._move_moments(grad, slots, out_slots, temp)
-        np.divide(v, 1 - self.beta_2**t, out=temp)
-        np.sqrt(temp, out=temp)
+        np.sqrt(np.divide(v, 1 - self.beta_2**t, out=temp), out=temp)
         np.add(temp, self.epsilon, out=temp)
-        np.divide(m, 1 - self.beta_1**t, out=out)
-        np.divide(out, temp, out=out)
+        np.divide(np.divide(m, 1 - self.beta_1**t, out=out), temp, out=out)
 
     def _update(self, part: Part, coefficients: Coefficients, scratch: Arrays) -> None:
         param, grad, slots, out_param, out_slots = part

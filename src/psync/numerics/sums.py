@@ -403,7 +403,18 @@ class MeanGradient:
 
     def cut(self, part: slice, scratch: Scratch) -> np.ndarray:
         """As ``mean[part]``, with other memory for the sum."""
-        mean = self._mean(part, scratch)
+        mean = first = self.gradients[0][part]
+        if len(self.gradients) > 1 or self.weights[0] != 1:
+            work = sum_dtype(first.dtype)
+            (total,) = scratch.arrays(work, 1, first.size)
+            mean = total
+            if work != first.dtype:
+                (mean,) = scratch.arrays(first.dtype, 1, first.size)
+            with np.errstate(all="ignore"):  # once: it costs as much as adding small arrays
+                begin(total, first, self.weights[0])
+                for gradient, weight in zip(self.gradients[1:], self.weights[1:], strict=True):
+                    _accumulate(total, gradient[part], weight)
+                _finish(total, sum(self.weights), self.reduction, mean)
         return mean if self.scale == 1.0 else self._scaled(mean, scratch)
 
     def _scaled(self, mean: np.ndarray, scratch: Scratch) -> np.ndarray:
@@ -416,22 +427,6 @@ class MeanGradient:
             rounded = scratch.arrays(mean.dtype, 2, mean.size)[1]
             np.copyto(rounded, product, casting="same_kind")
         return rounded
-
-    def _mean(self, part: slice, scratch: Scratch) -> np.ndarray:
-        first = self.gradients[0][part]
-        if len(self.gradients) == 1 and self.weights[0] == 1:
-            return first
-        work = sum_dtype(first.dtype)
-        (total,) = scratch.arrays(work, 1, first.size)
-        rounded: np.ndarray | None = None
-        if work != first.dtype:
-            (rounded,) = scratch.arrays(first.dtype, 1, first.size)
-        with np.errstate(all="ignore"):  # once: entering it costs as much as adding small arrays
-            begin(total, first, self.weights[0])
-            for gradient, weight in zip(self.gradients[1:], self.weights[1:], strict=True):
-                _accumulate(total, gradient[part], weight)
-            _finish(total, sum(self.weights), self.reduction, rounded)
-        return total if rounded is None else rounded
 
 
 def growing_decay(limit: float, step: int) -> float:

@@ -56,6 +56,8 @@ from psync.accumulators import (
     rule_of,
 )
 from psync.errors import (
+    CheckpointCorrupt,
+    ConfigurationError,
     ConnectionLost,
     FencedError,
     PsyncError,
@@ -73,6 +75,8 @@ from psync.ps.executor import Executor, Listed, nobodys
 from psync.ps.plans import NO_BYTES
 from psync.specs import dtype_of
 from psync.store.ledger import Client, Duplicate, Fresh, Ledger, Ticket
+from psync.store.snapshot_state import unpack
+from psync.store.untrusted_json import Signed
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     AccumulatorState,
@@ -139,7 +143,7 @@ class HostedAccumulator:
 
 class Accumulators:
     """The accumulators of one ps, on one timeline of one coordinator: see
-    ``backups.service.Section``.
+    ``backups.primary.Section``.
 
     Args:
         task: Name of the ps, for messages.
@@ -604,6 +608,30 @@ def _takes_of(name: str, hosted: HostedAccumulator) -> Iterator[Listed]:
         below = acked[ticket.client]
         message = HoldTake(name, *ticket.client, below, ticket.sequence, take.num_required, b"")
         yield NOBODY, message, ()
+
+
+def pack_accumulators(
+    definitions: Iterable[tuple[DefineAccumulator, int]],
+) -> tuple[tuple[bytes, Signed], ...]:
+    """Return how a snapshot keeps what accumulators are, and their steps."""
+    return tuple((encode(definition), Signed(step)) for definition, step in definitions)
+
+
+def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[DefineAccumulator, int]]:
+    """Return what ``pack_accumulators`` packed.
+
+    Raises:
+        CheckpointCorrupt: It is no such thing.
+    """
+    definitions = []
+    for data, step in packed:
+        definition = unpack(data, DefineAccumulator, "an accumulator")
+        try:
+            rule_of(definition)
+        except (RemoteProtocolError, ConfigurationError) as exc:
+            raise CheckpointCorrupt(f"an accumulator in a snapshot: {exc.message}") from exc
+        definitions.append((definition, step))
+    return definitions
 
 
 def _pack(answer: object) -> bytes | None:

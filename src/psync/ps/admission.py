@@ -13,8 +13,9 @@ cuts, and what is said under a lock, go over "control", which is always read.
     UnlockShards  it ends; the next claim is granted
     Gate          no update begins any more; answered when those under way have ended, with the
                   messages to other ps tasks that belong to them
-    Admit         these messages may begin; answered when they are settled, or when one of them
-                  waits for a lock whose holder may be waiting here
+    Freeze        the messages that it names may begin, and are waited for until they are settled,
+                  or one of them waits for a lock whose holder may be waiting here
+                  (``ps.snapshots``)
     OpenGate      paused updates go on
     connection    every lock that was asked for over it ends when it is lost, and the gate opens
                   that was shut over it
@@ -41,7 +42,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from psync.errors import ClosedError, CutLost, LockLost, UsageError
@@ -52,12 +53,10 @@ from psync.store.shards import Key
 from psync.store.store import ShardStore
 from psync.wire.codec import Message
 from psync.wire.messages import (
-    Admit,
     Done,
     Gate,
     Gated,
     LockShards,
-    OpenGate,
     UnlockShards,
 )
 
@@ -405,8 +404,6 @@ class UpdateGate(Changing):
         """Return who serves which message."""
         return {
             Gate: Handler(self._shut),
-            Admit: Handler(self._admit),
-            OpenGate: Handler(self._open_for),
         }
 
     @property
@@ -434,7 +431,7 @@ class UpdateGate(Changing):
 
     def close(self) -> None:
         """Open for good: whoever waits goes on."""
-        self._open(self.cut)
+        self.open_for(self.cut)
         self._peers.forget()
 
     # The rule.
@@ -537,44 +534,43 @@ class UpdateGate(Changing):
             await self.changed()
         request.answer(Gated(self._ledger.others()))
 
-    async def _admit(self, request: Request[Admit]) -> None:
-        peer, message = request.peer, request.message
-        self._check_coordinator(peer)
-        updates = [((task, incarnation), number) for task, incarnation, number in message.updates]
-        self.admit(message.cut, updates)
+    async def let_through(self, cut: int, updates: Sequence[tuple[Client, int]]) -> None:
+        """Let these messages (client, sequence) through, and wait until all are settled.
+
+        Raises:
+            CutLost: One waits for a lock; or the gate is not shut for this cut.
+
+        Cancellation: Safe.
+        """
+        self.admit(cut, updates)
         self.wake()
         looks_left = LOOKS
-        while self.cut == message.cut and (left := self.unsettled(updates)):
+        while self.cut == cut and (left := self.unsettled(updates)):
             if self._locked_out.isdisjoint(left):
                 looks_left = LOOKS
             elif not looks_left:
                 raise CutLost(
                     f"{self._task}: {left[0][0][0]} waits for a lock, whose holder may be waiting "
-                    f"for the end of cut {message.cut}"
+                    f"for the end of cut {cut}"
                 )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOCK_PATIENCE_S / LOOKS):
                     await self.changed()
                     continue
             looks_left -= 1
-        request.answer(Done())
-
-    def _open_for(self, request: Request[OpenGate]) -> None:
-        peer, message = request.peer, request.message
-        self._check_coordinator(peer)
-        self._open(message.cut)
-        request.answer(Done())
+        self.check(cut)
 
     # Opening.
 
-    def _open(self, cut: int) -> None:
+    def open_for(self, cut: int) -> None:
+        """Let all updates through, if it is shut for this cut."""
         if self.open(cut):
             self._cancel_timer()
             self._resume_steps()
             self.wake()
 
     def _connection_lost(self, peer: Connection) -> None:
-        self._open(self.cut)
+        self.open_for(self.cut)
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
@@ -585,4 +581,4 @@ class UpdateGate(Changing):
             logger.warning(
                 "%s: a cut has delayed updates for %.0f s and is cancelled", self._task, MAX_SHUT_S
             )
-            self._open(cut)
+            self.open_for(cut)

@@ -17,19 +17,17 @@ every ps, nothing is told.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from psync.client.link import Call, PsLink, always
+from psync.client.link import PsLink, ask
+from psync.errors import PsyncError
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
 from psync.store.store import ShardStore
-from psync.wire.frames import Frame
-from psync.wire.messages import CountsHeard, TellCounts
+from psync.wire.messages import Number, TellCounts
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +42,6 @@ NEWS_SHIFT = 9
 
 RETRY_S = 1.0
 """Until a ps that refuses them is told again: it may be going back to a snapshot just now."""
-
-
-News = tuple[int, list[tuple[int, int]]]
-"""(base, row) as of ``PushCount.hear``."""
 
 
 class CountTeller:
@@ -72,88 +66,65 @@ class CountTeller:
         pool: BlockPool,
     ) -> None:
         self._endpoint = Endpoint(platform, f"/job:ps/task:{index}", incarnation, {}, pool)
-        self._links = {
-            ps: PsLink(self._endpoint, ps, addresses[ps], math.inf)
+        self._links = [
+            PsLink(self._endpoint, ps, addresses[ps], math.inf)
             for ps in ([0] if index else range(1, len(addresses)))
-        }
+        ]
         self._store = store
         self.others = [ps for ps in range(len(addresses)) if ps != index]
-        self._told: dict[tuple[int, int], News] = {}  # acknowledged, by ps and optimizer
-        # By ps, what has to end before it is told more: a message, or the wait after a refusal.
-        self._busy: dict[int, Call | asyncio.TimerHandle] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._earliest = 0.0  # when the next messages may be sent
-        self._interval_s = INTERVAL_S
-        self._closed = False
+        self._changed = [asyncio.Event() for _ in self._links]
+        self._telling: list[asyncio.Task[None]] = []
 
     def changed(self) -> None:
         """Tell the others soon: a count may have changed."""
-        if self._timer is None and not self._closed:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(max(loop.time(), self._earliest), self._tell)
+        for event in self._changed:
+            event.set()
 
-    def _tell(self) -> None:
-        self._timer = None
-        self._earliest = asyncio.get_running_loop().time() + self._interval_s
-        optimizers = self._store.optimizers
-        for ps in self._links.keys() - self._busy.keys():
+    def begin(self) -> None:
+        """Tell all of them from now on, and all counts first."""
+        for task in self._telling:
+            task.cancel()
+        self.changed()
+        each = zip(self._links, self._changed, strict=True)
+        self._telling = [asyncio.get_running_loop().create_task(self._tell(*one)) for one in each]
+
+    async def _tell(self, link: PsLink, changed: asyncio.Event) -> None:
+        about = [link.index] if link.index else self.others
+        told: dict[int, tuple[int, list[tuple[int, int]]]] = {}  # (base, row) by optimizer
+        pause_s = INTERVAL_S
+        while True:
+            await changed.wait()
+            changed.clear()
             news = []
-            for number, each in optimizers.items():
-                count, about = each.count, [ps] if ps else self.others
-                row = [(other, told) for other in about if (told := count.count_for(other))]
-                if (count.base, row) != self._told.get((ps, number), (0, [])):
+            for number, each in self._store.optimizers.items():
+                count = each.count
+                row = [(ps, pushes) for ps in about if (pushes := count.count_for(ps))]
+                if (count.base, row) != told.get(number, (0, [])):
                     news.append((number, dict(each.config), count.base, row))
             if news:
-                then = functools.partial(self._told_to, ps, news)
-                link, build = self._links[ps], always(TellCounts(news))
-                self._busy[ps] = link.ask(Call(link, build), then)
-
-    def _told_to(
-        self,
-        ps: int,
-        news: Sequence[tuple[int, dict[str, Any], int, list[tuple[int, int]]]],
-        outcome: Frame | Exception,
-    ) -> None:
-        if isinstance(outcome, Exception):
-            logger.debug("/job:ps/task:%d was not told how many pushes there are: %s", ps, outcome)
-            if not self._closed:
-                loop = asyncio.get_running_loop()
-                self._busy[ps] = loop.call_later(RETRY_S, self._again, ps)
-            return
-        for number, _, base, row in news:
-            self._told[ps, number] = base, row
-        if isinstance(outcome.message, CountsHeard) and not outcome.message.is_news:
-            self._interval_s = min(2 * self._interval_s, MAX_INTERVAL_S)
-        else:
-            self._interval_s = INTERVAL_S
-        self._again(ps)
-
-    def _again(self, ps: int) -> None:
-        self._busy.pop(ps, None)
-        self.changed()
+                try:
+                    heard, _ = await ask(link, TellCounts(news), Number)
+                except PsyncError as exc:
+                    logger.debug("%s was not told how many pushes there are: %s", link.task, exc)
+                    await asyncio.sleep(RETRY_S)
+                    changed.set()
+                    continue
+                told.update({number: (base, row) for number, _, base, row in news})
+                pause_s = INTERVAL_S if heard.value else min(2 * pause_s, MAX_INTERVAL_S)
+            await asyncio.sleep(pause_s)
 
     def move(self, addresses: Sequence[str]) -> None:
-        """Take note of where each ps is served now."""
-        for ps, link in self._links.items():
-            if link.address != addresses[ps] or link.lost is not None:
+        """Take note of where each ps is served now; ``begin`` again."""
+        for link in self._links:
+            if link.address != addresses[link.index] or link.lost is not None:
                 link.revive()
-                link.address = addresses[ps]
-        for ps, busy in list(self._busy.items()):
-            if isinstance(busy, asyncio.TimerHandle):
-                busy.cancel()
-                del self._busy[ps]
-        self.changed()
+                link.address = addresses[link.index]
 
     async def close(self) -> None:
         """Tell nothing more. Cancellation: links may be left open."""
-        self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-        for busy in self._busy.values():
-            if isinstance(busy, Call):
-                busy.give_up()
-            else:
-                busy.cancel()
-        for link in self._links.values():
+        for task in self._telling:
+            task.cancel()
+        await asyncio.gather(*self._telling, return_exceptions=True)
+        for link in self._links:
             await link.close()
         await self._endpoint.close()

@@ -32,10 +32,9 @@ from typing import Any, cast
 
 from psync.errors import BusyError, ClosedError, FencedError, PsyncError
 from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request, fail
-from psync.ps.comparison import Comparison
 from psync.ps.computes import Compute, Computes, Touches
 from psync.ps.cooperative_work import INLINE_BYTES, SHARD_BYTES, LongWork
-from psync.store.commit_log import CommitLog, LogState
+from psync.store.commit_log import CommitLog, Comparison, LogState, chained
 from psync.store.ledger import Client
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode
@@ -85,11 +84,13 @@ class Entry:
     header: bytes  # the message
     body: Sequence[memoryview]
     nbytes: int  # of the body
+    weight: int  # what it counts: headers more, as those of all entries of a message are one header
 
-    @property
-    def weight(self) -> int:
-        """What it counts: headers more, as those of all entries of a message are one header."""
-        return self.nbytes + HEADER_WEIGHT * len(self.header)
+    @classmethod
+    def of(cls, client: Client, header: bytes, body: Sequence[memoryview]) -> Entry:
+        """Return what ships a message."""
+        nbytes = sum(map(len, body))
+        return cls(client, header, body, nbytes, nbytes + HEADER_WEIGHT * len(header))
 
 
 @dataclass(slots=True)
@@ -181,7 +182,10 @@ class Executor:
             if self._queue:  # what it has brought with it
                 self.advance()
         else:
-            self._enqueue(number, act, request, None if claim is None else claim())
+            ended = None if claim is None else claim()
+            self._queue.append(_Queued(number, act, request, ended))
+            if log.state is not LogState.PAIRED:  # else it goes on when the backup has it
+                self.advance()
 
     def note(self, client: Client, message: Message, act: Act) -> None:
         """Submit an entry for whose answer nobody waits: nobody hears of an error, either."""
@@ -202,7 +206,8 @@ class Executor:
             if self._queue:
                 self.advance()
         else:
-            self._enqueue(0, act, request, None)
+            self._queue.append(_Queued(0, act, request, None))
+            self.advance()
 
     async def run(self, client: Client, message: Message, act: Callable[[Any], Outcome]) -> None:
         """Submit an entry, and wait until it is executed. Raises what the act raises.
@@ -266,21 +271,18 @@ class Executor:
         if (check := self._comparison.due()) is not None:
             act = functools.partial(self._comparison.execute, check)
             number = self._keep(self._coordinator, encode(check), ())
-            self._enqueue(number, act, _NOBODYS, None)
+            self._queue.append(_Queued(number, act, _NOBODYS, None))
+            self.advance()
         number = self._keep(client, header, body)
         self.on_entry()
         return number
 
     def _keep(self, client: Client, header: bytes, body: Sequence[memoryview]) -> int:
-        entry = Entry(client, header, body, sum(map(len, body)))
-        self._comparison.shipped(client, header, entry.nbytes)
+        entry, comparison = Entry.of(client, header, body), self._comparison
+        comparison.chain = chained(comparison.chain, client, header, entry.nbytes)
         return self.log.append(entry, entry.weight)
 
     # Executing them.
-
-    def _enqueue(self, number: int, act: Act, request: Request[Any], ended: Ended) -> None:
-        self._queue.append(_Queued(number, act, request, ended))
-        self.advance()
 
     def _execute(
         self, number: int, act: Act, request: Request[Any], claim: Claim | None, ended: Ended

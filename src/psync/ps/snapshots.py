@@ -1,12 +1,13 @@
 """Snapshots of a ps: frozen for a cut, written to files or read over the network, and restored.
 
     message           then
-    Freeze            once no update is under way: holds references to all blocks
+    Freeze            lets the messages through the gate that it names, and, once no update is under
+                      way, holds references to all blocks
     ReadFrozen        answers with them, uncopied
     WriteFrozen       if this ps sees the directory, writes a file in a thread, and lets go of each
                       block that is written
-    DropFrozen        holds them no longer; nor when the connection is lost over which they were
-                      frozen
+    OpenGate          updates go on. If it says so, holds the blocks no longer; nor when the
+                      connection is lost over which they were frozen
     PrepareSnapshot   makes a store and a ledger beside those that are served; their bytes are read
                       in a thread, or come by FillSnapshot. An earlier preparation is dropped
     RestoreSnapshot   hands them to the task, which serves them from then on
@@ -18,21 +19,17 @@ gets the answer of the first one. Only the coordinator that is served may ask.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from psync.accumulators import rule_of
-from psync.checkpoints.files import NONCE, DataFile, current_disk, disk_errors, read_bounded
+from psync.backups.primary import PsProcess
+from psync.checkpoints.files import NONCE, DataFile, read_bounded, read_pieces
 from psync.checkpoints.manifest import Place, Planned
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,
-    ConfigurationError,
     ConnectionLost,
     CutLost,
     PsyncError,
@@ -40,128 +37,56 @@ from psync.errors import (
     UsageError,
 )
 from psync.net.connection import Connection, Handler, Request
-from psync.net.platform import Parts
 from psync.net.shielding import shielded
-from psync.numerics.memory import BlockPool
-from psync.ps.cooperative_work import LongWork
+from psync.ps.accumulators import unpack_accumulators
 from psync.store.ledger import Ledger
-from psync.store.snapshot import Frozen, Loaded
-from psync.store.snapshot_state import SnapshotState
+from psync.store.snapshot import Frozen, Loaded, settling
+from psync.store.snapshot_state import SnapshotState, unpack_answer
 from psync.store.store import ShardStore
-from psync.store.untrusted_json import Signed, read_json, to_json
-from psync.wire.codec import Message, decode, encode
+from psync.store.untrusted_json import read_json, to_json
+from psync.wire.codec import Message
 from psync.wire.messages import (
-    DefineAccumulator,
     Done,
-    DropFrozen,
     FillSnapshot,
     Freeze,
+    OpenGate,
     PrepareSnapshot,
-    Pushed,
     ReadFrozen,
     RestoreSnapshot,
     WriteFrozen,
 )
 
-logger = logging.getLogger(__name__)
-
-M = TypeVar("M", bound=Message)
+if TYPE_CHECKING:
+    from psync.ps_task import PsTask
 
 MAX_READ_BYTES = 16 << 20
 """Of one ReadFrozen."""
 
 
-def load(state: SnapshotState, parts: Parts, task: str, pool: BlockPool, floor: int) -> Loaded:
+def load(state: SnapshotState, process: PsProcess, task: str, floor: int) -> Loaded:
     """Begin to make what a ps holds of the state of a snapshot, or of ``NOTHING``.
 
     Args:
         state: The state.
-        parts: Of the task.
+        process: In which the ps is.
         task: Name of the ps.
-        pool: Memory of its shards.
         floor: Lowest incarnation of any task that may be served.
 
     Raises:
         CheckpointCorrupt: An answer in it is none.
     """
-    return Loaded(state, parts.of(ShardStore)(task, pool), parts.of(Ledger)(floor), unpack_answer)
+    parts = process.platform.parts
+    store, ledger = parts.of(ShardStore)(task, process.pool), parts.of(Ledger)(floor)
+    return Loaded(state, store, ledger, unpack_answer)
 
 
-async def fill(loaded: Loaded, item: int, start: int, segments: Sequence[memoryview]) -> None:
-    """Write bytes of an item from ``start`` on; others go on between two blocks."""
+async def fill(loaded: Loaded, message: FillSnapshot, segments: Sequence[memoryview]) -> None:
+    """Write bytes of an item; others go on between two blocks."""
+    start = message.start
     for data in segments:
-        for _ in loaded.write(item, start, data):
+        for _ in loaded.write(message.item, start, data):
             await asyncio.sleep(0)
         start += len(data)
-
-
-def pack_answer(answer: object) -> bytes | None:
-    """Return how a snapshot keeps the answer to an update; None: it does not."""
-    return encode(answer) if isinstance(answer, Pushed) else None
-
-
-def unpack_answer(data: bytes) -> Pushed:
-    """Return what ``pack_answer`` packed.
-
-    Raises:
-        CheckpointCorrupt: It is no such answer.
-    """
-    return _unpack(data, Pushed, "an answer")
-
-
-def pack_accumulators(
-    definitions: Iterable[tuple[DefineAccumulator, int]],
-) -> tuple[tuple[bytes, Signed], ...]:
-    """Return how a snapshot keeps what accumulators are, and their steps."""
-    return tuple((encode(definition), Signed(step)) for definition, step in definitions)
-
-
-def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[DefineAccumulator, int]]:
-    """Return what ``pack_accumulators`` packed.
-
-    Raises:
-        CheckpointCorrupt: It is no such thing.
-    """
-    definitions = []
-    for data, step in packed:
-        definition = _unpack(data, DefineAccumulator, "an accumulator")
-        try:
-            rule_of(definition)
-        except (RemoteProtocolError, ConfigurationError) as exc:
-            raise CheckpointCorrupt(f"an accumulator in a snapshot: {exc.message}") from exc
-        definitions.append((definition, step))
-    return definitions
-
-
-def _unpack(data: bytes, kind: type[M], what: str) -> M:
-    try:
-        message = decode(data)
-    except RemoteProtocolError as exc:
-        raise CheckpointCorrupt(f"{what} in a snapshot is damaged: {exc.message}") from exc
-    if not isinstance(message, kind):
-        raise CheckpointCorrupt(f"{what} in a snapshot is a {type(message).__name__}")
-    return message
-
-
-class Freezable(Protocol):
-    """What a ps serves."""
-
-    @property
-    def coordinator(self) -> int:
-        """Incarnation of the coordinator, below which no task may be."""
-
-    def settling(self) -> Iterator[None]:
-        """Make ``freeze`` quick, in pieces. Nothing depends on it."""
-
-    def check_gate(self, cut: int) -> None:
-        """Raise CutLost unless updates are held back for this cut, and have been since it began."""
-
-    def freeze(self) -> Frozen:
-        """Hold what is served.
-
-        Raises:
-            BusyError: An update is under way.
-        """
 
 
 @dataclass(eq=False, slots=True)
@@ -190,32 +115,16 @@ class Snapshots:
     """The snapshots of one ps.
 
     Args:
-        task: Name of the ps.
-        work: What takes long.
-        pool: Memory of what is prepared.
-        check_coordinator: Raises unless a peer is the coordinator that is served.
-        served: Returns what is served, as of now.
-        take: Serves a snapshot from now on.
-        parts: Of the task.
+        process: Of the ps.
+        ps: The ps: what it serves may be frozen, or replaced.
     """
 
-    def __init__(
-        self,
-        task: str,
-        work: LongWork,
-        pool: BlockPool,
-        check_coordinator: Callable[[Connection], None],
-        served: Callable[[], Freezable],
-        take: Callable[[Loaded, RestoreSnapshot], None],
-        parts: Parts,
-    ) -> None:
-        self._task = task
-        self._work = work
-        self._pool = pool
-        self._check_coordinator = check_coordinator
-        self._served = served
-        self._serve = take
-        self._parts = parts
+    def __init__(self, process: PsProcess, ps: PsTask) -> None:
+        self._process = process
+        self._ps = ps
+        self._task = process.task
+        self._work = process.work
+        self._check_coordinator = process.check_coordinator
         self._cut: _Cut | None = None
         self._frozen = self._written_bytes = 0
         self._load: _Load | None = None
@@ -226,11 +135,10 @@ class Snapshots:
         """Return who serves which message."""
         return {
             Freeze: Handler(self._freeze),
-            DropFrozen: Handler(self._drop),
+            OpenGate: Handler(self._open_gate),
             WriteFrozen: Handler(self._write),
             ReadFrozen: Handler(self._read),
             PrepareSnapshot: Handler(self._prepare),
-            FillSnapshot: Handler(self._fill),
             RestoreSnapshot: Handler(self._take),
         }
 
@@ -260,15 +168,15 @@ class Snapshots:
 
     async def _freeze(self, request: Request[Freeze]) -> None:
         peer, number = request.peer, request.message.cut
+        updates = [((task, incarnation), at) for task, incarnation, at in request.message.updates]
         self._check_coordinator(peer)
         if self._cut is None or self._cut.number != number:
-            served = self._served()
-            served.check_gate(number)
-            for _ in served.settling():  # nothing changes meanwhile, as the gate is shut
+            await self._ps.services.gate.let_through(number, updates)
+            for _ in settling(self._ps.services.store):  # nothing changes: the gate is shut
                 await asyncio.sleep(0)
-            frozen = await self._work.when_idle(lambda: self._served().freeze())
+            frozen = await self._work.when_idle(lambda: self._ps.services.freeze())
             self._check_coordinator(peer)
-            self._served().check_gate(number)
+            self._ps.services.gate.check(number)
             if peer.is_closed:
                 raise ConnectionLost(f"{self._task}: {peer.task} has gone")
             self._let_go()
@@ -289,9 +197,11 @@ class Snapshots:
             raise CutLost(f"{self._task} does not hold cut {cut} any more")
         return self._cut
 
-    def _drop(self, request: Request[DropFrozen]) -> None:
+    def _open_gate(self, request: Request[OpenGate]) -> None:
+        message = request.message
         self._check_coordinator(request.peer)
-        if self._cut is not None and self._cut.number == request.message.cut:
+        self._ps.services.gate.open_for(message.cut)
+        if not message.holds and self._cut is not None and self._cut.number == message.cut:
             self._let_go()
         request.answer(Done())
 
@@ -351,8 +261,7 @@ class Snapshots:
             state = await asyncio.to_thread(SnapshotState.from_bytes, bytes(body[0]), where)
             if prepared.given_up:
                 raise PsyncError(f"{where} was cancelled")
-            floor = self._served().coordinator
-            prepared.loaded = load(state, self._parts, self._task, self._pool, floor)
+            prepared.loaded = load(state, self._process, self._task, self._ps.floor)
             unpack_accumulators(state.accumulators)  # that they can be
             if path:
                 places = read_json(bytes(body[1]), list[Place], f"{where}: places in {path}")
@@ -377,10 +286,10 @@ class Snapshots:
             raise UsageError(f"{self._task}: snapshot {number} is not being prepared")
         return load.loaded
 
-    async def _fill(self, request: Request[FillSnapshot]) -> None:
-        message = request.message
-        loaded = self._loaded(request.peer, message.load)
-        await fill(loaded, message.item, message.start, request.segments)
+    async def fill(self, request: Request[FillSnapshot]) -> None:
+        """Fill a part of the snapshot that is being prepared."""
+        loaded = self._loaded(request.peer, request.message.number)
+        await fill(loaded, request.message, request.segments)
         request.answer(Done())
 
     def _take(self, request: Request[RestoreSnapshot]) -> None:
@@ -391,22 +300,16 @@ class Snapshots:
             loaded.check_whole(f"{self._task}: snapshot {message.load}")
             self._load = None
             self._let_go()
-            self._serve(loaded, message)
+            self._ps.take(loaded, message)
             self._taken = message.load
             self._takes += 1
         request.answer(Done())
 
 
 async def _answered(request: Request[Any], work: asyncio.Future[Sequence[bytes]]) -> None:
-    """Wait for work for which others may wait, too; or nobody any more, who would see its error."""
-    work.add_done_callback(_seen)
+    """Wait for work for which others may wait, too."""
     segments = await shielded(work)
     request.answer(Done(), segments)
-
-
-def _seen(work: asyncio.Future[Sequence[bytes]]) -> None:
-    if not work.cancelled() and (error := work.exception()) is not None:
-        logger.debug("what a snapshot was asked for failed: %s", error)
 
 
 # --- files; what is here blocks: call it in a thread ---------------------------------------------
@@ -437,17 +340,10 @@ def write_items(
     planned = [
         Planned(name, known[place].shape, known[place].dtype, 0, name) for place, name in items
     ]
-    file = DataFile(path, planned)
-    try:
+    with DataFile(path, planned) as file:
         for place, _ in items:
             file.write(frozen.letting_go(place))
-        size = file.close()
-    except BaseException:
-        file.abandon()
-        with contextlib.suppress(OSError):
-            current_disk.get().unlink(path)
-        raise
-    return size, file.places()
+        return file.close(), file.places()
 
 
 def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:
@@ -464,24 +360,16 @@ def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:
         CheckpointError: The file cannot be read, or another snapshot is to be loaded instead.
     """
     wanted = set(loaded.wanted())
-    with disk_errors(f"reading {path}"), open(path, "rb") as file:
-        for place, start, nbytes, crc32 in places:
-            if place not in wanted:
-                continue
-            item, crc = loaded.state.items[place], 0
-            if nbytes != item.nbytes:
-                raise CheckpointCorrupt(
-                    f"{path}: {item}: expected {item.nbytes} bytes, got {nbytes}"
-                )
-            file.seek(start)
-            for memory in loaded.memory(place):
-                file.readinto(memory)
-                crc = zlib.crc32(memory, crc)
-            if crc != crc32:  # also where the file has ended before
-                raise CheckpointCorrupt(
-                    f"{path}: {item}: expected checksum {crc32:08x}, got {crc:08x}",
-                    hint="use an older checkpoint; this one was changed or damaged after saving",
-                )
+    for place, start, nbytes, crc32 in places:
+        if place not in wanted:
+            continue
+        item, at = loaded.state.items[place], 0
+        if nbytes != item.nbytes:
+            raise CheckpointCorrupt(f"{path}: {item}: expected {item.nbytes} bytes, got {nbytes}")
+        for piece in read_pieces(path, start, nbytes, str(item), crc32):
+            for _ in loaded.write(place, at, piece.data):
+                pass
+            at += piece.size
     for place in loaded.wanted():
         raise CheckpointCorrupt(f"{path}: {loaded.state.items[place]} is not in the file")
 

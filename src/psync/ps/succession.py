@@ -11,24 +11,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from psync.backups.primary import PsProcess
 from psync.cluster import CHIEF
 from psync.errors import FencedError, UsageError
 from psync.net.connection import Connection, Handler, Request
-from psync.ps.cooperative_work import LongWork
-from psync.store.ledger import Ledger
-from psync.store.previous_store import FormerStore
-from psync.store.reattach import Orders, read_sent
-from psync.store.store import ShardStore
-from psync.store.untrusted_json import to_json
+from psync.store.reattach import FormerStore, Orders
+from psync.store.untrusted_json import read_json, to_json
+from psync.sync.ps_services import PsServices
 from psync.wire.codec import Message
 from psync.wire.messages import (
     AdoptShards,
-    CoordinatorGranted,
+    AttachPs,
     DescribeShards,
     Done,
     GrantCoordinator,
+    Number,
 )
+
+if TYPE_CHECKING:
+    from psync.ps_task import PsTask
 
 REPLACED = (
     "a newer coordinator, which has replaced this one ({}): either this program was started again, "
@@ -60,36 +63,18 @@ class Succession:
     """What one ps keeps of earlier programs; and the incarnations of coordinators.
 
     Args:
-        task: Name of the ps.
-        work: What has begun and takes long.
-        check_coordinator: Raises unless a peer is the coordinator that this ps serves.
-        store: Returns the store of the present program.
-        adopted: Called when that has adopted something.
-        newest: Returns the incarnation of the newest coordinator that was heard of in this process;
-            0: none.
+        process: Of the ps.
+        ps: The ps.
         clock: Returns what would be granted if nothing were known; None: this is not ps 0's own
-            process, which answers with ``newest``.
+            process, which answers with the newest coordinator that it has heard of.
     """
 
-    def __init__(
-        self,
-        task: str,
-        work: LongWork,
-        check_coordinator: Callable[[Connection], None],
-        store: Callable[[], ShardStore],
-        adopted: Callable[[], None],
-        newest: Callable[[], int],
-        clock: Callable[[], int] | None,
-    ) -> None:
-        self._task = task
-        self._adopted = adopted
-        self.former = FormerStore(task)  # its lineage is that of what is held here
-        self._work = work
-        self._check_coordinator = check_coordinator
-        self._store = store
-        self._settling: asyncio.Task[None] | None = None  # what has begun is carried to its end
-        self._newest = newest
+    def __init__(self, process: PsProcess, ps: PsTask, clock: Callable[[], int] | None) -> None:
+        self._process = process
+        self._ps = ps
         self._clock = clock
+        self.former = FormerStore(process.task)  # its lineage is that of what is held here
+        self._settling: asyncio.Task[None] | None = None  # what has begun is carried to its end
         self._highest = 0  # that was granted, or seen
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -100,31 +85,27 @@ class Succession:
             GrantCoordinator: Handler(self._grant),
         }
 
-    def begin(
-        self, store: ShardStore, ledger: Ledger, previous: int, coordinator: int, *, keep: bool
-    ) -> None:
+    def begin(self, attach: AttachPs, last: PsServices) -> None:
         """A newer coordinator is served, with a store of its own.
 
         Args:
-            store: That of the earlier one.
-            ledger: Of the updates of that store.
-            previous: Incarnation of the earlier one; 0: there was none.
-            coordinator: Of the newer one.
-            keep: Whether the store is set aside; else it is dropped, with all that was.
+            attach: Who it is, and whether the store before is set aside; else it is dropped, with
+                all that was.
+            last: What was served before.
         """
         before, self._settling = self._settling, None
-        if not keep:
+        if not attach.keep:
             if before is not None:
                 before.cancel()
             self.former.drop()
-            self.former.lineage = coordinator
+            self.former.lineage = attach.coordinator
         else:
 
             async def settle() -> None:
                 if before is not None:
                     await asyncio.wait((before,))
-                await self._work.drain()
-                self.former.take(store, ledger, previous)
+                await self._process.work.drain()
+                self.former.take(last.store, last.ledger, last.coordinator)
 
             self._settling = asyncio.get_running_loop().create_task(settle())
 
@@ -140,7 +121,7 @@ class Succession:
         if settling is not None:
             await asyncio.wait((settling,))
             if settling.cancelled():
-                raise FencedError(f"{self._task} serves a newer coordinator")
+                raise FencedError(f"{self._process.task} serves a newer coordinator")
             settling.result()
 
     def lost(self) -> None:
@@ -159,16 +140,16 @@ class Succession:
             await asyncio.wait((self._settling,))
 
     def _describe(self, request: Request[DescribeShards]) -> None:
-        peer = request.peer
-        self._check_coordinator(peer)
+        self._process.check_coordinator(request.peer)
         request.answer(Done(), [to_json(self.former.describe())])
 
     def _adopt(self, request: Request[AdoptShards]) -> None:
-        peer, message, body = request.peer, request.message, request.segments
-        self._check_coordinator(peer)
-        orders = read_sent(body, Orders, "what is to be adopted is nonsense")
-        self.former.adopt(orders, self._store())
-        self._adopted()
+        message, services = request.message, self._ps.services
+        self._process.check_coordinator(request.peer)
+        where = f"{self._process.task}: what is to be adopted"
+        orders = read_json(b"".join(request.segments), Orders, where)
+        self.former.adopt(orders, services.store)
+        services.updates.counted()
         if message.last:
             self.former.drop()
         if message.lineage:
@@ -182,11 +163,11 @@ class Succession:
             FencedError: Another coordinator has asked after this one: it stays with that.
         """
         check_chief(request.peer)
-        message, granted = request.message, self._newest()
+        message, granted = request.message, self._ps.newest
         if self._clock is not None:
             self._highest = max(self._highest, granted)  # whoever has granted that
             if message.previous and self._highest > message.previous:
                 raise FencedError(f"/job:ps/task:0 serves {REPLACED.format(CHIEF)}")
             highest = max(self._highest, message.seen)
             self._highest = granted = max(self._clock(), highest + RANGE if highest else 0)
-        request.answer(CoordinatorGranted(granted))
+        request.answer(Number(granted))

@@ -1,5 +1,5 @@
-"""Replica contexts, collectives, and gangs (``strategy.run`` on all workers).
+"""Replica contexts, and collectives of the replicas of ``strategy.run``.
 
-Knows ``client`` and ``serialization``. ``context`` is what ``get_replica_context`` returns,
-``gang_runner`` runs one step on all workers and merges where they meet. Begin with ``context``.
+Knows ``client`` and ``serialization``. ``context`` is what ``get_replica_context`` returns; the
+coordinator's side of a gang is ``chief.gangs``. Begin with ``context``.
 """

@@ -112,7 +112,16 @@ def refers_to(fn: object, wanted: object) -> bool:
     fn = behind_partials(fn)
     if isinstance(fn, MethodType):
         fn = fn.__func__
-    todo = [fn] if isinstance(fn, FunctionType) else _special_methods(fn)
+    todo = [fn] if isinstance(fn, FunctionType) else []
+    if not todo:  # special methods; of an object without those that made it, which have run already
+        is_class = isinstance(fn, type)
+        todo = [
+            method
+            for name, method in vars(fn if is_class else type(fn)).items()
+            if isinstance(method, FunctionType)
+            and name.startswith("__")
+            and (is_class or name not in ("__new__", "__init__"))
+        ]
     seen: set[int] = set()
     while todo:
         each = todo.pop()
@@ -128,18 +137,6 @@ def refers_to(fn: object, wanted: object) -> bool:
             if isinstance(value, FunctionType) and value.__globals__ is each.__globals__
         ]
     return False
-
-
-def _special_methods(thing: object) -> list[FunctionType]:
-    """Return those of a class; of an object without those that made it, which have run already."""
-    is_class = isinstance(thing, type)
-    return [
-        method
-        for name, method in vars(thing if is_class else type(thing)).items()
-        if isinstance(method, FunctionType)
-        and name.startswith("__")
-        and (is_class or name not in ("__new__", "__init__"))
-    ]
 
 
 def _loaded(code: CodeType, names: Mapping[str, object], wanted: object) -> Iterator[object]:
@@ -173,58 +170,49 @@ class CaptureWatch:
     __slots__ = ("_functions",)
 
     def __init__(self, fn: FunctionType) -> None:
-        self._functions = [_Bindings(each) for each in _by_value_functions(fn)]
+        # Of each function: itself; its names with their ids and the indices of their cells, or -1;
+        # and the values of those where equal will do.
+        self._functions: list[
+            tuple[weakref.ref[FunctionType], dict[str, tuple[int, int]], dict[str, object]]
+        ] = []
+        for each in _by_value_functions(fn):
+            free, was, atoms = each.__code__.co_freevars, {}, {}
+            for name, value in captures_of(each).items():
+                if isinstance(value, ModuleType):
+                    continue  # nobody rebinds np, and it is in every step
+                was[name] = id(value), free.index(name) if name in free else -1
+                if type(value) in ATOMS:
+                    atoms[name] = value
+            self._functions.append((weakref.ref(each), was, atoms))
 
     def rebound(self) -> list[str]:
         """Return names that are bound to something else now, each only once.
 
         Costs about 0.1 µs a name.
         """
-        names: list[str] = []
-        for bindings in self._functions:
-            names += bindings.take_rebound()
-        return list(dict.fromkeys(names)) if names else names
-
-
-class _Bindings:
-    """What the names of one function were bound to."""
-
-    __slots__ = ("_atoms", "_fn", "_was")
-
-    def __init__(self, fn: FunctionType) -> None:
-        self._fn = weakref.ref(fn)
-        free = fn.__code__.co_freevars
-        self._was: dict[str, tuple[int, int]] = {}  # name → (its id, index of its cell or -1)
-        self._atoms: dict[str, object] = {}  # name → value, where equal will do
-        for name, value in captures_of(fn).items():
-            if isinstance(value, ModuleType):
-                continue  # nobody rebinds np, and it is in every step
-            self._was[name] = id(value), free.index(name) if name in free else -1
-            if type(value) in ATOMS:
-                self._atoms[name] = value
-
-    def take_rebound(self) -> list[str]:
-        """Return the names that were rebound to something else, and forget them."""
-        fn = self._fn()
-        if fn is None:  # then the name that led to it was rebound, and that is reported
-            return []
-        names, cells = fn.__globals__, fn.__closure__ or ()
-        rebound = []
-        for name, (was, cell) in self._was.items():
-            try:
-                now = names.get(name, _EMPTY) if cell < 0 else cells[cell].cell_contents
-            except ValueError:  # not assigned
-                now = _EMPTY
-            if id(now) == was:
+        found: list[str] = []
+        for reference, was, atoms in self._functions:
+            fn = reference()
+            if fn is None:  # then the name that led to it was rebound, and that is reported
                 continue
-            atom = self._atoms.get(name, _EMPTY)
-            if atom is not _EMPTY and type(now) is type(atom) and now == atom:
-                self._was[name] = id(now), cell  # does as well: workers' results do not change
-            else:
-                rebound.append(name)
-        for name in rebound:
-            del self._was[name]
-        return rebound
+            names, cells = fn.__globals__, fn.__closure__ or ()
+            rebound = []
+            for name, (before, cell) in was.items():
+                try:
+                    now = names.get(name, _EMPTY) if cell < 0 else cells[cell].cell_contents
+                except ValueError:  # not assigned
+                    now = _EMPTY
+                if id(now) == before:
+                    continue
+                atom = atoms.get(name, _EMPTY)
+                if atom is not _EMPTY and type(now) is type(atom) and now == atom:
+                    was[name] = id(now), cell  # does as well: workers' results do not change
+                else:
+                    rebound.append(name)
+            for name in rebound:
+                del was[name]
+            found += rebound
+        return list(dict.fromkeys(found)) if found else found
 
 
 def _by_value_functions(fn: FunctionType) -> list[FunctionType]:

@@ -15,9 +15,11 @@ import enum
 import itertools
 import zlib
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from psync.errors import FencedError, LocalProtocolError
+from psync.errors import FencedError, LocalProtocolError, PsyncError
+from psync.wire.messages import CheckState
 
 E = TypeVar("E")
 
@@ -49,6 +51,7 @@ class CommitLog(Generic[E]):
         # That the backup does not have, from the first after ``taken``, with what each counts.
         self._kept: deque[tuple[E, int]] = deque()
         self._kept_bytes = 0
+        self._room = max_kept_bytes  # while a copy is made
 
     def append(self, entry: E, nbytes: int) -> int:
         """Give an entry its place, and return its number.
@@ -62,7 +65,7 @@ class CommitLog(Generic[E]):
         if self.state is not LogState.ALONE:
             self._kept.append((entry, nbytes))
             self._kept_bytes += nbytes
-            if self.state is LogState.COPYING and self._kept_bytes > self._max_kept:
+            if self.state is LogState.COPYING and self._kept_bytes > self._room:
                 self.give_up()
         return self.last
 
@@ -84,7 +87,20 @@ class CommitLog(Generic[E]):
         self._check(LogState.ALONE)
         self.state = LogState.COPYING
         self.taken = self.shipped = self.last
+        self._room = self._max_kept
         return self.last
+
+    def precede(self, entries: Sequence[tuple[E, int]]) -> None:
+        """Ship these before the entries that were kept since the copy began.
+
+        Args:
+            entries: What the copy lacks, with what each counts, beside what may be kept.
+        """
+        self._kept.extendleft(reversed(entries))
+        self.taken = self.shipped = self.taken - len(entries)
+        nbytes = sum(nbytes for _, nbytes in entries)
+        self._kept_bytes += nbytes
+        self._room += nbytes
 
     def pair(self) -> None:
         """The copy is there: from now on nothing is applied that the backup does not have.
@@ -110,24 +126,10 @@ class CommitLog(Generic[E]):
         return first, batch
 
     def note_taken(self, number: int) -> None:
-        """The backup has all entries up to this one.
-
-        Raises:
-            LocalProtocolError: It cannot have them.
-        """
-        if number > self.last:
-            raise LocalProtocolError(
-                f"{self._task}: its backup has entry {number}, but there are only {self.last}"
-            )
-        self.shipped = max(self.shipped, number)  # it came over a connection that was lost
+        """The backup has all entries up to this one, which was shipped."""
         while self._kept and self.taken < number:
             self._kept_bytes -= self._kept.popleft()[1]
             self.taken += 1
-        self.taken = max(self.taken, number)
-
-    def ship_again(self) -> None:
-        """What was on its way may be lost: ship all that the backup does not have."""
-        self.shipped = self.taken
 
     def give_up(self) -> None:
         """There is no backup any more: go on alone. A deposed primary stays one."""
@@ -151,3 +153,60 @@ def chained(chain: int, client: tuple[str, int], header: bytes, nbytes: int) -> 
     task, incarnation = client
     start = b"%d %d %b" % (incarnation, nbytes, task.encode())
     return zlib.crc32(header, zlib.crc32(start, chain))
+
+
+# Whether a backup is what its primary is: checks in the log.
+
+CHECK_EVERY = 1024
+"""Entries between two comparisons."""
+
+
+class Diverged(PsyncError):
+    """A backup is not what its primary is, though it has executed the same entries."""
+
+
+class Comparison:
+    """Comparison with one backup: of the entries that went over, and of what they made.
+
+    Every ``CHECK_EVERY`` entries the primary logs a ``CheckState``. Executing it, both take a
+    digest of the state that judging has made; the next one brings the primary's, and the checksum
+    over all entries up to itself. A backup that differs is discarded, and made again
+    (``backups.host``). A new comparison begins with each copy, on both sides.
+
+    Args:
+        task: Name of the ps.
+        digest: Returns one of the state that judging has made, equal on both.
+
+    Attributes:
+        chain: Over the entries that went over, see ``chained``; whoever ships one goes on with it.
+    """
+
+    def __init__(self, task: str, digest: Callable[[], bytes]) -> None:
+        self._task = task
+        self._digest = digest
+        self._number = 0  # of the last check in the log
+        self._left = CHECK_EVERY  # entries until the next one
+        self._digests: dict[int, bytes] = {}  # of the last two that were executed
+        self.chain = 0
+
+    def due(self) -> CheckState | None:
+        """Return the check that comes before the next entry; None: it is not time yet."""
+        self._left -= 1
+        if self._left > 0 or self._number not in (0, *self._digests):
+            return None
+        self._left = CHECK_EVERY
+        self._number += 1
+        return CheckState(self._number, self._digests.get(self._number - 1, b""), self.chain)
+
+    def execute(self, check: CheckState) -> None:
+        """Take the digest of a check, and compare the one before.
+
+        Raises:
+            Diverged: They differ.
+        """
+        mine = self._digests.get(check.number - 1)
+        self._digests = {check.number - 1: mine or b"", check.number: self._digest()}
+        if mine is not None and check.last and mine != check.last:
+            raise Diverged(
+                f"{self._task}: its backup has diverged before check {check.number} of the log"
+            )

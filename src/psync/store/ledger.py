@@ -49,10 +49,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from psync.errors import FencedError, UsageError
-from psync.store.reattach import HeldUpdates
 from psync.store.snapshot_state import NOTHING, SenderState, SnapshotState
 from psync.store.untrusted_json import Signed
 from psync.wire.closure_numbers import FIRST, Finality, first_of
@@ -129,6 +128,22 @@ class _Sender:
 
 
 _NONE: dict[int, Ticket] = {}
+
+
+class HeldUpdates(NamedTuple):
+    """The updates of one coordinator's program that one ps has applied, as far as it knows them.
+
+    Those of closures that are final are forgotten, and those of which the client has all answers:
+    they are on all ps tasks.
+    """
+
+    coordinator: int  # its incarnation
+    final_below: int  # closures below are final, unless they are kept
+    calls: tuple[tuple[int, int, int], ...]  # (closure, ordinal, messages to all ps tasks)
+    acked: tuple[tuple[str, int, int], ...]  # (client, incarnation, sequences below are answered)
+    # Of no closure: (client, incarnation, sequence here, (ps, sequence there) of its other parts).
+    messages: tuple[tuple[str, int, int, tuple[tuple[int, int], ...]], ...]
+    kept: tuple[tuple[int, int], ...] = ()  # of those below, that may come again: see ``Finality``
 
 
 class Ledger:

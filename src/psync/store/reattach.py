@@ -23,6 +23,10 @@ the others hold: its lineage is 0. So is that of a ps that was rolled back by a 
 before it got the RollbackEvent, and of ps 0 if a step that it had decided could not be applied
 everywhere. "Never created" and "lost" are told apart by this: the first is created, the second is
 an AttachError.
+
+On a ps (``FormerStore``), shards and optimizers move as they are, with their blocks, slots and
+steps: nothing is copied. A shard may be adopted before the optimizers whose slots lie beside it;
+these slots wait.
 """
 
 from __future__ import annotations
@@ -30,15 +34,18 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from psync.errors import AttachError, CheckpointCorrupt, RemoteProtocolError
+from psync.errors import AttachError, PartitionError, UnknownVariableError, UsageError
+from psync.numerics.memory import BlockArray
 from psync.specs import ShardSpec, VariableSpec
-from psync.store.untrusted_json import read_json
+from psync.store.ledger import HeldUpdates, Ledger
+from psync.store.shards import Optimizer
+from psync.store.snapshot_state import NewOptimizer, described
+from psync.store.store import ShardStore
+from psync.store.work import Shard
 from psync.wire.closure_numbers import Finality, call_of
-
-T = TypeVar("T")
 
 Place = tuple[str, int]
 """A shard: (name of the variable, index of the shard)."""
@@ -49,38 +56,13 @@ Identity = tuple[int, int]
 BACK = "pass attach=False to start again from the last checkpoint"
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOptimizer:
+class HeldOptimizer(NamedTuple):
     """An optimizer that nobody has adopted."""
 
     identity: Identity
     config: dict[str, Any]
     learning_rate: dict[str, Any]  # config of the schedule that it has now
-    step: int
-    has_slots: bool
-
-    @property
-    def was_used(self) -> bool:
-        """Whether anything would be lost with it."""
-        return bool(
-            self.step or self.has_slots or self.learning_rate != self.config.get("learning_rate")
-        )
-
-
-class HeldUpdates(NamedTuple):
-    """The updates of one coordinator's program that one ps has applied, as far as it knows them.
-
-    Those of closures that are final are forgotten, and those of which the client has all answers:
-    they are on all ps tasks.
-    """
-
-    coordinator: int  # its incarnation
-    final_below: int  # closures below are final, unless they are kept
-    calls: tuple[tuple[int, int, int], ...]  # (closure, ordinal, messages to all ps tasks)
-    acked: tuple[tuple[str, int, int], ...]  # (client, incarnation, sequences below are answered)
-    # Of no closure: (client, incarnation, sequence here, (ps, sequence there) of its other parts).
-    messages: tuple[tuple[str, int, int, tuple[tuple[int, int], ...]], ...]
-    kept: tuple[tuple[int, int], ...] = ()  # of those below, that may come again: see ``Finality``
+    was_used: bool  # anything would be lost with it
 
 
 class Holding(NamedTuple):
@@ -98,36 +80,6 @@ class Orders(NamedTuple):
     shards: tuple[tuple[str, int, int], ...] = ()  # (name, index, id of the variable from now on)
     dropped: tuple[Place, ...] = ()
     optimizers: tuple[tuple[int, int, int], ...] = ()  # (*identity, number from now on)
-
-
-def read_sent(segments: Sequence[bytes | memoryview], kind: type[T], where: str) -> T:
-    """Return a ``Holding``, or ``Orders``, that were sent as JSON.
-
-    Args:
-        segments: Of the message.
-        kind: Which of them.
-        where: What is wrong if they are something else, for messages.
-
-    Raises:
-        RemoteProtocolError: It is something else.
-    """
-    try:
-        return read_json(b"".join(segments), kind, where)
-    except CheckpointCorrupt as exc:  # which is what files are
-        raise RemoteProtocolError(exc.message) from exc
-
-
-@dataclass(frozen=True, slots=True)
-class NewOptimizer:
-    """An optimizer of the present program."""
-
-    number: int
-    name: str
-    config: Mapping[str, Any]  # with which it was made
-    learning_rate: Mapping[str, Any] = field(default_factory=dict)  # that it has now
-
-    def __str__(self) -> str:
-        return f'"{self.name}" ({_described(self.config)})'
 
 
 @dataclass(slots=True)
@@ -155,20 +107,14 @@ class Adoption:
     def __init__(self, holdings: Sequence[Holding]) -> None:
         self._num_ps = len(holdings)
         self._shards: dict[str, list[tuple[int, ShardSpec]]] = defaultdict(list)
-        self._optimizers: dict[Identity, HeldOptimizer] = {}
-        self._known_on: dict[Identity, set[int]] = defaultdict(set)  # which ps tasks
-        self._used_on: dict[Identity, set[int]] = defaultdict(set)  # of these
+        # By ps, as that knows it. Where it was not used, it may be as it was made.
+        self._optimizers: dict[Identity, dict[int, HeldOptimizer]] = defaultdict(dict)
         _check_lives(holdings)
         for ps, holding in enumerate(holdings):
             for shard in holding.shards:
                 self._shards[shard.variable].append((ps, shard))
             for optimizer in holding.optimizers:
-                self._known_on[optimizer.identity].add(ps)
-                if optimizer.was_used:
-                    self._used_on[optimizer.identity].add(ps)
-                known = self._optimizers.get(optimizer.identity)
-                if known is None or optimizer.was_used:
-                    self._optimizers[optimizer.identity] = optimizer
+                self._optimizers[optimizer.identity][ps] = optimizer
 
     @property
     def is_empty(self) -> bool:
@@ -177,7 +123,11 @@ class Adoption:
 
     def rate_of(self, identity: Identity) -> Mapping[str, Any]:
         """Return the learning rate that an optimizer has now, as the config of a schedule."""
-        return self._optimizers[identity].learning_rate
+        *_, held = self._used(identity).values()
+        return held.learning_rate
+
+    def _used(self, identity: Identity) -> dict[int, HeldOptimizer]:
+        return {ps: held for ps, held in self._optimizers[identity].items() if held.was_used}
 
     def compare(
         self,
@@ -230,7 +180,8 @@ class Adoption:
             numbers = tuple(
                 (*identity, number)
                 for identity, number in decision.optimizers.items()
-                if ps in (self._known_on if times[number] == 1 else self._used_on)[identity]
+                if ps in self._used(identity)
+                or (times[number] == 1 and ps in self._optimizers[identity])
             )
             decision.orders.append(Orders(tuple(shards[ps]), tuple(dropped[ps]), numbers))
         return decision
@@ -249,8 +200,9 @@ class Adoption:
     ) -> dict[Identity, int]:
         """Return which optimizer is which; what is left is a misfit, at last."""
         groups: dict[str, tuple[list[HeldOptimizer], list[NewOptimizer]]] = {}
-        for held in self._optimizers.values():
-            if held.was_used:
+        for identity in self._optimizers:
+            if used := self._used(identity):
+                *_, held = used.values()
                 groups.setdefault(_key(held.config), ([], []))[0].append(held)
         for new in optimizers:
             if (group := groups.get(_key(new.config))) is not None:
@@ -272,7 +224,7 @@ class Adoption:
 
     def _are_one(self, olds: Sequence[HeldOptimizer]) -> bool:
         """Whether these are one optimizer, which some ps tasks had adopted when a program died."""
-        users = [ps for held in olds for ps in self._used_on[held.identity]]
+        users = [ps for held in olds for ps in self._used(held.identity)]
         lineages = {held.identity[0] for held in olds}
         return len(olds) == 1 or (len(users) == len(set(users)) and len(lineages) == len(olds))
 
@@ -378,7 +330,7 @@ def _held(held: Sequence[tuple[int, ShardSpec]]) -> str:
 def _unmatched(
     olds: Sequence[HeldOptimizer], news: Sequence[NewOptimizer], optimizers: Sequence[NewOptimizer]
 ) -> str:
-    what = _described(olds[0].config)
+    what = described(olds[0].config)
     numbers = ", ".join(str(held.identity[1]) for held in olds)
     if news:
         these = ", ".join(f'"{new.name}" (number {new.number})' for new in news)
@@ -390,10 +342,144 @@ def _unmatched(
     return f"optimizer {numbers}, {what}, was used, and the program has none like it, but {others}"
 
 
-def _described(config: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in config.items() if value not in (None, []))
-
-
 def _key(config: Mapping[str, Any]) -> str:
     """Return what is the same for equal configurations, also if one has travelled."""
     return json.dumps(config, sort_keys=True)
+
+
+# On one ps.
+
+
+@dataclass(slots=True)
+class _Beside:
+    """What an optimizer keeps beside a shard."""
+
+    slots: dict[str, BlockArray] = field(default_factory=dict)
+    pushes: int | None = None  # that are accumulated, if the optimizer does so
+
+
+class FormerStore:
+    """What nobody has adopted yet. Single owner; never blocks.
+
+    Args:
+        task: Name of the ps, for messages.
+    """
+
+    def __init__(self, task: str) -> None:
+        self.lineage = 0  # of what is held here and in the store; see ``reattach``
+        self._task = task
+        self._shards: dict[Place, Shard] = {}
+        self._beside: dict[Place, dict[Identity, _Beside]] = {}  # also of adopted shards
+        self._adopted: dict[Place, Shard] = {}  # with something in ``_beside``
+        self._optimizers: dict[Identity, Optimizer] = {}
+        self._numbers: dict[Identity, int] = {}  # of those that were adopted
+        self._updates: dict[int, HeldUpdates] = {}  # by the incarnation of their coordinator
+
+    def take(self, store: ShardStore, ledger: Ledger, lineage: int) -> None:
+        """Take over all that a store holds; what was here and not adopted stays.
+
+        Args:
+            store: Is empty afterwards.
+            ledger: Of the updates of the store.
+            lineage: Incarnation of the coordinator under which its optimizers had their numbers.
+        """
+        shards, optimizers = store.release()
+        self._numbers.clear()
+        self._adopted.clear()
+        if lineage:  # else there was none
+            self._updates[lineage] = ledger.held_updates(lineage)
+        used = {number for shard in shards for number, _ in shard.slots}
+        for number, optimizer in optimizers.items():
+            # Of one that is known here by hearsay alone, since its adoption had not come so far,
+            # the real one waits, and the others tell their counts again.
+            if number in used or not optimizer.count.is_hearsay or not optimizer.count.elsewhere:
+                self._optimizers[lineage, number] = optimizer
+        for shard in shards:
+            place = (shard.spec.variable, shard.spec.index)
+            self._shards[place] = shard
+            beside = self._beside.setdefault(place, {})  # with what still waits
+            for (number, name), slot in shard.slots.items():
+                beside.setdefault((lineage, number), _Beside()).slots[name] = slot
+            for number, count in shard.pushes.items():
+                beside.setdefault((lineage, number), _Beside()).pushes = count
+            shard.slots, shard.pushes = {}, {}
+
+    def describe(self) -> Holding:
+        """Return what is here."""
+        with_slots = {identity for beside in self._beside.values() for identity in beside}
+        held = []
+        for identity, each in self._optimizers.items():
+            rate = each.rule.learning_rate.to_config()
+            was_set = rate != each.config.get("learning_rate")
+            was_used = each.count.known > 0 or was_set or identity in with_slots
+            held.append(HeldOptimizer(identity, each.config, rate, was_used))
+        shards = tuple(shard.spec for shard in self._shards.values())
+        return Holding(self.lineage, shards, tuple(held), tuple(self._updates.values()))
+
+    def adopt(self, orders: Orders, store: ShardStore) -> None:
+        """Do what was decided, all of it or nothing; what was done before changes nothing.
+
+        Args:
+            orders: What was decided.
+            store: Gets what is adopted.
+
+        Raises:
+            UnknownVariableError: A shard is not here.
+            PartitionError: The program has another variable of that number already.
+            UsageError: An optimizer is not here.
+        """
+        self._check(orders, store)
+        for place in orders.dropped:
+            self._shards.pop(place, None)
+            self._beside.pop(place, None)
+        for name, index, variable_id in orders.shards:
+            shard = self._shards.pop((name, index), None)
+            if shard is not None:
+                shard.spec = replace(shard.spec, variable_id=variable_id)
+                store.take_up(shard)
+                self._adopted[name, index] = shard
+        for lineage, old, new in orders.optimizers:
+            optimizer = self._optimizers.pop((lineage, old), None)
+            if optimizer is not None:
+                store.take_up_optimizer(new, optimizer)
+                self._numbers[lineage, old] = new
+        for place, shard in self._adopted.items():
+            self._put_beside(shard, self._beside.get(place, {}))
+
+    def drop(self) -> None:
+        """Drop all that is here."""
+        self._shards.clear()
+        self._beside.clear()
+        self._adopted.clear()
+        self._optimizers.clear()
+        self._updates.clear()
+
+    def _put_beside(self, shard: Shard, waiting: dict[Identity, _Beside]) -> None:
+        """Give a shard the slots of the optimizers that are adopted."""
+        for identity in [identity for identity in waiting if identity in self._numbers]:
+            number, beside = self._numbers[identity], waiting.pop(identity)
+            for name, slot in beside.slots.items():
+                shard.slots[number, name] = slot
+            if beside.pushes is not None:
+                shard.pushes[number] = beside.pushes
+
+    def _check(self, orders: Orders, store: ShardStore) -> None:
+        names = {key: store.spec(key).variable for key in store.keys()}
+        for name, index, variable_id in orders.shards:
+            there = names.get((variable_id, index))
+            if (name, index) in self._shards:
+                if there is not None:
+                    raise PartitionError(
+                        f'{self._task} cannot adopt shard {index} of "{name}" as variable '
+                        f'{variable_id}, which is "{there}"'
+                    )
+            elif there != name:
+                raise UnknownVariableError(
+                    f'{self._task} holds no shard {index} of a variable "{name}" that could be '
+                    "adopted"
+                )
+        for lineage, old, new in orders.optimizers:
+            if (lineage, old) not in self._optimizers and self._numbers.get((lineage, old)) != new:
+                raise UsageError(
+                    f"{self._task} knows no optimizer {old} of {lineage} that could be adopted"
+                )

@@ -66,8 +66,7 @@ class RowTable(ShardTable):
     def __init__(self, task: str, pool: BlockPool | None = None) -> None:
         super().__init__(task, pool)
         self._scratch = Scratch()
-        # Read or changed on their own; the blocks in which they lie; bytes of their values.
-        self._num_rows = self._row_blocks = self._row_bytes = 0
+        self._num_rows = self._row_bytes = 0  # read or changed on their own; of their values
         self._row_updates = 0  # finished, one per shard
         self._row_copies = 0  # blocks that were copied before rows in them could be changed
 
@@ -458,15 +457,8 @@ class RowTable(ShardTable):
         return _carried(shard, steps, finished)
 
     def _count(self, shard: Shard, rows: np.ndarray | range) -> None:
-        if not len(rows):
-            return
-        values, size = shard.values, shard.row_size
         self._num_rows += len(rows)
-        self._row_bytes += len(rows) * size * values.dtype.itemsize
-        if isinstance(rows, range):
-            self._row_blocks += values.blocks_between(rows.start * size, rows.stop * size)
-        else:
-            self._row_blocks += self._rows(values).num_blocks_of(rows)
+        self._row_bytes += len(rows) * shard.row_size * shard.values.dtype.itemsize
 
 
 def _scatter(arrays: Sequence[RowBlocks], apart: list[tuple[np.ndarray, list[np.ndarray]]]) -> None:

@@ -212,32 +212,16 @@ class Loaded:
             shard.pushes.update(known.pushes)
         ledger.restore(state, unpack)
         self._given_up = False
-        # Ranges of bytes that are there, apart from each other, ascending; by place.
-        self._filled: dict[int, list[tuple[int, int]]] = {
-            place: []
+        # Bytes that are there of each item, from its beginning on; by place.
+        self._filled = {
+            place: 0
             for place, item in enumerate(state.items)
             if item.nbytes and not item.is_constant
         }
-
-    def memory(self, place: int) -> Iterator[memoryview]:
-        """Yield the memory of an item, block by block, each to be written before the next.
-
-        Args:
-            place: Of an item that is ``wanted``.
-
-        Raises:
-            CheckpointError: ``give_up`` was called.
-            CheckpointCorrupt: What was written is no array of its dtype.
-        """
-        array = self._array(place)
-        for i in range(array.num_blocks):
-            if self._given_up:
-                raise CheckpointError("another snapshot is to be loaded instead of this one")
-            yield array.block(i).array.view(np.uint8).data
-        self._note(place, 0, array.nbytes)
+        self._missing = len(self._filled)  # items that are not whole
 
     def write(self, place: int, start: int, data: memoryview) -> Iterator[None]:
-        """Fill a part of an item, one block for each ``next``; again changes nothing.
+        """Fill the next part of an item, one block for each ``next``; again changes nothing.
 
         Args:
             place: Of the item in the state.
@@ -245,32 +229,49 @@ class Loaded:
             data: The bytes from there on.
 
         Raises:
-            UsageError: It has no such bytes, or is constant, or there is no such item.
+            UsageError: It has no such bytes, or others come before them, or is constant, or there
+                is no such item.
             CheckpointCorrupt: They are no array of its dtype.
+            CheckpointError: ``give_up`` was called.
         """
         if place not in self._filled:
             raise UsageError(f"item {place} of a snapshot has no bytes to be filled")
-        array, source = self._array(place), bytes_of(data)
+        item, source = self.state.items[place], bytes_of(data)
+        shard = self.store.shards()[item.key]
+        array = shard.slots[item.optimizer, item.slot] if item.slot else shard.values
         stop = start + source.size
         if not 0 <= start <= stop <= array.nbytes:
-            raise UsageError(f"{self.state.items[place]}: no bytes {start} to {stop}")
+            raise UsageError(f"{item}: no bytes {start} to {stop}")
+        if start > self._filled[place]:
+            raise UsageError(f"{item}: bytes from {start} on follow {self._filled[place]}")
         size = array.bounds(0)[1] * array.dtype.itemsize
         at = start
         while at < stop:
+            if self._given_up:
+                raise CheckpointError("another snapshot is to be loaded instead of this one")
             i, first = divmod(at, size)
             count = min(stop - at, size - first)
             block = array.block(i).array.view(np.uint8)
             block[first : first + count] = source[at - start : at - start + count]
             at += count
             yield
-        self._note(place, start, stop)
+        before = self._filled[place]
+        if item.dtype == "bool" and stop == item.nbytes:
+            for i in range(array.num_blocks):
+                if array.block(i).array.view(np.uint8).max() > 1:
+                    raise CheckpointCorrupt(f"{item}: bytes other than 0 and 1 for bool")
+        self._filled[place] = max(before, stop)
+        self._missing -= before < item.nbytes <= stop
+
+    @property
+    def is_wanting(self) -> bool:
+        """Whether an item is not filled."""
+        return self._missing > 0
 
     def wanted(self) -> list[int]:
         """Return the places of the items that are not filled."""
         items = self.state.items
-        return [
-            place for place, there in self._filled.items() if there != [(0, items[place].nbytes)]
-        ]
+        return [place for place, there in self._filled.items() if there < items[place].nbytes]
 
     def check_whole(self, what: str) -> None:
         """Raise UsageError, which names the snapshot, if an item is not filled."""
@@ -280,31 +281,6 @@ class Loaded:
     def give_up(self) -> None:
         """Let whoever fills it stop."""
         self._given_up = True
-
-    def _array(self, place: int) -> BlockArray:
-        item = self.state.items[place]
-        shard = self.store.shards()[item.key]
-        return shard.slots[item.optimizer, item.slot] if item.slot else shard.values
-
-    def _note(self, place: int, start: int, stop: int) -> None:
-        ranges: list[tuple[int, int]] = []
-        for first, last in sorted([*self._filled[place], (start, stop)]):
-            if ranges and first <= ranges[-1][1]:
-                ranges[-1] = (ranges[-1][0], max(last, ranges[-1][1]))
-            else:
-                ranges.append((first, last))
-        self._filled[place] = ranges
-        item = self.state.items[place]
-        if item.dtype == "bool" and ranges == [(0, item.nbytes)]:
-            self._check_bools(place)
-
-    def _check_bools(self, place: int) -> None:
-        array = self._array(place)
-        for i in range(array.num_blocks):
-            if array.block(i).array.view(np.uint8).max() > 1:
-                raise CheckpointCorrupt(
-                    f"{self.state.items[place]}: bytes other than 0 and 1 for bool"
-                )
 
 
 def _fill(item: SnapshotItem) -> float | np.ndarray:

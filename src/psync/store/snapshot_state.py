@@ -20,33 +20,37 @@ An array to which nothing was ever written, such as a large table that was decla
     that wait                     nothing
 
 What a backup gets beside a snapshot, as entries: staged parts, the state of the rule of synchronous
-steps, contents and takes of accumulators (``backups.service``, ``Section.entries``).
+steps, contents and takes of accumulators (``backups.primary``, ``Section.entries``).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 from psync import schedules
 from psync.errors import (
     CheckpointCorrupt,
     ConfigurationError,
     PartitionError,
+    RemoteProtocolError,
     ValueMismatchError,
 )
 from psync.numerics.rules import UpdateRule, rule_from_config, slot_dtype, unknown_in
 from psync.schedules import OR_OWN
 from psync.specs import STEP_BITS, ShardSpec, count_of, dtype_name, dtype_of
 from psync.store.push_counts import CountState, PushCount
-from psync.store.reattach import NewOptimizer
 from psync.store.shards import Key
 from psync.store.sync_config import SyncConfig
 from psync.store.untrusted_json import Signed, read_json, to_json, wrong
 from psync.wire.closure_numbers import Finality
+from psync.wire.codec import Message, decode, encode
+from psync.wire.messages import Pushed
+
+M = TypeVar("M", bound=Message)
 
 FORMAT = "psync image"
 """What the first line of files on disk says: checkpoints of every version are read."""
@@ -124,6 +128,19 @@ class OptimizerSnapshot(NamedTuple):
     config: dict[str, Any]  # with which it was defined
     learning_rate: dict[str, Any]  # that it has now
     known: int  # number of its pushes, marked
+
+
+@dataclass(frozen=True, slots=True)
+class NewOptimizer:
+    """An optimizer of the present program."""
+
+    number: int
+    name: str
+    config: Mapping[str, Any]  # with which it was made
+    learning_rate: Mapping[str, Any] = field(default_factory=dict)  # that it has now
+
+    def __str__(self) -> str:
+        return f'"{self.name}" ({described(self.config)})'
 
 
 class SenderState(NamedTuple):
@@ -265,6 +282,11 @@ NOTHING = SnapshotState(
 )  # fmt: skip
 
 
+def described(config: Mapping[str, Any]) -> str:
+    """Return an optimizer's configuration as text, for messages."""
+    return ", ".join(f"{key}={value}" for key, value in config.items() if value not in (None, []))
+
+
 # What a type does not say of a state.
 
 _Misfit = Callable[[str, str, object], CheckpointCorrupt]
@@ -339,3 +361,35 @@ def _check_shard(shard: ShardSnapshot, rules: dict[int, UpdateRule], misfit: _Mi
     for push in shard.pushes:
         if push[0] not in rules:
             raise misfit(f"pushes to {spec}", "of an optimizer that is there", push)
+
+
+# Messages in a state.
+
+
+def pack_answer(answer: object) -> bytes | None:
+    """Return how a snapshot keeps the answer to an update; None: it does not."""
+    return encode(answer) if isinstance(answer, Pushed) else None
+
+
+def unpack_answer(data: bytes) -> Pushed:
+    """Return what ``pack_answer`` packed.
+
+    Raises:
+        CheckpointCorrupt: It is no such answer.
+    """
+    return unpack(data, Pushed, "an answer")
+
+
+def unpack(data: bytes, kind: type[M], what: str) -> M:
+    """Return a message that a snapshot has kept.
+
+    Raises:
+        CheckpointCorrupt: It is no such message; ``what`` is its name there.
+    """
+    try:
+        message = decode(data)
+    except RemoteProtocolError as exc:
+        raise CheckpointCorrupt(f"{what} in a snapshot is damaged: {exc.message}") from exc
+    if not isinstance(message, kind):
+        raise CheckpointCorrupt(f"{what} in a snapshot is a {type(message).__name__}")
+    return message

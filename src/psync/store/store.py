@@ -14,7 +14,6 @@ an arena are one view, or one call of the rule.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -734,10 +733,9 @@ class ShardStore(RowTable):
     def statistics(self) -> dict[str, Any]:
         """Return counters and sizes as of now.
 
-        Counters are of finished work, one per shard: ``assigns`` includes moving averages, ``rows``
-        were read or changed on their own, and ``row_blocks`` counts the blocks in which they lie
-        anew for each update or reading. ``copies`` are blocks that were replaced instead of
-        changed, because a reader held them. ``spare_bytes`` lie beside those in use, see
+        Counters are of finished work, one per shard: ``assigns`` includes moving averages, and
+        ``rows`` were read or changed on their own. ``copies`` are blocks that were replaced instead
+        of changed, because a reader held them. ``spare_bytes`` lie beside those in use, see
         ``numerics.memory``.
         """
         shards = self._shards.values()
@@ -751,9 +749,8 @@ class ShardStore(RowTable):
             "copies": self._copies + self._row_copies,
             "row_updates": self._row_updates,
             "rows": self._num_rows,
-            "row_blocks": self._row_blocks,
             "row_bytes": self._row_bytes,
-            "pool": dataclasses.asdict(self._pool.statistics()),
+            "pool": self._pool.statistics(),
         }
 
 

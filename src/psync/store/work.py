@@ -423,7 +423,8 @@ class ShardUpdate:
         gradient = self._gradient_of(i, self._space)
         if accumulator is not None:
             gradient = accumulator.mean(accumulator.sum(i), gradient, self._space)
-        target, targets = values.apart(i, pool), [slot.apart(i, pool) for slot in self._slots]
+        target = values.writable(i, pool, apart=True)
+        targets = [slot.writable(i, pool, apart=True) for slot in self._slots]
         slots = [slot.block(i).array for slot in self._slots]
         outs = [slot_target.array for slot_target in targets]
         part = values.block(i).array, gradient, slots, target.array, outs

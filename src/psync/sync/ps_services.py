@@ -14,7 +14,7 @@ The state of a ps, which its backup has as well, is the ``sections`` of ``PsServ
 slots, optimizers, the ledger and plans (``updates``); accumulators and their takes; groups, staged
 parts of pushes and, on ps 0, the rule of synchronous steps and those it has decided (``closer``,
 elsewhere ``sync``). All else, as locks, staleness clocks, the gate of a cut, requests that wait,
-ends with the timeline or a connection. To add one: ``backups.service.Section``.
+ends with the timeline or a connection. To add one: ``backups.primary.Section``.
 """
 
 from __future__ import annotations
@@ -24,34 +24,30 @@ import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgpack
 
-from psync.backups.sender import Served
-from psync.backups.service import BackupService, Section
+from psync.backups.primary import BackupService, PsProcess, Section
 from psync.cluster import parse_task_name
 from psync.errors import ConfigurationError, ConnectionLost, FencedError, PsyncError, UsageError
-from psync.net.connection import Connection, Handler, Request
-from psync.net.platform import Platform
-from psync.numerics.memory import BlockPool
-from psync.ps.accumulators import Accumulators
+from psync.net.connection import Handler, Request
+from psync.ps.accumulators import Accumulators, pack_accumulators, unpack_accumulators
 from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Compute, Touches
-from psync.ps.cooperative_work import LongWork
 from psync.ps.count_teller import NEWS_SHIFT, CountTeller
 from psync.ps.creation import ShardCreation, copied_by
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
 from psync.ps.plans import Plans
 from psync.ps.pulls import PsPulls
-from psync.ps.snapshots import pack_accumulators, pack_answer, unpack_accumulators
 from psync.ps.updates import PsUpdates, nothing_is_left
 from psync.specs import STEP_BITS
 from psync.store.commit_log import CommitLog
-from psync.store.snapshot import Frozen, Loaded, freeze, settling
+from psync.store.snapshot import Frozen, Loaded, freeze
+from psync.store.snapshot_state import pack_answer
 from psync.sync.groups import CLOSER
 from psync.sync.ps_sync import PsSync
 from psync.sync.staleness_service import ClockService
@@ -64,13 +60,13 @@ from psync.wire.messages import (
     AttachPs,
     AwaitWaiters,
     CheckState,
-    CountsHeard,
     CreateShards,
     DefineOptimizer,
     Done,
     Fence,
     FinalBelow,
     LockShards,
+    Number,
     Read,
     ReportSchedule,
     SetOptimizer,
@@ -88,21 +84,6 @@ LOGGED = (
     TellCounts,
 )  # fmt: skip
 """What changes a ps as soon as it comes, beside what is admitted: entries as they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class PsProcess:
-    """What a ps task has as long as its process lives, as its services need it."""
-
-    task: str
-    index: int
-    platform: Platform
-    pool: BlockPool
-    work: LongWork
-    check_coordinator: Callable[[Connection], None]  # raises unless a peer is that which is served
-    served: Callable[[], Served | None]  # who may be backed up, as of now
-    deposed: Callable[[], None]  # told that the backup serves in its place
-    cut_off: Callable[[], None]  # closes the connections of tasks that are not served any more
 
 
 class PsServices:
@@ -182,15 +163,11 @@ class PsServices:
             self.accumulators,
             self.closer or self.sync,
         )
-        self.backup = BackupService(
-            platform, process.served, store, work, process.check_coordinator,
-            self.freeze, executor, self._expect_moves, self._deposed, self,
-            self.sections, self.updates.plans,
-        )  # fmt: skip
+        self.backup = BackupService(process, self)
         self.sync.check = self.backup.check_group
         self.replayed: dict[type[Message], Handler] = {}
         if life is Life.HOSTED:
-            self._expect_moves()
+            self.expect_moves()
             self.replayed = {CheckState: Handler(executor.compare)}
             for section in self.sections:
                 self.replayed.update(section.replayed())
@@ -200,10 +177,9 @@ class PsServices:
         if self.teller is not None:
             self.updates.counted = self.teller.changed
             self.updates.num_others = len(self.teller.others)
-            if self.store.iterations:
-                self.teller.changed()
+            self.teller.begin()
 
-    def _expect_moves(self) -> None:
+    def expect_moves(self) -> None:
         """There are backups: a ps that is lost is waited for until it is served elsewhere."""
         if self.closer is not None:
             self.closer.all_ps.expect_moves()
@@ -297,15 +273,7 @@ class PsServices:
         state = [section.control() for section in self.sections]
         return hashlib.blake2b(msgpack.packb(state), digest_size=16).digest()
 
-    # Snapshots, see ``snapshots.Freezable``.
-
-    def settling(self) -> Iterator[None]:
-        """Make ``freeze`` quick, in pieces."""
-        return settling(self.store)
-
-    def check_gate(self, cut: int) -> None:
-        """Refuse a cut that may have missed updates."""
-        self.gate.check(cut)
+    # Snapshots.
 
     def freeze(self) -> Frozen:
         """Hold what is served.
@@ -343,7 +311,7 @@ class PsServices:
         )
         return loaded
 
-    # Synchronous steps, see ``backups.service.Steps``.
+    # Synchronous steps, see ``backups.primary``.
 
     async def pause(self, why: str) -> None:
         """Close no step from now on; wait for what is being closed."""
@@ -375,9 +343,9 @@ class PsServices:
                 self.closer.all_ps.move(addresses)
             self.closer.serve()
         self.replayed = {}
-        self._tell_counts()
-        if self.teller is not None and addresses != known:
+        if self.teller is not None:
             self.teller.move(addresses)
+        self._tell_counts()
 
     def _fence(self, request: Request[Fence]) -> Compute | None:
         peer, message = request.peer, request.message
@@ -428,7 +396,7 @@ class PsServices:
             news = self.store.hear_count(number, index, base, row, self._process.index)
             is_news |= news > max(1, self.store.push_count(number).known >> NEWS_SHIFT)
         self.updates.counted()
-        request.answer(CountsHeard(is_news))
+        request.answer(Number(int(is_news)))
 
     async def _await_waiters(self, request: Request[AwaitWaiters]) -> None:
         peer = request.peer
@@ -446,7 +414,7 @@ class PsServices:
 
     # Ends.
 
-    def _deposed(self) -> None:
+    def deposed(self) -> None:
         """The backup serves in place of the ps: of this, and not of what has followed it since."""
         if not self._ended:
             self._process.deposed()

@@ -22,7 +22,7 @@ from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.connection import Handler, Request
 from psync.sync.staleness import Release, Replica, RoundClocks, Tick
 from psync.wire.codec import Message
-from psync.wire.messages import ClockTicked, ReportSchedule, TickClock
+from psync.wire.messages import Number, ReportSchedule, TickClock
 
 _Waiting = dict[Tick, list[Request[TickClock]]]
 """Several requests where one was repeated; each gets the rounds that the worker is ahead."""
@@ -178,4 +178,4 @@ def _worker(index: int) -> str:
 def _perform(waiting: _Waiting, releases: Iterable[Release]) -> None:
     for release in releases:
         for request in waiting.pop(release.tick):
-            request.answer(ClockTicked(release.ahead))
+            request.answer(Number(release.ahead))

@@ -8,11 +8,43 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from psync.net.shared.doors import SideChannel
-from psync.net.shared.regions import Make, Region, make_heap
+from psync.net.shared.regions import Make, Region, address_of
 
 REFUSED = 0.02
 """How often a region cannot be given, as if a queue were full."""
+
+
+class HeapRegion(Region):
+    """A region that is in this process only.
+
+    Attributes:
+        heap: Its memory.
+    """
+
+    heap: bytearray
+
+
+class Heap(np.ndarray):
+    """A region as its owner sees it; no other process can.
+
+    Others see the same memory, which is there for as long as somebody does; the region is gone with
+    its owner's view of it, as between processes.
+    """
+
+    region: HeapRegion
+
+
+def make_heap(number: int, nbytes: int) -> Heap:
+    """Make a region for tasks of one process."""
+    memory = bytearray(nbytes)
+    heap = np.frombuffer(memory, np.uint8).view(Heap)
+    heap.region = HeapRegion(number, nbytes)
+    heap.region.heap = memory
+    heap.region.address = address_of(heap.data)
+    return heap
 
 
 class MemoryChannel(SideChannel):
@@ -35,7 +67,7 @@ class MemoryChannel(SideChannel):
 
     def give(self, region: Region) -> bool:
         """Let the peer see a region."""
-        heap = region.heap
+        heap = region.heap if isinstance(region, HeapRegion) else None
         if heap is None or self.peer._ended or self._random.random() < REFUSED:
             self._seen["memory cannot be lent"] += 1
             return False

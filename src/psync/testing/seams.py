@@ -17,8 +17,8 @@ from psync import schedules
 from psync.api.optimizers import optimizers_here
 from psync.backups.pairing import Computation
 from psync.client.context import ClosureContext, Runtime, inside
+from psync.net import platform
 from psync.net.platform import Parts, Platform
-from psync.net.platform import fresh_process as fresh_process
 from psync.net.secret import Secret
 from psync.net.transport import Network
 from psync.numerics import rules
@@ -28,6 +28,19 @@ from psync.ps_task import PsTask
 from psync.worker_task import WorkerTask
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def fresh_process() -> Iterator[None]:
+    """Let everything be as in a process that has just begun; afterwards it is as it was."""
+    before = {id(each): each.value for each in platform.every}
+    for each in platform.every:
+        each.value = each.make()
+    try:
+        yield
+    finally:
+        for each in platform.every:  # a module may have been imported meanwhile
+            each.value = before[id(each)] if id(each) in before else each.make()
 
 
 def new_platform(network: Network, secret: bytes | Secret, **surroundings: Any) -> Platform:

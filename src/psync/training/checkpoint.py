@@ -24,9 +24,7 @@ So a variable may be called otherwise in the program that restores it, and lie o
 
 Paths through a list have a position in it, which says nothing of a variable once the list has
 another order. So a ``Trainer`` calls what it finds below a list or tuple by the variable's name,
-and ``Checkpoint(model=[w, b])`` finds it there. Earlier trainers called all variables by their
-positions, "variables/0"; their names are told by what each ps held, which lies in the same files,
-or by shapes that occur once. A guess could swap the values of two variables.
+and ``Checkpoint(model=[w, b])`` finds it there.
 
 Slots and moving averages are called by the names of their variables. Those that the program did not
 choose say only in which order variables were declared. So what belongs to a variable is looked for
@@ -46,12 +44,10 @@ import dataclasses
 import functools
 import logging
 import os
-import re
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 
@@ -59,33 +55,16 @@ from psync.api.cluster_coordinator import coordinator_of
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers import Optimizer, Slot, pushes_of
 from psync.api.pulls import leaves
-from psync.api.reads import runtime_of, scope_of
-from psync.api.scopes import running_scopes, runtime_here
+from psync.api.scopes import running_scopes, runtime_here, runtime_of, scope_of
 from psync.api.variables import Handle, Module, OnReadVariable, Variable
-from psync.checkpoints.files import (
-    STREAM_VARIABLE,
-    DataFile,
-    Reader,
-    SavedSnapshots,
-    Writer,
-    checkpoints_in,
-    disk_errors,
-    mark_last,
-    remove,
-    remove_leftovers,
-    unmark_last,
-    why_not,
-)
+from psync.checkpoints import files
 from psync.checkpoints.manifest import (
-    Difference,
     Layout,
     Manifest,
     Planned,
-    Tensor,
     Wanted,
     changed_rate,
     check_state,
-    compare,
     step_of,
 )
 from psync.checkpoints.ownership import Owner, own
@@ -107,7 +86,7 @@ from psync.metrics import Metric
 from psync.net.platform import flag, random_hex
 from psync.numerics.memory import BLOCK_ELEMENTS
 from psync.schedules import Schedule, from_config
-from psync.specs import ShardSpec, checked_integer, checked_kind, dtype_of, shortened
+from psync.specs import checked_integer, checked_kind, dtype_of, shortened
 from psync.status.html_tables import table
 from psync.status.progress import kind_of, showing, size_of
 from psync.store.snapshot_state import SnapshotState
@@ -132,15 +111,6 @@ TRIES = 5
 
 
 # --- what is saved, under which names ------------------------------------------------------------
-
-_REMEDY = (
-    "or restore it once with psync.Checkpoint(variables=[…], optimizer=optimizer), the list in the "
-    "order in which the trainer had it, and save trainer.checkpoint beside it"
-)
-
-_POSITION = re.compile(r"variables/\d+")
-_STATES = frozenset({"optimizer/step", "history"})
-"""Beside the variables, what only a trainer has saved under these names."""
 
 
 @runtime_checkable
@@ -235,7 +205,7 @@ class Array:
 
     shape: tuple[int, ...]
     dtype: str
-    parts: tuple[Part, ...]
+    parts: Sequence[Part]
 
 
 @dataclass(slots=True)
@@ -259,8 +229,8 @@ class Contents:
     handles: dict[str, Handle] = field(default_factory=dict)
     by_variable: list[str] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)  # of all arrays and states
-    _paths: dict[Any, str] = field(default_factory=dict)  # of variables, ids of other objects
-    _values: dict[str, ValueOf] = field(default_factory=dict)  # by path
+    _values: dict[Any, ValueOf | None] = field(default_factory=dict)
+    """By variables, and ids of other objects; None while what an object holds is taken up."""
 
     def add(self, path: str, thing: Any) -> ValueOf:
         """Take up an object, and what it holds; return how its value is read.
@@ -269,7 +239,7 @@ class Contents:
             UsageError: It is nothing that a checkpoint can hold.
         """
         key = thing if isinstance(thing, Handle) else id(thing)
-        if key not in self._paths:  # the first path is its name
+        if key not in self._values:  # the first path is its name
             adder = next((each for kind, each in self._adders() if isinstance(thing, kind)), None)
             if adder is None:
                 raise UsageError(
@@ -278,10 +248,9 @@ class Contents:
                     "modules, SavedState(epoch=0), dicts and lists of these, and objects with "
                     "checkpoint_state()",
                 )
-            self._paths[key] = path
-            self._values[path] = adder(path, thing)
-        known = self._paths[key]
-        return lambda arrays, states: self._values[known](arrays, states)
+            self._values[key] = None
+            self._values[key] = adder(path, thing)
+        return lambda *saved: cast(ValueOf, self._values[key])(*saved)
 
     def _check_new(self, name: str) -> None:
         """Refuse a second thing of one name: the first would be neither saved nor restored.
@@ -348,8 +317,8 @@ class Contents:
 
     def compared(
         self, manifest: Manifest, where: object, hint: str, *, partial: bool = False
-    ) -> Difference:
-        """Return how this differs from what a checkpoint has.
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names that a checkpoint does not have, and those that nobody asks for.
 
         Args:
             manifest: Of the checkpoint.
@@ -360,19 +329,26 @@ class Contents:
         Raises:
             CheckpointMismatch: It does not fit; all names are in the message.
         """
-        wanted = {name: (array.shape, array.dtype) for name, array in self.arrays.items()}
-        steps = [f"{path}/step" for path in self.optimizers]
-        rates = [f"{path}/learning_rate" for path in self.optimizers]
-        difference = compare(manifest, wanted, [*self.states, *steps], rates)
-        if difference.misshaped or (difference.missing and not partial):
+        has = {*manifest.tensors, *manifest.states}
+        asked = {*self.arrays, *self.states, *(f"{path}/step" for path in self.optimizers)}
+        missing = tuple(sorted(asked - has))
+        # A rate is there if it was set.
+        extra = tuple(sorted(has - asked - {f"{path}/learning_rate" for path in self.optimizers}))
+        misshaped = [
+            f"{name}: saved as {saved.shape} {saved.dtype}, declared as {mine.shape} {mine.dtype}"
+            for name, mine in self.arrays.items()
+            if (saved := manifest.tensors.get(name)) is not None
+            and (saved.shape, saved.dtype) != (mine.shape, mine.dtype)
+        ]
+        if misshaped or (missing and not partial):
             raise CheckpointMismatch(
                 f"{where} does not fit what is declared here"
-                + _listed("missing in it", difference.missing)
-                + _listed("of another shape or dtype", difference.misshaped)
-                + _listed("not asked for", difference.extra),
+                + _listed("missing in it", missing)
+                + _listed("of another shape or dtype", misshaped)
+                + _listed("not asked for", extra),
                 hint=hint,
             )
-        return difference
+        return missing, extra
 
     def _adders(self) -> list[tuple[type, Callable[[str, Any], ValueOf]]]:
         """Return what takes up which kind; the first that fits does."""
@@ -442,34 +418,26 @@ class Contents:
 
     def _add_array(self, name: str, source: Handle | Slot) -> None:
         self._check_new(name)
-        variable: Any = source.variable if isinstance(source, Slot) else source
-        dtype = source.dtype if isinstance(source, Slot) else variable.spec.dtype
+        slot = source if isinstance(source, Slot) else None
+        variable: Any = source if slot is None else slot.variable
+        dtype = variable.spec.dtype if slot is None else slot.dtype
+        parts = []
         if isinstance(variable, OnReadVariable):  # of which only the aggregate is kept
-            (shard,) = variable.spec.shards
-            parts: tuple[Part, ...] = (
-                Part(
-                    name, variable.shape, dtype, 0, key=shard.key, read=variable.checkpoint_value,
-                    write=variable.restore_value, compute=variable.checkpoint_value_of,
-                ),
-            )  # fmt: skip
+            (spec,) = variable.spec.shards
+            made = functools.partial(Part, name, variable.shape, dtype, 0, key=spec.key)
+            read, write = variable.checkpoint_value, variable.restore_value
+            parts.append(made(read=read, write=write, compute=variable.checkpoint_value_of))
         else:
             whole = [variable] if isinstance(variable, Variable) else variable.variables
-            parts = tuple(
-                _part(name, dtype, shard, part, source)
-                for part, shard in zip(whole, variable.spec.shards, strict=True)
-            )
+            for shard, spec in zip(whole, variable.spec.shards, strict=True):
+                made = functools.partial(Part, name, spec.shape, dtype, spec.offset, key=spec.key)
+                if slot is None:
+                    parts.append(made(read=shard.read, write=shard.assign))
+                    continue
+                own = Slot(shard, slot.optimizer, slot.name)
+                made = functools.partial(made, optimizer=own.optimizer.number, slot=own.name)
+                parts.append(made(read=own.read, write=own.assign, fill=slot.first_element))
         self.arrays[name] = Array(variable.shape, dtype, parts)
-
-
-def _part(name: str, dtype: str, spec: ShardSpec, shard: Variable, source: Handle | Slot) -> Part:
-    made = functools.partial(Part, name, spec.shape, dtype, spec.offset, key=spec.key)
-    if isinstance(source, Slot):
-        slot = Slot(shard, source.optimizer, source.name)
-        return made(
-            optimizer=source.optimizer.number, slot=source.name, fill=source.first_element,
-            read=slot.read, write=slot.assign,
-        )  # fmt: skip
-    return made(read=shard.read, write=shard.assign)
 
 
 def _holds_something(value: Any) -> bool:
@@ -538,25 +506,19 @@ def by_name(tree: Any) -> Any:
     return tree
 
 
-def with_names_of(contents: Contents, reader: Reader) -> Manifest:
+def with_names_of(contents: Contents, reader: files.Reader) -> Manifest:
     """Return the manifest of a checkpoint, with tensors called as ``contents`` calls them.
 
     Raises:
-        CheckpointMismatch: A trainer has saved variables by position, and nothing says which is
-            which.
         CheckpointCorrupt: It is damaged.
         CheckpointError: It cannot be read.
     """
     tensors = reader.manifest.tensors
-    missing = {path: each for path, each in contents.handles.items() if path not in tensors}
     found: dict[str, str] = {}  # names in the checkpoint → here
-    for path, handle in missing.items():
+    for path, handle in contents.handles.items():
         name = _below_list(path, handle.name)
-        if name in tensors and name not in contents.arrays:
+        if path not in tensors and name in tensors and name not in contents.arrays:
             found[name] = path
-    if missing and not found and _STATES <= reader.manifest.states.keys():
-        positions = [name for name in tensors if _POSITION.fullmatch(name)]
-        found = _positions_of(positions, missing, reader)
     found |= _renamed(contents, {path: name for name, path in found.items()}, reader)
     if not found:
         return reader.manifest
@@ -565,7 +527,7 @@ def with_names_of(contents: Contents, reader: Reader) -> Manifest:
     return replace(reader.manifest, tensors=kept | named)
 
 
-def _renamed(contents: Contents, found: Mapping[str, str], reader: Reader) -> dict[str, str]:
+def _renamed(contents: Contents, found: Mapping[str, str], reader: files.Reader) -> dict[str, str]:
     """Return the names here of what is called by a variable that has another name by now.
 
     Args:
@@ -597,47 +559,7 @@ def _below_list(path: str, variable: str) -> str:
     return "" if at is None else "/".join((*parts[:at], variable))
 
 
-def _positions_of(
-    positions: Iterable[str], missing: Mapping[str, Handle], reader: Reader
-) -> dict[str, str]:
-    """Return the paths of the variables that a trainer has saved by position.
-
-    Raises:
-        CheckpointMismatch: Nothing says which is which.
-    """
-    tensors = reader.manifest.tensors
-    names = _variable_names(reader)
-    paths = {handle.name: path for path, handle in missing.items()}
-    found = {
-        position: paths[names[position]] for position in positions if names.get(position) in paths
-    }
-    kinds = Counter(_kind(tensors[each]) for each in positions if each not in names)
-    rest = [path for path in missing if path not in found.values()]
-    for position in positions:
-        if position in names:
-            continue
-        kind = _kind(tensors[position])
-        fitting = [path for path in rest if kind == (missing[path].shape, missing[path].spec.dtype)]
-        if len(fitting) == kinds[kind] == 1:
-            found[position] = fitting[0]
-        elif fitting:
-            raise CheckpointMismatch(
-                f"{reader.path}: {position!r} may be the value of "
-                + " or ".join(f'"{missing[path].name}"' for path in fitting)
-                + ": a trainer of an earlier psync has saved it by its position alone",
-                hint=_REMEDY.removeprefix("or "),
-            )
-    if wrong := {each: names[each] for each in positions if each in names and each not in found}:
-        declared = ", ".join(f'"{missing[path].name}"' for path in rest) or "no other"
-        saved = ", ".join(f'{position!r} of "{name}"' for position, name in wrong.items())
-        raise CheckpointMismatch(
-            f"{reader.path}: it has {saved}; declared here: {declared}",
-            hint=f"give the variables the names that they had, {_REMEDY}",
-        )
-    return found
-
-
-def _variable_names(reader: Reader) -> dict[str, str]:
+def _variable_names(reader: files.Reader) -> dict[str, str]:
     """Return of which variable each tensor is the value, as far as what each ps held says it."""
     values: dict[tuple[str, int], str] = {}  # (file, first byte) → variable
     for snapshot in reader.snapshots():
@@ -652,10 +574,6 @@ def _variable_names(reader: Reader) -> dict[str, str]:
         for piece in tensor.slices
         if piece.nbytes and (piece.file, piece.start) in values
     }
-
-
-def _kind(tensor: Tensor) -> tuple[tuple[int, ...], str]:
-    return tensor.shape, tensor.dtype
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
@@ -678,12 +596,8 @@ class Restored:
     extra: tuple[str, ...]
 
 
-class Saved(NamedTuple):
-    """A saved checkpoint."""
-
-    path: Path
-    coordinator: Coordinator | None  # whose ps tasks wrote it; None: it has nothing of theirs
-    snapshots: Sequence[SnapshotState]  # what these held
+Saved = tuple[Path, Coordinator | None, Sequence[SnapshotState]]
+"""A saved checkpoint; the coordinator whose ps tasks wrote it, if they did; and what they held."""
 
 
 class Checkpoint:
@@ -785,7 +699,7 @@ class Checkpoint:
             states = contents.present_states()
             for name, optimizer in contents.optimizers.items():
                 states[f"{name}/step"] = int(await optimizer.iterations.read())
-            return Saved(await _written(directory, number, contents, states, verbose), None, ())
+            return await _written(directory, number, contents, states, verbose), None, ()
         for tries_left in reversed(range(TRIES)):
             try:
                 return await self._save_cut(coordinator, contents, directory, number, verbose)
@@ -821,14 +735,14 @@ class Checkpoint:
                 step = step_of(cut.snapshots, optimizer.number)
                 states[f"{name}/step"] = optimizer._rule.iteration(step)
                 states[f"{name}/learning_rate"] = changed_rate(cut.snapshots, optimizer.number)
-            make = coordinator.parts.of(Writer)
+            make = coordinator.parts.of(files.Writer)
             path = await _written(directory, number, contents, states, verbose, make, cut)
             try:
                 cut.check_present()  # what was undone, and told so, must not be gone back to
             except CutLost:
-                await in_thread(remove, path)
+                await in_thread(files.remove, path)
                 raise
-        return Saved(path, coordinator, cut.snapshots)
+        return path, coordinator, cut.snapshots
 
     async def restore(
         self,
@@ -860,11 +774,11 @@ class Checkpoint:
         Cancellation: Some variables are restored, others are not.
         """
         forbid_in_step("restoring a checkpoint")
-        reader = await asyncio.to_thread(Reader, Path(path))
+        reader = await asyncio.to_thread(files.Reader, Path(path))
         contents = self._contents()
         manifest = await asyncio.to_thread(with_names_of, contents, reader)
         hint = "restore(path, partial=True) leaves what is missing as it is"
-        difference = contents.compared(manifest, reader.path, hint, partial=partial)
+        missing, extra = contents.compared(manifest, reader.path, hint, partial=partial)
         named = [(part, manifest.tensors.get(part.tensor)) for part in contents.parts]
         found = [(part, tensor) for part, tensor in named if tensor is not None]
         steps, rates = numbers_of(contents.optimizers, manifest.states, reader.path)
@@ -887,7 +801,7 @@ class Checkpoint:
             contents.restore_states(manifest.states, reader.path)  # may refuse: before the others
             await self._as_first_state(functools.partial(assign, done))
         logger.info("restored %s", reader.path)
-        return Restored(reader.path, manifest.number, difference.missing, difference.extra)
+        return Restored(reader.path, manifest.number, missing, extra)
 
     async def _as_first_state(self, restore: Callable[[], Awaitable[None]]) -> None:
         """Restore; again if a ps is lost meanwhile, and nothing has been computed before."""
@@ -925,7 +839,7 @@ class Checkpoint:
             logits = x @ values["model"]["w"]
         """
         contents = self._contents(slots=False)
-        reader = await asyncio.to_thread(Reader, Path(path))
+        reader = await asyncio.to_thread(files.Reader, Path(path))
         reader.manifest = await asyncio.to_thread(with_names_of, contents, reader)
         manifest = reader.manifest
         hint = "declare what the program declares that has saved it, and give it the same names"
@@ -988,7 +902,7 @@ class CheckpointManager:
         self.directory = Path(directory)
         self._max_to_keep = _positive("max_to_keep", max_to_keep)
         self._keep_every = _positive("keep_every_n_steps", keep_every_n_steps)
-        self._snapshots = SavedSnapshots("")  # of the checkpoints that this program has saved
+        self._snapshots = files.SavedSnapshots("")  # of the checkpoints that this program has saved
         self._under_way = 0  # saves
         for coordinator in _coordinators():
             coordinator.owned.add(own_directory(self.directory))
@@ -1002,7 +916,8 @@ class CheckpointManager:
             coordinator.owned.add(await in_thread(own_directory, self.directory))
 
     def _repr_html_(self) -> str:
-        rows = [(number, str(path)) for number, path in checkpoints_in(self.directory, PREFIX)]
+        found = files.checkpoints_in(self.directory, PREFIX)
+        rows = [(number, str(path)) for number, path in found]
         return table(f"Checkpoints in {self.directory}", ("number", "path"), rows)
 
     @property
@@ -1012,7 +927,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: The directory cannot be read.
         """
-        return [path for _, path in checkpoints_in(self.directory, PREFIX)]
+        return [path for _, path in files.checkpoints_in(self.directory, PREFIX)]
 
     @property
     def latest_checkpoint(self) -> Path | None:
@@ -1059,14 +974,14 @@ class CheckpointManager:
         # Not after an await: a recovery that asks from now on is given ``path``, which stays.
         in_use = self._snapshots.handed if self._snapshots.asked != asked else None
         if self._max_to_keep is not None:
-            found = await asyncio.to_thread(checkpoints_in, self.directory, PREFIX)
+            found = await asyncio.to_thread(files.checkpoints_in, self.directory, PREFIX)
             for each, old in found[: -self._max_to_keep]:
                 stays = self._keep_every is not None and each % self._keep_every == 0
                 if not stays and old not in (path, in_use):
-                    await asyncio.to_thread(remove, old)
+                    await asyncio.to_thread(files.remove, old)
         if not self._under_way:
             number = int(path.name.rpartition("-")[2])
-            await asyncio.to_thread(remove_leftovers, self.directory, PREFIX, number)
+            await asyncio.to_thread(files.remove_leftovers, self.directory, PREFIX, number)
         if last:
             await self.finish()
         return path
@@ -1086,7 +1001,7 @@ class CheckpointManager:
         """
         newest = await asyncio.to_thread(latest_checkpoint, self.directory)
         if newest is not None:
-            await asyncio.to_thread(mark_last, newest)
+            await asyncio.to_thread(files.mark_last, newest)
         return newest
 
     async def restore_or_initialize(self, *, verbose: bool | str = False) -> Path | None:
@@ -1110,7 +1025,7 @@ class CheckpointManager:
 
             async def restore() -> None:
                 await self._checkpoint.restore(latest, verbose=verbose)
-                await asyncio.to_thread(unmark_last, latest)
+                await asyncio.to_thread(files.unmark_last, latest)
                 await self._offer_restored(latest)
 
             await self._checkpoint._as_first_state(restore)
@@ -1119,7 +1034,7 @@ class CheckpointManager:
     def _offer(self, path: Path, coordinator: Coordinator) -> None:
         """Let the coordinator go back to a checkpoint from now on."""
         if self._snapshots.origin != coordinator.runtime.origin:
-            self._snapshots = SavedSnapshots(coordinator.runtime.origin)
+            self._snapshots = files.SavedSnapshots(coordinator.runtime.origin)
         self._snapshots.add(path)
         coordinator.recovery.source = self._snapshots
 
@@ -1134,7 +1049,7 @@ class CheckpointManager:
         shards = [shard for variable in variables for shard in variable.spec.shards]
         optimizers = {each.number: each._config for each in contents.optimizers.values()}
         num_ps = len(coordinator.links.ps.links)
-        reason = await asyncio.to_thread(why_not, path, num_ps, shards, optimizers)
+        reason = await asyncio.to_thread(files.why_not, path, num_ps, shards, optimizers)
         if reason is None:
             self._offer(path, coordinator)
         else:
@@ -1156,7 +1071,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
     Source: ``tf.train.latest_checkpoint``.
     """
-    found = checkpoints_in(Path(directory), PREFIX)
+    found = files.checkpoints_in(Path(directory), PREFIX)
     return found[-1][1] if found else None
 
 
@@ -1169,7 +1084,9 @@ def _coordinators() -> list[Coordinator]:
 # --- saving ---------------------------------------------------------------------------------------
 
 
-async def _shown(work: Awaitable[None], verbose: bool | str, writer: Writer, total: int) -> None:
+async def _shown(
+    work: Awaitable[None], verbose: bool | str, writer: files.Writer, total: int
+) -> None:
     """Await the writing of a checkpoint, and show how far it is: as its files grow."""
 
     async def look() -> None:
@@ -1211,7 +1128,7 @@ async def _written(
     contents: Contents,
     states: dict[str, Any],
     verbose: bool | str,
-    make: Callable[..., Writer] = Writer,
+    make: Callable[..., files.Writer] = files.Writer,
     cut: Cut | None = None,
 ) -> Path:
     """Write a checkpoint, or leave nothing of it.
@@ -1228,18 +1145,18 @@ async def _written(
     Raises:
         CheckpointError: The disk is full, or fails: says of which checkpoint and step.
     """
-    begun: list[Writer] = []  # so that who is cancelled while it is made abandons it, too
+    begun: list[files.Writer] = []  # so that who is cancelled while it is made abandons it, too
     shapes = {name: (array.shape, array.dtype) for name, array in contents.arrays.items()}
     parts = contents.parts
     total, nonce = sum(part.nbytes for part in parts), ""
     if cut is not None:
         total = sum(item.nbytes for state in cut.snapshots for item in state.items)
-        nonce = "" if flag(os.environ, STREAM_VARIABLE) else random_hex(16)
+        nonce = "" if flag(os.environ, files.STREAM_VARIABLE) else random_hex(16)
     owner = await in_thread(own_directory, directory)
     try:
-        with disk_errors(str(directory)):
+        with files.disk_errors(str(directory)):
             if number is None:
-                found = await in_thread(checkpoints_in, directory, PREFIX)
+                found = await in_thread(files.checkpoints_in, directory, PREFIX)
                 number = found[-1][0] + 1 if found else 1
             name = f"{PREFIX}-{number:08d}"
             await in_thread(
@@ -1305,7 +1222,7 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     raise cancelled
 
 
-async def _write_cut(cut: Cut, parts: Sequence[Part], writer: Writer) -> None:
+async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> None:
     """Write what ps tasks held at a cut. When something fails, all else has ended as well.
 
     Args:
@@ -1314,66 +1231,14 @@ async def _write_cut(cut: Cut, parts: Sequence[Part], writer: Writer) -> None:
         writer: Of the checkpoint.
 
     Raises:
-        CheckpointError: The disk is full, or fails.
+        CheckpointError: The disk is full, or fails; or no ps holds a variable.
         CutLost, ParameterServerLost, RemoteError, TransportError: A ps did not write, or answer.
 
     Cancellation: Files are half written.
     """
     layout = Layout(cut.snapshots, [part for part in parts if part.compute is None])
-    own = await _own(cut, parts, layout)  # first: a ps lets go of what it has written
-    try:
-        async with asyncio.TaskGroup() as group:
-            for ps in range(len(cut.snapshots)):
-                group.create_task(_write_snapshot(cut, ps, layout, writer))
-            group.create_task(_write_parts(writer, own))
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-
-
-async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: Writer) -> None:
-    """Have all arrays of a ps written, and note what is where."""
-    name = f"ps-{ps:05d}-of-{len(cut.snapshots):05d}"
-    path = writer.temporary.absolute() / f"{name}.safetensors"
-    made = None
-    if writer.nonce:
-        made = await cut.write(ps, str(path), writer.nonce, layout.arrays[ps])
-    size, places = made or await _write_streamed(cut, ps, layout, path)
-
-    def note() -> None:
-        writer.add_file(path.name, size, layout.slices(ps, path.name, places))
-        state = cut.snapshots[ps].to_bytes()
-        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, places))
-
-    await in_thread(note)
-
-
-async def _write_streamed(cut: Cut, ps: int, layout: Layout, path: Path) -> WrittenSnapshot:
-    """Write what a ps sends."""
-    planned = []
-    for number, label in layout.arrays[ps]:
-        item = cut.snapshots[ps].items[number]
-        planned.append(Planned(label, item.shape, item.dtype, 0, label=label))
-    opened: list[DataFile] = []  # so that who is cancelled while it is opened closes it, too
-    try:
-        await in_thread(lambda: opened.append(DataFile(path, planned)))
-        data_file = opened[0]
-        for number, _ in layout.arrays[ps]:
-            async for piece in cut.pieces(ps, number):
-                await in_thread(data_file.extend, piece)
-            data_file.end_slice()
-        size = await in_thread(data_file.close)
-    finally:
-        for data_file in opened:
-            data_file.abandon()
-    return WrittenSnapshot(size, data_file.places())
-
-
-async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:
-    """Return what no ps writes: what is computed, such as the sum of copies, and new slots.
-
-    Raises:
-        CheckpointError: No ps holds a variable.
-    """
+    # What no ps writes: what is computed, such as the sum of copies, and new slots. It is read
+    # first, since a ps lets go of what it has written.
     own = []
     for part in parts:
         found = layout.find(part)
@@ -1387,14 +1252,49 @@ async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:
         elif part.compute is not None:
             value = await part.compute(await cut.read(*found))
             own.append(dataclasses.replace(part, read=functools.partial(_value, value)))
-    return own
+    try:
+        async with asyncio.TaskGroup() as group:
+            for ps in range(len(cut.snapshots)):
+                group.create_task(_write_snapshot(cut, ps, layout, writer))
+            group.create_task(_write_parts(writer, own))
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: files.Writer) -> None:
+    """Have all arrays of a ps written, and note what is where."""
+    name = f"ps-{ps:05d}-of-{len(cut.snapshots):05d}"
+    path = writer.temporary.absolute() / f"{name}.safetensors"
+    arrays, items = layout.arrays[ps], cut.snapshots[ps].items
+    written = None
+    if writer.nonce:
+        written = await cut.write(ps, str(path), writer.nonce, arrays)
+    if written is None:  # the ps does not see the directory: it sends them
+        planned = [
+            Planned(label, items[number].shape, items[number].dtype, 0, label=label)
+            for number, label in arrays
+        ]
+        with files.DataFile(path, planned) as data_file:
+            for number, _ in arrays:
+                async for piece in cut.pieces(ps, number):
+                    await in_thread(data_file.extend, piece)
+                data_file.end_slice()
+            written = WrittenSnapshot(await in_thread(data_file.close), data_file.places())
+    size, places = written
+
+    def note() -> None:
+        writer.add_file(path.name, size, layout.slices(ps, path.name, places))
+        state = cut.snapshots[ps].to_bytes()
+        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, places))
+
+    await in_thread(note)
 
 
 async def _value(value: Any) -> Any:
     return value
 
 
-async def _write_parts(writer: Writer, parts: Sequence[Part]) -> None:
+async def _write_parts(writer: files.Writer, parts: Sequence[Part]) -> None:
     batches: list[list[Part]] = []  # of each file
     nbytes = FILE_BYTES
     for part in parts:
@@ -1405,9 +1305,10 @@ async def _write_parts(writer: Writer, parts: Sequence[Part]) -> None:
         nbytes += part.nbytes
     for number, batch in enumerate(batches):
         name = f"data-{number:05d}.safetensors"
-        data_file = await in_thread(writer.data_file, name, batch)
-        for part in batch:
-            await in_thread(data_file.write, await part.read())
+        with files.DataFile(writer.temporary / name, batch) as data_file:
+            for part in batch:
+                await in_thread(data_file.write, await part.read())
+            writer.add_file(name, await in_thread(data_file.close), data_file.slices)
 
 
 def _constant(part: Part) -> Iterator[np.ndarray]:

@@ -24,6 +24,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +205,12 @@ class SidecarEvaluator:
                 if values is None:
                     continue
                 await call_back(self, self._callbacks, "on_epoch_begin", number)
-                logs = _numbers(await self._evaluated(values, thread))
+                if inspect.iscoroutinefunction(self._eval_fn):
+                    made = await self._eval_fn(values)
+                else:
+                    made = await awaited(await thread.call(partial(self._eval_fn, values)))
                 del values  # as large as the model
+                logs = _numbers(made)
                 self._done = number
                 shown = ", ".join(f"{name} {value:.6g}" for name, value in logs.items())
                 logger.info("%s: %s", path.name, shown)
@@ -223,7 +228,8 @@ class SidecarEvaluator:
             ends = over is not None and over.is_set()  # asked first: what was saved by then is seen
             if training is not None:
                 await training.look()
-            newest = await asyncio.to_thread(self._newest)
+            found = await asyncio.to_thread(checkpoints_in, self._directory, PREFIX)
+            newest = found[-1] if found else None
             if newest is not None and newest[0] > self._done:
                 if training is not None:
                     training.note_sign()
@@ -249,10 +255,6 @@ class SidecarEvaluator:
                     await (over or asyncio.Event()).wait()
         return None
 
-    def _newest(self) -> tuple[int, Path] | None:
-        found = checkpoints_in(self._directory, PREFIX)
-        return found[-1] if found else None
-
     async def _read(self, number: int, path: Path) -> dict[str, Any] | None:
         """Return the values of a checkpoint; None if that cannot be."""
         try:
@@ -266,11 +268,6 @@ class SidecarEvaluator:
             else:
                 logger.debug("%s was removed while it was read", path.name)
             return None
-
-    async def _evaluated(self, values: dict[str, Any], thread: StepThread) -> Any:
-        if inspect.iscoroutinefunction(self._eval_fn):
-            return await self._eval_fn(values)
-        return await awaited(await thread.call(lambda: self._eval_fn(values)))
 
 
 def _numbers(made: Any) -> dict[str, float]:

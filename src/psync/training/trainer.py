@@ -323,11 +323,24 @@ class EpochRuns:
         """Train steps; return whether data ended, and how many steps closures lacked data for."""
         trainer = self.trainer
         first = done = self._scheduled
-        runs = self._schedule(steps)
         if steps is None:
-            undone = sum(count for _, count in runs)
-            logger.warning("fit: a rollback has undone %d steps, which are trained again", undone)
-            done = max(0, first - undone)
+            steps = self.owed_steps()
+            logger.warning("fit: a rollback has undone %d steps, which are trained again", steps)
+            done = max(0, first - steps)
+            self._pass += self._of_earlier  # an epoch's data may be too few for these, too
+            self._owed, self._of_earlier = 0, False
+        runs: list[Run] = []
+        needs = self.batches._needs(self._pass)
+        for start in range(0, steps, self.steps_per_execution):
+            count = min(self.steps_per_execution, steps - start)
+            arguments = (self.batches, self._pass, count)
+            value = self._coordinator.schedule(
+                self.run_steps, arguments, {}, may_repeat=False, needs=needs
+            )
+            self._steps[value.closure_id] = count
+            self._closures[value.closure_id] = value
+            runs.append((value, count))
+        self._scheduled += steps
         tasks: list[Any] = [asyncio.create_task(self._show_steps(runs, done))]
         if told:
             tasks.append(asyncio.create_task(self._tell(runs, first)))
@@ -350,7 +363,16 @@ class EpochRuns:
             self.owed_steps()
             self._owed = 0  # training was stopped
             return ended, 0
-        return ended, self._missing(runs)
+        missing = 0
+        for value, lacks in runs:  # all have ended
+            if value._closure.state is State.FINISHED:  # else no worker had a batch for it
+                result = value.get_nowait()
+                lacks = 0 if result is None else result[0]
+            if lacks and value.closure_id in self._steps:  # or it was undone: all of it is owed
+                self._steps[value.closure_id] -= lacks
+                self._scheduled -= lacks
+                missing += lacks
+        return ended, missing
 
     async def _tell(self, runs: Sequence[Run], steps: int) -> None:
         """Tell callbacks of each closure that has a result, in the order of the epoch.
@@ -402,46 +424,6 @@ class EpochRuns:
                     self._of_earlier |= self._closures.pop(number, None) is None
         self._seen = len(rollbacks)
         return self._owed
-
-    def _missing(self, runs: Sequence[Run]) -> int:
-        """Return how many steps closures lack that met the end of their worker's data.
-
-        All have ended. Those that had no batch at all count as well: no worker had one for them.
-        """
-        found = 0
-        for value, lacks in runs:
-            if value._closure.state is State.FINISHED:
-                result = value.get_nowait()
-                lacks = 0 if result is None else result[0]
-            if lacks and value.closure_id in self._steps:  # or it was undone: all of it is owed
-                self._steps[value.closure_id] -= lacks
-                self._scheduled -= lacks
-                found += lacks
-        return found
-
-    def _schedule(self, steps: int | None) -> list[Run]:
-        """Schedule steps; return the closures of these.
-
-        Args:
-            steps: Of the present epoch; None: those that are owed, which are not any more.
-        """
-        if steps is None:
-            steps = self.owed_steps()
-            self._pass += self._of_earlier  # an epoch's data may be too few for these, too
-            self._owed, self._of_earlier = 0, False
-        runs: list[Run] = []
-        needs = self.batches._needs(self._pass)
-        for start in range(0, steps, self.steps_per_execution):
-            count = min(self.steps_per_execution, steps - start)
-            arguments = (self.batches, self._pass, count)
-            value = self._coordinator.schedule(
-                self.run_steps, arguments, {}, may_repeat=False, needs=needs
-            )
-            self._steps[value.closure_id] = count
-            self._closures[value.closure_id] = value
-            runs.append((value, count))
-        self._scheduled += steps
-        return runs
 
 
 Shard = Iterable[Any] | functools.partial[Any]

@@ -22,7 +22,7 @@ Which of them may be lost: any, with its connection. Then
                                                     worker's nobody: its session ends, its closure
                                                     runs again and makes the same calls
     CloseStep, after ps 0 has died                  the promoted ps 0 (``sync.outgoing_steps``)
-    LogEntries, parts of a snapshot for a backup    ``backups.sender``, until the backup has them
+    LogEntries, parts of a snapshot for a backup    ``backups.primary``, until the backup has them
     RunClosures, ClosureResults, all else that      nobody: the session ends, closures run again
     coordinator and worker tell each other
     FinalBelow, EndTakes                            nobody: the next, higher number tells it; after

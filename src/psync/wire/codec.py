@@ -24,7 +24,12 @@ import msgpack
 
 from psync.errors import LocalProtocolError, RemoteProtocolError
 
-Check = Callable[[Any], bool]
+Check = frozenset[type] | Callable[[Any], bool]
+"""Of what is in a list or table: the types that all items must have, or else a predicate.
+
+Types are compared where they are needed, as a call for each list takes longer than the comparison.
+"""
+
 Opened = Sequence[tuple[int, Check]]
 """The fields that must be opened, and what must hold of what is in each."""
 
@@ -187,8 +192,13 @@ def decode(header: bytes) -> Message:
     opened = form.known.get(kinds)
     if opened is None:
         opened = form.learn(kinds, values)
-    for index, content_fits in opened:
-        if not content_fits(values[index]):
+    for index, check in opened:
+        content = values[index]
+        if type(check) is frozenset:
+            fits = check.issuperset(map(type, content))
+        else:
+            fits = check(content)  # type: ignore[operator]
+        if not fits:
             raise form.misfit(index, values)
     return form.cls(*values)
 
@@ -225,15 +235,19 @@ def _parts(annotation: Any) -> tuple[frozenset[type], dict[type, Check]]:
 
 
 def _row_check(rows_fit: Check) -> Check:
-    return lambda row: rows_fit((row,))
+    return lambda row: _fit(rows_fit, (row,))
 
 
 def _table_check(all_fit: Check) -> Check:
-    return lambda table: _ONLY_STR.issuperset(map(type, table)) and all_fit(table.values())
+    return lambda table: _ONLY_STR.issuperset(map(type, table)) and _fit(all_fit, table.values())
+
+
+def _fit(check: Check, values: Iterable[Any]) -> bool:
+    return check.issuperset(map(type, values)) if isinstance(check, frozenset) else check(values)
 
 
 def _all_fit(annotation: Any) -> Check:
-    """Return the predicate for many values of one annotation.
+    """Return what must hold of many values of one annotation.
 
     Tuples are checked by columns and lists as one long list, which takes no call for each
     item: closures and their results come in such lists, and checking them item by item took
@@ -245,30 +259,37 @@ def _all_fit(annotation: Any) -> Check:
 
         def lists_fit(values: Iterable[Any]) -> bool:
             lists = list(values)
-            return _ONLY_LIST.issuperset(map(type, lists)) and all_items_fit(
-                itertools.chain.from_iterable(lists)
+            return _ONLY_LIST.issuperset(map(type, lists)) and _fit(
+                all_items_fit, itertools.chain.from_iterable(lists)
             )
 
         return lists_fit
     if origin is tuple:
         widths = frozenset([len(args)])
         columns = tuple(map(_all_fit, args))
-        alike, opened = _parts(args[0]) if len(set(args)) == 1 else (None, {})
+        alike = columns[0] if len(set(args)) == 1 and isinstance(columns[0], frozenset) else None
 
         def rows_fit(values: Iterable[Any]) -> bool:
             rows = list(values)
             if not _ONLY_LIST.issuperset(map(type, rows)) or not widths.issuperset(map(len, rows)):
                 return False
-            if alike and not opened:
+            if alike is not None:
                 return alike.issuperset(map(type, itertools.chain.from_iterable(rows)))
-            return all(map(operator.call, columns, zip(*rows, strict=True)))
+            for check, column in zip(columns, zip(*rows, strict=True), strict=False):
+                if type(check) is frozenset:
+                    fits = check.issuperset(map(type, column))
+                else:
+                    fits = check(column)  # type: ignore[operator]
+                if not fits:
+                    return False
+            return True
 
         return rows_fit
     plain, contents = _parts(annotation)
     if not contents:
-        return lambda values: plain.issuperset(map(type, values))
+        return plain
     return lambda values: all(
-        type(value) in contents and contents[type(value)](value)
+        type(value) in contents and _fit(contents[type(value)], value)
         for value in values
         if type(value) not in plain
     )

@@ -26,7 +26,7 @@ import functools
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,7 +38,6 @@ from psync.errors import (
     VersionMismatch,
 )
 from psync.wire.codec import Message
-from psync.wire.lent import EXTENT, EXTENT_BYTES, Borrow, Borrowed, Extent, copies
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 
 MAGIC = b"PSYN"
@@ -88,6 +87,80 @@ class Kind(enum.IntEnum):
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
+
+SENT = 256
+"""Added to the kind of a message that is shown to a tap, if it goes out."""
+
+# Bodies that are lent: they lie in memory of the sender's that the receiver can read. A frame has
+# the extents of such a body instead of its bytes. The connection's ``Borrow`` finds them; they are
+# copied here to where an ordinary body would have been read, unless the receiver keeps them.
+
+EXTENT = struct.Struct("<QQQ")
+EXTENT_BYTES = EXTENT.size
+
+MAX_EXTENTS = 0xFFFF
+"""Of one body: the prefix has two bytes for their number."""
+
+LENT_ABOVE_BYTES = 64 << 10
+"""A smaller body is on the wire: a system call costs more than its bytes."""
+
+COPY_BYTES = 4 << 20
+"""Copied in one turn of the loop: less than a millisecond."""
+
+
+class Extent(NamedTuple):
+    """A part of a body that is lent."""
+
+    region: int  # of the sender's memory
+    offset: int
+    nbytes: int
+
+
+class Borrowed(Protocol):
+    """A body that the peer has lent.
+
+    Attributes:
+        views: Its extents, read-only.
+        is_kept: Whether somebody reads them where they are.
+    """
+
+    views: Sequence[memoryview]
+    is_kept: bool
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether it may be kept for as long as somebody likes: not too much is."""
+
+    def keep(self) -> list[memoryview]:
+        """Return ``views``; the body is given back when nobody sees any of them any more."""
+
+    def give_back(self) -> None:
+        """It is not needed any more."""
+
+
+Borrow = Callable[[Sequence[Extent]], Borrowed]
+"""Finds a body that is lent. Raises RemoteProtocolError if there is no such memory."""
+
+
+def copies(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> Iterator[int]:
+    """Copy ``sources`` to ``targets``, which have as many bytes; yield after each COPY_BYTES."""
+    done, at_once = 0, COPY_BYTES
+    onto = iter(targets)
+    target, at = memoryview(b""), 0
+    for source in sources:
+        begin, size = 0, len(source)
+        while begin < size:
+            while at == len(target):
+                target, at = next(onto), 0
+            count = min(size - begin, len(target) - at, at_once - done)
+            # Of small sources there are many, and to cut them takes as long as to copy them.
+            part = source if count == size else source[begin : begin + count]
+            target[at : at + count] = part
+            begin, at, done = begin + count, at + count, done + count
+            if done == at_once:
+                yield done
+                done = 0
+
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes; a memoryview has format "B", so that its ``len`` counts bytes."""
@@ -182,7 +255,7 @@ def encode_head(
 
 
 class FrameDecoder:
-    """Turns bytes into frames; once broken, stays broken.
+    """Turns bytes into frames. Not to be used any more once it has raised.
 
     Use: ``get_buffer`` → fill it → ``received(n)`` → a frame or None; after a frame,
     ``next_frame()`` until it returns None. While a body that is lent is ``copying``,
@@ -212,7 +285,6 @@ class FrameDecoder:
         self._frame: Frame | None = None  # whose body is being received, else None
         self._targets: deque[memoryview] = deque()  # where the rest of the body goes
         self._discard = 0  # bytes of a body still to be thrown away
-        self._error: Exception | None = None  # set once broken
 
     def get_buffer(self, sizehint: int = -1) -> memoryview:
         """Return memory for the next bytes of the stream, however many; never empty."""
@@ -245,82 +317,79 @@ class FrameDecoder:
         magic, version, kind, extents, request_id, header_len, count, body_len = PREFIX.unpack_from(
             scratch, start
         )
-        try:
-            if (
-                magic != MAGIC
-                or version != VERSION
-                or kind not in _KINDS
-                or (extents and (self.borrow is None or not count))
-            ):
-                raise _not_a_frame(magic, version, kind, extents)
-            if (
-                header_len > limits.header_bytes
-                or count > limits.segments
-                or body_len > limits.body_bytes
-                or body_len > limits.segment_bytes
-            ):
-                _check_sizes(FrameTooLarge, limits, header_len, count, body_len)
-            head = start + PREFIX_BYTES + 8 * count + EXTENT_BYTES * extents
-            body = head + header_len
-            if end < body:
-                if body > len(scratch):
-                    self._compact(body - start)
-                return None
-            frame = self._make()
-            frame.kind, frame.request_id, frame.nbytes = kind, request_id, body_len
-            frame.header, frame.lengths, frame.segments = bytes(scratch[head:body]), (), ()
-            frame.message = frame.token = frame.borrowed = None  # type: ignore[assignment]
-            self.start = body
-            if not (count or body_len):
-                return frame
-            lengths = _with_lengths("<", count).unpack_from(scratch, start + PREFIX_BYTES)
-            frame.lengths = lengths
-            if body_len > limits.segment_bytes:
-                _check_sizes(FrameTooLarge, limits, header_len, count, body_len, lengths)
-            if sum(lengths) != body_len:
-                raise RemoteProtocolError(
-                    f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
-                )
-            if extents:
-                named = scratch[head - EXTENT_BYTES * extents : head]
-                return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
-            targets = self._sink(frame)
-            if end - body > body_len:
-                end = body + body_len
-            self.start = end
-            if targets is None:
-                self._discard = body + body_len - end
-            else:
-                at = body
-                for target in targets:
-                    stop = at + len(target)
-                    if stop <= end:
-                        target[:] = scratch[at:stop]
-                    else:
-                        there = max(0, end - at)
-                        target[:there] = scratch[at : at + there]
-                        self._targets.append(target[there:])
-                    at = stop
-            if self._targets or self._discard:
-                self._frame = frame
-                return None
+        if (
+            magic != MAGIC
+            or version != VERSION
+            or kind not in _KINDS
+            or (extents and (self.borrow is None or not count))
+        ):
+            raise _not_a_frame(magic, version, kind, extents)
+        if (
+            header_len > limits.header_bytes
+            or count > limits.segments
+            or body_len > limits.body_bytes
+            or body_len > limits.segment_bytes
+        ):
+            _check_sizes(FrameTooLarge, limits, header_len, count, body_len)
+        head = start + PREFIX_BYTES + 8 * count + EXTENT_BYTES * extents
+        body = head + header_len
+        if end < body:
+            if body > len(scratch):
+                self._compact(body - start)
+            return None
+        frame = self._make()
+        frame.kind, frame.request_id, frame.nbytes = kind, request_id, body_len
+        frame.header, frame.lengths, frame.segments = bytes(scratch[head:body]), (), ()
+        frame.message = frame.token = frame.borrowed = None  # type: ignore[assignment]
+        self.start = body
+        if not (count or body_len):
             return frame
-        except Exception as exc:
-            self._error, self._frame = exc, _BROKEN
-            raise
+        lengths = _with_lengths("<", count).unpack_from(scratch, start + PREFIX_BYTES)
+        frame.lengths = lengths
+        if body_len > limits.segment_bytes:
+            _check_sizes(FrameTooLarge, limits, header_len, count, body_len, lengths)
+        if sum(lengths) != body_len:
+            raise RemoteProtocolError(
+                f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
+            )
+        if extents:
+            named = scratch[head - EXTENT_BYTES * extents : head]
+            return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
+        targets = self._sink(frame)
+        if end - body > body_len:
+            end = body + body_len
+        self.start = end
+        if targets is None:
+            self._discard = body + body_len - end
+        else:
+            at = body
+            for target in targets:
+                stop = at + len(target)
+                if stop <= end:
+                    target[:] = scratch[at:stop]
+                else:
+                    there = max(0, end - at)
+                    target[:there] = scratch[at : at + there]
+                    self._targets.append(target[there:])
+                at = stop
+        if self._targets or self._discard:
+            self._frame = frame
+            return None
+        return frame
 
     def _received_body(self, nbytes: int) -> Frame | None:
-        if self._targets:
-            self._advance(nbytes)
+        targets = self._targets
+        if targets:
+            while targets and nbytes >= len(targets[0]):
+                nbytes -= len(targets.popleft())
+            if nbytes:
+                targets[0] = targets[0][nbytes:]
         elif self._discard:
             self._discard -= nbytes
-        elif self.copying is not None:
+        else:
             self.end += nbytes
             return self._copy_more()
-        else:
-            assert self._error is not None, "else there would be nothing to come"
-            raise self._error
-        if self._targets or self._discard:
+        if targets or self._discard:
             return None
         frame, self._frame = self._frame, None
         return frame
@@ -331,8 +400,6 @@ class FrameDecoder:
         Raises:
             RemoteProtocolError: As ``received``.
         """
-        if self._error is not None:
-            raise self._error
         return None if self.start == self.end or self._frame is not None else self.received(0)
 
     def redirect(self, token: object) -> None:
@@ -385,22 +452,6 @@ class FrameDecoder:
             self._scratch = np.empty(need, np.uint8).data
         self._scratch[: len(unread)] = unread
         self.start, self.end = 0, len(unread)
-
-    # Body: straight into its targets.
-
-    def _advance(self, nbytes: int) -> None:
-        """Count ``nbytes`` more in the first target; go on to one that has room, or to none."""
-        targets = self._targets
-        while targets and nbytes >= len(targets[0]):
-            nbytes -= len(targets.popleft())
-        if nbytes:
-            targets[0] = targets[0][nbytes:]
-
-
-_BROKEN = Frame()
-"""Is being received where the stream is broken."""
-
-_BROKEN.token = _BROKEN  # nobody else's
 
 
 def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemoteProtocolError:

@@ -17,11 +17,10 @@ With TLS the transcript also holds the *binding*: the hash of the server's certi
 side sees it. So the proof covers the secret and this TLS connection: a relay that terminates TLS
 in between is detected, even with a certificate of the cluster's own authority.
 
-Both halves are plain objects: message in, message out. Nonces are given, never drawn.
-
-``Protocol`` is a state machine around them, without I/O: bytes in, bytes out. The shell's contract:
-fill ``decoder.get_buffer``, then ``received``; after it write what ``data_to_send`` returns, and
-look at the ``state``. Once that is OPEN the shell asks the ``decoder`` itself for frames.
+Each side is a state machine without I/O: bytes in, bytes out. Nonces are given, never drawn. The
+caller fills the buffer of a decoder that has ``HANDSHAKE_LIMITS``, and calls ``received``; then it
+writes ``data_to_send``, and looks at the ``state``. Once that is OPEN it raises the decoder's
+limits, and takes the frames itself.
 
     server                             client
     AWAIT_HELLO  --HELLO-->            AWAIT_CHALLENGE --CHALLENGE-->
@@ -29,8 +28,8 @@ look at the ``state``. Once that is OPEN the shell asks the ``decoder`` itself f
     OPEN                               OPEN
     any state --REFUSED, fault--> CLOSED; once closed, stays closed.
 
-The ``received`` that opens the connection takes no frame even if some are there already: the shell
-says first that it is open, then asks for them.
+The ``received`` that opens the connection takes no further frame even if some are there already:
+the caller says first that it is open, then asks for them.
 """
 
 from __future__ import annotations
@@ -51,17 +50,7 @@ from psync.errors import (
     VersionMismatch,
 )
 from psync.wire.codec import Message, decode, encode
-from psync.wire.frames import (
-    SAME_TLS,
-    VERSION,
-    Buffer,
-    Frame,
-    FrameDecoder,
-    Kind,
-    Sink,
-    encode_head,
-)
-from psync.wire.limits import HANDSHAKE_LIMITS, Limits
+from psync.wire.frames import SAME_TLS, VERSION, Buffer, Frame, FrameDecoder, Kind, encode_head
 from psync.wire.messages import Challenge, Hello, Proof, Refused, Welcome
 
 RELEASE = "0.1.0"
@@ -101,7 +90,108 @@ def _mac(secret: bytes, label: bytes, hello: Hello, challenge: Challenge, bindin
     return hmac.digest(key, b"psync/1 " + label + transcript, "sha256")
 
 
-class ClientHandshake:
+class State(enum.Enum):
+    """Where a connection stands."""
+
+    AWAIT_HELLO = "waiting for the peer's greeting"
+    AWAIT_PROOF = "waiting for the peer's proof"
+    AWAIT_CHALLENGE = "waiting for the peer's challenge"
+    AWAIT_WELCOME = "waiting to be let in"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+EXPECTED: dict[State, tuple[Kind, ...]] = {
+    State.AWAIT_HELLO: (Kind.HELLO,),
+    State.AWAIT_PROOF: (Kind.PROOF,),
+    State.AWAIT_CHALLENGE: (Kind.CHALLENGE, Kind.REFUSED),
+    State.AWAIT_WELCOME: (Kind.WELCOME, Kind.REFUSED),
+}
+"""Frames that the peer may send; anything else could skip a step. The kind of each is the code of
+its message."""
+
+
+class Handshake:
+    """One side of a connection until it is open; single owner, no I/O.
+
+    Args:
+        secret: The cluster's secret, or None when the cluster runs without one.
+
+    Attributes:
+        binding: Hash of the certificate that the server shows; b"" without TLS. Set before the
+            peer's first word is taken.
+        peer_task: Name of the peer's task; proven once the state is OPEN.
+        peer_incarnation: Incarnation of that task.
+        lane: One of ``LANES``.
+        refused: The answer of this side to a peer that it turned away.
+    """
+
+    state: State
+    binding = b""
+    peer_task = ""
+    peer_incarnation = 0
+    lane = ""
+    refused: Refused | None = None
+
+    def __init__(self, secret: bytes | None) -> None:
+        self._secret = secret
+        self._out: list[Buffer] = []
+
+    def received(self, decoder: FrameDecoder, nbytes: int) -> None:
+        """Account for ``nbytes`` in the last buffer, and take the steps that they complete.
+
+        Raises:
+            RemoteProtocolError: The peer broke the protocol. The connection is CLOSED.
+            AuthenticationError: The peer did not prove itself, or refused us. Likewise.
+            FencedError, ConnectFailed: It refused us for another reason. Likewise.
+        """
+        if self.state is State.CLOSED:
+            raise LocalProtocolError("bytes were received on a closed connection")
+        try:
+            frame = decoder.received(nbytes)
+            while frame is not None:
+                self._take(self._message_of(frame))
+                if self.state in (State.OPEN, State.CLOSED):
+                    return
+                frame = decoder.next_frame()
+        except Exception:
+            if isinstance(self, ServerHandshake):
+                self._out = []
+                self._say(Refused("protocol", "malformed greeting"))
+            self.state = State.CLOSED
+            raise
+
+    def data_to_send(self) -> list[Buffer]:
+        """Return what the handshake has to say, once."""
+        out, self._out = self._out, []
+        return out
+
+    def refuse(self, refused: Refused) -> None:
+        """Server side: turn the peer away before it is in."""
+        self.refused = refused
+        self._say(refused)
+        self.state = State.CLOSED
+
+    def _message_of(self, frame: Frame) -> Message:
+        kind = Kind(frame.kind)
+        if kind not in EXPECTED[self.state]:
+            raise RemoteProtocolError(
+                f"got a frame {kind.name} while {self.state.value}",
+                hint="the peer must finish the handshake first",
+            )
+        message = decode(frame.header)
+        if message.code != kind:
+            raise RemoteProtocolError(f"got {type(message).__name__} in a frame {kind.name}")
+        return message
+
+    def _take(self, message: Message) -> None:
+        raise NotImplementedError
+
+    def _say(self, message: Message) -> None:
+        self._out.append(encode_head(message.code, 0, encode(message), (), ()))
+
+
+class ClientHandshake(Handshake):
     """The connecting side.
 
     Args:
@@ -109,18 +199,25 @@ class ClientHandshake:
         hello: What this side says first; it is ``secured`` if there is a secret, its nonce are 32
             fresh random bytes, its lane is one of ``LANES``.
         expect: Name of the task that should answer, or None for any.
-
-    Attributes:
-        binding: Hash of the certificate that the server has shown; b"" without TLS. Set before
-            ``answer``.
     """
 
-    binding = b""
+    state = State.AWAIT_CHALLENGE
 
     def __init__(self, secret: bytes | None, hello: Hello, expect: str | None) -> None:
-        self._secret = secret
+        super().__init__(secret)
         self._expect = expect
         self.hello = hello
+        self.lane = hello.lane
+        self._say(hello)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Refused):
+            raise refusal(message, self.peer_task or "the peer")
+        if isinstance(message, Challenge):
+            self._say(self.answer(message))
+            self.state = State.AWAIT_WELCOME
+        else:
+            self.state = State.OPEN
 
     def answer(self, challenge: Challenge) -> Proof:
         """Check the server's proof and return our own.
@@ -158,12 +255,13 @@ class ClientHandshake:
                 f"expected {self._expect} at this address, {challenge.task} answered",
                 hint="check the addresses of the cluster, in TF_CONFIG for example",
             )
+        self.peer_task, self.peer_incarnation = challenge.task, challenge.incarnation
         if self._secret is None:
             return Proof(b"")
         return Proof(_mac(self._secret, b"client", self.hello, challenge, self.binding))
 
 
-class ServerHandshake:
+class ServerHandshake(Handshake):
     """The listening side.
 
     Args:
@@ -171,13 +269,9 @@ class ServerHandshake:
         challenge: What this side answers to a greeting, as yet without a proof; it is ``secured``
             if there is a secret, its nonce are 32 fresh random bytes.
         admit: Last word on a peer that has proved itself, such as on a fenced incarnation.
-
-    Attributes:
-        binding: Hash of the certificate that this task has shown; b"" without TLS. Set before
-            ``challenge``.
     """
 
-    binding = b""
+    state = State.AWAIT_HELLO
 
     def __init__(
         self,
@@ -185,10 +279,24 @@ class ServerHandshake:
         challenge: Challenge,
         admit: Callable[[Hello], Refused | None] | None = None,
     ) -> None:
-        self._secret = secret
+        super().__init__(secret)
         self._challenge = challenge
         self._admit = admit
         self.hello: Hello  # what the client said; set by ``challenge``
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Hello):
+            answer: Message = self.challenge(message)
+            following = State.AWAIT_PROOF
+        else:
+            assert isinstance(message, Proof), "nothing else is expected"
+            answer = self.verify(message) or Welcome()
+            following = State.OPEN
+        if isinstance(answer, Refused):
+            self.refuse(answer)
+            return
+        self._say(answer)
+        self.state = following
 
     def challenge(self, hello: Hello) -> Challenge | Refused:
         """Answer the client's first word."""
@@ -203,7 +311,8 @@ class ServerHandshake:
             )
         if self._secret is not None and not hello.secured:
             return Refused("authentication", f"{task} has a secret, the peer has none")
-        self.hello = hello
+        self.hello, self.lane = hello, hello.lane
+        self.peer_task, self.peer_incarnation = hello.task, hello.incarnation
         if self._secret is not None:
             mac = _mac(self._secret, b"server", hello, self._challenge, self.binding)
             self._challenge = replace(self._challenge, mac=mac)
@@ -234,140 +343,3 @@ def refusal(refused: Refused, task: str) -> PsyncError:
         case "full" | "early":  # it may have room, or serve somebody, later
             return ConnectFailed(text)
     return RemoteProtocolError(text)
-
-
-class State(enum.Enum):
-    """Where a connection stands."""
-
-    AWAIT_HELLO = "waiting for the peer's greeting"
-    AWAIT_PROOF = "waiting for the peer's proof"
-    AWAIT_CHALLENGE = "waiting for the peer's challenge"
-    AWAIT_WELCOME = "waiting to be let in"
-    OPEN = "open"
-    CLOSED = "closed"
-
-
-TRANSITIONS: dict[State, dict[Kind, tuple[type[Message], State]]] = {
-    State.AWAIT_HELLO: {Kind.HELLO: (Hello, State.AWAIT_PROOF)},
-    State.AWAIT_PROOF: {Kind.PROOF: (Proof, State.OPEN)},
-    State.AWAIT_CHALLENGE: {
-        Kind.CHALLENGE: (Challenge, State.AWAIT_WELCOME),
-        Kind.REFUSED: (Refused, State.CLOSED),
-    },
-    State.AWAIT_WELCOME: {
-        Kind.WELCOME: (Welcome, State.OPEN),
-        Kind.REFUSED: (Refused, State.CLOSED),
-    },
-}
-"""What a frame of the handshake carries (anything else could skip a step of it) and leads to."""
-
-_KIND_OF = {cls: kind for steps in TRANSITIONS.values() for kind, (cls, _) in steps.items()}
-
-
-class Protocol:
-    """The state of one connection until it is open; single owner, no I/O.
-
-    Args:
-        handshake: This side's half.
-        limits: In force once the connection is open.
-        sink: Where the bodies of frames go, see ``frames.Sink``.
-        make: Makes frames.
-    """
-
-    def __init__(
-        self,
-        handshake: ClientHandshake | ServerHandshake,
-        limits: Limits,
-        sink: Sink,
-        make: type[Frame] = Frame,
-    ) -> None:
-        self._handshake = handshake
-        self.limits = limits
-        self.decoder = FrameDecoder(HANDSHAKE_LIMITS, sink, make)
-        self._out: list[Buffer] = []
-        self.peer_task = ""  # name of the peer's task; proven once the state is OPEN
-        self.peer_incarnation = 0
-        self.lane = ""  # one of handshake.LANES
-        self.refused: Refused | None = None  # what this side answered to a peer it turned away
-        if isinstance(handshake, ClientHandshake):
-            self.state = State.AWAIT_CHALLENGE
-            self.lane = handshake.hello.lane
-            self._send(handshake.hello)
-        else:
-            self.state = State.AWAIT_HELLO
-
-    def bind(self, binding: bytes) -> None:
-        """Say over which TLS connection the handshake goes; see ``handshake``."""
-        self._handshake.binding = binding
-
-    def received(self, nbytes: int) -> None:
-        """Account for ``nbytes`` in the last buffer, and take the steps that they complete.
-
-        Raises:
-            RemoteProtocolError: The peer broke the protocol. The connection is CLOSED.
-            AuthenticationError: The peer did not prove itself, or refused us. Likewise.
-            FencedError, ConnectFailed: It refused us for another reason. Likewise.
-        """
-        if self.state is State.CLOSED:
-            raise LocalProtocolError("bytes were received on a closed connection")
-        try:
-            frame = self.decoder.received(nbytes)
-            while frame is not None:
-                self._step(frame)
-                if self.state in (State.OPEN, State.CLOSED):
-                    return
-                frame = self.decoder.next_frame()
-        except Exception:
-            if isinstance(self._handshake, ServerHandshake):
-                self._out = []
-                self._send(Refused("protocol", "malformed greeting"))
-            self.state = State.CLOSED
-            raise
-
-    def data_to_send(self) -> list[Buffer]:
-        """Return what the handshake has to say, once."""
-        out, self._out = self._out, []
-        return out
-
-    def refuse(self, refused: Refused) -> None:
-        """Server side: turn the peer away before it is in."""
-        self.refused = refused
-        self._send(refused)
-        self.state = State.CLOSED
-
-    def _step(self, frame: Frame) -> None:
-        kind = Kind(frame.kind)
-        if kind not in TRANSITIONS[self.state]:
-            raise RemoteProtocolError(
-                f"got a frame {kind.name} while {self.state.value}",
-                hint="the peer must finish the handshake first",
-            )
-        expected, following = TRANSITIONS[self.state][kind]
-        message = decode(frame.header)
-        if type(message) is not expected:
-            raise RemoteProtocolError(f"got {type(message).__name__} in a frame {kind.name}")
-        answer: Message | None = None
-        match message, self._handshake:
-            case Refused() as refused, _:
-                raise refusal(refused, self.peer_task or "the peer")
-            case Challenge() as challenge, ClientHandshake() as client:
-                answer = client.answer(challenge)
-            case Hello() as hello, ServerHandshake() as server:
-                answer = server.challenge(hello)
-            case Proof() as proof, ServerHandshake() as server:
-                answer = server.verify(proof) or Welcome()
-        if isinstance(answer, Refused):
-            self.refuse(answer)
-            return
-        if isinstance(message, Hello | Challenge):
-            self.peer_task, self.peer_incarnation = message.task, message.incarnation
-        if isinstance(message, Hello):
-            self.lane = message.lane
-        if answer is not None:
-            self._send(answer)
-        self.state = following
-        if following is State.OPEN:
-            self.decoder.limits = self.limits
-
-    def _send(self, message: Message) -> None:
-        self._out.append(encode_head(_KIND_OF[type(message)], 0, encode(message), (), ()))

@@ -6,6 +6,7 @@ knows one kind of array.
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 from psync.wire.codec import Message
@@ -58,6 +59,18 @@ class Refused(Message, code=5):
 
 class Done(Message, code=8):
     """The request was carried out. Segments: what it has asked for, if anything."""
+
+
+class Number(Message, code=136):
+    """The request was carried out, and this number is what it has asked for."""
+
+    value: int
+
+
+class Text(Message, code=114):
+    """The request was carried out, and this text is what it has asked for."""
+
+    value: str
 
 
 class Failure(Message, code=9):
@@ -322,19 +335,13 @@ class SetOptimizer(OfOptimizer, code=126):
 
 
 class TellCounts(Message, code=152):
-    """ps k → ps 0, ps 0 → ps k: pushes without a part on some ps. Answered by CountsHeard.
+    """ps k → ps 0, ps 0 → ps k: pushes without a part on some ps. Idempotent.
 
-    Idempotent.
+    Answered by Number: 1 if much of it was news, 0 if there is no hurry to tell more.
     """
 
     # (optimizer, its config, base, [(ps, pushes without a part there)]), see ``store.push_counts``
     counts: list[tuple[int, dict[str, Any], int, list[tuple[int, int]]]]
-
-
-class CountsHeard(Message, code=153):
-    """What was told is known."""
-
-    is_news: bool  # much of it was; else there is no hurry to tell more
 
 
 # Locks of shards, for consistent reads and atomic assigns over several ps tasks.
@@ -576,17 +583,14 @@ class FinishSteps(Message, code=71):
 
 
 class TickClock(Message, code=56):
-    """Worker → ps 0: one more round is done. Answered by ClockTicked when it may go on."""
+    """Worker → ps 0: one more round is done. Answered when the worker may go on.
+
+    By Number: how far ahead of the slowest its clock is, in rounds.
+    """
 
     bound: int  # number of the optimizer
     max_staleness: int
     tick: int  # number of this tick of the client, from 1: a repetition counts once
-
-
-class ClockTicked(Message, code=57):
-    """How far ahead of the slowest the worker's clock is, in rounds."""
-
-    ahead: int
 
 
 # In the logs of ps tasks alone: inputs of judging that came over no connection so. What came over
@@ -733,25 +737,20 @@ class Gated(Message, code=75):
     others: list[tuple[int, str, int, int]]
 
 
-class Admit(OfCut, code=76):
-    """Let these messages through the gate; answered by Done once all of them are settled."""
-
-    updates: list[tuple[str, int, int]]  # (client's task, its incarnation, sequence)
-
-
 class Freeze(OfCut, code=77):
-    """Hold the present contents until DropFrozen.
+    """Let these messages through the gate, and hold the contents once all of them are settled.
 
     Answered by Done. Segment: the state of the snapshot.
     """
+
+    # (client's task, its incarnation, sequence)
+    updates: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 class OpenGate(OfCut, code=79):
     """Go on with updates; answered by Done, also if there is no such gate."""
 
-
-class DropFrozen(OfCut, code=84):
-    """Hold the contents no longer; answered by Done, also if they are not held."""
+    holds: bool = False  # hold the contents still; else they are held no longer
 
 
 class WriteFrozen(OfCut, code=87):
@@ -789,9 +788,13 @@ class PrepareSnapshot(Message, code=93):
 
 
 class FillSnapshot(Message, code=94):
-    """Bytes of an item of the snapshot that is being prepared; answered by Done. Segment: they."""
+    """Bytes of an item of a snapshot that is being prepared, or that a backup begins with.
 
-    load: int
+    Answered by Done. Segment: they.
+    """
+
+    ps: int  # whose snapshot it is
+    number: int  # of the loading, or the epoch of the backup
     item: int
     start: int  # first byte
 
@@ -831,35 +834,26 @@ class OfBackup(Message):
 
 
 class BeginBackup(OfBackup, code=98):
-    """Ps → the process of its backup: a snapshot of me comes; answered by BackupBegun.
+    """Ps → the process of its backup: a snapshot of me comes. Refused by another version of psync.
 
-    Segment: its state. Its items follow, by FillBackup, then LogEntries, from ``first`` on.
+    Segment: its state. Its items follow, by FillSnapshot, then LogEntries, from ``first`` on.
+    Answered by Text, the fingerprint of that process's arithmetic.
     """
 
     coordinator: int  # as in AttachPs, also the next two
     ps_addresses: list[str]
     ps_timeout_s: float
     timeline: int
-    first: int  # number of the first entry that the snapshot does not have
+    first: int  # number of the first entry that comes
+    before: int  # as many entries bring what no snapshot has; then comes the log
     lineage: int  # of what is backed up, see ``reattach``
     release: str  # the version of psync that the ps runs, and its plugins
 
 
-class BackupBegun(Message, code=136):
-    """This process runs the same version of psync, and awaits the snapshot."""
-
-    numerics: str  # fingerprint of its arithmetic
-
-
-class FillBackup(OfBackup, code=99):
-    """Bytes of an item of such a snapshot; answered by Done. Segment: they."""
-
-    item: int
-    start: int  # first byte
-
-
 class LogEntries(OfBackup, code=102):
-    """What a ps is about to do, in order; answered by LogTaken. Segments: those of all entries.
+    """What a ps is about to do, in order. Segments: those of all entries.
+
+    Answered by Done: the backup has all up to these, and will do them in order.
 
     An entry: (who asked for it, its incarnation, the message that asked, number of segments).
     """
@@ -868,23 +862,11 @@ class LogEntries(OfBackup, code=102):
     entries: list[tuple[str, int, bytes, int]]
 
 
-class LogTaken(Message, code=103):
-    """The backup has all entries up to this one, and will do them in order."""
-
-    upto: int
-
-
 class Promote(OfBackup, code=104):
-    """Coordinator → the process of a backup: let it serve. Answered by Promoted."""
+    """Coordinator → the process of a backup: let it serve. Answered by Text, its address."""
 
     coordinator: int
     fences: list[tuple[str, int]]  # (task, lowest incarnation of it that may still be served)
-
-
-class Promoted(Message, code=114):
-    """It serves."""
-
-    address: str
 
 
 # Workers that leave.
@@ -913,7 +895,7 @@ class EndSession(Message, code=113):
 
 
 class GrantCoordinator(Message, code=108):
-    """Under which incarnation may I be the coordinator? Answered by CoordinatorGranted.
+    """Under which incarnation may I be the coordinator? Answered by Number.
 
     ps 0 grants a new one; every other task says which is the highest that it has served.
     """
@@ -922,17 +904,13 @@ class GrantCoordinator(Message, code=108):
     seen: int  # the highest that another task has served, as far as it is known; 0: none
 
 
-class CoordinatorGranted(Message, code=109):
-    """See GrantCoordinator."""
-
-    incarnation: int
-
-
 class AskServed(Message, code=6):
     """Which ps tasks are served in this process? Answered by ServedHere.
 
     From then on no backup of an earlier coordinator is made or begins to serve here.
     """
+
+    ends: bool = False  # all ps tasks are attached: what earlier coordinators have left here ends
 
 
 class ServedHere(Message, code=7):
@@ -941,13 +919,6 @@ class ServedHere(Message, code=7):
     # (ps, address or "", coordinator, timeline, epoch, process of its backup or -1, its epoch)
     primaries: list[tuple[int, str, int, int, int, int, int]]
     copies: list[tuple[int, int, int]]  # (ps, coordinator, epoch) of backups that do not serve
-
-
-class EndFormer(Message, code=14):
-    """All ps tasks are attached: end what earlier coordinators have left in this process.
-
-    Answered by Done.
-    """
 
 
 class DescribeShards(Message, code=110):
@@ -1067,15 +1038,12 @@ class ReleaseIterators(Message, code=26):
 
 
 class AskPosition(Message, code=100):
-    """Coordinator → worker: how far is an iterator? Answered by IteratorPosition."""
+    """Coordinator → worker: how far is an iterator? Answered by Number.
+
+    Batches that steps were handed, and were before; -1: nobody has needed it yet.
+    """
 
     uid: str
-
-
-class IteratorPosition(Message, code=101):
-    """As of now."""
-
-    position: int  # batches that steps were handed, and were before; -1: nobody has needed it yet
 
 
 # Gangs: one function on all workers at once, whose replicas meet.
@@ -1111,17 +1079,14 @@ class Merged(Message, code=107):
 
 
 class JoinCluster(Message, code=150):
-    """Worker → chief: take me into the cluster; answered by Joined, at once."""
+    """Worker → chief: take me into the cluster.
+
+    Answered by Number, the index of its task, at once.
+    """
 
     address: str  # where it listens
     index: int  # what it was called before the connection was lost; -1: it is new
     python: str  # version of its interpreter, as in "3.11": functions travel as its bytecode
-
-
-class Joined(Message, code=151):
-    """See JoinCluster."""
-
-    index: int  # of its task
 
 
 # Training sessions without a coordinator: declare, enter, leave, end of training.

@@ -27,14 +27,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
-from psync.client.context import ClosureContext, Runtime, here
+from psync.client.context import ClosureContext, Runtime, here, setting
+from psync.client.link import expect
 from psync.client.sync import NEVER
 from psync.errors import (
     ClosureCancelled,
     ClosureInputError,
     DeadlineExceeded,
     EndOfData,
-    RemoteProtocolError,
     SerializationError,
     TransportError,
 )
@@ -288,7 +288,7 @@ class Session:
     def iterator_position(self, message: messages.AskPosition) -> Message:
         """Return how many batches of an iterator steps have been handed."""
         iterator = self._iterators.get(message.uid)
-        return messages.IteratorPosition(-1 if iterator is None else iterator.position)
+        return messages.Number(-1 if iterator is None else iterator.position)
 
     def describe(self) -> list[str]:
         """Say what runs here, where it waits, and what waits for it; for reports."""
@@ -542,10 +542,8 @@ class Session:
             received = await self.bulk.call(request)
         except TransportError as exc:
             raise _CoordinatorGone from exc
-        message = received.message
-        if not isinstance(message, expected):
-            raise RemoteProtocolError(f"expected {expected.__name__}, got {type(message).__name__}")
-        return message, received.segments
+        answer = expect(received, expected, "the coordinator", type(request).__name__)
+        return answer, received.segments
 
     async def _load(
         self, key: bytes, handles: list[IteratorHandle[Any]]
@@ -554,11 +552,8 @@ class Session:
         message, (data, *buffers) = await self._fetch(
             messages.FetchFunction(key), messages.Function
         )
-        token = arriving.set(handles)
-        try:
+        with setting(arriving, handles):
             return load_function(data, buffers, message.name), message.name
-        finally:
-            arriving.reset(token)
 
     async def _load_step(self, key: bytes) -> LoadedStep:
         handles: list[IteratorHandle[Any]] = []

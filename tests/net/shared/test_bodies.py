@@ -22,10 +22,9 @@ from psync.net.shared.regions import SLAB_BYTES, SharedMemory
 from psync.numerics import memory as blocks
 from psync.numerics.memory import Block, BlockPool
 from psync.testing import memory_sharing
-from psync.testing.memory_sharing import channels
-from psync.wire import lent
-from psync.wire.frames import Buffer
-from psync.wire.lent import Extent
+from psync.testing.memory_sharing import channels, make_heap
+from psync.wire import frames
+from psync.wire.frames import Buffer, Extent
 from turns import Turns
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -171,7 +170,7 @@ def test_any_mix_of_buffers_arrives(drawn: list[tuple[str, int]], at_once: int) 
         buffers.append(made.data[1:-1])
     expected = b"".join(buffers)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lent, "COPY_BYTES", at_once)
+        patch.setattr(frames, "COPY_BYTES", at_once)
         extents = ours.lend(*buffers)
     borrowed = theirs.sharing.borrow(extents)
     assert body(borrowed) == expected
@@ -370,7 +369,7 @@ def test_the_edges_of_a_region_can_be_lent() -> None:
 
 def test_only_so_many_regions_are_taken() -> None:
     ours, theirs = sides()
-    made = [regions.make_heap(number, 10) for number in range(MAX_REGIONS + 1)]
+    made = [make_heap(number, 10) for number in range(MAX_REGIONS + 1)]
     for each in made:
         ours.channel.give(each.region)
     theirs.sharing.borrow([Extent(MAX_REGIONS - 1, 0, 1)])
@@ -484,7 +483,7 @@ WHO = contextvars.ContextVar("WHO", default="nobody")
 def test_it_is_called_once_a_turn_however_often_it_is_asked_for(turns: Turns) -> None:
     called: list[str] = []
     WHO.set("the one who made it")
-    waker = Waker(lambda: called.append(WHO.get()))
+    waker = Waker(lambda: called.append(WHO.get()), 0.0)
     WHO.set("another one")
     waker()
     waker()
@@ -498,7 +497,7 @@ def test_it_is_called_once_a_turn_however_often_it_is_asked_for(turns: Turns) ->
 
 async def test_another_thread_wakes_the_loop() -> None:
     called = asyncio.Event()
-    thread = threading.Thread(target=Waker(called.set))
+    thread = threading.Thread(target=Waker(called.set, 0.0))
     thread.start()
     await called.wait()
     thread.join()
@@ -509,7 +508,7 @@ def test_a_closed_loop_is_not_called(elsewhere: bool) -> None:
     called: list[str] = []
 
     async def make() -> Waker:
-        return Waker(lambda: called.append("called"))
+        return Waker(lambda: called.append("called"), 0.0)
 
     loop = asyncio.new_event_loop()
     waker = loop.run_until_complete(make())
@@ -706,7 +705,7 @@ def test_memory_is_never_written_while_it_is_read_and_free_at_last(
         (regions, "SLAB_BYTES", 1000),
         (bodies, "LENT_BYTES", 3000),
         (bodies, "MAX_GIVEN", 8),
-        (lent, "COPY_BYTES", 60),
+        (frames, "COPY_BYTES", 60),
         (blocks, "_MIN_POOLED_BYTES", 1),
         (memory_sharing, "REFUSED", 0.1),
     ):

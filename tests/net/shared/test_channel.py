@@ -17,10 +17,10 @@ import pytest
 
 from open_files import descriptors
 from psync.errors import RemoteProtocolError
-from psync.net.platform import fresh_process
 from psync.net.shared.doors import SideChannel, ran_out
 from psync.net.shared.regions import Mapping, make_region
 from psync.testing import settle
+from psync.testing.seams import fresh_process
 
 MIB = 1 << 20
 

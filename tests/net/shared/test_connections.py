@@ -23,7 +23,7 @@ from psync.net.shared import bodies, regions
 from psync.net.shared.bodies import Sharing
 from psync.net.transport import SocketNetwork
 from psync.numerics.memory import Block, BlockPool
-from psync.wire import lent
+from psync.wire import frames
 from psync.wire.handshake import BULK
 from psync.wire.limits import Limits
 from psync.wire.messages import AskStatistics, Done, Pulled, Read
@@ -254,7 +254,7 @@ async def test_what_is_too_large_to_be_sent_does_not_count_as_lent() -> None:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lent, "COPY_BYTES", 10_000)
+    monkeypatch.setattr(frames, "COPY_BYTES", 10_000)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -373,7 +373,7 @@ async def test_a_peer_that_reads_nothing_costs_memory_up_to_a_limit_and_loses_no
 ) -> None:
     monkeypatch.setattr(bodies, "LENT_BYTES", 8 * MIB)
     async with sharing() as pair:
-        pair.back.pause_reading("test")
+        transport_of(pair.back).pause_reading()
         calls = [
             asyncio.ensure_future(pair.peer.call(pull(0), [to_bytes_view(pattern(MIB, n))]))
             for n in range(30)
@@ -382,7 +382,7 @@ async def test_a_peer_that_reads_nothing_costs_memory_up_to_a_limit_and_loses_no
         assert sharing_of(pair.peer)._copied_bytes <= 9 * MIB
         unsent = transport_of(pair.peer).get_write_buffer_size()
         assert unsent <= WRITE_HIGH_BYTES + 2 * MIB
-        pair.back.resume_reading("test")
+        transport_of(pair.back).resume_reading()
         for number, call in enumerate(calls):
             body = np.frombuffer((await call).segments[0], np.uint8)
             assert np.array_equal(body, pattern(MIB, number))
@@ -400,7 +400,7 @@ async def test_closing_sends_what_is_still_to_be_copied(monkeypatch: pytest.Monk
 
     async with sharing({Read: Handler(noted)}) as pair:
         with monkeypatch.context() as patch:
-            patch.setattr(lent, "COPY_BYTES", 10_000)
+            patch.setattr(frames, "COPY_BYTES", 10_000)
             for number in range(3):
                 pair.peer.notify(pull(0), [to_bytes_view(pattern(MIB, number))])
         assert not is_writable(pair.peer)
@@ -455,13 +455,13 @@ async def test_what_a_task_lends_when_it_ends_is_read_although_it_never_read_our
         got.extend(map(bytes, request.segments))
 
     async with sharing(ECHO, {Read: Handler(noted)}) as pair:
-        pair.back.pause_reading("test")
+        transport_of(pair.back).pause_reading()
         pair.peer.notify(pull(0), [bytes(MIB)])
         await until(lambda: sharing_of(pair.peer).bytes_lent == MIB)
         pair.back.notify(pull(0), [to_bytes_view(pattern(MIB))])
-        pair.peer.pause_reading("test")
+        transport_of(pair.peer).pause_reading()
         await pair.server.close()
-        pair.peer.resume_reading("test")
+        transport_of(pair.peer).resume_reading()
         await pair.peer.wait_closed()
         assert got == [pattern(MIB).tobytes()]
 

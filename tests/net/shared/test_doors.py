@@ -17,13 +17,13 @@ import pytest
 
 from open_files import descriptors
 from ports import claimed_ports
-from psync.net.platform import fresh_process
 from psync.net.shared import doors
 from psync.net.shared.door_names import door_beside, name_of_door, shut
 from psync.net.shared.doors import Door, SideChannel, can_share, doors_of, through_door
 from psync.net.shared.regions import make_region
 from psync.net.transport import SocketNetwork
 from psync.testing import settle
+from psync.testing.seams import fresh_process
 from recorder import Recorder, end
 
 
@@ -105,11 +105,10 @@ async def left(sock: socket.socket) -> None:
 # --- where it is ----------------------------------------------------------------------------
 
 
-def test_who_connects_finds_it_by_the_address_or_as_one_for_all() -> None:
-    infos = socket.getaddrinfo("127.0.0.1", 7, type=socket.SOCK_STREAM)
-    assert doors_of(infos, 7) == [name_of_door("127.0.0.1", 7), name_of_door("*", 7)]
-    elsewhere = socket.getaddrinfo("192.0.2.1", 7, type=socket.SOCK_STREAM)
-    assert doors_of(elsewhere, 7) == [name_of_door("192.0.2.1", 7)]
+async def test_who_connects_finds_it_by_the_address_or_as_one_for_all() -> None:
+    here = [name_of_door("127.0.0.1", 7), name_of_door("*", 7)]
+    assert await doors_of("127.0.0.1", 7) == here
+    assert await doors_of("192.0.2.1", 7) == [name_of_door("192.0.2.1", 7)]
 
 
 def test_a_name_that_is_too_long_is_none() -> None:

@@ -26,8 +26,7 @@ from psync.net.connection import Handler, Request
 from psync.net.shared.bodies import Loan
 from psync.net.shared.regions import SEALS
 from psync.net.transport import SocketNetwork
-from psync.wire.frames import Kind
-from psync.wire.lent import Extent
+from psync.wire.frames import Extent, Kind
 from psync.wire.messages import Pulled, Read
 from psync.wire.tensors import to_bytes_view
 

@@ -25,11 +25,9 @@ from psync.net.shared.regions import (
     SEALS,
     SHRINK_S,
     SLAB_BYTES,
-    Heap,
     Mapping,
     SharedMemory,
     can_make_regions,
-    make_heap,
     make_region,
     map_foreign,
     offset_of,
@@ -38,7 +36,8 @@ from psync.net.shared.regions import (
 from psync.numerics.memory import SHARING_BYTES
 from psync.specs import dtype_of
 from psync.testing import run_virtual
-from psync.wire.lent import LENT_ABOVE_BYTES
+from psync.testing.memory_sharing import Heap, make_heap
+from psync.wire.frames import LENT_ABOVE_BYTES
 from psync.wire.tensors import to_bytes_view
 
 PAGE = mmap.PAGESIZE
@@ -387,14 +386,14 @@ class TestArrays:
         memory.make = None
         array = memory.empty((MIB,), self.F32)
         assert memory.own_region_of(to_bytes_view(array)) is None
-        assert memory.arena.statistics().roots == 0
+        assert memory.arena.statistics()["roots"] == 0
 
     def test_without_memory_they_are_ordinary(self, monkeypatch: pytest.MonkeyPatch) -> None:
         memory = shared()
         monkeypatch.setattr(memory, "_max_regions", 0)
         array = memory.empty((MIB,), self.F32)
         assert memory.own_region_of(to_bytes_view(array)) is None
-        assert memory.arena.statistics().roots == 0
+        assert memory.arena.statistics()["roots"] == 0
 
 
 def test_what_is_larger_than_a_slab_has_a_region_of_its_own() -> None:
@@ -467,13 +466,13 @@ def test_what_copies_take_above_the_bound_is_used_again_and_goes_some_time(
         for _ in range(2):  # the second time, once more
             for _ in range(3):
                 assert use(memory, 20 * MIB, 20 * MIB) == 2
-            assert memory.arena.statistics().bytes == 40 * MIB
+            assert memory.arena.statistics()["bytes"] == 40 * MIB
             memory.shrink_soon()
             await asyncio.sleep(SHRINK_S - 1)
             assert use(memory, 20 * MIB, 20 * MIB) == 2
             await asyncio.sleep(2)
             assert memory.statistics()["shared_bytes"] == 0
-        assert memory.arena.statistics().misses == 4
+        assert memory.arena.misses == 4
         use(memory, 20 * MIB)
         memory.shrink_soon()
         memory.let_go()  # and nothing is waited for
@@ -491,7 +490,7 @@ def test_an_arena_that_was_in_use_when_it_should_shrink_does_so_later(
         in_use = [memory.lendable(20 * MIB) for _ in range(2)]
         memory.shrink_soon()
         await asyncio.sleep(SHRINK_S + 1)
-        assert memory.arena.statistics().bytes == 40 * MIB
+        assert memory.arena.statistics()["bytes"] == 40 * MIB
         in_use.clear()  # and nothing is lent after that
         await asyncio.sleep(SHRINK_S)
         assert memory.statistics()["shared_bytes"] == 0

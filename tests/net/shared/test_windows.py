@@ -15,6 +15,7 @@ import pytest
 
 from psync.net.shared import regions
 from psync.net.shared.regions import MAX_WINDOWS, PAGE, WORTH_BYTES, Windows, root_of
+from psync.testing.memory_sharing import make_heap
 
 pytestmark = pytest.mark.skipif(Windows()._mremap is None, reason="only Linux can")
 
@@ -173,7 +174,7 @@ def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_be_mapped_side_by_side_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     made, (first, second) = Windows(), pieces_of(N, N)
-    heap = root_of(memoryview(regions.make_heap(1, N).region.heap or b"")).data
+    heap = root_of(memoryview(make_heap(1, N).region.heap)).data
     assert made.joined([first.view, heap]) is None  # of a network in memory
     assert made.joined([first.view, None]) is None  # scattered
     assert made.joined([first.view[:-1], second.view]) is None  # pages do not line up

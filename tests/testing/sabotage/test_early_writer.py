@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_files import add_data
 from psync.checkpoints.files import DataFile, Reader, Writer, checkpoints_in
 from psync.checkpoints.manifest import Place, Planned
 from psync.testing.sabotage import SabotagedParts
@@ -57,8 +58,7 @@ def test_one_that_is_written_to_its_end_is_what_any_writer_leaves(tmp_path: Path
         writer = begun(tmp_path / name, without)
         add_rows(writer, "ps-0", 0, 6)
         writer.add_snapshot(0, "ps-0.json", b"{}", "ps-0", [Place(0, 80, 48, 0)])
-        own = writer.data_file("data", [Planned("step", (), "int64", 0)])
-        own.write(np.int64(7))
+        add_data(writer, "data", (Planned("step", (), "int64", 0), np.int64(7)))
         paths.append(writer.commit())
     early, late = paths
     assert (early / "manifest.json").read_bytes() == (late / "manifest.json").read_bytes()

@@ -29,8 +29,7 @@ from dataclasses import dataclass, field
 from psync.errors import RemoteProtocolError
 from psync.net.shared.doors import SideChannel
 from psync.net.shared.regions import Region, SharedMemory, offset_of, root_of
-from psync.wire.frames import Buffer
-from psync.wire.lent import MAX_EXTENTS, Extent, copies
+from psync.wire.frames import MAX_EXTENTS, Buffer, Extent, copies
 from psync.wire.tensors import to_bytes_view
 
 LENT_BYTES = 256 << 20
@@ -314,7 +313,7 @@ class Sharing:
             if number in self._given:
                 self._given.discard(number)
                 gone.append(number)
-        if self._closed and not (self._num_kept or self.is_over):
+        if self._closed:
             self._settle()
         return returns, gone
 
@@ -348,8 +347,7 @@ class Sharing:
         self._regions.clear()  # who reads in one holds it; nothing else is in them any more
         if self._lent:
             self._channel.when_ended(self._end_lent)
-        if not self._num_kept:
-            self._settle()
+        self._settle()
 
     def drop(self) -> None:
         """This task ends, or nobody at either end reads any more: lend nothing.
@@ -372,6 +370,9 @@ class Sharing:
             self._channel.close()
 
     def _settle(self) -> None:
+        """Say that this side reads no more, once that is so; with nothing lent either, end it."""
+        if self._num_kept or self.is_over:
+            return
         self._channel.end()
         if not self._lent:
             self.drop()
@@ -383,12 +384,11 @@ class Sharing:
 
     def _end_lent(self) -> None:
         self._forget_lent()
-        if not self._num_kept:
-            self.drop()
+        self._settle()
 
 
 class BorrowedBody:
-    """See ``wire.lent.Borrowed``."""
+    """See ``wire.frames.Borrowed``."""
 
     __slots__ = ("_gone", "_nbytes", "_number", "_sharing", "is_kept", "views")
 
@@ -433,14 +433,16 @@ def _bound(nbytes: int) -> int:
 
 
 class Waker:
-    """Calls back in a loop, once, whatever thread asks for it, and in whatever it is busy with.
+    """Calls back in a loop soon, whatever thread asks for it, and in whatever it is busy with.
 
     Args:
-        then: What to call.
+        then: What to call, once however often it is asked for meanwhile.
+        within_s: Seconds after which it is called.
     """
 
-    def __init__(self, then: Callable[[], None]) -> None:
+    def __init__(self, then: Callable[[], None], within_s: float) -> None:
         self._then = then
+        self._within_s = within_s
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._is_due = False
@@ -453,9 +455,12 @@ class Waker:
         self._is_due = True
         with contextlib.suppress(RuntimeError):  # the loop is closed
             if threading.get_ident() == self._thread:
-                self._loop.call_soon(self._run, context=self._context)
+                self._wait()
             else:
-                self._loop.call_soon_threadsafe(self._run, context=self._context)
+                self._loop.call_soon_threadsafe(self._wait)
+
+    def _wait(self) -> None:
+        self._loop.call_later(self._within_s, self._run, context=self._context)
 
     def _run(self) -> None:
         self._is_due = False

@@ -281,10 +281,10 @@ class Door:
             try:
                 said, fds, all_came = receive_fds(sock, len(PREAMBLE))
             except BlockingIOError:
-                readable = self._loop.create_future()
-                self._loop.add_reader(sock, _set, readable)
+                readable = asyncio.Event()
+                self._loop.add_reader(sock, readable.set)
                 try:
-                    await readable
+                    await readable.wait()
                 finally:
                     self._loop.remove_reader(sock)
                 continue
@@ -297,8 +297,7 @@ class Door:
                 if (channel.family, channel.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
                     return SideChannel(channel)
                 channel.close()
-            for fd in fds:
-                os.close(fd)
+            _close_all(fds)
             raise OSError(errno.EPROTO, "no channel came with a connection")
 
 
@@ -340,18 +339,26 @@ async def through_door(
     return made  # type: ignore[no-any-return]
 
 
-def doors_of(infos: Iterable[Any], port: int) -> list[str]:
+async def doors_of(host: str, port: int | None) -> list[str]:
     """Return the names that a door at an address can have.
 
     Args:
-        infos: The address, as ``getaddrinfo`` has resolved it.
-        port: Its port.
+        host: Name or number of the host, or the path of a Unix socket.
+        port: Its port; None: it is a Unix socket.
+
+    Raises:
+        OSError: The name cannot be resolved.
     """
     names = []
-    for family, _, _, _, resolved in infos:
-        host = resolved[0]
-        names.append(name_of_door(host, port))
-        if _is_here(family, host):
+    if port is None:
+        with contextlib.suppress(OSError):
+            names.append(name_of_door(host, None))
+        return names
+    loop = asyncio.get_running_loop()
+    for family, *_, resolved in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        number = str(resolved[0])
+        names.append(name_of_door(number, port))
+        if _is_here(family, number):
             names.append(name_of_door("*", port))
     return names
 
@@ -403,8 +410,3 @@ def _is_here(family: int, host: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -44,7 +44,7 @@ import numpy as np
 
 from psync.errors import RemoteProtocolError
 from psync.numerics.memory import POOL_BYTES, SHARING_BYTES, BlockPool, roomy
-from psync.wire.lent import LENT_ABOVE_BYTES
+from psync.wire.frames import LENT_ABOVE_BYTES
 
 SLAB_BYTES = 16 << 20
 """Of one region; what is larger has a region of its own."""
@@ -90,7 +90,6 @@ class Region:
         self.fd = fd
         self.address = 0
         self.owner: object = None  # the ``token`` of the memory that it belongs to
-        self.heap: bytearray | None = None  # its memory, if it is in this process only
         # Whose ``region_gone`` is called, in this order: a run of the simulator has no other.
         self.on_gone: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
@@ -107,18 +106,8 @@ class Mapping(mmap.mmap):
     region: Region
 
 
-class Heap(np.ndarray):
-    """A region of a network in memory as its owner sees it; nobody outside of this process can.
-
-    Others see the same memory, which is there for as long as somebody does; the region is gone with
-    its owner's view of it, as between processes.
-    """
-
-    region: Region
-
-
-Make = Callable[[int, int], Mapping | Heap]
-"""Makes a region, given its number and size. Raises OSError."""
+Make = Callable[[int, int], Any]
+"""Makes a region, given its number and size: a buffer that has the ``region``. Raises OSError."""
 
 
 def make_region(number: int, nbytes: int) -> Mapping:
@@ -142,16 +131,6 @@ def make_region(number: int, nbytes: int) -> Mapping:
     mapping.region = region
     region.address = address_of(memoryview(mapping))
     return mapping
-
-
-def make_heap(number: int, nbytes: int) -> Heap:
-    """Make a region for tasks of one process."""
-    memory = bytearray(nbytes)
-    heap = np.frombuffer(memory, np.uint8).view(Heap)
-    heap.region = Region(number, nbytes)
-    heap.region.heap = memory
-    heap.region.address = address_of(heap.data)
-    return heap
 
 
 def map_foreign(fd: int, nbytes: int) -> memoryview:
@@ -195,9 +174,14 @@ def can_make_regions() -> bool:
 
 def region_of(view: memoryview) -> Region | None:
     """Return the region in which a view of a root lies, or of a part of one."""
+    region = getattr(_owner_of(view), "region", None)
+    return region if isinstance(region, Region) else None
+
+
+def _owner_of(view: memoryview) -> object:
+    """Return whose memory an array of this view shows, if that is no array itself; else None."""
     base = _base_of(view)
-    owner: object = base.obj if isinstance(base, memoryview) else None
-    return owner.region if isinstance(owner, Mapping | Heap) else None
+    return base.obj if isinstance(base, memoryview) else None
 
 
 def _base_of(view: memoryview) -> object:
@@ -284,7 +268,7 @@ class Windows:
         return {"windows": len(sizes), "window_bytes": sum(sizes)}
 
     def _window(self, pieces: Sequence[memoryview]) -> _Window | None:
-        mappings = [_mapping_of(piece) for piece in pieces]
+        mappings = list(map(_owner_of, pieces))  # else pieces of a network in memory
         layout = tuple(
             (id(mapping), address_of(piece), len(piece))
             for mapping, piece in zip(mappings, pieces, strict=True)
@@ -296,7 +280,13 @@ class Windows:
         nbytes = sum(map(len, pieces))
         if self._mremap is None or not WORTH_BYTES <= nbytes <= MAX_WINDOW_BYTES:
             return None
-        if any(mapping is None for mapping in mappings) or not _line_up(layout):
+        if not all(isinstance(mapping, mmap.mmap) for mapping in mappings):
+            return None
+        ends = itertools.accumulate(size for _, _, size in layout)
+        if any(
+            (address + size - end) % PAGE
+            for (_, address, size), end in zip(layout, ends, strict=True)
+        ):  # they do not line up
             return None
         try:
             window = _Window(layout, self._mremap)
@@ -359,23 +349,6 @@ class _Window:
 
 
 _given_up: list[mmap.mmap] = []
-
-
-def _line_up(layout: Layout) -> bool:
-    start = 0
-    for _, address, nbytes in layout:
-        if (address - start) % PAGE:
-            return False
-        start += nbytes
-    return True
-
-
-def _mapping_of(piece: memoryview) -> mmap.mmap | None:
-    """Return the mapping that a part of a body lies in; None: it is one of a network in memory."""
-    root: object = piece.obj
-    base: object = root.base if isinstance(root, np.ndarray) else None
-    mapping: object = base.obj if isinstance(base, memoryview) else None
-    return mapping if isinstance(mapping, mmap.mmap) else None
 
 
 def _mremap() -> Callable[..., int | None] | None:
@@ -524,12 +497,6 @@ class SharedMemory:
             loop, me = asyncio.get_running_loop(), weakref.ref(self)
             self._shrinking = loop.call_later(SHRINK_S, _shrink, me)
 
-    def shrink(self) -> None:
-        """Let the arena keep no more than usual, but for what is in use."""
-        self._stop_shrinking()
-        with self._lock:
-            self.arena.shrink()
-
     def _stop_shrinking(self) -> None:
         if self._shrinking is not None:
             self._shrinking.cancel()
@@ -570,10 +537,12 @@ class SharedMemory:
             return None
         made.region.owner = self.token
         self._regions.add(made.region)
-        return made.data if isinstance(made, Heap) else memoryview(made)
+        return memoryview(made)
 
 
 def _shrink(memory: weakref.ref[SharedMemory]) -> None:
     if (shrunk := memory()) is not None:
-        shrunk.shrink()
+        shrunk._stop_shrinking()
+        with shrunk._lock:
+            shrunk.arena.shrink()
         shrunk.shrink_soon()  # if more is in use now

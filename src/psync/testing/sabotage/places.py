@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from psync.backups.sender import BackupSender
+from psync.backups.primary import BackupSender
 from psync.checkpoints.files import Writer
 from psync.client.ps import Delivery, Outgoing, PlanUpdate
 from psync.client.sync import SyncClient

@@ -21,7 +21,7 @@ from psync.testing.simulation.tight import SIZES
 
 MESSAGES = (
     "Update", "Update", "Update", "Read", "Held", "FollowParts", "CloseStep", "KeepPart",
-    "LogEntries", "BackUp", "BeginBackup", "FillBackup", "Promote", "Freeze", "Gate",
+    "LogEntries", "BackUp", "BeginBackup", "FillSnapshot", "Promote", "Freeze", "Gate",
     "WriteFrozen", "PrepareSnapshot", "FillSnapshot", "RestoreSnapshot", "AttachPs", "AdoptShards",
     "Fence", "AttachWorker", "RunClosures", "ClosureResults", "AwaitWaiters", "ReportSchedule",
     "FinalBelow",
@@ -30,9 +30,9 @@ MESSAGES = (
 """Requests that faults may wait for, or lose."""
 
 RECOVERY = (
-    "AttachPs", "CreateShards", "AttachWorker", "BeginBackup", "FillBackup", "BackUp", "LogEntries",
-    "Promote", "Fence", "PrepareSnapshot", "FillSnapshot", "RestoreSnapshot", "AskServed",
-    "AdoptShards", "GrantCoordinator", "EndFormer", "EndSession", "FollowParts",
+    "AttachPs", "CreateShards", "AttachWorker", "BeginBackup", "FillSnapshot", "BackUp",
+    "LogEntries", "Promote", "Fence", "PrepareSnapshot", "RestoreSnapshot", "AskServed",
+    "AdoptShards", "GrantCoordinator", "AskServed", "EndSession", "FollowParts",
 )  # fmt: skip
 """Those of a task that comes, or goes on for another one."""
 
@@ -73,7 +73,7 @@ THEMES = {
     ),
     "copies": (
         "place ps.backup.sending", "place ps.backup.taken", "message BeginBackup",
-        "message FillBackup", "message BackUp", "message LogEntries", "message LogEntries",
+        "message FillSnapshot", "message BackUp", "message LogEntries", "message LogEntries",
         "message Promote", "moment FailoverEvent",
     ),
     "saves": (
@@ -96,7 +96,7 @@ has undone it; or a ps dies before its backup has what it was told last; or some
 COMES_BACK = {
     "replica": (
         "message Promote", "message Promote", "message Promote", "moment FailoverEvent",
-        "message BeginBackup", "message FillBackup", "message LogEntries", "message AskServed",
+        "message BeginBackup", "message FillSnapshot", "message LogEntries", "message AskServed",
     ),
     "checkpoint": (
         "message PrepareSnapshot", "message PrepareSnapshot", "message FillSnapshot",
@@ -390,7 +390,7 @@ saves, perhaps with a worker or after a fail-over, and the next ones attach; ps 
 next chief begins, and restores."""
 
 SAVING = (
-    "message Gate", "message Gate", "message Admit", "message Freeze", "message OpenGate",
+    "message Gate", "message Gate", "message Freeze", "message Freeze", "message OpenGate",
     "message Update", "message Update", "moment save", "moment kill",
 )  # fmt: skip
 """Where chiefs die in plans of that shape."""

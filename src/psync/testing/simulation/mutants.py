@@ -20,7 +20,7 @@ from psync.accumulators import Accumulator
 from psync.api.data_shards import Visits
 from psync.backups.host import _Backup
 from psync.checkpoints import files
-from psync.chief import declarations, links
+from psync.chief import declarations, gangs, links
 from psync.chief.declarations import Creation
 from psync.chief.recovery import Backups
 from psync.chief.recovery_rule import RecoveryRule
@@ -40,7 +40,6 @@ from psync.ps.computes import Computes
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
-from psync.replicas import gang_runner
 from psync.store import snapshot
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
@@ -222,7 +221,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "gang_without_one": Mutant(
         "a collective has what every replica has brought", ("any",),
-        ((gang_runner, "merge", wrong.one_is_missing),),
+        ((gangs, "merge", wrong.one_is_missing),),
     ),
     "account_forgets_runs": Mutant(
         "the account of data shards names those that ran again", ("visited",),

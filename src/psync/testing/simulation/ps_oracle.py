@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from psync.backups.sender import MAX_UNDER_WAY
+from psync.backups.primary import MAX_UNDER_WAY
 from psync.cluster import parse_task_name
 from psync.errors import BusyError
 from psync.ps.life import Life
@@ -73,7 +73,7 @@ def faults_of_rest(
     """
     for task, host in _served_in(tasks.values()):
         # One that was taken for dead, and lives, keeps what it held until another chief comes
-        # and ends it: see ``backups.host``, EndFormer.
+        # and ends it: see ``backups.host``, AskServed.
         if moved.get(task.task, task.task) != host.task or task._index >= num_ps:
             continue
         name, statistics = f"{task.task} in the process of {host.task}", task.statistics()
@@ -146,9 +146,12 @@ def have_full_budgets(tasks: Mapping[str, Any]) -> bool:
         sender, log = primary.services.backup._sender, primary.services.executor.log
         if (
             sender is not None
-            and sender._under_way >= MAX_UNDER_WAY
+            and len(sender._unanswered) >= MAX_UNDER_WAY
             and log.shipped < log.last
-            and any("unfinished" in peer._pauses for peer in primary._endpoint.peers)
+            and any(
+                not peer._in_order and peer._unfinished_bytes > peer._limits.unfinished_bytes
+                for peer in primary._endpoint.peers
+            )
         ):
             full.add((host.task, sender.order.task))
     return any((backup, host) in full for host, backup in full)

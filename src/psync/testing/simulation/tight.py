@@ -16,9 +16,8 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from psync.backups import host, sender
-from psync.backups.host import BackupHost
-from psync.chief import consistent_cut, declarations, recovery
+from psync.backups import host, primary
+from psync.chief import consistent_cut, declarations, gangs, recovery
 from psync.client.ps import Outgoing
 from psync.closures import dispatcher
 from psync.coordinator import FinalClosures
@@ -26,8 +25,7 @@ from psync.net.connection import OwnRequest, Request
 from psync.net.shared import bodies, regions
 from psync.numerics import memory
 from psync.ps import accumulators, cooperative_work, executor
-from psync.replicas import closure_messages
-from psync.wire import frames, lent
+from psync.wire import frames
 
 LATE_S = (0.003, 0.05, 0.5)
 """Seconds by which acknowledgements are late; a backup may be silent for longer."""
@@ -77,24 +75,24 @@ SIZES: Mapping[str, Size] = {
     "cores": Size(((cooperative_work, "usable_cores"),), (2, 4), _answer),
     "whole pushes": Size(((frames, "SMALL_BODY_BYTES"),), (0, 100)),
     "lent": Size(
-        ((lent, "LENT_ABOVE_BYTES"), (bodies, "PIECE_BYTES"), (memory, "ABOVE_BYTES")),
+        ((frames, "LENT_ABOVE_BYTES"), (bodies, "PIECE_BYTES"), (memory, "ABOVE_BYTES")),
         (0, 100),
     ),
     "kept": Size(((bodies, "KEPT_BYTES"),), (0, 1_000)),
     "runs": Size(((memory, "MAX_RUNS"), (memory, "UNUSED_AFTER")), (1, 2)),
     "used again": Size(((memory, "_MIN_POOLED_BYTES"),), (16,)),
-    "copied at once": Size(((lent, "COPY_BYTES"),), (8, 64)),
+    "copied at once": Size(((frames, "COPY_BYTES"),), (8, 64)),
     "slabs": Size(((regions, "SLAB_BYTES"), (regions, "ARENA_BYTES")), (256, 4096)),
     "creation": Size(((declarations, "MESSAGE_BYTES"),), (1,)),
     "closures ahead": Size(((dispatcher, "MAX_AHEAD"),), (1,)),
-    "values in results": Size(((closure_messages, "INLINE_BYTES"),), (0,)),
+    "values in results": Size(((gangs, "INLINE_BYTES"),), (0,)),
     "entries at once": Size(((executor, "AT_ONCE"),), (1, 2)),
-    "entries shipped": Size(((sender, "MAX_ENTRIES"), (sender, "MAX_UNDER_WAY")), (1,)),
+    "entries shipped": Size(((primary, "MAX_ENTRIES"), (primary, "MAX_UNDER_WAY")), (1,)),
     "entries pending": Size(((host, "MAX_PENDING_BYTES"),), (1,)),
-    "copies": Size(((sender, "PIECE_BYTES"), (accumulators, "PIECE_BYTES")), (8, 64)),
+    "copies": Size(((primary, "PIECE_BYTES"), (accumulators, "PIECE_BYTES")), (8, 64)),
     "answers in copies": Size(((accumulators, "MAX_LISTED"),), (1,)),
     "snapshots": Size(((consistent_cut, "PIECE_BYTES"), (recovery, "PIECE_BYTES")), (8, 64)),
-    "acknowledged by a backup": Size(((BackupHost, "_log"),), LATE_S, _answered_late),
+    "acknowledged by a backup": Size(((host.BackupHost, "_log"),), LATE_S, _answered_late),
     "acknowledged by clients": Size(((Outgoing, "answered"),), LATE_S, _done_late),
     "final closures": Size(((FinalClosures, "tell_again"),), LATE_S, _done_late),
 }

@@ -309,8 +309,8 @@ class _Watch:
                     self.died_in_copy = set()
                 self.copying[process] += 1
                 self.filling = False
-            case "FillBackup":
-                self.filling = True
+            case "FillSnapshot":
+                self.filling = self.copying.total() > 0
             case "CreateShards":
                 self.creating = self.beginning
             case "MeasureStep":

@@ -1,4 +1,7 @@
-"""The gang runner: runs ``strategy.run`` calls one after the other, each on all living workers.
+"""Closures as they are sent to workers, and gangs: ``strategy.run`` on all living workers at once.
+
+Small arguments are sent with a closure, large ones are fetched by its worker. Gangs run one after
+the other:
 
     coordinator → RunReplica to each worker, then CancelClosures if need be
     worker      → ReachCollective (a request, answered when all are there), ClosureResults
@@ -17,12 +20,14 @@ import contextvars
 import functools
 import inspect
 import logging
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from psync.closures.closure import Closure, Replica
+from psync.chief.links import WorkerLinks
+from psync.closures.closure import NO_DATA, Closure, Needs, Replica
 from psync.closures.gang import Answer, Gang, GangAction, Merge, Refuse, Stop, StopMerging
 from psync.closures.queue import Action, Barrier, ClosureQueue
 from psync.errors import (
@@ -30,23 +35,151 @@ from psync.errors import (
     ClosureCancelled,
     ClosureInputError,
     FencedError,
+    LocalProtocolError,
     PsyncError,
     ReplicaValueError,
     UsageError,
 )
 from psync.net.connection import Answer as Reached
-from psync.net.connection import Connection, Request, fail
+from psync.net.connection import Request, fail
 from psync.numerics.replicas import local_results, regroup
-from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures
 from psync.replicas.context import cross_replica, forbid_in_merge
 from psync.serialization.failures import describe_exception, text_of
 from psync.serialization.functions import Function, FunctionTable
-from psync.serialization.payloads import Payload, check_size, pack, pack_arguments, unpack
+from psync.serialization.payloads import EMPTY, Payload, check_size, pack, pack_arguments, unpack
 from psync.serialization.remote_value import RemoteValue
 from psync.wire.limits import Limits
-from psync.wire.messages import Merged, ReachCollective
+from psync.wire.messages import Merged, ReachCollective, RunClosures, RunReplica
 
 logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 16 << 10
+"""Larger arguments are fetched by the worker when it is about to run the closure: a worker
+whose step computes on its loop does not read, and must not have more than 64 KiB unread."""
+
+ITERATOR_BYTES = 4 << 20
+"""Taken for what a dataset's iterator holds on the workers."""
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledCall:
+    """What the coordinator keeps of a closure until it is final: the closure's payload."""
+
+    function: Function
+    arguments: Payload  # keeps the RemoteValues and iterators among them alive
+    may_repeat: bool = True  # whether ``reschedule`` runs it again if a rollback undoes it
+    replica: tuple[int, int] | None = None  # which one of how many, if it is of a gang
+    sent_at: float | None = None  # loop time; None: to nobody so far
+    value: weakref.ref[RemoteValue[Any]] = field(init=False)  # the user may have dropped it
+
+    @property
+    def inline_bytes(self) -> int:
+        """Most bytes that its arguments take in a message that starts it."""
+        if self.arguments.remote_values:  # their sizes are not known yet
+            return INLINE_BYTES
+        nbytes = self.arguments.nbytes
+        return nbytes if nbytes <= INLINE_BYTES else 0
+
+    def needs(self) -> Needs:
+        """Return the per-worker data that it takes."""
+        kept = (*self.arguments.kept, *self.function.payload.kept)
+        return NO_DATA.union(*(iterator._needs() for iterator in kept))
+
+    def parts(self) -> list[tuple[Hashable, int]]:
+        """Return the memory that keeping this call holds: (key of what may be shared, bytes).
+
+        Iterators hold batches on every worker, whose sizes are unknown here.
+        """
+        found: list[tuple[Hashable, int]] = [(self.function.key, self.function.payload.nbytes)]
+        if self.arguments is not EMPTY:
+            found.append((id(self.arguments), self.arguments.nbytes))
+        found += [
+            (id(value), 0 if value._payload is None else value._payload.nbytes)
+            for value in self.arguments.remote_values
+        ]
+        kept = (*self.arguments.kept, *self.function.payload.kept)
+        return found + [(id(iterator), ITERATOR_BYTES) for iterator in kept]
+
+    def segments(self) -> tuple[list[Any], list[int]]:
+        """Return all segments of the arguments, and how many of them each RemoteValue has.
+
+        Raises:
+            LocalProtocolError: An input has no value yet.
+        """
+        segments: list[Any] = list(self.arguments.segments)
+        counts = []
+        for value in self.arguments.remote_values:
+            payload = value._payload
+            if payload is None:
+                raise LocalProtocolError(f"{value!r} is the input of a closure, but has no value")
+            segments += payload.segments
+            counts.append(len(payload.segments))
+        return segments, counts
+
+
+@dataclass(eq=False)
+class ScheduledClosures(dict[int, Closure]):
+    """The closures of one coordinator that are not final, by id, and what they are sent with."""
+
+    cancel: Callable[[int], None]  # cancels the closure with an id
+    limits: Limits  # for what is sent
+    main_by_name: bool  # whether classes of ``__main__`` travel by name
+
+    def packed(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
+        """Return the arguments of a step as they are sent.
+
+        Raises:
+            SerializationError: One of them cannot be sent; names it.
+        """
+        payload = pack_arguments(step, args, kwargs, main_by_name=self.main_by_name)
+        check_size(payload, f'the arguments of step "{step}"', self.limits)
+        return payload
+
+    def adopt(self, closure: Closure) -> RemoteValue[Any]:
+        """Take a closure that is about to be queued; return its value to be."""
+        value: RemoteValue[Any] = RemoteValue(closure, self.cancel)
+        closure.payload.value = weakref.ref(value)
+        self[closure.id] = closure
+        return value
+
+    def settle(self, closure: Closure, error: BaseException | None) -> None:
+        """Let go of a closure that is final; its value has come before, if it has one."""
+        self.pop(closure.id, None)
+        if not self:
+            self.clear()  # of its table, too, which is as large as it has ever been
+        if error is not None:
+            value = closure.payload.value()
+            if value is not None and not value.done():
+                value._set_error(error)
+        closure.payload = None
+
+
+def starting(closures: Sequence[Closure]) -> tuple[RunClosures | RunReplica, list[Any]]:
+    """Return the message that starts closures, or one replica of a gang, and its segments."""
+    items: list[tuple[int, bytes, int, list[int]]] = []
+    numbers: list[tuple[int, int]] = []
+    segments: list[Any] = []
+    for closure in closures:
+        call: ScheduledCall = closure.payload
+        key = call.function.key
+        if closure.identity is not None:
+            numbers.append((closure.id, closure.number))
+        if call.arguments is EMPTY:
+            items.append((closure.id, key, 0, []))
+            continue
+        own, counts = call.segments()
+        if sum(map(len, own)) > INLINE_BYTES:
+            items.append((closure.id, key, -1, []))
+        else:
+            items.append((closure.id, key, len(own) - sum(counts), counts))
+            segments += own
+    replica = closures[0].payload.replica
+    if replica is not None:
+        return RunReplica(items[0], *replica), segments
+    return RunClosures(items, numbers or None), segments
+
+
+# --- gangs ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -109,15 +242,14 @@ class GangRun:
 
 
 async def merge(
-    strategy: Any, brought: Sequence[Payload], limits: Limits, *, main_by_name: bool
+    strategy: Any, brought: Sequence[Payload], closures: ScheduledClosures
 ) -> list[Reached]:
     """Call the function of a collective with the values of all replicas.
 
     Args:
         strategy: What the function gets, and in whose cross-replica context it runs.
         brought: By replica id, the pickled (function, value); the first one's function is called.
-        limits: For what is sent.
-        main_by_name: Whether classes of ``__main__`` travel by name.
+        closures: Say how the result is sent.
 
     Returns:
         What each replica is told: its part of the result, or the error, which all get.
@@ -131,13 +263,13 @@ async def merge(
         with cross_replica(strategy, num_replicas=count, merging=True):
             result = function(strategy, [value for _, value in pairs])
             result = await result if inspect.isawaitable(result) else result
-        return _replies(result, count, limits, main_by_name)
+        return _replies(result, count, closures)
     except Exception as exc:
-        described = describe_exception(exc, main_by_name=main_by_name)
+        described = describe_exception(exc, main_by_name=closures.main_by_name)
         return [(Merged(described.texts), described.payload.segments)] * count
 
 
-def _replies(result: Any, count: int, limits: Limits, main_by_name: bool) -> list[Reached]:
+def _replies(result: Any, count: int, closures: ScheduledClosures) -> list[Reached]:
     """Return each replica's part of what a merge function returned.
 
     Raises:
@@ -152,8 +284,8 @@ def _replies(result: Any, count: int, limits: Limits, main_by_name: bool) -> lis
     subject = "what the merge function returned"
     replies: list[Reached] = []
     for part in parts:
-        payload = pack(part, subject=subject, main_by_name=main_by_name)
-        check_size(payload, subject, limits)
+        payload = pack(part, subject=subject, main_by_name=closures.main_by_name)
+        check_size(payload, subject, closures.limits)
         replies.append((Merged(None), payload.segments))
     return replies * (count // len(parts))
 
@@ -169,11 +301,7 @@ class GangRunner:
     queue: ClosureQueue  # in which they have their places
     functions: FunctionTable  # pickles what they run
     closures: ScheduledClosures  # that are not final; replicas are among them
-    limits: Limits  # for what is sent
-    main_by_name: bool  # whether classes of ``__main__`` travel by name
-    ready: Callable[[], list[str]]  # returns the workers that are ready for closures, by index
-    current: Callable[[Connection], object]
-    """Returns None if this is no connection of a worker, or of one that was given up."""
+    workers: WorkerLinks  # on which they run
     prepare: Callable[[], None]  # creates what is declared; the queue is paused meanwhile
     perform: Callable[[Sequence[Action]], None]  # does what the queue decided
     waits_for: Callable[[], str]  # says what runs where, and what else is waited for
@@ -196,7 +324,10 @@ class GangRunner:
             raise ClosedError("run on a closed coordinator")
         forbid_in_merge("run")
         function = self.functions.register(fn, stacklevel=4)
-        arguments = self._packed(function.name, args, kwargs)
+        # Those of each replica, or one payload if they are the same for all.
+        arguments = [
+            self.closures.packed(function.name, *own) for own in local_results((args, kwargs))
+        ]
         if self.queue.ending is not None:
             raise self._cancelled()
         self.prepare()
@@ -236,7 +367,7 @@ class GangRunner:
                 run = self.runs[0]
                 if self.queue.ending is not None:
                     self._end(run, self._cancelled())
-                elif self.queue.may_begin(run.barrier) and (workers := self.ready()):
+                elif self.queue.may_begin(run.barrier) and (workers := self.workers.ready()):
                     self._begin(run, workers)
                 else:
                     break
@@ -269,15 +400,6 @@ class GangRunner:
             self._end(run, error or ClosedError("the coordinator was closed"))
 
     # Begin and end.
-
-    def _packed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Payload]:
-        """Return the arguments of each replica, or one payload if they are the same for all."""
-        payloads = []
-        for own_args, own_kwargs in local_results((args, kwargs)):
-            payload = pack_arguments(name, own_args, own_kwargs, main_by_name=self.main_by_name)
-            check_size(payload, f'the arguments of "{name}"', self.limits)
-            payloads.append(payload)
-        return payloads
 
     def _begin(self, run: GangRun, workers: Sequence[str]) -> None:
         try:
@@ -341,7 +463,7 @@ class GangRunner:
         if run is None or replica is None:
             raise UsageError(f"{message.what}: closure {message.closure} has ended")
         closure = run.closures[replica]
-        if self.current(peer) is None or closure.worker != peer.task or closure.is_final:
+        if self.workers.current(peer) is None or closure.worker != peer.task or closure.is_final:
             raise FencedError(f"{message.what}: {peer.task} does not run {closure}")
         request.on_given_up = functools.partial(self._gave_up, run, replica)
         run.arrivals[replica][run.num_arrived[replica]] = request
@@ -362,7 +484,7 @@ class GangRunner:
                 requests = [arrived[action.number] for arrived in run.arrivals]
                 brought = [Payload.from_segments(request.segments) for request in requests]
                 task = asyncio.get_running_loop().create_task(
-                    merge(run.strategy, brought, self.limits, main_by_name=self.main_by_name),
+                    merge(run.strategy, brought, self.closures),
                     context=run.context.copy(),
                 )
                 run.merges[action.number] = task

@@ -1,0 +1,612 @@
+"""The primary's side of its backup: made, fed, replaced or given up at the coordinator's command.
+
+``BackupService`` serves one coordinator and timeline, with its store; a newer one gets another.
+Before the first ``BackUp`` nothing is queued, and nothing is slower.
+
+    message         then
+    BackUp          a snapshot is taken between two entries of the log, and sent while others go on;
+                    answered when the backup has it, and all that was answered meanwhile
+    BackUp, lost    answered when the backup no longer follows. No entry is applied until then, nor
+                    until the coordinator has said that there is none: it might promote it
+    BackUp to ""    goes on alone
+
+``BackupSender`` feeds one backup: with a snapshot first, then with every entry, in order. It ends
+when the backup no longer follows: its process is gone, has been restarted, or refuses. What is not
+answered when a connection is lost is sent again; the backup ignores what it has.
+
+Source: docs/design.md, "Failover".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from psync.backups.pairing import Computation, check_deterministic
+from psync.cluster import parse_task_name
+from psync.errors import (
+    BusyError,
+    ConnectFailed,
+    ConnectionLost,
+    FencedError,
+    ParameterServerLost,
+    PsyncError,
+    RemoteProtocolError,
+    TransportError,
+    UsageError,
+)
+from psync.net.connection import Connection, Handler, Request
+from psync.net.endpoint import Endpoint
+from psync.net.platform import Platform
+from psync.net.shielding import shielded
+from psync.numerics.memory import BlockPool
+from psync.ps.cooperative_work import LongWork
+from psync.ps.executor import MAX_KEPT_BYTES, Entry, Listed
+from psync.store.commit_log import CommitLog, LogState
+from psync.store.ledger import Client
+from psync.store.snapshot import Frozen
+from psync.store.sync_config import SyncConfig
+from psync.wire.codec import Message, encode
+from psync.wire.frames import Frame, Segment
+from psync.wire.messages import (
+    BackUp,
+    BeginBackup,
+    Done,
+    FillSnapshot,
+    LogEntries,
+    Text,
+)
+
+if TYPE_CHECKING:
+    from psync.sync.ps_services import PsServices
+
+logger = logging.getLogger(__name__)
+
+MAX_ENTRIES = 256
+MAX_BYTES = 4 << 20
+"""Of one message, which has at least one entry."""
+
+MAX_UNDER_WAY = 4
+"""Messages that the backup has not answered."""
+
+PIECE_BYTES = 8 << 20
+
+MAX_LOSSES = 16
+"""Connections in a row that bring no answer: more, and what is sent over them breaks them."""
+
+RECONNECT_S = 0.5
+"""How long a backup may be away: one whose process has ended does not come back."""
+
+SILENT_S = 10.0
+"""A backup that has not answered for so long does not follow."""
+
+
+class BackupSender:
+    """Feeds one backup.
+
+    Args:
+        platform: Network, secret.
+        begin: With what the backup begins, but for the number of its first entry.
+        order: Where the backup is.
+        log: What is to be sent.
+        begun: Called with the host and the fingerprint of the backup's arithmetic. Returns whether
+            it computes other bits, or refuses it.
+        advanced: Called when the backup has more.
+        deposed: Called when it says that it serves itself, or another one does.
+
+    Attributes:
+        ended: Set when the backup does not follow any more.
+        error: Why.
+        is_unlike: Whether the last bits of the backup may differ.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        begin: BeginBackup,
+        order: BackUp,
+        log: CommitLog[Entry],
+        begun: Callable[[str, str], bool],
+        advanced: Callable[[], None],
+        deposed: Callable[[], None],
+    ) -> None:
+        self.order = order
+        self.ended = asyncio.Event()
+        self.error: PsyncError | None = None
+        self.is_unlike = False
+        self._begin = begin
+        self._log = log
+        self._begun = begun
+        self._advanced = advanced
+        self._deposed = deposed
+        # Of this coordinator's range: whoever serves a newer one refuses it.
+        incarnation = begin.coordinator + order.epoch
+        self._task = f"/job:ps/task:{begin.ps}"
+        self._endpoint = Endpoint(platform, self._task, incarnation, {})
+        self._peer: Connection | None = None
+        self._incarnation: int | None = None  # of the process of the backup
+        self._sent = 0  # messages
+        # By number, what the backup has not answered: message, segments, who gets the answer.
+        self._unanswered: dict[int, tuple[Message, Sequence[Segment], Callable[[Frame], None]]] = {}
+        self._losses = 0  # connections since the last answer
+        self._ships = False  # the snapshot is there
+        self._connecting: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()  # the backup has more, or does not follow
+        self._now = asyncio.get_running_loop().time
+        self._heard_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def copy(self, frozen: Frozen, first: int, before: Sequence[Entry] = ()) -> None:
+        """Send a snapshot, and then all entries until the backup has all that there are.
+
+        Args:
+            frozen: The snapshot.
+            first: Number of the first entry that it does not have.
+            before: What the snapshot does not have either, and comes before that.
+
+        Raises:
+            PsyncError: The backup does not follow.
+
+        Cancellation: ``close`` is still to be called.
+        """
+        self._connecting = asyncio.get_running_loop().create_task(self._connect())
+        self._watch()
+        try:
+            await self._send_snapshot(
+                frozen, replace(self._begin, first=first - len(before), before=len(before))
+            )
+        except PsyncError as exc:
+            self._fail(exc)
+            raise
+        finally:
+            frozen.drop()
+        self._log.precede([(entry, entry.weight) for entry in before])
+        self._ships = True
+        await self._until_taken(first - 1)
+        self._log.pair()
+        await self._until_taken(self._log.last)
+
+    async def _send_snapshot(self, frozen: Frozen, begin: BeginBackup) -> None:
+        answer = await self._call(begin, [frozen.state.to_bytes()])
+        if not isinstance(answer, Text):
+            raise RemoteProtocolError(f"a backup began with {type(answer).__name__}")
+        self.is_unlike = self._begun(self.order.task, answer.value)
+        for item, known in enumerate(frozen.state.items):
+            if known.is_constant:
+                continue
+            for start in range(0, known.nbytes, PIECE_BYTES):
+                stop = min(start + PIECE_BYTES, known.nbytes)
+                part = frozen.part(item, start, stop)
+                await self._call(FillSnapshot(begin.ps, begin.epoch, item, start), part)
+
+    async def _call(self, message: Message, segments: Sequence[Segment]) -> Message | None:
+        """Send a part of a snapshot, and return its answer."""
+        self._check()
+        answers: list[Frame] = []
+        self._put(message, segments, answers.append)
+        while not answers:
+            await self._change()
+        return answers[0].message
+
+    async def _until_taken(self, number: int) -> None:
+        """Ship entries, and wait until the backup has all up to this one."""
+        self._check()
+        self.ship()
+        while self._log.taken < number:
+            await self._change()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+        self._check()
+
+    def _check(self) -> None:
+        if self.error is None and self._log.state is LogState.ALONE:
+            self._fail(
+                PsyncError(
+                    f"more than {MAX_KEPT_BYTES >> 20} MiB of updates arrived while the backup was "
+                    "being made; it is made again"
+                )
+            )
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+
+    def ship(self) -> None:
+        """Send what there is to be sent."""
+        log, unanswered = self._log, self._unanswered
+        while self._ships and log.shipped < log.last and len(unanswered) < MAX_UNDER_WAY:
+            first, batch = log.to_ship(MAX_ENTRIES, MAX_BYTES)
+            if not batch:
+                return
+            self._send(first, batch)
+
+    def _send(self, first: int, batch: Sequence[Entry]) -> None:
+        entries = [(*each.client, each.header, len(each.body)) for each in batch]
+        segments = [segment for each in batch for segment in each.body]
+        message = LogEntries(self._begin.ps, self.order.epoch, first, entries)
+        self._put(message, segments, functools.partial(self._taken, first + len(batch) - 1))
+
+    def _taken(self, upto: int, _: Frame) -> None:
+        self._log.note_taken(upto)
+        self._advanced()
+        self.ship()
+
+    # Messages, which outlive connections.
+
+    def _put(
+        self, message: Message, segments: Sequence[Segment], then: Callable[[Frame], None]
+    ) -> None:
+        """Send a message, again where a connection is lost, until it is answered."""
+        if not self._unanswered:
+            self._heard_at = self._now()
+        self._sent += 1
+        self._unanswered[self._sent] = message, segments, then
+        if self._peer is not None:
+            self._ask(self._peer, self._sent)
+
+    def _ask(self, peer: Connection, number: int) -> None:
+        message, segments, _ = self._unanswered[number]
+        try:
+            peer.ask(message, segments, functools.partial(self._heard, peer, number))
+        except ConnectionLost:
+            self._lost(peer)
+        except PsyncError as exc:
+            self._fail(exc)
+
+    def _heard(self, peer: Connection, number: int, outcome: Frame | Exception) -> None:
+        if peer is not self._peer or self.ended.is_set():
+            return  # of a connection that is over
+        if isinstance(outcome, ConnectionLost):
+            self._lost(peer)
+        elif isinstance(outcome, Exception):
+            self._fail(outcome)
+        else:
+            *_, then = self._unanswered.pop(number)
+            self._losses = 0
+            self._heard_at = self._now()
+            self._changed.set()
+            then(outcome)
+
+    async def _connect(self) -> None:
+        """Connect, perhaps again, and send what is not answered."""
+        try:
+            peer = await self._endpoint.connect_retrying(
+                self.order.address, self.order.task, timeout_s=RECONNECT_S, level=logging.DEBUG
+            )
+        except FencedError as exc:
+            # It serves a newer coordinator, which may attach this ps yet: none has replaced it.
+            self._fail(ConnectFailed(f"{self.order.task}: {exc.message}"))
+            return
+        except PsyncError as exc:
+            self._fail(exc)
+            return
+        if self._incarnation not in (None, peer.incarnation):
+            peer.close()
+            self._fail(
+                ConnectFailed(f"{self.order.task} was started again, and has no backup any more")
+            )
+            return
+        self._peer, self._incarnation = peer, peer.incarnation
+        peer.on_closed.append(self._lost)
+        self._heard_at = self._now()
+        for number in list(self._unanswered):
+            self._ask(peer, number)
+
+    def _lost(self, peer: Connection) -> None:
+        """Connect again, also if nothing is to be sent: is the backup there?"""
+        if peer is not self._peer or self.ended.is_set():
+            return
+        self._peer = None
+        self._losses = self._losses + 1 if self._unanswered else 0
+        if self._losses < MAX_LOSSES:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect())
+        else:
+            self._fail(ConnectionLost(f"{self._losses} connections to it in a row were lost"))
+
+    # How long it has been silent.
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        peer = self._peer
+        if peer is not None and self._unanswered and loop.time() - self._heard_at > SILENT_S:
+            error = ConnectionLost(f"it has been silent for {SILENT_S:g} s")
+            self._fail(error)
+            peer.abort(error)  # it may still have segments of a snapshot, which are given back now
+        elif not self.ended.is_set():
+            self._timer = loop.call_later(SILENT_S / 4, self._watch)
+
+    # Ends.
+
+    def _fail(self, error: Exception) -> None:
+        if self.ended.is_set():
+            return
+        if not isinstance(error, PsyncError):
+            error = RemoteProtocolError(f"a backup answered with {error!r}")
+        self.error = error
+        self.ended.set()
+        self._ships = False
+        # That the host is lost is the coordinator's to say, which may know it already.
+        level = logging.INFO if isinstance(error, ConnectFailed) else logging.WARNING
+        logger.log(level, "%s: its backup is not complete: %s", self._task, error.message)
+        self._changed.set()
+        if isinstance(error, FencedError):
+            self._deposed()
+
+    def close(self) -> Coroutine[Any, Any, None]:
+        """Send nothing more, and depose nobody; return what closes its connection.
+
+        The first from this turn on: in the same one its ps may begin to serve something else,
+        which what the backup still answers does not concern.
+
+        Cancellation: A connection may still be closing.
+        """
+        self._ships = False
+        if self.error is None:
+            self.error = PsyncError(f"{self._task}: its backup was removed")
+        self.ended.set()
+        self._changed.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._connecting is not None:
+            self._connecting.cancel()
+        return self._disconnect()
+
+    async def _disconnect(self) -> None:
+        if self._connecting is not None:
+            await asyncio.wait((self._connecting,))
+        await self._endpoint.close(goes_on=True)  # the backup may be in the middle of a copy
+
+
+class Section(Protocol):
+    """A part of the state of a ps, which is its sections: entries are judged by them.
+
+    To add one: a class with these three, in ``PsServices.sections``, which is what digests and
+    backups are made of; its changes through ``Executor.submit``; the messages of ``entries`` in
+    ``wire.messages``. A backup executes these when it has the snapshot, in the order of the
+    sections; no two may replay the same message. ``ps.accumulators`` is a small one.
+
+    Its own handlers are listed in ``PsServices.handlers``. If it remembers clients it is told who
+    has been replaced (``PsServices.refuse_below``), if requests wait in it, when it ends (``end``).
+
+    A newer coordinator that keeps the variables keeps the store alone, so it begins empty then.
+
+    What checkpoints have of it besides: a field of ``SnapshotState`` (for older files with a
+    default; with a check in ``from_bytes``) that ``PsServices.freeze`` fills in; a new
+    ``PsServices`` begins with it.
+    """
+
+    def control(self) -> Any:
+        """Return the state that judging has made, as plain data in an order of its own."""
+
+    async def entries(self) -> list[Listed]:
+        """Return entries that give a backup what no snapshot has; meanwhile nothing changes.
+
+        Cancellation: Safe.
+        """
+
+    def replayed(self) -> dict[type[Message], Handler]:
+        """Return who executes, on a backup, what only a log says, or says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class PsProcess:
+    """What a ps task has as long as its process lives, as its services need it."""
+
+    task: str
+    index: int
+    platform: Platform
+    pool: BlockPool
+    work: LongWork
+    check_coordinator: Callable[[Connection], None]  # raises unless a peer is that which is served
+    lineage: Callable[[], int | None]  # of what is served, see ``store.reattach``; None: nothing is
+    deposed: Callable[[], None]  # told that the backup serves in its place
+    cut_off: Callable[[], None]  # closes the connections of tasks that are not served any more
+
+
+class BackupService:
+    """Keeps the backup of one ps.
+
+    Args:
+        process: Of the ps.
+        contents: What is backed up.
+    """
+
+    def __init__(self, process: PsProcess, contents: PsServices) -> None:
+        self._process = process
+        self._contents = contents
+        self.executor = contents.executor
+        self._epoch = 0
+        self._sender: BackupSender | None = None
+        self._unequal = 0  # how many backups had another fingerprint
+        self._copying: asyncio.Task[None] | None = None
+        self._over = False
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {BackUp: Handler(self._back_up)}
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters."""
+        log = self.executor.log
+        return {
+            "state": log.state.value, "epoch": self._epoch, "entries": log.last,
+            "taken": log.taken, "waiting": self.executor.waiting, "unequal": self._unequal,
+        }  # fmt: skip
+
+    def waits_for(self) -> tuple[int, int]:
+        """Return (process, epoch) of the backup without which nothing is done; (-1, 0): none.
+
+        Without such a one it was certainly not replaced: the coordinator lets no backup serve
+        before it has heard that it is complete, nor after it has said that there is none.
+        """
+        if self.executor.log.state is not LogState.PAIRED or self._sender is None:
+            return -1, 0
+        order = self._sender.order
+        return parse_task_name(order.task)[1], order.epoch
+
+    def describe(self) -> list[str]:
+        """Say how it stands with the backup; for reports."""
+        if not self._epoch:
+            return []
+        log, sender = self.executor.log, self._sender
+        where = "" if sender is None else f" in the process of {sender.order.task}"
+        unlike = ", last bits may differ" if sender is not None and sender.is_unlike else ""
+        return [
+            f"backup{where}: {log.state.value}, has {log.taken} of {log.last} entries, "
+            f"{self.executor.waiting} wait to be executed{unlike}"
+        ]
+
+    # Whether the backup computes the same bits.
+
+    def _begun_with(self, host: str, numerics: str) -> bool:
+        """Return whether a backup has another fingerprint, or refuse it; see ``pairing``."""
+        if numerics == self._process.platform.parts.of(Computation)().numerics:
+            return False
+        task = self._process.task
+        check_deterministic(task, host, self._contents.deterministic())
+        self._unequal += 1
+        logger.warning(
+            "%s and its backup in the process of %s do not compute bit-identical results: CPU, "
+            "numpy or C library differ; after a failover, values may differ in their last bits",
+            task, host,
+        )  # fmt: skip
+        return True
+
+    def check_group(self, config: SyncConfig) -> None:
+        """Refuse a new group that is deterministic, if the backup is not."""
+        if config.deterministic and self._sender is not None and self._sender.is_unlike:
+            check_deterministic(self._process.task, self._sender.order.task, [config.name])
+
+    # The coordinator's word.
+
+    async def _back_up(self, request: Request[BackUp]) -> None:
+        message = request.message
+        self._process.check_coordinator(request.peer)
+        if message.lost:
+            await self._until_lost(message)
+        else:
+            self._order(message)
+            await self._copied()
+        request.answer(Done())
+
+    def _order(self, message: BackUp) -> None:
+        if message.epoch < self._epoch:
+            raise UsageError(f"backup order {message.epoch} is older than {self._epoch}")
+        if message.epoch == self._epoch:
+            return  # it was asked before, over a connection that is lost
+        process, attach, lineage = self._process, self._contents.attach, self._process.lineage()
+        if attach is None or lineage is None:  # the backup of nothing would be no backup
+            raise ParameterServerLost(process.task, "has been replaced by its backup")
+        self._epoch = message.epoch
+        self._go_alone()
+        if not message.address:
+            return
+        executor = self.executor
+        self._contents.expect_moves()
+        parts = process.platform.parts
+        begin = BeginBackup(
+            process.index, message.epoch, attach.coordinator, attach.ps_addresses,
+            attach.ps_timeout_s, self._contents.timeline, 0, 0, lineage,
+            parts.of(Computation)().release,
+        )  # fmt: skip
+        self._sender = sender = parts.of(BackupSender)(
+            process.platform, begin, message, executor.log, self._begun_with, executor.advance,
+            self._depose,
+        )  # fmt: skip
+        executor.on_entry = sender.ship
+        self._copying = asyncio.get_running_loop().create_task(self._copy(sender))
+
+    async def _hold(self, sender: BackupSender, before: list[Listed], held: list[Frozen]) -> None:
+        """Hold what the ps holds between two entries."""
+        await self.executor.computes.settled()
+        before += [each for part in self._contents.sections for each in await part.entries()]
+        while True:
+            if self._sender is not sender:  # what it names would be taken for known to the next
+                raise PsyncError("making the backup was cancelled")
+            try:
+                held.append(self._contents.freeze())
+                return
+            except BusyError:  # a shard is read or filled by what is no entry
+                await self._process.work.next_turn()
+
+    async def _copy(self, sender: BackupSender) -> None:
+        executor, contents = self.executor, self._contents
+        began, why = asyncio.get_running_loop().time(), f"backup {sender.order.epoch}"
+        try:
+            try:
+                # A step that is being closed is wholly in the snapshot, or in the log.
+                await contents.pause(why)
+                # Entries from now on are kept for the backup, though the snapshot may have to wait
+                # for its turn; all before them are in it.
+                first = executor.begin_copy() + 1
+                # Plans come and go as messages arrive, and not in the order of the log: those that
+                # entries name are there as it begins.
+                before = contents.updates.plans()
+                held: list[Frozen] = []
+                await executor.turn(lambda: self._hold(sender, before, held))
+            finally:
+                contents.resume(why)
+            (frozen,) = held
+            await sender.copy(frozen, first, [_entry(*each) for each in before])
+        except BaseException:
+            if self._sender is sender and not self._over:
+                executor.log.give_up()
+                executor.advance()
+            raise
+        logger.info(
+            "%s: its backup in the process of %s is complete, after %.2f s", self._process.task,
+            sender.order.task, asyncio.get_running_loop().time() - began,
+        )  # fmt: skip
+
+    async def _copied(self) -> None:
+        if self._copying is not None:
+            try:
+                await shielded(self._copying)
+            except TransportError as exc:  # who asks would take it for a loss of his own
+                raise PsyncError(f"its backup is not complete: {exc.message}") from exc
+
+    async def _until_lost(self, message: BackUp) -> None:
+        sender = self._sender
+        if sender is not None and sender.order.epoch == message.epoch:
+            await sender.ended.wait()
+            if self._over:
+                raise FencedError(f"{self._process.task} now serves other contents")
+
+    def _depose(self) -> None:
+        self._contents.deposed()  # first: nobody is to hear of it from here
+        self.executor.depose()
+
+    def _drop(self) -> None:
+        """Feed the backup no more."""
+        sender, self._sender = self._sender, None
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.cancel()
+        if sender is not None:
+            self._process.work.to_the_end(sender.close())
+
+    def _go_alone(self) -> None:
+        self._drop()
+        self.executor.on_entry = lambda: None
+        self.executor.log.give_up()
+        self.executor.advance()
+
+    def leave(self) -> None:
+        """Execute the rest without the backup: none of this coordinator's is promoted any more."""
+        self._over = True
+        self._go_alone()
+
+    def end(self, error: PsyncError | None = None) -> None:
+        """Something else is served from now on, or nothing: whoever waits is told."""
+        self._over = True
+        self.executor.end(error)
+        self._drop()
+
+
+def _entry(client: Client, message: Message | bytes, body: Sequence[memoryview]) -> Entry:
+    header = message if isinstance(message, bytes) else encode(message)
+    return Entry.of(client, header, body)
