@@ -20,9 +20,9 @@ def setup() -> tuple[OneInput, list[bytes]]:
         VersionMismatch,
     )
     from psync.wire.codec import encode
-    from psync.wire.frames import Frame, Kind, encode_head
-    from psync.wire.handshake import VERSION, ClientHandshake, Protocol, ServerHandshake, State
-    from psync.wire.limits import DEFAULT_LIMITS
+    from psync.wire.frames import Frame, FrameDecoder, Kind, encode_head
+    from psync.wire.handshake import VERSION, ClientHandshake, Handshake, ServerHandshake, State
+    from psync.wire.limits import HANDSHAKE_LIMITS
     from psync.wire.messages import Challenge, Hello, Proof, Refused, Welcome
 
     ps, worker = "/job:ps/task:0", "/job:worker/task:1"
@@ -33,26 +33,26 @@ def setup() -> tuple[OneInput, list[bytes]]:
     def nobody_sends_a_body(frame: Frame) -> list[memoryview] | None:
         raise AssertionError("a body was accepted before the handshake was over")
 
-    def client(secret: bytes | None) -> Protocol:
+    def client(secret: bytes | None) -> Handshake:
         said = Hello(VERSION, VERSION, worker, 3, "control", bytes(range(32)), secret is not None)
-        return Protocol(ClientHandshake(secret, said, ps), DEFAULT_LIMITS, nobody_sends_a_body)
+        return ClientHandshake(secret, said, ps)
 
-    def server(secret: bytes | None) -> Protocol:
+    def server(secret: bytes | None) -> Handshake:
         said = Challenge(VERSION, ps, 5, bytes(32), secret is not None, b"")
-        return Protocol(ServerHandshake(secret, said), DEFAULT_LIMITS, nobody_sends_a_body)
+        return ServerHandshake(secret, said)
 
-    def pour(protocol: Protocol, data: bytes, step: int) -> None:
-        rest = memoryview(data)
-        while rest and protocol.state is not State.OPEN:  # then ``frames`` goes on
-            room = protocol.decoder.get_buffer()
+    def pour(side: Handshake, data: bytes, step: int) -> None:
+        rest, decoder = memoryview(data), FrameDecoder(HANDSHAKE_LIMITS, nobody_sends_a_body)
+        while rest and side.state is not State.OPEN:  # then ``frames`` goes on
+            room = decoder.get_buffer()
             count = min(len(room), len(rest), step)
             room[:count] = rest[:count]
             rest = rest[count:]
-            protocol.received(count)
+            side.received(decoder, count)
 
     secret = b"a secret of the whole cluster"
 
-    def brought_to(state: int) -> Protocol:
+    def brought_to(state: int) -> Handshake:
         """A server or client in one of the four states in which it waits for a word."""
         one, other = client(secret), server(secret)
         said = b"".join(one.data_to_send())
@@ -68,7 +68,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
 
     def one_input(data: bytes) -> None:
         draw = Draw(data)
-        protocol = brought_to(draw.below(4))
+        side = brought_to(draw.below(4))
         step = draw.of((1, 7, 64, 1 << 20))
         said = draw.rest()
         if draw.below(2):  # a word of the handshake, its fields as the bytes choose
@@ -78,16 +78,16 @@ def setup() -> tuple[OneInput, list[bytes]]:
                 Kind.WELCOME: Welcome, Kind.REFUSED: Refused,
             }[kind]  # fmt: skip
             said = encode_head(kind, 0, encode(drawn_of(word, draw)), (), ())
-        waited_for_welcome = protocol.state is State.AWAIT_WELCOME
+        waited_for_welcome = side.state is State.AWAIT_WELCOME
         try:
-            pour(protocol, said, step)
+            pour(side, said, step)
         except documented:
-            assert protocol.state is State.CLOSED
+            assert side.state is State.CLOSED
         except LocalProtocolError:  # it was closed by what came before
-            assert protocol.state is State.CLOSED
+            assert side.state is State.CLOSED
         # Who has checked the server's proof takes its word that all is well.
-        assert protocol.state is not State.OPEN or waited_for_welcome
-        assert sum(map(len, protocol.data_to_send())) < 8192
+        assert side.state is not State.OPEN or waited_for_welcome
+        assert sum(map(len, side.data_to_send())) < 8192
 
     del CLASSES
     words = [

@@ -20,8 +20,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from psync.errors import RemoteProtocolError
     from psync.net.shared.bodies import Sharing
     from psync.net.shared.regions import SEALS, SharedMemory, map_foreign
-    from psync.wire.frames import Frame, FrameDecoder, Kind, encode_head
-    from psync.wire.lent import Extent
+    from psync.wire.frames import Extent, Frame, FrameDecoder, Kind, encode_head
     from psync.wire.limits import Limits
 
     limits = Limits(header_bytes=1000, segments=20, segment_bytes=6000, body_bytes=20_000)

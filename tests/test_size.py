@@ -9,19 +9,19 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 44_337,
-    "src": 60_406,
-    "nodes": 577_736,
-    "tests": 92_370,
-    "net": 4_496,
+    "core": 44_347,
+    "src": 60_612,
+    "nodes": 579_967,
+    "tests": 92_482,
+    "net": 4_499,
     "api": 3_575,
-    "store": 3_018,
+    "store": 3_016,
     "top": 3_698,
-    "sync": 3_307,
-    "ps": 3_034,
-    "numerics": 2_725,
+    "sync": 3_306,
+    "ps": 3_040,
+    "numerics": 2_726,
     "status": 2_725,
-    "client": 2_328,
+    "client": 2_331,
     "chief": 2_636,
     "closures": 1_703,
     "training": 1_562,
@@ -34,7 +34,7 @@ SIZES = {
     "compat": 843,
     "serialization": 801,
     "checkpoints": 800,
-    "testing": 9_955,
+    "testing": 10_151,
     "integrations": 4_619,
     "bench": 1_495,
 }
@@ -46,8 +46,8 @@ CALLS = {
     "pull": (108, 139),
     "push": (161, 196),
     "push_pull": (199, 263),
-    "sync": (777, 670),
-    "replica": (1_527, 1_371),
+    "sync": (776, 670),
+    "replica": (1_474, 1_362),
 }
 """Python calls of one operation, and its calls into C, on Python 3.11."""
 

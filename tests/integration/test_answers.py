@@ -14,7 +14,15 @@ import pytest
 import memory_cluster
 import psync
 from local_training import in_step, training
-from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, note, running
+from memory_cluster import (
+    TWO_SHARDS,
+    MemoryCluster,
+    cluster_of,
+    coordinating,
+    event_of,
+    note,
+    running,
+)
 from psync.errors import ClosureError, FencedError, PsyncError
 from psync.testing import MemoryNetwork, settle
 from psync.wire.frames import Kind
@@ -306,6 +314,32 @@ async def test_accepted_means_applied_everywhere_or_that_its_step_is_still_open(
             if outcome == "accepted" and count:
                 assert min(values) >= number
         assert (await v.read() == int(await global_step.read())).all()
+
+
+@virtual
+@pytest.mark.promise("answers.synchronous", "failures.connection")
+@pytest.mark.parametrize("size", [100, 12_000])
+async def test_ps_0_tells_another_ps_what_it_closes_though_it_has_never_said_so_there(
+    size: int,
+) -> None:
+    """Four pushes that name a plan each, on the lane for large bodies, or on a new connection."""
+    async with running(MemoryCluster(2, 4)) as cluster:
+        strategy = cluster.strategy(TWO_SHARDS)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                v = psync.Variable(np.zeros(size, np.float32), name="v")
+                global_step = psync.get_or_create_global_step()
+            optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 4)
+
+            async def step() -> None:
+                await optimizer.apply_gradients([(np.ones(size, np.float32), v)], global_step)
+
+            for _ in range(3):
+                for _ in range(4):
+                    coordinator.schedule(step)
+                await coordinator.join()
+                cluster.network.cut("ps-1")
+            assert (await v.read() == -3).all()
 
 
 @virtual

@@ -831,14 +831,17 @@ async def test_bodies_are_freed_with_the_answer_and_not_by_the_collector(how: st
 
 @pytest.mark.promise("input.peers-bounded")
 @pytest.mark.virtual_time
+@pytest.mark.parametrize("lane", [BULK, "control"])
 @pytest.mark.parametrize("how", ["in a coroutine", "kept", "kept by a coroutine", "told"])
-async def test_requests_are_read_only_while_the_handlers_bodies_fit_the_limit(how: str) -> None:
+async def test_requests_are_read_only_while_the_handlers_bodies_fit_the_limit(
+    how: str, lane: str
+) -> None:
     """Until their answer is given, though the coroutine that has kept the request has ended."""
     gate, held = Gate(), Held(in_coroutine=how == "kept by a coroutine")
     limits = Limits(unfinished_bytes=250 * KIB)
     network = MemoryNetwork()
     handler = Handler(held if "kept" in how else gate)
-    async with connected(network, {Update: handler}, lane=BULK, limits=limits) as pair:
+    async with connected(network, {Update: handler}, lane=lane, limits=limits) as pair:
         got: list[Any] = []
         for number in range(20):
             if how == "told":

@@ -118,7 +118,7 @@ def test_all_classes_are_compared() -> None:
     public = {
         name
         for name, value in vars(optimizers).items()
-        if isinstance(value, type) and issubclass(value, optimizers.Optimizer)
+        if isinstance(value, type) and issubclass(value, optimizers.Optimizer) and name[0] != "_"
     }
     aliases = {"Momentum", "Nesterov", "AMSGrad"}  # of SGD and Adam: see test_optimizers.py
     assert public - {"Optimizer"} - aliases == {name for name, _ in CASES.values()}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ps_cluster import WORKER as FIRST_WORKER
+from ps_cluster import PsCluster, assign, pull
 from psync.numerics.rules import SGD
 from psync.ps.updates import PsUpdates
 from psync.testing import settle
+from psync.wire.limits import Limits
 from psync.wire.messages import DefinePlan, LockShards, UnlockShards, Update
 from stage import Stage
 from stage_words import planned
@@ -90,3 +94,27 @@ async def test_small_shards_that_are_updated_together_get_their_part_of_a_large_
     for key in sizes:
         assert set(stage.value(stage.serving[0], key).tolist()) == {-key[0]}
     await stage.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.promise("input.peers-bounded")
+@pytest.mark.parametrize("is_its_own", [False, True])
+async def test_small_updates_that_wait_for_a_lock_are_bounded_unless_their_sender_can_end_it(
+    is_its_own: bool,
+) -> None:
+    limits = Limits(unfinished_bytes=1 << 20)
+    async with PsCluster(1, limits=limits, chunk=(1 << 16, 1 << 16)) as cluster:
+        v = await cluster.create("v", np.zeros(15_000, np.float32))
+        worker = cluster.client()
+        holder = worker if is_its_own else cluster.client("/job:worker/task:1")
+        members = [shard.key for shard in v.shards]
+        await holder.links[0].call(lambda _: LockShards(1, members, 30.0))
+        one = np.ones(15_000, np.float32)
+        adding = [asyncio.create_task(assign(worker, v, one, "add")) for _ in range(100)]
+        await asyncio.sleep(5)
+        peers = cluster.ps[0]._endpoint.peers
+        waiting = sum(peer._unfinished_bytes for peer in peers if peer.task == FIRST_WORKER)
+        assert waiting == 6_000_000 if is_its_own else waiting < (1 << 20) + 60_001
+        await holder.links[0].call(lambda _: UnlockShards(1))
+        await asyncio.gather(*adding)
+        assert set((await pull(worker, v))[0]) == {100}

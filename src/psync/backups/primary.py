@@ -374,9 +374,10 @@ class Section(Protocol):
 
     A newer coordinator that keeps the variables keeps the store alone, so it begins empty then.
 
-    What checkpoints have of it besides: a field of ``SnapshotState`` (for older files with a
-    default; with a check in ``from_bytes``) that ``PsServices.freeze`` fills in; a new
-    ``PsServices`` begins with it.
+    What checkpoints have of it besides, and backups begin with: a field of ``SnapshotState`` (for
+    older files with a default; with a check in ``from_bytes``) that ``PsServices.freeze`` fills in;
+    a new ``PsServices`` begins with it. Shards, ledger and optimizers are there, and plans are
+    entries in front of all others.
     """
 
     def control(self) -> Any:

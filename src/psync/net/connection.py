@@ -16,8 +16,8 @@ of one turn of the loop share a system call: that call is most of what they cost
 
 Large messages wait, in order, while the transport has much unsent, or while they are copied. On the
 lane for large bodies small ones do not, and so overtake them. On the other one nothing is
-overtaken: a cancellation comes after what it cancels. That one is read whatever waits: what ends a
-wait, such as an unlock, comes over it.
+overtaken: a cancellation comes after what it cancels. That one is read whatever waits, if its peer
+may have to end a wait: with an unlock, for example.
 
 To a task of the same host a large body is lent instead, see ``net.shared``: it stays where it is,
 or is copied to memory that the peer can read, and only the frame's head is written.
@@ -270,6 +270,7 @@ class AsIfFrom:
     lane: str = "control"
     is_closed: bool = False
     on_closed: list[Any] = field(default_factory=list)
+    holds: int = 0
 
     @property
     def task(self) -> str:
@@ -337,6 +338,7 @@ class Connection(asyncio.BufferedProtocol):
         self.incarnation = 0  # the peer's
         self.client = ("", 0)  # both
         self.lane = ""  # one of handshake.LANES
+        self.holds = 0  # what others may wait for until the peer says so on the control lane
         self.peername = "?"  # address of the other side, for messages
         self.state: dict[str, Any] = {}  # what handlers keep per connection
         self.error: Exception | None = None  # why it closes, or has closed
@@ -579,7 +581,7 @@ class Connection(asyncio.BufferedProtocol):
     def _pause_or_go_on(self) -> None:
         """Read, unless a lent body is still being copied, or handlers have too much to work on."""
         too_much = self._unfinished_bytes > self._limits.unfinished_bytes
-        unfinished = too_much and not self._in_order
+        unfinished = too_much and not (self._in_order and self.holds)
         pauses = unfinished or self._decoder.copying is not None
         if pauses is self._pauses or self._closing:
             return
@@ -900,6 +902,7 @@ class Connection(asyncio.BufferedProtocol):
             self._decoder.limits = self._limits
             self.is_open = True
             self._in_order = self.lane != BULK
+            self.holds = int(not self.task.startswith("/job:worker/"))
             self._deadline.cancel()
             if self.on_opened is not None:
                 self.on_opened(self)

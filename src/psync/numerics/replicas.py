@@ -143,8 +143,9 @@ def gather_arrays(values: Sequence[Any], axis: object) -> np.ndarray:
     try:
         return np.concatenate(arrays, axes[0])
     except ValueError as exc:  # where there is no such axis, too
-        shapes = [array.shape for array in arrays]
-        hint = "give numbers an axis: np.reshape(value, (1,))" if () in shapes else None
+        shapes, hint = [array.shape for array in arrays], None
+        if () in shapes:
+            hint = "give numbers an axis, and so rank 1: np.reshape(value, (1,))"
         text = f"gather along axis {axes[0]} of values of shape {', '.join(map(str, shapes))}"
         raise ReplicaValueError(f"{text}: {exc}", hint=hint) from exc
 

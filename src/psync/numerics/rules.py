@@ -233,7 +233,7 @@ class UpdateRule(ABC):
 
     name: ClassVar[str]  # in configs, and of the optimizer by default
     version: ClassVar[int] = 1  # of the results, where psync's own version does not say it
-    takes_norms: ClassVar[bool] = False  # of whole variables, as ``Lamb``
+    takes_norms: ClassVar[bool] = False  # of whole variables: ``Lamb``, which ps tasks measure for
     may_raise: ClassVar[bool] = False  # RuleRaised, from ``apply``: then nothing must have changed
     slots: ClassVar[tuple[str, ...]] = ()  # see ``own_slots``
     temporaries = 2  # scratch arrays that ``_update`` needs, at least 1

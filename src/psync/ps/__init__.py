@@ -1,8 +1,9 @@
 """The services of a ps task: updates, pulls, locks, accumulators, snapshots.
 
-Knows ``store``, ``net`` and ``client``. Each service answers the requests of one kind. All that
+Knows ``store``, ``net`` and ``client``; ``snapshots`` and ``succession`` stand above, beside the ps
+task. Each service answers the requests of one kind. All that
 changes the ps goes through ``executor``: an entry of one log, judged in its order; ``computes`` has
-the work on arrays that follows. ``update`` is one decoded update, ``updates`` admits and judges it.
+the work on arrays that follows. ``updates`` admits updates and judges them.
 
 A service with state serves one coordinator and timeline; the next one gets new services, and what
 was begun for an earlier one ends where it began: ``sync.ps_services`` builds and ends all of them.

@@ -4,7 +4,8 @@ Locks are granted in order of arrival, and end by release, lost connection or le
 updates while a cut is taken, except admitted ones. One object of each serves one coordinator and
 timeline; a newer one gets others. What waits here has no number in the log. Where the large
 bodies that wait are many, nothing more is read from their connections: so requests about locks and
-cuts, and what is said under a lock, go over "control", which is always read.
+cuts, and what is said under a lock, go over "control", which is read all the same: that of a
+worker as long as it has locks, or asks for some.
 
     message       then
     LockShards    answered when no update of the shards is under way and no other lock is in the
@@ -290,6 +291,7 @@ class PsLocks:
         self._peers.watch(peer)
         lock = _Lock(peer, self.claim(keys, exclusive=True), message.lease_s)
         self._locks[holder] = lock
+        peer.holds += 1
         if lock.claim.held:
             self._start_lease(holder, lock)
             request.answer(Done())
@@ -345,6 +347,7 @@ class PsLocks:
         if lock is not None:
             if lock.timer is not None:
                 lock.timer.cancel()
+            lock.peer.holds -= 1
             self.end(lock.claim)
 
     def _ended(self, number: int) -> LockLost:

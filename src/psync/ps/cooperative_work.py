@@ -6,7 +6,7 @@ half-way has torn its shard: then the task must end.
 
 Where a ps may use several cores, many blocks at a time are computed in a few threads instead, and
 the loop serves others: numpy lets go of the interpreter while it computes. Threads see arrays and
-nothing else (``store.shard.HandedOut``); all that is counted, shared or decided stays on the loop.
+nothing else (``store.work.HandedOut``); all that is counted, shared or decided stays on the loop.
 """
 
 from __future__ import annotations

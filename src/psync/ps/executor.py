@@ -8,9 +8,10 @@
 
 This is the only rule of release: nothing is judged that the backup does not have, once the two are
 paired (``store.commit_log``), so whatever is answered, sent or read afterwards is on the backup,
-too (it *has* what it has acknowledged). A
-backup executes the same entries by the same code, so it gets the same bits and the same answers. A
-synchronous push is answered later, with its token: the table of ``sync.steps`` says when.
+too (it *has* what it has acknowledged). A backup executes the same entries by the same code, so it
+gets the same bits and the same answers. While a copy for a backup is made, entries are kept for it
+and judged all the same. A synchronous push is answered later, with its token, when a step is closed
+(``sync.steps``).
 
 Gates, and locks of variables, are passed before a message gets its number. From then on it waits
 only for the backup, for the entries before it, and for computes of what it touches. An entry whose

@@ -15,10 +15,9 @@ error is a further run of its closure, too (``wire.closure_numbers``).
     (client, sequence) is recorded                        Duplicate: its answer again
     sequence below what the client has acknowledged       UsageError: no answer is waited for
     closure is None                                       Fresh
-    closure is final                                      AlreadyApplied: decided without it
-    (closure, ordinal) is new                             Fresh
     (closure, ordinal) has another variable set           UsageError: the step is not repeatable
-    (closure, ordinal) is recorded                        AlreadyApplied: answer "duplicate"
+    (closure, ordinal) is recorded, or closure is final   AlreadyApplied: answer "duplicate"
+    else                                                  Fresh
 
 An update that arrived whole before its client was replaced, and had to wait since, is judged by its
 call alone: other ps tasks may have applied their parts of it. One outside of closures is refused,

@@ -77,7 +77,7 @@ from psync.wire.messages import (
 logger = logging.getLogger(__name__)
 
 NOT_JUDGED = frozenset({Read, LockShards, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer})
-"""What the ledger does not look at, and who was replaced must not be served with all the same."""
+"""What the ledger does not look at, and a process that does not serve its ps must refuse."""
 
 LOGGED = (
     CreateShards, Fence, FinalBelow, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer,

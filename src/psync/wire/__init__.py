@@ -10,7 +10,8 @@ service's ``handlers()``, which ``sync.ps_services``, ``ps_task``, ``worker_task
 ``coordinator`` gather. What changes a ps and is no update belongs in ``ps_services.LOGGED``, or its
 backup would not have it; what the ledger does not judge, in ``NOT_JUDGED``. Both are for creation,
 updates, synchronous parts, locks, pulls and the gate; other services guard and submit by
-themselves.
+themselves. Who sends one to a ps makes a ``Call`` of it, or asks with ``PsLink.call``
+(``client.link``).
 
 Which of them may be lost: any, with its connection. Then
 

@@ -64,7 +64,7 @@ MAX_NAME_CHARS = 200
 
 BULK = "bulk"
 """The lane for large bodies, where small messages overtake them. The other one keeps their order,
-and is always read."""
+and is read as long as its peer may end a wait."""
 
 LANES = ("control", BULK)
 """A task has up to one connection of each to another one, see ``frames.SMALL_BODY_BYTES``."""

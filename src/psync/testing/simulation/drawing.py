@@ -403,6 +403,7 @@ class _Draw:
         self.seed = seed
         self.rng = rng
         self.shape = shape
+        self.rolls = random.Random(f"{seed}:rolls back")  # apart, so that what else is drawn stays
         self.columns: dict[str, int] = {}
 
     def plan(self) -> Plan:
@@ -428,6 +429,9 @@ class _Draw:
                 for each in groups
             )
         kinds = self._kinds(num_groups)
+        rolls_back = recovery == "checkpoint" and self.rolls.random() < 0.3
+        if rolls_back and "spread" not in kinds and self.rolls.random() < 0.5:
+            kinds = ["spread" if kind in ("dense", "added") else kind for kind in kinds]
         self.weighted = {
             f"sync{number}"
             for number, group in enumerate(groups)
@@ -485,6 +489,8 @@ class _Draw:
             ),
             sets_steps=random.Random(f"{self.seed}:steps").random() < 0.3,
         )
+        if rolls_back and has_saves and not races:
+            plan = self._rolling_back(plan)
         if not races and not plan.works:  # their joins may take the request first
             plan = self._stopping(plan)
         if shape == "attach":
@@ -503,6 +509,15 @@ class _Draw:
         is_one = random.Random(f"{self.seed}:uneven").random() < 0.15
         return ("uneven",) if is_one or self.shape == "uneven" else ()
 
+    def _rolling_back(self, plan: Plan) -> Plan:
+        """Let a ps die after a save."""
+        rng = self.rolls
+        delay_s = rng.choice((0.0, round(10 ** rng.uniform(-4, 0.5), 5)))
+        when = Trigger(0.0, "moment", "saved", rng.choice((1, 1, 2)), "", delay_s)
+        target = f"ps-{rng.randrange(plan.num_ps)}"
+        fault = Fault("kill", when, (target,), rng.choice((0.0, 0.3, 3.0)))
+        return dataclasses.replace(plan, faults=(fault, *plan.faults))
+
     def _stopping(self, plan: Plan) -> Plan:
         """Let a step ask for the end of training, drawn apart, so that what else is drawn stays."""
         rng = random.Random(f"{self.seed}:stops")
@@ -514,7 +529,9 @@ class _Draw:
         closures[at] = dataclasses.replace(closures[at], stops=True)
         batches = list(plan.batches)
         batches[number] = dataclasses.replace(batches[number], closures=tuple(closures))
-        return dataclasses.replace(plan, batches=tuple(batches))
+        # What has begun by then surely ends by itself where nobody is lost.
+        faults = plan.faults if rng.random() < 0.6 else ()
+        return dataclasses.replace(plan, batches=tuple(batches), faults=faults)
 
     def _attaching(self, plan: Plan) -> Plan:
         """Let workers push all the time, and chiefs die while they save."""
@@ -565,7 +582,16 @@ class _Draw:
             sizes["lent"] = rng.choice((0, 0, 100))
             if rng.random() < 0.5:
                 sizes["copied at once"] = rng.choice(SIZES["copied at once"].values)
+        if not plan.groups and not plan.layouts and not plan.padding:
+            plan = self._in_parts(plan)
         return dataclasses.replace(plan, shares=True, sizes=plan.sizes | sizes)
+
+    def _in_parts(self, plan: Plan) -> Plan:
+        """Let bodies be of one shard each, and some be read where they lie, beside others."""
+        if random.Random(f"{self.seed}:parts").random() < 0.5:
+            return plan
+        sizes = {"members of a request": 1, "kept": 0}
+        return dataclasses.replace(plan, num_shards=1, sizes=plan.sizes | sizes)
 
     def _with_small_budgets(self, plan: Plan) -> Plan:
         """Let ps tasks have little room for pushes, and less for entries under way to backups."""
@@ -590,7 +616,7 @@ class _Draw:
         sizes = {
             name: rng.choice(size.values)
             for name, size in SIZES.items()
-            if rng.random() < tightness
+            if size.values and rng.random() < tightness
         }
         if rng.random() < 0.25:
             sizes |= {"blocks": rng.choice((8, 64)), "turns": 0}

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -254,6 +255,7 @@ class Save:
     scheduled: int | None = None  # how many closures had been scheduled when it ended
     marks: Mapping[str, np.ndarray] = field(default_factory=dict)  # in its files, by table
     own: np.ndarray = field(default_factory=lambda: np.zeros(1))  # likewise: since its life began
+    counted: Counter[tuple[str, int]] = field(default_factory=Counter)  # see ``saved_calls``
 
     def failed(self, error: Exception) -> None:
         """It was refused, or a ps was lost meanwhile."""
@@ -314,6 +316,10 @@ class Journal:
         self.is_calm = True  # nothing has gone wrong yet
         self.rounds = Rounds(plan)
         self.holdings = Holdings()
+        # By the updates of a ps: identities of those that have arrived, and are not judged.
+        self.admitted: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+        # By services of a ps, for each section: the last digest, and what was in it.
+        self.digests: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     @classmethod
     def current(cls) -> Journal:
@@ -479,13 +485,14 @@ class Journal:
 
     # What must hold.
 
-    def look_into(self, save: Save, values: Values) -> None:
+    def look_into(self, save: Save, path: Path) -> None:
         """Compare what a checkpoint holds with what the program is told.
 
         Args:
             save: That has ended.
-            values: Of tables, from its files.
+            path: Of the checkpoint.
         """
+        values, save.counted = oracle.saved_values(path), oracle.saved_calls(path)
         save.own = values["own"]["count"].ravel() - self.own.base
         save.marks = {
             name: table.marks(values[name]) for name, table in self.tables.items()

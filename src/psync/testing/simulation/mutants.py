@@ -26,6 +26,7 @@ from psync.chief.recovery import Backups
 from psync.chief.recovery_rule import RecoveryRule
 from psync.client import ps
 from psync.client.context import Runtime
+from psync.client.plan import Landing
 from psync.client.sync import PulledAhead
 from psync.closures.closure import Identities
 from psync.closures.dispatcher import Dispatcher
@@ -35,6 +36,8 @@ from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
+from psync.ps import snapshots
+from psync.ps.accumulators import Accumulators
 from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Computes
 from psync.ps.plans import Plans, ShardSet
@@ -180,7 +183,7 @@ MUTANTS: Mapping[str, Mutant] = {
         ((Coordinator, "_finish_steps", lambda original: wrong.nothing),),
     ),
     "cut_does_not_wait": Mutant(
-        "a cut waits for updates that have begun", ("checkpoint",),
+        "a cut waits for updates that have begun", ("attach",),
         ((UpdateGate, "unsettled", wrong.does_nothing([])),),
     ),
     "cut_knows_no_others": Mutant(
@@ -188,8 +191,8 @@ MUTANTS: Mapping[str, Mutant] = {
         ((Ledger, "others", wrong.does_nothing([])),),
     ),
     "dies_at_the_gate": Mutant(
-        "an update that has arrived is applied, even if its request is given up", ("attach",),
-        ((PsUpdates, "_carry", wrong.of_its_request),),
+        "an update that has arrived is applied, even if its connection is lost", ("attach",),
+        ((PsUpdates, "_carry", wrong.of_its_connection),),
     ),
     "partial_is_not_counted": Mutant(
         "an attach counts the updates that are on some ps tasks only", ("attach",),
@@ -277,6 +280,10 @@ MUTANTS: Mapping[str, Mutant] = {
         ((PulledAhead, "take", wrong.takes_what_came),
          (PulledAhead, "_end_turn", wrong.does_nothing(None))),
     ),
+    "lent_is_shown_as_before": Mutant(
+        "a body that was lent is shown where it lies, whatever lies beside it", ("async",),
+        ((Landing, "settle", wrong.shown_beside_others),),
+    ),
     "lent_is_not_held": Mutant(
         "what is lent stays as it is until it is given back", ("any",),
         ((Sharing, "sent", wrong.holds_nothing),),
@@ -334,6 +341,26 @@ MUTANTS: Mapping[str, Mutant] = {
     "close_leaves_tasks": Mutant(
         "a coordinator that is closed leaves nothing running", ("replica",),
         ((Backups, "close", lambda original: wrong.nothing),),
+    ),
+    "digest_without_ledger": Mutant(
+        "a digest is of all sections of a ps: shards and ledger", ("replica",),
+        ((PsServices, "digest", wrong.lacks(PsUpdates)),),
+    ),
+    "digest_without_accumulators": Mutant(
+        "a digest is of all sections of a ps: accumulators", ("replica",),
+        ((PsServices, "digest", wrong.lacks(Accumulators)),),
+    ),
+    "digest_without_rule": Mutant(
+        "a digest is of all sections of a ps: synchronous steps", ("sync-replica",),
+        ((PsServices, "digest", wrong.lacks(StepCloser)),),
+    ),
+    "gradient_answers_are_saved": Mutant(
+        "a checkpoint has no answers of accumulators", ("checkpoint", "replica"),
+        ((snapshots, "pack_answer", wrong.packs_all),),
+    ),
+    "open_step_is_saved": Mutant(
+        "a checkpoint has nothing of a step that is open", ("checkpoint",),
+        ((Group, "calls", wrong.of_open_steps_too),),
     ),
     "parts_stay": Mutant(
         "parts of pushes go when their step is closed", ("sync",),

@@ -7,6 +7,7 @@ by its class.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from psync.checkpoints.files import Reader, check_places, checkpoints_in, stored_snapshots
 from psync.errors import PsyncError
+from psync.store.snapshot_state import unpack_answer
 from psync.testing.simulation.drawing import EXACT
 from psync.testing.simulation.workload.tables import COUNTED, Fault, Look, Seen, Values
 from psync.training.checkpoint import OWNER
@@ -95,6 +97,7 @@ def faults_of_save(journal: Journal, save: Save) -> Iterator[Fault]:
     """
     if not journal.is_rolled_back and (save.own != save.own[0]).any():
         yield "cut", f"checkpoint {save.name}: own updates {save.own.tolist()}"
+    yield from _faults_of_counted(journal, save)
     for closure in journal.closures:
         for ordinal, call in enumerate(closure.plan.calls):
             table = journal.tables[call.kind]
@@ -117,6 +120,28 @@ def faults_of_save(journal: Journal, save: Save) -> Iterator[Fault]:
                     f"call {ordinal}, {call.kind}: marks {found.tolist()}"
                 )
                 yield wrong, said
+
+
+def _faults_of_counted(journal: Journal, save: Save) -> Iterator[Fault]:
+    """Of an open step a checkpoint has nothing: its calls are made again after a rollback."""
+    for name, table in journal.tables.items():
+        for closure in journal.closures:
+            if not table.synchronous or closure.life != save.life:
+                continue
+            columns = [call.column for call in closure.plan.calls if call.kind == name]
+            applied = np.count_nonzero(save.marks[name][:, columns].any(axis=0))
+            if (counted := save.counted[name, closure.id]) > applied:
+                said = f"{counted} calls of closure {closure.number} count, {applied} are applied"
+                yield "counted", f"checkpoint {save.name}: {name}: {said}"
+
+
+def saved_calls(path: Path) -> Counter[tuple[str, int]]:
+    """Return how many calls a checkpoint takes for counted in steps, by group and closure."""
+    counted: Counter[tuple[str, int]] = Counter()
+    for snapshot in stored_snapshots(path):
+        names = {number: config["name"] for number, config in snapshot.state.groups}
+        counted.update((names[group], closure) for group, closure, *_ in snapshot.state.counted)
+    return counted
 
 
 def saved_values(path: Path) -> dict[str, dict[str, np.ndarray]]:
@@ -143,6 +168,9 @@ def faults_of_directory(
                 reader.read(tensor, 0, tensor.rows)
             for snapshot in stored_snapshots(path):
                 check_places(snapshot)
+                for sender in snapshot.state.senders:
+                    for _, _, answer in sender.answers:
+                        unpack_answer(answer)
     except PsyncError as exc:
         yield "checkpoint", f"{when}: {exc}"
         return

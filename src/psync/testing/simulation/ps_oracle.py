@@ -6,17 +6,18 @@ steps has seen. Not compared: counters of what was done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from psync.backups.primary import MAX_UNDER_WAY
 from psync.cluster import parse_task_name
-from psync.errors import BusyError
+from psync.errors import BusyError, FencedError
 from psync.ps.life import Life
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.ps_task import PsTask
 from psync.specs import STEP_BITS
 from psync.store.commit_log import LogState
+from psync.store.snapshot_state import SnapshotState
 from psync.testing.simulation.journal import Journal
 from psync.testing.simulation.workload.tables import Fault
 
@@ -46,10 +47,11 @@ def faults_of_pairs(tasks: dict[str, Any]) -> tuple[int, list[Fault]]:
         if backup is None:
             continue
         try:
-            held, copied = _contents(primary), _contents(backup)
+            (held, judged), (copied, _) = _contents(primary), _contents(backup)
         except BusyError:  # something that is in no log is under way
             continue
         compared += 1
+        found += _faults_of_digest(primary, judged)
         found += [
             (
                 "pair",
@@ -92,24 +94,38 @@ def faults_of_rest(
                 yield "tokens", f"{name}: {group}: {tokens}"
             if counters["waiting"] or counters["counted"]:
                 yield "left over", f"{name}: {group}: {counters}"
-        yield from _faults_of_counts(task, tasks, num_ps)
         for clock, counters in statistics["clocks"].items():
             if counters["waiting"]:
                 yield "left over", f"{name}: clock {clock}: {counters}"
+    yield from faults_of_counts(tasks, num_ps, at_rest=True)
 
 
-def _faults_of_counts(task: PsTask, tasks: Mapping[str, Any], num_ps: int) -> Iterator[Fault]:
-    """Each ps knows of all pushes that others have counted without it, and of no others."""
-    served = [
-        each
-        for each, _ in _served_in(tasks.values())
-        if each.life is Life.SERVING and each.floor == task.floor and each._index < num_ps
-    ]
-    if sorted(each._index for each in served) != list(range(num_ps)):
-        return  # one is away, or was replaced and has not noticed
-    others = {each._index: each.services.store.optimizers for each in served if each is not task}
+def faults_of_counts(
+    tasks: Mapping[str, Any], num_ps: int, *, at_rest: bool = False
+) -> Iterator[Fault]:
+    """Each ps knows of no push that others have not counted; at rest, of all that they have.
+
+    Args:
+        tasks: Of the living processes, by name.
+        num_ps: How many serve the present coordinator.
+        at_rest: Whether all is done and told.
+    """
+    timelines: dict[tuple[int, int], list[PsTask]] = {}
+    for task, _ in _served_in(tasks.values()):
+        if task.life is Life.SERVING and task._index < num_ps:
+            timelines.setdefault((task.floor, task.services.timeline), []).append(task)
+    for served in timelines.values():
+        # Otherwise one is away, or was replaced and has not noticed.
+        if sorted(each._index for each in served) == list(range(num_ps)):
+            for task in served:
+                others = [each for each in served if each is not task]
+                yield from _faults_of_count(task, others, at_rest=at_rest)
+
+
+def _faults_of_count(task: PsTask, others: Sequence[PsTask], *, at_rest: bool) -> Iterator[Fault]:
+    stores = [each.services.store.optimizers for each in others]
     for number, optimizer in task.services.store.optimizers.items():
-        counts = [known[number].count for known in others.values() if number in known]
+        counts = [known[number].count for known in stores if number in known]
         expected = sum(
             pushes
             for count in counts
@@ -117,8 +133,9 @@ def _faults_of_counts(task: PsTask, tasks: Mapping[str, Any], num_ps: int) -> It
             for touched, pushes in count.own.items()
             if task._index not in touched
         )
-        if optimizer.count.elsewhere != expected:
-            said = f"knows of {optimizer.count.elsewhere} pushes elsewhere, there are {expected}"
+        found = optimizer.count.elsewhere
+        if found > expected or (at_rest and found < expected):
+            said = f"knows of {found} pushes elsewhere, there are {expected}"
             yield "iterations", f"{task.task}: optimizer {number}: {said}"
 
 
@@ -126,13 +143,51 @@ def noting_arrivals(original: Callable[..., Any]) -> Any:
     """Return an admission of updates that notes which parts have arrived whole where."""
 
     def admit(self: PsUpdates, update: PsUpdate) -> Any:
-        message = update.message
-        key = (Journal.current().lives, message.closure, message.ordinal)
+        message, journal = update.message, Journal.current()
+        key = (journal.lives, message.closure, message.ordinal)
         parts = 1 + len(message.spread or ())
-        Journal.current().arrived.setdefault(key, (set(), parts))[0].add(self._task)
-        return original(self, update)
+        journal.arrived.setdefault(key, (set(), parts))[0].add(self._task)
+        waiting = journal.admitted.setdefault(self, set())
+        waiting.add(update.identity)
+        try:
+            return original(self, update)
+        except Exception:
+            waiting.discard(update.identity)
+            raise
 
     return admit
+
+
+def noting_judgement(original: Callable[..., Any]) -> Any:
+    """Return a judgement of updates that notes it; an update of a closure is refused to nobody.
+
+    It has arrived, so another ps may have applied its part of it.
+    """
+
+    def judge(self: PsUpdates, update: PsUpdate) -> Any:
+        journal = Journal.current()
+        journal.admitted.get(self, set()).discard(update.identity)
+        try:
+            return original(self, update)
+        except FencedError as exc:
+            said = f"{self._task}: {update.identity}, which has arrived: {exc}"
+            journal.look(update.message.closure < 0, said, "dropped")
+            raise
+
+    return judge
+
+
+def faults_of_arrivals(tasks: Mapping[str, Any]) -> Iterator[Fault]:
+    """An update that has arrived is judged, as soon as it waits for nothing.
+
+    Args:
+        tasks: Of the living processes, by name.
+    """
+    for task, _ in _served_in(tasks.values()):
+        services = task.services
+        left = Journal.current().admitted.get(services.updates)
+        if left and not services.executor.waiting and not services.gate.held_back:
+            yield "dropped", f"{task.task}: {sorted(left)} have arrived, and wait for nothing"
 
 
 def have_full_budgets(tasks: Mapping[str, Any]) -> bool:
@@ -149,7 +204,8 @@ def have_full_budgets(tasks: Mapping[str, Any]) -> bool:
             and len(sender._unanswered) >= MAX_UNDER_WAY
             and log.shipped < log.last
             and any(
-                not peer._in_order and peer._unfinished_bytes > peer._limits.unfinished_bytes
+                peer._unfinished_bytes > peer._limits.unfinished_bytes
+                and not (peer._in_order and peer.holds)
                 for peer in primary._endpoint.peers
             )
         ):
@@ -184,36 +240,79 @@ def _is_unwritten(name: str, held: dict[str, Any], copied: dict[str, Any]) -> bo
     return there == there[:4] * (len(there) // 4)
 
 
-def _contents(task: PsTask) -> dict[str, Any]:
-    """Return all that a backup has to have, by what it is."""
+Contents = dict[str, Any]
+"""What a ps has, by what it is."""
+
+
+def _contents(task: PsTask) -> tuple[Contents, Sequence[Contents]]:
+    """Return all that a backup has to have; and of that, by section, what judging has made."""
     if task.services.executor.computes.waiting:
         raise BusyError("something is being computed")
     frozen = task.services.freeze()
     state = frozen.state
-    found: dict[str, Any] = {}
+    found: Contents = {}
     for place, item in enumerate(state.items):
         found[str(item)] = b"".join(frozen.views(place))
     frozen.drop()
     found["shards"] = [(each.spec, each.version, dict(each.pushes)) for each in state.shards]
     found["accumulators"] = state.accumulators
     # A definition that came in passing is told to the backup with the first entry that needs it.
-    steps = dict(task.services.sync.staging.steps)
     for optimizer, (number, count) in zip(state.optimizers, state.counts, strict=True):
         if any(count):
-            found[f"optimizer {number}"] = optimizer, count
-    found |= {f"group {number}": dict(state.groups).get(number) for number in steps}
-    for sender in state.senders:
-        found[f"ledger of {sender.task}"] = tuple(sender)
-    calls = [(*call, *state.variable_sets[place]) for *call, place in state.calls]
-    found["calls"] = sorted(calls), sorted(state.parts)
-    found["final below"] = state.final_below, state.kept
-    found["steps"] = steps
-    if task.services.closer is not None:
-        found["rule"] = task.services.closer.steps.snapshot()
+            found[f"optimizer {number}"] = optimizer
+    groups = dict(state.groups)
+    for number, _ in task.services.sync.staging.steps:
+        found[f"group {number}"] = groups.get(number)
     for name, hosted in task.services.accumulators.hosted.items():
         held = hosted.rule.held()
-        found[f"accumulator {name!r}"] = held and (
-            held.count, held.weight, held.shape, [array.tolist() for array in held.arrays],
+        found[f"gradients of {name!r}"] = held and (
+            held.weight,
+            held.shape,
+            [array.tolist() for array in held.arrays],
+        )
+    judged = _judged(task, state)
+    for section in judged:
+        found |= section
+    return found, judged
+
+
+def _judged(task: PsTask, state: SnapshotState) -> Sequence[Contents]:
+    """Return what judging has made of each section of a ps: what its digest is of."""
+    services = task.services
+    updates: Contents = {f"ledger of {sender.task}": tuple(sender) for sender in state.senders}
+    calls = [(*call, *state.variable_sets[place]) for *call, place in state.calls]
+    updates["calls"] = sorted(calls), sorted(state.parts)
+    updates["final below"] = state.final_below, state.kept
+    updates |= {f"pushes of {number}": count for number, count in state.counts if any(count)}
+    accumulators = {
+        f"accumulator {name!r}": (
+            hosted.rule.num_accumulated(),
+            hosted.rule.step,
             [(*each.owner.client, each.owner.sequence) for each in hosted.rule.waiting],
-        )  # fmt: skip
-    return found
+        )
+        for name, hosted in services.accumulators.hosted.items()
+    }
+    steps: Contents = {"steps": dict(services.sync.staging.steps)}
+    if services.closer is not None:
+        steps["rule"] = services.closer.steps.snapshot()
+    return updates, accumulators, steps
+
+
+def _faults_of_digest(task: PsTask, judged: Sequence[Contents]) -> Iterator[Fault]:
+    """The digest of a section changes with all that judging has made of it.
+
+    A backup that differs in what is in no digest would never be found to.
+    """
+    services, digests = task.services, Journal.current().digests
+    before, sections, now = digests.get(services), services.sections, []
+    for section in sections:
+        services.sections = [section]
+        now.append(services.digest())
+    services.sections = sections
+    digests[services] = now, judged
+    if before is None:
+        return
+    for last, then, digest, known in zip(*before, now, judged, strict=True):
+        if last == digest and then != known:
+            names = [name for name in known if known[name] != then.get(name)]
+            yield "digest", f"{task.task}: the digest is the same, and not {names}"

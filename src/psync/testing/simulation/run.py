@@ -33,7 +33,7 @@ from psync.testing.simulation.journal import Journal, Violation
 from psync.testing.simulation.mutants import MUTANTS, mutated
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.processes import ProcessLoop, current_process
-from psync.testing.simulation.ps_oracle import noting_arrivals
+from psync.testing.simulation.ps_oracle import noting_arrivals, noting_judgement
 from psync.testing.simulation.tight import replaced, tightened
 from psync.testing.simulation.watch import marks_of
 from psync.testing.simulation.world import World
@@ -64,6 +64,7 @@ ALIKE = (
     (cooperative_work, "usable_cores", lambda _: lambda: 1),
     (regions, "SHRINK_S", lambda _: 0.05),
     (PsUpdates, "_admit", noting_arrivals),
+    (PsUpdates, "_judge", noting_judgement),
 )
 """What would travel, and says where the source lies: a seed had another history there. So would
 it with another number of cores. And each backup is compared with its primary after each entry, and

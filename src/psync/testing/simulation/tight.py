@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from psync.backups import host, primary
 from psync.chief import consistent_cut, declarations, gangs, recovery
+from psync.client import plan
 from psync.client.ps import Outgoing
 from psync.closures import dispatcher
 from psync.coordinator import FinalClosures
@@ -61,7 +62,10 @@ def _answered_late(seconds: float, usual: Callable[..., Any]) -> Any:
 
 
 class Size(NamedTuple):
-    """One of them: where it is, what it may be, and how that takes the place of what is there."""
+    """One of them: where it is, what it may be, and how that takes the place of what is there.
+
+    One without values is drawn by itself.
+    """
 
     places: Sequence[tuple[Any, str]]
     values: Sequence[float]
@@ -78,6 +82,7 @@ SIZES: Mapping[str, Size] = {
         ((frames, "LENT_ABOVE_BYTES"), (bodies, "PIECE_BYTES"), (memory, "ABOVE_BYTES")),
         (0, 100),
     ),
+    "members of a request": Size(((plan, "MEMBERS_PER_REQUEST"),), ()),
     "kept": Size(((bodies, "KEPT_BYTES"),), (0, 1_000)),
     "runs": Size(((memory, "MAX_RUNS"), (memory, "UNUSED_AFTER")), (1, 2)),
     "used again": Size(((memory, "_MIN_POOLED_BYTES"),), (16,)),

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from psync.accumulators import Accumulator
 from psync.backups.host import _Backup
 from psync.client.context import Runtime
@@ -36,7 +38,7 @@ from psync.sync.pushes import Close, Contribution
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.steps import SyncSteps
-from psync.wire.codec import decode, encode
+from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import Done, FinalBelow, TellCounts
 
 Make = Callable[[Callable[..., Any]], Any]
@@ -149,8 +151,16 @@ def messages_not_remembered(original: Callable[..., Any]) -> Any:
     return record
 
 
-def of_its_request(original: Callable[..., Any]) -> Any:
-    return lambda self, request, waiting: request.start(waiting)
+def of_its_connection(original: Callable[..., Any]) -> Any:
+    def carry(self: PsUpdates, request: Request[Any], waiting: Any) -> None:
+        task = asyncio.get_running_loop().create_task(waiting)
+
+        def closed(_: object) -> None:
+            task.cancel()
+
+        request.peer.on_closed.append(closed)
+
+    return carry
 
 
 def only_answers(original: Callable[..., Any]) -> Any:
@@ -428,3 +438,48 @@ def ends_all(original: Callable[..., Any]) -> Any:
         return self._actions()
 
     return request_stop
+
+
+def shown_beside_others(original: Callable[..., Any]) -> Any:
+    def settle(self: Landing, leased: Any = None) -> Any:
+        arrays = original(self, leased)
+        for (buffer, offset, shape, dtype), variables in self.plan.alike:
+            if not leased or leased.keys() >= {*variables}:
+                continue
+            for place, index in enumerate(variables):
+                if index in leased:
+                    start = offset + place * arrays[index].nbytes
+                    arrays[index] = np.ndarray(shape, dtype, self._roots[buffer], start)
+        return arrays
+
+    return settle
+
+
+def lacks(kind: type) -> Make:
+    def make(original: Callable[..., Any]) -> Any:
+        def digest(self: PsServices) -> Any:
+            sections = self.sections
+            self.sections = [each for each in sections if not isinstance(each, kind)]
+            try:
+                return original(self)
+            finally:
+                self.sections = sections
+
+        return digest
+
+    return make
+
+
+def packs_all(original: Callable[..., Any]) -> Any:
+    return lambda answer: encode(answer) if isinstance(answer, Message) else None
+
+
+def of_open_steps_too(original: Callable[..., Any]) -> Any:
+    def calls(self: Group) -> list[tuple[int, int, bytes]]:
+        return [
+            (closure, ordinal, digest)
+            for closure, by_ordinal in self._calls.items()
+            for ordinal, digest in by_ordinal.items()
+        ]
+
+    return calls

@@ -247,13 +247,20 @@ def own_share(sizes: Sequence[int], context: psync.InputContext) -> range:
 
 async def train(variable: Any, name: str, pause_s: float, takes: int, batches: Any) -> None:
     """One closure that trains on some batches of its worker, if there are so many left."""
-    table = Journal.current().tables[name]
+    journal, context = Journal.current(), current_closure()
+    table = journal.tables[name]
     assert isinstance(table, Uneven)
-    for _ in range(takes):
+    assert context is not None
+    closure = journal.lives, context.closure_id
+    moved = closure in table.ended and journal.is_calm
+    journal.look(not moved, f"{name}: {closure} has trained, and runs again elsewhere", "data")
+    for number in range(takes):
         try:
             batch = next(batches)
         except EndOfData:
-            Journal.current().say("mark", "a closure finds that its worker's data ended")
+            journal.say("mark", "a closure finds that its worker's data ended")
+            if number:
+                table.ended.add(closure)
             raise
         table.handed[batch] += 1
         await asyncio.sleep(pause_s)
@@ -277,6 +284,7 @@ class Uneven(Table):
         self.sizes = [rng.choice((0, 1, 3, 8)) for _ in range(plan.num_workers)]
         self.takes = rng.choice((1, 1, 2))
         self.handed: Counter[int] = Counter()  # how often a batch was read, in this life
+        self.ended: set[tuple[int, int]] = set()  # closures that had trained when data ended
         self._base = np.zeros((1, columns))  # when it began
         self._cancelled = 0
         self._ended = asyncio.Event()

@@ -27,7 +27,12 @@ from psync.errors import (
 from psync.testing.simulation import oracle
 from psync.testing.simulation.journal import LOOKED_AFTER_S, Closure, Journal
 from psync.testing.simulation.plan import Batch, Call, ClosurePlan
-from psync.testing.simulation.ps_oracle import faults_of_pairs, faults_of_rest
+from psync.testing.simulation.ps_oracle import (
+    faults_of_arrivals,
+    faults_of_counts,
+    faults_of_pairs,
+    faults_of_rest,
+)
 from psync.testing.simulation.workload.own_updates import OwnUpdates
 from psync.testing.simulation.workload.tables import SPARE, Handles, Slots, StepFailed, Values
 
@@ -303,13 +308,15 @@ class Life:
             )
         else:
             save.ended(path.name)
-            self._journal.look_into(save, oracle.saved_values(path))
+            self._journal.look_into(save, path)
             self._world.reach("moment", "saved", "chief-0")
 
     def _compare(self) -> None:
-        """Primaries and backups are equal, wherever they are at one position of the log."""
+        """Look at ps tasks, whose backups are equal wherever they are at one place of the log."""
         compared, faults = faults_of_pairs(self._world.tasks)
         self._journal.find(faults)
+        self._journal.find(faults_of_counts(self._world.tasks, self._world.num_ps))
+        self._journal.find(faults_of_arrivals(self._world.tasks))
         if compared:
             self._journal.say("mark", "a ps and its backup are compared")
 

@@ -19,7 +19,7 @@ from psync.client.context import current_closure
 from psync.numerics.memory import Scratch
 from psync.numerics.rules import Lamb, UpdateRule, clipped_by_norm
 from psync.numerics.sums import growing_decay, move_average
-from psync.testing.simulation.journal import Closure, Note, Run
+from psync.testing.simulation.journal import Closure, Journal, Note, Run
 from psync.testing.simulation.plan import Call, Plan
 from psync.testing.simulation.workload.tables import Fault, Handles, Look, Table, optimizer_of
 
@@ -186,9 +186,9 @@ class Synchronous(Table):
                 yield "share", f"{where}: one replica has {max(shares.values())} of {size} pushes"
 
     def _all_are_there(self) -> bool:
-        """Whether all workers take part all the time: no target ever shrinks."""
+        """Whether all workers have taken part until now: no target has ever shrunk."""
         plan = self.plan
-        return plan.all_workers and not plan.faults and "uneven" not in plan.works
+        return plan.all_workers and Journal.current().is_calm and "uneven" not in plan.works
 
     def _push_faults(self, where: str, push: Push, value: float, era: object) -> Iterator[Fault]:
         """What is wrong with one push: it is counted in the step that its values came from."""

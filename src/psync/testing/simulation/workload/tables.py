@@ -324,7 +324,7 @@ class Dense(Table):
         if look.late or made is None:
             return
         calls = journal.calls_of(self.name).values()
-        pushes = sum(at in run.notes for closure, at, _ in calls for run in closure.runs)
+        pushes = sum(any(at in run.notes for run in closure.runs) for closure, at, _ in calls)
         times = range(0 if journal.is_rolled_back else self._certain, self._times + 1)
         steps = [self._step_set(time) for time in times]
         if self._certain:
