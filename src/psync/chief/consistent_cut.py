@@ -120,7 +120,7 @@ class Cut:
         for start in range(0, nbytes, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, nbytes)
             order = messages.ReadFrozen(self.number, item, start, stop)
-            received = await link.call(always(order))
+            received = await link.call(always(order), bulk=True)
             if (got := sum(map(len, received.segments))) != stop - start:
                 raise RemoteProtocolError(
                     f"{link.task}: expected {stop - start} bytes of item {item}, got {got}"
