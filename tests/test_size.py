@@ -9,9 +9,9 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 44_347,
-    "src": 60_616,
-    "nodes": 579_994,
+    "core": 44_361,
+    "src": 60_630,
+    "nodes": 580_093,
     "tests": 92_483,
     "net": 4_499,
     "api": 3_575,
@@ -32,7 +32,7 @@ SIZES = {
     "backups": 923,
     "replicas": 653,
     "compat": 843,
-    "serialization": 801,
+    "serialization": 815,
     "checkpoints": 800,
     "testing": 10_155,
     "integrations": 4_619,

@@ -115,6 +115,13 @@ _handles = PerProcess(_Handles)
 # Packing.
 
 
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """Stands in the pickle for a buffer beside it."""
+
+    index: int
+
+
 @functools.cache
 def _pickler_class() -> Any:  # made late: cloudpickle is imported when it is needed
     import cloudpickle
@@ -123,27 +130,27 @@ def _pickler_class() -> Any:  # made late: cloudpickle is imported when it is ne
         """cloudpickle with arrays beside the pickle, RemoteValues by position, and refusals."""
 
         def __init__(self, file: io.BytesIO, main_by_name: bool, is_handle: bool) -> None:
-            buffers: list[pickle.PickleBuffer] = []
-            # Those of others stay in the pickle.
-            super().__init__(file, 5, lambda buffer: not buffers or buffer is not buffers[-1])
+            super().__init__(file, protocol=5)
             self.main_by_name = main_by_name
             self._is_handle = is_handle  # then all that is in it belongs to this pickle
-            self.buffers = buffers
+            self.buffers: list[Segment] = []
             self.remote_values: list[Any] = []
             self.kept: list[Any] = []
             self._positions: dict[int, int] = {}  # id of a RemoteValue → its position
 
-        def persistent_id(self, obj: object) -> int | bytes | None:
+        def persistent_id(self, obj: object) -> tuple[str, int] | bytes | None:
             cls = type(obj)
             if cls in _PLAIN:
                 return None
             if hasattr(cls, "__psync_handle__") and not self._is_handle:
                 return _pickled_handle(obj, self.main_by_name)
+            if isinstance(obj, _Buffer):
+                return "buffer", obj.index
             if getattr(cls, "__psync_remote_value__", False):
                 position = self._positions.setdefault(id(obj), len(self.remote_values))
                 if position == len(self.remote_values):
                     self.remote_values.append(obj)
-                return position
+                return "value", position
             if getattr(cls, "__psync_kept__", False):
                 self.kept.append(obj)
             reason = getattr(cls, "__psync_capture_error__", None)
@@ -154,27 +161,32 @@ def _pickler_class() -> Any:  # made late: cloudpickle is imported when it is ne
             return None
 
         def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, (type, FunctionType)):
-                module = obj.__module__
-                package = module.partition(".")[0] if isinstance(module, str) else None
-                if module == "__main__":
-                    by_name = self.main_by_name and isinstance(obj, type)
-                else:
-                    by_name = package in _BY_NAME_PACKAGES
-                if by_name and resolves_by_name(obj):
-                    return NotImplemented  # the default of pickle
-            if type(obj) is not np.ndarray:
-                return super().reducer_override(obj)
-            dtype = obj.dtype
+            if type(obj) is np.ndarray:
+                return self._reduce_array(obj)
+            if isinstance(obj, (type, FunctionType)) and self._travels_by_name(obj):
+                return NotImplemented  # the default of pickle
+            return super().reducer_override(obj)
+
+        def _travels_by_name(self, obj: Any) -> bool:
+            module = obj.__module__
+            if module == "__main__":
+                return self.main_by_name and isinstance(obj, type) and resolves_by_name(obj)
+            package = module.partition(".")[0] if isinstance(module, str) else None
+            return package in _BY_NAME_PACKAGES and resolves_by_name(obj)
+
+        def _reduce_array(self, array: NDArray[Any]) -> Any:
+            dtype = array.dtype
             if dtype.hasobject or not dtype.itemsize:
                 return NotImplemented
-            if obj.nbytes < INLINE_BYTES or len(self.buffers) >= MAX_BUFFERS:
+            if array.nbytes < INLINE_BYTES or len(self.buffers) >= MAX_BUFFERS:
                 # A read-only array would be read-only on the other side.
-                return (obj if obj.flags.writeable else obj.copy("K")).__reduce_ex__(5)
-            order: Literal["C", "F"] = "F" if obj.flags.fnc else "C"
-            copy = np.array(obj, order=order).reshape(-1, order="A").view(np.uint8)
-            self.buffers.append(pickle.PickleBuffer(copy.data))
-            return _restore_array, (self.buffers[-1], dtype, obj.shape, order)
+                return (array if array.flags.writeable else array.copy("K")).__reduce_ex__(5)
+            order: Literal["C", "F"] = "F" if array.flags.fnc else "C"
+            copy = np.array(array, order=order)
+            copy.flags.writeable = False
+            self.buffers.append(copy.reshape(-1, order="A").view(np.uint8).data)
+            buffer = _Buffer(len(self.buffers) - 1)
+            return _restore_array, (buffer, dtype, array.shape, order)
 
     return Pickler
 
@@ -200,8 +212,9 @@ def _pickle(obj: object, main_by_name: bool, *, is_handle: bool = False) -> Payl
     file = io.BytesIO()
     pickler = _pickler_class()(file, main_by_name, is_handle)
     pickler.dump(obj)
-    buffers = tuple([buffer.raw().toreadonly() for buffer in pickler.buffers])
-    return Payload(file.getvalue(), buffers, tuple(pickler.remote_values), tuple(pickler.kept))
+    return Payload(
+        file.getvalue(), tuple(pickler.buffers), tuple(pickler.remote_values), tuple(pickler.kept)
+    )
 
 
 def pack(
@@ -343,26 +356,24 @@ def outside_of(packages: Set[str], frames: TracebackType | None) -> TracebackTyp
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts values back where `_pickler_class` took them out."""
+    """Puts buffers and values back where `_pickler_class` took them out."""
 
     def __init__(
         self, data: Segment, buffers: Sequence[Segment], remote_values: Sequence[Any]
     ) -> None:
-        super().__init__(io.BytesIO(data), buffers=buffers)
+        super().__init__(io.BytesIO(data))
+        self._buffers = buffers
         self._remote_values = list(remote_values)
 
-    def persistent_load(self, pid: int | bytes) -> Any:
-        if isinstance(pid, bytes):  # the pickle of a handle, of which this process has one
-            handles = _handles()
-            handle = handles.arrived.get(pid)
-            if handle is None:
-                handle = handles.arrived[pid] = unpack(pid)
-                if id(handle) not in handles.pickles:  # else it is of this process, and not kept
-                    handles.kept.append(handle)
-            return handle
-        value = self._remote_values[pid]
+    def persistent_load(self, pid: tuple[str, int] | bytes) -> Any:
+        if isinstance(pid, bytes):
+            return _handle_of(pid)
+        kind, index = pid
+        if kind == "buffer":
+            return self._buffers[index]
+        value = self._remote_values[index]
         if isinstance(value, Payload):  # unpacked where it is first met; its next place shares it
-            value = self._remote_values[pid] = unpack(value.data, value.buffers)
+            value = self._remote_values[index] = unpack(value.data, value.buffers)
         return value
 
 
@@ -387,6 +398,17 @@ def unpack(
     if not len(data):
         return None
     return _Unpickler(data, buffers, remote_values).load()
+
+
+def _handle_of(pickled: bytes) -> Any:
+    """Return this process's handle of that pickle."""
+    handles = _handles()
+    handle = handles.arrived.get(pickled)
+    if handle is None:
+        handle = handles.arrived[pickled] = unpack(pickled)
+        if id(handle) not in handles.pickles:  # else it is of this process, and not kept
+            handles.kept.append(handle)
+    return handle
 
 
 def _restore_array(
