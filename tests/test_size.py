@@ -9,10 +9,10 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 44_361,
-    "src": 60_630,
-    "nodes": 580_093,
-    "tests": 92_483,
+    "core": 44_360,
+    "src": 60_629,
+    "nodes": 580_092,
+    "tests": 92_545,
     "net": 4_499,
     "api": 3_575,
     "store": 3_016,
@@ -26,7 +26,7 @@ SIZES = {
     "closures": 1_703,
     "training": 1_562,
     "launch": 1_629,
-    "wire": 1_321,
+    "wire": 1_320,
     "cli": 1_384,
     "worker": 1_176,
     "backups": 923,

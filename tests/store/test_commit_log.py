@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.errors import FencedError, LocalProtocolError
-from psync.store.commit_log import CommitLog, LogState, chained
+from psync.store.commit_log import (
+    CHECK_EVERY,
+    CommitLog,
+    Comparison,
+    Diverged,
+    LogState,
+    chained,
+)
+from psync.wire.messages import CheckState
 
 PS = "/job:ps/task:0"
 
@@ -156,3 +164,36 @@ def test_the_backup_gets_every_entry_since_its_copy_once_and_in_order(steps: lis
             assert all(may_judge)
         if log.state is LogState.ALONE:
             assert log.to_ship(9, 99)[1] == []
+
+
+def next_check(comparison: Comparison) -> CheckState:
+    """After as many entries as lie between two."""
+    for _ in range(CHECK_EVERY - 1):
+        assert comparison.due() is None
+    check = comparison.due()
+    assert check is not None
+    return check
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_backup_that_has_made_something_else_is_found_by_the_next_check(differs: bool) -> None:
+    ours = Comparison("/job:ps/task:0", lambda: b"ours")
+    theirs = Comparison("/job:ps/task:0", lambda: b"theirs" if differs else b"ours")
+    ours.chain = 7
+    first = next_check(ours)
+    assert first == CheckState(1, b"", 7)
+    assert ours.due() is None, "the first one is not executed"
+    theirs.execute(first)
+    ours.execute(first)
+    for _ in range(CHECK_EVERY - 2):
+        assert ours.due() is None
+    second = ours.due()
+    assert second == CheckState(2, b"ours", 7)
+    ours.execute(second)
+    if differs:
+        with pytest.raises(
+            Diverged, match="/job:ps/task:0: its backup has diverged before check 2"
+        ):
+            theirs.execute(second)
+    else:
+        theirs.execute(second)

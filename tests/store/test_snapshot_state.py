@@ -23,9 +23,13 @@ from psync.store.snapshot_state import (
     SenderState,
     ShardSnapshot,
     SnapshotState,
+    pack_answer,
+    unpack_answer,
 )
 from psync.store.sync_config import SyncConfig
 from psync.store.untrusted_json import Signed
+from psync.wire.codec import encode
+from psync.wire.messages import Done, Pushed
 
 ADAM = Adam(ExponentialDecay(0.1, 10, 0.5))
 SLOW = SGD(0.5, 0.9).with_options(RuleOptions(gradient_accumulation_steps=3))
@@ -309,3 +313,20 @@ def test_what_is_known_of_another_coordinators_closures_means_nothing() -> None:
     kept = ("shards", "optimizers", "counts", "accumulators", "groups")
     assert other == replace(NOTHING, coordinator=60, **{name: getattr(own, name) for name in kept})
     assert SnapshotState.from_bytes(other.to_bytes(), "it") == other
+
+
+def test_answers_to_updates_are_kept_and_others_are_not() -> None:
+    answer = Pushed("accepted", 3, None, 1)
+    packed = pack_answer(answer)
+    assert packed is not None
+    assert unpack_answer(packed) == answer
+    assert pack_answer(Done()) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [(b"\xc1", "an answer in a snapshot is damaged"), (encode(Done()), "is a Done")],
+)
+def test_what_is_no_answer_is_told(data: bytes, what: str) -> None:
+    with pytest.raises(CheckpointCorrupt, match=what):
+        unpack_answer(data)

