@@ -40,7 +40,7 @@ from psync.numerics.memory import BlockPool
 from psync.numerics.rules import registered
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life, LifeEvent
-from psync.ps.plans import Plans, ShardSet
+from psync.ps.plans import Plans
 from psync.ps.snapshots import Snapshots, load
 from psync.ps.succession import (
     REPLACED,
@@ -50,7 +50,6 @@ from psync.ps.succession import (
 )
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import NOTHING
-from psync.sync.cross_ps_sets import WholeSet
 from psync.sync.groups import CLOSER
 from psync.sync.ps_services import PsServices
 from psync.wire.codec import Message
@@ -119,9 +118,8 @@ class PsTask:
         )
         nothing = self._nothing(0)
         self.services = parts.of(PsServices)(
-            self._process, self.life, None, 0, nothing, Plans(self.task, ShardSet.defined),
-            Plans(self.task, WholeSet),
-        )  # fmt: skip
+            self._process, self.life, None, 0, nothing, Plans(self.task)
+        )
         self._host = BackupHost(self._process, self, self._make_backup)
         self._sessions: SessionService | None = None  # until a training session asks
         # Every chief knows the process's own address: it is asked there what it serves, and that
@@ -212,9 +210,8 @@ class PsTask:
 
     def _facts(self) -> dict[str, Any]:
         """Return what a trace has to know: the variables of plans, by their numbers."""
-        tables: tuple[Plans[Any], ...] = (self.services.plans, self.services.wholes)
-        plans = [plan for table in tables for of in table.of.values() for plan in of.values()]
-        return {"plans": {str(plan.number): [key[-2] for key in plan.keys] for plan in plans}}
+        plans = [plan for of in self.services.plans.of.values() for plan in of.values()]
+        return {"plans": {str(plan.number): [key[0] for key in plan.keys] for plan in plans}}
 
     def _counters(self) -> dict[str, float]:
         executor = self.services.executor
@@ -233,9 +230,8 @@ class PsTask:
         """
         self.services.end(self.life, timeline, patience_s, self._succession.lost)
         plans = self.services.plans.since(attach.coordinator)
-        wholes = self.services.wholes.since(attach.coordinator)
         make = self._platform.parts.of(PsServices)
-        self.services = make(self._process, self.life, attach, timeline, contents, plans, wholes)
+        self.services = make(self._process, self.life, attach, timeline, contents, plans)
         self._endpoint.handlers.update(self.services.handlers())
 
     def _nothing(self, floor: int) -> Loaded:

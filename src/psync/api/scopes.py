@@ -414,7 +414,7 @@ async def values_of(
     plan = runtime.ps.plan_of(variables)
     if consistent:
         return await pull_at_once(runtime.ps, plan, writable=copy, out=out, seen=runtime.pulled)
-    if compression is not None and plan.whole.nbytes > SMALL_BODY_BYTES:
+    if compression is not None and plan.nbytes > SMALL_BODY_BYTES:
         return await pull_compressed(
             runtime.ps, plan, compression, writable=copy, out=out, seen=runtime.pulled
         )

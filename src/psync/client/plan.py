@@ -20,7 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,10 +32,8 @@ from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.store.push_counts import FIRST, FURTHER, HOME
 from psync.wire.codec import encode
 from psync.wire.frames import LENT_ABOVE_BYTES, SMALL_BODY_BYTES, Borrowed, Segment, copies
-from psync.wire.messages import DefinePlan, DefineWhole, Read
+from psync.wire.messages import DefinePlan, Read
 from psync.wire.tensors import Joined, to_bytes_view, to_bytes_views
-
-D = TypeVar("D", DefinePlan, DefineWhole)
 
 ARENA_BYTES = 1 << 20
 """Small variables of one pull share memory up to this much: one read instead of many."""
@@ -88,7 +86,6 @@ class Request:
     nbytes: int = 0
     values: DefinePlan = field(init=False)  # its shards, and nothing else
     read: Read = field(init=False)  # of their values
-    alone: Whole | None = None  # of ps 0: this part, where it alone comes with the word to decide
 
     def add(self, shard: ShardSpec, variable: int, start: int, place: Place) -> None:
         """Let the request carry one more shard, whose first byte is ``start`` of its variable."""
@@ -105,28 +102,6 @@ class Request:
         self.pieces.append((place.buffer, first, end))
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A plan, or requests of it, in one message to ps 0, which hands on what belongs to others."""
-
-    definition: DefineWhole
-    cuts: list[tuple[int, int, int]]  # as those of a request
-    lengths: tuple[int, ...]
-    nbytes: int
-
-    @classmethod
-    def of(cls, requests: Sequence[Request]) -> Whole:
-        """Return these requests in one."""
-        members = [(request.ps, *member) for request in requests for member in request.members]
-        lengths = [length for request in requests for length in request.lengths]
-        return cls(
-            numbered(DefineWhole(0, members, lengths)),
-            [cut for request in requests for cut in request.cuts],
-            tuple(lengths),
-            sum(request.nbytes for request in requests),
-        )
-
-
 @dataclass(slots=True, eq=False)
 class Plan:
     """How a fixed set of variables is pulled and pushed."""
@@ -140,7 +115,7 @@ class Plan:
     """Of each variable that may be lent by itself, by its index: its shards but empty ones, in
     order."""
     digest: bytes  # of the set of shards, in whatever order: the same in every process
-    whole: Whole
+    nbytes: int
     spread: bool  # whether a variable lies on several ps tasks
     first: dict[int, int]  # by ps that it concerns: the place of its first request
     in_parts: bool  # whether one of these gets several requests
@@ -164,7 +139,7 @@ class Plan:
         return made
 
 
-def numbered(definition: D) -> D:
+def numbered(definition: DefinePlan) -> DefinePlan:
     """Return a definition with its number: a digest, so that it never means anything else."""
     digest = hashlib.blake2b(encode(definition), digest_size=6).digest()
     return replace(definition, plan=int.from_bytes(digest, "big"))
@@ -210,7 +185,8 @@ def make_plan(variables: Sequence[VariableSpec], compression: Compression | None
     return Plan(
         tuple(variables), ordered, buffers, [places[index] for index in range(len(variables))],
         _alike_in(places), _large_in(ordered, variables),
-        hashlib.blake2b(repr(keys).encode(), digest_size=16).digest(), Whole.of(ordered),
+        hashlib.blake2b(repr(keys).encode(), digest_size=16).digest(),
+        sum(request.nbytes for request in ordered),
         any(len({shard.ps for shard in variable.shards}) > 1 for variable in variables),
         {of_ps[0].ps: ordered.index(of_ps[0]) for of_ps in requests.values()},
         len(ordered) > len(requests),
@@ -407,18 +383,6 @@ class Landing:
             return to_bytes_view(self._given[index])[start:stop]
         buffer, offset, *_ = self.plan.places[index]
         return self._buffer(buffer)[offset + start : offset + stop]
-
-    def into_whole(
-        self, _: object, lengths: tuple[int, ...], lent: Borrowed | None
-    ) -> list[memoryview]:
-        """As ``into``, of an answer that brings all at once: the arrays are there with it."""
-        if lengths != self.plan.whole.lengths:
-            return _thrown_away(lengths)
-        targets: list[memoryview] = []
-        for at, request in enumerate(self.plan.requests):
-            targets += self.into(at, None, request.lengths, None)
-        self.settle()
-        return targets
 
     async def copied(self) -> list[np.ndarray]:
         """Copy what is kept, and cannot be leased; then ``settle``. Cancellation: safe."""

@@ -267,20 +267,30 @@ class PlanUpdate(Delivery[messages.Pushed]):
         lane: str = "",
         landing: Landing | None = None,
     ) -> None:
-        self.rows: list[list[int] | None] = []  # that the messages name
+        bodies = bodies_of(plan, arrays)
+        self.rows = [rows for _, rows, _ in bodies]  # that the messages name
         calls = []
-        for at, (segments, rows, nbytes) in enumerate(bodies_of(plan, arrays)):
-            request = plan.requests[at]
-            build, link = functools.partial(message, self, at), client.links[request.ps]
-            made = Call(link, build, segments, nbytes, lane)
-            self.rows.append(rows)
-            calls.append(made)
-            if landing is not None and request.ps in landing.plan.first:
-                place = landing.plan.first[request.ps]
-                pulled = landing.plan.requests[place]
-                made.into, made.lengths = functools.partial(landing.into, place), pulled.lengths
-                made.nbytes = max(nbytes, pulled.nbytes)
+        for at, (segments, _, nbytes) in enumerate(bodies):
+            build, ps = functools.partial(message, self, at), plan.requests[at].ps
+            calls.append(brings(landing, ps, Call(client.links[ps], build, segments, nbytes, lane)))
         super().__init__(messages.Pushed, "an update", calls, "the shards", may_lack=True)
+
+
+def brings(landing: Landing | None, ps: int, call: Call) -> Call:
+    """Let the answer of a ps bring what is wanted of it, if anything is; return the call."""
+    if landing is not None and ps in landing.plan.first:
+        place = landing.plan.first[ps]
+        pulled = landing.plan.requests[place]
+        call.into, call.lengths = functools.partial(landing.into, place), pulled.lengths
+        call.nbytes = max(call.nbytes, pulled.nbytes)
+    return call
+
+
+def brought(pulled: Plan | None, ps: int) -> list[tuple[int, int]] | None:
+    """Return the shards on a ps whose values an answer brings, as the wire has them."""
+    if pulled is None or ps not in pulled.first:
+        return None
+    return pulled.requests[pulled.first[ps]].members
 
 
 def others_of(drawn: Sequence[tuple[int, int]], at: int) -> list[tuple[int, int]] | None:
@@ -561,12 +571,11 @@ class PsClient:
         optimizer, pulled, _ = what
 
         def said(request: Request) -> dict[str, Any]:
-            brings = pulled is not None and request.ps in pulled.first
             is_raised = raised is not None and (request.ps, request.part) == (raised.ps, 0)
             return {
                 "optimizer": optimizer,
                 "config": config,
-                "pull": pulled.requests[pulled.first[request.ps]].members if brings else None,
+                "pull": brought(pulled, request.ps),
                 "raised": raised.key if raised is not None and is_raised else None,
             }
 

@@ -1,23 +1,21 @@
-"""Client of synchronous steps: parts staged on every ps, then the contribution to ps 0.
+"""Client of synchronous steps: each ps gets its part of a push, ps 0 decides.
 
-    StagePush to each ps   keeps its part; no trace of it if what follows never happens
-    Contribute to ps 0     decides; answers with the outcome and a token, as soon as there is one
+ps 0 gets one in any case. It answers with the outcome and a token, as soon as there is one; another
+ps answers when a step with the part is applied there. So a push that counts in a step is over when
+all have answered, and any other one when ps 0 has. Pushes are numbered separately in each group.
 
-A push of at most 64 KiB is no more than the second message, which carries it whole; of a larger
-one it carries ps 0's own part, if that is small. Pushes are numbered separately in each group.
-
-A ps of this host keeps a part where it is lent, until the step is applied. Where that is memory of
+A ps of this host holds a part where it is lent, until the step is applied. Where that is memory of
 the caller's own (``psync.empty_like``), which may be written to once the push has returned, it must
 not be read any more then. It is not where the token is of a later step than the push counts in, or
-the push does not count. Else, or after an error, each ps is sent the same part again, as a copy,
-which takes the place of the first one, and the push returns when that has been given back.
+the push does not count. Else, or after an error, each ps is told to copy the part (``KeepPart``),
+and the push returns when what was lent has been given back. So it is with what is still on its way
+when a push is over that does not count: nothing comes behind it.
 
-Values may come with the token: ps 0 sends all, and the other ps tasks have sent theirs to it when
-the step was applied: up to 64 KiB, if no shard is busy and there is no second group. A push asks by
-itself for the set that was pulled right after the last one, so a step of small variables needs no
-pull. Those values are of a pull that was made early: read on the ps tasks after the push was sent,
-and used later. The caller of that pull must not be able to tell, so they are dropped unless all of
-this holds:
+Values may come with the answers: up to 64 KiB, if no shard is busy. A push asks by itself for the
+set that was pulled right after the last one, so a step of small variables needs no pull. Those
+values are of a pull that was made early: read on the ps tasks after the push was sent, and used
+later. The caller of that pull must not be able to tell, so they are dropped unless all of this
+holds:
 
 - The pull is the next thing that this task does with the ps tasks.
 - It begins in a closure that was on this worker when the push was sent: what a program did before
@@ -34,12 +32,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from psync.client.counters import Numbers
-from psync.client.link import Answers, Call, PsLink, ask
+from psync.client.link import Answers, Call, PsLink, always, ask
 from psync.client.plan import (
     BODY_PER_REQUEST,
     MEMBERS_PER_REQUEST,
@@ -47,22 +45,17 @@ from psync.client.plan import (
     Landing,
     Plan,
     Request,
-    Whole,
     bodies_of,
+    numbered,
 )
-from psync.client.ps import PsClient
+from psync.client.ps import PsClient, brings, brought
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.connection import Connection
+from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
 from psync.numerics.rows import IndexedSlices
 from psync.wire import messages
-from psync.wire.frames import SMALL_BODY_BYTES, Segment
-from psync.wire.tensors import to_bytes_view
-
-ASK_FROM_SMALLS = 16
-"""More than so many small bodies, 1 MiB, are not sent before ps 0 has been asked whether they would
-be stale. The question costs a round trip each time; of less, what is sent for nothing costs no
-more."""
+from psync.wire.frames import SMALL_BODY_BYTES, Frame
 
 GOOD_FOR_S = 0.001
 """A step that has not let go of the loop for so long has computed, or read something."""
@@ -99,18 +92,20 @@ class PulledAhead:
         self._wanted: Landing | None = None  # the same, once its values have come
         self._came = 0.0  # when they did
 
-    def want(self, announced: Plan | None = None) -> Landing | None:
-        """A push is about to be sent, one message: return what it should ask for, if anything.
+    def want(self, push: Plan, announced: Plan | None = None) -> Landing | None:
+        """A push is about to be sent: return what it should ask for, if anything.
 
         Args:
+            push: Of its variables.
             announced: What the program says that it pulls next; None: it does not say.
         """
         self._asked = self._wanted = None
         self._is_first = True
         self._arrivals_then = self.arrivals
-        self._calls_then = self._calls() + 2  # and its answer
+        asked = push.first.keys() | {0}
+        self._calls_then = self._calls() + 2 * len(asked)  # and the answers
         plan = announced or self._plan
-        if plan is None or plan.whole.nbytes > SMALL_BODY_BYTES:
+        if plan is None or plan.nbytes > SMALL_BODY_BYTES or not plan.first.keys() <= asked:
             return None
         for link in self._links:
             if link.updates.under_way:
@@ -175,38 +170,23 @@ class _Group:
 
     pushes: Numbers = field(default_factory=Numbers)
     token: int | None = None  # the last one
-    is_decided: bool = False  # the rule at ps 0 knows its configuration
-    staging: set[int] = field(default_factory=set)  # ps tasks that know it
 
 
-class _Part(NamedTuple):
-    """What a push has for one ps."""
-
-    request: Request
-    segments: Sequence[Segment]
-    rows: list[int] | None  # as the wire has it
-    nbytes: int
-
-    def views(self) -> Iterator[memoryview]:
-        """Return what is lent of it: segments of whole shards."""
-        return (each for each in self.segments if isinstance(each, memoryview) and len(each))
+NOTHING = Request(0, 0)
+"""What ps 0 is sent that has none of a push's variables."""
 
 
-class _Push(NamedTuple):
-    """What every message of a push says of it."""
+class _Answers(Answers[messages.Pushed | messages.Contributed]):
+    """The answers to a push, of which none is missing that it needs; see above."""
 
-    group: int
-    config: dict[str, Any]
-    number: int
-    local_step: int
-    read: list[_Part]  # where they lie: in the caller's memory
-
-    def is_applied(self, answer: messages.Contributed) -> bool:
-        """Return whether nothing will be computed from it any more, now that it is answered."""
-        if answer.outcome != "accepted":
-            return True
-        # It counts in a step up to its local step, and later tokens come when that is applied.
-        return answer.token > self.local_step >= 0
+    def note(self, at: int, outcome: Frame | Exception) -> None:
+        """One has come."""
+        self.outcomes[at] = outcome
+        self.missing -= 1
+        if not self.missing or isinstance(outcome, Exception):
+            self.complete()
+        elif type(outcome.message) is messages.Contributed and not outcome.message.count:
+            self.complete()
 
 
 class SyncClient:
@@ -280,54 +260,107 @@ class SyncClient:
                 hint="spread the variables over more ps tasks",
             )
         known = self._group(group)
+        if IndexedSlices in map(type, gradients):
+            gradients = self._ps.in_order(gradients)
+        requests, bodies = plan.requests, bodies_of(plan, gradients)
+        if 0 not in plan.first:
+            requests, bodies = [NOTHING, *requests], [((), None, 0), *bodies]
+        landing = None if ahead is None else ahead.want(plan, announced)
+        what = "synchronous", group, None if landing is None else landing.plan
+        definitions = plan.defined.get(what) or self._pushes_of(plan, what, config)
         pushes = known.pushes
-        push = _Push(group, config, pushes.draw(), local_step, [])
-        try:
-            with self._ps.work.push:
-                along, segments, rows = await self._stage_large(plan, gradients, push)
-            landing = None if ahead is None else ahead.want(announced)
-            next_set = None
-            if landing is not None:
-                next_set = landing.plan.whole
-                asyncio.get_running_loop().call_soon(landing.make_room)  # meanwhile
+        number = pushes.draw()
 
-            def build(peer: Connection) -> messages.Contribute:
-                if landing is not None:
-                    landing.arrays = None  # of an answer that did not come in whole
-                for whole in (along, next_set):
-                    if whole is not None and whole.definition.plan not in peer.state["plans"]:
-                        self._ps.links[0].define(peer, whole.definition)
-                return messages.Contribute(
-                    group, None if known.is_decided else config, push.number,
-                    pushes.acked_below, *call, plan.digest, local_step, weight,
-                    -1 if along is None else along.definition.plan,
-                    -1 if next_set is None else next_set.definition.plan, rows, plan.spread,
-                )  # fmt: skip
-
-            asked = Call(
-                self._ps.links[0], build, segments,
-                into=None if landing is None else landing.into_whole,
-                lengths=None if next_set is None else next_set.lengths,
+        def build(at: int, peer: Connection) -> messages.Update:
+            if definitions[at].plan not in peer.state["plans"]:
+                self._ps.links[requests[at].ps].define(peer, definitions[at])
+            return messages.Update(
+                number, pushes.acked_below, *call, definitions[at].plan, 0, 0, None, bodies[at][1],
+                None, 0, local_step, weight,
             )  # fmt: skip
-            answers = Answers(messages.Contributed, "a push", [asked], "the values", may_lack=True)
-            with self._ps.work.wait:
-                try:
-                    (answer,) = await answers.send().all()
-                except PsyncError:
+
+        # Each replica may contribute several times to a step: then what is lent is a copy.
+        copied = config["replicas_to_aggregate"] > config["total_num_replicas"]
+        calls = []
+        for at, (segments, _, nbytes) in enumerate(bodies):
+            ps = requests[at].ps
+            asked = Call(
+                self._ps.links[ps], functools.partial(build, at), segments, nbytes, copied=copied
+            )
+            calls.append(brings(landing, ps, asked))
+        kind = messages.Pushed | messages.Contributed
+        answers = _Answers(kind, "a push", calls, "the values", may_lack=True)
+        with self._ps.work.wait:
+            try:
+                self._send(answers)
+                if landing is not None:
+                    asyncio.get_running_loop().call_soon(landing.make_room)  # meanwhile
+                came = await answers.all()
+            except BaseException:
+                if plan.nbytes > SMALL_BODY_BYTES:
                     with contextlib.suppress(PsyncError):
-                        await self._own(push)
-                    raise
-            if push.read and not push.is_applied(answer):
-                await self._own(push)
-        finally:
-            pushes.answered(push.number)
-        known.is_decided = True
+                        unread = self._let_go(group, number, answers, copied)
+                        await shielded(asyncio.ensure_future(unread))
+                raise
+            finally:
+                pushes.answered(number)
+            (answer,) = [each for each in came if isinstance(each, messages.Contributed)]
+            # It counts in a step up to its local step; later tokens come when that is applied.
+            is_over = answer.outcome != "accepted" or answer.token > local_step >= 0
+            if plan.nbytes > SMALL_BODY_BYTES and (answers.missing or not is_over):
+                await self._let_go(group, number, answers, copied or is_over)
         known.token = answer.token
         if ahead is not None:
             if landing is not None:
-                landing.steps = [[(group, answer.token)]]
+                landing.steps = [each.steps for each in came if each.steps is not None]
+                if len(landing.steps) == len(landing.plan.requests):
+                    landing.settle()
             ahead.put(landing)
         return answer
+
+    def _pushes_of(
+        self, plan: Plan, what: tuple[Any, ...], config: dict[str, Any]
+    ) -> list[messages.DefinePlan]:
+        """Settle what pushes of a group mean that bring these values."""
+        _, group, pulled = what
+        others = [ps for ps in plan.first if ps]
+        requests = plan.requests if 0 in plan.first else [NOTHING, *plan.requests]
+        made = plan.defined[what] = [
+            numbered(
+                messages.DefinePlan(
+                    0, request.members, group, config, pull=brought(pulled, request.ps),
+                    variable_set=plan.digest, others=None if request.ps else others,
+                    spread=plan.spread,
+                )
+            )
+            for request in requests
+        ]  # fmt: skip
+        return made
+
+    def _send(self, answers: Answers[Any]) -> None:
+        """Send all parts of a push."""
+        answers.send()
+
+    async def _let_go(self, group: int, push: int, answers: Answers[Any], copied: bool) -> None:
+        """Let nobody read any more where the caller has the gradients of a push.
+
+        Neither what is on its way, nor, unless that is ``copied``, a part that is held where it is.
+
+        Raises:
+            PsyncError: A ps is gone.
+
+        Cancellation: Safe; then they may be read.
+        """
+        region_of, keep = self._ps.memory.own_region_of, messages.KeepPart(group, push)
+        calls, lent = [], list[memoryview]()
+        for call, outcome in zip(answers.calls, answers.outcomes, strict=True):
+            views = [each for each in call.segments if isinstance(each, memoryview) and len(each)]
+            if not copied:
+                lent += filter(region_of, views)
+            if views and (outcome is None or not copied):  # it comes behind what is on its way
+                calls.append(Call(call.link, always(keep), lane=call.lane))
+        await Answers(messages.Done, "a part to be kept", calls).send().all()
+        await self._ps.memory.returned(lent)
 
     async def init_tokens(self, group: int, config: dict[str, Any], count: int) -> int:
         """Put the initial tokens of a group, if nobody has yet; return the group's step.
@@ -340,86 +373,4 @@ class SyncClient:
         """
         tokens = messages.InitTokens(group, config, count)
         present, _ = await ask(self._ps.links[0], tokens, messages.SyncStep)
-        self._group(group).is_decided = True
         return present.step
-
-    async def _stage_large(
-        self, plan: Plan, gradients: Sequence[Array], push: _Push
-    ) -> tuple[Whole | None, Sequence[Segment], list[int] | None]:
-        """Stage what is too large to go along with the word that decides.
-
-        Returns:
-            What goes along with it, or None; its segments; its rows.
-        """
-        whole = plan.whole
-        if whole.nbytes <= SMALL_BODY_BYTES and IndexedSlices not in map(type, gradients):
-            views = list(map(to_bytes_view, gradients))  # type: ignore[arg-type]
-            segments = []
-            for index, start, stop in whole.cuts:
-                segments.append(views[index][start:stop])
-            return whole, segments, None
-        bodies = bodies_of(plan, self._ps.in_order(gradients))
-        parts = [_Part(each, *body) for each, body in zip(plan.requests, bodies, strict=True)]
-        if await self._is_over(parts, push):
-            return None, (), None
-        own = None
-        for part in parts:
-            if part.request.ps == 0 and part.nbytes <= SMALL_BODY_BYTES:
-                own = part
-        # Each replica may contribute several times to a step: then it is copied from the beginning.
-        several = push.config["replicas_to_aggregate"] > push.config["total_num_replicas"]
-        await self._stage([part for part in parts if part is not own], push, several)
-        if own is None:
-            return None, (), None
-        if own.request.alone is None:
-            own.request.alone = Whole.of([own.request])
-        return own.request.alone, own.segments, own.rows
-
-    async def _is_over(self, parts: Sequence[_Part], push: _Push) -> bool:
-        """Ask ps 0, before many bytes travel, whether the push would be stale."""
-        travel = sum(part.nbytes for part in parts if not self._ps.links[part.request.ps].lends)
-        if travel <= ASK_FROM_SMALLS * SMALL_BODY_BYTES:
-            return False
-        present, _ = await ask(self._ps.links[0], messages.AskStep(push.group), messages.SyncStep)
-        return (push.local_step if push.local_step >= 0 else present.first) < present.step
-
-    async def _stage(self, parts: Sequence[_Part], push: _Push, copied: bool) -> None:
-        """Send each ps its part, or a copy of it.
-
-        Whether one says "stale" makes no difference: ps 0 decides before any ps can know, so it
-        will say the same of the whole push.
-        """
-        if not parts:
-            return
-        staging = self._group(push.group).staging
-
-        def build(part: _Part, peer: Connection) -> messages.StagePush:
-            request, config = part.request, None if part.request.ps in staging else push.config
-            self._ps.links[request.ps].define(peer, request.values)
-            return messages.StagePush(
-                push.group, config, push.number, push.local_step, request.values.plan, part.rows
-            )
-
-        calls = []
-        for part in parts:
-            link, build_it = self._ps.links[part.request.ps], functools.partial(build, part)
-            calls.append(Call(link, build_it, part.segments, part.nbytes, copied=copied))
-        if not copied:
-            region_of = self._ps.memory.own_region_of
-            push.read.extend(part for part in parts if any(map(region_of, part.views())))
-        answers = Answers(messages.Staged, "a part of a push", calls)
-        self._ps.outgoing.send(answers)
-        await answers.all()
-        staging.update(part.request.ps for part in parts)
-
-    async def _own(self, push: _Push) -> None:
-        """Let nobody read any more where the caller has the gradients of a push.
-
-        Raises:
-            PsyncError: As for any part of a push.
-
-        Cancellation: As for the push.
-        """
-        if push.read:
-            await self._stage(push.read, push, True)
-            await self._ps.memory.returned(view for part in push.read for view in part.views())

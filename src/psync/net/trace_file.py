@@ -287,8 +287,8 @@ class Names:
             for number, variables in log.facts.get("plans", {}).items():
                 self.plans[int(number)] = variables
             for _, _, _, message in log.told:
-                if isinstance(message, messages.DefinePlan | messages.DefineWhole):
-                    self.plans[message.plan] = [each[-2] for each in message.members]
+                if isinstance(message, messages.DefinePlan):
+                    self.plans[message.plan] = [each[0] for each in message.members]
                 keys.update((closure[0], closure[1]) for closure in _closures_of(message))
         # Those that did not come to their end are named after others of the same function.
         functions = {keys[each]: name for each, name in self.closures.items() if each in keys}
@@ -454,9 +454,9 @@ def _sync_steps(log: TaskLog) -> Iterator[Slice]:
     """Synchronous steps on ps 0, from the first gradient until it is closed."""
     closed: dict[tuple[int, int], list[tuple[messages.Contributed, Half]]] = defaultdict(list)
     for half in _served(log):
-        asked, answer = half.message, half.answer
-        if isinstance(asked, messages.Contribute) and isinstance(answer, messages.Contributed):
-            closed[asked.group, answer.token].append((answer, half))
+        answer = half.answer
+        if isinstance(answer, messages.Contributed):
+            closed[answer.group, answer.token].append((answer, half))
     last: dict[int, float] = defaultdict(lambda: log.begin)
     for (group, token), several in closed.items():
         counted = [(answer, half) for answer, half in several if answer.outcome == "accepted"]

@@ -23,6 +23,7 @@ task: nobody knows what is half done.
 from __future__ import annotations
 
 import asyncio
+import enum
 import functools
 import logging
 from collections import deque
@@ -55,7 +56,17 @@ AT_ONCE = 64
 Listed = tuple[Client, Message | bytes, Sequence[memoryview]]
 """(client, message or its header, segments) of an entry."""
 
-Outcome = Compute | Awaitable[None] | None
+
+class Later(enum.Enum):
+    """The type of ``LATER``."""
+
+    LATER = enum.auto()
+
+
+LATER = Later.LATER
+"""Of an act that has been done: its request is answered by somebody else."""
+
+Outcome = Compute | Awaitable[None] | Later | None
 """Of an act: what comes before the answer, or what to wait for, with all later entries."""
 
 Act = Callable[[], Outcome]
@@ -308,6 +319,8 @@ class Executor:
                 outcome.done()
             except Exception as exc:
                 failed = exc
+        elif outcome is LATER:
+            return
         elif outcome is not None:
             ended = ended if claim is None else claim()
             under_way = self._wait(number, request, ended, outcome)

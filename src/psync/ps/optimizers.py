@@ -53,7 +53,7 @@ class OptimizerService:
         store: ShardStore,
         work: LongWork,
         pool: BlockPool,
-        plans: Plans[ShardSet],
+        plans: Plans,
         counted: Callable[[], None],
     ) -> None:
         self._task = task

@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -48,7 +48,7 @@ from psync.store.ledger import Client
 from psync.store.rows import RowValues
 from psync.store.store import Adjacent, Key, Plan, ShardStore, ones
 from psync.wire.codec import Message, decode
-from psync.wire.messages import DefinePlan, DefineWhole, Done
+from psync.wire.messages import DefinePlan, Done
 
 NO_BYTES = memoryview(b"")
 
@@ -83,6 +83,9 @@ class ShardSet:
     followed: tuple[Key, ...] = ()  # by the averages: one per shard
     wanted: ShardSet | None = None  # whose values an answer brings
     raised: Key | None = None
+    variable_set: bytes = b""  # of a synchronous push
+    others: tuple[int, ...] = ()
+    spread: bool = False
     # What the store says.
     store: ShardStore | None = None  # the one that the rest was read from
     specs: Sequence[ShardSpec] = ()
@@ -134,6 +137,8 @@ class ShardSet:
             plan.followed = tuple(zip(message.follows, indices, strict=True))
         if message.pull is not None:
             plan.wanted = cls.of(message.pull)
+        plan.variable_set, plan.spread = message.variable_set, message.spread
+        plan.others = tuple(message.others or ())
         if message.raised is not None:
             plan.raised = message.raised[0], message.raised[1]
         return plan
@@ -152,7 +157,7 @@ class ShardSet:
                 not fit what it follows.
         """
         if self.store is not store:
-            if self.config is not None:
+            if self.config is not None and not self.variable_set:
                 store.define_optimizer(self.optimizer, self.config)
             self.specs = [store.spec(key) for key in self.keys]
             self.names = [spec.variable for spec in self.specs]
@@ -260,7 +265,8 @@ class ShardSet:
         nbytes = self.nbytes if rows is None else sum(self.lengths_with(rows))
         if not body:  # no segments came, so nobody was asked where to put them
             self.check_lengths((), task)
-        elif sum(map(len, body)) == nbytes and self.fits(list(map(len, body))):
+            return ()
+        if sum(map(len, body)) == nbytes and self.fits(list(map(len, body))):
             return body if nbytes else ()
         raise ValueMismatchError(f"{task}: the variables were declared again in the meantime")
 
@@ -347,22 +353,11 @@ class ShardSet:
         return parts
 
 
-class Defined(Protocol):
-    """What is defined by a client."""
-
-    number: int
-    header: bytes  # the definition, as it came
-
-
-P = TypeVar("P", bound=Defined)
-
-
-class Plans(Generic[P]):
+class Plans:
     """What the clients of one ps call by numbers, under one coordinator. Single owner.
 
     Args:
         task: Name of the ps.
-        made: Makes a plan of a definition, and the header with which that came.
         of: What is known.
 
     Attributes:
@@ -373,29 +368,28 @@ class Plans(Generic[P]):
     def __init__(
         self,
         task: str,
-        made: Callable[[Any, bytes], P],
-        of: Mapping[Client, dict[int, P]] | None = None,
+        of: Mapping[Client, dict[int, ShardSet]] | None = None,
     ) -> None:
         self.of = dict(of or {})
         self.note: Callable[[Client, Message], None] = lambda *_: None
         self._task = task
-        self._made = made
 
-    def since(self, coordinator: int) -> Plans[P]:
+    def since(self, coordinator: int) -> Plans:
         """Return what those have defined that a coordinator may have started; plans of their own.
 
         Updates that go on where they began still use these, which hold that store.
         """
         of = {
             client: {
-                each.number: self._made(decode(each.header), each.header) for each in of.values()
+                each.number: ShardSet.defined(cast(DefinePlan, decode(each.header)), each.header)
+                for each in of.values()
             }
             for client, of in self.of.items()
             if client[1] >= coordinator
         }
-        return Plans(self._task, self._made, of)
+        return Plans(self._task, of)
 
-    def serve(self, request: Request[DefinePlan | DefineWhole]) -> None:
+    def serve(self, request: Request[DefinePlan]) -> None:
         """Know a plan from now on.
 
         Raises:
@@ -404,7 +398,7 @@ class Plans(Generic[P]):
         self._define(request.peer.client, request.message, request.header)
         request.answer(_DONE)
 
-    def keep(self, client: Client, plan: P) -> None:
+    def keep(self, client: Client, plan: ShardSet) -> None:
         """What names a plan is to be an entry, and has perhaps waited: define it if it has gone."""
         if self.of.get(client, NO_PLANS).get(plan.number) is not plan:
             self._define(client, decode(plan.header), plan.header)
@@ -423,10 +417,10 @@ class Plans(Generic[P]):
             return
         if len(plans) >= MAX_PLANS:
             del plans[next(iter(plans))]
-        plans[message.plan] = self._made(message, header)
+        plans[message.plan] = ShardSet.defined(message, header)
         self.note(client, message)
 
-    def plan(self, client: Client, number: int) -> P:
+    def plan(self, client: Client, number: int) -> ShardSet:
         """Return what a client calls by a number.
 
         Raises:

@@ -77,7 +77,7 @@ class PsPulls:
         closed: Closed,
         locks: PsLocks,
         pool: BlockPool,
-        plans: Plans[ShardSet],
+        plans: Plans,
         limits: Limits,
     ) -> None:
         self.pulls = self.row_pulls = 0  # that were served

@@ -22,7 +22,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -54,7 +54,6 @@ from psync.store.work import nothing
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     DefinePlan,
-    DefineWhole,
     Failure,
     Pushed,
     Update,
@@ -100,6 +99,14 @@ class PushStaleness:
             "newest": [(task, steps) for task, steps in newest.items() if steps >= 0],
             "counts": {str(steps): count for steps, count in enumerate(self._counts) if count},
         }
+
+
+class Parts(Protocol):
+    """Takes parts of synchronous pushes: ``sync.ps_sync``."""
+
+    def prepare(self, request: Request[Update], known: ShardSet) -> Sequence[memoryview]: ...
+    def arrived(self, request: Request[Update], known: ShardSet) -> None: ...
+    def replay(self, request: Request[Update], known: ShardSet) -> None: ...
 
 
 class PsUpdate(Compute):
@@ -272,7 +279,7 @@ class PsUpdates:
         gate: Who must wait while a cut is taken.
         pulls: Reads what an answer brings.
         plans: Of all clients.
-        wholes: Their plans for pushes that come whole to ps 0.
+        sync: Takes those of synchronous pushes.
     """
 
     def __init__(
@@ -286,8 +293,8 @@ class PsUpdates:
         executor: Executor,
         gate: UpdateGate,
         pulls: PsPulls,
-        plans: Plans[ShardSet],
-        wholes: Plans[Any],
+        plans: Plans,
+        sync: Parts,
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
         self.staleness = PushStaleness()
@@ -305,14 +312,13 @@ class PsUpdates:
         self._gate = gate
         self._pulls = pulls
         self._plans = plans
-        self._wholes = wholes
+        self._sync = sync
         self._optimizers = OptimizerService(task, store, work, pool, plans, lambda: self.counted())
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
             DefinePlan: Handler(self._plans.serve),
-            DefineWhole: Handler(self._wholes.serve),
             Update: Handler(self._arrived, self._prepare_update),
             **self._optimizers.handlers(),
         }
@@ -333,8 +339,7 @@ class PsUpdates:
         """Return the definitions of all plans, as entries."""
         return [
             (client, plan.header, ())
-            for table in (self._plans, self._wholes)
-            for client, plans in table.of.items()
+            for client, plans in self._plans.of.items()
             for plan in plans.values()
         ]
 
@@ -347,9 +352,11 @@ class PsUpdates:
     def _prepare_update(self, request: Request[Update]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
         message = request.message
+        client, plans = request.peer.client, self._plans
+        known = plans.of.get(client, NO_PLANS).get(message.plan)
+        if known is not None and known.variable_set:
+            return self._sync.prepare(request, known)
         try:
-            client, plans = request.peer.client, self._plans
-            known = plans.of.get(client, NO_PLANS).get(message.plan)
             if known is None:
                 known = plans.plan(client, message.plan)
             if known.store is not self._store:
@@ -378,10 +385,16 @@ class PsUpdates:
 
     def _arrived(self, request: Request[Update]) -> None:
         message, store = request.message, self._store
-        known, body = request.token, request.segments
+        known: ShardSet | None = request.token
+        body = request.segments
+        if known is None:  # nothing has come in
+            known = self._plans.of.get(request.peer.client, NO_PLANS).get(message.plan)
+        if known is not None and known.variable_set:
+            self._sync.arrived(request, known)
+            return
         try:
             # While the body came in a timeline may have ended.
-            if not isinstance(known, ShardSet) or known.store is not store:
+            if known is None or known.store is not store:
                 known = self._plans.plan(request.peer.client, message.plan).look_up(store)
             if known.followed:
                 body = ()
@@ -394,7 +407,11 @@ class PsUpdates:
 
     def _replay(self, request: Request[Update]) -> None:
         """Execute an entry: it was admitted on the primary, and nobody gets values here."""
-        known = self._plans.plan(request.peer.client, request.message.plan).look_up(self._store)
+        known = self._plans.plan(request.peer.client, request.message.plan)
+        if known.variable_set:
+            self._sync.replay(request, known)
+            return
+        known.look_up(self._store)
         update = PsUpdate(request, known, request.segments, self._store)
         update.wanted = None
         self._submit(update)

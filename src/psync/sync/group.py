@@ -100,8 +100,7 @@ class Group:
         """
         check_weight(contribution.weight)
         replica = contribution.replica
-        local_step = contribution.local_step
-        staleness = max(0, self.step - (self.first_step if local_step < 0 else local_step))
+        staleness = self.age(contribution.local_step)
         counts = self._counts.setdefault(replica[0], {"accepted": 0, "stale": 0, "duplicate": 0})
         if self._was_counted(contribution, final):
             push = Push(contribution, "duplicate", staleness)
@@ -117,6 +116,10 @@ class Group:
         if push.outcome == "accepted" and token != self.step:
             self.tokens.charge(replica, self.step)
         return push
+
+    def age(self, local_step: int) -> int:
+        """Return how many steps were closed since values of this step were the newest."""
+        return max(0, self.step - (self.first_step if local_step < 0 else local_step))
 
     def take(self, push: Push) -> list[Action]:
         """Let the push's replica have a token, or wait for one."""

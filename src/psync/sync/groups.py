@@ -14,7 +14,6 @@ from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.store.ledger import Client
 from psync.store.store import Key, ShardStore
 from psync.store.sync_config import SyncConfig
-from psync.sync.cross_ps_sets import Along
 from psync.sync.pushes import Close
 from psync.sync.step_update import GLOBAL_STEP_DTYPE, Average
 
@@ -33,8 +32,6 @@ class OutgoingStep:
     """On ps 0, a step that is decided: what the ps tasks are told until all have applied it."""
 
     close: Close
-    raw: dict[str, Any]  # the configuration of its group
-    along: Sequence[Sequence[Along]]  # what belongs to others of each push
     is_measured: bool = False  # the factors are known, where there are any
     scales: Listed = None
     ratios: Listed = None
@@ -101,11 +98,6 @@ class GroupTable:
     def outgoing(self) -> list[OutgoingStep]:
         """Return the steps that are outgoing."""
         return [known.outgoing for known in self._groups.values() if known.outgoing is not None]
-
-    @property
-    def has_one_group(self) -> bool:
-        """Whether no other group is known."""
-        return len(self._groups) == 1
 
     def raw_configs(self) -> dict[int, dict[str, Any]]:
         """Return the configurations of all groups, by their number, as they came."""

@@ -40,7 +40,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -50,13 +50,11 @@ from psync.net.platform import Parts
 from psync.ps.cooperative_work import Changing
 from psync.store.ledger import Client
 from psync.store.step_norms import Factors, ShardSums, StepNorms
-from psync.sync.cross_ps_sets import Share, Values
 from psync.sync.groups import CLOSER, FROM_CLOSER, Listed, OutgoingStep
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
 from psync.sync.pushes import Action, Close
 from psync.sync.steps import SyncSteps
-from psync.sync.token_waits import TokenWaits
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Frame
 from psync.wire.messages import (
@@ -76,8 +74,8 @@ HOSTED = "it is a backup"
 """Why nothing is carried until the coordinator has said where all ps tasks are served."""
 
 
-Ended = Callable[[Values, Exception | None], None]
-"""What is called at the end: with the values that were wanted, or with the first error."""
+Ended = Callable[[Exception | None], None]
+"""What is called at the end: with the first error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +83,6 @@ class _Step:
     outgoing: OutgoingStep
     norms: StepNorms
     passes: list[str]  # that are still to be made
-    wanted: Callable[[], Collection[Share]]
     ended: Ended
 
 
@@ -108,14 +105,11 @@ class StepRounds:
         self._sync = sync
         self._log_factors = measured
 
-    def carry(
-        self, outgoing: OutgoingStep, wanted: Callable[[], Collection[Share]], ended: Ended
-    ) -> None:
+    def carry(self, outgoing: OutgoingStep, ended: Ended) -> None:
         """Let every ps that has not done so apply a step.
 
         Args:
             outgoing: What was decided.
-            wanted: Says whose values are wanted afterwards; asked when the step is closed.
             ended: Called once. Must not raise.
         """
         group = outgoing.close.group
@@ -123,7 +117,7 @@ class StepRounds:
         passes: list[str] = []
         if self._all_ps.has_others and not outgoing.is_measured:
             passes = norms.passes_together(spread=self._sync.known(group, None).spread)
-        step = _Step(outgoing, norms, passes, wanted, ended)
+        step = _Step(outgoing, norms, passes, ended)
         if passes:
             self._measure(step)
         else:
@@ -131,14 +125,13 @@ class StepRounds:
 
     def _measure(self, step: _Step) -> None:
         """Make the next pass."""
-        outgoing, close = step.outgoing, step.outgoing.close
+        close = step.outgoing.close
         message = MeasureStep(
             close.group, None, close.step, list(close.pushes),
             scales=_listed(step.norms.scales), ratios=_listed(step.norms.ratios),
             what=step.passes[0],
         )  # fmt: skip
-        measured = functools.partial(self._measured, step)
-        self._all_ps.measure_step(message, outgoing.along, measured)
+        self._all_ps.measure_step(message, functools.partial(self._measured, step))
 
     def _measured(self, step: _Step, sums: Sequence[ShardSums], failed: Exception | None) -> None:
         if failed is None:
@@ -147,7 +140,7 @@ class StepRounds:
             except Exception as exc:
                 failed = exc
         if failed is not None:
-            step.ended({}, failed)
+            step.ended(failed)
         elif step.passes:
             self._measure(step)
         else:
@@ -163,7 +156,7 @@ class StepRounds:
             close.group, None, close.step, list(close.pushes),
             scales=outgoing.scales, ratios=outgoing.ratios,
         )  # fmt: skip
-        self._all_ps.close_step(message, outgoing.along, step.wanted(), step.ended)
+        self._all_ps.close_step(message, step.ended)
 
 
 def _listed(factors: Factors | None) -> Listed:
@@ -178,7 +171,6 @@ class OutgoingSteps(Changing):
         sync: The part of ps 0 itself.
         all_ps: The ps tasks.
         steps: The rule.
-        waits: Requests to which values are brought.
         perform: Does what the rule has decided.
         is_hosted: Whether it is that of a backup.
 
@@ -192,7 +184,6 @@ class OutgoingSteps(Changing):
         sync: PsSync,
         all_ps: AllPs,
         steps: SyncSteps,
-        waits: TokenWaits,
         perform: Callable[[Iterable[Action]], None],
         *,
         is_hosted: bool,
@@ -204,7 +195,6 @@ class OutgoingSteps(Changing):
         self._sync = sync
         self._all_ps = all_ps
         self._steps = steps
-        self._waits = waits
         self._perform = perform
         self._rounds = parts.of(StepRounds)(all_ps, sync, self._log_factors)
         self._carried: set[int] = set()  # groups of which a step is on its way to every ps
@@ -218,8 +208,8 @@ class OutgoingSteps(Changing):
 
     def decide(self, close: Close) -> None:
         """A step is decided: it is outgoing from now on."""
-        known = self._sync.known(close.group, None)
-        known.outgoing = outgoing = OutgoingStep(close, known.raw, self._sync.along(close))
+        outgoing = OutgoingStep(close)
+        self._sync.known(close.group, None).outgoing = outgoing
         if not self.pauses:
             self._carry(outgoing)
 
@@ -230,8 +220,7 @@ class OutgoingSteps(Changing):
 
     def _carry(self, outgoing: OutgoingStep) -> None:
         self._carried.add(outgoing.close.group)
-        ended = functools.partial(self._ended, outgoing.close)
-        self._rounds.carry(outgoing, self._waits.wanted_shares, ended)
+        self._rounds.carry(outgoing, functools.partial(self._ended, outgoing.close))
 
     def _log_factors(
         self, outgoing: OutgoingStep, scales: Listed, ratios: Listed, then: Callable[[], None]
@@ -262,7 +251,7 @@ class OutgoingSteps(Changing):
             outgoing.is_measured = True
             outgoing.scales, outgoing.ratios = message.scales, message.ratios
 
-    def _ended(self, close: Close, values: Values, failed: Exception | None) -> None:
+    def _ended(self, close: Close, failed: Exception | None) -> None:
         """Every ps has applied a step, or it cannot be."""
         failure = b""
         if failed is not None:
@@ -274,9 +263,7 @@ class OutgoingSteps(Changing):
 
         def act() -> None:
             self._carried.discard(close.group)
-            self._waits.bring(values)
             self.note_applied(message)
-            self._waits.done()
             self.wake()
 
         self._submit(close, message, act)

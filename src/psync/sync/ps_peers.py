@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any, TypeVar
 
 from psync.client.link import Call, PsLink, always
@@ -22,29 +21,31 @@ from psync.errors import (
     ParameterServerLost,
     RemoteProtocolError,
 )
-from psync.net.connection import AsIfFrom, Connection, OwnRequest, Request
+from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Request
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.store.step_norms import ShardSums
 from psync.store.sync_config import SyncConfig
-from psync.sync.cross_ps_sets import Along, Share, Values, WholeSet
 from psync.sync.groups import CLOSER, FROM_CLOSER, step_variable
 from psync.sync.ps_sync import PsSync
 from psync.wire.codec import Message
-from psync.wire.frames import SMALL_BODY_BYTES, Frame
+from psync.wire.frames import Frame
 from psync.wire.messages import (
     AttachPs,
     CloseStep,
-    DescribeSet,
     Done,
+    FollowParts,
+    Held,
     MeasureStep,
-    SetSizes,
     StepMeasured,
 )
 
 T = TypeVar("T")
+
+Then = Callable[[Exception | None], None]
+"""Called once, with the first error. Must not raise."""
 
 
 class AllPs:
@@ -56,6 +57,7 @@ class AllPs:
         sync: The part of ps 0 itself.
         pool: Memory for what comes in.
         work: What takes long.
+        heard: Told of parts that other ps tasks hold, see ``follow``.
         timeline: How often the cluster has rolled back to a snapshot.
     """
 
@@ -66,8 +68,11 @@ class AllPs:
         sync: PsSync,
         pool: BlockPool,
         work: LongWork,
+        heard: Callable[[Request[Held]], None],
         timeline: int = 0,
     ) -> None:
+        self._heard = heard
+        self._follows = False
         self._platform = platform
         self._attach = attach
         self._sync = sync
@@ -97,83 +102,28 @@ class AllPs:
         create_task = asyncio.get_running_loop().create_task
         return [create_task(link.call(always(message))) for link in self._others()]
 
-    async def describe(self, known: WholeSet, group: int, config: dict[str, Any] | None) -> None:
-        """Let each other ps say whether its share of a set fits.
-
-        Args:
-            known: The set.
-            group: That pushes to it; -1: its values are wanted, and no more.
-            config: Of the group.
-
-        Raises:
-            ValueMismatchError: It does not fit.
-            PsyncError: What a ps has against it.
-            ParameterServerLost: A ps is gone.
-
-        Cancellation: Safe.
-        """
-        sizes = 0
-        for share in known.shares:
-            if not 0 < share.ps < len(self._attach.ps_addresses):
-                raise RemoteProtocolError(
-                    f"{CLOSER}: a set with shards on ps {share.ps}, but there are only "
-                    f"{len(self._attach.ps_addresses)} ps tasks"
-                )
-            message = DescribeSet(share.number, group, config)
-            answer = (await self._ask_of(share, message)).message
-            if not isinstance(answer, SetSizes):
-                raise RemoteProtocolError(
-                    f"/job:ps/task:{share.ps} described a set with {type(answer).__name__}"
-                )
-            if group >= 0:
-                known.check_share(share, answer.sizes, CLOSER)
-            sizes += sum(answer.sizes)
-        if group < 0 and sizes + known.own.look_up(self._sync.store).nbytes > SMALL_BODY_BYTES:
-            raise RemoteProtocolError(
-                f"{CLOSER}: the values of a set of more than {SMALL_BODY_BYTES} bytes are wanted"
-            )
-        known.checked_for.add(group)
-
-    def close_step(
-        self,
-        message: CloseStep,
-        along: Sequence[Sequence[Along]],
-        wanted: Collection[Share],
-        then: Callable[[Values, Exception | None], None],
-    ) -> None:
+    def close_step(self, message: CloseStep, then: Then) -> None:
         """Let every ps close a step, all at once. It is carried as far as it goes.
 
         Args:
             message: What all are told.
-            along: What belongs to others of each push.
-            wanted: Whose values are wanted afterwards.
-            then: Called once, when all have answered, with the values that were wanted and the
-                first error. Must not raise.
+            then: Called once, when all have answered, with the first error. Must not raise.
         """
-        values: Values = {}
-
-        def brought(ps: int, received: Frame) -> None:
-            came = iter(received.segments)
-            for share in wanted if received.segments else ():
-                if share.ps == ps:
-                    values[share.number] = list(islice(came, share.end - share.first))
 
         def own(request: Request[Any]) -> None:
-            self._sync.applier.close(request, (), lambda: request.answer(_DONE))
+            self._sync.applier.close(request, lambda: request.answer(_DONE))
 
-        self._to_all(message, along, wanted, own, brought, lambda failed: then(values, failed))
+        self._to_all(message, own, lambda ps, received: None, then)
 
     def measure_step(
         self,
         message: MeasureStep,
-        along: Sequence[Sequence[Along]],
         then: Callable[[Sequence[ShardSums], Exception | None], None],
     ) -> None:
         """Let every ps measure a step, all at once. It is carried as far as it goes.
 
         Args:
             message: What all are told.
-            along: As for ``close_step``.
             then: Called once, when all have answered, with the sums of all shards and the first
                 error. Must not raise.
         """
@@ -199,16 +149,14 @@ class AllPs:
             else:
                 request.start(add(request, mine))
 
-        self._to_all(message, along, (), own, measured, lambda failed: then(sums, failed))
+        self._to_all(message, own, measured, lambda failed: then(sums, failed))
 
     def _to_all(
         self,
         message: CloseStep,
-        along: Sequence[Sequence[Along]],
-        wanted: Collection[Share],
         own: Callable[[Request[Any]], None],
         heard: Callable[[int, Frame], None],
-        then: Callable[[Exception | None], None],
+        then: Then,
     ) -> None:
         """Tell all of a step; ``heard`` gets each answer, ``then`` is called when all are there.
 
@@ -240,7 +188,7 @@ class AllPs:
                 then(failed)
             return
         for link in others:
-            self._tell(link, message, along, wanted, heard, done)
+            self._tell(link, message, heard, done)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -251,37 +199,16 @@ class AllPs:
     def _tell(
         self,
         link: PsLink,
-        message: CloseStep,
-        along: Sequence[Sequence[Along]],
-        wanted: Collection[Share],
+        message: CloseStep | FollowParts,
         heard: Callable[[int, Frame], None],
-        done: Callable[[Exception | None], None],
+        done: Then,
     ) -> None:
-        ps, group = link.index, message.group
-        moved = self._moved
-        ahead = [share for share in wanted if share.ps == ps]
-        named = list(ahead)
-        numbers: list[int] = []
-        segments: list[memoryview] = []
-        for shares in along:
-            number = -1
-            for share, body in shares:
-                if share.ps == ps:
-                    number = share.number
-                    named.append(share)
-                    segments.append(body)
-            numbers.append(number)
+        ps, moved = link.index, self._moved
 
-        def build(peer: Connection) -> CloseStep:
-            for share in named:
-                if share.number not in peer.state["plans"]:
-                    link.define(peer, share.definition)
-            return replace(
-                message,
-                config=None if (ps, group) in self._told else self._sync.known(group, None).raw,
-                along=numbers if segments else [],
-                ahead=[share.number for share in ahead],
-            )
+        def build(_: Connection) -> Message:
+            if isinstance(message, FollowParts) or (ps, message.group) in self._told:
+                return message
+            return replace(message, config=self._sync.known(message.group, None).raw)
 
         def answered(outcome: Frame | Exception) -> None:
             if isinstance(outcome, FencedError):
@@ -289,7 +216,7 @@ class AllPs:
                     self._await_move(link, moved)
                     # By no reference to this function: that would keep all that came until the
                     # garbage collector finds it.
-                    self._tell(link, message, along, wanted, heard, done)
+                    self._tell(link, message, heard, done)
                 elif isinstance(outcome, NotServedError):
                     done(_came_back(link, outcome))
                 else:
@@ -299,7 +226,7 @@ class AllPs:
                 done(outcome)
                 return
             if type(message) is CloseStep:  # which is in its log
-                self._told.add((ps, group))
+                self._told.add((ps, message.group))
             try:
                 heard(ps, outcome)
             except RemoteProtocolError as exc:
@@ -307,8 +234,26 @@ class AllPs:
             else:
                 done(None)
 
-        nbytes = sum(map(len, segments))
-        link.ask(Call(link, build, segments, nbytes), answered)
+        link.ask(Call(link, build), answered)
+
+    def follow(self, others: Sequence[int]) -> None:
+        """Hear from now on which parts of pushes are held on the other ps tasks.
+
+        Whoever is lost meanwhile is found by what needs it.
+
+        Raises:
+            RemoteProtocolError: One of these is none.
+        """
+        for ps in others:
+            if not 0 < ps < len(self._addresses):
+                raise RemoteProtocolError(
+                    f"{CLOSER}: a push with shards on ps {ps}, but there are only "
+                    f"{len(self._addresses)} ps tasks"
+                )
+        if not self._follows and not self._closed:
+            self._follows = True
+            for link in self._others():
+                self._tell(link, FollowParts(), lambda ps, received: None, lambda failed: None)
 
     def _others(self) -> Sequence[PsLink]:
         return self._links().links[1:] if self.has_others else ()
@@ -353,7 +298,10 @@ class AllPs:
             raise ClosedError(f"{CLOSER} has closed its links to the other ps tasks")
         if self._client is None:
             attach = self._attach
-            self._endpoint = Endpoint(self._platform, CLOSER, self._incarnation, {}, self._pool)
+            handlers: dict[type[Message], Handler] = {Held: Handler(self._heard)}
+            self._endpoint = Endpoint(
+                self._platform, CLOSER, self._incarnation, handlers, self._pool
+            )
             self._client = self._platform.parts.of(PsClient)(
                 self._endpoint, self._addresses, self._pool, attach.ps_timeout_s
             )
@@ -373,16 +321,6 @@ class AllPs:
         for link in () if self._client is None else self._client.links:
             link.lost_after_s = math.inf
             link.on_lost = lambda _, link=link: link.hold()
-
-    async def _ask_of(self, share: Share, message: DescribeSet) -> Frame:
-        """Ask a ps of its share; where it is served by its backup, that."""
-        link = self._links().links[share.ps]
-
-        def build(peer: Connection) -> DescribeSet:
-            link.define(peer, share.definition)
-            return message
-
-        return await self._asking(link, lambda: link.call(build))
 
     async def _asking(self, link: PsLink, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask a ps until it, or its backup, answers."""

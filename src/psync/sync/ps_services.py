@@ -41,14 +41,13 @@ from psync.ps.count_teller import NEWS_SHIFT, CountTeller
 from psync.ps.creation import ShardCreation, copied_by
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
-from psync.ps.plans import Plans, ShardSet
+from psync.ps.plans import Plans
 from psync.ps.pulls import PsPulls
 from psync.ps.updates import PsUpdates, nothing_is_left
 from psync.specs import STEP_BITS
 from psync.store.commit_log import CommitLog
 from psync.store.snapshot import Frozen, Loaded, freeze
 from psync.store.snapshot_state import pack_answer
-from psync.sync.cross_ps_sets import WholeSet
 from psync.sync.groups import CLOSER
 from psync.sync.ps_sync import PsSync
 from psync.sync.staleness_service import ClockService
@@ -97,7 +96,6 @@ class PsServices:
         timeline: How often that coordinator has rolled back to a snapshot.
         contents: What is served from now on; ``PsTask`` has filled it.
         plans: Of the clients of this coordinator.
-        wholes: Likewise, of pushes that come whole to ps 0.
 
     Attributes:
         closer: Decides synchronous steps. None: not on ps 0, or not attached yet.
@@ -111,15 +109,14 @@ class PsServices:
         attach: AttachPs | None,
         timeline: int,
         contents: Loaded,
-        plans: Plans[ShardSet],
-        wholes: Plans[WholeSet],
+        plans: Plans,
     ) -> None:
         platform, task, work, pool = process.platform, process.task, process.work, process.pool
         self.attach, self.timeline = attach, timeline
         self.store, self.ledger = store, ledger = contents.store, contents.ledger
         state = contents.state
         ledger.on_fence = lambda *_: process.cut_off()
-        self.plans, self.wholes = plans, wholes
+        self.plans = plans
         self._process = process
         self._unheard: set[int] = set()  # optimizers of which others tell in vain
         self._ended = False  # something else is served; a step may still be on its way
@@ -128,12 +125,11 @@ class PsServices:
         log: CommitLog[Entry] = parts.of(CommitLog)(task, MAX_KEPT_BYTES)
         self.executor = executor = Executor(task, self.coordinator, store, work, log)
         executor.digest = self.digest
-        for table in (plans, wholes):
-            table.note = lambda client, message: executor.note(client, message, nothing_is_left)
+        plans.note = lambda client, message: executor.note(client, message, nothing_is_left)
         served = (task, store, ledger, work, pool, self.locks, executor)
         serves = life in (Life.SERVING, Life.HOSTED)
         num_ps = 1 if attach is None else len(attach.ps_addresses)
-        self.sync = parts.of(PsSync)(platform, *served, plans, wholes, serves=serves)
+        self.sync = parts.of(PsSync)(platform, *served, plans, serves=serves)
         for number, raw in state.groups:
             self.sync.known(number, raw)
         accumulators = unpack_accumulators(state.accumulators)
@@ -141,7 +137,7 @@ class PsServices:
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
-            self.closer = StepCloser(
+            self.closer = parts.of(StepCloser)(
                 platform, attach, self.sync, pool, work, self.clocks.look_again, timeline,
                 is_hosted=life is Life.HOSTED,
             )  # fmt: skip
@@ -153,7 +149,8 @@ class PsServices:
         self.pulls = PsPulls(
             task, store, work, self.sync.staging, self.locks, pool, plans, platform.limits
         )
-        self.updates = parts.of(PsUpdates)(*served, self.gate, self.pulls, plans, wholes)
+        self.sync.read_now = self.pulls.read_now
+        self.updates = parts.of(PsUpdates)(*served, self.gate, self.pulls, plans, self.sync)
         self.teller: CountTeller | None = None  # None: there is one ps
         if attach is not None and num_ps > 1:
             self.teller = parts.of(CountTeller)(
@@ -238,8 +235,9 @@ class PsServices:
 
     def describe(self) -> list[str]:
         """Say who waits here; for reports."""
+        steps = [] if self.closer is None else self.closer.describe()
         services = (self.locks, self.gate, self.backup, self.clocks)
-        return [line for service in services for line in service.describe()]
+        return steps + [line for service in services for line in service.describe()]
 
     def statistics(self) -> dict[str, Any]:
         """Return counters of all services."""

@@ -1,59 +1,77 @@
-"""Synchronous requests on every ps: staged parts, and the commands of ps 0.
+"""Parts of synchronous pushes on every ps, and what ps 0 says of them.
 
-One object serves one coordinator, with its store and its ledger; a newer one gets another.
+One object serves one coordinator and timeline, with its store and its ledger; another one gets
+another. A worker sends each ps its part of a push, as an ``Update``; see docs/design.md, "A
+synchronous step".
 
     message       then
-    StagePush     check, take memory, keep the buffer it arrives in (``staging``)
-    DescribeSet   check, say how large the shards are
+    Update        check, take memory, hold the part (``staging``); tell ps 0 of it. On ps 0 the rule
+                  is told (``step_closer``). Answered when the part is applied, on ps 0 when there
+                  is a token
+    FollowParts   tell ps 0, on this connection, of all parts that are here and that come
+    KeepPart      copy a part that lies in memory of its worker's
     MeasureStep   say what the norms of the same mean would be; changes nothing
-    CloseStep     take the parts that ps 0 was given for this ps; the mean of the named pushes is
-                  applied, shard by shard, moving averages follow, and the global step if it is
-                  here; a repetition changes nothing (``step_applier``)
+    CloseStep     apply the mean of the named pushes, shard by shard; moving averages follow, and
+                  the global step if it is here; a repetition changes nothing (``step_applier``)
 
-StagePush and CloseStep are entries of the log, and a backup does with them what is done here.
+Update and CloseStep are entries of the log, and a backup does with them what is done here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
+import numpy as np
 
-from psync.errors import BusyError, NotServedError, RemoteProtocolError, UsageError
+from psync.errors import NotServedError, PsyncError, UsageError
 from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
-from psync.numerics.memory import BlockPool, bytes_of
+from psync.numerics.memory import ABOVE_BYTES, BlockPool, bytes_of
 from psync.ps.admission import PsLocks
+from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import Executor, Listed
-from psync.ps.plans import Body, Plans, ShardSet, body_in_place, memory_for
+from psync.ps.executor import LATER, Executor, Later, Listed
+from psync.ps.plans import Body, Plans, ShardSet, body_in_place, memory_for, owned
+from psync.store.commit_log import LogState
 from psync.store.ledger import Ledger
 from psync.store.step_norms import ShardSums
 from psync.store.store import ShardStore
-from psync.sync.cross_ps_sets import Along, WholeSet
 from psync.sync.groups import CLOSER, FROM_CLOSER, GroupTable
-from psync.sync.pushes import Close
 from psync.sync.staging import Staging
 from psync.sync.step_applier import StepApplier
 from psync.sync.step_update import Part
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message
+from psync.wire.frames import Segment
 from psync.wire.messages import (
     CloseStep,
-    Contribute,
-    DescribeSet,
     Done,
+    FollowParts,
+    Held,
     HoldPush,
+    KeepPart,
     MeasureStep,
     NormsMeasured,
+    Pushed,
     SetGroups,
-    SetSizes,
-    Staged,
-    StagePush,
     StepMeasured,
+    Update,
 )
 from psync.wire.tensors import to_bytes_view
+
+PushKey = tuple[int, Replica, int]
+"""Group, replica, number of the push."""
+
+Made = Callable[[list[tuple[int, int]] | None], Message]
+"""Makes an answer, given how far each group is in the values that go with it; None: there are none.
+"""
+
+MAX_TOLD = 4096
+"""Parts that one message names."""
+
+_DONE = Done()
 
 
 class PsSync(GroupTable):
@@ -69,9 +87,16 @@ class PsSync(GroupTable):
         locks: Who must wait.
         executor: In whose order all is done.
         plans: Of the clients of this coordinator.
-        wholes: Likewise, of pushes that come whole to ps 0.
         serves: False: no coordinator has attached it yet, or its backup serves in its place.
+
+    Attributes:
+        took: What becomes of a part that has come in: it is to be an entry.
+        judged: What becomes of that: the part is held. On ps 0 the rule decides.
+        left: Told of a push for which nobody waits any more.
+        read_now: Reads the values that an answer brings, see ``PsPulls.read_now``.
     """
+
+    read_now: Callable[[ShardSet], Sequence[Segment] | None]
 
     def __init__(
         self,
@@ -83,139 +108,224 @@ class PsSync(GroupTable):
         pool: BlockPool,
         locks: PsLocks,
         executor: Executor,
-        plans: Plans[ShardSet],
-        wholes: Plans[WholeSet],
+        plans: Plans,
         *,
         serves: bool = True,
     ) -> None:
         super().__init__(store, task)
-        self.plans, self.wholes = plans, wholes
+        self.plans = plans
         self.ledger = ledger
         self.executor = executor
         self.staging = Staging(platform.limits.staging_bytes, task)
         make = platform.parts.of(StepApplier)
         self.applier = make(self, ledger, self.staging, work, locks, executor)
         self.serves = serves
+        self.took: Callable[[Request[Update], Part], None] = self.submit
+        self.judged: Callable[[Request[Update], Part, PushKey], None] = self._judge
+        self.left: Callable[[PushKey], None] = lambda _: None
         self._pool = pool
+        self._waiting: dict[PushKey, list[Request[Update]]] = {}
+        self._follower: Connection | None = None  # ps 0, which is told of all parts
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            StagePush: Handler(self._stage, self._prepare_part),
-            DescribeSet: Handler(self._describe),
+            FollowParts: Handler(self._follow),
+            KeepPart: Handler(self._keep_part),
             MeasureStep: Handler(self._measure_for),
             CloseStep: Handler(self._close_for),
         }
 
     def replayed(self) -> dict[type[Message], Handler]:
-        """Return who does which entry of the log of the one whose backup this is."""
+        """Return who does which entry of the log of the one that is backed up; see ``replay``."""
         return {
             SetGroups: Handler(self._set_groups),
             HoldPush: Handler(self._hold),
-            StagePush: Handler(self._replay_stage),
-            CloseStep: Handler(self._replay_close),
+            CloseStep: Handler(
+                lambda request: self.applier.close(request, lambda: request.answer(_DONE))
+            ),
         }
 
-    # Staging.
+    # Parts.
 
-    def _prepare_part(self, request: Request[StagePush]) -> Sequence[memoryview]:
+    def prepare(self, request: Request[Update], known: ShardSet) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
-        message, lengths = request.message, request.lengths
-        known = self.plans.plan(request.peer.client, message.plan).look_up(self.store)
-        known.check_lengths(lengths, self._task, message.rows)
-        return self.reserve(request, sum(lengths), known)
-
-    def reserve(
-        self,
-        request: Request[StagePush] | Request[Contribute],
-        nbytes: int,
-        known: ShardSet | None = None,
-    ) -> Sequence[memoryview]:
-        """Take memory for a part that is about to arrive.
-
-        Args:
-            request: With which it comes.
-            nbytes: Its size.
-            known: Of which shards it is, if it may stay where it is lent.
-        """
-        message, replica = request.message, request.peer.client
-        config = self.known(message.group, message.config).config
-        # What is stale is dropped once it is here.
+        message, lengths, rows = request.message, request.lengths, request.message.rows
+        if known.store is not self.store:
+            self._look_up(known)
+        if lengths != known.lengths or rows is not None:
+            known.check_lengths(lengths, self._task, rows)
+        request.token = known
+        nbytes = sum(lengths)
+        config = self._groups[known.optimizer].config
         self.staging.reserve(
-            message.group, replica, message.push, message.local_step, nbytes, config
-        )
-        if known is None or message.rows is not None:
-            return memory_for(self._pool, nbytes, varies=message.rows is not None)
-        return body_in_place(request, self._pool, known, nbytes, is_alone=self.executor.is_alone)
-
-    def _stage(self, request: Request[StagePush]) -> None:
-        message, replica = request.message, request.peer.client
-        known = self.plans.plan(replica, message.plan).look_up(self.store)
-        body = known.body_of(request.segments, self._task, message.rows)
-        part = self._part_with(message, known, body)
-        if self.staging.is_expected(message.group, replica, message.push):
-            self._submit(request, part)
-        else:
-            request.answer(Staged(stale=True))
-
-    def _replay_stage(self, request: Request[StagePush]) -> None:
-        message = request.message
-        self.known(message.group, message.config)
-        known = self.plans.plan(request.peer.client, message.plan).look_up(self.store)
-        self._submit(request, self._part_with(message, known, request.segments))
-
-    def _submit(self, request: Request[StagePush], part: Part) -> None:
-        message = request.message
-
-        def keep() -> None:
-            kept = self.keep(request.peer.client, message, part)
-            request.answer(Staged(not kept))
-
-        self.executor.submit(request, message, part.body, keep)
-
-    def _part_with(self, message: StagePush | HoldPush, known: ShardSet, body: Body) -> Part:
-        """Return the part of a push that belongs to this ps.
-
-        Raises:
-            ValueMismatchError: It does not fit.
-        """
-        group, rows = message.group, message.rows
-        if rows is None:
-            return Part(known, known.gradients(self.store, group, body), body)
-        return Part(known, known.row_gradients(self.store, group, body, rows), body, rows)
-
-    def keep(self, replica: Replica, message: StagePush | Contribute, part: Part) -> bool:
-        """Keep a part that has arrived, in its turn; False: it is stale."""
-        self.ledger.check_incarnation(*replica)
-        return self.staging.stage(
-            message.group, replica, message.push, message.local_step, part.nbytes, part
-        )
-
-    def part_of(self, message: Contribute | HoldPush, known: WholeSet, body: Body) -> Part:
-        """Return what a push that has come whole brings, or ps 0's part that came along.
-
-        Raises:
-            ValueMismatchError: It does not fit.
-        """
-        own = known.own.look_up(self.store)
-        group, rows = message.group, message.rows
+            known.optimizer, request.peer.client, message.sequence, message.local_step, nbytes,
+            config,
+        )  # fmt: skip
         if rows is not None:
-            return Part(own, own.row_gradients(self.store, group, body, rows), body, rows, known)
-        mine, along = known.cut(body)
-        return Part(own, own.gradients(self.store, group, mine), body, None, known, along)
+            return memory_for(self._pool, nbytes, varies=True)
+        if nbytes < ABOVE_BYTES and request.borrowed is None:
+            return (np.empty(nbytes, np.uint8).data,)
+        is_alone = self.executor.log.state is LogState.ALONE
+        return body_in_place(request, self._pool, known, nbytes, is_alone=is_alone)
+
+    def _look_up(self, known: ShardSet) -> None:
+        self.known(known.optimizer, known.config)
+        known.look_up(self.store)
+
+    def arrived(self, request: Request[Update], known: ShardSet) -> None:
+        """Take a part that has come in whole."""
+        client, rows = request.peer.client, request.message.rows
+        if known.store is not self.store:  # while it came in a timeline may have ended
+            known = self.plans.plan(client, known.number)
+            self._look_up(known)
+        request.token = known
+        body: Body = request.segments
+        if rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
+            body = known.body_of(body, self._task, rows)
+        self.took(request, self._part(known, body, rows))
+
+    def replay(self, request: Request[Update], known: ShardSet) -> None:
+        """Do an entry of the log of the one that is backed up: nobody waits for it here."""
+        self._look_up(known)
+        request.token = known
+        part = self._part(known, request.segments, request.message.rows)
+
+        def act() -> None:
+            self.judged(request, part, key_of(request))
+
+        self.executor.submit(request, request.message, part.body, act)
+
+    def _part(self, known: ShardSet, body: Body, rows: Sequence[int] | None) -> Part:
+        """Return the part of a push that belongs to this ps; ValueMismatchError: it is none."""
+        nbytes = sum(map(len, body))
+        if rows is None:
+            gradients = known.gradients(self.store, known.optimizer, body)
+            return Part(known, gradients, body, nbytes)
+        operands = known.row_gradients(self.store, known.optimizer, body, rows)
+        return Part(known, operands, body, nbytes, rows)
+
+    def submit(self, request: Request[Update], part: Part) -> None:
+        """Make an entry of a part that has come in; its request waits for more than that."""
+        key = key_of(request)
+        if request.on_given_up is None:
+            self.wait(request, key)
+        if self.executor.log.state is not LogState.ALONE:
+            self.plans.keep(key[1], part.known)
+            part = self._owned(part)
+
+        def act() -> Later:
+            try:
+                self.judged(request, part, key)
+            except PsyncError as exc:
+                self.fail(key, exc)
+            request.rest()  # the part is held
+            request.segments = ()
+            return LATER
+
+        self.executor.submit(request, request.message, part.body, act)
+
+    def _owned(self, part: Part) -> Part:
+        """Return a part in memory that nobody else can write to."""
+        body = owned(self._pool, part.body)
+        return part if body is part.body else self._part(part.known, body, part.rows)
+
+    def _judge(self, request: Request[Update], part: Part, key: PushKey) -> None:
+        group, replica, push = key
+        if self.hold(request, part, key):
+            self._tell([(group, *replica, push, request.message.local_step)])
+        else:
+            self._is_over(key)
+
+    def hold(self, request: Request[Update], part: Part, key: PushKey) -> bool:
+        """Hold a part, in its turn; False: its step is over here.
+
+        Raises:
+            FencedError: Its sender has been replaced.
+        """
+        group, replica, push = key
+        self.ledger.check_incarnation(*replica)
+        local_step = request.message.local_step
+        return self.staging.stage(group, replica, push, local_step, part.nbytes, part)
+
+    def _tell(self, parts: list[tuple[int, str, int, int, int]]) -> None:
+        """Say that these parts are held; who follows later is told of all."""
+        if self._follower is not None:
+            self._follower.notify(Held(self._index, parts))
+
+    def _is_over(self, key: PushKey) -> None:
+        """The step of a part is closed here: answer as soon as what was closed is applied."""
+        touched = self.known(key[0], None).touched
+        self.executor.in_turn(lambda: Compute(touched, lambda: self.answer(key, _over)))
+
+    def _follow(self, request: Request[FollowParts]) -> None:
+        """Tell ps 0 of parts as long as its connection lasts: this request is not answered."""
+        self._check_closer(request.peer)
+        self._follower = request.peer
+        held = [
+            (group, *replica, push, local_step)
+            for group, replica, push, local_step, _ in self.staging.held()
+        ]
+        for at in range(0, len(held), MAX_TOLD):
+            self._tell(held[at : at + MAX_TOLD])
+
+    def _keep_part(self, request: Request[KeepPart]) -> None:
+        message, replica = request.message, request.peer.client
+        part: Part | None = self.staging.staged(message.group, replica, message.push)
+        if part is not None:
+            self.staging.replace(message.group, replica, message.push, self._owned(part))
+        request.answer(_DONE)
+
+    # Requests that wait. A push may have two, after a lost connection that is not noticed yet.
+
+    def wait(self, request: Request[Update], key: PushKey) -> None:
+        """Let a request wait until its push is answered."""
+        request.on_given_up = self._left
+        self._waiting.setdefault(key, []).append(request)
+
+    def _left(self, request: Request[Any]) -> None:
+        key = key_of(request)
+        waiting = self._waiting.get(key, [])
+        if request in waiting:
+            waiting.remove(request)
+            if not waiting:
+                del self._waiting[key]
+                self.left(key)
+
+    def answer(self, key: PushKey, made: Made, *, brings: bool = False) -> None:
+        """Answer all who wait for a push; with the values that its plan wants, if they are free."""
+        for request in self._waiting.pop(key, ()):
+            known: ShardSet = request.token
+            wanted, read = known.wanted, None
+            if brings and wanted is not None and wanted.compression is None:
+                read = self.read_now(wanted)
+            if read is None:
+                request.answer(made(None))
+            else:
+                request.answer(made(self.staging.steps), read)
+
+    def fail(self, key: PushKey, error: BaseException) -> None:
+        """Tell all who wait for a push that it has failed."""
+        for request in self._waiting.pop(key, ()):
+            request.fail(error)
+
+    def fail_all(self, error: PsyncError) -> None:
+        """Nobody waits any more: all are told why."""
+        for key in list(self._waiting):
+            self.fail(key, error)
+
+    # A section of the state.
 
     def _hold(self, request: Request[HoldPush]) -> None:
-        """Keep a part that is staged over there, whether its sender lives or not."""
-        message, body, replica = request.message, request.segments, request.peer.client
-        if message.whole:
-            part = self.part_of(message, self.wholes.plan(replica, message.plan), body)
-        else:
-            known = self.plans.plan(replica, message.plan).look_up(self.store)
-            part = self._part_with(message, known, body)
+        """Hold a part that is held over there, whether its sender lives or not."""
+        message, replica = request.message, request.peer.client
+        known = self.plans.plan(replica, message.plan)
+        self._look_up(known)
+        part = self._part(known, request.segments, message.rows)
         self.staging.stage(
             message.group, replica, message.push, message.local_step, part.nbytes, part
         )
-        request.answer(Done())
+        request.answer(_DONE)
 
     def _set_groups(self, request: Request[SetGroups]) -> None:
         self.set_groups(request.message)
@@ -232,7 +342,7 @@ class PsSync(GroupTable):
             self.known(group, None).spread = True
 
     def control(self) -> list[Any]:
-        """Return what is staged and decided, as plain data in an order of its own, for a digest."""
+        """Return what is held and decided, as plain data in an order of its own, for a digest."""
         held = sorted(
             [group, *replica, push, local_step, part.nbytes]
             for group, replica, push, local_step, part in self.staging.held()
@@ -249,17 +359,14 @@ class PsSync(GroupTable):
         """Return entries that give a backup what no snapshot has: that has the groups alone.
 
         Args:
-            rule: On ps 0, ``SyncSteps.snapshot``. No step is on its way, but some may be decided:
-                of what belongs to others of their pushes the parts are there before this.
+            rule: On ps 0, ``SyncSteps.snapshot``. No step is on its way, but some may be decided.
         """
         entries: list[Listed] = []
         for group, replica, push, local_step, part in self.staging.held():
-            plan = part.known if part.whole is None else part.whole
             rows = None if part.rows is None else list(part.rows)
-            is_whole = part.whole is not None
-            holding = HoldPush(group, push, local_step, plan.number, is_whole, rows)
+            holding = HoldPush(group, push, local_step, part.known.number, rows)
             # The plan may have gone, as its client defines others now.
-            entries += [(replica, plan.header, ()), (replica, holding, part.body)]
+            entries += [(replica, part.known.header, ()), (replica, holding, part.body)]
         steps = dict(self.staging.steps)
         groups = [(group, raw, steps.get(group, -1)) for group, raw in self.raw_configs().items()]
         state = SetGroups(groups, [group for group, known in self._groups.items() if known.spread])
@@ -272,27 +379,11 @@ class PsSync(GroupTable):
                 entries.append((FROM_CLOSER, measured, ()))
         return entries
 
-    def along(self, close: Close) -> list[Sequence[Along]]:
-        """Return what belongs to others of each push of a step; on ps 0."""
-        parts = [
-            self.staging.staged(close.group, (task, incarnation), push)
-            for task, incarnation, push, _ in close.pushes
-        ]
-        return [() if part is None else part.along for part in parts]
-
-    def _describe(self, request: Request[DescribeSet]) -> None:
-        peer, message = request.peer, request.message
-        self._check_closer(peer)
-        known = self.plans.plan(peer.client, message.plan).look_up(self.store)
-        if message.group >= 0:
-            self.known(message.group, message.config)
-            known.gradients(self.store, message.group, memory_for(self._pool, known.nbytes))
-        request.answer(SetSizes(list(known.lengths)))
-
-    # Measuring.
+    # What ps 0 says.
 
     def _measure_for(self, request: Request[MeasureStep]) -> None:
-        sums = self.applier.measure(request.message, self._came_along(request))
+        self._check_closer(request.peer)
+        sums = self.applier.measure(request.message)
         if isinstance(sums, list):
             request.answer(StepMeasured(sums))
         else:
@@ -303,17 +394,16 @@ class PsSync(GroupTable):
     ) -> None:
         request.answer(StepMeasured(await under_way))
 
-    # Closing.
-
     def _close_for(self, request: Request[CloseStep]) -> None:
-        along = self._came_along(request)
-        client, ahead = request.peer.client, request.message.ahead
-        wanted = [self.plans.plan(client, number) for number in ahead]
-        self.applier.close(request, along, lambda: request.answer(_DONE, self.values_of(wanted)))
+        self._check_closer(request.peer)
+        message = request.message
 
-    def _replay_close(self, request: Request[CloseStep]) -> None:
-        along = self._parts_along(request)
-        self.applier.close(request, along, lambda: request.answer(_DONE))
+        def applied() -> None:
+            for task, incarnation, push, _ in message.pushes:
+                self.answer((message.group, (task, incarnation), push), _accepted, brings=True)
+            request.answer(_DONE)
+
+        self.applier.close(request, applied)
 
     def _check_closer(self, peer: Connection) -> None:
         self.ledger.check_incarnation(peer.task, peer.incarnation)
@@ -326,40 +416,16 @@ class PsSync(GroupTable):
         if not self.serves:
             raise NotServedError(f"{self._task} is not, or no longer, served by this process")
 
-    def _came_along(
-        self, request: Request[CloseStep] | Request[MeasureStep]
-    ) -> Sequence[Part | None]:
-        """Return the part of each push that has come with the word to close or measure the step."""
-        self._check_closer(request.peer)
-        return self._parts_along(request)
 
-    def _parts_along(
-        self, request: Request[CloseStep] | Request[MeasureStep]
-    ) -> Sequence[Part | None]:
-        """Return the part of each push that has come with a closing; () is all None."""
-        client, message, segments = request.peer.client, request.message, request.segments
-        self.known(message.group, message.config)
-        if not segments:
-            return ()
-        if len([number for number in message.along if number >= 0]) != len(segments):
-            raise RemoteProtocolError(f"{self._task}: {len(segments)} parts came with a closing")
-        bodies = iter(segments)
-        parts: list[Part | None] = []
-        for number in message.along:
-            if number < 0:
-                parts.append(None)
-                continue
-            known = self.plans.plan(client, number).look_up(self.store)
-            body = known.body_of([next(bodies)], self._task)
-            parts.append(Part(known, known.gradients(self.store, message.group, body), body))
-        return parts
-
-    def values_of(self, wanted: Sequence[ShardSet]) -> list[list[memoryview]]:
-        """Return the values of all shards of these sets; none if one is busy."""
-        try:
-            return [self.store.read(key) for known in wanted for key in known.keys]
-        except BusyError:
-            return []
+def _accepted(steps: list[tuple[int, int]] | None) -> Pushed:
+    return Pushed("accepted", 0, steps)
 
 
-_DONE = Done()
+def _over(_: object) -> Pushed:
+    return Pushed("stale", 0)
+
+
+def key_of(request: Request[Update]) -> PushKey:
+    """Return of which push a part is that has come in."""
+    known: ShardSet = request.token
+    return known.optimizer, request.peer.client, request.message.sequence

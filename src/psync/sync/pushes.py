@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 from psync.errors import PsyncError
 from psync.sync.tokens import Replica
+from psync.wire.messages import Contributed
 
 
 class Contribution(NamedTuple):
-    """A push whose parts are all staged."""
+    """A push whose parts are all here, or which is stale."""
 
     replica: Replica
     number: int  # of the push, from 1; the replica counts anew in each group
@@ -35,6 +36,12 @@ class Answer:
     token: int
     partial: bool  # whether it was counted in a step that was closed as a partial one
     count: int  # pushes in the step that it was counted in; 0: that is not closed, or there is none
+
+    def message(self, steps: list[tuple[int, int]] | None) -> Contributed:
+        """Return it as it travels, with how far each group is in the values that go with it."""
+        return Contributed(
+            self.group, self.outcome, self.staleness, self.token, self.partial, self.count, steps
+        )
 
 
 class Refuse(NamedTuple):

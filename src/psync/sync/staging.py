@@ -1,13 +1,14 @@
-"""Staging: parts of synchronous pushes, kept on a ps until their step is decided.
+"""Staging: parts of synchronous pushes, held on a ps until their step is decided.
 
-A worker sends each ps its part of a push and only then, when all are there, tells ps 0, which
-counts the push. So a part on this ps is of no consequence until a closing of ps 0 names it.
+A worker sends each ps its part of a push, and ps 0, which is told of the parts of the others,
+counts the push when all are there. So a part on this ps is of no consequence until a closing of
+ps 0 names it.
 
     the part, or its group                                   then
     reserve: local step below the group's step here          stale: nothing is kept
     reserve: more bytes than the budget has left             ConfigurationError
     reserve: else                                            its bytes are reserved, and arrive
-    stage: an entry of the log: it has arrived               kept; the same push again replaces it
+    stage: an entry of the log: it has arrived               kept, but for the same push again
     close: named by the closing of a step                    handed out
     close: its local step is the closed one or before        dropped
     fence: reserved, and its bytes have not arrived          dropped
@@ -27,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 from psync.errors import ConfigurationError, RemoteProtocolError
@@ -124,20 +124,8 @@ class Staging:
         if self._bytes - freed + nbytes > self._budget:
             raise self._exhausted(nbytes, config)
         known.coming[replica, push] = _Part(local_step, nbytes)
-        self._count(nbytes - freed)
-
-    def is_expected(self, group: int, replica: Replica, push: int) -> bool:
-        """Return whether a part that has arrived is wanted: memory was reserved, or it is here.
-
-        Else its step was closed, or its sender replaced, or the ps emptied for a new coordinator,
-        before or while it was coming in.
-        """
-        known = self._groups.get(group)
-        expected = known is not None and (
-            (replica, push) in known.coming or (replica, push) in known.parts
-        )
-        self._stale += not expected
-        return expected
+        self._bytes += nbytes - freed
+        self._peak = max(self._peak, self._bytes)
 
     def stage(
         self, group: int, replica: Replica, push: int, local_step: int, nbytes: int, update: object
@@ -162,8 +150,11 @@ class Staging:
             self._count(-freed)
             self._stale += 1
             return False
-        former = known.parts.get((replica, push))
-        self._count(nbytes - freed - (0 if former is None else former.nbytes))
+        if (replica, push) in known.parts:
+            self._count(-freed)
+            return True
+        if nbytes != freed:
+            self._count(nbytes - freed)
         known.parts[replica, push] = _Part(local_step, nbytes, update)
         self._staged += 1
         return True
@@ -185,10 +176,14 @@ class Staging:
         ]
 
     def staged(self, group: int, replica: Replica, push: int) -> Any:
-        """Return the part that is kept of a push, or None."""
+        """Return the part that is held of a push, or None."""
         known = self._groups.get(group)
         part = None if known is None else known.parts.get((replica, push))
         return None if part is None else part.update
+
+    def replace(self, group: int, replica: Replica, push: int, update: object) -> None:
+        """Hold the same part in other memory."""
+        self._groups[group].parts[replica, push].update = update
 
     def check_here(
         self, group: int, step: int, pushes: Iterable[tuple[str, int, int, float]]
@@ -210,17 +205,13 @@ class Staging:
                 )
 
     def parts(
-        self,
-        group: int,
-        pushes: Iterable[tuple[str, int, int, float]],
-        along: Iterable[Any] = (),
+        self, group: int, pushes: Iterable[tuple[str, int, int, float]]
     ) -> list[tuple[Any, float]]:
         """Return the parts of a step.
 
         Args:
             group: Whose step it is.
             pushes: (task, incarnation, push, weight) of each push of the step.
-            along: Of each push the part that has come with the closing, or None. () is all None.
 
         Returns:
             The parts and their weights, in the order of ``pushes``. A push of which no part was
@@ -229,10 +220,9 @@ class Staging:
         known = self._groups.get(group)
         held = {} if known is None else known.parts
         found: list[tuple[Any, float]] = []
-        for (task, incarnation, push, weight), came in zip_longest(pushes, along):
-            if came is not None:
-                found.append((came, weight))
-            elif (part := held.get(((task, incarnation), push))) is not None:
+        for task, incarnation, push, weight in pushes:
+            part = held.get(((task, incarnation), push))
+            if part is not None:
                 found.append((part.update, weight))
         return found
 

@@ -58,14 +58,11 @@ class StepApplier:
         self._work = work
         self._locks = locks
 
-    def measure(
-        self, message: MeasureStep, along: Sequence[Part | None] = ()
-    ) -> list[ShardSums] | Awaitable[list[ShardSums]]:
+    def measure(self, message: MeasureStep) -> list[ShardSums] | Awaitable[list[ShardSums]]:
         """Measure a step that ps 0 has decided; nothing is changed.
 
         Args:
             message: What it has said.
-            along: As for ``close``.
 
         Returns:
             The sums of each shard, or what to wait for.
@@ -77,7 +74,7 @@ class StepApplier:
         if self._is_closed(message):
             return []  # a repetition that was overtaken: nobody waits for the answer
         self._staging.check_here(message.group, message.step, message.pushes)
-        update = self._gather(message, known, along)
+        update = self._gather(message, known)
         if self._work.fits_now(self._store, update.keys, sum(update.costs)):
             return update.measure_at_once(message.what)
         return self._work.to_the_end(self._measure_slowly(update, message.what))
@@ -89,17 +86,11 @@ class StepApplier:
         )
         return update.sums_by_shard(sums)
 
-    def close(
-        self,
-        request: Request[CloseStep],
-        along: Sequence[Part | None],
-        answer: Callable[[], None],
-    ) -> None:
+    def close(self, request: Request[CloseStep], answer: Callable[[], None]) -> None:
         """Apply a step that ps 0 has decided; one that is closed is not applied again.
 
         Args:
             request: What it has said; it is answered, or fails.
-            along: The part of each push that came with it, or None; () is all None.
             answer: Answers, once the step is applied.
 
         Raises:
@@ -115,14 +106,13 @@ class StepApplier:
             self._executor.in_turn(lambda: Compute(known.touched, answer), request)
             return
         self._staging.check_here(message.group, message.step, message.pushes)
-        keys = self._keys_of(message, known, along)
+        keys = self._keys_of(message, known)
 
         client = request.peer.client
-        bodies = [part.body[0] for part in along if part is not None and part.body]
 
         def submit(request: Request[Any]) -> None:
             self._executor.submit(
-                request, message, bodies, lambda: self._judge(message, known, along, answer),
+                request, message, (), lambda: self._judge(message, known, answer),
                 lambda: self._claim(keys), client,
             )  # fmt: skip
 
@@ -147,16 +137,10 @@ class StepApplier:
         claim = self._locks.begin(keys)
         return lambda: self._locks.end(claim)
 
-    def _judge(
-        self,
-        message: CloseStep,
-        known: KnownGroup,
-        along: Sequence[Part | None],
-        answer: Callable[[], None],
-    ) -> Compute:
+    def _judge(self, message: CloseStep, known: KnownGroup, answer: Callable[[], None]) -> Compute:
         if self._is_closed(message):
             return Compute(known.touched, answer)
-        update = self._gather(message, known, along)
+        update = self._gather(message, known)
         update.begin()
         nbytes = self._staging.close(message.group, message.step, message.pushes)
         known.touched = update.touched
@@ -198,11 +182,9 @@ class StepApplier:
         present = self._staging.step(message.group)
         return present is not None and message.step < present
 
-    def _keys_of(
-        self, message: CloseStep, known: KnownGroup, along: Sequence[Part | None]
-    ) -> Sequence[Key]:
+    def _keys_of(self, message: CloseStep, known: KnownGroup) -> Sequence[Key]:
         """Return the shards that a step will change, if it is not closed."""
-        parts = self._staging.parts(message.group, message.pushes, along)
+        parts = self._staging.parts(message.group, message.pushes)
         keys = dict.fromkeys([key for part, _ in parts for key in part.known.keys])
         for average in known.averages or self._averages(known):
             keys[average.shadow] = keys[average.value] = None
@@ -214,13 +196,11 @@ class StepApplier:
             known.averages = averages_of(self._store, known.config, self._store.task)
         return known.averages
 
-    def _gather(
-        self, message: CloseStep, known: KnownGroup, along: Sequence[Part | None]
-    ) -> StepUpdate:
+    def _gather(self, message: CloseStep, known: KnownGroup) -> StepUpdate:
         """Say what a step changes here; nothing has changed yet if this raises."""
         parts: list[Part] = []
         weights: list[float] = []
-        for part, weight in self._staging.parts(message.group, message.pushes, along):
+        for part, weight in self._staging.parts(message.group, message.pushes):
             if part.known.keys:  # else all of it belongs to others
                 parts.append(part)
                 weights.append(weight)

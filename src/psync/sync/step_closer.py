@@ -3,7 +3,7 @@
 Joins the rule (``SyncSteps``) with the network. Whatever the rule is told is an entry of the log,
 with the time at which it came; so the backup of ps 0 is told the same, and has the same rule.
 
-    Contribute       the same       ─► SyncSteps.contribute → Answer, Refuse: to who waits for that
+    Update           the same       ─► SyncSteps.contribute → Answer, Refuse: to who waits for that
     (group is new)   BeginGroup     ─► SyncSteps.define
     ReportSchedule   SetMembers     ─► SyncSteps.members, schedule
     FinishSteps      the same       ─► SyncSteps.finish → Close: decided; it is carried
@@ -22,40 +22,37 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 
 from psync.cluster import task_name
-from psync.errors import ClosedError, FencedError, PsyncError, ValueMismatchError
-from psync.net.connection import Handler, OwnRequest, Request
+from psync.errors import ClosedError, FencedError, PsyncError
+from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Listed
-from psync.ps.plans import NO_PLANS
-from psync.sync.cross_ps_sets import FOR_VALUES, WholeSet
 from psync.sync.groups import CLOSER, FROM_CLOSER
 from psync.sync.log_clock import LogClock
 from psync.sync.outgoing_steps import HOSTED, OutgoingSteps
 from psync.sync.ps_peers import AllPs
-from psync.sync.ps_sync import PsSync
+from psync.sync.ps_sync import PsSync, PushKey, key_of
 from psync.sync.pushes import Action, Close, Contribution, Refuse
 from psync.sync.step_update import Part
 from psync.sync.steps import SyncSteps
-from psync.sync.token_waits import PushKey, TokenWaits
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message
 from psync.wire.messages import (
-    AskStep,
     AttachPs,
     BeginGroup,
-    Contribute,
     Done,
     EndSteps,
     FinishSteps,
     ForgetPush,
+    Held,
     InitTokens,
     NormsMeasured,
     ReportSchedule,
@@ -64,9 +61,19 @@ from psync.wire.messages import (
     StepApplied,
     SyncStep,
     Tick,
+    Update,
 )
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Here:
+    """What ps tasks have of one push. It is no part of the state: all is told again to a backup."""
+
+    local_step: int
+    held: set[int] = field(default_factory=set)  # ps tasks but 0 that have their part
+    waits: tuple[Request[Update], Part] | None = None  # ps 0's part, until all have theirs
 
 
 class StepCloser:
@@ -103,27 +110,35 @@ class StepCloser:
         self.steps = platform.parts.of(SyncSteps)()
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
-        self.all_ps = AllPs(platform, attach, sync, pool, work, timeline)
+        self.all_ps = AllPs(platform, attach, sync, pool, work, self._heard, timeline)
         self._waits_changed = waits_changed
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
-        self._waits = TokenWaits(sync, self._left)
+        sync.took, sync.judged, sync.left = self._took, self._judge, self._left
         self.outgoing = platform.parts.of(OutgoingSteps)(
-            platform.parts, sync, self.all_ps, self.steps, self._waits, self._perform,
-            is_hosted=is_hosted,
-        )  # fmt: skip
+            platform.parts, sync, self.all_ps, self.steps, self._perform, is_hosted=is_hosted
+        )
         self._beginning: dict[int, asyncio.Task[None]] = {}  # groups whose first step is read
+        self._here: dict[PushKey, _Here] = {}  # pushes of steps that are not closed
         self._clock = LogClock(self._expired)
         self._over: PsyncError | None = None  # why nothing is decided here any more
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            Contribute: Handler(self._contribute, self._prepare_contribute),
-            AskStep: Handler(self._ask_step),
             InitTokens: Handler(self._init_tokens),
             FinishSteps: Handler(self._finish),
         }
+
+    def describe(self) -> list[str]:
+        """Say which pushes wait for a part, and where; for reports."""
+        return [
+            f"step {self.steps.present(group)} of group {group}: push {push} of {task} waits for "
+            f"its part at ps {', '.join(str(ps) for ps in others if ps not in here.held)}"
+            for (group, (task, _), push), here in self._here.items()
+            if here.waits is not None
+            for others in [here.waits[1].known.others]
+        ]
 
     # A section of the state, with that of what ps 0 has itself.
 
@@ -151,7 +166,6 @@ class StepCloser:
         return {
             **self._sync.replayed(),
             SetGroups: Handler(self._restore),
-            Contribute: Handler(self._replay_count),
             ForgetPush: Handler(forget),
             BeginGroup: replay(self._define),
             SetMembers: replay(self._set_members),
@@ -172,7 +186,8 @@ class StepCloser:
     def replaced(self, why: str) -> None:
         """Another one decides from now on: pending requests fail, and later ones."""
         self._over = FencedError(f"{CLOSER} {why}")
-        self._waits.refuse_all(self._over)
+        self._here.clear()
+        self._sync.fail_all(self._over)
         self.outgoing.end()
 
     def serve(self) -> None:
@@ -207,125 +222,93 @@ class StepCloser:
 
     # Pushes.
 
-    def _prepare_contribute(self, request: Request[Contribute]) -> Sequence[memoryview]:
-        message, lengths = request.message, request.lengths
-        self._check()
-        known = self._sync.wholes.plan(request.peer.client, message.plan)
-        known.fit(self._sync.store, lengths, CLOSER, message.rows)
-        request.token = (self, known)
-        return self._sync.reserve(request, sum(lengths))
-
-    def _contribute(self, request: Request[Contribute]) -> None:
-        message, wholes, client = request.message, self._sync.wholes, request.peer.client
+    def _took(self, request: Request[Update], part: Part) -> None:
+        """The part of a push has come in that is for ps 0."""
         if self._over is not None:
             self._check()
-        brought: WholeSet | None = None
-        wanted: WholeSet | None = None
-        if message.plan >= 0:
-            if not request.segments:
-                raise ValueMismatchError(
-                    f"{CLOSER}: no arrays come with a push that should bring them"
-                )
-            token = request.token
-            if isinstance(token, tuple) and token[0] is self:  # else another timeline has begun
-                brought = token[1]
-            else:
-                brought = wholes.plan(client, message.plan)
-        if message.ahead >= 0:
-            wanted = wholes.of.get(client, NO_PLANS).get(message.ahead)
-            if wanted is None:
-                wanted = wholes.plan(client, message.ahead)
-        ready = self._is_ready(message.group, message.config)
-        if (
-            ready
-            and (brought is None or message.group in brought.checked_for)
-            and (wanted is None or FOR_VALUES in wanted.checked_for)
-        ):
-            self._take(request, brought, wanted)
+        group, others = part.known.optimizer, part.known.others
+        if others:
+            self.all_ps.follow(others)
+        if not self.steps.knows(group):
+            request.start(self._take_first(request, part))
+        elif not others or self.steps.is_stale(group, request.message.local_step):
+            self._sync.submit(request, part)
         else:
-            request.start(self._contribute_first(request, brought, wanted))
-
-    async def _contribute_first(
-        self, request: Request[Contribute], brought: WholeSet | None, wanted: WholeSet | None
-    ) -> None:
-        """The group is new: its first step is that of the global step; or a set is."""
-        group, config = request.message.group, request.message.config
-        if not self._is_ready(group, config):
-            await self._begin(group)
-        if brought is not None and group not in brought.checked_for:
-            await self.all_ps.describe(brought, group, self._sync.known(group, None).raw)
-        if wanted is not None and FOR_VALUES not in wanted.checked_for:
-            await self.all_ps.describe(wanted, FOR_VALUES, None)
-        self._check()
-        self._take(request, brought, wanted)
-
-    def _take(
-        self, request: Request[Contribute], brought: WholeSet | None, wanted: WholeSet | None
-    ) -> None:
-        message, replica = request.message, request.peer.client
-        part = None
-        if brought is not None:
-            if not self._sync.executor.is_alone:
-                self._sync.wholes.keep(replica, brought)
-            part = self._sync.part_of(message, brought, request.segments)
-        self._waits.add(request, (message.group, replica, message.push), wanted)
-
-        def counted(outcome: object) -> None:
-            request.rest()  # its part is staged
-            if isinstance(outcome, PsyncError):
-                self._waits.answer(Refuse(message.group, replica, message.push, outcome))
-
-        entry = OwnRequest(request.peer, message, (), counted)
-        entry.header = request.header
-        self._submit_push(entry, part)
-
-    def _replay_count(self, request: Request[Contribute]) -> None:
-        message, part = request.message, None
-        self._sync.known(message.group, message.config)
-        if message.plan >= 0:
-            brought = self._sync.wholes.plan(request.peer.client, message.plan)
-            part = self._sync.part_of(message, brought, request.segments)
-        self._submit_push(request, part)
-
-    def _submit_push(self, request: Request[Contribute], part: Part | None) -> None:
-        message, body = request.message, () if part is None else part.body
-
-        def act() -> None:
-            self._perform(self._judge(request.peer.client, message, part))
-            self.outgoing.wake()  # a join waits
-
-        self._sync.executor.submit(request, message, body, act)
-
-    def _judge(self, replica: Replica, message: Contribute, part: Part | None) -> Sequence[Action]:
-        group = message.group
-        try:
-            if part is None:
-                self._sync.ledger.check_incarnation(*replica)
+            key = key_of(request)
+            here = self._here.get(key)
+            if here is None:
+                here = self._here[key] = _Here(request.message.local_step)
+            if self._is_complete(others, here.held):
+                self._sync.submit(request, part)
             else:
-                self._sync.keep(replica, message, part)
-        except PsyncError as exc:
-            return (Refuse(group, replica, message.push, exc),)
-        self._sync.known(group, None).spread |= message.spread
-        push = Contribution(
-            replica, message.push, message.acked_below,
-            message.closure if message.closure >= 0 else None, message.ordinal,
-            message.variable_set, message.local_step, message.weight,
+                self._sync.wait(request, key)
+                here.waits = request, part
+
+    async def _take_first(self, request: Request[Update], part: Part) -> None:
+        """The group is new: its first step is that of the global step."""
+        await self._begin(part.known.optimizer)
+        self._took(request, part)
+
+    def _is_complete(self, others: Sequence[int], held: set[int]) -> bool:
+        """Return whether all parts of a push are here, given on which ps tasks they should be."""
+        return held.issuperset(others)
+
+    def _heard(self, request: Request[Held]) -> None:
+        """Another ps holds parts of pushes. It says so again on each connection."""
+        message = request.message
+        for group, task, incarnation, push, local_step in message.parts:
+            if self._over is not None or self.steps.is_stale(group, local_step):
+                continue
+            key = group, (task, incarnation), push
+            here = self._here.get(key)
+            if here is None:
+                here = self._here[key] = _Here(local_step)
+            here.held.add(message.ps)
+            if here.waits is not None:
+                waiting, part = here.waits
+                if self._is_complete(part.known.others, here.held):
+                    here.waits = None
+                    self._sync.submit(waiting, part)
+
+    def _is_late(self, group: int, key: PushKey, here: _Here) -> bool:
+        return key[0] == group and self.steps.is_stale(group, here.local_step)
+
+    def _go_on(self, goes: Callable[[PushKey, _Here], bool]) -> None:
+        """Forget who has which parts of some pushes; those that wait are judged as they are."""
+        for key in [key for key, here in self._here.items() if goes(key, here)]:
+            here = self._here.pop(key)
+            if here.waits is not None:
+                self._sync.submit(*here.waits)
+
+    def _judge(self, request: Request[Update], part: Part, key: PushKey) -> None:
+        message, known = request.message, part.known
+        group, replica, push = key
+        self._sync.hold(request, part, key)
+        if known.spread:
+            self._sync.known(group, None).spread = True
+        self._perform(
+            self.steps.contribute(
+                group,
+                Contribution(
+                    replica, push, message.acked_below,
+                    message.closure if message.closure >= 0 else None, message.ordinal,
+                    known.variable_set, message.local_step, message.weight,
+                ),
+            )
         )  # fmt: skip
-        return self.steps.contribute(group, push)
+        self.outgoing.wake()  # a join waits
 
     def _left(self, key: PushKey) -> None:
         """Nobody waits for a push any more."""
         group, replica, push = key
+        if key in self._here:  # what others hold they have told, and it may come again
+            self._here[key].waits = None
         message = ForgetPush(group, push)
         self._sync.executor.note(replica, message, lambda: self._forget(replica, message))
 
     def _forget(self, replica: Replica, message: ForgetPush) -> None:
         self.steps.forget(message.group, replica, message.push)
         self._waits_changed()
-
-    def _ask_step(self, request: Request[AskStep]) -> None:
-        self._check()
-        request.answer(SyncStep(*self.steps.present_and_first(request.message.group)))
 
     async def _init_tokens(self, request: Request[InitTokens]) -> None:
         message = request.message
@@ -334,7 +317,7 @@ class StepCloser:
             await self._begin(message.group)
             self._check()
         await self._sync.executor.run(request.peer.client, message, self._put_initial)
-        request.answer(SyncStep(*self.steps.present_and_first(message.group)))
+        request.answer(SyncStep(self.steps.present(message.group)))
 
     def _put_initial(self, message: InitTokens) -> None:
         self._perform(self.steps.init_tokens(message.group, message.count))
@@ -417,6 +400,7 @@ class StepCloser:
 
     def lost(self, task: str, below: int) -> None:
         """Incarnations of ``task`` below ``below`` are over, says an entry: they wait no more."""
+        self._go_on(lambda key, _: key[1][0] == task and key[1][1] < below)
         self._perform(self.steps.fence(task, below))
 
     def end(self, reason: str) -> None:
@@ -425,6 +409,7 @@ class StepCloser:
 
     def _end(self, message: EndSteps) -> None:
         self._perform(self.steps.end(message.reason))
+        self._go_on(lambda *_: True)
 
     def _expired(self) -> None:
         self._note(Tick(self._clock.now()), self._tick)
@@ -439,7 +424,14 @@ class StepCloser:
             if isinstance(action, Close):
                 self.outgoing.decide(action)
             elif self._over is None:
-                self._waits.answer(action)
+                key = action.group, action.replica, action.number
+                if isinstance(action, Refuse):
+                    self._sync.fail(key, action.error)
+                else:
+                    self._sync.answer(key, action.message, brings=action.count > 0)
+            if isinstance(action, Close) and self._here:
+                late = functools.partial(self._is_late, action.group)
+                self._loop.call_soon(self._go_on, late)
         if HOSTED not in self.outgoing.pauses and self._over is None:
             deadline = self.steps.next_deadline()
             if deadline != self._clock.deadline:

@@ -20,7 +20,6 @@ from psync.store.rows import RowMean, RowValues
 from psync.store.step_norms import UPDATES, ShardSums, StepNorms
 from psync.store.store import Key, Plan, ShardStore, Work, ones
 from psync.store.sync_config import SyncConfig
-from psync.sync.cross_ps_sets import Along, WholeSet
 
 GLOBAL_STEP_DTYPE = "int64"
 
@@ -55,15 +54,9 @@ class Part(NamedTuple):
 
     known: ShardSet
     gradients: Sequence[Gradient]  # views of the memory in which they came
-    body: Body = ()  # that memory; on ps 0 all that came
-    rows: Sequence[int] | None = None  # as in StagePush
-    whole: WholeSet | None = None  # on ps 0: the set, if the push came whole
-    along: Sequence[Along] = ()  # on ps 0: what of it belongs to others
-
-    @property
-    def nbytes(self) -> int:
-        """Size of what came."""
-        return sum(map(len, self.body))
+    body: Body  # that memory
+    nbytes: int
+    rows: Sequence[int] | None = None  # as in Update
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The rule of synchronous steps on ps 0: which pushes count, when a step closes, who gets a token.
 
-A push arrives here when all its parts are staged. For each the first line that fits decides:
+A push arrives here when all its parts are held by ps tasks, or when it is stale. For each the first
+line that fits decides:
 
     the push                                             what becomes of it
     training has ended, or the group is broken           Refuse
@@ -87,10 +88,15 @@ class SyncSteps:
         """Return whether the group is defined."""
         return group in self._groups
 
-    def present_and_first(self, group: int) -> tuple[int, int]:
-        """Return the group's present step, and that at which it began; -1: it is not defined."""
+    def present(self, group: int) -> int:
+        """Return the group's present step; -1: it is not defined."""
         known = self._groups.get(group)
-        return (-1, -1) if known is None else (known.step, known.first_step)
+        return -1 if known is None else known.step
+
+    def is_stale(self, group: int, local_step: int) -> bool:
+        """Return whether a push of this local step would be stale."""
+        known = self._groups.get(group)
+        return known is not None and known.age(local_step) > 0
 
     def init_tokens(self, group: int, count: int) -> list[Action]:
         """Put a group's initial tokens: once, however often a chief that restarts asks.
@@ -120,7 +126,8 @@ class SyncSteps:
         except PsyncError as exc:
             return [*actions, Refuse(group, replica, contribution.number, exc)]
         actions += known.put_initial(-1)
-        actions += self._close_what_is_due()  # before a token is taken that this makes void
+        if known.is_complete and known.may_close:  # before a token is taken that this makes void
+            actions.append(known.close(partial=False))
         actions += known.take(push)
         return actions + self._close_what_is_due()
 

@@ -26,7 +26,7 @@ import functools
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -188,7 +188,7 @@ class Frame:
     nbytes: int  # of all segments
     segments: Sequence[memoryview]
     message: Message  # once the header is decoded
-    token: object  # see ``FrameDecoder.redirect``
+    token: Any  # see ``FrameDecoder.redirect``
     borrowed: Borrowed | None  # the body, if it is lent
 
 

@@ -189,14 +189,11 @@ class DefinePlan(Message, code=37):
     # them would bring them; None: there are none.
     pull: list[tuple[int, int]] | None = None
     raised: tuple[int, int] | None = None  # a shard of one number: each update adds one to it
-
-
-class DefineWhole(Message, code=118):
-    """Client → ps 0: likewise, of shards of all ps tasks, in a push that comes whole."""
-
-    plan: int
-    members: list[tuple[int, int, int]]  # (ps, variable, index) of each; those of a ps together
-    lengths: list[int]  # bytes of each member in a body
+    # Of a synchronous push; ``optimizer`` is then its group, and ``config`` that of the group.
+    # Digest of all its variables; b"": the push is not synchronous.
+    variable_set: bytes = b""
+    others: list[int] | None = None  # to ps 0: the other ps tasks that have a part of it
+    spread: bool = False  # likewise: whether one of its variables lies on several ps tasks
 
 
 class Read(Message, code=34):
@@ -247,7 +244,10 @@ class Numbered(Message):
 class Update(Numbered, code=61):
     """A push, an assign, or averages that move towards the variables that they follow.
 
-    Its plan says which. Segments: one per member, but none for averages. Answered by Pushed.
+    Its plan says which. Segments: one per member, but none for averages. Answered by Pushed. Of a
+    synchronous push each ps gets its part, and ps 0 one in any case, which it answers by
+    Contributed when there is a token, the others when the part is applied. ``sequence`` is then the
+    number of the push in its group.
     """
 
     plan: int
@@ -265,6 +265,8 @@ class Update(Numbered, code=61):
     # average -= (1 - decay) * (average - value).
     factors: list[float] | None = None
     lock: int = 0  # as in Read
+    local_step: int = -1  # of the values of a synchronous push; -1: of before the first step
+    weight: float = 1.0  # of a synchronous push, in the mean
 
 
 class MeasurePush(Message, code=80):
@@ -461,70 +463,34 @@ class OfGroup(Message):
 # Worker → ps.
 
 
-class StagePush(OfGroup, code=42):
-    """Worker → ps: keep this part of a push until ps 0 has decided. Answered by Staged.
+class KeepPart(OfGroup, code=42):
+    """Worker → ps: copy a part that lies in memory of the worker's, which wants it back.
 
-    Segments: one per member. The same push again replaces it; else it stays until its step is
-    closed.
+    Answered by Done; also where no such part is held.
     """
 
-    config: dict[str, Any] | None  # of the group; defines it for this connection
     push: int
-    local_step: int  # of the values that the gradients were computed from; -1: the first
-    plan: int
-    rows: list[int] | None = None  # as in Update
-
-
-class Staged(Message, code=43):
-    """``stale``: the step is over here, nothing was kept."""
-
-    stale: bool
-
-
-class Contribute(OfGroup, code=44):
-    """Worker → ps 0: all parts of a push are staged; decide, and answer when there is a token.
-
-    Answered by Contributed, after the step is closed or while other tokens are left. A small push
-    comes along whole, of a larger one ps 0's own part if that is small; ps 0 hands on what belongs
-    to others with CloseStep. Segments: one per member.
-    """
-
-    config: dict[str, Any] | None
-    push: int
-    acked_below: int  # the client has the answers to all smaller numbers
-    closure: int  # id, or -1 outside a closure
-    ordinal: int  # of the call within the closure
-    variable_set: bytes  # digest of all variables of the push
-    local_step: int  # -1: values of before the group's first step
-    weight: float
-    plan: int  # of what comes along, as DefineWhole says it; -1: nothing
-    ahead: int  # whose values are wanted with the token, if it is that of a new step; -1: none
-    rows: list[int] | None = None  # as in Update; only of what ps 0 keeps itself
-    spread: bool = False  # whether a variable of the push lies on several ps tasks
 
 
 class Contributed(Message, code=45):
-    """What became of a push, and the token: the worker's next local step.
+    """ps 0 → worker: what became of a push, and the token: the worker's next local step.
 
-    Segments: the values that were wanted, one per member, of step ``token`` or later; or none.
+    Segments: the values that its plan wants, if they came.
     """
 
+    group: int
     outcome: str  # "accepted", "stale" or "duplicate"
     staleness: int  # steps that were closed since the values were pulled
     token: int
     partial: bool  # the step that it was counted in was closed with fewer than the target
     count: int  # pushes in the step that it was counted in, if that is closed; else 0
-
-
-class AskStep(OfGroup, code=46):
-    """Worker → ps 0, before many bytes travel: is this step still open? Answered by SyncStep."""
+    steps: list[tuple[int, int]] | None = None  # as in Pushed
 
 
 class SyncStep(Message, code=47):
-    """The group's present step, and its first one; both -1 if nobody has pushed yet."""
+    """The group's present step; -1 if nobody has pushed yet."""
 
     step: int
-    first: int
 
 
 class InitTokens(OfGroup, code=50):
@@ -534,38 +500,34 @@ class InitTokens(OfGroup, code=50):
     count: int
 
 
-# ps 0 → every ps.
+# Between ps 0 and every other ps.
 
 
-class DescribeSet(Message, code=90):
-    """ps 0 → ps: are these shards there, and may a group push to them? Answered by SetSizes."""
+class FollowParts(Message, code=90):
+    """ps 0 → ps: say on this connection which parts of pushes are here, and which come. No answer.
 
-    plan: int
-    group: int  # -1: their values are wanted, and no more
-    config: dict[str, Any] | None
+    Each new connection asks anew, and is told of all.
+    """
 
 
-class SetSizes(Message, code=91):
-    """Bytes of each shard of a plan."""
+class Held(Message, code=91):
+    """ps → ps 0: these parts of pushes are here. A notification, once in a turn of the loop."""
 
-    sizes: list[int]
+    ps: int
+    # (group, task, incarnation, push, local step)
+    parts: list[tuple[int, str, int, int, int]]
 
 
 class CloseStep(OfGroup, code=48):
     """ps 0 → every ps: apply the mean of these pushes; idempotent by ``step``. Answered by Done.
 
-    Afterwards the group is at ``step + 1`` and what is staged for ``step`` or before is dropped.
-    Segments: one per part that comes along. Segments of the answer: the values of the plans in
-    ``ahead`` afterwards, one per shard; none if shards are busy.
+    Afterwards the group is at ``step + 1`` and what is held for ``step`` or before is dropped.
     """
 
     config: dict[str, Any] | None  # None: the ps knows it
     step: int
     # (task, incarnation, push, weight), in the order in which they are summed
     pushes: list[tuple[str, int, int, float]]
-    # Of each push the plan of its part, -1: staged, or not here.
-    along: list[int] = field(default_factory=list)
-    ahead: list[int] = field(default_factory=list)
     # (variable id, factor): what limits the norm of the mean of a variable, and the trust ratio of
     # its update. None: the ps finds it by itself, if the rule needs it.
     scales: list[tuple[int, float]] | None = None
@@ -707,12 +669,11 @@ class SetGroups(Message, code=96):
 
 
 class HoldPush(OfGroup, code=134):
-    """A part that is staged, of a snapshot that comes with a log. Segments: that."""
+    """A part that is held, of a snapshot that comes with a log. Segments: that."""
 
     push: int
     local_step: int
     plan: int
-    whole: bool  # it came along with Contribute, perhaps with what belongs to other ps tasks
     rows: list[int] | None
 
 

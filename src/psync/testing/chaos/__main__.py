@@ -23,7 +23,7 @@ from psync.testing.chaos.scenes import SCENES
 WORKER_POINTS = {
     "async": ("worker.closure.start", "worker.closure.end", "worker.push.between_ps",
               "worker.push.begun", "worker.push.answered"),
-    "sync": ("worker.closure.start", "worker.closure.end", "worker.push.staged",
+    "sync": ("worker.closure.start", "worker.closure.end", "worker.push.sent",
              "worker.push.begun", "worker.push.answered"),
 }  # fmt: skip
 PS_POINTS = {

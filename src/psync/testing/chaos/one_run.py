@@ -35,7 +35,7 @@ LOOK_EVERY_S = 0.05
 LOSSES = {
     "*": {"request": 0.001, "reply": 0.001, "in_flight": 0.001, "min_each": 1},
     "Update": {"request": 0.004, "reply": 0.004, "in_flight": 0.002, "min_each": 2},
-    "Contribute": {"request": 0.004, "reply": 0.004, "in_flight": 0.002, "min_each": 2},
+    "CloseStep": {"request": 0.004, "reply": 0.004, "in_flight": 0.002, "min_each": 1},
 }
 
 

@@ -6,11 +6,9 @@ them; and a step that is decided ends with the error that a failpoint raises.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-from psync.client.link import Answers
-from psync.client.plan import Plan
+from psync.client.link import Answers, Call, always
 from psync.client.ps import Outgoing
 from psync.client.sync import SyncClient
 from psync.errors import PsyncError
@@ -19,6 +17,7 @@ from psync.sync.outgoing_steps import Ended, StepRounds
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
 from psync.wire.frames import Frame
+from psync.wire.messages import KeepPart
 
 
 class SteppedOutgoing(Outgoing):
@@ -60,24 +59,36 @@ def _step(parts: Answers[Any], failpoints: Failpoints) -> None:
 
 
 class SteppedSyncClient(SyncClient):
-    """The same for synchronous pushes; and it may tell ps 0 before the others have their parts."""
+    """The same for synchronous pushes, whose parts are answered when all are there."""
 
     failpoints: Failpoints
-    without: frozenset[str]
 
-    async def _stage_large(self, plan: Plan, *args: Any) -> Any:
-        along, segments, rows = await super()._stage_large(plan, *args)
-        if along is not None and along is not plan.whole and len(plan.requests) > 1:
-            self.failpoints.hit(BETWEEN_PS)  # the others have theirs
-        return along, segments, rows
+    def _send(self, answers: Answers[Any]) -> None:
+        if self.failpoints.armed(BETWEEN_PS) and len(answers.calls) > 1:
+            self._step(answers)
+        super()._send(answers)
 
-    async def _stage(self, *args: Any) -> None:
-        staging = super()._stage(*args)
-        if "staged_commit" in self.without:
-            unawaited = asyncio.create_task(staging)
-            unawaited.add_done_callback(lambda task: task.cancelled() or task.exception())
-        else:
-            await staging
+    def _step(self, answers: Answers[Any]) -> None:
+        """Let the first part arrive before the others are sent."""
+        ask, first = answers.ask, answers.calls[0]
+
+        def arrived(_: object) -> None:
+            try:
+                self.failpoints.hit(BETWEEN_PS)
+            except Exception as exc:
+                answers.note(1, exc)
+            else:
+                for at in range(1, len(answers.calls)):
+                    ask(at)
+
+        def ask_first(at: int) -> None:
+            if not at:
+                ask(0)
+                # On the same connection: what is about no part changes nothing.
+                asked = Call(first.link, always(KeepPart(0, 0)), lane=first.lane)
+                first.link.ask(asked, arrived)
+
+        answers.ask = ask_first  # type: ignore[method-assign]
 
 
 class SteppedRounds(StepRounds):
@@ -85,11 +96,11 @@ class SteppedRounds(StepRounds):
 
     failpoints: Failpoints
 
-    def carry(self, outgoing: OutgoingStep, wanted: Any, ended: Ended) -> None:
+    def carry(self, outgoing: OutgoingStep, ended: Ended) -> None:
         """Let every ps apply a step, unless a failpoint says that it cannot be closed."""
         try:
             self.failpoints.hit(STEP_DECIDED)
         except PsyncError as exc:
-            ended({}, exc)
+            ended(exc)
         else:
-            super().carry(outgoing, wanted, ended)
+            super().carry(outgoing, ended)

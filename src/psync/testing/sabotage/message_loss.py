@@ -215,7 +215,7 @@ def _checked(name: str, rates: Any) -> Mapping[str, float]:
     """Return what the plan says of one kind of requests."""
     if name != ANY and not hasattr(getattr(messages, name, None), "code"):
         raise ConfigurationError(
-            f"{VARIABLE}: there is no message {name!r}", hint="such as Update, Read, Contribute"
+            f"{VARIABLE}: there is no message {name!r}", hint="such as Update, Read, CloseStep"
         )
     fits = isinstance(rates, dict) and all(
         isinstance(value, int | float)

@@ -18,6 +18,7 @@ from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
 from psync.sync.outgoing_steps import StepRounds
 from psync.sync.ps_services import PsServices
+from psync.sync.step_closer import StepCloser
 from psync.sync.steps import SyncSteps
 from psync.testing.sabotage import apply_log as apply_logs
 from psync.testing.sabotage.apply_log import LoggedServices, LoggedStore, LoggedUpdates
@@ -28,7 +29,13 @@ from psync.testing.sabotage.message_loss import LossyConnection, MessageLosses
 from psync.testing.sabotage.places import PLACES, with_places
 from psync.testing.sabotage.ps import SabotagedPs
 from psync.testing.sabotage.switches import switched_off
-from psync.testing.sabotage.weakened_rules import OpenGate, WeakCommitLog, WeakLedger, WeakSteps
+from psync.testing.sabotage.weakened_rules import (
+    HastyCloser,
+    OpenGate,
+    WeakCommitLog,
+    WeakLedger,
+    WeakSteps,
+)
 
 T = TypeVar("T")
 
@@ -40,11 +47,12 @@ WITHOUT: Mapping[str, tuple[type, type]] = {
     "low_water": (Ledger, WeakLedger),
     "timeline": (Ledger, WeakLedger),
     "staleness": (SyncSteps, WeakSteps),
+    "staged_commit": (StepCloser, HastyCloser),
     "one_cut": (UpdateGate, OpenGate),
     "replica_ack": (CommitLog, WeakCommitLog),
     "commit_marker": (Writer, EarlyWriter),
 }
-"""By the safeguard that is switched off. ``staged_commit`` is not here: see ``interrupted``."""
+"""By the safeguard that is switched off."""
 
 
 class SabotagedParts(Parts):

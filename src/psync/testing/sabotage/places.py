@@ -73,8 +73,8 @@ PLACES = (
     # Nothing is sent.
     Place("worker.push.begun", Outgoing, "deliver", BEGIN, _is_update),
     Place("worker.push.begun", SyncClient, "contribute", BEGIN),
-    # Every ps has its part, ps 0 has not been told.
-    Place("worker.push.staged", SyncClient, "_stage_large", END),
+    # All parts of a synchronous push are on their way.
+    Place("worker.push.sent", SyncClient, "_send", END),
     # All ps tasks have answered, the step does not know yet.
     Place("worker.push.answered", Outgoing, "deliver", END, _is_update),
     Place("worker.push.answered", SyncClient, "contribute", END),
@@ -89,6 +89,8 @@ PLACES = (
     Place("ps.backup.taken", BackupSender, "_taken", BEGIN),
     # Shards exist, not answered.
     Place("ps.create.done", ShardCreation, "_fill", END),
+    # A part of a synchronous push is held here, ps 0 does not know.
+    Place("ps.part.held", PsSync, "_tell", BEGIN),
     # Norms of a synchronous step are measured here, ps 0 does not know.
     Place("ps.step.measured", PsSync, "_measured", BEGIN),
     # A synchronous step is applied here, ps 0 does not know.

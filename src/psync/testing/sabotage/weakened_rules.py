@@ -14,6 +14,7 @@ from psync.ps.admission import UpdateGate
 from psync.store.commit_log import CommitLog, LogState
 from psync.store.ledger import Client, Ledger, Verdict
 from psync.sync.pushes import Action, Contribution
+from psync.sync.step_closer import StepCloser
 from psync.sync.steps import SyncSteps
 
 CALLS_KEPT = 2
@@ -109,8 +110,14 @@ class WeakSteps(SyncSteps):
 
     def contribute(self, group: int, contribution: Contribution) -> list[Action]:
         """Judge a push as if its values were those of the present step."""
-        present = contribution._replace(local_step=self.present_and_first(group)[0])
-        return super().contribute(group, present)
+        return super().contribute(group, contribution._replace(local_step=self.present(group)))
+
+
+class HastyCloser(StepCloser):
+    """One to whom a push is complete when its own part is there."""
+
+    def _is_complete(self, others: object, held: object) -> bool:
+        return True
 
 
 class OpenGate(UpdateGate):

@@ -20,10 +20,11 @@ from psync.testing.simulation.plan import (
 from psync.testing.simulation.tight import SIZES
 
 MESSAGES = (
-    "Update", "Update", "Read", "Contribute", "StagePush", "CloseStep", "AskStep", "LogEntries",
-    "BackUp", "BeginBackup", "FillSnapshot", "Promote", "Freeze", "Gate", "WriteFrozen",
-    "PrepareSnapshot", "FillSnapshot", "RestoreSnapshot", "AttachPs", "AdoptShards", "Fence",
-    "AttachWorker", "RunClosures", "ClosureResults", "AwaitWaiters", "ReportSchedule", "FinalBelow",
+    "Update", "Update", "Update", "Read", "Held", "FollowParts", "CloseStep", "KeepPart",
+    "LogEntries", "BackUp", "BeginBackup", "FillSnapshot", "Promote", "Freeze", "Gate",
+    "WriteFrozen", "PrepareSnapshot", "FillSnapshot", "RestoreSnapshot", "AttachPs", "AdoptShards",
+    "Fence", "AttachWorker", "RunClosures", "ClosureResults", "AwaitWaiters", "ReportSchedule",
+    "FinalBelow",
     "CreateShards", "GrantCoordinator", "AskServed", "LockShards", "EndSession",
 )  # fmt: skip
 """Requests that faults may wait for, or lose."""
@@ -31,7 +32,7 @@ MESSAGES = (
 RECOVERY = (
     "AttachPs", "CreateShards", "AttachWorker", "BeginBackup", "FillSnapshot", "BackUp",
     "LogEntries", "Promote", "Fence", "PrepareSnapshot", "RestoreSnapshot", "AskServed",
-    "AdoptShards", "GrantCoordinator", "AskServed", "EndSession", "AskStep",
+    "AdoptShards", "GrantCoordinator", "AskServed", "EndSession", "FollowParts",
 )  # fmt: skip
 """Those of a task that comes, or goes on for another one."""
 
@@ -62,12 +63,13 @@ THEMES = {
     "steps": (
         "place ps0.step.decided", "place ps0.step.decided", "place ps0.step.measured",
         "place ps.step.measured", "place ps.step.applied", "place ps0.step.applied",
-        "message CloseStep", "message MeasureStep", "message Contribute",
+        "message CloseStep", "message MeasureStep", "message Held", "place ps.part.held",
     ),
     "pushes": (
         "place worker.push.begun", "place worker.push.between_ps", "place worker.push.between_ps",
-        "place worker.push.staged", "place worker.push.answered", "place ps.push.received",
-        "place ps.push.applied", "place ps.assign.applied", "message Update", "message StagePush",
+        "place worker.push.sent", "place worker.push.answered", "place ps.push.received",
+        "place ps.push.applied", "place ps.assign.applied", "message Update", "message Held",
+        "place ps.part.held",
     ),
     "copies": (
         "place ps.backup.sending", "place ps.backup.taken", "message BeginBackup",
@@ -106,7 +108,8 @@ COMES_BACK = {
 
 PLACES = (
     "worker.closure.start", "worker.closure.end", "worker.push.begun", "worker.push.between_ps",
-    "worker.push.staged", "worker.push.answered", "ps.push.received", "ps.push.applied",
+    "worker.push.sent", "ps.part.held", "worker.push.answered", "ps.push.received",
+    "ps.push.applied",
     "ps.assign.applied", "ps.backup.sending", "ps.backup.taken", "ps.create.done",
     "ps.step.measured", "ps.step.applied", "ps0.step.decided", "ps0.step.measured",
     "ps0.step.applied", "coordinator.dispatch", "coordinator.result", "checkpoint.ps.write",

@@ -36,13 +36,14 @@ from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
+from psync.ps import snapshots
 from psync.ps.accumulators import Accumulators
 from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Computes
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
-from psync.store import snapshot, snapshot_state
+from psync.store import snapshot
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.shards import ShardTable
@@ -50,6 +51,7 @@ from psync.store.store import ShardStore
 from psync.sync import step_update
 from psync.sync.group import Group
 from psync.sync.ps_services import PsServices
+from psync.sync.ps_sync import PsSync
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_applier import StepApplier
@@ -131,7 +133,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "promoted_counts_nothing": Mutant(
         "a promoted ps 0 counts what had counted", ("sync-replica",),
-        ((StepCloser, "_replay_count", wrong.only_answers),),
+        ((PsSync, "replay", wrong.only_answers),),
     ),
     "copy_without_rule": Mutant(
         "a copy has the state of the rule of synchronous steps", ("sync-replica",),
@@ -354,7 +356,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "gradient_answers_are_saved": Mutant(
         "a checkpoint has no answers of accumulators", ("checkpoint", "replica"),
-        ((snapshot_state, "pack_answer", wrong.packs_all),),
+        ((snapshots, "pack_answer", wrong.packs_all),),
     ),
     "open_step_is_saved": Mutant(
         "a checkpoint has nothing of a step that is open", ("checkpoint",),

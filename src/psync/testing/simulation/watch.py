@@ -25,7 +25,7 @@ MARKS = (
     "a worker dies while a step is closing",
     "a worker dies with a push begun",
     "a worker dies between the parts of a push",
-    "a worker dies with a push staged",
+    "a worker dies with a push on its way",
     "the chief dies while closures run",
     "the chief dies while it begins",
     "a stopped worker goes on after its session has ended",
@@ -44,7 +44,7 @@ MARKS = (
     "the chief dies during a fail-over",
     "a ps is started again during a fail-over",
     "a save and a fail-over at once",
-    "a fail-over with a push staged",
+    "a fail-over with a push on its way",
     "a fail-over ends as a rollback",
     "a ps goes on without its backup",
     "a ps dies before its backup has acknowledged what came last",
@@ -83,7 +83,7 @@ MARKS = (
     "a chief attaches after a fail-over",
     "a chief attaches after a rollback",
     "an attach is refused",
-    "a session ends with a push staged",
+    "a session ends with a push on its way",
     "a worker leaves",
     "a worker leaves during a save",
     "a join waits long enough to say so",
@@ -190,7 +190,7 @@ class _Watch:
         self.creating = self.restoring = False
         self.pushing: Counter[str] = Counter()  # by process, pushes that have begun
         self.between: set[str] = set()
-        self.staged: set[str] = set()
+        self.sent: set[str] = set()
         self.updating: Counter[str] = Counter()  # by ps, updates that came
         self.gates: set[str] = set()
         self.runs: dict[str, list[str]] = {}  # of each closure, on whom
@@ -228,7 +228,7 @@ class _Watch:
             self.mark(f"{who} dies during a {self.recovery}")
         self.mark(f"{who} dies during a save", self.saving)
         {"ps": self._ps_dies, "worker": self._worker_dies}.get(job, self._chief_dies)(process)
-        for group in (self.closing, self.measuring, self.between, self.staged, self.gates,
+        for group in (self.closing, self.measuring, self.between, self.sent, self.gates,
                       self.shipping):  # fmt: skip
             group.discard(process)
         for counts in (self.pushing, self.updating, self.copying):
@@ -266,7 +266,7 @@ class _Watch:
         self.mark("a worker dies while a step is closing", self.closing)
         self.mark("a worker dies with a push begun", self.pushing[process])
         self.mark("a worker dies between the parts of a push", process in self.between)
-        self.mark("a worker dies with a push staged", process in self.staged)
+        self.mark("a worker dies with a push on its way", process in self.sent)
         self.mark("a gang's member dies", self.gang)
         self.mark("a worker dies that has changed its copy", process in self.copies)
         self.copies.discard(process)
@@ -328,7 +328,7 @@ class _Watch:
             case "CancelClosures":
                 self.mark("a closure is cancelled while it pushes", self.pushing[process])
             case "EndSession" | "Fence":
-                self.mark("a session ends with a push staged", self.staged)
+                self.mark("a session ends with a push on its way", self.sent)
             case "RunReplica":
                 self.gang = True
             case "LockShards":
@@ -355,12 +355,12 @@ class _Watch:
                 self.pushing[process] += 1
             case "worker.push.between_ps":
                 self.between.add(process)
-            case "worker.push.staged":
-                self.staged.add(process)
+            case "worker.push.sent":
+                self.sent.add(process)
             case "worker.push.answered":
                 self.pushing[process] = max(0, self.pushing[process] - 1)
                 self.between.discard(process)
-                self.staged.discard(process)
+                self.sent.discard(process)
             case "ps.push.received":
                 self.updating[process] = 1
             case "ps.push.applied" | "ps.assign.applied":
@@ -488,7 +488,7 @@ class _Watch:
     def _recovery_begins(self, kind: str) -> None:
         self.recovery = kind
         self.mark(f"a {kind} while a step is closing", self.closing or self.step_cut)
-        self.mark("a fail-over with a push staged", kind == "fail-over" and self.staged)
+        self.mark("a fail-over with a push on its way", kind == "fail-over" and self.sent)
         self.mark("a rollback while a gang runs", kind == "rollback" and self.gang)
         self.mark(f"a save and a {kind} at once", self.saving)
 

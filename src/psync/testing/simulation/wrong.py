@@ -59,7 +59,7 @@ def is_nearly_complete(original: Any) -> Any:
 
 def fresh_by_one(original: Callable[..., Any]) -> Any:
     def contribute(self: SyncSteps, group: int, push: Contribution) -> Any:
-        if 0 <= push.local_step == self.present_and_first(group)[0] - 1:
+        if 0 <= push.local_step == self.present(group) - 1:
             push = push._replace(local_step=push.local_step + 1)
         return original(self, group, push)
 
@@ -164,7 +164,7 @@ def of_its_connection(original: Callable[..., Any]) -> Any:
 
 
 def only_answers(original: Callable[..., Any]) -> Any:
-    return lambda self, request: request.answer(Done())
+    return lambda self, request, *_: request.answer(Done())
 
 
 def judged_as_if_it_came_now(original: Callable[..., Any]) -> Any:
@@ -368,7 +368,7 @@ def never_looks_again(original: Callable[..., Any]) -> Any:
 
 
 def means_another_set_on_a_backup(original: Callable[..., Any]) -> Any:
-    def serve(self: Plans[Any], request: Any) -> None:
+    def serve(self: Plans, request: Any) -> None:
         original(self, request)
         plan = self.plan(request.peer.client, request.message.plan)
         if isinstance(request, OwnRequest) and isinstance(plan, ShardSet):
@@ -378,7 +378,7 @@ def means_another_set_on_a_backup(original: Callable[..., Any]) -> Any:
 
 
 def defines_off_the_record(original: Callable[..., Any]) -> Any:
-    def serve(self: Plans[Any], request: Any) -> None:
+    def serve(self: Plans, request: Any) -> None:
         note, self.note = self.note, lambda *_: None
         original(self, request)
         self.note = note
