@@ -50,8 +50,8 @@ from psync.ps.succession import (
 )
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import NOTHING
-from psync.sync.groups import CLOSER
 from psync.sync.ps_services import PsServices
+from psync.sync.ps_sync import CLOSER
 from psync.wire.codec import Message
 from psync.wire.messages import (
     ON_EACH_PS,

@@ -1,6 +1,6 @@
 """Steps that are decided, on ps 0: carried to every ps, until all have applied them.
 
-    decided         the step is closing, or *outgoing* (``groups.OutgoingStep``), a part of the
+    decided         the step is closing, or *outgoing* (``step.OutgoingStep``), a part of the
                     state of ps 0
     norms measured  NormsMeasured, an entry: it is sent to be closed. Where no norms are needed that
                     is done at once
@@ -50,10 +50,10 @@ from psync.net.platform import Parts
 from psync.ps.cooperative_work import Changing
 from psync.store.ledger import Client
 from psync.store.step_norms import Factors, ShardSums, StepNorms
-from psync.sync.groups import CLOSER, FROM_CLOSER, Listed, OutgoingStep
 from psync.sync.ps_peers import AllPs
-from psync.sync.ps_sync import PsSync
+from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync
 from psync.sync.pushes import Action, Close
+from psync.sync.step import Listed, OutgoingStep
 from psync.sync.steps import SyncSteps
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Frame
@@ -116,7 +116,7 @@ class StepRounds:
         norms = StepNorms(self._sync.store.rule(group))
         passes: list[str] = []
         if self._all_ps.has_others and not outgoing.is_measured:
-            passes = norms.passes_together(spread=self._sync.known(group, None).spread)
+            passes = norms.passes_together(spread=self._sync.groups[group].spread)
         step = _Step(outgoing, norms, passes, ended)
         if passes:
             self._measure(step)
@@ -209,7 +209,7 @@ class OutgoingSteps(Changing):
     def decide(self, close: Close) -> None:
         """A step is decided: it is outgoing from now on."""
         outgoing = OutgoingStep(close)
-        self._sync.known(close.group, None).outgoing = outgoing
+        self._sync.groups[close.group].outgoing = outgoing
         if not self.pauses:
             self._carry(outgoing)
 
@@ -246,7 +246,7 @@ class OutgoingSteps(Changing):
 
     def note_factors(self, message: NormsMeasured) -> None:
         """Execute an entry: a step that is outgoing is to be closed with these factors."""
-        outgoing = self._sync.known(message.group, None).outgoing
+        outgoing = self._sync.groups[message.group].outgoing
         if outgoing is not None and outgoing.close.step == message.step:
             outgoing.is_measured = True
             outgoing.scales, outgoing.ratios = message.scales, message.ratios
@@ -271,7 +271,7 @@ class OutgoingSteps(Changing):
     def note_applied(self, message: StepApplied) -> None:
         """Execute an entry: a step is outgoing no more."""
         group = message.group
-        self._sync.known(group, None).outgoing = None
+        self._sync.groups[group].outgoing = None
         if not message.failure:
             self._perform(self._steps.closed(group, message.step))
             return
@@ -347,9 +347,9 @@ class OutgoingSteps(Changing):
         self.pauses.discard(why)
         self._wanted.discard(why)
         if not self.pauses and not self._is_over:
-            for outgoing in self._sync.outgoing():
-                if outgoing.close.group not in self._carried:
-                    self._carry(outgoing)
+            for group, known in self._sync.groups.items():
+                if known.outgoing is not None and group not in self._carried:
+                    self._carry(known.outgoing)
         self.wake()
 
     async def drain(self) -> None:

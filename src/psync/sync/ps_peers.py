@@ -25,11 +25,11 @@ from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Requ
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
-from psync.ps.cooperative_work import LongWork
+from psync.specs import ShardSpec, VariableSpec
 from psync.store.step_norms import ShardSums
 from psync.store.sync_config import SyncConfig
-from psync.sync.groups import CLOSER, FROM_CLOSER, step_variable
-from psync.sync.ps_sync import PsSync
+from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync
+from psync.sync.step import GLOBAL_STEP_DTYPE
 from psync.wire.codec import Message
 from psync.wire.frames import Frame
 from psync.wire.messages import (
@@ -56,7 +56,6 @@ class AllPs:
         attach: Says who the coordinator is, and where the ps tasks are.
         sync: The part of ps 0 itself.
         pool: Memory for what comes in.
-        work: What takes long.
         heard: Told of parts that other ps tasks hold, see ``follow``.
         timeline: How often the cluster has rolled back to a snapshot.
     """
@@ -67,7 +66,6 @@ class AllPs:
         attach: AttachPs,
         sync: PsSync,
         pool: BlockPool,
-        work: LongWork,
         heard: Callable[[Request[Held]], None],
         timeline: int = 0,
     ) -> None:
@@ -77,7 +75,6 @@ class AllPs:
         self._attach = attach
         self._sync = sync
         self._pool = pool
-        self._work = work
         self._endpoint: Endpoint | None = None  # made when another ps is first needed
         self._client: PsClient | None = None
         self._closed = False
@@ -111,7 +108,7 @@ class AllPs:
         """
 
         def own(request: Request[Any]) -> None:
-            self._sync.applier.close(request, lambda: request.answer(_DONE))
+            self._sync.close(request, lambda: request.answer(_DONE))
 
         self._to_all(message, own, lambda ps, received: None, then)
 
@@ -142,7 +139,7 @@ class AllPs:
             request.answer(_DONE)
 
         def own(request: Request[Any]) -> None:
-            mine = self._sync.applier.measure(message)
+            mine = self._sync.measure(message)
             if isinstance(mine, list):
                 sums.extend(mine)
                 request.answer(_DONE)
@@ -208,7 +205,7 @@ class AllPs:
         def build(_: Connection) -> Message:
             if isinstance(message, FollowParts) or (ps, message.group) in self._told:
                 return message
-            return replace(message, config=self._sync.known(message.group, None).raw)
+            return replace(message, config=self._sync.groups[message.group].raw)
 
         def answered(outcome: Frame | Exception) -> None:
             if isinstance(outcome, FencedError):
@@ -276,10 +273,15 @@ class AllPs:
             )
         if ps:
             client = self._links()
-            wanted = client.plan((step_variable(config),))
+            name, (_, variable, index) = f"{config.name}: global step", config.global_step
+            # The shard, as a variable of its own.
+            shard = ShardSpec(name, variable, index, 0, (), GLOBAL_STEP_DTYPE, ps)
+            wanted = client.plan(
+                (VariableSpec(name, variable, (), GLOBAL_STEP_DTYPE, False, (shard,), ""),)
+            )
             (value,) = await self._asking(client.links[ps], lambda: client.pull(wanted))
             return int(value)
-        return await self._sync.read_global_step(config, self._work)
+        return await self._sync.read_global_step(config)
 
     async def close(self) -> None:
         """Close the links; what is under way on them fails. Cancellation: they may be left open."""

@@ -48,8 +48,7 @@ from psync.specs import STEP_BITS
 from psync.store.commit_log import CommitLog
 from psync.store.snapshot import Frozen, Loaded, freeze
 from psync.store.snapshot_state import pack_answer
-from psync.sync.groups import CLOSER
-from psync.sync.ps_sync import PsSync
+from psync.sync.ps_sync import CLOSER, PsSync
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
 from psync.sync.tokens import Replica
@@ -138,7 +137,7 @@ class PsServices:
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
             self.closer = parts.of(StepCloser)(
-                platform, attach, self.sync, pool, work, self.clocks.look_again, timeline,
+                platform, attach, self.sync, pool, self.clocks.look_again, timeline,
                 is_hosted=life is Life.HOSTED,
             )  # fmt: skip
             self.closer.steps.note_calls(state.counted, state.final)

@@ -1,4 +1,4 @@
-"""Parts of synchronous pushes on every ps, and what ps 0 says of them.
+"""Synchronous steps on every ps: parts of pushes are held, and applied when ps 0 closes their step.
 
 One object serves one coordinator and timeline, with its store and its ledger; another one gets
 another. A worker sends each ps its part of a push, as an ``Update``; see docs/design.md, "A
@@ -12,42 +12,55 @@ synchronous step".
     KeepPart      copy a part that lies in memory of its worker's
     MeasureStep   say what the norms of the same mean would be; changes nothing
     CloseStep     apply the mean of the named pushes, shard by shard; moving averages follow, and
-                  the global step if it is here; a repetition changes nothing (``step_applier``)
+                  the global step if it is here (``step``); a repetition changes nothing
 
-Update and CloseStep are entries of the log, and a backup does with them what is done here.
+Update and CloseStep are entries of the log, and a backup does with them what is done here. A
+closing is judged in its order: its parts are taken, and the group is at the next step. The update
+of the shards is a compute; pulls name the next step once it is done. A step that changes locked
+shards waits for the locks before it is an entry.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import msgpack
 import numpy as np
 
-from psync.errors import NotServedError, PsyncError, UsageError
+from psync.cluster import parse_task_name
+from psync.errors import (
+    ConfigurationError,
+    NotServedError,
+    PsyncError,
+    RemoteProtocolError,
+    UsageError,
+)
 from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
 from psync.numerics.memory import ABOVE_BYTES, BlockPool, bytes_of
+from psync.numerics.rules import Sums
 from psync.ps.admission import PsLocks
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import LATER, Executor, Later, Listed
+from psync.ps.executor import LATER, Executor, Later, Listed, awaited
 from psync.ps.plans import Body, Plans, ShardSet, body_in_place, memory_for, owned
+from psync.specs import dtype_of
 from psync.store.commit_log import LogState
-from psync.store.ledger import Ledger
+from psync.store.ledger import STEP, Client, Ledger
 from psync.store.step_norms import ShardSums
-from psync.store.store import ShardStore
-from psync.sync.groups import CLOSER, FROM_CLOSER, GroupTable
-from psync.sync.staging import Staging
-from psync.sync.step_applier import StepApplier
-from psync.sync.step_update import Part
-from psync.sync.tokens import Replica
-from psync.wire.codec import Message
+from psync.store.store import Key, ShardStore
+from psync.store.sync_config import SyncConfig
+from psync.sync.staging import PushKey, Staging
+from psync.sync.step import GLOBAL_STEP_DTYPE, KnownGroup, Part, Step
+from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Segment
 from psync.wire.messages import (
     CloseStep,
     Done,
+    Failure,
     FollowParts,
     Held,
     HoldPush,
@@ -59,10 +72,14 @@ from psync.wire.messages import (
     StepMeasured,
     Update,
 )
+from psync.wire.remote_errors import exception_of, failure_of
 from psync.wire.tensors import to_bytes_view
 
-PushKey = tuple[int, Replica, int]
-"""Group, replica, number of the push."""
+CLOSER = "/job:ps/task:0"
+"""Who decides steps."""
+
+FROM_CLOSER: Client = (CLOSER, 0)
+"""In place of a client: the log says what ps 0 has decided, whoever that is now."""
 
 Made = Callable[[list[tuple[int, int]] | None], Message]
 """Makes an answer, given how far each group is in the values that go with it; None: there are none.
@@ -74,14 +91,14 @@ MAX_TOLD = 4096
 _DONE = Done()
 
 
-class PsSync(GroupTable):
+class PsSync:
     """The synchronous groups of one ps under one coordinator.
 
     Args:
         platform: Limits.
         task: Name of the ps.
         store: Its shards.
-        ledger: Knows who has been replaced.
+        ledger: Knows who has been replaced, and in which steps a rule of a user's has raised.
         work: What takes long.
         pool: Memory for what comes in.
         locks: Who must wait.
@@ -90,8 +107,10 @@ class PsSync(GroupTable):
         serves: False: no coordinator has attached it yet, or its backup serves in its place.
 
     Attributes:
+        groups: By the numbers that connections use.
+        check: Called with the configuration of a new group, which it may refuse.
         took: What becomes of a part that has come in: it is to be an entry.
-        judged: What becomes of that: the part is held. On ps 0 the rule decides.
+        judged: What becomes of that: the part is held, and ps 0 is told. On ps 0 the rule decides.
         left: Told of a push for which nobody waits any more.
         read_now: Reads the values that an answer brings, see ``PsPulls.read_now``.
     """
@@ -112,18 +131,22 @@ class PsSync(GroupTable):
         *,
         serves: bool = True,
     ) -> None:
-        super().__init__(store, task)
+        self.store = store
         self.plans = plans
         self.ledger = ledger
         self.executor = executor
-        self.staging = Staging(platform.limits.staging_bytes, task)
-        make = platform.parts.of(StepApplier)
-        self.applier = make(self, ledger, self.staging, work, locks, executor)
+        self.staging: Staging[Part] = Staging(platform.limits.staging_bytes, task)
+        self.groups: dict[int, KnownGroup] = {}
+        self.check: Callable[[SyncConfig], None] = lambda _: None
         self.serves = serves
         self.took: Callable[[Request[Update], Part], None] = self.submit
-        self.judged: Callable[[Request[Update], Part, PushKey], None] = self._judge
+        self.judged: Callable[[Request[Update], Part], None] = self._judge
         self.left: Callable[[PushKey], None] = lambda _: None
+        self._task = task
+        self._index = parse_task_name(task)[1]
+        self._work = work
         self._pool = pool
+        self._locks = locks
         self._waiting: dict[PushKey, list[Request[Update]]] = {}
         self._follower: Connection | None = None  # ps 0, which is told of all parts
 
@@ -141,10 +164,58 @@ class PsSync(GroupTable):
         return {
             SetGroups: Handler(self._set_groups),
             HoldPush: Handler(self._hold),
-            CloseStep: Handler(
-                lambda request: self.applier.close(request, lambda: request.answer(_DONE))
-            ),
+            CloseStep: Handler(lambda request: self.close(request, partial(request.answer, _DONE))),
         }
+
+    # Groups.
+
+    def known(self, group: int, raw: dict[str, Any] | None) -> KnownGroup:
+        """Return what is known of a group; make it and its optimizer known if they are not yet.
+
+        Args:
+            group: Its number.
+            raw: Its configuration as it came; None: it is known.
+
+        Raises:
+            ConfigurationError: It is none, or another one than at first.
+            RemoteProtocolError: It is not known.
+        """
+        known = self.groups.get(group)
+        if known is not None and (raw is None or raw == known.raw):
+            return known
+        if raw is None:
+            raise RemoteProtocolError(f"{self._task}: synchronous group {group} is not defined")
+        config = SyncConfig.from_config(raw)
+        if known is None:
+            self.check(config)
+            self.store.define_optimizer(group, config.optimizer)
+            ps, variable, index = config.global_step
+            here = (variable, index) if ps == self._index else None
+            known = self.groups[group] = KnownGroup(self.store, group, raw, config, here)
+        elif known.config != config:
+            raise ConfigurationError(
+                f"{known.config.name} on {self._task}: a different configuration than at first: "
+                f"expected {known.config.to_config()}, got {config.to_config()}"
+            )
+        return known
+
+    async def read_global_step(self, config: SyncConfig) -> int:
+        """Return the present value of a global step that is on this ps.
+
+        Raises:
+            ConfigurationError: It is no single integer.
+            UnknownVariableError: It is not here.
+
+        Cancellation: Safe.
+        """
+        spec = self.store.spec(config.global_step[1:])
+        if spec.size != 1 or spec.dtype != GLOBAL_STEP_DTYPE:
+            raise ConfigurationError(
+                f"{config.name}: its global step {spec} has shape {spec.shape} {spec.dtype}, "
+                f"expected one element of {GLOBAL_STEP_DTYPE}"
+            )
+        (block,) = await self._work.when_idle(self.store.read, spec.key)
+        return int(bytes_of(block).view(dtype_of(spec.dtype))[0])
 
     # Parts.
 
@@ -157,10 +228,9 @@ class PsSync(GroupTable):
             known.check_lengths(lengths, self._task, rows)
         request.token = known
         nbytes = sum(lengths)
-        config = self._groups[known.optimizer].config
         self.staging.reserve(
-            known.optimizer, request.peer.client, message.sequence, message.local_step, nbytes,
-            config,
+            (known.optimizer, request.peer.client, message.sequence), message.local_step, nbytes,
+            self.groups[known.optimizer].config,
         )  # fmt: skip
         if rows is not None:
             return memory_for(self._pool, nbytes, varies=True)
@@ -175,50 +245,51 @@ class PsSync(GroupTable):
 
     def arrived(self, request: Request[Update], known: ShardSet) -> None:
         """Take a part that has come in whole."""
-        client, rows = request.peer.client, request.message.rows
         if known.store is not self.store:  # while it came in a timeline may have ended
-            known = self.plans.plan(client, known.number)
+            known = self.plans.plan(request.peer.client, known.number)
             self._look_up(known)
-        request.token = known
-        body: Body = request.segments
-        if rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
-            body = known.body_of(body, self._task, rows)
-        self.took(request, self._part(known, body, rows))
+        message, body = request.message, request.segments
+        if message.rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
+            body = known.body_of(body, self._task, message.rows)
+        key = known.optimizer, request.peer.client, message.sequence
+        self.took(request, self._part(key, message.local_step, known, body, message.rows))
 
     def replay(self, request: Request[Update], known: ShardSet) -> None:
         """Do an entry of the log of the one that is backed up: nobody waits for it here."""
         self._look_up(known)
-        request.token = known
-        part = self._part(known, request.segments, request.message.rows)
+        message = request.message
+        key = known.optimizer, request.peer.client, message.sequence
+        part = self._part(key, message.local_step, known, request.segments, message.rows)
+        self.executor.submit(request, message, part.body, lambda: self.judged(request, part))
 
-        def act() -> None:
-            self.judged(request, part, key_of(request))
-
-        self.executor.submit(request, request.message, part.body, act)
-
-    def _part(self, known: ShardSet, body: Body, rows: Sequence[int] | None) -> Part:
+    def _part(
+        self,
+        key: PushKey,
+        local_step: int,
+        known: ShardSet,
+        body: Body,
+        rows: Sequence[int] | None,
+    ) -> Part:
         """Return the part of a push that belongs to this ps; ValueMismatchError: it is none."""
-        nbytes = sum(map(len, body))
         if rows is None:
             gradients = known.gradients(self.store, known.optimizer, body)
-            return Part(known, gradients, body, nbytes)
+            return Part(key, local_step, known, gradients, body, sum(map(len, body)), None)
         operands = known.row_gradients(self.store, known.optimizer, body, rows)
-        return Part(known, operands, body, nbytes, rows)
+        return Part(key, local_step, known, operands, body, sum(map(len, body)), rows)
 
     def submit(self, request: Request[Update], part: Part) -> None:
         """Make an entry of a part that has come in; its request waits for more than that."""
-        key = key_of(request)
         if request.on_given_up is None:
-            self.wait(request, key)
+            self.wait(request, part)
         if self.executor.log.state is not LogState.ALONE:
-            self.plans.keep(key[1], part.known)
+            self.plans.keep(part.key[1], part.known)
             part = self._owned(part)
 
         def act() -> Later:
             try:
-                self.judged(request, part, key)
+                self.judged(request, part)
             except PsyncError as exc:
-                self.fail(key, exc)
+                self.fail(part.key, exc)
             request.rest()  # the part is held
             request.segments = ()
             return LATER
@@ -228,63 +299,51 @@ class PsSync(GroupTable):
     def _owned(self, part: Part) -> Part:
         """Return a part in memory that nobody else can write to."""
         body = owned(self._pool, part.body)
-        return part if body is part.body else self._part(part.known, body, part.rows)
+        if body is part.body:
+            return part
+        return self._part(part.key, part.local_step, part.known, body, part.rows)
 
-    def _judge(self, request: Request[Update], part: Part, key: PushKey) -> None:
-        group, replica, push = key
-        if self.hold(request, part, key):
-            self._tell([(group, *replica, push, request.message.local_step)])
-        else:
-            self._is_over(key)
-
-    def hold(self, request: Request[Update], part: Part, key: PushKey) -> bool:
-        """Hold a part, in its turn; False: its step is over here.
-
-        Raises:
-            FencedError: Its sender has been replaced.
-        """
-        group, replica, push = key
-        self.ledger.check_incarnation(*replica)
-        local_step = request.message.local_step
-        return self.staging.stage(group, replica, push, local_step, part.nbytes, part)
+    def _judge(self, request: Request[Update], part: Part) -> None:
+        group, replica, push = part.key
+        self.ledger.check_incarnation(*replica)  # FencedError: its sender has been replaced
+        if self.staging.stage(part):
+            self._tell([(group, *replica, push, part.local_step)])
+        else:  # its step is closed: answer as soon as what was closed is applied
+            touched, answer = self.groups[group].touched, partial(self.answer, part.key, _over)
+            self.executor.in_turn(lambda: Compute(touched, answer))
 
     def _tell(self, parts: list[tuple[int, str, int, int, int]]) -> None:
         """Say that these parts are held; who follows later is told of all."""
         if self._follower is not None:
             self._follower.notify(Held(self._index, parts))
 
-    def _is_over(self, key: PushKey) -> None:
-        """The step of a part is closed here: answer as soon as what was closed is applied."""
-        touched = self.known(key[0], None).touched
-        self.executor.in_turn(lambda: Compute(touched, lambda: self.answer(key, _over)))
-
     def _follow(self, request: Request[FollowParts]) -> None:
         """Tell ps 0 of parts as long as its connection lasts: this request is not answered."""
         self._check_closer(request.peer)
         self._follower = request.peer
         held = [
-            (group, *replica, push, local_step)
-            for group, replica, push, local_step, _ in self.staging.held()
+            (group, *replica, push, part.local_step)
+            for part in self.staging.held()
+            for group, replica, push in [part.key]
         ]
         for at in range(0, len(held), MAX_TOLD):
             self._tell(held[at : at + MAX_TOLD])
 
     def _keep_part(self, request: Request[KeepPart]) -> None:
-        message, replica = request.message, request.peer.client
-        part: Part | None = self.staging.staged(message.group, replica, message.push)
+        key = request.message.group, request.peer.client, request.message.push
+        part = self.staging.staged(key)
         if part is not None:
-            self.staging.replace(message.group, replica, message.push, self._owned(part))
+            self.staging.replace(key, self._owned(part))
         request.answer(_DONE)
 
     # Requests that wait. A push may have two, after a lost connection that is not noticed yet.
 
-    def wait(self, request: Request[Update], key: PushKey) -> None:
+    def wait(self, request: Request[Update], part: Part) -> None:
         """Let a request wait until its push is answered."""
-        request.on_given_up = self._left
-        self._waiting.setdefault(key, []).append(request)
+        request.on_given_up = partial(self._left, part.key)
+        self._waiting.setdefault(part.key, []).append(request)
 
-    def _left(self, request: Request[Any]) -> None:
-        key = key_of(request)
+    def _left(self, key: PushKey, request: Request[Any]) -> None:
         waiting = self._waiting.get(key, [])
         if request in waiting:
             waiting.remove(request)
@@ -295,8 +354,7 @@ class PsSync(GroupTable):
     def answer(self, key: PushKey, made: Made, *, brings: bool = False) -> None:
         """Answer all who wait for a push; with the values that its plan wants, if they are free."""
         for request in self._waiting.pop(key, ()):
-            known: ShardSet = request.token
-            wanted, read = known.wanted, None
+            wanted, read = request.token.wanted, None
             if brings and wanted is not None and wanted.compression is None:
                 read = self.read_now(wanted)
             if read is None:
@@ -314,76 +372,126 @@ class PsSync(GroupTable):
         for key in list(self._waiting):
             self.fail(key, error)
 
-    # A section of the state.
+    # Steps that ps 0 has decided.
 
-    def _hold(self, request: Request[HoldPush]) -> None:
-        """Hold a part that is held over there, whether its sender lives or not."""
-        message, replica = request.message, request.peer.client
-        known = self.plans.plan(replica, message.plan)
-        self._look_up(known)
-        part = self._part(known, request.segments, message.rows)
-        self.staging.stage(
-            message.group, replica, message.push, message.local_step, part.nbytes, part
+    def measure(self, message: MeasureStep) -> list[ShardSums] | Awaitable[list[ShardSums]]:
+        """Measure a step; nothing is changed.
+
+        Returns:
+            The sums of each shard, or what to wait for.
+
+        Raises:
+            RemoteProtocolError: A part of it is still coming in.
+        """
+        known = self.known(message.group, message.config)
+        if self.staging.is_closed(message.group, message.step):
+            return []  # a repetition that was overtaken: nobody waits for the answer
+        self.staging.check_here(message.group, message.step, message.pushes)
+        step = known.step_of(message, self.staging.parts(message.group, message.pushes))
+        if self._work.fits_now(self.store, step.shards, step.nbytes):
+            return step.measure_at_once(message.what)
+        return self._work.to_the_end(self._measure_slowly(step, message.what))
+
+    async def _measure_slowly(self, step: Step, what: str) -> list[ShardSums]:
+        sums: list[Sums] = []
+        await self._work.shard_by_shard(
+            step.costs[: len(step.shards)], lambda i: step.measure(what, i, sums)
         )
-        request.answer(_DONE)
+        return step.sums_by_shard(sums)
 
-    def _set_groups(self, request: Request[SetGroups]) -> None:
-        self.set_groups(request.message)
-        request.answer(_DONE)
-
-    def set_groups(self, message: SetGroups) -> None:
-        """Know the groups that the one knows whose backup this is."""
-        for group, config, step in message.groups:
-            self.known(group, config)
-            if step >= 0:
-                self.staging.close(group, step - 1)
-                self.staging.applied(group, step - 1)
-        for group in message.spread:
-            self.known(group, None).spread = True
-
-    def control(self) -> list[Any]:
-        """Return what is held and decided, as plain data in an order of its own, for a digest."""
-        held = sorted(
-            [group, *replica, push, local_step, part.nbytes]
-            for group, replica, push, local_step, part in self.staging.held()
-        )
-        decided = sorted(
-            [group, self.staging.step(group), known.spread, known.outgoing and [
-                known.outgoing.close.step, known.outgoing.is_measured]]
-            for group, known in self._groups.items()
-            if self.staging.step(group) is not None or known.outgoing is not None
-        )  # fmt: skip
-        return [held, decided]
-
-    async def entries(self, rule: Mapping[str, Any] | None = None) -> list[Listed]:
-        """Return entries that give a backup what no snapshot has: that has the groups alone.
+    def close(self, request: Request[CloseStep], answer: Callable[[], None]) -> None:
+        """Apply a step; one that is closed is not applied again.
 
         Args:
-            rule: On ps 0, ``SyncSteps.snapshot``. No step is on its way, but some may be decided.
-        """
-        entries: list[Listed] = []
-        for group, replica, push, local_step, part in self.staging.held():
-            rows = None if part.rows is None else list(part.rows)
-            holding = HoldPush(group, push, local_step, part.known.number, rows)
-            # The plan may have gone, as its client defines others now.
-            entries += [(replica, part.known.header, ()), (replica, holding, part.body)]
-        steps = dict(self.staging.steps)
-        groups = [(group, raw, steps.get(group, -1)) for group, raw in self.raw_configs().items()]
-        state = SetGroups(groups, [group for group, known in self._groups.items() if known.spread])
-        packed = () if rule is None else (to_bytes_view(bytes_of(msgpack.packb(rule))),)
-        entries.append((FROM_CLOSER, state, packed))
-        for each in self.outgoing():
-            if each.is_measured:
-                factors = each.scales, each.ratios
-                measured = NormsMeasured(each.close.group, each.close.step, *factors)
-                entries.append((FROM_CLOSER, measured, ()))
-        return entries
+            request: What ps 0 has said; it fails, or
+            answer: Answers it, once the step is applied.
 
-    # What ps 0 says.
+        Raises:
+            RemoteProtocolError: A part of it is still coming in.
+            ConfigurationError: Moving averages are not beside their variables.
+            RuleError: A rule of a user's raised for some shard, which is as it was; all others are
+                updated. ps 0 then ends the group (``outgoing_steps``).
+        """
+        message = request.message
+        known = self.known(message.group, message.config)
+        self.staging.check_here(message.group, message.step, message.pushes)
+        client = request.peer.client
+
+        def submit(request: Request[Any]) -> None:
+            self.executor.submit(
+                request, message, (), lambda: self._judge_step(message, known, answer),
+                lambda: partial(self._locks.end, self._locks.begin(self._keys_of(message, known))),
+                client,
+            )  # fmt: skip
+
+        if self._locks.num_exclusive and self._locks.blocks(self._keys_of(message, known)):
+            request.start(self._when_unlocked(self._keys_of(message, known), submit))
+        else:
+            submit(request)
+
+    async def _when_unlocked(
+        self, keys: Sequence[Key], submit: Callable[[Request[Any]], None]
+    ) -> None:
+        claim = self._locks.claim(keys)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            await self._locks.turn(claim)
+            submit(awaited(FROM_CLOSER, done))
+            await done
+        finally:
+            self._locks.end(claim)
+
+    def _keys_of(self, message: CloseStep, known: KnownGroup) -> Sequence[Key]:
+        """Return the shards that a step changes, if it is not closed."""
+        parts = self.staging.parts(message.group, message.pushes)
+        return known.keys([key for part, _ in parts for key in part.known.keys])
+
+    def _judge_step(
+        self, message: CloseStep, known: KnownGroup, answer: Callable[[], None]
+    ) -> Compute:
+        done = partial(self._answer_step, message, known, answer)
+        if self.staging.is_closed(message.group, message.step):
+            return Compute(known.touched, done)
+        step = known.step_of(message, self.staging.parts(message.group, message.pushes))
+        step.begin()
+        nbytes = self.staging.close(message.group, message.step, message.pushes)
+        known.touched = step.touched
+
+        def at_once() -> None:
+            step.whole()
+            self._applied(step, nbytes)
+
+        async def in_pieces() -> None:
+            for what in step.alone:
+                step.norms.conclude(what, await self._measure_slowly(step, what))
+            await self._work.shard_by_shard(step.costs, step.work)
+            self._applied(step, nbytes)
+
+        return Compute(step.touched, done, step.nbytes * (1 + len(step.alone)), at_once, in_pieces)
+
+    def _applied(self, step: Step, nbytes: int) -> None:
+        """A step is applied here, and ps 0 does not know yet."""
+        group = step.known.number
+        self.staging.applied(group, step.number, nbytes)
+        if self.store.failures:
+            failed = self.store.take_failure(group, step.optimizer_step)
+            if failed is not None:
+                failure = encode(failure_of(failed))
+                self.ledger.note_failure((STEP, group), step.number, None, failure)
+
+    def _answer_step(
+        self, message: CloseStep, known: KnownGroup, answer: Callable[[], None]
+    ) -> None:
+        """A step is applied: answer; or raise the RuleError of a rule."""
+        if known.rule.may_raise:
+            failure = self.ledger.failure_of((STEP, message.group), message.step, None)
+            if failure is not None:
+                raise exception_of(cast(Failure, decode(failure)), self._task)
+        answer()
 
     def _measure_for(self, request: Request[MeasureStep]) -> None:
         self._check_closer(request.peer)
-        sums = self.applier.measure(request.message)
+        sums = self.measure(request.message)
         if isinstance(sums, list):
             request.answer(StepMeasured(sums))
         else:
@@ -403,7 +511,7 @@ class PsSync(GroupTable):
                 self.answer((message.group, (task, incarnation), push), _accepted, brings=True)
             request.answer(_DONE)
 
-        self.applier.close(request, applied)
+        self.close(request, applied)
 
     def _check_closer(self, peer: Connection) -> None:
         self.ledger.check_incarnation(peer.task, peer.incarnation)
@@ -416,6 +524,76 @@ class PsSync(GroupTable):
         if not self.serves:
             raise NotServedError(f"{self._task} is not, or no longer, served by this process")
 
+    # A section of the state.
+
+    def _hold(self, request: Request[HoldPush]) -> None:
+        """Hold a part that is held over there, whether its sender lives or not."""
+        message, replica = request.message, request.peer.client
+        known = self.plans.plan(replica, message.plan)
+        self._look_up(known)
+        key = message.group, replica, message.push
+        part = self._part(key, message.local_step, known, request.segments, message.rows)
+        self.staging.stage(part)
+        request.answer(_DONE)
+
+    def _set_groups(self, request: Request[SetGroups]) -> None:
+        self.set_groups(request.message)
+        request.answer(_DONE)
+
+    def set_groups(self, message: SetGroups) -> None:
+        """Know the groups that the one knows whose backup this is."""
+        for group, config, step in message.groups:
+            self.known(group, config)
+            if step >= 0:
+                self.staging.close(group, step - 1)
+                self.staging.applied(group, step - 1)
+        for group in message.spread:
+            self.groups[group].spread = True
+
+    def control(self) -> list[Any]:
+        """Return what is held and decided, as plain data in an order of its own, for a digest."""
+        held = sorted(
+            [group, *replica, push, part.local_step, part.nbytes]
+            for part in self.staging.held()
+            for group, replica, push in [part.key]
+        )
+        decided = sorted(
+            [group, self.staging.step(group), known.spread, known.outgoing and [
+                known.outgoing.close.step, known.outgoing.is_measured]]
+            for group, known in self.groups.items()
+            if self.staging.step(group) is not None or known.outgoing is not None
+        )  # fmt: skip
+        return [held, decided]
+
+    async def entries(self, rule: Mapping[str, Any] | None = None) -> list[Listed]:
+        """Return entries that give a backup what no snapshot has: that has the groups alone.
+
+        Args:
+            rule: On ps 0, ``SyncSteps.snapshot``. No step is on its way, but some may be decided.
+        """
+        entries: list[Listed] = []
+        for part in self.staging.held():
+            rows = None if part.rows is None else list(part.rows)
+            group, replica, push = part.key
+            holding = HoldPush(group, push, part.local_step, part.known.number, rows)
+            # The plan may have gone, as its client defines others now.
+            entries += [(replica, part.known.header, ()), (replica, holding, part.body)]
+        steps = dict(self.staging.steps)
+        groups = [(group, raw, steps.get(group, -1)) for group, raw in self.raw_configs().items()]
+        state = SetGroups(groups, [group for group, known in self.groups.items() if known.spread])
+        packed = () if rule is None else (to_bytes_view(bytes_of(msgpack.packb(rule))),)
+        entries.append((FROM_CLOSER, state, packed))
+        for known in self.groups.values():
+            each = known.outgoing
+            if each is not None and each.is_measured:
+                measured = NormsMeasured(known.number, each.close.step, each.scales, each.ratios)
+                entries.append((FROM_CLOSER, measured, ()))
+        return entries
+
+    def raw_configs(self) -> dict[int, dict[str, Any]]:
+        """Return the configurations of all groups, by their number, as they came."""
+        return {number: known.raw for number, known in self.groups.items()}
+
 
 def _accepted(steps: list[tuple[int, int]] | None) -> Pushed:
     return Pushed("accepted", 0, steps)
@@ -423,9 +601,3 @@ def _accepted(steps: list[tuple[int, int]] | None) -> Pushed:
 
 def _over(_: object) -> Pushed:
     return Pushed("stale", 0)
-
-
-def key_of(request: Request[Update]) -> PushKey:
-    """Return of which push a part is that has come in."""
-    known: ShardSet = request.token
-    return known.optimizer, request.peer.client, request.message.sequence

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.store.sync_config import SyncConfig
@@ -37,27 +37,33 @@ from psync.sync.tokens import Replica
 BUDGET_VARIABLE = "PSYNC_LIMIT_STAGING_BYTES"
 """What sets the budget (``wire.limits``)."""
 
+PushKey = tuple[int, Replica, int]
+"""Group, who pushes, and the number of the push."""
 
-@dataclass(slots=True)
-class _Part:
-    local_step: int
+Named = Iterable[tuple[str, int, int, float]]
+"""(task, incarnation, push, weight) of each push of a step, as ``CloseStep`` has them."""
+
+
+class Staged(Protocol):
+    """A part."""
+
+    key: PushKey
+    local_step: int  # of the values that its gradients were computed from
     nbytes: int
-    update: Any = None
 
 
-Key = tuple[Replica, int]
-"""Who pushes, and the number of the push."""
+P = TypeVar("P", bound=Staged)
 
 
 @dataclass(slots=True)
-class _Group:
+class _Group(Generic[P]):
     step: int | None = None  # None: no step was closed here yet
     fits: int = 0  # the largest part of which a step's worth is known to fit the budget
-    parts: dict[Key, _Part] = field(default_factory=dict)
-    coming: dict[Key, _Part] = field(default_factory=dict)  # for which memory is reserved
+    parts: dict[PushKey, P] = field(default_factory=dict)
+    coming: dict[PushKey, tuple[int, int]] = field(default_factory=dict)  # local step, bytes
 
 
-class Staging:
+class Staging(Generic[P]):
     """The staged parts of one ps. Single owner; never blocks.
 
     Invariant: the bytes of all parts, those still coming in included, are within the budget.
@@ -74,25 +80,20 @@ class Staging:
     def __init__(self, budget_bytes: int, task: str = "this ps") -> None:
         self._budget = budget_bytes
         self._task = task
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _Group[P]] = {}
         self.steps: list[tuple[int, int]] = []
         self._bytes = 0
         self._peak = 0
         self._staged = 0
         self._stale = 0
 
-    def reserve(
-        self, group: int, replica: Replica, push: int, local_step: int, nbytes: int,
-        config: SyncConfig,
-    ) -> None:  # fmt: skip
+    def reserve(self, key: PushKey, local_step: int, nbytes: int, config: SyncConfig) -> None:
         """Reserve memory for a part that is about to arrive, if it is wanted.
 
         Args:
-            group: Of the push.
-            replica: Who sends it.
-            push: Its number, of the replica in the group.
-            local_step: Of the values that its gradients were computed from.
-            nbytes: Of this part.
+            key: Of the push.
+            local_step: Of the part.
+            nbytes: Of the part.
             config: Of the group.
 
         Raises:
@@ -100,94 +101,81 @@ class Staging:
                 of a step that is far ahead.
             ConfigurationError: The budget is too small for a step of such parts, or exhausted.
         """
-        known = self._groups.get(group) or self._groups.setdefault(group, _Group())
-        if known.step is not None and local_step < known.step:
-            return
-        if known.step is not None and local_step > known.step + 1:
+        known = self._groups.get(key[0]) or self._groups.setdefault(key[0], _Group())
+        if known.step is not None and not known.step <= local_step <= known.step + 1:
+            if local_step < known.step:
+                return
             raise RemoteProtocolError(
-                f"{config.name} on {self._task}: {replica[0]} pushes gradients of step "
+                f"{config.name} on {self._task}: {key[1][0]} pushes gradients of step "
                 f"{local_step}, and the step is {known.step}"
             )
-        part = known.parts.get((replica, push))
+        part = known.parts.get(key)
         if part is not None:
             if part.nbytes != nbytes:  # perhaps it is counted already
                 raise RemoteProtocolError(
-                    f"{config.name} on {self._task}: push {push} of {replica[0]} has come with "
+                    f"{config.name} on {self._task}: push {key[2]} of {key[1][0]} has come with "
                     f"{part.nbytes} bytes, and is announced again with {nbytes}"
                 )
             return  # the same again, after a lost connection
         if nbytes > known.fits:
             self._check_fits(nbytes, config)
             known.fits = nbytes
-        coming = known.coming.get((replica, push))
-        freed = 0 if coming is None else coming.nbytes
-        if self._bytes - freed + nbytes > self._budget:
+        _, freed = known.coming.get(key, (0, 0))
+        used = self._bytes + nbytes - freed
+        if used > self._budget:
             raise self._exhausted(nbytes, config)
-        known.coming[replica, push] = _Part(local_step, nbytes)
-        self._bytes += nbytes - freed
-        self._peak = max(self._peak, self._bytes)
+        known.coming[key] = local_step, nbytes
+        self._bytes = used
+        if used > self._peak:
+            self._peak = used
 
-    def stage(
-        self, group: int, replica: Replica, push: int, local_step: int, nbytes: int, update: object
-    ) -> bool:
+    def stage(self, part: P) -> bool:
         """Keep a part that has arrived.
-
-        Args:
-            group: As for ``reserve``.
-            replica: As for ``reserve``.
-            push: As for ``reserve``.
-            local_step: As for ``reserve``.
-            nbytes: As for ``reserve``.
-            update: The part. Opaque here.
 
         Returns:
             Whether it is kept. False: its step was closed while it was coming in.
         """
-        known = self._groups.get(group) or self._groups.setdefault(group, _Group())
-        coming = known.coming.pop((replica, push), None)
-        freed = 0 if coming is None else coming.nbytes
-        if known.step is not None and local_step < known.step:
-            self._count(-freed)
+        key, nbytes = part.key, part.nbytes
+        known = self._groups.get(key[0]) or self._groups.setdefault(key[0], _Group())
+        _, freed = known.coming.pop(key, (0, 0))
+        if known.step is not None and part.local_step < known.step:
+            self._bytes -= freed
             self._stale += 1
             return False
-        if (replica, push) in known.parts:
-            self._count(-freed)
+        if key in known.parts:
+            self._bytes -= freed
             return True
         if nbytes != freed:
-            self._count(nbytes - freed)
-        known.parts[replica, push] = _Part(local_step, nbytes, update)
+            self._bytes += nbytes - freed
+            self._peak = max(self._peak, self._bytes)
+        known.parts[key] = part
         self._staged += 1
         return True
 
-    def held(self) -> list[tuple[int, Replica, int, int, Any]]:
-        """Return (group, replica, push, local step, part) of all parts that have come in whole."""
-        return [
-            (group, replica, push, part.local_step, part.update)
-            for group, known in self._groups.items()
-            for (replica, push), part in known.parts.items()
-        ]
+    def held(self) -> list[P]:
+        """Return all parts that have come in whole."""
+        return [part for known in self._groups.values() for part in known.parts.values()]
 
     def local_steps(self) -> list[tuple[int, int]]:
         """Return (group, local step) of all parts, those still coming in included."""
-        return [
-            (group, part.local_step)
+        here = [(part.key[0], part.local_step) for part in self.held()]
+        coming = [
+            (group, local_step)
             for group, known in self._groups.items()
-            for part in (*known.parts.values(), *known.coming.values())
+            for local_step, _ in known.coming.values()
         ]
+        return here + coming
 
-    def staged(self, group: int, replica: Replica, push: int) -> Any:
-        """Return the part that is held of a push, or None."""
-        known = self._groups.get(group)
-        part = None if known is None else known.parts.get((replica, push))
-        return None if part is None else part.update
-
-    def replace(self, group: int, replica: Replica, push: int, update: object) -> None:
+    def replace(self, key: PushKey, owned: P) -> None:
         """Hold the same part in other memory."""
-        self._groups[group].parts[replica, push].update = update
+        self._groups[key[0]].parts[key] = owned
 
-    def check_here(
-        self, group: int, step: int, pushes: Iterable[tuple[str, int, int, float]]
-    ) -> None:
+    def staged(self, key: PushKey) -> P | None:
+        """Return the part that is held of a push."""
+        known = self._groups.get(key[0])
+        return None if known is None else known.parts.get(key)
+
+    def check_here(self, group: int, step: int, pushes: Named) -> None:
         """Check that no part of a step that is to be closed is still coming in.
 
         Raises:
@@ -197,21 +185,19 @@ class Staging:
         if known is None or not known.coming:
             return
         for task, incarnation, push, _ in pushes:
-            key = (task, incarnation), push
-            if key in known.coming and key not in known.parts:
+            key = group, (task, incarnation), push
+            if key in known.coming and key not in known.parts and not self.is_closed(group, step):
                 raise RemoteProtocolError(
                     f"{self._task}: step {step} of group {group} is to be closed with push {push} "
                     f"of {task} (incarnation {incarnation}), which has not come in yet"
                 )
 
-    def parts(
-        self, group: int, pushes: Iterable[tuple[str, int, int, float]]
-    ) -> list[tuple[Any, float]]:
+    def parts(self, group: int, pushes: Named) -> list[tuple[P, float]]:
         """Return the parts of a step.
 
         Args:
             group: Whose step it is.
-            pushes: (task, incarnation, push, weight) of each push of the step.
+            pushes: Of the step.
 
         Returns:
             The parts and their weights, in the order of ``pushes``. A push of which no part was
@@ -219,16 +205,14 @@ class Staging:
         """
         known = self._groups.get(group)
         held = {} if known is None else known.parts
-        found: list[tuple[Any, float]] = []
+        found: list[tuple[P, float]] = []
         for task, incarnation, push, weight in pushes:
-            part = held.get(((task, incarnation), push))
+            part = held.get((group, (task, incarnation), push))
             if part is not None:
-                found.append((part.update, weight))
+                found.append((part, weight))
         return found
 
-    def close(
-        self, group: int, step: int, pushes: Iterable[tuple[str, int, int, float]] = ()
-    ) -> int:
+    def close(self, group: int, step: int, pushes: Named = ()) -> int:
         """Raise the group's step above ``step`` and drop what cannot count any more.
 
         Returns:
@@ -236,20 +220,24 @@ class Staging:
         """
         known = self._groups.get(group) or self._groups.setdefault(group, _Group())
         known.step = step + 1
-        named = {((task, incarnation), push) for task, incarnation, push, _ in pushes}
-        for key in [k for k, p in known.coming.items() if p.local_step <= step]:
-            self._count(-known.coming.pop(key).nbytes)
+        for key, (local_step, nbytes) in list(known.coming.items()):
+            if local_step <= step:
+                del known.coming[key]
+                self._bytes -= nbytes
+        named = {(group, (task, incarnation), push) for task, incarnation, push, _ in pushes}
         dropped = 0
-        for key in [k for k, p in known.parts.items() if p.local_step <= step or k in named]:
-            dropped += known.parts.pop(key).nbytes
+        for key, part in list(known.parts.items()):
+            if part.local_step <= step or key in named:
+                dropped += part.nbytes
+                del known.parts[key]
         return dropped
 
     def applied(self, group: int, step: int, nbytes: int = 0) -> None:
         """A step that was closed is applied: pulls say so, and the memory of its parts is free."""
         self._bytes -= nbytes
-        former = dict(self.steps).get(group, 0)  # computes without a shard in common meet nowhere
-        others = [each for each in self.steps if each[0] != group]
-        self.steps = [*others, (group, max(former, step + 1))]
+        steps = dict(self.steps)
+        former = steps.pop(group, 0)  # computes without a shard in common meet nowhere
+        self.steps = [*steps.items(), (group, max(former, step + 1))]
 
     def fence(self, task: str, below: int) -> None:
         """Take no parts any more of incarnations of ``task`` below ``below``.
@@ -258,13 +246,18 @@ class Staging:
         their step is closed.
         """
         for known in self._groups.values():
-            for key in [k for k in known.coming if k[0][0] == task and k[0][1] < below]:
-                self._count(-known.coming.pop(key).nbytes)
+            for key in [k for k in known.coming if k[1][0] == task and k[1][1] < below]:
+                self._bytes -= known.coming.pop(key)[1]
 
     def step(self, group: int) -> int | None:
         """Return the step that the group has here; None if none was closed yet."""
         known = self._groups.get(group)
         return None if known is None else known.step
+
+    def is_closed(self, group: int, step: int) -> bool:
+        """Return whether a step was closed here."""
+        known = self._groups.get(group)
+        return known is not None and known.step is not None and step < known.step
 
     def statistics(self) -> dict[str, int]:
         """Return sizes and counters as of now.
@@ -280,10 +273,6 @@ class Staging:
             "staged": self._staged,
             "stale": self._stale,
         }
-
-    def _count(self, nbytes: int) -> None:
-        self._bytes += nbytes
-        self._peak = max(self._peak, self._bytes)
 
     def _check_fits(self, nbytes: int, config: SyncConfig) -> None:
         """Compare what a step may need with the budget.

@@ -33,15 +33,14 @@ from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
-from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Listed
-from psync.sync.groups import CLOSER, FROM_CLOSER
 from psync.sync.log_clock import LogClock
 from psync.sync.outgoing_steps import HOSTED, OutgoingSteps
 from psync.sync.ps_peers import AllPs
-from psync.sync.ps_sync import PsSync, PushKey, key_of
+from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync
 from psync.sync.pushes import Action, Close, Contribution, Refuse
-from psync.sync.step_update import Part
+from psync.sync.staging import PushKey
+from psync.sync.step import Part
 from psync.sync.steps import SyncSteps
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message
@@ -84,7 +83,6 @@ class StepCloser:
         attach: Says who the coordinator is, and where the ps tasks are.
         sync: The part of ps 0 itself.
         pool: Memory for what comes in.
-        work: What takes long.
         waits_changed: Called when ``steps.waiting`` may have changed.
         timeline: How often the cluster has rolled back to a snapshot.
         is_hosted: Whether it is that of a backup.
@@ -101,7 +99,6 @@ class StepCloser:
         attach: AttachPs,
         sync: PsSync,
         pool: BlockPool,
-        work: LongWork,
         waits_changed: Callable[[], None],
         timeline: int = 0,
         *,
@@ -110,7 +107,7 @@ class StepCloser:
         self.steps = platform.parts.of(SyncSteps)()
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
-        self.all_ps = AllPs(platform, attach, sync, pool, work, self._heard, timeline)
+        self.all_ps = AllPs(platform, attach, sync, pool, self._heard, timeline)
         self._waits_changed = waits_changed
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
@@ -214,7 +211,7 @@ class StepCloser:
         """Be where the rule is of the one whose backup this is."""
         message = request.message
         self._sync.set_groups(message)
-        configs = {group: self._sync.known(group, None).config for group, *_ in message.groups}
+        configs = {group: known.config for group, known in self._sync.groups.items()}
         self.steps.restore(state := msgpack.unpackb(request.segments[0]), configs)
         self._clock.note(state["now"])
         self.outgoing.restore()
@@ -226,22 +223,21 @@ class StepCloser:
         """The part of a push has come in that is for ps 0."""
         if self._over is not None:
             self._check()
-        group, others = part.known.optimizer, part.known.others
+        key, others = part.key, part.known.others
         if others:
             self.all_ps.follow(others)
-        if not self.steps.knows(group):
+        if not self.steps.knows(key[0]):
             request.start(self._take_first(request, part))
-        elif not others or self.steps.is_stale(group, request.message.local_step):
+        elif not others or self.steps.is_stale(key[0], part.local_step):
             self._sync.submit(request, part)
         else:
-            key = key_of(request)
             here = self._here.get(key)
             if here is None:
-                here = self._here[key] = _Here(request.message.local_step)
+                here = self._here[key] = _Here(part.local_step)
             if self._is_complete(others, here.held):
                 self._sync.submit(request, part)
             else:
-                self._sync.wait(request, key)
+                self._sync.wait(request, part)
                 here.waits = request, part
 
     async def _take_first(self, request: Request[Update], part: Part) -> None:
@@ -280,12 +276,13 @@ class StepCloser:
             if here.waits is not None:
                 self._sync.submit(*here.waits)
 
-    def _judge(self, request: Request[Update], part: Part, key: PushKey) -> None:
+    def _judge(self, request: Request[Update], part: Part) -> None:
         message, known = request.message, part.known
-        group, replica, push = key
-        self._sync.hold(request, part, key)
+        group, replica, push = part.key
+        self._sync.ledger.check_incarnation(*replica)
+        self._sync.staging.stage(part)
         if known.spread:
-            self._sync.known(group, None).spread = True
+            self._sync.groups[group].spread = True
         self._perform(
             self.steps.contribute(
                 group,
@@ -354,7 +351,7 @@ class StepCloser:
             raise
 
     async def _read_first(self, group: int) -> None:
-        known = self._sync.known(group, None)
+        known = self._sync.groups[group]
         step = await self.all_ps.read_global_step(known.config)
         message = BeginGroup(group, known.raw, step)
         await self._sync.executor.run(FROM_CLOSER, message, self._define)

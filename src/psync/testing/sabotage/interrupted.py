@@ -12,8 +12,8 @@ from psync.client.link import Answers, Call, always
 from psync.client.ps import Outgoing
 from psync.client.sync import SyncClient
 from psync.errors import PsyncError
-from psync.sync.groups import OutgoingStep
 from psync.sync.outgoing_steps import Ended, StepRounds
+from psync.sync.step import OutgoingStep
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
 from psync.wire.frames import Frame

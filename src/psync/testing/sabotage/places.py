@@ -22,7 +22,6 @@ from psync.ps.snapshots import Snapshots
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.sync.outgoing_steps import OutgoingSteps, StepRounds
 from psync.sync.ps_sync import PsSync
-from psync.sync.step_applier import StepApplier
 from psync.worker.session import Session
 
 T = TypeVar("T")
@@ -94,7 +93,7 @@ PLACES = (
     # Norms of a synchronous step are measured here, ps 0 does not know.
     Place("ps.step.measured", PsSync, "_measured", BEGIN),
     # A synchronous step is applied here, ps 0 does not know.
-    Place("ps.step.applied", StepApplier, "_applied", END),
+    Place("ps.step.applied", PsSync, "_applied", END),
     # Ps 0 knows norms of a synchronous step, no ps applies it yet.
     Place("ps0.step.measured", StepRounds, "_conclude", END),
     # It is applied on every ps, the log of ps 0 does not say so.

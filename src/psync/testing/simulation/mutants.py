@@ -48,13 +48,12 @@ from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
-from psync.sync import step_update
+from psync.sync import step
 from psync.sync.group import Group
 from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import PsSync
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
-from psync.sync.step_applier import StepApplier
 from psync.sync.step_closer import StepCloser
 from psync.sync.steps import SyncSteps
 from psync.testing.simulation import wrong
@@ -208,7 +207,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "step_raised_again": Mutant(
         "a step that is closed is not applied again", ("sync-replica",),
-        ((StepApplier, "_is_closed", wrong.does_nothing(False)),),
+        ((Staging, "is_closed", wrong.does_nothing(False)),),
     ),
     "rollback_names_nobody": Mutant(
         "a RollbackEvent names the closures that it undoes", ("checkpoint",),
@@ -268,7 +267,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "average_of_one_shard": Mutant(
         "each step moves the averages of all shards", ("sync",),
-        ((step_update, "averages_of", wrong.without_the_last),),
+        ((step, "averages_of", wrong.without_the_last),),
     ),
     "backup_forgets_nothing": Mutant(
         "a backup does each entry, also those that nobody waits for", ("replica",),

@@ -263,7 +263,7 @@ def done_before(original: Callable[..., Any]) -> Any:
 
 
 def keeps_the_parts(original: Callable[..., Any]) -> Any:
-    def close(self: Staging, group: int, step: int, pushes: Any = ()) -> int:
+    def close(self: Staging[Any], group: int, step: int, pushes: Any = ()) -> int:
         if group not in self._groups:
             return int(original(self, group, step, pushes))
         self._groups[group].step = step + 1

@@ -1,0 +1,410 @@
+"""One decided step on one ps: the mean of its pushes, shard by shard; then averages, at last the
+global step.
+
+For synchronous steps what ``ps.updates`` is for pushes. It decides nothing about time: ``ps_sync``
+says when to begin and work. What a group settles for all its steps is ``KnownGroup``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.numerics.rules import Sums, clips_norms, slot_dtype
+from psync.ps.plans import Body, ShardSet
+from psync.specs import dtype_of
+from psync.store.rows import RowMean, RowValues
+from psync.store.step_norms import UPDATES, ShardSums, StepNorms
+from psync.store.store import Key, Plan, ShardStore, Work, ones
+from psync.store.sync_config import SyncConfig
+from psync.sync.pushes import Close
+from psync.sync.staging import PushKey
+from psync.wire.messages import CloseStep
+
+GLOBAL_STEP_DTYPE = "int64"
+
+Gradient = np.ndarray | RowValues
+
+Listed = list[tuple[int, float]] | None
+"""Factors of variables, as a message has them."""
+
+
+class RowsAsWhole:
+    """The gradient of some rows as one of the whole shard, zero in the others; made when it is cut.
+
+    Args:
+        gradient: The rows.
+    """
+
+    __slots__ = ("_gradient",)
+
+    def __init__(self, gradient: RowValues) -> None:
+        self._gradient = gradient
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return elements ``part.start`` to ``part.stop``."""
+        rows, values = self._gradient
+        size = values.shape[1]
+        first, end = part.start // size, -(-part.stop // size)
+        begin, stop = rows.searchsorted((first, end)).tolist()
+        made = np.zeros((end - first, size), values.dtype)
+        made[rows[begin:stop] - first] = values[begin:stop]
+        return made.reshape(-1)[part.start - first * size : part.stop - first * size]
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What a push brings to the shards of one ps."""
+
+    key: PushKey
+    local_step: int
+    known: ShardSet
+    gradients: Sequence[Gradient]  # views of the memory in which they came
+    body: Body  # that memory
+    nbytes: int
+    rows: Sequence[int] | None  # as in Update
+
+
+class Average(NamedTuple):
+    """A shard and its moving average, which is another shard of the same ps."""
+
+    shadow: Key
+    value: Key
+    nbytes: int
+
+
+class Layout(NamedTuple):
+    """What a step changes that has so many pushes to the same shards."""
+
+    shards: Sequence[Key]
+    pushes: int
+    costs: Sequence[int]  # bytes that the update of each touches, then each average's, then 0
+    nbytes: int
+    touched: Sequence[Key]  # all shards that must be idle
+
+
+@dataclass(slots=True)
+class OutgoingStep:
+    """On ps 0, a step that is decided: what the ps tasks are told until all have applied it."""
+
+    close: Close
+    is_measured: bool = False  # the factors are known, where there are any
+    scales: Listed = None
+    ratios: Listed = None
+
+
+class KnownGroup:
+    """One group, as a ps knows it.
+
+    Args:
+        store: Has its shards, and knows its optimizer.
+        number: Of the group.
+        raw: The configuration as it came.
+        config: The same.
+        global_step: If that is here.
+    """
+
+    def __init__(
+        self,
+        store: ShardStore,
+        number: int,
+        raw: dict[str, Any],
+        config: SyncConfig,
+        global_step: Key | None,
+    ) -> None:
+        self.store = store
+        self.number = number
+        self.raw = raw
+        self.config = config
+        self.global_step = global_step
+        self.rule = store.rule(number)
+        self.norms = StepNorms(self.rule)  # of steps that need none
+        self._takes_norms = clips_norms(self.rule.options) or self.rule.takes_norms
+        self.touched: Sequence[Key] = ()  # by its last step, which is perhaps being applied
+        self.spread = False  # on ps 0: whether a variable of a push lies on several ps tasks
+        self.outgoing: OutgoingStep | None = None  # likewise
+        self.one: np.ndarray | None = None  # by which the global step is raised
+        self._averages: list[Average] | None = None  # that are kept here; None: not looked up yet
+        self._layout: Layout | None = None  # of the last step
+
+    @property
+    def averages(self) -> list[Average]:
+        """Its moving averages that are kept here."""
+        if self._averages is None:
+            self._averages = averages_of(self.store, self.config, self.store.task)
+        return self._averages
+
+    def keys(self, shards: Sequence[Key]) -> Sequence[Key]:
+        """Return what a step touches that changes these shards."""
+        pairs = [key for average in self.averages for key in average[:2]]
+        raised = () if self.global_step is None else (self.global_step,)
+        return [*dict.fromkeys((*shards, *pairs)), *raised]
+
+    def layout(self, shards: Sequence[Key], pushes: int, costs: Sequence[int]) -> Layout:
+        """Return what a step changes.
+
+        Args:
+            shards: That have a mean.
+            pushes: How many; or -1: not all have the same shards.
+            costs: Bytes that the update of each touches.
+
+        Raises:
+            ValueMismatchError: The global step is no integer.
+            UnknownVariableError: The global step is not here.
+            ConfigurationError: Moving averages are not beside their variables.
+        """
+        if self.global_step is not None and self.one is None:
+            one = ones(self.store.spec(self.global_step).shape, GLOBAL_STEP_DTYPE)
+            self.one = self.store.check_assign(self.global_step, "add", one)
+        costs = [*costs, *(average.nbytes for average in self.averages)]
+        if self.global_step is not None:
+            costs.append(0)
+        return Layout(shards, pushes, costs, sum(costs), self.keys(shards))
+
+    def step_of(self, message: CloseStep, parts: Sequence[tuple[Part, float]]) -> Step:
+        """Say what a step changes here; nothing has changed yet if this raises.
+
+        Args:
+            message: The step.
+            parts: Of its pushes, with their weights, in the order in which they are summed.
+
+        Raises:
+            RemoteProtocolError: Some factors of a shard are known, and others are not.
+            RuleError: A schedule of a user's raised.
+            PsyncError: As ``layout``.
+        """
+        step = Step(self, message.step)
+        here = [each for each in parts if each[0].known.keys]  # else all of it belongs to others
+        shards = here[0][0].known.keys if here else ()
+        for part, weight in here:
+            step.weights.append(weight)
+            step.pushes.append(part.gradients)  # type: ignore[arg-type]
+            if part.rows is not None or part.known.keys != shards:
+                layout = step.gather_mixed(here)
+                break
+        else:
+            count = len(here)
+            layout = cast(Layout, self._layout)
+            if layout is None or layout.pushes != count or layout.shards != shards:
+                costs = [length * count for length in here[0][0].known.costs] if here else ()
+                layout = self._layout = self.layout(shards, count, costs)
+            step.plan = here[0][0].known.plan if here else None
+        step.shards, step.touched = layout.shards, layout.touched
+        step.costs, step.nbytes = layout.costs, layout.nbytes
+        if self._takes_norms or message.scales is not None or message.ratios is not None:
+            step.take_norms(message)
+        optimizer = self.store.optimizers[self.number]
+        step.optimizer_step = max(optimizer.count.known, message.step)
+        if optimizer.own_schedules:
+            self.store.check_rate(self.number, step.optimizer_step)
+        return step
+
+
+class Step:
+    """The mean of a step's pushes, for each shard over those that carry it; then the averages.
+
+    Args:
+        known: The group.
+        number: Of the step that is closed.
+    """
+
+    __slots__ = (
+        "_gradients", "_shard_weights", "alone", "costs", "known", "nbytes", "norms", "number",
+        "optimizer_step", "plan", "pushes", "shards", "store", "touched", "weights",
+    )  # fmt: skip
+
+    shards: Sequence[Key]  # as in ``Layout``, as are these
+    touched: Sequence[Key]
+    costs: Sequence[int]
+    nbytes: int
+
+    def __init__(self, known: KnownGroup, number: int) -> None:
+        self.known, self.store, self.number = known, known.store, number
+        self.optimizer_step = 0  # with which schedules are evaluated
+        self.plan: Plan | None = None  # of the shards, where all pushes have the same
+        self.pushes: list[Sequence[np.ndarray]] = []  # of each push, a gradient for each shard
+        self.weights: list[float] = []
+        self.norms = known.norms
+        self.alone: Sequence[str] = ()  # what this ps must measure by itself before it begins
+        # Of each shard, in the order of the sum, where pushes have different ones.
+        self._gradients: Sequence[Sequence[Gradient]] = ()
+        self._shard_weights: Sequence[Sequence[float]] = ()
+
+    def gather_mixed(self, parts: Sequence[tuple[Part, float]]) -> Layout:
+        """Take parts of pushes that have rows, or different shards."""
+        carried: dict[Key, tuple[list[Gradient], list[float]]] = {}
+        for part, weight in parts:
+            for key, gradient in zip(part.known.keys, part.gradients, strict=True):
+                gradients, weights = carried.setdefault(key, ([], []))
+                gradients.append(gradient)
+                weights.append(weight)
+        self.pushes = []
+        self._gradients = [gradients for gradients, _ in carried.values()]
+        self._shard_weights = [weights for _, weights in carried.values()]
+        costs = [
+            sum(
+                self.store.rows_cost(key, gradient.rows)
+                if isinstance(gradient, RowValues)
+                else gradient.nbytes
+                for gradient in gradients
+            )
+            for key, (gradients, _) in carried.items()
+        ]
+        return self.known.layout([*carried], -1, costs)
+
+    def take_norms(self, message: CloseStep) -> None:
+        """Take the factors that were measured, and see which are still to be."""
+        scales, ratios = message.scales, message.ratios
+        self.norms = StepNorms(
+            self.known.rule,
+            None if scales is None else dict(scales),
+            None if ratios is None else dict(ratios),
+        )
+        if not self.norms.known_for(self.shards):
+            raise RemoteProtocolError(
+                f"{self.store.task}: step {self.number} of {self.known.config.name} changes "
+                "shards whose norms were not measured"
+            )
+        self.alone = self.norms.passes_alone(self.shards)
+
+    def begin(self) -> None:
+        """Draw the step with which the optimizer applies it."""
+        if self.shards:
+            self.optimizer_step = self.store.begin_step(self.known.number, self.number)
+
+    def measure(self, what: str, position: int, into: list[Sums]) -> Work:
+        """Begin to measure one shard, which changes nothing.
+
+        Args:
+            what: The pass. Those before it are concluded.
+            position: Of the shard; one after the other, in order.
+            into: Gets its sums of squares at the end.
+        """
+        key = self.shards[position]
+        gradients, rows = self._wholes_or_rows(position)
+        if rows and what != UPDATES:
+            return self.store.square_row_mean(key, self._row_mean(rows, position), into)
+        mean = self.store.mean_of(
+            gradients, self._weights_of(position), self.known.config.reduction, self._scale(key)
+        )
+        if what == UPDATES:
+            return self.store.measure(self.known.number, key, mean, self.optimizer_step, into)
+        return self.store.square_mean(key, mean, into)
+
+    def measure_at_once(self, what: str) -> list[ShardSums]:
+        """Do a whole pass; for small shards, none of which is busy."""
+        sums: list[Sums] = []
+        for position in range(len(self.shards)):
+            for _ in self.measure(what, position, sums):
+                pass
+        return self.sums_by_shard(sums)
+
+    def sums_by_shard(self, sums: Sequence[Sums]) -> list[ShardSums]:
+        """Return what a pass over all shards has measured, with their names."""
+        return [(*key, *pair) for key, pair in zip(self.shards, sums, strict=True)]
+
+    def whole(self) -> None:
+        """Do all the work; for small shards. Raises BusyError, with nothing done: one is busy."""
+        self.store.check_idle(self.touched)
+        first, known = 0, self.known
+        for what in self.alone:
+            self.norms.conclude(what, self.measure_at_once(what))
+        if self.plan is not None and self.norms.scales is None and self.norms.ratios is None:
+            first = len(self.shards)
+            self.store.apply_mean_at_once(
+                known.number, self.plan, self.pushes, self.weights, self.optimizer_step,
+                known.config.reduction,
+            )  # fmt: skip
+        for position in range(first, len(self.costs)):
+            for _ in self.work(position):
+                pass
+
+    def work(self, position: int) -> Work:
+        """Begin on one shard; then on one average; at last on the global step."""
+        if position < len(self.shards):
+            return self._mean(position)
+        position -= len(self.shards)
+        averages = self.known.averages
+        if position == len(averages):
+            one = cast(np.ndarray, self.known.one)  # it was checked
+            return self.store.assign_checked(cast(Key, self.known.global_step), "add", one)
+        shadow, value, _ = averages[position]
+        return self.store.average(shadow, value, self.known.config.decay_at(self.number + 1))
+
+    def _mean(self, position: int) -> Work:
+        key = self.shards[position]
+        gradients, rows = self._wholes_or_rows(position)
+        number = self.known.number
+        if rows:
+            given = self._row_mean(rows, position)
+            return self.store.apply_row_mean(number, key, given, self.optimizer_step)
+        mean = self.store.mean_of(
+            gradients, self._weights_of(position), self.known.config.reduction, self._scale(key)
+        )
+        ratios = self.norms.ratios
+        ratio = None if ratios is None else ratios[key[0]]
+        return self.store.apply_checked(number, key, mean, self.optimizer_step, ratio)
+
+    def _wholes_or_rows(self, position: int) -> tuple[Sequence[np.ndarray], Sequence[RowValues]]:
+        """Return the gradients of a shard: rows, or if not all are rows, whole ones."""
+        if self.plan is not None:
+            return [push[position] for push in self.pushes], ()
+        gradients = self._gradients[position]
+        rows = [gradient for gradient in gradients if isinstance(gradient, RowValues)]
+        if len(rows) == len(gradients):
+            return (), rows
+        wholes = [
+            cast(np.ndarray, RowsAsWhole(gradient)) if isinstance(gradient, RowValues) else gradient
+            for gradient in gradients
+        ]
+        return wholes, ()
+
+    def _weights_of(self, position: int) -> Sequence[float]:
+        return self._shard_weights[position] if self.plan is None else self.weights
+
+    def _scale(self, key: Key) -> float:
+        scales = self.norms.scales
+        return 1.0 if scales is None else scales[key[0]]
+
+    def _row_mean(self, rows: Sequence[RowValues], position: int) -> RowMean:
+        config = self.known.config
+        scale, weights = self._scale(self.shards[position]), self._weights_of(position)
+        per_index = config.sparse_divisor == "per_index"
+        return RowMean(rows, weights, config.reduction, per_index, scale)
+
+
+def averages_of(store: ShardStore, config: SyncConfig, task: str) -> list[Average]:
+    """Return the moving averages of a group that are kept on the ps ``task``.
+
+    Raises:
+        ConfigurationError: One is not beside its variable, or of another shape or dtype.
+        ValueMismatchError: One has a dtype of which there is no mean.
+    """
+    if not config.averages:
+        return []
+    here: dict[int, set[int]] = {}
+    for variable, index in store.keys():
+        here.setdefault(variable, set()).add(index)
+    averages = []
+    for variable, shadow in config.averages:
+        if here.get(variable, set()) != here.get(shadow, set()):
+            raise ConfigurationError(
+                f"{config.name} on {task}: variable {variable} has the shards "
+                f"{sorted(here.get(variable, ()))} here, its moving average {shadow} has "
+                f"{sorted(here.get(shadow, ()))}",
+                hint="a variable and its moving average must be on the same ps tasks",
+            )
+        for index in sorted(here.get(variable, ())):
+            spec, other = store.spec((variable, index)), store.spec((shadow, index))
+            if (spec.shape, spec.dtype) != (other.shape, other.dtype):
+                raise ConfigurationError(
+                    f"{config.name}: {other} on {task}: expected shape {spec.shape} {spec.dtype}, "
+                    f"as {spec} has, whose moving average it is, got {other.shape} {other.dtype}"
+                )
+            slot_dtype(dtype_of(spec.dtype))
+            averages.append(Average(other.key, spec.key, spec.nbytes))
+    return averages
