@@ -248,6 +248,7 @@ class PsSync:
         if known.store is not self.store:  # while it came in a timeline may have ended
             known = self.plans.plan(request.peer.client, known.number)
             self._look_up(known)
+        request.token = known
         message, body = request.message, request.segments
         if message.rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
             body = known.body_of(body, self._task, message.rows)
