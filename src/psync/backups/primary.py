@@ -134,6 +134,7 @@ class BackupSender:
         self._unanswered: dict[int, tuple[Message, Sequence[Segment], Callable[[Frame], None]]] = {}
         self._losses = 0  # connections since the last answer
         self._ships = False  # the snapshot is there
+        self._is_soon = False  # ``ship`` is called soon
         self._connecting: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # the backup has more, or does not follow
         self._now = asyncio.get_running_loop().time
@@ -215,8 +216,15 @@ class BackupSender:
         if self.error is not None:
             raise self.error.with_traceback(None)
 
+    def ship_soon(self) -> None:
+        """Send what there is in the next turn: what else comes in this one goes along."""
+        if not self._is_soon:
+            self._is_soon = True
+            asyncio.get_running_loop().call_soon(self.ship)
+
     def ship(self) -> None:
         """Send what there is to be sent."""
+        self._is_soon = False
         log, unanswered = self._log, self._unanswered
         while self._ships and log.shipped < log.last and len(unanswered) < MAX_UNDER_WAY:
             first, batch = log.to_ship(MAX_ENTRIES, MAX_BYTES)
@@ -518,7 +526,7 @@ class BackupService:
             process.platform, begin, message, executor.log, self._begun_with, executor.advance,
             self._depose,
         )  # fmt: skip
-        executor.on_entry = sender.ship
+        executor.on_entry = sender.ship_soon
         self._copying = asyncio.get_running_loop().create_task(self._copy(sender))
 
     async def _hold(self, sender: BackupSender, before: list[Listed], held: list[Frozen]) -> None:

@@ -257,11 +257,12 @@ class PsSync:
 
     def replay(self, request: Request[Update], known: ShardSet) -> None:
         """Do an entry of the log of the one that is backed up: nobody waits for it here."""
-        self._look_up(known)
-        message = request.message
+        if known.store is not self.store:
+            self._look_up(known)
+        request.token, message = known, request.message
         key = known.optimizer, request.peer.client, message.sequence
         part = self._part(key, message.local_step, known, request.segments, message.rows)
-        self.executor.submit(request, message, part.body, lambda: self.judged(request, part))
+        self.executor.submit(request, message, part.body, partial(self.judged, request, part))
 
     def _part(
         self,
@@ -416,19 +417,19 @@ class PsSync:
         message = request.message
         known = self.known(message.group, message.config)
         self.staging.check_here(message.group, message.step, message.pushes)
-        client = request.peer.client
-
-        def submit(request: Request[Any]) -> None:
-            self.executor.submit(
-                request, message, (), lambda: self._judge_step(message, known, answer),
-                lambda: partial(self._locks.end, self._locks.begin(self._keys_of(message, known))),
-                client,
-            )  # fmt: skip
-
+        submit = partial(
+            self.executor.submit, message=message, body=(), client=request.peer.client,
+            act=partial(self._judge_step, message, known, answer),
+            claim=partial(self._claim, message, known),
+        )  # fmt: skip
         if self._locks.num_exclusive and self._locks.blocks(self._keys_of(message, known)):
             request.start(self._when_unlocked(self._keys_of(message, known), submit))
         else:
             submit(request)
+
+    def _claim(self, message: CloseStep, known: KnownGroup) -> Callable[[], None]:
+        claim = self._locks.begin(self._keys_of(message, known))
+        return partial(self._locks.end, claim)
 
     async def _when_unlocked(
         self, keys: Sequence[Key], submit: Callable[[Request[Any]], None]
@@ -454,7 +455,8 @@ class PsSync:
         if self.staging.is_closed(message.group, message.step):
             return Compute(known.touched, done)
         step = known.step_of(message, self.staging.parts(message.group, message.pushes))
-        step.begin()
+        if step.shards:
+            step.optimizer_step = self.store.begin_step(message.group, message.step)
         nbytes = self.staging.close(message.group, message.step, message.pushes)
         known.touched = step.touched
 

@@ -224,12 +224,15 @@ class Staging(Generic[P]):
             if local_step <= step:
                 del known.coming[key]
                 self._bytes -= nbytes
-        named = {(group, (task, incarnation), push) for task, incarnation, push, _ in pushes}
-        dropped = 0
-        for key, part in list(known.parts.items()):
-            if part.local_step <= step or key in named:
+        parts, dropped = known.parts, 0
+        for task, incarnation, push, _ in pushes:
+            named = parts.pop((group, (task, incarnation), push), None)
+            if named is not None:
+                dropped += named.nbytes
+        for key, part in list(parts.items()):
+            if part.local_step <= step:
                 dropped += part.nbytes
-                del known.parts[key]
+                del parts[key]
         return dropped
 
     def applied(self, group: int, step: int, nbytes: int = 0) -> None:

@@ -27,6 +27,9 @@ from psync.wire.messages import CloseStep
 
 GLOBAL_STEP_DTYPE = "int64"
 
+NO_KEYS: tuple[Key, ...] = ()
+NO_COSTS: tuple[int, ...] = ()
+
 Gradient = np.ndarray | RowValues
 
 Listed = list[tuple[int, float]] | None
@@ -129,7 +132,7 @@ class KnownGroup:
         self.outgoing: OutgoingStep | None = None  # likewise
         self.one: np.ndarray | None = None  # by which the global step is raised
         self._averages: list[Average] | None = None  # that are kept here; None: not looked up yet
-        self._layout: Layout | None = None  # of the last step
+        self._layout = Layout((), -1, (), 0, ())  # of the last step whose pushes were alike
 
     @property
     def averages(self) -> list[Average]:
@@ -140,7 +143,7 @@ class KnownGroup:
 
     def keys(self, shards: Sequence[Key]) -> Sequence[Key]:
         """Return what a step touches that changes these shards."""
-        pairs = [key for average in self.averages for key in average[:2]]
+        pairs = [key for shadow, value, _ in self.averages for key in (shadow, value)]
         raised = () if self.global_step is None else (self.global_step,)
         return [*dict.fromkeys((*shards, *pairs)), *raised]
 
@@ -178,21 +181,25 @@ class KnownGroup:
             PsyncError: As ``layout``.
         """
         step = Step(self, message.step)
-        here = [each for each in parts if each[0].known.keys]  # else all of it belongs to others
-        shards = here[0][0].known.keys if here else ()
-        for part, weight in here:
+        first: ShardSet | None = None
+        for part, weight in parts:
+            known = part.known
+            if not known.keys:  # all of it belongs to others
+                continue
+            first = first or known
+            if part.rows is not None or known.keys != first.keys:
+                layout = step.gather_mixed(parts)
+                break
             step.weights.append(weight)
             step.pushes.append(part.gradients)  # type: ignore[arg-type]
-            if part.rows is not None or part.known.keys != shards:
-                layout = step.gather_mixed(here)
-                break
         else:
-            count = len(here)
-            layout = cast(Layout, self._layout)
-            if layout is None or layout.pushes != count or layout.shards != shards:
-                costs = [length * count for length in here[0][0].known.costs] if here else ()
-                layout = self._layout = self.layout(shards, count, costs)
-            step.plan = here[0][0].known.plan if here else None
+            count, shards, costs = len(step.pushes), NO_KEYS, NO_COSTS
+            if first is not None:
+                step.plan, shards, costs = first.plan, first.keys, first.costs
+            layout = self._layout
+            if layout.pushes != count or layout.shards != shards:
+                layout = self.layout(shards, count, [length * count for length in costs])
+                self._layout = layout
         step.shards, step.touched = layout.shards, layout.touched
         step.costs, step.nbytes = layout.costs, layout.nbytes
         if self._takes_norms or message.scales is not None or message.ratios is not None:
@@ -270,11 +277,6 @@ class Step:
                 "shards whose norms were not measured"
             )
         self.alone = self.norms.passes_alone(self.shards)
-
-    def begin(self) -> None:
-        """Draw the step with which the optimizer applies it."""
-        if self.shards:
-            self.optimizer_step = self.store.begin_step(self.known.number, self.number)
 
     def measure(self, what: str, position: int, into: list[Sums]) -> Work:
         """Begin to measure one shard, which changes nothing.
