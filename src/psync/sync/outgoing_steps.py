@@ -19,7 +19,7 @@ Who dies:
 Whenever a ps dies, sessions of workers end, and their closures run again: what was counted is
 answered "duplicate".
 
-The rounds of a step over all ps tasks (``StepRounds``):
+The rounds of a step over all ps tasks:
 
     round                                     when
     MeasureStep to every ps, for "gradients"  norms are clipped, of what lies on several ps tasks
@@ -41,19 +41,17 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from psync.errors import PsyncError
 from psync.net.connection import AsIfFrom, OwnRequest
-from psync.net.platform import Parts
 from psync.ps.cooperative_work import Changing
 from psync.store.ledger import Client
-from psync.store.step_norms import Factors, ShardSums, StepNorms
+from psync.store.step_norms import Factors, StepNorms
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync
 from psync.sync.pushes import Action, Close
-from psync.sync.step import Listed, OutgoingStep
+from psync.sync.step import KnownGroup, Listed, OutgoingStep
 from psync.sync.steps import SyncSteps
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Frame
@@ -65,6 +63,7 @@ from psync.wire.messages import (
     MeasureStep,
     NormsMeasured,
     StepApplied,
+    StepMeasured,
 )
 from psync.wire.remote_errors import exception_of, failure_of
 
@@ -74,100 +73,10 @@ HOSTED = "it is a backup"
 """Why nothing is carried until the coordinator has said where all ps tasks are served."""
 
 
-Ended = Callable[[Exception | None], None]
-"""What is called at the end: with the first error."""
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    outgoing: OutgoingStep
-    norms: StepNorms
-    passes: list[str]  # that are still to be made
-    ended: Ended
-
-
-class StepRounds:
-    """Carries the steps of one coordinator's cluster to every ps.
-
-    Args:
-        all_ps: The ps tasks.
-        sync: The part of ps 0 itself.
-        measured: Puts the factors of a step into the log, (step, scales, ratios, then).
-    """
-
-    def __init__(
-        self,
-        all_ps: AllPs,
-        sync: PsSync,
-        measured: Callable[[OutgoingStep, Listed, Listed, Callable[[], None]], None],
-    ) -> None:
-        self._all_ps = all_ps
-        self._sync = sync
-        self._log_factors = measured
-
-    def carry(self, outgoing: OutgoingStep, ended: Ended) -> None:
-        """Let every ps that has not done so apply a step.
-
-        Args:
-            outgoing: What was decided.
-            ended: Called once. Must not raise.
-        """
-        group = outgoing.close.group
-        norms = StepNorms(self._sync.store.rule(group))
-        passes: list[str] = []
-        if self._all_ps.has_others and not outgoing.is_measured:
-            passes = norms.passes_together(spread=self._sync.groups[group].spread)
-        step = _Step(outgoing, norms, passes, ended)
-        if passes:
-            self._measure(step)
-        else:
-            self._close(step)
-
-    def _measure(self, step: _Step) -> None:
-        """Make the next pass."""
-        close = step.outgoing.close
-        message = MeasureStep(
-            close.group, None, close.step, list(close.pushes),
-            scales=_listed(step.norms.scales), ratios=_listed(step.norms.ratios),
-            what=step.passes[0],
-        )  # fmt: skip
-        self._all_ps.measure_step(message, functools.partial(self._measured, step))
-
-    def _measured(self, step: _Step, sums: Sequence[ShardSums], failed: Exception | None) -> None:
-        if failed is None:
-            try:
-                self._conclude(step, sums)
-            except Exception as exc:
-                failed = exc
-        if failed is not None:
-            step.ended(failed)
-        elif step.passes:
-            self._measure(step)
-        else:
-            scales, ratios = _listed(step.norms.scales), _listed(step.norms.ratios)
-            self._log_factors(step.outgoing, scales, ratios, functools.partial(self._close, step))
-
-    def _conclude(self, step: _Step, sums: Sequence[ShardSums]) -> None:
-        step.norms.conclude(step.passes.pop(0), sums)
-
-    def _close(self, step: _Step) -> None:
-        outgoing, close = step.outgoing, step.outgoing.close
-        message = CloseStep(
-            close.group, None, close.step, list(close.pushes),
-            scales=outgoing.scales, ratios=outgoing.ratios,
-        )  # fmt: skip
-        self._all_ps.close_step(message, step.ended)
-
-
-def _listed(factors: Factors | None) -> Listed:
-    return None if factors is None else list(factors.items())
-
-
 class OutgoingSteps(Changing):
     """The outgoing steps of one coordinator's cluster; requests wait for pauses, and for steps.
 
     Args:
-        parts: Of the task.
         sync: The part of ps 0 itself.
         all_ps: The ps tasks.
         steps: The rule.
@@ -180,7 +89,6 @@ class OutgoingSteps(Changing):
 
     def __init__(
         self,
-        parts: Parts,
         sync: PsSync,
         all_ps: AllPs,
         steps: SyncSteps,
@@ -196,7 +104,6 @@ class OutgoingSteps(Changing):
         self._all_ps = all_ps
         self._steps = steps
         self._perform = perform
-        self._rounds = parts.of(StepRounds)(all_ps, sync, self._log_factors)
         self._carried: set[int] = set()  # groups of which a step is on its way to every ps
         self._told: set[asyncio.Task[None]] = set()  # other ps tasks are told of a fence
         self._is_torn = False  # a step that was decided could not be applied everywhere
@@ -208,29 +115,71 @@ class OutgoingSteps(Changing):
 
     def decide(self, close: Close) -> None:
         """A step is decided: it is outgoing from now on."""
-        outgoing = OutgoingStep(close)
-        self._sync.groups[close.group].outgoing = outgoing
+        known = self._sync.groups[close.group]
+        known.outgoing = OutgoingStep(close)
         if not self.pauses:
-            self._carry(outgoing)
+            self._carry(known, known.outgoing)
 
     def restore(self) -> None:
         """Be where the rule is, which was restored: what it has decided is outgoing."""
         for close in self._steps.closing():
             self.decide(close)
 
-    def _carry(self, outgoing: OutgoingStep) -> None:
-        self._carried.add(outgoing.close.group)
-        self._rounds.carry(outgoing, functools.partial(self._ended, outgoing.close))
+    def _carry(self, known: KnownGroup, outgoing: OutgoingStep) -> None:
+        """Let every ps that has not done so apply a step."""
+        self._carried.add(known.number)
+        norms, passes = known.norms, list[str]()
+        if known.takes_norms and self._all_ps.has_others and not outgoing.is_measured:
+            norms = StepNorms(known.rule)
+            passes = norms.passes_together(spread=known.spread)
+        self._go_on(outgoing, norms, passes)
 
-    def _log_factors(
-        self, outgoing: OutgoingStep, scales: Listed, ratios: Listed, then: Callable[[], None]
+    def _go_on(self, outgoing: OutgoingStep, norms: StepNorms, passes: list[str]) -> None:
+        """Begin the next round of a step."""
+        close = outgoing.close
+        step = close.group, None, close.step, list(close.pushes)
+        if passes:
+            known = _listed(norms.scales), _listed(norms.ratios)
+            then = functools.partial(self._measured, outgoing, norms, passes)
+            self._all_ps.tell(MeasureStep(*step, *known, passes[0]), then)
+        else:
+            message = CloseStep(*step, outgoing.scales, outgoing.ratios)
+            self._all_ps.tell(message, functools.partial(self._ended, close))
+
+    def _measured(
+        self,
+        outgoing: OutgoingStep,
+        norms: StepNorms,
+        passes: list[str],
+        answers: list[Message],
+        failed: Exception | None,
     ) -> None:
-        def act(message: NormsMeasured) -> None:
-            self.note_factors(message)
-            then()
+        if failed is None:
+            try:
+                self._conclude(norms, passes, answers)
+            except Exception as exc:
+                failed = exc
+        if failed is not None:
+            self._ended(outgoing.close, [], failed)
+        elif passes:
+            self._go_on(outgoing, norms, passes)
+        else:
+            group, step = outgoing.close.group, outgoing.close.step
+            message = NormsMeasured(group, step, _listed(norms.scales), _listed(norms.ratios))
 
-        message = NormsMeasured(outgoing.close.group, outgoing.close.step, scales, ratios)
-        self._submit(outgoing.close, message, lambda: act(message))
+            def act() -> None:
+                self.note_factors(message)
+                self._go_on(outgoing, norms, passes)
+
+            self._submit(outgoing.close, message, act)
+
+    def _conclude(self, norms: StepNorms, passes: list[str], answers: list[Message]) -> None:
+        sums = [
+            (variable, index, first, second)
+            for each in cast(list[StepMeasured], answers)
+            for variable, index, first, second in each.sums
+        ]
+        norms.conclude(passes.pop(0), sums)
 
     def _submit(self, close: Close, message: Message, act: Callable[[], None]) -> None:
         """Put into the log how far a step is; once that has ended, another one carries it again."""
@@ -251,7 +200,7 @@ class OutgoingSteps(Changing):
             outgoing.is_measured = True
             outgoing.scales, outgoing.ratios = message.scales, message.ratios
 
-    def _ended(self, close: Close, failed: Exception | None) -> None:
+    def _ended(self, close: Close, _: list[Message], failed: Exception | None) -> None:
         """Every ps has applied a step, or it cannot be."""
         failure = b""
         if failed is not None:
@@ -349,13 +298,17 @@ class OutgoingSteps(Changing):
         if not self.pauses and not self._is_over:
             for group, known in self._sync.groups.items():
                 if known.outgoing is not None and group not in self._carried:
-                    self._carry(known.outgoing)
+                    self._carry(known, known.outgoing)
         self.wake()
 
     async def drain(self) -> None:
         """Wait until no other ps task is being told of a fence."""
         while self._told:
             await asyncio.wait(list(self._told))
+
+
+def _listed(factors: Factors | None) -> Listed:
+    return None if factors is None else list(factors.items())
 
 
 async def _fence_others(calls: Sequence[asyncio.Task[Frame]]) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -26,7 +27,6 @@ from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
 from psync.specs import ShardSpec, VariableSpec
-from psync.store.step_norms import ShardSums
 from psync.store.sync_config import SyncConfig
 from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync
 from psync.sync.step import GLOBAL_STEP_DTYPE
@@ -44,8 +44,8 @@ from psync.wire.messages import (
 
 T = TypeVar("T")
 
-Then = Callable[[Exception | None], None]
-"""Called once, with the first error. Must not raise."""
+Then = Callable[[list[Message], Exception | None], None]
+"""Called once, with the answers and the first error. Must not raise."""
 
 
 class AllPs:
@@ -57,6 +57,7 @@ class AllPs:
         sync: The part of ps 0 itself.
         pool: Memory for what comes in.
         heard: Told of parts that other ps tasks hold, see ``follow``.
+        lost: Told that one cannot be followed any more, and why.
         timeline: How often the cluster has rolled back to a snapshot.
     """
 
@@ -67,10 +68,12 @@ class AllPs:
         sync: PsSync,
         pool: BlockPool,
         heard: Callable[[Request[Held]], None],
+        lost: Callable[[int, Exception], None],
         timeline: int = 0,
     ) -> None:
         self._heard = heard
-        self._follows = False
+        self._lost = lost
+        self._followed: set[int] = set()
         self._platform = platform
         self._attach = attach
         self._sync = sync
@@ -99,93 +102,45 @@ class AllPs:
         create_task = asyncio.get_running_loop().create_task
         return [create_task(link.call(always(message))) for link in self._others()]
 
-    def close_step(self, message: CloseStep, then: Then) -> None:
-        """Let every ps close a step, all at once. It is carried as far as it goes.
+    def tell(self, message: CloseStep, then: Then) -> None:
+        """Tell every ps of a step, all at once. It is carried as far as it goes.
+
+        What ps 0 itself refuses at once no other is told.
 
         Args:
-            message: What all are told.
-            then: Called once, when all have answered, with the first error. Must not raise.
+            message: CloseStep or MeasureStep.
+            then: Called once, when all have answered.
         """
-
-        def own(request: Request[Any]) -> None:
-            self._sync.close(request, lambda: request.answer(_DONE))
-
-        self._to_all(message, own, lambda ps, received: None, then)
-
-    def measure_step(
-        self,
-        message: MeasureStep,
-        then: Callable[[Sequence[ShardSums], Exception | None], None],
-    ) -> None:
-        """Let every ps measure a step, all at once. It is carried as far as it goes.
-
-        Args:
-            message: What all are told.
-            then: Called once, when all have answered, with the sums of all shards and the first
-                error. Must not raise.
-        """
-        sums: list[ShardSums] = []
-
-        def measured(ps: int, received: Frame) -> None:
-            if not isinstance(received.message, StepMeasured):
-                raise RemoteProtocolError(
-                    f"/job:ps/task:{ps} measured a step with {type(received.message).__name__}"
-                )
-            for variable, index, first, second in received.message.sums:
-                sums.append((variable, index, first, second))
-
-        async def add(request: Request[Any], measured: Awaitable[list[ShardSums]]) -> None:
-            sums.extend(await measured)
-            request.answer(_DONE)
-
-        def own(request: Request[Any]) -> None:
-            mine = self._sync.measure(message)
-            if isinstance(mine, list):
-                sums.extend(mine)
-                request.answer(_DONE)
-            else:
-                request.start(add(request, mine))
-
-        self._to_all(message, own, measured, lambda failed: then(sums, failed))
-
-    def _to_all(
-        self,
-        message: CloseStep,
-        own: Callable[[Request[Any]], None],
-        heard: Callable[[int, Frame], None],
-        then: Then,
-    ) -> None:
-        """Tell all of a step; ``heard`` gets each answer, ``then`` is called when all are there.
-
-        ``own`` does the part of ps 0; what it refuses at once no other is told.
-        """
+        answers: list[Message] = []
         missing = 1
         failed: Exception | None = None
 
-        def done(error: Exception | None) -> None:
+        def done(outcome: Message | Exception) -> None:
             nonlocal missing, failed
             missing -= 1
-            failed = failed or error
+            if isinstance(outcome, Exception):
+                failed = failed or outcome
+            else:
+                answers.append(outcome)
             if not missing:
-                then(failed)
+                then(answers, failed)
 
-        def own_done(outcome: object) -> None:
-            done(outcome if isinstance(outcome, Exception) else None)
+        def own_done(outcome: Any) -> None:
+            done(outcome if isinstance(outcome, Exception) else outcome[0])
 
         # It runs to completion, but it may wait for a lock, or in the log.
         request = OwnRequest(AsIfFrom(FROM_CLOSER, {}, self._start), message, (), own_done)
         try:
             others = self._others()
             missing += len(others)
-            own(request)
+            self._sync.execute(request)
         except Exception as exc:
             request.fail(exc)
-        if failed is not None:
-            if missing:
-                then(failed)
-            return
-        for link in others:
-            self._tell(link, message, heard, done)
+        if failed is None:
+            for link in others:
+                self._tell(link, message, done)
+        elif missing:
+            then(answers, failed)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -197,10 +152,10 @@ class AllPs:
         self,
         link: PsLink,
         message: CloseStep | FollowParts,
-        heard: Callable[[int, Frame], None],
-        done: Then,
+        done: Callable[[Message | Exception], None],
     ) -> None:
         ps, moved = link.index, self._moved
+        expected = StepMeasured if type(message) is MeasureStep else Done
 
         def build(_: Connection) -> Message:
             if isinstance(message, FollowParts) or (ps, message.group) in self._told:
@@ -208,49 +163,52 @@ class AllPs:
             return replace(message, config=self._sync.groups[message.group].raw)
 
         def answered(outcome: Frame | Exception) -> None:
-            if isinstance(outcome, FencedError):
-                if self._moves:
-                    self._await_move(link, moved)
-                    # By no reference to this function: that would keep all that came until the
-                    # garbage collector finds it.
-                    self._tell(link, message, heard, done)
-                elif isinstance(outcome, NotServedError):
-                    done(_came_back(link, outcome))
-                else:
-                    done(outcome)
-                return
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, FencedError) and self._moves:
+                self._await_move(link, moved)
+                # By no reference to this function: that would keep all that came until the
+                # garbage collector finds it.
+                self._tell(link, message, done)
+            elif isinstance(outcome, NotServedError):
+                done(_came_back(link, outcome))
+            elif isinstance(outcome, Exception):
                 done(outcome)
-                return
-            if type(message) is CloseStep:  # which is in its log
-                self._told.add((ps, message.group))
-            try:
-                heard(ps, outcome)
-            except RemoteProtocolError as exc:
-                done(exc)
+            elif type(answer := outcome.message) is not expected:
+                done(
+                    RemoteProtocolError(
+                        f"{link.task} answered {type(message).__name__} with "
+                        f"{type(answer).__name__}"
+                    )
+                )
             else:
-                done(None)
+                if type(message) is CloseStep:  # which is in its log
+                    self._told.add((ps, message.group))
+                done(answer)
 
         link.ask(Call(link, build), answered)
 
     def follow(self, others: Sequence[int]) -> None:
         """Hear from now on which parts of pushes are held on the other ps tasks.
 
-        Whoever is lost meanwhile is found by what needs it.
-
         Raises:
             RemoteProtocolError: One of these is none.
         """
         for ps in others:
+            if ps in self._followed or self._closed:
+                continue
             if not 0 < ps < len(self._addresses):
                 raise RemoteProtocolError(
                     f"{CLOSER}: a push with shards on ps {ps}, but there are only "
                     f"{len(self._addresses)} ps tasks"
                 )
-        if not self._follows and not self._closed:
-            self._follows = True
-            for link in self._others():
-                self._tell(link, FollowParts(), lambda ps, received: None, lambda failed: None)
+            self._followed.add(ps)
+            link = self._links().links[ps]
+            self._tell(link, FollowParts(), functools.partial(self._unfollowed, ps))
+
+    def _unfollowed(self, ps: int, outcome: Message | Exception) -> None:
+        """A ps cannot be followed: whoever waits for parts there waits in vain."""
+        self._followed.discard(ps)
+        if isinstance(outcome, Exception) and not self._closed:
+            self._lost(ps, outcome)
 
     def _others(self) -> Sequence[PsLink]:
         return self._links().links[1:] if self.has_others else ()
@@ -368,6 +326,3 @@ def _came_back(link: PsLink, refused: NotServedError) -> ParameterServerLost:
     lost = ParameterServerLost(link.task, f"refuses {CLOSER}: {refused.message}")
     lost.__cause__ = refused
     return lost
-
-
-_DONE = Done()

@@ -164,7 +164,7 @@ class PsSync:
         return {
             SetGroups: Handler(self._set_groups),
             HoldPush: Handler(self._hold),
-            CloseStep: Handler(lambda request: self.close(request, partial(request.answer, _DONE))),
+            CloseStep: Handler(self.execute),
         }
 
     # Groups.
@@ -376,23 +376,36 @@ class PsSync:
 
     # Steps that ps 0 has decided.
 
-    def measure(self, message: MeasureStep) -> list[ShardSums] | Awaitable[list[ShardSums]]:
-        """Measure a step; nothing is changed.
+    def execute(self, request: Request[CloseStep]) -> None:
+        """Measure a step, or close it, and answer. Raises what these do."""
+        if type(request.message) is CloseStep:
+            self.close(request, partial(request.answer, _DONE))
+        else:
+            self._measure(cast(Request[MeasureStep], request))
 
-        Returns:
-            The sums of each shard, or what to wait for.
+    def _measure(self, request: Request[MeasureStep]) -> None:
+        """Measure a step; nothing is changed.
 
         Raises:
             RemoteProtocolError: A part of it is still coming in.
         """
+        message = request.message
         known = self.known(message.group, message.config)
         if self.staging.is_closed(message.group, message.step):
-            return []  # a repetition that was overtaken: nobody waits for the answer
+            request.answer(StepMeasured([]))  # it was overtaken: nobody waits for the answer
+            return
         self.staging.check_here(message.group, message.step, message.pushes)
         step = known.step_of(message, self.staging.parts(message.group, message.pushes))
         if self._work.fits_now(self.store, step.shards, step.nbytes):
-            return step.measure_at_once(message.what)
-        return self._work.to_the_end(self._measure_slowly(step, message.what))
+            request.answer(StepMeasured(step.measure_at_once(message.what)))
+        else:
+            under_way = self._work.to_the_end(self._measure_slowly(step, message.what))
+            request.start(self._measured(request, under_way))
+
+    async def _measured(
+        self, request: Request[MeasureStep], under_way: Awaitable[list[ShardSums]]
+    ) -> None:
+        request.answer(StepMeasured(await under_way))
 
     async def _measure_slowly(self, step: Step, what: str) -> list[ShardSums]:
         sums: list[Sums] = []
@@ -494,16 +507,7 @@ class PsSync:
 
     def _measure_for(self, request: Request[MeasureStep]) -> None:
         self._check_closer(request.peer)
-        sums = self.measure(request.message)
-        if isinstance(sums, list):
-            request.answer(StepMeasured(sums))
-        else:
-            request.start(self._measured(request, sums))
-
-    async def _measured(
-        self, request: Request[MeasureStep], under_way: Awaitable[list[ShardSums]]
-    ) -> None:
-        request.answer(StepMeasured(await under_way))
+        self._measure(request)
 
     def _close_for(self, request: Request[CloseStep]) -> None:
         self._check_closer(request.peer)

@@ -126,7 +126,7 @@ class KnownGroup:
         self.global_step = global_step
         self.rule = store.rule(number)
         self.norms = StepNorms(self.rule)  # of steps that need none
-        self._takes_norms = clips_norms(self.rule.options) or self.rule.takes_norms
+        self.takes_norms = clips_norms(self.rule.options) or self.rule.takes_norms
         self.touched: Sequence[Key] = ()  # by its last step, which is perhaps being applied
         self.spread = False  # on ps 0: whether a variable of a push lies on several ps tasks
         self.outgoing: OutgoingStep | None = None  # likewise
@@ -202,7 +202,7 @@ class KnownGroup:
                 self._layout = layout
         step.shards, step.touched = layout.shards, layout.touched
         step.costs, step.nbytes = layout.costs, layout.nbytes
-        if self._takes_norms or message.scales is not None or message.ratios is not None:
+        if self.takes_norms or message.scales is not None or message.ratios is not None:
             step.take_norms(message)
         optimizer = self.store.optimizers[self.number]
         step.optimizer_step = max(optimizer.count.known, message.step)

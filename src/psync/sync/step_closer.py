@@ -107,13 +107,13 @@ class StepCloser:
         self.steps = platform.parts.of(SyncSteps)()
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
-        self.all_ps = AllPs(platform, attach, sync, pool, self._heard, timeline)
+        self.all_ps = AllPs(platform, attach, sync, pool, self._heard, self._unheard, timeline)
         self._waits_changed = waits_changed
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
         sync.took, sync.judged, sync.left = self._took, self._judge, self._left
         self.outgoing = platform.parts.of(OutgoingSteps)(
-            platform.parts, sync, self.all_ps, self.steps, self._perform, is_hosted=is_hosted
+            sync, self.all_ps, self.steps, self._perform, is_hosted=is_hosted
         )
         self._beginning: dict[int, asyncio.Task[None]] = {}  # groups whose first step is read
         self._here: dict[PushKey, _Here] = {}  # pushes of steps that are not closed
@@ -265,6 +265,13 @@ class StepCloser:
                 if self._is_complete(part.known.others, here.held):
                     here.waits = None
                     self._sync.submit(waiting, part)
+
+    def _unheard(self, ps: int, error: Exception) -> None:
+        """A ps is lost: pushes that wait for their parts there fail."""
+        for key, here in list(self._here.items()):
+            if here.waits is not None and ps in here.waits[1].known.others and ps not in here.held:
+                del self._here[key]
+                self._sync.fail(key, error)
 
     def _is_late(self, group: int, key: PushKey, here: _Here) -> bool:
         return key[0] == group and self.steps.is_stale(group, here.local_step)

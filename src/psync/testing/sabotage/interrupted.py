@@ -12,8 +12,8 @@ from psync.client.link import Answers, Call, always
 from psync.client.ps import Outgoing
 from psync.client.sync import SyncClient
 from psync.errors import PsyncError
-from psync.sync.outgoing_steps import Ended, StepRounds
-from psync.sync.step import OutgoingStep
+from psync.sync.outgoing_steps import OutgoingSteps
+from psync.sync.step import KnownGroup, OutgoingStep
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
 from psync.wire.frames import Frame
@@ -91,16 +91,17 @@ class SteppedSyncClient(SyncClient):
         answers.ask = ask_first  # type: ignore[method-assign]
 
 
-class SteppedRounds(StepRounds):
+class SteppedSteps(OutgoingSteps):
     """Steps that a test may stop before any other ps knows of them."""
 
     failpoints: Failpoints
 
-    def carry(self, outgoing: OutgoingStep, ended: Ended) -> None:
+    def _carry(self, known: KnownGroup, outgoing: OutgoingStep) -> None:
         """Let every ps apply a step, unless a failpoint says that it cannot be closed."""
         try:
             self.failpoints.hit(STEP_DECIDED)
         except PsyncError as exc:
-            ended(exc)
+            self._carried.add(known.number)
+            self._ended(outgoing.close, [], exc)
         else:
-            super().carry(outgoing, ended)
+            super()._carry(known, outgoing)

@@ -16,7 +16,7 @@ from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
-from psync.sync.outgoing_steps import StepRounds
+from psync.sync.outgoing_steps import OutgoingSteps
 from psync.sync.ps_services import PsServices
 from psync.sync.step_closer import StepCloser
 from psync.sync.steps import SyncSteps
@@ -24,7 +24,7 @@ from psync.testing.sabotage import apply_log as apply_logs
 from psync.testing.sabotage.apply_log import LoggedServices, LoggedStore, LoggedUpdates
 from psync.testing.sabotage.early_writer import EarlyWriter
 from psync.testing.sabotage.failpoints import Failpoints
-from psync.testing.sabotage.interrupted import SteppedOutgoing, SteppedRounds, SteppedSyncClient
+from psync.testing.sabotage.interrupted import SteppedOutgoing, SteppedSteps, SteppedSyncClient
 from psync.testing.sabotage.message_loss import LossyConnection, MessageLosses
 from psync.testing.sabotage.places import PLACES, with_places
 from psync.testing.sabotage.ps import SabotagedPs
@@ -80,7 +80,7 @@ class SabotagedParts(Parts):
         self._made: dict[type, type] = {}
         self._instead: dict[type, type] = {
             PsTask: SabotagedPs, Outgoing: SteppedOutgoing, SyncClient: SteppedSyncClient,
-            StepRounds: SteppedRounds,
+            OutgoingSteps: SteppedSteps,
         }  # fmt: skip
         self._instead.update(WITHOUT[name] for name in without & WITHOUT.keys())
         if losses is not None:

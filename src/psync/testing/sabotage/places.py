@@ -20,7 +20,7 @@ from psync.net.connection import OwnRequest, Request
 from psync.ps.creation import ShardCreation
 from psync.ps.snapshots import Snapshots
 from psync.ps.updates import PsUpdate, PsUpdates
-from psync.sync.outgoing_steps import OutgoingSteps, StepRounds
+from psync.sync.outgoing_steps import OutgoingSteps
 from psync.sync.ps_sync import PsSync
 from psync.worker.session import Session
 
@@ -95,7 +95,7 @@ PLACES = (
     # A synchronous step is applied here, ps 0 does not know.
     Place("ps.step.applied", PsSync, "_applied", END),
     # Ps 0 knows norms of a synchronous step, no ps applies it yet.
-    Place("ps0.step.measured", StepRounds, "_conclude", END),
+    Place("ps0.step.measured", OutgoingSteps, "_conclude", END),
     # It is applied on every ps, the log of ps 0 does not say so.
     Place("ps0.step.applied", OutgoingSteps, "_ended", BEGIN),
     # Closures are about to be sent.
