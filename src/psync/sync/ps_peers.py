@@ -16,6 +16,7 @@ from psync.client.ps import PsClient
 from psync.errors import (
     ClosedError,
     ConfigurationError,
+    ConnectionLost,
     FencedError,
     NotServedError,
     ParameterServerLost,
@@ -70,7 +71,7 @@ class AllPs:
         timeline: int = 0,
     ) -> None:
         self._heard = heard
-        self._follows = False
+        self._following: dict[int, Call] = {}  # by ps, which says what parts it holds
         self._platform = platform
         self._attach = attach
         self._sync = sync
@@ -219,6 +220,9 @@ class AllPs:
                 else:
                     done(outcome)
                 return
+            if isinstance(outcome, ConnectionLost) and isinstance(message, FollowParts):
+                self._tell(link, message, heard, done)  # however often: it lost no connection
+                return
             if isinstance(outcome, Exception):
                 done(outcome)
                 return
@@ -231,7 +235,9 @@ class AllPs:
             else:
                 done(None)
 
-        link.ask(Call(link, build), answered)
+        call = link.ask(Call(link, build), answered)
+        if isinstance(message, FollowParts):
+            self._following[ps] = call
 
     def follow(self, others: Sequence[int]) -> None:
         """Hear from now on which parts of pushes are held on the other ps tasks.
@@ -247,8 +253,7 @@ class AllPs:
                     f"{CLOSER}: a push with shards on ps {ps}, but there are only "
                     f"{len(self._addresses)} ps tasks"
                 )
-        if not self._follows and not self._closed:
-            self._follows = True
+        if not self._following and not self._closed:
             for link in self._others():
                 self._tell(link, FollowParts(), lambda ps, received: None, lambda failed: None)
 
@@ -286,6 +291,8 @@ class AllPs:
     async def close(self) -> None:
         """Close the links; what is under way on them fails. Cancellation: they may be left open."""
         self._closed = True
+        for call in self._following.values():
+            call.give_up()
         if self._client is not None and self._endpoint is not None:
             await self._client.close()
             await self._endpoint.close(goes_on=True)
