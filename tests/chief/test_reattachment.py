@@ -18,7 +18,7 @@ from memory_cluster import MemoryCluster, event_of, note, running, shared
 from psync.errors import AttachError, FencedError
 from psync.testing import settle
 from psync.testing.seams import another_process, fresh_process
-from psync.wire.messages import AdoptShards, AttachPs, Gate, LogEntries, TellCounts, Update
+from psync.wire.messages import AdoptShards, AttachPs, CloseStep, Gate, LogEntries, TellCounts, Update
 from snapshot_store import keep_snapshots
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.promise("failures.chief-attach")]
@@ -362,8 +362,10 @@ async def test_a_step_that_was_not_applied_everywhere_is_not_attached_to() -> No
 
             coordinator.schedule(step)
             await coordinator.join()
+            with cluster.tap("ps-1").at(CloseStep, lambda: False) as closing:
+                coordinator.schedule(step)
+                await closing.wait()
             cluster.network.partition("ps-0", "ps-1")
-            coordinator.schedule(step)
             with pytest.raises(psync.PsyncError, match="cannot be reached"):
                 await coordinator.join()
             cluster.network.heal("ps-0", "ps-1")

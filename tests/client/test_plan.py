@@ -7,6 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import psync
+from local_training import in_step
+from memory_cluster import MemoryCluster, running
 from ps_cluster import PsCluster
 from psync.client import plan as plans
 from psync.client import ps as client
@@ -14,6 +17,7 @@ from psync.client.plan import Landing, Plan, make_plan
 from psync.numerics.memory import BlockPool
 from psync.partitioners import div_split
 from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.wire.limits import Limits
 
 
 def variable(
@@ -127,3 +131,23 @@ async def test_as_many_sets_as_are_kept_have_their_plans(monkeypatch: pytest.Mon
         for each, plan in zip(sets, plans, strict=True):
             assert cluster.chief.plan_of(each) is plan
             assert cluster.chief.plan((each[0].spec,)) is plan
+
+
+@pytest.mark.virtual_time
+async def test_an_atomic_assign_of_several_large_messages_is_taken_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However much of it waits on the ps: the lock under which it is said ends by its sender."""
+    monkeypatch.setattr(plans, "BODY_PER_REQUEST", 1 << 21)
+    value = np.ones((12, 1 << 17), np.float32)
+    async with running(MemoryCluster(1, 1, Limits(unfinished_bytes=1 << 20))) as cluster:
+        strategy = cluster.strategy(psync.FixedShardsPartitioner(12))
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                v = psync.Variable(np.zeros_like(value), name="v")
+
+            async def step() -> None:
+                await v.assign(value, atomic=True)
+
+            await in_step(coordinator, step)
+            assert (await v.read() == 1).all()

@@ -28,7 +28,7 @@ from psync.wire.messages import BeginBackup
 WARM_UP, TIMES = 5, 10
 CLOSURES = 1_000
 SILENCE_S = 0.5
-SMALL, LARGE = (16, 32), (300, 256)  # 2 KiB and 300 KiB, of which six are more than 1 MiB
+SMALL, LARGE = (16, 32), (64, 256)  # 2 KiB and 64 KiB, of which six are more than 64 KiB
 IDS, COLUMNS = 600, 16
 
 
@@ -184,7 +184,7 @@ WORKS = {
     "`push_pull` with a global step": Work(with_a_global_step),
     "lookup of `k` rows": Work(looking_up, None),
     "synchronous step, to 64 KiB": Work(with_a_global_step, SMALL, by_all=True),
-    "synchronous step, from 1 MiB": Work(with_a_global_step, LARGE, by_all=True),
+    "synchronous step, above 64 KiB": Work(with_a_global_step, LARGE, by_all=True),
 }
 
 

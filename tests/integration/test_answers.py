@@ -27,7 +27,7 @@ from psync.errors import ClosureError, FencedError, PsyncError
 from psync.testing import MemoryNetwork, settle
 from psync.wire.frames import Kind
 from psync.wire.limits import Limits
-from psync.wire.messages import Contribute, Update
+from psync.wire.messages import Update
 from recorder import Recorder
 from wire_tools import encode_frame
 
@@ -322,7 +322,10 @@ async def test_accepted_means_applied_everywhere_or_that_its_step_is_still_open(
 async def test_ps_0_tells_another_ps_what_it_closes_though_it_has_never_said_so_there(
     size: int,
 ) -> None:
-    """Four pushes that name a plan each, on the lane for large bodies, or on a new connection."""
+    """Four pushes that name a plan each, on the lane for large bodies, or on a new connection.
+
+    However often that is: what ps 0 hears of parts there it asks for again on each.
+    """
     async with running(MemoryCluster(2, 4)) as cluster:
         strategy = cluster.strategy(TWO_SHARDS)
         async with psync.ClusterCoordinator(strategy) as coordinator:
@@ -334,12 +337,12 @@ async def test_ps_0_tells_another_ps_what_it_closes_though_it_has_never_said_so_
             async def step() -> None:
                 await optimizer.apply_gradients([(np.ones(size, np.float32), v)], global_step)
 
-            for _ in range(3):
+            for _ in range(20):
                 for _ in range(4):
                     coordinator.schedule(step)
                 await coordinator.join()
                 cluster.network.cut("ps-1")
-            assert (await v.read() == -3).all()
+            assert (await v.read() == -20).all()
 
 
 @virtual
@@ -486,8 +489,10 @@ async def test_one_that_was_cut_off_is_told_which_program_has_replaced_its_own()
 
 
 @virtual
-@pytest.mark.parametrize("kind", [Update, Contribute])
-async def test_a_push_on_its_way_is_answered_by_nobody_once_its_program_has_gone(kind: Any) -> None:
+@pytest.mark.parametrize("synchronous", [False, True])
+async def test_a_push_on_its_way_is_answered_by_nobody_once_its_program_has_gone(
+    synchronous: bool,
+) -> None:
     """Whoever closes meanwhile does not wait for an answer, and the next program finds no trace."""
     async with running(MemoryCluster(1, 1, tapped=True)) as cluster:
         async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
@@ -499,10 +504,10 @@ async def test_a_push_on_its_way_is_answered_by_nobody_once_its_program_has_gone
 
             async def push() -> None:
                 pairs = [(np.ones(2, np.float32), v)]
-                await (sync.apply_gradients(pairs, step) if kind is Contribute else
+                await (sync.apply_gradients(pairs, step) if synchronous else
                        sgd.apply_gradients(pairs))  # fmt: skip
 
-            with cluster.tap("ps-0").at(kind, lambda: False) as sent:
+            with cluster.tap("ps-0").at(Update, lambda: False) as sent:
                 coordinator.schedule(push)
                 await sent.wait()
         async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:

@@ -13,10 +13,8 @@ import pytest
 import psync
 from local_training import in_step
 from memory_cluster import MemoryCluster, running, until
-from psync.client import plan as plan_module
 from psync.errors import LockLost
 from psync.testing import MemoryNetwork
-from psync.wire.limits import Limits
 from psync.wire.messages import LockShards, Update
 
 virtual = pytest.mark.virtual_time
@@ -185,27 +183,6 @@ async def test_a_synchronous_step_waits_for_a_lock_and_is_closed_then() -> None:
             go_on.set()
             await asyncio.gather(writing, coordinator.join())
         assert (await v.read() == 4).all()
-
-
-@virtual
-@pytest.mark.promise("reads.atomic-assign")
-async def test_an_atomic_assign_of_several_large_messages_is_taken_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """However much of it waits on the ps: the lock under which it is said ends by its sender."""
-    monkeypatch.setattr(plan_module, "BODY_PER_REQUEST", 1 << 21)
-    value = np.ones((12, 1 << 17), np.float32)
-    async with running(MemoryCluster(1, 1, Limits(unfinished_bytes=1 << 20))) as cluster:
-        strategy = cluster.strategy(psync.FixedShardsPartitioner(12))
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                v = psync.Variable(np.zeros_like(value), name="v")
-
-            async def step() -> None:
-                await v.assign(value, atomic=True)
-
-            await in_step(coordinator, step)
-            assert (await v.read() == 1).all()
 
 
 @virtual

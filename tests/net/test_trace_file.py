@@ -33,7 +33,6 @@ from psync.wire.messages import (
     AskSpans,
     AskStatistics,
     ClosureResults,
-    Contribute,
     Contributed,
     DefinePlan,
     Done,
@@ -324,8 +323,8 @@ def contributed(
     worker: ByHand, ps: ByHand, number: int, came: float, answered: float, token: int,
     outcome: str = "accepted", *, partial: bool = False,
 ) -> None:  # fmt: skip
-    message = Contribute(1, None, number, 1, -1, 1, b"", token - 1, 1.0, 3, -1)
-    answer = Contributed(outcome, 0, token, partial, 2)
+    message = Update(number, 1, -1, 1, 3, local_step=token - 1)
+    answer = Contributed(1, outcome, 0, token, partial, 2)
     exchange(worker, ps, number, (came, came, answered, answered), message, answer)
 
 
@@ -344,7 +343,7 @@ def test_a_synchronous_step_lasts_from_its_first_gradient_until_it_is_closed() -
         ("steps", "step 7", 1.0, 3.0, {**group, "dropped": 0}),
         ("steps", "step 8", 3.0, 5.0, {**group, "dropped": 1, "partial": True}),
     ]
-    contributions = [each[4] for each in slices if each[1] == "Contribute"]
+    contributions = [each[4] for each in slices if each[1] == "Update"]
     assert {each["variables"] for each in contributions} == {"variable 1"}
 
 

@@ -30,11 +30,9 @@ from psync.testing import VirtualClockLoop, settle
 from psync.wire.codec import Message
 from psync.wire.messages import (
     ApplyGradient,
-    Contribute,
     CreateShards,
     DefineAccumulator,
     DefinePlan,
-    DefineWhole,
     Fence,
     ReportSchedule,
     TakeGradient,
@@ -58,8 +56,8 @@ def push(sequence: int, closure: int, *keys: tuple[int, int]) -> Message:
 
 
 def contribute(closure: int) -> Message:
-    whole = planned(DefineWhole(0, [(0, *W)], [4]))
-    return Contribute(GROUP, CONFIG, 1, 0, closure, 0, b"w", 0, 1.0, whole.plan, -1)
+    plan = planned(DefinePlan(0, [W], GROUP, CONFIG, variable_set=b"w"))
+    return Update(1, 0, closure, 0, plan.plan, local_step=0)
 
 
 def assign() -> Message:

@@ -31,31 +31,38 @@ def config_of(needed: int = 2, total: int = 2) -> SyncConfig:
     )
 
 
+@dataclass
+class Part:
+    """A part of a push."""
+
+    key: tuple[int, Replica, int]
+    local_step: int
+    nbytes: int
+
+
 @pytest.fixture
-def staging() -> Staging:
+def staging() -> Staging[Part]:
     return Staging(BUDGET, TASK)
 
 
 def put(
-    staging: Staging, replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
+    staging: Staging[Part], replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
 ) -> bool:
-    """Announce a part of group 7 and let it arrive; the part is its own name."""
+    """Announce a part of group 7 and let it arrive."""
     reserve(staging, replica, push, local_step, nbytes)
     return arrive(staging, replica, push, local_step, nbytes)
 
 
 def reserve(
-    staging: Staging, replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
+    staging: Staging[Part], replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
 ) -> None:
-    staging.reserve(7, replica, push, local_step, nbytes, config_of())
+    staging.reserve((7, replica, push), local_step, nbytes, config_of())
 
 
 def arrive(
-    staging: Staging, replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
+    staging: Staging[Part], replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
 ) -> bool:
-    return staging.is_expected(7, replica, push) and staging.stage(
-        7, replica, push, local_step, nbytes, (replica, push)
-    )
+    return staging.stage(Part((7, replica, push), local_step, nbytes))
 
 
 def named(*pushes: tuple[Replica, int]) -> list[tuple[str, int, int, float]]:
@@ -63,18 +70,18 @@ def named(*pushes: tuple[Replica, int]) -> list[tuple[str, int, int, float]]:
     return [(task, incarnation, push, 1.0) for (task, incarnation), push in pushes]
 
 
-def of_step(staging: Staging, *pushes: tuple[Replica, int]) -> list[object]:
-    """The parts of group 7 that a step has which names these."""
-    return [part for part, _ in staging.parts(7, named(*pushes))]
+def of_step(staging: Staging[Part], *pushes: tuple[Replica, int]) -> list[tuple[Replica, int]]:
+    """Whose parts of group 7 a step has which names these."""
+    return [part.key[1:] for part, _ in staging.parts(7, named(*pushes))]
 
 
-def end(staging: Staging, step: int, *pushes: tuple[Replica, int], group: int = 7) -> None:
+def end(staging: Staging[Part], step: int, *pushes: tuple[Replica, int], group: int = 7) -> None:
     """Close a step, and apply it."""
     staging.applied(group, step, staging.close(group, step, named(*pushes)))
 
 
 class TestAStep:
-    def test_parts_count_until_the_step_is_applied(self, staging: Staging) -> None:
+    def test_parts_count_until_the_step_is_applied(self, staging: Staging[Part]) -> None:
         put(staging, A, 1)
         put(staging, B, 1)
         assert staging.close(7, 0, named((A, 1))) == 20
@@ -87,24 +94,26 @@ class TestAStep:
             "stale": 0,
         }  # fmt: skip
 
-    def test_parts_that_come_with_the_closing_need_no_staging(self, staging: Staging) -> None:
+    def test_has_the_parts_that_are_here_in_the_order_of_its_pushes(
+        self, staging: Staging[Part]
+    ) -> None:
         put(staging, B, 4)
+        put(staging, A, 1)
         pushes = [(*A, 1, 2.0), (*B, 4, 0.5), (*B, 5, 1.0)]  # of the last one nothing came here
-        assert staging.parts(7, pushes, ["came along", None, None]) == [
-            ("came along", 2.0), ((B, 4), 0.5),
-        ]  # fmt: skip
-        assert staging.staged(7, B, 4) == (B, 4)
-        assert staging.staged(7, B, 5) is staging.staged(8, B, 4) is None
+        parts = [(part.key[1:], weight) for part, weight in staging.parts(7, pushes)]
+        assert parts == [((A, 1), 2.0), ((B, 4), 0.5)]
+        assert staging.staged((7, B, 4)) is not None
+        assert staging.staged((7, B, 5)) is staging.staged((8, B, 4)) is None
 
     def test_what_was_counted_goes_with_the_step_whatever_its_local_step(
-        self, staging: Staging
+        self, staging: Staging[Part]
     ) -> None:
         put(staging, A, 1, local_step=5)
         end(staging, 4, (A, 1))
         assert staging.statistics()["parts"] == staging.statistics()["bytes"] == 0
 
     def test_a_closing_with_a_part_that_is_still_coming_in_is_an_error(
-        self, staging: Staging
+        self, staging: Staging[Part]
     ) -> None:
         put(staging, A, 1, local_step=9)
         staging.check_here(7, 3, named((A, 1), (B, 2)))  # of which no part was sent here
@@ -120,7 +129,7 @@ class TestAStep:
 
 
 class TestSteps:
-    def test_name_the_groups_of_which_a_step_is_applied(self, staging: Staging) -> None:
+    def test_name_the_groups_of_which_a_step_is_applied(self, staging: Staging[Part]) -> None:
         assert staging.steps == []
         put(staging, A, 1)
         staging.close(7, 0)
@@ -129,7 +138,7 @@ class TestSteps:
         end(staging, 9, group=3)
         assert sorted(staging.steps) == [(3, 10), (7, 1)]
 
-    def test_never_go_back(self, staging: Staging) -> None:
+    def test_never_go_back(self, staging: Staging[Part]) -> None:
         """Steps without a shard in common are applied in any order, on a backup."""
         for step in (0, 1):
             staging.close(7, step)
@@ -140,7 +149,7 @@ class TestSteps:
 
 class TestStale:
     @pytest.mark.parametrize("local_step", [-1, 0, 4])
-    def test_a_late_part_leaves_no_trace(self, staging: Staging, local_step: int) -> None:
+    def test_a_late_part_leaves_no_trace(self, staging: Staging[Part], local_step: int) -> None:
         end(staging, 4)
         reserve(staging, A, 1, local_step)
         assert not arrive(staging, A, 1, local_step)
@@ -148,40 +157,41 @@ class TestStale:
         assert (statistics["parts"], statistics["bytes"], statistics["stale"]) == (0, 0, 1)
 
     def test_a_part_whose_step_is_closed_while_it_comes_in_is_not_kept(
-        self, staging: Staging
+        self, staging: Staging[Part]
     ) -> None:
         reserve(staging, A, 1, 0)
         end(staging, 0)
         assert not arrive(staging, A, 1, 0)
         assert staging.statistics()["bytes"] == 0
 
-    def test_nor_one_whose_step_is_closed_before_its_entry_is_judged(
-        self, staging: Staging
-    ) -> None:
-        reserve(staging, A, 1, 0)
-        assert staging.is_expected(7, A, 1)
-        end(staging, 0)
-        assert not staging.stage(7, A, 1, 0, 10, "late")
-        statistics = staging.statistics()
-        assert (statistics["parts"], statistics["bytes"], statistics["stale"]) == (0, 0, 1)
-
-    def test_nor_one_that_comes_in_while_the_ps_is_emptied(self) -> None:
-        assert not Staging(BUDGET).is_expected(7, A, 1)
-
 
 class TestRepetition:
-    def test_of_another_size_replaces_a_part_that_has_not_come(self, staging: Staging) -> None:
+    def test_of_another_size_replaces_a_part_that_has_not_come(
+        self, staging: Staging[Part]
+    ) -> None:
         for nbytes in (10, 30, 20):
             reserve(staging, A, 1, nbytes=nbytes)
             assert staging.statistics()["bytes"] == nbytes
 
-    def test_of_another_size_is_refused_once_the_part_is_here(self, staging: Staging) -> None:
+    def test_of_another_size_is_refused_once_the_part_is_here(self, staging: Staging[Part]) -> None:
         put(staging, A, 1, nbytes=10)  # it may be counted by now
         with pytest.raises(RemoteProtocolError, match="has come with 10 bytes"):
             reserve(staging, A, 1, nbytes=30)
         assert of_step(staging, (A, 1)) == [(A, 1)]
 
-    def test_of_a_step_far_ahead_is_refused(self, staging: Staging) -> None:
+    def test_of_the_same_size_changes_nothing(self, staging: Staging[Part]) -> None:
+        put(staging, A, 1)
+        (first,) = staging.held()
+        assert put(staging, A, 1)
+        assert staging.held() == [first]
+        assert staging.statistics()["bytes"] == 10
+
+    def test_can_be_held_in_other_memory(self, staging: Staging[Part]) -> None:
+        put(staging, A, 1)
+        staging.replace((7, A, 1), owned := Part((7, A, 1), -1, 10))
+        assert staging.staged((7, A, 1)) is owned
+
+    def test_of_a_step_far_ahead_is_refused(self, staging: Staging[Part]) -> None:
         end(staging, 4)
         assert put(staging, A, 1, local_step=6)
         with pytest.raises(RemoteProtocolError, match="of step 7, and the step is 5"):
@@ -189,20 +199,21 @@ class TestRepetition:
 
 
 class TestFence:
-    def test_what_a_lost_worker_has_staged_may_have_been_counted(self, staging: Staging) -> None:
+    def test_what_a_lost_worker_has_staged_may_have_been_counted(
+        self, staging: Staging[Part]
+    ) -> None:
         put(staging, A, 1)
         staging.fence(A[0], 2)
         assert of_step(staging, (A, 1)) == [(A, 1)]
         end(staging, 0)
         assert staging.statistics()["bytes"] == 0
 
-    def test_what_was_still_coming_in_goes(self, staging: Staging) -> None:
+    def test_what_was_still_coming_in_goes(self, staging: Staging[Part]) -> None:
         reserve(staging, A, 1)
         reserve(staging, B, 1)
         reserve(staging, (A[0], 2), 1)
         staging.fence(A[0], 2)
         assert staging.statistics()["parts"] == 2
-        assert not arrive(staging, A, 1)
         assert arrive(staging, (A[0], 2), 1)
         assert arrive(staging, B, 1)
 
@@ -213,7 +224,9 @@ class TestBudget:
         limits = {f"PSYNC_LIMIT_{field.name.upper()}" for field in dataclasses.fields(Limits)}
         assert BUDGET_VARIABLE in limits
 
-    def test_a_step_that_cannot_fit_is_refused_at_its_first_push(self, staging: Staging) -> None:
+    def test_a_step_that_cannot_fit_is_refused_at_its_first_push(
+        self, staging: Staging[Part]
+    ) -> None:
         reserve(staging, A, 1, nbytes=33)  # and two more: 99 bytes
         with pytest.raises(ConfigurationError) as caught:
             reserve(staging, A, 2, nbytes=34)
@@ -227,13 +240,13 @@ class TestBudget:
 
     @pytest.mark.parametrize(("needed", "total"), [(4, 2), (2, 4), (1, 4)])
     def test_a_step_needs_a_part_for_each_token_and_one_more(
-        self, staging: Staging, needed: int, total: int
+        self, staging: Staging[Part], needed: int, total: int
     ) -> None:
-        staging.reserve(7, A, 1, -1, 20, config_of(needed, total))
+        staging.reserve((7, A, 1), -1, 20, config_of(needed, total))
         with pytest.raises(ConfigurationError, match=r"5 pushes of 21 bytes \(105 bytes\)"):
-            staging.reserve(7, B, 1, -1, 21, config_of(needed, total))
+            staging.reserve((7, B, 1), -1, 21, config_of(needed, total))
 
-    def test_a_part_that_grows_needs_the_difference(self, staging: Staging) -> None:
+    def test_a_part_that_grows_needs_the_difference(self, staging: Staging[Part]) -> None:
         for push in (1, 2):
             put(staging, A, push, nbytes=30)
         for nbytes in (30, 32):
@@ -245,14 +258,9 @@ class TestBudget:
 
 
 @dataclass
-class Held:
+class Known(Part):
     """What the model believes of one part."""
 
-    group: int
-    replica: Replica
-    push: int
-    local_step: int
-    nbytes: int
     complete: bool = False
     counted: bool = False
 
@@ -262,8 +270,8 @@ class Steps(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.staging = Staging(BUDGET, TASK)
-        self.parts: list[Held] = []
+        self.staging: Staging[Part] = Staging(BUDGET, TASK)
+        self.parts: list[Known] = []
         self.steps = {0: -1, 1: -1}  # -1: none was closed yet
         self.being_applied: list[tuple[int, int, int]] = []  # (group, step, bytes)
         self.applied = {0: -1, 1: -1}
@@ -279,7 +287,8 @@ class Steps(RuleBasedStateMachine):
     def announce(self, group: int, worker: int, age: int, nbytes: int) -> None:
         replica = (f"/job:worker/task:{worker}", self.incarnations[worker])
         self.pushes += 1
-        part = Held(group, replica, self.pushes, max(self.steps[group] - age, -1), nbytes)
+        key = (group, replica, self.pushes)
+        part = Known(key, max(self.steps[group] - age, -1), nbytes)
         expected = part.local_step >= self.steps[group]
         total = self.staging.statistics()["bytes"]
         try:
@@ -288,10 +297,11 @@ class Steps(RuleBasedStateMachine):
             assert total + nbytes > BUDGET
             assert expected
         else:
-            assert self.is_expected(part) == expected
-            assert not expected or total + nbytes <= BUDGET
             if expected:
+                assert total + nbytes <= BUDGET
                 self.parts.append(part)
+            else:
+                assert not self.staging.stage(part)
 
     @precondition(lambda self: self.parts)
     @rule(which=st.integers(0, 1000), announce=st.booleans())
@@ -300,10 +310,7 @@ class Steps(RuleBasedStateMachine):
         part = self.parts[which % len(self.parts)]
         if announce:
             self.reserve(part)
-        assert self.is_expected(part)
-        assert self.staging.stage(
-            part.group, part.replica, part.push, part.local_step, part.nbytes, part.push
-        )
+        assert self.staging.stage(part)
         part.complete = True
 
     @precondition(lambda self: any(part.complete for part in self.parts))
@@ -319,16 +326,16 @@ class Steps(RuleBasedStateMachine):
         counted = [
             part
             for part in self.parts
-            if part.group == group and part.counted and (early or part.local_step <= step)
+            if part.key[0] == group and part.counted and (early or part.local_step <= step)
         ]
-        pushes = named(*((part.replica, part.push) for part in counted))
-        assert self.staging.parts(group, pushes) == [(part.push, 1.0) for part in counted]
+        pushes = named(*(part.key[1:] for part in counted))
+        assert self.staging.parts(group, pushes) == [(part, 1.0) for part in counted]
         self.being_applied.append((group, step, self.staging.close(group, step, pushes)))
         self.steps[group] = step + 1
         self.parts = [
             part
             for part in self.parts
-            if part.group != group or (part.local_step > step and part not in counted)
+            if part.key[0] != group or (part.local_step > step and part not in counted)
         ]
 
     @precondition(lambda self: self.being_applied)
@@ -343,7 +350,7 @@ class Steps(RuleBasedStateMachine):
         self.incarnations[worker] += 1
         task = f"/job:worker/task:{worker}"
         self.staging.fence(task, self.incarnations[worker])
-        self.parts = [part for part in self.parts if part.replica[0] != task or part.complete]
+        self.parts = [part for part in self.parts if part.key[1][0] != task or part.complete]
 
     @invariant()
     def every_byte_is_accounted_for(self) -> None:
@@ -357,13 +364,8 @@ class Steps(RuleBasedStateMachine):
         applied = {group: step for group, step in self.applied.items() if step >= 0}
         assert dict(self.staging.steps) == applied
 
-    def reserve(self, part: Held) -> None:
-        self.staging.reserve(
-            part.group, part.replica, part.push, part.local_step, part.nbytes, config_of()
-        )
-
-    def is_expected(self, part: Held) -> bool:
-        return self.staging.is_expected(part.group, part.replica, part.push)
+    def reserve(self, part: Known) -> None:
+        self.staging.reserve(part.key, part.local_step, part.nbytes, config_of())
 
 
 TestAnyOrder = Steps.TestCase
@@ -371,25 +373,26 @@ TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadli
 
 
 class TestABackup:
-    def test_what_another_one_has_kept_is_kept_without_a_question(self, staging: Staging) -> None:
+    def test_what_another_one_has_kept_is_kept_without_a_question(
+        self, staging: Staging[Part]
+    ) -> None:
         staging.fence(A[0], A[1] + 1)
-        assert staging.stage(7, A, 1, 3, BUDGET + 1, "part")
-        assert staging.held() == [(7, A, 1, 3, "part")]
+        assert staging.stage(part := Part((7, A, 1), 3, BUDGET + 1))
+        assert staging.held() == [part]
         assert staging.statistics()["bytes"] == BUDGET + 1
-        assert staging.stage(7, A, 1, 3, 10, "again")
-        assert staging.statistics()["bytes"] == 10
-        assert of_step(staging, (A, 1)) == ["again"]
         end(staging, 3)
         assert (staging.held(), staging.statistics()["bytes"]) == ([], 0)
 
-    def test_what_is_still_coming_in_is_not_held(self, staging: Staging) -> None:
+    def test_what_is_still_coming_in_is_not_held(self, staging: Staging[Part]) -> None:
         reserve(staging, A, 1)
         put(staging, B, 1)
-        assert staging.held() == [(7, B, 1, -1, (B, 1))]
+        assert staging.held() == [Part((7, B, 1), -1, 10)]
         assert sorted(staging.local_steps()) == [(7, -1), (7, -1)]
 
 
-def test_what_is_coming_in_and_belongs_to_another_step_is_in_nobodys_way(staging: Staging) -> None:
+def test_what_is_coming_in_and_belongs_to_another_step_is_in_nobodys_way(
+    staging: Staging[Part],
+) -> None:
     put(staging, A, 1)
     reserve(staging, B, 2)
     staging.check_here(7, 0, named((A, 1)))

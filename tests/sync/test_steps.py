@@ -286,7 +286,7 @@ def test_tokens_come_only_when_the_step_has_been_applied() -> None:
     (close,) = steps.push(0, 0)
     assert isinstance(close, Close)
     # What is pulled while it is being applied is stale already.
-    assert steps.present_and_first(GROUP)[0] == 1
+    assert steps.present(GROUP) == 1
     assert answers(steps.closed(GROUP, 0)) == [accepted(0, 1)]
 
 
@@ -384,7 +384,7 @@ def test_the_wasted_first_step_of_tensorflow() -> None:
 
 def test_values_of_before_the_first_step_are_those_of_where_the_group_began() -> None:
     steps = Steps(1, 2, begin=40)
-    assert steps.present_and_first(GROUP) == (40, 40)
+    assert steps.present(GROUP) == 40
     assert closes(steps.push(0, -1)) == [(40, [0], False)]
     steps.closed(GROUP, 40)
     (answer,) = steps.push(1, -1)
@@ -596,7 +596,7 @@ def test_no_step_is_closed_after_the_end_of_training() -> None:
     assert steps.live(1) == []  # the target has shrunk to what was counted
     assert steps.finish() == []
     assert steps.is_settled
-    assert steps.present_and_first(GROUP)[0] == 0
+    assert steps.present(GROUP) == 0
 
 
 def test_a_step_that_could_not_be_applied_is_told_to_all() -> None:
@@ -620,7 +620,7 @@ def test_defining_again_changes_nothing_and_must_be_the_same() -> None:
     assert (steps.knows(GROUP), steps.knows(GROUP + 1)) == (True, False)
     steps.push(0, 0)
     steps.define(GROUP, config(2), 9)
-    assert steps.present_and_first(GROUP)[0] == 0
+    assert steps.present(GROUP) == 0
     with pytest.raises(ConfigurationError, match="a different configuration"):
         steps.define(GROUP, config(3), 0)
 

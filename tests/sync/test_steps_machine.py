@@ -148,7 +148,7 @@ class SyncMachine(RuleBasedStateMachine):
             b"w", worker.pulled, 1.0,
         )  # fmt: skip
         self.report()  # which may close a step, before the push comes
-        if worker.pulled >= self.steps.present_and_first(GROUP)[0] and closure not in self.calls:
+        if worker.pulled >= self.steps.present(GROUP) and closure not in self.calls:
             self.calls.add(closure)
             self.counted.add((self.task(index), worker.incarnation, worker.number))
         self.perform(self.pair.tell("contribute", GROUP, contribution))
@@ -259,7 +259,7 @@ class SyncMachine(RuleBasedStateMachine):
         if not hasattr(self, "pair"):
             return
         assert self.global_step == len(self.applied)
-        present, _ = self.steps.present_and_first(GROUP)
+        present = self.steps.present(GROUP)
         assert present == self.global_step + (self.closing is not None)
 
     @invariant()
@@ -344,7 +344,7 @@ class AnythingMachine(RuleBasedStateMachine):
         self, group: int, task: str, born: int, number: int, unheard: int, closure: int | None,
         ordinal: int, variables: bytes, age: int,
     ) -> None:  # fmt: skip
-        present, _ = self.pair.rule.present_and_first(group)
+        present = self.pair.rule.present(group)
         local_step = max(-1, present - age)
         push = Contribution(
             (task, born), number, number - unheard, closure, ordinal, variables, local_step, 1.0

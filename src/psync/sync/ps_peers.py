@@ -17,6 +17,7 @@ from psync.client.ps import PsClient
 from psync.errors import (
     ClosedError,
     ConfigurationError,
+    ConnectionLost,
     FencedError,
     NotServedError,
     ParameterServerLost,
@@ -73,7 +74,7 @@ class AllPs:
     ) -> None:
         self._heard = heard
         self._lost = lost
-        self._followed: set[int] = set()
+        self._following: dict[int, Call | None] = {}  # by ps, which says what parts it holds
         self._platform = platform
         self._attach = attach
         self._sync = sync
@@ -184,7 +185,9 @@ class AllPs:
                     self._told.add((ps, message.group))
                 done(answer)
 
-        link.ask(Call(link, build), answered)
+        call = link.ask(Call(link, build), answered)
+        if isinstance(message, FollowParts) and ps in self._following:
+            self._following[ps] = call
 
     def follow(self, others: Sequence[int]) -> None:
         """Hear from now on which parts of pushes are held on the other ps tasks.
@@ -193,21 +196,23 @@ class AllPs:
             RemoteProtocolError: One of these is none.
         """
         for ps in others:
-            if ps in self._followed or self._closed:
+            if ps in self._following or self._closed:
                 continue
             if not 0 < ps < len(self._addresses):
                 raise RemoteProtocolError(
                     f"{CLOSER}: a push with shards on ps {ps}, but there are only "
                     f"{len(self._addresses)} ps tasks"
                 )
-            self._followed.add(ps)
+            self._following[ps] = None
             link = self._links().links[ps]
             self._tell(link, FollowParts(), functools.partial(self._unfollowed, ps))
 
     def _unfollowed(self, ps: int, outcome: Message | Exception) -> None:
-        """A ps cannot be followed: whoever waits for parts there waits in vain."""
-        self._followed.discard(ps)
-        if isinstance(outcome, Exception) and not self._closed:
+        """A ps cannot be followed: who waits for parts there waits in vain."""
+        self._following.pop(ps, None)
+        if isinstance(outcome, ConnectionLost):  # however often: it lost no connection
+            self.follow((ps,))
+        elif isinstance(outcome, Exception) and not self._closed:
             self._lost(ps, outcome)
 
     def _others(self) -> Sequence[PsLink]:
@@ -244,6 +249,9 @@ class AllPs:
     async def close(self) -> None:
         """Close the links; what is under way on them fails. Cancellation: they may be left open."""
         self._closed = True
+        for call in self._following.values():
+            if call is not None:
+                call.give_up()
         if self._client is not None and self._endpoint is not None:
             await self._client.close()
             await self._endpoint.close(goes_on=True)

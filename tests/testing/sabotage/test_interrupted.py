@@ -13,7 +13,7 @@ import pytest
 import psync
 from memory_cluster import MemoryCluster, running
 from psync.errors import PsyncError
-from psync.wire.messages import Contribute, StagePush
+from psync.wire.messages import CloseStep, Update
 
 pytestmark = pytest.mark.virtual_time
 
@@ -63,33 +63,33 @@ async def test_an_update_can_end_when_one_ps_has_its_part() -> None:
         assert sorted(await fails(t, "failpoint worker.push.between_ps")) == [-1, 0]
 
 
-async def test_a_synchronous_push_can_end_when_all_but_ps_0_have_their_parts() -> None:
+async def test_a_synchronous_push_can_end_when_one_ps_has_its_part() -> None:
     async with training() as t:
         t.cluster.points("worker-0").fail("worker.push.between_ps")
         with (
-            t.cluster.tap("ps-0").hearing(Contribute) as told,
-            t.cluster.tap("ps-1").hearing(StagePush) as staged,
+            t.cluster.tap("ps-0").hearing(Update) as here,
+            t.cluster.tap("ps-1").hearing(Update) as there,
         ):
             assert await fails(t, "failpoint worker.push.between_ps") == [0, 0]
-        assert (len(told), len(staged)) == (0, 1)
+        assert len(here) + len(there) == 1
 
 
 @pytest.mark.parametrize("without", ["dedup", "staged_commit"])
-async def test_without_staged_commit_ps_0_hears_of_a_push_before_its_parts_are_there(
+async def test_without_staged_commit_ps_0_closes_a_step_before_all_parts_are_there(
     without: str,
 ) -> None:
     async with training(without) as t:
         go_on = asyncio.Event()
         with (
-            t.cluster.tap("ps-0").hearing(Contribute) as told,
-            t.cluster.tap("ps-1").at(StagePush, go_on.wait) as staging,
+            t.cluster.tap("ps-1").hearing(CloseStep) as closed,
+            t.cluster.tap("ps-1").at(Update, go_on.wait) as coming,
         ):
-            value = t.coordinator.schedule(t.step)
-            await staging.wait()
+            t.coordinator.schedule(t.step)
+            await coming.wait()
             await asyncio.sleep(1)
-            assert bool(told) is (without == "staged_commit")
+            assert bool(closed) is (without == "staged_commit")
             go_on.set()
-            await value
+            await t.coordinator.join()
 
 
 async def test_a_step_that_is_decided_can_fail_before_any_other_ps_knows() -> None:

@@ -36,14 +36,13 @@ from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
-from psync.ps import snapshots
 from psync.ps.accumulators import Accumulators
 from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Computes
 from psync.ps.plans import Plans, ShardSet
 from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
-from psync.store import snapshot
+from psync.store import snapshot, snapshot_state
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.shards import ShardTable
@@ -355,7 +354,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "gradient_answers_are_saved": Mutant(
         "a checkpoint has no answers of accumulators", ("checkpoint", "replica"),
-        ((snapshots, "pack_answer", wrong.packs_all),),
+        ((snapshot_state, "pack_answer", wrong.packs_all),),
     ),
     "open_step_is_saved": Mutant(
         "a checkpoint has nothing of a step that is open", ("checkpoint",),

@@ -6,7 +6,7 @@ steps has seen. Not compared: counters of what was done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from psync.backups.primary import MAX_UNDER_WAY
@@ -31,11 +31,15 @@ def _served_in(tasks: Iterable[Any]) -> Iterator[tuple[PsTask, PsTask]]:
                 yield each, task
 
 
-def faults_of_pairs(tasks: dict[str, Any]) -> tuple[int, list[Fault]]:
+def faults_of_pairs(
+    tasks: dict[str, Any], digests: MutableMapping[Any, Any] | None = None
+) -> tuple[int, list[Fault]]:
     """Compare each primary with its backup, if both have done the same entries.
 
     Args:
         tasks: Of the living processes, by name.
+        digests: By services of a ps, for each section, the last digest and what was in it: it must
+            be another one where that is; None: it is not looked at.
 
     Returns:
         How many were compared, and what differs.
@@ -51,7 +55,8 @@ def faults_of_pairs(tasks: dict[str, Any]) -> tuple[int, list[Fault]]:
         except BusyError:  # something that is in no log is under way
             continue
         compared += 1
-        found += _faults_of_digest(primary, judged)
+        if digests is not None:
+            found += _faults_of_digest(primary, judged, digests)
         found += [
             (
                 "pair",
@@ -298,12 +303,14 @@ def _judged(task: PsTask, state: SnapshotState) -> Sequence[Contents]:
     return updates, accumulators, steps
 
 
-def _faults_of_digest(task: PsTask, judged: Sequence[Contents]) -> Iterator[Fault]:
+def _faults_of_digest(
+    task: PsTask, judged: Sequence[Contents], digests: MutableMapping[Any, Any]
+) -> Iterator[Fault]:
     """The digest of a section changes with all that judging has made of it.
 
     A backup that differs in what is in no digest would never be found to.
     """
-    services, digests = task.services, Journal.current().digests
+    services = task.services
     before, sections, now = digests.get(services), services.sections, []
     for section in sections:
         services.sections = [section]

@@ -313,7 +313,7 @@ class Life:
 
     def _compare(self) -> None:
         """Look at ps tasks, whose backups are equal wherever they are at one place of the log."""
-        compared, faults = faults_of_pairs(self._world.tasks)
+        compared, faults = faults_of_pairs(self._world.tasks, self._journal.digests)
         self._journal.find(faults)
         self._journal.find(faults_of_counts(self._world.tasks, self._world.num_ps))
         self._journal.find(faults_of_arrivals(self._world.tasks))
