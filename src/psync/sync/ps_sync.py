@@ -149,6 +149,7 @@ class PsSync:
         self._locks = locks
         self._waiting: dict[PushKey, list[Request[Update]]] = {}
         self._follower: Connection | None = None  # ps 0, which is told of all parts
+        self._untold: list[tuple[int, str, int, int, int]] = []
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -315,21 +316,28 @@ class PsSync:
             self.executor.in_turn(lambda: Compute(touched, answer))
 
     def _tell(self, parts: list[tuple[int, str, int, int, int]]) -> None:
-        """Say that these parts are held; who follows later is told of all."""
+        """Say that these parts are held, once a turn; who follows later is told of all."""
         if self._follower is not None:
-            self._follower.notify(Held(self._index, parts))
+            if not self._untold:
+                asyncio.get_running_loop().call_soon(self._tell_now)
+            self._untold += parts
+
+    def _tell_now(self) -> None:
+        told, self._untold = self._untold, []
+        for at in range(0, len(told), MAX_TOLD):
+            cast(Connection, self._follower).notify(Held(self._index, told[at : at + MAX_TOLD]))
 
     def _follow(self, request: Request[FollowParts]) -> None:
         """Tell ps 0 of parts as long as its connection lasts: this request is not answered."""
         self._check_closer(request.peer)
         self._follower = request.peer
-        held = [
-            (group, *replica, push, part.local_step)
-            for part in self.staging.held()
-            for group, replica, push in [part.key]
-        ]
-        for at in range(0, len(held), MAX_TOLD):
-            self._tell(held[at : at + MAX_TOLD])
+        self._tell(
+            [
+                (group, *replica, push, part.local_step)
+                for part in self.staging.held()
+                for group, replica, push in [part.key]
+            ]
+        )
 
     def _keep_part(self, request: Request[KeepPart]) -> None:
         key = request.message.group, request.peer.client, request.message.push
