@@ -270,7 +270,7 @@ class StepCloser:
         """A ps is lost: pushes that wait for their parts there fail."""
         for key, here in list(self._here.items()):
             if here.waits is not None and ps in here.waits[1].known.others and ps not in here.held:
-                del self._here[key]
+                here.waits = None
                 self._sync.fail(key, error)
 
     def _is_late(self, group: int, key: PushKey, here: _Here) -> bool:
