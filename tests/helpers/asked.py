@@ -21,6 +21,20 @@ class Reply(NamedTuple):
 Outcome = Reply | BaseException
 
 
+class Lent(list[bytearray]):
+    """Segments that a ps may read where they are, as in memory that a worker shares with it."""
+
+    is_kept = False
+
+    @property
+    def views(self) -> list[memoryview]:
+        return [memoryview(each).toreadonly() for each in self]
+
+    def keep(self) -> list[memoryview]:
+        self.is_kept = True
+        return self.views
+
+
 class Asked(OwnRequest[Any]):
     """A request; ``outcome`` is its answer or error, once it is there."""
 
@@ -83,7 +97,11 @@ def arrived(
         whole = b"".join(map(bytes, segments))
         asked.lengths = tuple(map(len, segments))
         asked.nbytes = len(whole)
+        asked.borrowed = segments if isinstance(segments, Lent) else None
         views, at = list(handler.prepare(asked)), 0
+        if asked.borrowed is not None and asked.borrowed.is_kept:
+            asked.segments = views
+            return asked
         for view in views:
             view[:] = whole[at : at + len(view)]
             at += len(view)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +19,6 @@ from psync.wire.messages import (
     BackUp,
     BeginBackup,
     DefinePlan,
-    DefineWhole,
     FillSnapshot,
     LogEntries,
     Text,
@@ -76,14 +75,12 @@ class HeldSender:
         self.stage.say(f"ps {ps} → its backup: a snapshot")
         known = backups_of(self._host)[ps]
         known._done = functools.partial(self._executed, first, known._done)
-        for item, known in enumerate(frozen.state.items):
-            if not known.is_constant:
-                data = b"".join(map(bytes, frozen.part(item, 0, known.nbytes)))
-                await self._tell(FillSnapshot(ps, order.epoch, item, 0), [data])
+        for item, data in items_of(frozen):
+            await self._tell(FillSnapshot(ps, order.epoch, item, 0), [data])
         frozen.drop()
         for number, entry in enumerate(before, first - len(before)):
             message = decode(entry.header)
-            if isinstance(message, DefinePlan | DefineWhole):
+            if isinstance(message, DefinePlan):
                 self.hidden += 1
             else:
                 words = entry_words(entry.client, message)
@@ -132,7 +129,7 @@ class HeldSender:
             self._advanced()
         return len(batch)
 
-    def ship(self) -> None:
+    def ship_soon(self) -> None:
         """Nothing: see ``take``."""
 
     def _fail(self, error: PsyncError) -> None:
@@ -150,3 +147,10 @@ class HeldSender:
 
 
 async def _nothing() -> None: ...
+
+
+def items_of(frozen: Any) -> Iterator[tuple[int, bytes]]:
+    """Yield the items of what a ps holds still, and their bytes."""
+    for item, known in enumerate(frozen.state.items):
+        if not known.is_constant:
+            yield item, b"".join(map(bytes, frozen.part(item, 0, known.nbytes)))

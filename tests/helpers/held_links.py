@@ -1,4 +1,4 @@
-"""What ps 0 asks other ps tasks, in place of connections: it waits until a test delivers it."""
+"""What ps 0 and the others tell each other, in place of connections: until a test delivers it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from asked import Asked, frame_of, peer_of, served
+from asked import frame_of, peer_of, served, spawn
 from inside import handlers_of
 from psync.client.link import Call
-from psync.errors import ClosedError, PsyncError
-from psync.net.connection import Connection
+from psync.cluster import task_name
+from psync.errors import ClosedError, ConnectionLost
+from psync.net.connection import AsIfFrom, Connection
 from psync.ps_task import PsTask
-from psync.sync.groups import CLOSER
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Frame
-from psync.wire.messages import DefinePlan
-from stage_words import PLANS, error_words, message_words
+from stage_words import error_words, message_words
 from traced_log import TracedServices
 
 if TYPE_CHECKING:
@@ -26,16 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Letter:
-    """A request of ps 0 to another ps; then its answer."""
+    """A request of ps 0 to another ps; then its answer. Or what that says unasked."""
 
     link: HeldLink
-    build: Callable[[Connection], Message]
-    segments: Sequence[Any]
-    then: Callable[[Frame | Exception], None]
-    defined: Sequence[DefinePlan] = ()  # in front of it
-    message: Message | None = None  # as it was sent last
-    to: PsTask | None = None  # who works on it
+    build: Callable[[Connection], Message] | None  # None: nobody has asked
+    then: Callable[[Any], None]
     answer: Frame | Exception | None = None
+    message: Message | None = None  # as it was sent last
+    is_served: bool = False  # its answer will come
 
     def __str__(self) -> str:
         here, there = self.link.owner.name, f"ps {self.link.index}"
@@ -44,6 +41,18 @@ class Letter:
         if isinstance(self.answer, Exception):
             return f"{there} → {here}: {error_words(self.answer)}"
         return f"{there} → {here}: {message_words(self.answer.message)}"
+
+
+@dataclass(eq=False)
+class FarEnd(AsIfFrom):
+    """The connection of ps 0, as another ps sees it."""
+
+    link: HeldLink | None = None
+
+    def notify(self, message: Message) -> None:
+        link = cast(HeldLink, self.link)
+        if not self.is_closed:
+            link.stage.letters.post(Letter(link, None, link.client.hear, frame_of(message)))
 
 
 class HeldLink:
@@ -59,38 +68,14 @@ class HeldLink:
         self._connect()
 
     def _connect(self) -> None:
-        self.near = cast(Connection, peer_of((self.task, 0), plans=set()))
-        self.defined: list[DefinePlan] = []  # for the next letter
-        self.far = cast(Connection, peer_of((CLOSER, self.client.incarnation)))
+        self.far = FarEnd((task_name("ps", 0), self.client.incarnation), {}, spawn, link=self)
 
-    def ask(self, request: Call[Any], then: Callable[[Frame | Exception], None]) -> None:
-        self.stage.letters.post(Letter(self, request.build, request.segments, then))
-
-    def define(self, peer: Connection, *definitions: DefinePlan) -> None:
-        for definition in definitions:
-            if definition.plan not in peer.state["plans"]:
-                peer.state["plans"].add(definition.plan)
-                PLANS[definition.plan] = definition
-                self.defined.append(definition)
-
-    async def call(
-        self,
-        build: Callable[[Connection], Message],
-        segments: Sequence[Any] = (),
-        **_: Any,
-    ) -> Frame:
-        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-
-        def then(outcome: Frame | Exception) -> None:
-            if future.done():
-                return
-            if isinstance(outcome, Exception):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
-
-        self.ask(Call(cast(Any, self), build, segments), then)
-        return await future
+    def ask(self, call: Call, then: Callable[[Frame | Exception], None]) -> Call:
+        if self.lost is None:
+            self.stage.letters.post(Letter(self, call.build, then))
+        else:
+            asyncio.get_running_loop().call_soon(then, self.lost)
+        return call
 
     def hold(self) -> None:
         self.held = True
@@ -98,10 +83,30 @@ class HeldLink:
     def release(self) -> None:
         self.held = False
 
+    def hang_up(self) -> list[Letter]:
+        """The connection is gone: return what was on its way, and must be asked again."""
+        letters = self.stage.letters
+        self.far.is_closed = True
+        mine = [each for each in letters.all if each.link is self]
+        letters.all = [each for each in letters.all if each.link is not self]
+        asked = [each for each in mine if each.build is not None]
+        for letter in asked:
+            letter.is_served, letter.answer = False, None
+        return asked
+
+    def fail(self, error: Exception) -> None:
+        """All that is asked fails."""
+        asked = self.hang_up()
+        self._connect()
+        for letter in asked:
+            letter.then(error)
+
     def revive(self) -> None:
         self.lost = None
+        asked = self.hang_up()
         self._connect()
-        self.stage.letters.send_again(self)
+        for letter in asked:
+            self.stage.letters.post(letter)
 
 
 class HeldClient:
@@ -110,16 +115,20 @@ class HeldClient:
     stage: Stage
 
     def __init__(self, endpoint: Any, addresses: Sequence[str], *_: Any) -> None:
-        self.incarnation = endpoint.incarnation
+        self.incarnation, self._handlers = endpoint.incarnation, endpoint.handlers
         self.owner = cast(TracedServices, self.stage.serving[0].services)  # nobody else has one
         self.links = [HeldLink(self, index, each) for index, each in enumerate(addresses)]
+
+    def hear(self, said: Frame) -> None:
+        """Another ps has said something, which nobody has asked."""
+        served(self._handlers[type(said.message)], peer_of(("", 0)), said.message)
 
     async def close(self) -> None:
         self.stage.letters.give_up(self)
 
 
 class Letters:
-    """All requests between ps tasks that have no answer yet.
+    """All that is on its way between ps tasks, in the order in which it was said.
 
     Args:
         stage: Where they are.
@@ -130,24 +139,16 @@ class Letters:
         self._stage = stage
 
     def post(self, letter: Letter) -> None:
-        """A ps asks another one."""
-        letter.message = letter.build(letter.link.near)
-        letter.defined, letter.link.defined = letter.link.defined, []
+        """Something is said, perhaps again."""
+        if letter.build is not None:
+            letter.message = letter.build(cast(Connection, None))  # these are alike on each
         self.all.append(letter)
-        self._stage.say(str(letter), by=letter.link.owner)
-
-    def send_again(self, link: HeldLink) -> None:
-        """A connection is made again: what was not answered is sent again."""
-        for letter in [each for each in self.all if each.link is link]:
-            self.all.remove(letter)
-            letter.answer, letter.to = None, None
-            self.post(letter)
+        self._stage.say(str(letter), by=letter.build and letter.link.owner)
 
     def give_up(self, client: HeldClient) -> None:
         """Links are closed: what is under way on them fails."""
-        for letter in [each for each in self.all if each.link.client is client]:
-            self.all.remove(letter)
-            letter.then(ClosedError("the link is closed"))
+        for link in client.links:
+            link.fail(ClosedError("the link is closed"))
 
     def deliverable(self) -> Letter | None:
         """Return the first letter whose receiver is there."""
@@ -155,12 +156,12 @@ class Letters:
             if letter.answer is not None:
                 return letter
             there = self._stage.at.get(letter.link.address)
-            if letter.to is None and not letter.link.held and there not in self._stage.dead:
+            if not letter.is_served and not letter.link.held and there not in self._stage.dead:
                 return letter
         return None
 
     def deliver(self) -> bool:
-        """Let the next request or answer arrive; return whether there was one."""
+        """Let the next letter arrive; return whether there was one."""
         letter = self.deliverable()
         if letter is None:
             return False
@@ -168,48 +169,37 @@ class Letters:
             self.all.remove(letter)
             letter.then(letter.answer)
             return True
-        letter.to = self._stage.at[letter.link.address]
-        there, message = letter.to, decode(encode(cast(Message, letter.message)))
-        for definition in letter.defined:
-            served(handlers_of(there)[DefinePlan], letter.link.far, definition)
+        there, far = self._stage.at[letter.link.address], letter.link.far
+        message = decode(encode(cast(Message, letter.message)))
+        letter.is_served = True
 
         def answered(outcome: Any) -> None:
-            if there in self._stage.dead or letter.to is not there:
+            if far.is_closed:
                 return
+            self.all.remove(letter)
             if isinstance(outcome, Exception):
                 letter.answer = outcome
             else:
-                flat = [bytes(part) for each in outcome.segments for part in _flat(each)]
-                letter.answer = frame_of(outcome.message, list(map(memoryview, flat)))
+                letter.answer = frame_of(outcome.message)
+            self.all.append(letter)
             self._stage.say(str(letter))
 
-        asked = Asked(
-            letter.link.far,
-            message,
-            [memoryview(bytes(each)) for each in letter.segments],
-            answered,
-        )
-        try:
-            handlers_of(there)[type(message)].serve(asked)
-        except PsyncError as exc:
-            asked.fail(exc)
+        served(handlers_of(there)[type(message)], far, message, (), answered)
         return True
 
-    def drop(self) -> Letter | None:
-        """Lose the next request or answer with its connection, over which it will come again."""
+    def drop(self, *, last: bool = False) -> None:
+        """Lose the next letter with its connection; all is asked again, or it was the last time."""
         letter = self.deliverable()
-        if letter is not None:
+        if letter is not None and last:
+            letter.link.fail(ConnectionLost("so many connections were lost with the same request"))
+        elif letter is not None:
             letter.link.revive()
-        return letter
 
     def lose(self, dead: PsTask) -> None:
-        """A ps has died: what it has asked is gone, and what it has answered did not arrive."""
-        for letter in list(self.all):
-            if letter.link.owner is dead.services:
-                self.all.remove(letter)
-            elif letter.to is dead or self._stage.at.get(letter.link.address) is dead:
-                letter.answer, letter.to = None, None
-
-
-def _flat(segment: Any) -> list[Any]:
-    return list(segment) if isinstance(segment, list | tuple) else [segment]
+        """A ps has died: what it has said is gone, and what it was asked is asked again."""
+        for link in {letter.link: None for letter in self.all}:
+            if link.owner is dead.services:
+                link.hang_up()
+            elif self._stage.at.get(link.address) is dead:
+                asked = link.hang_up()
+                self.all += asked

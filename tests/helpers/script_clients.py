@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from asked import Asked, Reply
+from asked import Asked, Lent, Reply
 from psync.numerics.rules import SGD
 from psync.store.store import Key
 from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message
 from psync.wire.messages import (
     ApplyGradient,
-    Contribute,
     DefineAccumulator,
     DefinePlan,
-    DefineWhole,
     FinishSteps,
     Freeze,
     Gated,
+    KeepPart,
     ReportSchedule,
-    StagePush,
     TakeGradient,
     Update,
 )
@@ -41,7 +40,7 @@ class Sent:
     ps: int
     message: Message
     segments: Sequence[bytes] = ()
-    answers: int = 0  # that are awaited since it was sent last; those of before are not looked at
+    answers: int = 0  # that were awaited so far: only the last is looked at; 0: it was not sent
     is_answered: bool = False
     later: Asked | None = None
 
@@ -56,19 +55,28 @@ class Numbers:
 
 
 def plans_of(keys: Sequence[Key], optimizer: int = 1) -> list[DefinePlan]:
-    """What is done with shards of one ps: a push, an addition, an assign, a part of a push."""
+    """What is done with shards of one ps: a push, an addition, an assign."""
     config, members = SGD(1.0).to_config(), list(keys)
     return [
         planned(DefinePlan(0, members, optimizer, config)),
         planned(DefinePlan(0, members, op="add")),
         planned(DefinePlan(0, members, op="assign")),
-        planned(DefinePlan(0, members)),
     ]
 
 
-def whole_of(members: Sequence[tuple[int, int, int]]) -> DefineWhole:
-    """A push that comes whole; all variables are of 8 bytes."""
-    return planned(DefineWhole(0, list(members), [8] * len(members)))
+def parts_of(config: dict[str, Any], places: dict[int, list[Key]]) -> dict[int, DefinePlan]:
+    """What each ps gets of a push to the group; it answers with the values that the step makes."""
+    parts = {0: list[Key](), **places}
+    others, names = [ps for ps in parts if ps], str(parts).encode()
+    return {
+        ps: planned(
+            DefinePlan(
+                0, keys, GROUP, config, pull=keys or None, variable_set=names,
+                others=None if ps else others,
+            )
+        )
+        for ps, keys in parts.items()
+    }  # fmt: skip
 
 
 class Clients:
@@ -119,7 +127,7 @@ class Clients:
                     self._others += outcome.message.others
             else:
                 words = error_words(outcome)
-            what = message_words(sent.message).split(" to ")[0].split(",")[0].split(" (")[0]
+            what = re.split(r" to |,| \(| at ", message_words(sent.message))[0]
             where = "ps" if self.stage.serving[sent.ps] is asked else "former ps"
             self.say(f"{where} {sent.ps} → {who}, {what}: {words}")
 
@@ -131,7 +139,7 @@ class Clients:
         """push worker0 w=+1 [x=+1] [closure=3] [optimizer=2] [only=ps0] [to=former]: asynchronous.
 
         ``w=+1`` is a gradient that adds 1 to each element of w. A push to several ps tasks is a
-        message to each; with ``only`` the others are sent by ``repeat``.
+        message to each; with ``only`` the others are sent by ``rest``.
         """
         self._update(args, options, is_push=True)
 
@@ -150,22 +158,32 @@ class Clients:
             optimizer = int(options.get("optimizer", 1))
             whose = (drawn[ps], int(options.get("acked", 0)), int(options.get("closure", -1)), 0)
             words = [options[NAMES[key]] for key in keys]
-            push, add, assign, _ = plans_of(keys, optimizer)
+            push, add, assign = plans_of(keys, optimizer)
             plan = push if is_push else add if words[0][0] in "+-" else assign
             message = Update(*whose, plan.plan, spread=rest)
             factor = -1 if is_push else 1
             sent = Sent(client, ps, message, [_filled(factor * float(word)) for word in words])
-            if options.get("only", f"ps{ps}") == f"ps{ps}":
-                self._send(sent, former=options.get("to") == "former")
-            else:
-                self._sent.append(sent)
+            self._send_or_leave(sent, options)
+
+    def _send_or_leave(self, sent: Sent, options: dict[str, str]) -> None:
+        if options.get("only", f"ps{sent.ps}") == f"ps{sent.ps}":
+            self._send(sent, former=options.get("to") == "former")
+        else:
+            self._sent.append(sent)
+
+    def do_rest(self, args: list[str], _: dict[str, str]) -> None:
+        """rest worker0: what ``only`` has left."""
+        for each in self._sent:
+            if each.client == self._client(args[0]) and not each.answers:
+                self._send(each, again=True)
 
     def do_repeat(self, args: list[str], _: dict[str, str]) -> None:
-        """repeat worker0 [unanswered]: the last message again, or all that have no answer."""
+        """repeat worker0 [ps1] [unanswered]: the last message again, or all without an answer."""
         client = self._client(args[0])
-        sent = [each for each in self._sent if each.client == client]
-        wanted = [each for each in sent if not each.is_answered] if args[1:] else sent[-1:]
-        for each in wanted:
+        to = {int(word[2:]) for word in args if word.startswith("ps")} or self.stage.serving
+        sent = [each for each in self._sent if each.client == client and each.ps in to]
+        wanted = [each for each in sent if not each.is_answered]
+        for each in wanted if "unanswered" in args else sent[-1:]:
             self._send(each, again=True)
 
     def do_hangup(self, args: list[str], _: dict[str, str]) -> None:
@@ -181,32 +199,35 @@ class Clients:
 
     # Synchronous steps.
 
-    def do_stage(self, args: list[str], options: dict[str, str]) -> None:
-        """stage worker0 x=+1 [at=0]: a part of the next push to the group, to its ps."""
-        client = self._client(args[0])
-        push, at = self._of(client).pushes + 1, int(options.get("at", 0))
-        for ps, keys in _by_ps(options).items():
-            plan = plans_of(keys)[-1]
-            message = StagePush(GROUP, self._config, push, at, plan.plan)
-            body = [_filled(-float(options[NAMES[key]])) for key in keys]
-            self._send(Sent(client, ps, message, body))
-
     def do_contribute(self, args: list[str], options: dict[str, str]) -> None:
-        """contribute worker0 [w=+1] [x=+1] [at=0] [closure=3]: a push to the group, to ps 0.
+        """contribute worker0 [w=+1] [x=+1] [at=0] [closure=3] [only=ps0] [lent]: to the group.
 
-        What is named comes along with it; the rest was staged before.
+        Each ps gets its part, and ps 0 in any case. What is lent lies in memory of the worker's.
         """
-        client = self._client(args[0])
+        client, places = self._client(args[0]), _by_ps(options)
         numbers = self._of(client)
         numbers.pushes += 1
-        members = [(ps, *key) for ps, keys in _by_ps(options).items() for key in keys]
-        plan = whole_of(members).plan if members else -1
-        message = Contribute(
-            GROUP, self._config, numbers.pushes, 0, int(options.get("closure", -1)), 0, b"w, x",
-            int(options.get("at", 0)), 1.0, plan, -1,
-        )  # fmt: skip
-        body = [_filled(-float(options[NAMES[variable, part]])) for _, variable, part in members]
-        self._send(Sent(client, 0, message, body))
+        for ps, plan in parts_of(self._config, places).items():
+            message = Update(
+                numbers.pushes, 0, int(options.get("closure", -1)), 0, plan.plan,
+                local_step=int(options.get("at", 0)),
+            )  # fmt: skip
+            body = [_filled(-float(options[NAMES[key]])) for key in places.get(ps, ())]
+            lent = Lent(map(bytearray, body)) if "lent" in args else body
+            self._send_or_leave(Sent(client, ps, message, lent), options)
+
+    def do_keep(self, args: list[str], _: dict[str, str]) -> None:
+        """keep worker0 ps1: a ps is to copy its part of the last push, if that is lent."""
+        client = self._client(args[0])
+        message = KeepPart(GROUP, self._of(client).pushes)
+        self._send(Sent(client, int(args[1][2:]), message))
+
+    def do_scribble(self, args: list[str], _: dict[str, str]) -> None:
+        """scribble worker0: it writes to all that it has lent."""
+        for each in self._sent:
+            if each.client == self._client(args[0]) and isinstance(each.segments, Lent):
+                for memory in each.segments:
+                    memory[:] = _filled(np.nan)
 
     def do_members(self, args: list[str], options: dict[str, str]) -> None:
         """members worker0 worker1 [missing=worker2] [last=3,4]: who lives, says the coordinator.

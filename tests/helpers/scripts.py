@@ -25,11 +25,13 @@ import numpy as np
 import pytest
 
 from held_backups import MANY
+from psync.errors import ParameterServerLost
 from psync.numerics.rules import SGD
 from psync.ps.computes import Place
 from psync.store import commit_log
 from psync.store.store import Key
 from psync.testing import settle
+from psync.wire.limits import Limits
 from psync.wire.messages import (
     CreateShards,
     Fence,
@@ -41,13 +43,12 @@ from psync.wire.messages import (
     UnlockShards,
 )
 from script_clients import (
-    GROUP,
     Clients,
     Sent,
     group_config,
     listed,
+    parts_of,
     plans_of,
-    whole_of,
 )
 from stage import CHIEF, Stage
 from stage_words import (
@@ -101,14 +102,15 @@ class Player(Clients):
         super().__init__()
         self._patch = pytest.MonkeyPatch()
 
-    async def do(self, command: str) -> None:
-        """Carry out one command, and let everything run that can run then."""
-        name, *words = command.split()
-        options = dict(word.split("=", 1) for word in words if "=" in word)
-        args = [word for word in words if "=" not in word]
-        done = getattr(self, f"do_{name}")(args, options)
-        if isinstance(done, Awaitable):
-            await done
+    async def do(self, line: str) -> None:
+        """Carry out one command, or several at once, and let everything run that can run then."""
+        for command in line.split("; "):
+            name, *words = command.split()
+            options = dict(word.split("=", 1) for word in words if "=" in word)
+            args = [word for word in words if "=" not in word]
+            done = getattr(self, f"do_{name}")(args, options)
+            if isinstance(done, Awaitable):
+                await done
         await settle()
         self._compare()
 
@@ -135,15 +137,19 @@ class Player(Clients):
     # The cast.
 
     async def do_ps(self, args: list[str], options: dict[str, str]) -> None:
-        """ps 2 [backup] [check=1] [needed=2 total=2 min=1 patience=30 clip=1]: the cast.
+        """ps 2 [backup] [check=1] [needed=2 total=2 min=1 patience=30 clip=1 budget=30]: the cast.
 
-        So many ps tasks, with backups, which are compared after so many entries; and with
-        ``needed`` a synchronous group.
+        So many ps tasks, all with backups, or with ``backup=ps1`` only that, which are compared
+        after so many entries. With ``needed`` a synchronous group; the budget is that of parts.
         """
         count = int(args[0])
+        all_of_them = range(count) if "backup" in args else ()
+        backed = [int(options["backup"][2:])] if "backup" in options else all_of_them
         if "check" in options:
             self._patch.setattr(commit_log, "CHECK_EVERY", int(options["check"]))
-        self.stage = stage = Stage(count)
+        limits = Limits(staging_bytes=int(options.get("budget", 1 << 20)))
+        self.stage = stage = Stage(count, limits)
+        self._config = group_config(options) if "needed" in options else {}
         stage.traced = False
         await stage.begin()
         stage.create(0, (9, 0), "step", np.array(0))
@@ -152,20 +158,19 @@ class Player(Clients):
                 stage.create(ps, key, name, np.zeros(2, np.float32))
         for index, task in stage.serving.items():
             task.services.store.define_optimizer(1, SGD(1.0).to_config())
-            if "needed" in options:
-                self._config = group_config(options)
-                task.services.sync.known(GROUP, self._config)
             self._define_plans(index)
             task.services.executor.log.last = 0
-            if "backup" in args:
+            if index in backed:
                 await stage.back_up(index)
         await self._take_all()
         stage.traced = True
+        cast = []
         for index in stage.serving:
             names = [name for name, (ps, _) in PLACES.items() if ps == index and name != "z"]
             names += ["step"] if index == 0 else []
-            backed = ", and a backup" if "backup" in args else ""
-            self.say(f"ps {index} has {', '.join(names[:-1])} and {names[-1]}{backed}")
+            backup = ", and a backup" if index in backed else ""
+            cast.append(f"ps {index} has {', '.join(names[:-1])} and {names[-1]}{backup}")
+        self.say("; ".join(cast))
 
     def _define_plans(self, index: int) -> None:
         """All clients but later incarnations name what they use most."""
@@ -174,9 +179,11 @@ class Player(Clients):
             for named in ([keys[0]], [keys[1]], keys[:2]):
                 for plan in plans_of(named):
                     self.stage.define(task, client, plan)
-            wholes = [(0, *PLACES["w"][1]), (1, *PLACES["x"][1])]
-            for members in () if index else (wholes[:1], wholes[1:], wholes):
-                self.stage.define(task, client, whole_of(members))
+            for names in ("w", "x", "wx") if self._config else ():
+                places = {PLACES[name][0]: [PLACES[name][1]] for name in names}
+                parts = parts_of(self._config, places)
+                if index in parts:
+                    self.stage.define(task, client, parts[index])
 
     # The coordinator, and time.
 
@@ -247,12 +254,21 @@ class Player(Clients):
             self.stage.letters.deliver()
             await settle()
 
-    def do_drop(self, *_: Any) -> None:
-        """drop: the next request or answer is lost with its connection, and sent again."""
+    def do_drop(self, args: list[str], _: dict[str, str]) -> None:
+        """drop: the next request or answer is lost with its connection, and sent again.
+
+        drop last: all that is asked over it was lost so often before that it fails.
+        """
         letter = self.stage.letters.deliverable()
         assert letter is not None, "there is nothing to lose"
         self.say(f"lost: {letter}")
-        self.stage.letters.drop()
+        self.stage.letters.drop(last="last" in args)
+
+    def do_unreachable(self, args: list[str], _: dict[str, str]) -> None:
+        """unreachable ps1: ps 0 has not reached it for too long, and gives it up."""
+        letter = self.stage.letters.all[0]
+        letter.link.lost = ParameterServerLost(letter.link.task, "cannot be reached")
+        letter.link.fail(letter.link.lost)
 
     async def do_take(self, args: list[str], _: dict[str, str]) -> None:
         """take 2 [ps0] [unheard] [former]: the backup is sent entries.
@@ -312,6 +328,14 @@ class Player(Clients):
         """promote ps0 [fence=worker0/1001]: its backup serves, and all are told."""
         fences = [self._client(word) for word in listed(options.get("fence", ""))]
         await self.stage.promote(int(args[0][2:]), fences)
+
+    def do_snapshot(self, *_: Any) -> None:
+        """snapshot: keep what all ps tasks hold."""
+        self._snapshots = {index: self.stage.snapshot(index) for index in self.stage.serving}
+
+    async def do_rollback(self, args: list[str], _: dict[str, str]) -> None:
+        """rollback worker0/1001: all go back to the snapshot, and serve these from then on."""
+        await self.stage.roll_back(self._snapshots, [self._client(word) for word in args])
 
     # What there is.
 

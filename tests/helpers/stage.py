@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from asked import Asked, peer_of, served
-from held_backups import HeldSender
+from held_backups import HeldSender, items_of
 from held_links import HeldClient, Letters
 from inside import backups_of, handlers_of
 from psync.backups.primary import BackupSender
@@ -34,12 +35,15 @@ from psync.store.store import Key
 from psync.sync.ps_services import PsServices
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, decode, encode
+from psync.wire.limits import Limits
 from psync.wire.messages import (
     AttachPs,
     BackUp,
     DefinePlan,
-    DefineWhole,
+    FillSnapshot,
+    PrepareSnapshot,
     Promote,
+    RestoreSnapshot,
     Text,
 )
 from psync.wire.tensors import to_bytes_view
@@ -48,9 +52,9 @@ from traced_log import TracedLog, TracedServices
 
 CHIEF = ("/job:chief/task:0", 100)
 HOSTS = (6, 7)
-"""Indices of the processes in which backups live: these serve no ps themselves.
+"""Indices of the processes in which backups live: these serve no ps themselves at first.
 
-In the second one is the backup of what the first one has come to serve."""
+In the second one is the backup of what the first one has come to serve, and so on."""
 
 SECRET = Secret(b"a secret of at least thirty-two bytes")
 
@@ -78,6 +82,7 @@ class Stage:
 
     Args:
         num_ps: Number of ps tasks.
+        limits: Of all tasks.
 
     Attributes:
         lines: What has happened.
@@ -85,7 +90,7 @@ class Stage:
         former: Who served it before.
     """
 
-    def __init__(self, num_ps: int = 1) -> None:
+    def __init__(self, num_ps: int = 1, limits: Limits | None = None) -> None:
         self.lines: list[str] = []
         self.letters = Letters(self)
         self.senders: dict[Any, HeldSender] = {}
@@ -95,11 +100,13 @@ class Stage:
         self._executed = (0, 0)  # (ps, number) of the last line about a backup
         self._turns: list[asyncio.Future[None]] = []
         self.dead: set[PsTask] = set()
-        self._epoch = self._moves = 0
+        self._epoch = self._moves = self._timeline = 0
+        self._promoted = Counter[int]()  # how often each ps was
         network = MemoryNetwork()
         self._platform = Platform(
-            cast(Any, network), SECRET, parts=StageParts(self), new_incarnation=lambda: 7
-        )
+            cast(Any, network), SECRET, limits or Limits(), StageParts(self),
+            new_incarnation=lambda: 7,
+        )  # fmt: skip
         self.addresses = [f"ps{index}:1" for index in range(num_ps)]
         self.serving = {
             index: PsTask(self._platform, index, address)
@@ -207,24 +214,28 @@ class Stage:
             except FencedError as exc:
                 then(exc)
                 return Asked(self.peer(task, client), message)
-        for number in (getattr(message, "plan", -1), getattr(message, "ahead", -1)):
-            if number in PLANS:
-                self.define(task, client, PLANS[number])
+        definition = PLANS.get(getattr(message, "plan", -1))
+        if definition is not None:
+            self.define(task, client, definition)
         return served(handler, self.peer(task, client), decode(encode(message)), segments, then)
 
-    def define(
-        self, task: PsTask, client: tuple[str, int], definition: DefinePlan | DefineWhole
-    ) -> None:
+    def define(self, task: PsTask, client: tuple[str, int], definition: DefinePlan) -> None:
         """Say what a plan is, unless it was said over this connection."""
         peer = self.peer(task, client)
         if definition.plan not in peer.state.setdefault("plans", set()):
             peer.state["plans"].add(definition.plan)
             served(handlers_of(task)[type(definition)], peer, definition)
 
-    async def request(self, client: tuple[str, int], index: int, message: Message) -> Message:
+    async def request(
+        self,
+        client: tuple[str, int],
+        index: int,
+        message: Message,
+        segments: Sequence[bytes] = (),
+    ) -> Message:
         """Send a request and return its answer, which does not wait for anything else."""
         got: list[Any] = []
-        self.ask(client, index, message, (), got.append)
+        self.ask(client, index, message, segments, got.append)
         await settle()
         (answer,) = got
         if isinstance(answer, Exception):
@@ -235,7 +246,7 @@ class Stage:
 
     def host(self, index: int) -> PsTask:
         """Return in whose process the backup of a ps is, or is to be."""
-        number = HOSTS[index in self.former]
+        number = HOSTS[self._promoted[index] % 2]
         if number not in self._hosts:
             self._hosts[number] = PsTask(self._platform, number, f"host{number}:1")
             self._all.append(self._hosts[number])
@@ -317,6 +328,7 @@ class Stage:
         promoted = (await told).message
         assert isinstance(promoted, Text)
         task.services.is_hosted = False
+        self._promoted[index] += 1
         self.former[index], self.serving[index] = self.serving[index], task
         self.addresses[index] = promoted.value
         self.at[promoted.value] = task
@@ -325,6 +337,27 @@ class Stage:
         for other in sorted(self.serving):
             if self.serving[other] not in self.dead:
                 await self.request(CHIEF, other, self._attach())
+
+    # Back to a snapshot.
+
+    def snapshot(self, index: int) -> tuple[bytes, list[tuple[int, bytes]]]:
+        """Return what a ps holds: its state, and the bytes of each item."""
+        frozen = self.serving[index].services.freeze()
+        kept = frozen.state.to_bytes(), list(items_of(frozen))
+        frozen.drop()
+        return kept
+
+    async def roll_back(
+        self, snapshots: dict[int, tuple[bytes, list[tuple[int, bytes]]]], fences: list[Any]
+    ) -> None:
+        """Let all ps tasks hold earlier snapshots, on a new timeline."""
+        self._timeline += 1
+        for index, (state, items) in snapshots.items():
+            load = self._timeline
+            await self.request(CHIEF, index, PrepareSnapshot(load, ""), [state])
+            for item, data in items:
+                await self.request(CHIEF, index, FillSnapshot(index, load, item, 0), [data])
+            await self.request(CHIEF, index, RestoreSnapshot(load, load, fences))
 
     # Time, and what takes long.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 
@@ -17,13 +17,10 @@ from psync.wire.messages import (
     BeginGroup,
     CheckState,
     CloseStep,
-    Contribute,
     Contributed,
     DefineAccumulator,
     DefineOptimizer,
     DefinePlan,
-    DefineWhole,
-    DescribeSet,
     Done,
     EndTakes,
     Fence,
@@ -34,10 +31,12 @@ from psync.wire.messages import (
     Gate,
     Gated,
     GradientTaken,
+    Held,
     HoldGradients,
     HoldPush,
     HoldTake,
     KeepAnswers,
+    KeepPart,
     LockShards,
     MeasureStep,
     NormsMeasured,
@@ -46,9 +45,6 @@ from psync.wire.messages import (
     ReportSchedule,
     SetGroups,
     SetMembers,
-    SetSizes,
-    Staged,
-    StagePush,
     StepApplied,
     StepMeasured,
     TakeGradient,
@@ -65,13 +61,11 @@ There is no z before a script creates it."""
 PLACES = {"w": (0, (0, 0)), "v": (0, (1, 0)), "x": (1, (2, 0)), "y": (1, (3, 0)), "z": (0, (4, 0))}
 """(ps, key) of each that scripts push to."""
 
-PLANS: dict[int, DefinePlan | DefineWhole] = {}
+PLANS: dict[int, DefinePlan] = {}
 """All that clients have named so far, by their numbers, which mean the same everywhere."""
 
-P = TypeVar("P", DefinePlan, DefineWhole)
 
-
-def planned(definition: P) -> P:
+def planned(definition: DefinePlan) -> DefinePlan:
     """Give a plan its number, and remember it."""
     made = numbered(definition)
     PLANS[made.plan] = made
@@ -125,19 +119,21 @@ def message_words(message: Message) -> str:
     """Name a message, in few words."""
     name = type(message).__name__
     match message:
-        case DefinePlan() | DefineWhole():
+        case DefinePlan():
             PLANS.setdefault(message.plan, message)
             return f"{name} of {members_words(message.members)}"
         case Update():
             plan = PLANS[message.plan]
-            what = "Push" if isinstance(plan, DefinePlan) and plan.optimizer >= 0 else "Assign"
+            if plan.variable_set:
+                at = f" at step {max(0, message.local_step)}"
+                return f"Part of push {message.sequence}{_to(message)}{at}{_call(message)}"
+            what = "Push" if plan.optimizer >= 0 else "Assign"
             return f"{what} {message.sequence}{_to(message)}{_call(message)}"
-        case StagePush():
-            return f"StagePush, part of push {message.push}{_to(message)}"
-        case Contribute():
-            return (
-                f"{name}, push {message.push} at step {max(0, message.local_step)}{_call(message)}"
-            )
+        case KeepPart():
+            return f"KeepPart of push {message.push}"
+        case Held():
+            held = [f"push {push} of {task_words(*who)}" for _, *who, push, _ in message.parts]
+            return f"Held, {', '.join(held)}"
         case MeasureStep():
             return f"MeasureStep {message.step}, norms of {message.what}{_factors(message)}"
         case CloseStep():
@@ -155,10 +151,6 @@ def message_words(message: Message) -> str:
             return f"StepApplied {message.step}" + (", failed" if message.failure else "")
         case BeginGroup():
             return f"BeginGroup at step {message.step}"
-        case DescribeSet():
-            return f"DescribeSet, do {members_words(PLANS[message.plan].members)} fit?"
-        case SetSizes():
-            return f"SetSizes {message.sizes} bytes"
         case SetMembers():
             missing = ", ".join(map(task_words, message.missing))
             who = ", ".join(task_words(*each) for each in message.alive) or "nobody"
@@ -208,8 +200,6 @@ def message_words(message: Message) -> str:
             return "done"
         case Pushed():
             return f"{message.outcome}, step {message.step}" if message.step else message.outcome
-        case Staged():
-            return "stale, nothing is kept" if message.stale else "staged"
         case Contributed():
             late = f" by {message.staleness}" if message.staleness else ""
             partial = ", a partial step" if message.partial else ""
@@ -254,7 +244,7 @@ def state_words(sections: Sequence[Any]) -> Iterator[str]:
     held, decided, *rule = steps
     for _, task, born, push, local_step, nbytes in held:
         yield (
-            f"staged: push {push} of {task_words(task, born)} at step {max(0, local_step)}, "
+            f"held: push {push} of {task_words(task, born)} at step {max(0, local_step)}, "
             f"{nbytes} bytes"
         )
     for _, step, _, outgoing in decided:

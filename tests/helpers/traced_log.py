@@ -66,16 +66,19 @@ class TracedServices(PsServices):
     def say(self, words: str) -> None:
         self.stage.say(f"{self.name}: {words}", by=self)
 
-    def _submit(self, request: Any, message: Any, body: Any, act: Any, *claim: Any) -> Any:
+    def _submit(
+        self, request: Any, message: Any, body: Any, act: Any, claim: Any = None, client: Any = None
+    ) -> Any:
         if not self.stage.traced:
-            return self._submit_plain(request, message, body, act, *claim)
-        client = (claim[1] if len(claim) > 1 else None) or request.peer.client
-        entry = Shown(entry_words(client, message), type(message))
+            return self._submit_plain(request, message, body, act, claim, client)
+        who = client or request.peer.client
+        entry = Shown(entry_words(who, message), type(message))
         if self.executor.is_alone and self.executor._over is None:
-            self._appended(self.executor.log.last + 1, Entry.of(client, encode(message), ()), entry)
+            self._appended(self.executor.log.last + 1, Entry.of(who, encode(message), ()), entry)
         outer, self._appending = self._appending, entry
         try:
-            return self._submit_plain(request, message, body, lambda: self._act(entry, act), *claim)
+            traced = functools.partial(self._act, entry, act)
+            return self._submit_plain(request, message, body, traced, claim, client)
         finally:
             self._appending = outer
 

@@ -341,10 +341,13 @@ class PsSync:
 
     def _keep_part(self, request: Request[KeepPart]) -> None:
         key = request.message.group, request.peer.client, request.message.push
-        part = self.staging.staged(key)
-        if part is not None:
-            self.staging.replace(key, self._owned(part))
-        request.answer(_DONE)
+
+        def act() -> None:
+            part = self.staging.staged(key)
+            if part is not None:
+                self.staging.replace(key, self._owned(part))
+
+        self.executor.in_turn(act, request)  # the part may wait for its turn, too
 
     # Requests that wait. A push may have two, after a lost connection that is not noticed yet.
 
