@@ -18,7 +18,15 @@ from memory_cluster import MemoryCluster, event_of, note, running, shared
 from psync.errors import AttachError, FencedError
 from psync.testing import settle
 from psync.testing.seams import another_process, fresh_process
-from psync.wire.messages import AdoptShards, AttachPs, CloseStep, Gate, LogEntries, TellCounts, Update
+from psync.wire.messages import (
+    AdoptShards,
+    AttachPs,
+    CloseStep,
+    Gate,
+    LogEntries,
+    TellCounts,
+    Update,
+)
 from snapshot_store import keep_snapshots
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.promise("failures.chief-attach")]

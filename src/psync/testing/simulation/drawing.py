@@ -596,7 +596,7 @@ class _Draw:
     def _with_small_budgets(self, plan: Plan) -> Plan:
         """Let ps tasks have little room for pushes, and less for entries under way to backups."""
         late_s = self.rng.choice(SIZES["acknowledged by a backup"].values[:2])
-        sizes = {"entries shipped": 1, "acknowledged by a backup": late_s, "whole pushes": 0}
+        sizes = {"entries shipped": 1, "acknowledged by a backup": late_s, "small bodies": 0}
         return dataclasses.replace(
             plan, limits=plan.limits | {"unfinished_bytes": 1}, sizes=plan.sizes | sizes
         )

@@ -77,7 +77,7 @@ SIZES: Mapping[str, Size] = {
     "turns": Size(((cooperative_work, "INLINE_BYTES"),), (0, 40_000)),
     "slow pieces": Size(((cooperative_work, "PIECE_S"),), (0.0005, 0.01)),
     "cores": Size(((cooperative_work, "usable_cores"),), (2, 4), _answer),
-    "whole pushes": Size(((frames, "SMALL_BODY_BYTES"),), (0, 100)),
+    "small bodies": Size(((frames, "SMALL_BODY_BYTES"),), (0, 100)),
     "lent": Size(
         ((frames, "LENT_ABOVE_BYTES"), (bodies, "PIECE_BYTES"), (memory, "ABOVE_BYTES")),
         (0, 100),
