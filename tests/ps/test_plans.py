@@ -22,7 +22,7 @@ PULLED, PUSHED = numbered(DefinePlan(0, [W, V])), numbered(DefinePlan(0, [W, V],
 
 
 def table() -> Plans[ShardSet]:
-    return Plans(PS, ShardSet.defined)
+    return Plans(PS)
 
 
 def define(known: Plans[ShardSet], client: tuple[str, int], plan: DefinePlan) -> bool:
