@@ -198,7 +198,7 @@ async def over_http(
 ) -> AsyncIterator[tuple[str, str]]:
     """A server; its URL, and the token."""
     caplog.set_level(logging.INFO, "psync")
-    async with http_server(source or Source()).serving() as url:
+    async with http_server(source or Source()) as url:
         yield f"{url}/status", caplog.text.rpartition("?token=")[2].strip()
 
 

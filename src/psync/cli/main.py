@@ -388,14 +388,14 @@ def dashboard(log: str, address: str, report: Path | None) -> int:
         report: Write an HTML page that opens offline, and serve nothing.
     """
     from psync.status.dashboard.run_log import FinishedRun
-    from psync.status.dashboard.server import check_can_serve
+    from psync.status.http import check_can_serve
 
     if report is not None:
         from psync.status.dashboard.report_page import check_path, write_report
 
         click.echo(write_report(log, check_path(report)))
         return 0
-    check_can_serve(address)
+    check_can_serve("dashboard", address)
     with contextlib.closing(FinishedRun(log)) as run:
         asyncio.run(_serve(run, address))
     return 0
@@ -600,16 +600,17 @@ def run(
     """
     shown = {}
     if metrics_port is not None:
-        from psync.status.http import check_metrics
+        from psync.status.http import check_can_serve
 
-        check_metrics()
         shown["PSYNC_METRICS"] = f"127.0.0.1:{metrics_port}"
+        check_can_serve("metrics", shown["PSYNC_METRICS"])
         shown["PSYNC_TASK_METRICS"] = "127.0.0.1:0"
     if dashboard_address or dashboard:
-        from psync.status.dashboard.server import DEFAULT_ADDRESS, check_can_serve
+        from psync.status.dashboard.server import DEFAULT_ADDRESS
+        from psync.status.http import check_can_serve
 
         shown["PSYNC_DASHBOARD"] = dashboard_address or DEFAULT_ADDRESS
-        check_can_serve(shown["PSYNC_DASHBOARD"])
+        check_can_serve("dashboard", shown["PSYNC_DASHBOARD"])
     with contextlib.ExitStack() as stack:
         if report is not None:
             run_log = stack.enter_context(_reported(report, run_log))

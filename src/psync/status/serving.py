@@ -39,7 +39,7 @@ from psync.net.tls_channel import TlsNetwork
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.exposition import exposition
-from psync.status.http import StatusServer
+from psync.status.http import check_can_serve, serving_metrics
 from psync.status.model import Status
 from psync.status.run_files import Run, directory_of_runs, new_run, run_file
 from psync.wire.codec import Message
@@ -80,11 +80,11 @@ class ServedStatus:
         self._is_served = flag(os.environ, "PSYNC_STATUS") is not False and is_outside
         if metrics is None and is_outside:
             metrics = os.environ.get("PSYNC_METRICS")
-        self._http: StatusServer | None = None
+        self._http: contextlib.AbstractAsyncContextManager[str] | None = None
         if metrics:
-            self._http = StatusServer(
-                metrics, self._metrics, {"/status": self._json, "/spans": self._spans}
-            )
+            check_can_serve("metrics", metrics)
+            pages = {"/status": self._json, "/spans": self._spans}
+            self._http = serving_metrics(metrics, self._metrics, pages)
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -100,7 +100,7 @@ class ServedStatus:
         """
         url = ""
         if self._http is not None:
-            url = await self._stack.enter_async_context(self._http.serving())
+            url = await self._stack.enter_async_context(self._http)
         if self._is_served:
             try:
                 await self._stack.enter_async_context(self._found(url))
@@ -136,8 +136,8 @@ class ServedStatus:
     async def _metrics(self) -> str:
         return exposition(await self.source.status())
 
-    async def _json(self, _: Mapping[str, str]) -> tuple[str, str]:
-        return "application/json", (await self.source.status()).to_json()
+    async def _json(self, _: Mapping[str, str]) -> tuple[str, bytes]:
+        return "application/json", (await self.source.status()).to_json().encode()
 
     async def _spans(self, query: Mapping[str, str]) -> tuple[str, bytes]:
         """Return what tasks have recorded: msgpack of a list of readings."""
