@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from psync.status.model import PsStatus, Status, WorkerStatus
+from psync.status.rates import WITH_BACKUP, ps_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -26,31 +28,48 @@ Sample = tuple[Mapping[str, str], float]
 Metric = tuple[str, str, Iterable[Sample]]
 """Name, help, and values by their labels."""
 
-_OF_WORKERS: tuple[tuple[str, str, Callable[[WorkerStatus], float | None]], ...] = (
-    ("worker_closures_total", "Closures finished since it joined.", lambda w: w.finished),
-    ("worker_errors_total", "Closures that have raised.", lambda w: w.failed),
-    ("worker_losses_total", "How often it was lost.", lambda w: w.losses),
-    ("worker_closure_mean_seconds", "Seconds of its newest closures.", lambda w: w.mean_s),
-    ("worker_running_seconds", "Seconds that its closure has run; 0: it holds none.",
-     lambda w: 0.0 if w.closure is None else w.closure.seconds),
-    ("worker_staleness", "Of its newest push, in steps.", lambda w: w.staleness),
-    ("worker_dropped_total", "Its gradients that came too late.", lambda w: w.dropped),
-)  # fmt: skip
+_OF_WORKERS: Mapping[str, tuple[str, Callable[[WorkerStatus], float | None]]] = {
+    "closures_total": ("Closures finished since it joined.", lambda w: w.finished),
+    "errors_total": ("Closures that have raised.", lambda w: w.failed),
+    "losses_total": ("How often it was lost.", lambda w: w.losses),
+    "closure_mean_seconds": ("Seconds of its newest closures.", lambda w: w.mean_s),
+    "running_seconds": ("Seconds that its closure has run; 0: it holds none.",
+                        lambda w: 0.0 if w.closure is None else w.closure.seconds),
+    "staleness": ("Of its newest push, in steps.", lambda w: w.staleness),
+    "dropped_total": ("Its gradients that came too late.", lambda w: w.dropped),
+}  # fmt: skip
 
-_OF_PS: tuple[tuple[str, str, Callable[[PsStatus], float | None]], ...] = (
-    ("ps_shards", "Shards that it holds.", lambda ps: ps.shards),
-    ("ps_bytes", "Bytes of variables.", lambda ps: ps.bytes),
-    ("ps_slot_bytes", "Bytes of optimizers' slots.", lambda ps: ps.slot_bytes),
-    ("ps_pushes_total", "Gradients that have come in.", lambda ps: ps.pushes),
-    ("ps_pulls_total", "Pulls that were answered.", lambda ps: ps.pulls),
-    ("ps_bytes_in_per_second", "Bytes received.", lambda ps: ps.bytes_in_per_s),
-    ("ps_bytes_out_per_second", "Bytes sent.", lambda ps: ps.bytes_out_per_s),
-    ("ps_queue", "Updates that wait.", lambda ps: ps.queue),
-    ("ps_duplicates_total", "Messages answered from memory.", lambda ps: ps.duplicates),
-    ("ps_refused_total", "Messages refused.", lambda ps: ps.refused),
-    ("ps_backup_behind", "Entries that its backup does not have yet.",
-     lambda ps: None if ps.backup is None else ps.backup.behind),
+_OF_PS: Mapping[str, tuple[str, Callable[[PsStatus], float | None]]] = {
+    "shards": ("Shards that it holds.", lambda ps: ps.shards),
+    "bytes": ("Bytes of variables.", lambda ps: ps.bytes),
+    "slot_bytes": ("Bytes of optimizers' slots.", lambda ps: ps.slot_bytes),
+    "pushes_total": ("Gradients that have come in.", lambda ps: ps.pushes),
+    "pulls_total": ("Pulls that were answered.", lambda ps: ps.pulls),
+    "bytes_in_per_second": ("Bytes received.", lambda ps: ps.bytes_in_per_s),
+    "bytes_out_per_second": ("Bytes sent.", lambda ps: ps.bytes_out_per_s),
+    "queue": ("Updates that wait.", lambda ps: ps.queue),
+    "duplicates_total": ("Messages answered from memory.", lambda ps: ps.duplicates),
+    "refused_total": ("Messages refused.", lambda ps: ps.refused),
+    "backup_behind": ("Entries that its backup does not have yet.",
+                      lambda ps: None if ps.backup is None else ps.backup.behind),
+}  # fmt: skip
+
+_OF_NETWORK = (
+    ("connections", "connections", "Connections that it has."),
+    ("received_bytes_total", "bytes_received", "Bytes received."),
+    ("sent_bytes_total", "bytes_sent", "Bytes sent."),
+    ("borrowed_bytes_total", "bytes_borrowed", "Bytes that tasks of its host have lent it."),
+    ("lent_bytes_total", "bytes_lent", "Bytes lent to tasks of its host."),
+    ("lent_now_bytes", "bytes_lent_now", "Bytes that tasks of its host have not given back."),
+    ("kept_now_bytes", "bytes_kept_now", "Bytes that it reads where tasks of its host have them."),
+)
+
+
+_OF_TASK = (
+    "pushes_total", "pulls_total", "staged_total", "applies_total", "queue", "shards", "bytes",
+    "slot_bytes", "duplicates_total", "refused_total", "backup_behind",
 )  # fmt: skip
+"""Of ``_OF_PS`` and others, what a ps counts itself."""
 
 
 def exposition(status: Status) -> str:
@@ -61,15 +80,14 @@ def exposition(status: Status) -> str:
         "finished": queue.finished, "failed": queue.failed, "exhausted": queue.exhausted,
         "cancelled": queue.cancelled,
     }  # fmt: skip
-    pushes = [
-        ({"optimizer": group.name, "outcome": outcome}, count)
-        for group in groups
-        for outcome, count in (
-            ("accepted", group.accepted), ("dropped", group.dropped),
-            ("duplicate", group.duplicates),
-        )
-    ]  # fmt: skip
-    metrics: list[Metric] = [
+    pushes: list[Sample] = []
+    for each in groups:
+        outcomes = {
+            "accepted": each.accepted, "dropped": each.dropped, "duplicate": each.duplicates,
+        }  # fmt: skip
+        pushes += _by("outcome", outcomes, optimizer=each.name)
+    known = [ps for ps in status.ps if ps.age_s is not None]
+    return _text([
         ("up_seconds", "Seconds since the coordinator began.", [({}, status.uptime_s)]),
         ("closures_open", "Closures that have not ended, by where they are.", _by("state", now)),
         ("closures_total", "Closures that have ended, by how.", _by("end", ended)),
@@ -84,38 +102,36 @@ def exposition(status: Status) -> str:
          [({"optimizer": group.name}, len(group.waiting)) for group in groups]),
         ("worker_state", "1 for the state of the worker, else 0.",
          _states(status.workers, WORKER_STATES)),
-    ]  # fmt: skip
-    for name, text, of_worker in _OF_WORKERS:
-        metrics.append((name, text, _known((w.task, of_worker(w)) for w in status.workers)))
-    metrics.append(
-        ("ps_state", "1 for the state of the ps, else 0.", _states(status.ps, PS_STATES))
-    )
-    known = [ps for ps in status.ps if ps.age_s is not None]
-    for name, text, of_ps in _OF_PS:
-        metrics.append((name, text, _known((ps.task, of_ps(ps)) for ps in known)))
-    waiting = [
-        ({"task": ps.task, "cause": cause}, count)
-        for ps in known
-        for cause, count in ps.waiting.items()
-    ]
-    metrics.append(("ps_waiting", "Updates that wait, by what they wait for.", waiting))
-    return _text(metrics)
+        *(_numbers("worker", status.workers, name, *how) for name, how in _OF_WORKERS.items()),
+        ("ps_state", "1 for the state of the ps, else 0.", _states(status.ps, PS_STATES)),
+        *(_numbers("ps", known, name, *how) for name, how in _OF_PS.items()),
+        ("ps_waiting", "Updates that wait, by what they wait for.",
+         [each for ps in known for each in _by("cause", ps.waiting, task=ps.task)]),
+    ])  # fmt: skip
 
 
-def _by(label: str, values: Mapping[str, float]) -> list[Sample]:
-    return [({label: name}, value) for name, value in values.items()]
+def _by(label: str, values: Mapping[str, float], **labels: str) -> list[Sample]:
+    return [({**labels, label: name}, value) for name, value in values.items()]
 
 
 def _states(tasks: Iterable[WorkerStatus | PsStatus], states: Iterable[str]) -> list[Sample]:
     return [
-        ({"task": each.task, "state": state}, each.state == state)
+        sample
         for each in tasks
-        for state in states
+        for sample in _by("state", {name: each.state == name for name in states}, task=each.task)
     ]
 
 
-def _known(values: Iterable[tuple[str, float | None]]) -> list[Sample]:
-    return [({"task": task}, value) for task, value in values if value is not None]
+T = TypeVar("T", WorkerStatus, PsStatus)
+
+
+def _numbers(
+    kind: str, tasks: Iterable[T], name: str, text: str, number: Callable[[T], float | None]
+) -> Metric:
+    """Return a metric of tasks, without those of which it is not known."""
+    found = ((each.task, number(each)) for each in tasks)
+    samples = [({"task": task}, value) for task, value in found if value is not None]
+    return f"{kind}_{name}", text, samples
 
 
 def task_exposition(task: str, counters: Mapping[str, Any]) -> str:
@@ -125,51 +141,30 @@ def task_exposition(task: str, counters: Mapping[str, Any]) -> str:
         task: "/job:ps/task:0".
         counters: As its ``statistics()``.
     """
-    network = {
-        "bytes_borrowed": 0, "bytes_lent": 0, "bytes_lent_now": 0, "bytes_kept_now": 0,
-        **counters["network"],
-    }  # fmt: skip
-    values = [
-        ("connections", "Connections that it has.", network["connections"]),
-        ("received_bytes_total", "Bytes received.", network["bytes_received"]),
-        ("sent_bytes_total", "Bytes sent.", network["bytes_sent"]),
-        ("borrowed_bytes_total", "Bytes that tasks of its host have lent it.",
-         network["bytes_borrowed"]),
-        ("lent_bytes_total", "Bytes lent to tasks of its host.", network["bytes_lent"]),
-        ("lent_now_bytes", "Bytes that tasks of its host have not given back.",
-         network["bytes_lent_now"]),
-        ("kept_now_bytes", "Bytes that it reads where tasks of its host have them.",
-         network["bytes_kept_now"]),
-    ]  # fmt: skip
+    numbers: dict[str, tuple[str, float | None]] = {
+        name: (text, counters["network"].get(key, 0)) for name, key, text in _OF_NETWORK
+    }
     if "store" in counters:
-        store, ledger, backup = counters["store"], counters["ledger"], counters["backup"]
-        values += [
-            ("pushes_total", "Gradients that have come in.", counters["pushes"]),
-            ("pulls_total", "Pulls that were answered.", counters["pulls"] + counters["row_pulls"]),
-            ("staged_total", "Parts of synchronous pushes.", counters["staging"]["staged"]),
-            ("applies_total", "Updates of shards.", store["applies"]),
-            ("queue", "Updates that wait.", sum(counters["waiting"].values())),
-            ("shards", "Shards that it holds.", store["shards"]),
-            ("bytes", "Bytes of variables.", store["bytes"]),
-            ("slot_bytes", "Bytes of optimizers' slots.", store["slot_bytes"]),
-            ("duplicates_total", "Messages answered from memory.",
-             ledger["duplicate"] + ledger["already_applied"]),
-            ("refused_total", "Messages refused.", ledger["fenced"] + ledger["refused"]),
-        ]  # fmt: skip
-        if backup["state"] in ("paired", "copying"):
-            behind = backup["entries"] - backup["taken"]
-            values.append(("backup_behind", "Entries that its backup does not have yet.", behind))
-    labels = {"task": task}
-    found: list[Metric] = [(f"task_{name}", text, [(labels, n)]) for name, text, n in values]
+        has_backup = counters["backup"]["state"] in WITH_BACKUP
+        ps = ps_of(PsStatus(task, "", ""), counters, has_backups=has_backup)
+        ps = replace(ps, pushes=counters["pushes"])  # without parts of synchronous ones
+        ours = {name: (text, number(ps)) for name, (text, number) in _OF_PS.items()}
+        ours["staged_total"] = "Parts of synchronous pushes.", counters["staging"]["staged"]
+        ours["applies_total"] = "Updates of shards.", counters["store"]["applies"]
+        numbers.update((name, ours[name]) for name in _OF_TASK)
+    found: list[Metric] = [
+        (f"task_{name}", text, [({"task": task}, number)])
+        for name, (text, number) in numbers.items()
+        if number is not None
+    ]
     if waiting := counters.get("waiting"):
-        by_cause = [({**labels, "cause": cause}, count) for cause, count in waiting.items()]
+        by_cause = _by("cause", waiting, task=task)
         found.append(("task_waiting", "Updates that wait, by what they wait for.", by_cause))
     if work := counters.get("work"):
-        seconds = [({**labels, "kind": kind}, work[kind]) for kind in WORK_KINDS]
+        seconds = _by("kind", {kind: work[kind] for kind in WORK_KINDS}, task=task)
         found.append(("task_work_seconds_total", "What its time went to.", seconds))
     if "staleness" in counters:
-        counts = counters["staleness"]["counts"].items()
-        stale = [({**labels, "staleness": steps}, count) for steps, count in counts]
+        stale = _by("staleness", counters["staleness"]["counts"], task=task)
         found.append(("task_pushes_by_staleness_total", "Pushes, by how old they were.", stale))
     return _text(found)
 
