@@ -46,9 +46,7 @@ if TYPE_CHECKING:
 
     from psync.net.trace import Trace
     from psync.status.dashboard.run_log import FinishedRun
-    from psync.status.serving import StatusReader, UrlReader
-
-    Reader = StatusReader | UrlReader
+    from psync.status.serving import StatusReader
 
 FAILED = 1  # exit code
 
@@ -237,18 +235,18 @@ def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
 
 
 @contextlib.asynccontextmanager
-async def reading_of(run: str | None) -> AsyncIterator[Reader]:
+async def reading_of(run: str | None) -> AsyncIterator[StatusReader]:
     """Return a context in which a run can be asked; see ``chosen_run``. It may be a URL, too.
 
     Raises:
         ConfigurationError: It cannot be asked, or does not answer.
     """
     from psync.status.run_files import chosen_run
-    from psync.status.serving import UrlReader, reading_status
+    from psync.status.serving import reader_of_url, reading_status
 
     try:
         if run is not None and run.startswith(("http://", "https://")):
-            yield UrlReader(run)
+            yield reader_of_url(run)
         else:
             async with reading_status(chosen_run(run)) as reader:
                 yield reader
@@ -275,7 +273,7 @@ async def _show(path: str | None, once: bool, as_json: bool, interval: float) ->
     return 0
 
 
-async def _follow(reader: Reader, console: Console, interval: float) -> None:
+async def _follow(reader: StatusReader, console: Console, interval: float) -> None:
     """Show the status again and again, until the run ends."""
     from rich.console import Group
     from rich.live import Live

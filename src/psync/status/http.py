@@ -62,8 +62,8 @@ HEADERS: Mapping[str, str] = {
 }
 """Of every answer."""
 
-Page = Callable[[Mapping[str, str]], Awaitable[tuple[str, bytes]]]
-"""Given the query, returns content type and body."""
+Page = tuple[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]
+"""Content type, and what returns the body for a query."""
 
 
 def check_can_serve(extra: str, address: str) -> tuple[str, int]:
@@ -284,7 +284,8 @@ async def serving_metrics(
             there = f"/metrics and {first}" if first else "/metrics"
             return web.Response(status=404, text=f"there is {there}\n")
         elif is_token(request.query.get("token"), token):
-            kind, body = await pages[request.path](request.query)
+            kind, read = pages[request.path]
+            body = await read(request.query)
         else:
             text = "the token is missing or another one; the program's log has the URL\n"
             return web.Response(status=403, text=text)
