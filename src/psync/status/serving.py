@@ -68,15 +68,26 @@ class ServedStatus:
         source: Of the status.
         platform: Of the program.
         metrics: Where to serve it over HTTP, as "host:port"; None: as ``PSYNC_METRICS`` says.
+        dashboard: Where to show it; "": nowhere. This and ``log`` as for ``shown``.
+        log: Path of the run log; "": none.
+
+    Attributes:
+        dashboard_url: With its token; "": there is none.
 
     Raises:
         ConfigurationError: ``PSYNC_STATUS`` is neither 0 nor 1, or an address is none.
     """
 
     def __init__(
-        self, source: ClusterSource, platform: Platform, metrics: str | None = None
+        self,
+        source: ClusterSource,
+        platform: Platform,
+        metrics: str | None = None,
+        dashboard: str | None = "",
+        log: str | os.PathLike[str] | None = "",
     ) -> None:
         self.source = source
+        self._dashboard, self._log, self.dashboard_url = dashboard, log, ""
         is_outside = isinstance(platform.network, SocketNetwork | TlsNetwork)  # and not in memory
         self._is_served = flag(os.environ, "PSYNC_STATUS") is not False and is_outside
         if metrics is None and is_outside:
@@ -100,7 +111,7 @@ class ServedStatus:
         in the log.
 
         Raises:
-            ConfigurationError: The address for metrics is in use.
+            ConfigurationError: An address is in use, or the run log cannot be written.
 
         Cancellation: ``close`` still has to be called; so it is after an error.
         """
@@ -112,6 +123,12 @@ class ServedStatus:
                 await self._stack.enter_async_context(self._found(url))
             except (OSError, ConfigurationError) as exc:
                 logger.info("the status of this run is not available: %s", exc)
+        asked = (self._dashboard, "PSYNC_DASHBOARD"), (self._log, "PSYNC_RUN_LOG")
+        if any(os.environ.get(name) if given is None else given for given, name in asked):
+            from psync.status.dashboard.recorder import shown
+
+            page = shown(self.source, self._dashboard, self._log)
+            self.dashboard_url = await self._stack.enter_async_context(page)
 
     @contextlib.asynccontextmanager
     async def _found(self, metrics: str) -> AsyncIterator[None]:
