@@ -753,7 +753,8 @@ class Trainer:
                     for epoch in range(first, first if runs.ended else epochs):
                         await call_back(self, callbacks, "on_epoch_begin", epoch)
                         began = time.perf_counter()
-                        show.begin(epoch, epochs, steps_per_epoch)
+                        head = f"epoch {epoch + 1}/{epochs}"
+                        show.begin(head, steps_per_epoch)
                         is_due = (epoch + 1) % validation_freq == 0
                         self.validation_skipped = validates and not is_due
                         validate = functools.partial(
@@ -762,7 +763,16 @@ class Trainer:
                         logs, again = await runs.run(
                             steps_per_epoch, validate if validates and is_due else None
                         )
-                        show.end(time.perf_counter() - began, logs, again)
+                        show.end(
+                            f"{head}: {steps_per_epoch} steps"
+                            + (
+                                f" ({again} undone by a rollback and trained again)"
+                                if again
+                                else ""
+                            )
+                            + f" in {time.perf_counter() - began:.1f} s  "
+                            + "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
+                        )
                         history._add(epoch, logs, again)
                         coordinator.report({"epoch": epoch, **logs})
                         await call_back(self, callbacks, "on_epoch_end", epoch, logs)
