@@ -22,7 +22,6 @@ from psync.closures.queue import QueueStatistics
 from psync.cluster import CHIEF
 from psync.errors import ClosedError, PsyncError
 from psync.net.connection import Connection
-from psync.net.shielding import shielded
 from psync.net.trace import SpanCollector, SpanRecorder
 from psync.status.model import (
     EventStatus,
@@ -92,12 +91,14 @@ class ClusterSource(ABC):
         self._began = self._loop.time()
         self._history = History(self._began)
         self._ps: dict[str, tuple[float, dict[str, Any]]] = {}  # loop time, counters
-        self._asked: dict[str, asyncio.Task[None]] = {}  # workers that have not answered yet
+        self._asked: dict[str, tuple[float, asyncio.Task[None]]] = {}
+        """Workers that have not answered yet: since when, loop time, and who waits for it."""
         self.spans = SpanCollector(self._recorder(), lambda: self._controls().values())
         self.asks_workers = 0
+        self._reading = asyncio.Lock()
         self._newest: tuple[float, float, Collection[str]] | None = None
         """When ps tasks were last asked: the end, the beginning, and which of them were."""
-        self._asking: asyncio.Task[Status] | None = None
+        self._is_closed = False
         self.variables: Callable[[], dict[int, str]] = dict
         self.reported: dict[str, float] = {}
         self.program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
@@ -110,44 +111,31 @@ class ClusterSource(ABC):
 
         Cancellation: Safe; others who ask get theirs.
         """
-        if self._newest is not None and self._loop.time() - self._newest[0] < FRESH_S:
-            return self._status(*self._newest[1:])
-        asking = self._asking
-        if asking is None or asking.done():  # what it has read may have changed since
-            asking = self._asking = self._loop.create_task(self._read())
-            asking.add_done_callback(self._ended)
-        try:
-            return await shielded(asking)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if asking.cancelled() and (task is None or not task.cancelling()):
-                raise ClosedError("status: the coordinator was closed") from None
-            raise
-
-    def _ended(self, asking: asyncio.Task[Status]) -> None:
-        if self._asking is asking:
-            self._asking = None
-        if not asking.cancelled():
-            asking.exception()  # whoever has waited for it has it; perhaps nobody does any more
+        async with self._reading:
+            if self._newest is None or self._loop.time() - self._newest[0] >= FRESH_S:
+                self._newest = await self._read()
+            _, began, asked = self._newest
+        if self._is_closed:
+            raise ClosedError("status: the coordinator was closed")
+        return self._status(began, asked)
 
     async def close(self) -> None:
         """Stop asking. Cancellation: safe."""
+        self._is_closed = True
         self.spans.close()
-        asked = [*self._asked.values(), *([] if self._asking is None else [self._asking])]
-        for task in asked:
-            task.cancel()
-        if asked:
-            await asyncio.wait(asked)
+        if tasks := [task for _, task in self._asked.values()]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
-    async def _read(self) -> Status:
+    async def _read(self) -> tuple[float, float, Collection[str]]:
         controls = self._controls()
         asked = {link.task: controls[link.task] for link in self._links() if link.task in controls}
         began = self._loop.time()
         await asyncio.gather(*map(self._ask, asked.values()))
         if self.asks_workers:
             self._ask_workers()
-        self._newest = self._loop.time(), began, asked
-        return self._status(began, asked)
+        return self._loop.time(), began, asked
 
     def _controls(self) -> dict[str, Connection]:
         """Return a connection to each task that there is."""
@@ -224,7 +212,6 @@ class StatusSource(ClusterSource):
         self._coordinator = coordinator
         self._worked: dict[str, tuple[float, Mapping[str, float], WorkShares | None]] = {}
         """By worker: loop time here, what ``WorkMeter.read`` gave, shares since the one before."""
-        self._asked_at: dict[str, float] = {}  # since when, loop time
         self._turn = 0  # place of the worker that is asked next
         super().__init__(coordinator.links.endpoint, placed)
 
@@ -248,8 +235,7 @@ class StatusSource(ClusterSource):
             worker = workers[place % len(workers)]
             if worker.name not in self._asked and worker.peers is not None:
                 task = self._loop.create_task(self._ask_worker(worker.name, worker.peers[0]))
-                self._asked[worker.name] = task
-                self._asked_at[worker.name] = self._loop.time()
+                self._asked[worker.name] = self._loop.time(), task
         self._turn = (self._turn + count) % max(1, len(workers))
 
     async def _ask_worker(self, name: str, control: Connection) -> None:
@@ -258,7 +244,7 @@ class StatusSource(ClusterSource):
         except PsyncError:
             return
         finally:
-            del self._asked[name], self._asked_at[name]
+            del self._asked[name]
         assert isinstance(received.message, Statistics), "its only answer"
         if work := received.message.counters.get("work"):
             known = self._worked.get(name)
@@ -321,7 +307,8 @@ class StatusSource(ClusterSource):
             error = SeenError(text, now - at)
         at, _, work = self._worked.get(worker.name, (now, {}, None))
         # What one did before it was stopped is not what it does now.
-        answers = now - self._asked_at.get(worker.name, now) < WORKER_ANSWERS_WITHIN_S
+        since, _ = self._asked.get(worker.name, (now, None))
+        answers = now - since < WORKER_ANSWERS_WITHIN_S
         work = replace(work, age_s=now - at) if answers and work is not None else None
         return WorkerStatus(
             worker.name, worker.address, state, running, losses=worker.losses,
