@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from psync.client.counters import KINDS
 from psync.status.model import PsStatus, Status, WorkerStatus
 from psync.status.rates import WITH_BACKUP, ps_of
 
@@ -21,7 +22,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WORKER_STATES = (
     "connecting", "idle", "busy", "waiting", "leaving", "set aside", "lost", "left", "given up",
 )  # fmt: skip
-WORK_KINDS = ("compute", "pull", "push", "wait")
 PS_STATES = ("unconnected", "connected", "silent", "broken", "lost")
 
 Sample = tuple[Mapping[str, str], float]
@@ -161,7 +161,7 @@ def task_exposition(task: str, counters: Mapping[str, Any]) -> str:
         by_cause = _by("cause", waiting, task=task)
         found.append(("task_waiting", "Updates that wait, by what they wait for.", by_cause))
     if work := counters.get("work"):
-        seconds = _by("kind", {kind: work[kind] for kind in WORK_KINDS}, task=task)
+        seconds = _by("kind", {kind: work[kind] for kind in KINDS}, task=task)
         found.append(("task_work_seconds_total", "What its time went to.", seconds))
     if "staleness" in counters:
         stale = _by("staleness", counters["staleness"]["counts"], task=task)

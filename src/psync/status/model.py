@@ -286,23 +286,21 @@ class Status:
         """
         try:
             data = json.loads(text)
-            schema = data["schema"]
-        except (ValueError, TypeError, KeyError, RecursionError) as exc:
-            raise RemoteProtocolError("expected the status of a run as JSON") from exc
-        if schema != SCHEMA:
-            raise RemoteProtocolError(
-                f"expected a status of schema {SCHEMA}, got {schema}",
-                hint="use the version of psync that the run uses",
-            )
-        try:
+            if (schema := data["schema"]) != SCHEMA:
+                raise RemoteProtocolError(
+                    f"expected a status of schema {SCHEMA}, got {schema}",
+                    hint="use the version of psync that the run uses",
+                )
             reported = _checked(dict, data.pop("reported", {}))
             made: Self = from_plain(cls, data)
             values = {
                 name: math.nan if value is None else _checked(float, value, math.inf)
                 for name, value in reported.items()
             }
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as exc:
-            raise RemoteProtocolError(f"expected a status of schema {SCHEMA}: {exc}") from exc
+        except (
+            ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
+        ) as exc:  # fmt: skip
+            raise RemoteProtocolError(f"expected the status of a run as JSON: {exc}") from exc
         return dataclasses.replace(made, reported=values)
 
 
@@ -324,13 +322,7 @@ def _placement_json(placement: tuple[ShardStatus, ...]) -> str:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    kind: type = type(value)
-    return {name: getattr(value, name) for name in _names(kind)}
-
-
-@functools.cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(each.name for each in dataclasses.fields(kind))
+    return {name: getattr(value, name) for name in value.__slots__}
 
 
 def from_plain(kind: Any, data: Any) -> Any:

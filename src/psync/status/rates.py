@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from psync.client.counters import KINDS
 from psync.closures.dispatcher import WorkerStatistics
 from psync.closures.queue import QueueStatistics
 from psync.status.model import (
@@ -294,8 +295,7 @@ def ps_of(
 def shares_of(before: Mapping[str, float], now: Mapping[str, float]) -> WorkShares | None:
     """Return what a worker's time went to between two readings of its meter; None: unknown."""
     seconds = now["at"] - before["at"]
-    kinds = ("compute", "pull", "push", "wait")
     if seconds <= 0 or now["since"] > before["at"]:  # it has begun anew
         return None
-    shares = {kind: (now[kind] - before[kind]) / seconds for kind in kinds}
+    shares = {kind: (now[kind] - before[kind]) / seconds for kind in KINDS}
     return WorkShares(**shares, seconds=seconds)

@@ -22,6 +22,7 @@ from psync.closures.queue import QueueStatistics
 from psync.cluster import CHIEF
 from psync.errors import ClosedError, PsyncError
 from psync.net.connection import Connection
+from psync.net.shielding import end_all
 from psync.net.trace import SpanCollector, SpanRecorder
 from psync.status.model import (
     EventStatus,
@@ -93,7 +94,9 @@ class ClusterSource(ABC):
         self._ps: dict[str, tuple[float, dict[str, Any]]] = {}  # loop time, counters
         self._asked: dict[str, tuple[float, asyncio.Task[None]]] = {}
         """Workers that have not answered yet: since when, loop time, and who waits for it."""
-        self.spans = SpanCollector(self._recorder(), lambda: self._controls().values())
+        recorder = SpanRecorder(endpoint.platform, CHIEF, self._facts, self._counters)
+        recorder.watch_endpoint(endpoint)
+        self.spans = SpanCollector(recorder, lambda: self._controls().values())
         self.asks_workers = 0
         self._reading = asyncio.Lock()
         self._newest: tuple[float, float, Collection[str]] | None = None
@@ -123,10 +126,7 @@ class ClusterSource(ABC):
         """Stop asking. Cancellation: safe."""
         self._is_closed = True
         self.spans.close()
-        if tasks := [task for _, task in self._asked.values()]:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        await end_all([task for _, task in self._asked.values()])
 
     async def _read(self) -> tuple[float, float, Collection[str]]:
         controls = self._controls()
@@ -141,16 +141,10 @@ class ClusterSource(ABC):
         """Return a connection to each task that there is."""
         return {peer.task: peer for peer in self._endpoint.peers if peer.lane == "control"}
 
-    def _recorder(self) -> SpanRecorder:
-        """Return what records the chief's own part of a trace."""
-
-        def facts() -> dict[str, Any]:
-            running = [(closure.id, closure.name) for closure in self._oldest().values()]
-            return {"variables": self.variables(), "running": running}
-
-        recorder = SpanRecorder(self._endpoint.platform, CHIEF, facts, self._counters)
-        recorder.watch_endpoint(self._endpoint)
-        return recorder
+    def _facts(self) -> dict[str, Any]:
+        """Return what explains the chief's own part of a trace."""
+        running = [(closure.id, closure.name) for closure in self._oldest().values()]
+        return {"variables": self.variables(), "running": running}
 
     async def _ask(self, ps: Connection) -> None:
         """Ask a ps over the connection that it has: nothing is sent again, or waits for it."""
@@ -230,13 +224,12 @@ class StatusSource(ClusterSource):
         workers = [each for each in self._records() if each.peers is not None]
         names = {each.name for each in workers}
         self._worked = {name: each for name, each in self._worked.items() if name in names}
-        count = min(len(workers), ASKED_AT_ONCE)
-        for place in range(self._turn, self._turn + count):
-            worker = workers[place % len(workers)]
+        self._turn = self._turn % max(1, len(workers))
+        for worker in (workers[self._turn :] + workers[: self._turn])[:ASKED_AT_ONCE]:
             if worker.name not in self._asked and worker.peers is not None:
                 task = self._loop.create_task(self._ask_worker(worker.name, worker.peers[0]))
                 self._asked[worker.name] = self._loop.time(), task
-        self._turn = (self._turn + count) % max(1, len(workers))
+        self._turn += ASKED_AT_ONCE
 
     async def _ask_worker(self, name: str, control: Connection) -> None:
         try:
