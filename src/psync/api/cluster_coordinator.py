@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import math
@@ -65,7 +64,6 @@ from psync.net.task_reports import add_description
 from psync.net.trace import Trace, tracing
 from psync.specs import checked_kind
 from psync.status.html_tables import table_of_workers
-from psync.status.model import ShardStatus
 from psync.status.sampling import StatusSource
 from psync.status.serving import ServedStatus
 
@@ -307,10 +305,7 @@ class ClusterCoordinator(Scheduling):
             main_by_name=script_is_shared.get(),
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
         )
-        source = StatusSource(coordinator, functools.partial(placed, strategy))
-        source.variables = lambda: {
-            variable.spec.variable_id: variable.spec.name for variable in strategy.variables
-        }
+        source = StatusSource(coordinator, strategy._specs)
         self._seen = ServedStatus(source, platform, self._metrics, self._dashboard, self._run_log)
         optimizers.begin_cluster()
         follower = FollowedWorkers(coordinator.links, coordinator.recovery.queue)
@@ -810,14 +805,6 @@ class report:
         finally:
             self._log.close()
             self._folder.cleanup()
-
-
-def placed(
-    strategy: ParameterServerStrategy, known: tuple[ShardStatus, ...]
-) -> tuple[ShardStatus, ...]:
-    """Return where the shards of all variables lie, which changes when more are declared."""
-    count = sum(len(variable.spec.shards) for variable in strategy.variables)
-    return known if count == len(known) else strategy.placement().rows
 
 
 def running_coordinator(

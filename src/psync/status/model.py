@@ -15,12 +15,13 @@ import functools
 import json
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 from psync.cluster import device_name
 from psync.errors import RemoteProtocolError
+from psync.specs import VariableSpec
 
 SCHEMA = 1
 """Of the JSON form; another one where a field is gone or means something else."""
@@ -201,6 +202,15 @@ class ShardStatus:
     def device(self) -> str:
         """The ps that holds it, in TensorFlow's long form."""
         return device_name("ps", self.ps)
+
+
+def placement_of(variables: Iterable[VariableSpec]) -> tuple[ShardStatus, ...]:
+    """Return the places of all shards of variables."""
+    return tuple(
+        ShardStatus(each.name, shard.index, shard.shape, shard.dtype, shard.nbytes, shard.ps)
+        for each in variables
+        for shard in each.shards
+    )
 
 
 @dataclass(frozen=True, slots=True)

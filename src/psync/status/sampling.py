@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from psync.closures.membership import TaskState
 from psync.closures.queue import QueueStatistics
@@ -33,6 +33,7 @@ from psync.status.model import (
     Status,
     WorkerStatus,
     WorkShares,
+    placement_of,
 )
 from psync.status.rates import History, shares_of, status_of
 from psync.wire.messages import AskStatistics, Statistics
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from psync.closures.closure import Closure
     from psync.coordinator import Coordinator
     from psync.net.endpoint import Endpoint
+    from psync.specs import VariableSpec
 
 PS_ANSWERS_WITHIN_S = 1.0
 """A ps runs no user code, and answers within milliseconds."""
@@ -64,28 +66,28 @@ _GONE = {
 }
 
 
-Placed: TypeAlias = Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]]
-"""Given what it has returned before, returns that if it still holds, else where all shards of the
-declared variables lie now."""
-
-
 class ClusterSource(ABC):
     """The status of one cluster, whose ps tasks are asked.
 
     Args:
         endpoint: With connections to them.
-        placed: Knows where shards lie.
+        links: Returns the links to them.
+        variables: Returns all that are declared.
 
     Attributes:
         asks_workers: For how many each status asks workers, too; answers are in a later one.
         reported: Values of the program's own, the newest by name.
         spans: What tasks have recorded, for a trace.
-        variables: Returns their names by their ids.
     """
 
-    def __init__(self, endpoint: Endpoint, placed: Placed) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        links: Callable[[], Sequence[PsLink]],
+        variables: Callable[[], Sequence[VariableSpec]],
+    ) -> None:
         self._endpoint = endpoint
-        self._placed = placed
+        self._links, self._variables = links, variables
         self._placement: tuple[ShardStatus, ...] = ()
         self._time = 0.0  # of the newest; never back, where the clock is set: charts need that
         self._loop = asyncio.get_running_loop()
@@ -102,7 +104,6 @@ class ClusterSource(ABC):
         self._newest: tuple[float, float, Collection[str]] | None = None
         """When ps tasks were last asked: the end, the beginning, and which of them were."""
         self._is_closed = False
-        self.variables: Callable[[], dict[int, str]] = dict
         self.reported: dict[str, float] = {}
         self.program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
 
@@ -144,7 +145,8 @@ class ClusterSource(ABC):
     def _facts(self) -> dict[str, Any]:
         """Return what explains the chief's own part of a trace."""
         running = [(closure.id, closure.name) for closure in self._oldest().values()]
-        return {"variables": self.variables(), "running": running}
+        names = {each.variable_id: each.name for each in self._variables()}
+        return {"variables": names, "running": running}
 
     async def _ask(self, ps: Connection) -> None:
         """Ask a ps over the connection that it has: nothing is sent again, or waits for it."""
@@ -159,7 +161,9 @@ class ClusterSource(ABC):
     def _status(self, began: float, asked: Collection[str]) -> Status:
         """Return the status, ``asked`` ps tasks having been asked at ``began``."""
         now = self._loop.time()
-        self._placement = self._placed(self._placement)
+        variables = self._variables()
+        if sum(len(each.shards) for each in variables) != len(self._placement):
+            self._placement = placement_of(variables)  # a longer one: they stay where they are
         self._time = max(self._time, time.time())
         tasks, counted = [], []
         for link in self._links():
@@ -176,9 +180,6 @@ class ClusterSource(ABC):
         return self._completed(bare, now, counted)
 
     # What there is besides ps tasks.
-
-    @abstractmethod
-    def _links(self) -> Sequence[PsLink]: ...
 
     @abstractmethod
     def _completed(self, bare: Status, now: float, counted: list[dict[str, Any]]) -> Status:
@@ -199,18 +200,18 @@ class StatusSource(ClusterSource):
 
     Args:
         coordinator: Running, or starting.
-        placed: As for ``ClusterSource``.
+        variables: As for ``ClusterSource``.
     """
 
-    def __init__(self, coordinator: Coordinator, placed: Placed) -> None:
+    def __init__(
+        self, coordinator: Coordinator, variables: Callable[[], Sequence[VariableSpec]]
+    ) -> None:
         self._coordinator = coordinator
         self._worked: dict[str, tuple[float, Mapping[str, float], WorkShares | None]] = {}
         """By worker: loop time here, what ``WorkMeter.read`` gave, shares since the one before."""
         self._turn = 0  # place of the worker that is asked next
-        super().__init__(coordinator.links.endpoint, placed)
-
-    def _links(self) -> Sequence[PsLink]:
-        return self._coordinator.links.ps.links
+        links = coordinator.links
+        super().__init__(links.endpoint, lambda: links.ps.links, variables)
 
     def _oldest(self) -> Mapping[str, Closure]:
         return self._coordinator.recovery.queue.dispatcher.oldest()
@@ -313,7 +314,7 @@ class SessionSource(ClusterSource):
     """The status of a training session without a coordinator, as its chief and ps 0 know it.
 
     Args:
-        endpoint, placed: As for ``ClusterSource``.
+        endpoint, variables: As for ``ClusterSource``.
         links: To the ps tasks.
         workers: Addresses by name: of workers, and of a chief that trains.
         waits_for: What training goes on to, in words.
@@ -325,17 +326,14 @@ class SessionSource(ClusterSource):
     def __init__(
         self,
         endpoint: Endpoint,
-        placed: Placed,
         links: Sequence[PsLink],
+        variables: Callable[[], Sequence[VariableSpec]],
         workers: Mapping[str, str],
         waits_for: str,
     ) -> None:
-        self._ps_links, self._workers, self._waits_for = links, workers, waits_for
+        self._workers, self._waits_for = workers, waits_for
         self.begun = False
-        super().__init__(endpoint, placed)
-
-    def _links(self) -> Sequence[PsLink]:
-        return self._ps_links
+        super().__init__(endpoint, lambda: links, variables)
 
     def _completed(self, bare: Status, now: float, counted: list[dict[str, Any]]) -> Status:
         session = counted[0].get("session", {})

@@ -78,23 +78,16 @@ def write_report(log: str | os.PathLike[str], path: Path) -> Path:
 
 
 def _page(run: FinishedRun) -> str:
-    count = min(len(run), MAX_MOMENTS)
+    count, last = min(len(run), MAX_MOMENTS), len(run) - 1
     while True:
-        places = [round(at * (len(run) - 1) / max(count - 1, 1)) for at in range(count)]
-        if count == 1:
-            places = [len(run) - 1]
-        moments, size = [], 0
-        for place in places:
-            moments.append(run.view_at("recent", place))
-            size += len(moments[-1])
-            if size > MAX_BYTES and count > 1:
-                break
-        else:
+        step = last / max(count - 1, 1)
+        moments = [run.view_at("recent", last - round(step * at)) for at in reversed(range(count))]
+        size = sum(map(len, moments))
+        if size <= MAX_BYTES or count == 1:
             break
         count = max(1, count * MAX_BYTES // (2 * size))
     series = to_json(run.series())
-    data = f'{{"moments":[{",".join(moments)}],"series":{series}}}'
-    return _filled(data)
+    return _filled(f'{{"moments":[{",".join(moments)}],"series":{series}}}')
 
 
 def _filled(data: str) -> str:
