@@ -13,7 +13,8 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,17 @@ class Progress:
     def begin(self, what: str, total: int) -> None:
         """A piece of work begins."""
         self._what, self._total, self._due = what, total, math.inf
+        self._whole = f"{self._count(total)} {self._unit}".rstrip()
+        self._began = time.perf_counter()
         if self._kind == "bar":
             self._bar = _bar(self._unit)
             self._task = self._bar.add_task(what, total=total)
             self._bar.start()
         self.at(0)
-        self._due = time.perf_counter() + self._line_every_s
+        self._due = self._began + self._line_every_s
 
-    def count(self, done: int) -> str:
-        """Return a count with its unit: "1.5 MiB", "1,500 shards"."""
-        return f"{done:,} {self._unit}" if self._unit else bytes_text(done)
+    def _count(self, done: int) -> str:
+        return f"{done:,}" if self._unit else bytes_text(done)
 
     def at(self, done: int) -> None:
         """So much of it is done."""
@@ -63,16 +65,18 @@ class Progress:
         elif self._kind == "cell" or (
             self._kind == "lines" and (now := time.perf_counter()) >= self._due
         ):
-            so_far = f"{done:,}" if self._unit else bytes_text(done)
-            text = f"{self._what}: {so_far} of {self.count(self._total)}"
+            text = f"{self._what}: {self._count(done)} of {self._whole}"
             if self._kind == "cell":
                 self._show(text, done / max(self._total, 1))
             else:
                 self._due = now + self._line_every_s
                 print(text, flush=True)
 
-    def end(self, line: str) -> None:
-        """It is done; a line says so."""
+    def end(self, note: str = "", values: Mapping[str, float] = types.MappingProxyType({})) -> None:
+        """It is done; a line says so, with a note and with what came of it."""
+        seconds = time.perf_counter() - self._began
+        came = "".join(f"  {name} {value:.4g}" for name, value in values.items())
+        line = f"{self._what}: {self._whole}{note} in {seconds:.1f} s{came}"
         self._ended.append(line)
         self.close()
         if self._kind in ("bar", "lines"):
@@ -142,18 +146,18 @@ def showing(
     Returns:
         A context manager of what is to be called with how much is done so far.
     """
-    show, began = Progress(kind_of(verbose), unit, LINE_EVERY_S), time.perf_counter()
+    show = Progress(kind_of(verbose), unit, LINE_EVERY_S)
     show.begin(what, total)
     try:
         yield show.at
-        show.end(f"{what}: {show.count(total)} in {time.perf_counter() - began:.1f} s")
+        show.end()
     finally:
         show.close()
 
 
 def _bar(unit: str) -> Any:
     """Return rich's bar of something that is counted; "": in bytes."""
-    from rich import progress
+    from rich import get_console, progress
 
     counts: tuple[Any, ...] = (
         progress.DownloadColumn(binary_units=True),
@@ -162,7 +166,7 @@ def _bar(unit: str) -> Any:
     return progress.Progress(
         progress.TextColumn("{task.description}", markup=False), progress.BarColumn(),
         *((progress.MofNCompleteColumn(),) if unit else counts), progress.TimeRemainingColumn(),
-        transient=True,
+        transient=True, disable=not get_console().is_terminal,
     )  # fmt: skip
 
 
