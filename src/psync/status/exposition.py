@@ -18,8 +18,6 @@ from psync.client.counters import KINDS
 from psync.status.model import PsStatus, Status
 from psync.status.rates import WITH_BACKUP, ps_of
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 WORKER_STATES = (
     "connecting", "idle", "busy", "waiting", "leaving", "set aside", "lost", "left", "given up",
 )  # fmt: skip

@@ -28,12 +28,14 @@ from psync.cluster import is_loopback, split_address
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.handshake_limits import LogQuota
 from psync.net.platform import random_hex
-from psync.status.exposition import CONTENT_TYPE, task_exposition
 
 if TYPE_CHECKING:
     from aiohttp import web
 
 logger = logging.getLogger(__name__)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of metrics."""
 
 CONNECTIONS = 64
 CONNECTION_S = 10.0
@@ -314,6 +316,10 @@ def serving_task_metrics(
 
     async def metrics() -> str:
         from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+        from psync.status.exposition import (
+            task_exposition,
+        )  # with numpy, which a launcher never loads
 
         process = CollectorRegistry()
         ProcessCollector(registry=process)

@@ -17,11 +17,13 @@ import math
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_origin, get_type_hints
 
 from psync.cluster import device_name
 from psync.errors import RemoteProtocolError
-from psync.specs import VariableSpec
+
+if TYPE_CHECKING:
+    from psync.specs import VariableSpec  # with numpy, which a launcher never loads
 
 SCHEMA = 1
 """Of the JSON form; another one where a field is gone or means something else."""
