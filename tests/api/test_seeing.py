@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -150,7 +151,7 @@ async def test_a_report_whose_log_has_vanished_never_costs_the_result_of_a_run(
     async with psync.report(tmp_path / "run.html"), coordinating() as (_, coordinator):
         await _a_moment(coordinator)
         for path in (tmp_path / "logs").iterdir():
-            path.unlink()
+            shutil.rmtree(path)
     assert "no report was written" in caplog.text
 
 

@@ -11,7 +11,6 @@ from psync import Status
 from psync.net.platform import Platform
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
-from psync.status.http import StatusServer
 from psync.status.serving import ServedStatus
 
 STATUS = Status(1.0, 7, "train.py", 2.0, 3.0, "running", "nothing")
@@ -47,8 +46,10 @@ class Source:
     async def close(self) -> None: ...
 
 
-def http_server(source: Any, address: str = "127.0.0.1:0") -> StatusServer:
-    """What serves the status of a source over HTTP."""
+def http_server(
+    source: Any, address: str = "127.0.0.1:0"
+) -> contextlib.AbstractAsyncContextManager[str]:
+    """What serves the status of a source over HTTP; yields the URL."""
     server = ServedStatus(source, Platform(SocketNetwork()), address)._http
     assert server is not None
     return server

@@ -36,8 +36,8 @@ def status(
 
 def live_show() -> Recorder:
     """What a dashboard shows of a run that goes on; statuses are added by hand."""
-    read: Any = None
-    return Recorder(read)
+    source: Any = None
+    return Recorder(source)
 
 
 def logged(run: FinishedRun) -> list[Status]:

@@ -18,12 +18,12 @@ from psync.status import http
 from psync.status.http import (
     CONNECTIONS,
     HEADERS,
-    StatusServer,
     bearer_of,
-    check_installed,
+    check_can_serve,
     is_allowed_host,
     is_token,
     serving_metrics,
+    serving_task_metrics,
 )
 from psync.status.model import Status
 from status_by_hand import STATUS, Source, http_server
@@ -62,7 +62,7 @@ async def serving(
 ) -> AsyncIterator[World]:
     caplog.set_level(logging.INFO, "psync")
     source: Any = Source()
-    async with http_server(source, address).serving() as url:
+    async with http_server(source, address) as url:
         found = re.search(r"status at \S+/status\?token=(\w+)", caplog.text)
         assert found is not None
         yield World(url, source, found[1])
@@ -133,7 +133,7 @@ async def test_one_who_does_not_read_is_hung_up_on(
         return "x" * (64 << 20)
 
     caplog.set_level(logging.INFO, "psync")
-    async with StatusServer("127.0.0.1:0", large).serving() as url:
+    async with serving_metrics("127.0.0.1:0", large) as url:
         host, _, port = url.removeprefix("http://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -193,9 +193,9 @@ async def test_a_coordinator_that_ends_is_unavailable(caplog: pytest.LogCaptureF
 
 async def test_an_address_that_is_taken_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(caplog) as world:
-        server = StatusServer(f"127.0.0.1:{world.port}", nothing)
-        with pytest.raises(ConfigurationError, match=r"metrics: cannot listen on 127.*in use"):
-            async with server.serving():
+        address = f"127.0.0.1:{world.port}"
+        with pytest.raises(ConfigurationError, match=f"metrics: {address} is in use by another"):
+            async with serving_metrics(address, nothing):
                 pass
 
 
@@ -203,13 +203,12 @@ def test_what_is_no_address_is_refused() -> None:
     for address in ("", "9100", ":9100", "unix:/tmp/a", "a:b", "a:99999"):
         text = f'metrics: expected "HOST:PORT", got {address!r}'
         with pytest.raises(ConfigurationError, match=text):
-            StatusServer(address, nothing)
+            check_can_serve("metrics", address)
 
 
 async def test_a_task_has_metrics_and_no_status(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "psync")
-    server = StatusServer("127.0.0.1:0", nothing, who="/job:ps/task:0")
-    async with server.serving() as url:
+    async with serving_metrics("127.0.0.1:0", nothing, who="/job:ps/task:0") as url:
         world = World(url, Source(), "")
         assert await world.get("/metrics") == (200, "")
         assert await world.get("/status?token=") == (404, "there is /metrics\n")
@@ -220,10 +219,10 @@ async def test_a_task_has_metrics_and_no_status(caplog: pytest.LogCaptureFixture
 def test_without_its_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="aiohttp and prometheus_client must be") as caught:
-        StatusServer("127.0.0.1:0", nothing)
+        http_server(Source())
     assert caught.value.hint == 'pip install "psync[metrics]"'
     with pytest.raises(ConfigurationError, match="dashboard: aiohttp must be installed"):
-        check_installed("dashboard", "aiohttp")
+        check_can_serve("dashboard", "127.0.0.1:0")
 
 
 def test_hosts_that_are_ours_and_hosts_that_are_not() -> None:
@@ -261,7 +260,7 @@ def worker_counters() -> dict[str, Any]:
 
 async def test_it_is_asked_over_http(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "psync")
-    async with serving_metrics("127.0.0.1:0", "/job:worker/task:0", worker_counters):
+    async with serving_task_metrics("127.0.0.1:0", "/job:worker/task:0", worker_counters):
         found = re.search(
             r"/job:worker/task:0: metrics at (http://127.0.0.1:\d+/metrics)", caplog.text
         )

@@ -9,6 +9,7 @@ import math
 import pytest
 
 from psync.errors import RemoteProtocolError
+from psync.specs import ShardSpec, VariableSpec
 from psync.status.model import (
     SCHEMA,
     BackupStatus,
@@ -23,6 +24,7 @@ from psync.status.model import (
     Status,
     StepsStatus,
     WorkerStatus,
+    placement_of,
 )
 
 FULL = Status(
@@ -102,6 +104,15 @@ def test_a_field_that_an_earlier_version_lacks_has_its_default() -> None:
 def test_a_shard_names_the_device_as_tensorflow_does() -> None:
     assert (
         ShardStatus("w", 0, (2,), "float32", 8, 3).device == "/job:ps/replica:0/task:3/device:CPU:0"
+    )
+
+
+def test_each_shard_of_each_variable_has_its_place() -> None:
+    shards = tuple(ShardSpec("w", 0, n, 2 * n, (2, 3), "float32", n) for n in range(2))
+    w = VariableSpec("w", 0, (4, 3), "float32", True, shards, "")
+    assert placement_of([w]) == (
+        ShardStatus("w", 0, (2, 3), "float32", 24, 0),
+        ShardStatus("w", 1, (2, 3), "float32", 24, 1),
     )
 
 

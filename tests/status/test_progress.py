@@ -16,15 +16,15 @@ from psync.status.progress import Progress, kind_of, showing, size_of
 
 
 def one_epoch(show: Any) -> None:
-    show.begin(0, 3, 20)
+    show.begin("epoch 1/3", 20)
     show.at(10)
-    show.end(1.25, {"loss": 0.123456, "accuracy": 1.0})
+    show.end(values={"loss": 0.123456, "accuracy": 1.0})
     show.close()
 
 
 def test_lines_say_what_came_of_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     one_epoch(Progress("lines"))
-    assert capsys.readouterr().out == ("epoch 1/3: 20 steps in 1.2 s  loss 0.1235  accuracy 1\n")
+    assert capsys.readouterr().out.startswith("epoch 1/3: 20 steps in 0.")
 
 
 def test_silence_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +34,7 @@ def test_silence_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_bar_leaves_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     one_epoch(Progress("bar"))
-    assert "epoch 1/3: 20 steps in 1.2 s  loss 0.1235  accuracy 1" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(" s  loss 0.1235  accuracy 1\n")
 
 
 def test_only_a_terminal_gets_a_bar_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from psync.net.transport import SocketNetwork
 from psync.status import serving
 from psync.status.model import Status
 from psync.status.run_files import Run, chosen_run
-from psync.status.serving import ServedStatus, UrlReader, reading_status
+from psync.status.serving import ServedStatus, reader_of_url, reading_status
 from psync.testing import MemoryNetwork
 from psync.wire.messages import Shutdown
 from status_by_hand import STATUS, Source, http_server, serving_of
@@ -198,13 +198,13 @@ async def over_http(
 ) -> AsyncIterator[tuple[str, str]]:
     """A server; its URL, and the token."""
     caplog.set_level(logging.INFO, "psync")
-    async with http_server(source or Source()).serving() as url:
+    async with http_server(source or Source()) as url:
         yield f"{url}/status", caplog.text.rpartition("?token=")[2].strip()
 
 
 async def test_a_url_gives_the_status_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
     async with over_http(caplog) as (url, token):
-        reader = UrlReader(f"{url}?token={token}")
+        reader = reader_of_url(f"{url}?token={token}")
         assert await reader.read() == STATUS
         assert await reader.read() == STATUS
 
@@ -212,7 +212,7 @@ async def test_a_url_gives_the_status_again_and_again(caplog: pytest.LogCaptureF
 async def test_a_url_with_another_token_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     async with over_http(caplog) as (url, _):
         with pytest.raises(ConfigurationError, match=f"{url}: 403 Forbidden: the token is missing"):
-            await UrlReader(f"{url}?token=secret").read()
+            await reader_of_url(f"{url}?token=secret").read()
 
 
 async def test_where_nobody_answers_the_url_is_named_without_its_token(
@@ -221,10 +221,10 @@ async def test_where_nobody_answers_the_url_is_named_without_its_token(
     async with over_http(caplog) as (url, _):
         pass
     with pytest.raises(ConfigurationError, match=f"{url} does not answer: ") as failed:
-        await UrlReader(f"{url}?token=secret").read()
+        await reader_of_url(f"{url}?token=secret").read()
     assert "secret" not in str(failed.value)
     with pytest.raises(ConfigurationError, match="does not answer"):
-        await UrlReader("http://[/").read()
+        await reader_of_url("http://[/").read()
 
 
 # Traces.
@@ -241,21 +241,26 @@ async def test_a_run_gives_what_its_tasks_have_recorded(
             assert await reader.read_spans("r", last=True) == [reading]
     assert source.spans.asked == [("r", False), ("r", True)]
     async with over_http(caplog, source) as (url, token):
-        by_url = UrlReader(f"{url}?token={token}")
+        by_url = reader_of_url(f"{url}?token={token}")
         assert await by_url.read_spans("s") == [reading]
         assert await by_url.read_spans("s", last=True) == [reading]
         with pytest.raises(ConfigurationError, match=f"{url[:-7]}/spans: 403 Forbidden"):
-            await UrlReader(f"{url}?token=secret").read_spans("s")
+            await reader_of_url(f"{url}?token=secret").read_spans("s")
         with pytest.raises(ConfigurationError, match="expected the URL of a status"):
-            await UrlReader(f"{url[:-7]}/metrics").read_spans("s")
+            await reader_of_url(f"{url[:-7]}/metrics").read_spans("s")
     assert source.spans.asked[2:] == [("s", False), ("s", True)]
 
 
 async def test_what_is_no_part_of_a_trace_is_refused(
     runtime: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with over_http(caplog) as (url, token):
-        by_url = UrlReader(f"{url}?token={token}")
-        monkeypatch.setattr(by_url, "_get", lambda url: b"\x93\1\2\3")
-        with pytest.raises(RemoteProtocolError, match="expected parts of a trace"):
-            await by_url.read_spans("r")
+    async def odd(name: str, *, last: bool = False) -> list[int]:
+        return [1]
+
+    source = Source()
+    monkeypatch.setattr(source.spans, "read", odd)
+    async with over_http(caplog, source) as (url, token), serving_of(source):
+        async with reading_status(chosen_run()) as by_socket:
+            for reader in (by_socket, reader_of_url(f"{url}?token={token}")):
+                with pytest.raises(RemoteProtocolError, match="expected parts of a trace"):
+                    await reader.read_spans("r")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import math
 import os
+import sys
+import tempfile
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import (
@@ -63,13 +64,12 @@ from psync.net.task_reports import add_description
 from psync.net.trace import Trace, tracing
 from psync.specs import checked_kind
 from psync.status.html_tables import table_of_workers
-from psync.status.model import ShardStatus
 from psync.status.sampling import StatusSource
 from psync.status.serving import ServedStatus
 
 if TYPE_CHECKING:
-    from psync.status.dashboard.recorder import Attached, Recorder
-    from psync.status.dashboard.report_page import ReportLog
+    from psync.status.dashboard.recorder import Recorder
+    from psync.status.dashboard.run_log import RunLog
     from psync.status.model import Status
 
 
@@ -225,7 +225,6 @@ class ClusterCoordinator(Scheduling):
         self._coordinator: Coordinator | None = None  # None before start and after close
         self._seen: ServedStatus  # of the latest start
         self._seen_on: asyncio.AbstractEventLoop
-        self._shown: Attached | None = None  # None: there is no dashboard, and no run log
         self._starting = False
 
     def __repr__(self) -> str:
@@ -306,16 +305,8 @@ class ClusterCoordinator(Scheduling):
             main_by_name=script_is_shared.get(),
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
         )
-        source = StatusSource(coordinator, functools.partial(placed, strategy))
-        source.variables = lambda: {
-            variable.spec.variable_id: variable.spec.name for variable in strategy.variables
-        }
-        self._seen = ServedStatus(source, platform, self._metrics)
-        asked = (self._dashboard, "PSYNC_DASHBOARD"), (self._run_log, "PSYNC_RUN_LOG")
-        if any(os.environ.get(name) if given is None else given for given, name in asked):
-            from psync.status.dashboard.recorder import Attached
-
-            self._shown = Attached(source, self._dashboard, self._run_log)
+        source = StatusSource(coordinator, strategy._specs)
+        self._seen = ServedStatus(source, platform, self._metrics, self._dashboard, self._run_log)
         optimizers.begin_cluster()
         follower = FollowedWorkers(coordinator.links, coordinator.recovery.queue)
         async with AsyncExitStack() as stack:
@@ -334,8 +325,6 @@ class ClusterCoordinator(Scheduling):
     async def _show(self) -> None:
         """Let the run be seen. Cancellation: ``_end_show`` still has to be called."""
         await self._seen.start()
-        if self._shown is not None:
-            await self._shown.start()
         self._seen_on = asyncio.get_running_loop()
         _seen_runs.add(self)
         for each in _reports:
@@ -349,8 +338,6 @@ class ClusterCoordinator(Scheduling):
             stack.push_async_callback(self._seen.close)
             for each in list(_reports):
                 stack.push_async_callback(each._end_run, self)
-            if self._shown is not None:
-                await self._shown.close()
 
     @property
     def attached(self) -> bool:
@@ -677,7 +664,7 @@ class ClusterCoordinator(Scheduling):
             ClosedError: The coordinator is not running.
         """
         self._running("dashboard_url")
-        return "" if self._shown is None else self._shown.url
+        return self._seen.dashboard_url
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""
@@ -759,21 +746,25 @@ class report:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._log: ReportLog | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # None: not entered
+        self._log: RunLog  # in it
+        self._has_run = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._recorders: dict[ClusterCoordinator, Recorder] = {}
 
     async def __aenter__(self) -> None:
-        from psync.status.dashboard.report_page import ReportLog, check_path
+        from psync.status.dashboard.report_page import check_path
+        from psync.status.dashboard.run_log import RunLog
 
-        if self._log is not None:
+        if self._folder is not None:
             raise UsageError("report: it can be entered only once", hint="create a new one")
         self._loop = asyncio.get_running_loop()
         here = [run for run in _seen_runs if run._seen_on is self._loop]
         if _seen_runs and not here:
             raise other_loop("report")
         check_path(self._path)
-        self._log = ReportLog()
+        self._folder = tempfile.TemporaryDirectory(prefix="psync-report-")
+        self._log = RunLog(Path(self._folder.name, "run.jsonl"), os.path.basename(sys.argv[0]))
         _reports[self] = None
         for run in here:
             self._begin_run(run)
@@ -782,8 +773,8 @@ class report:
         """Note what happens in a run from now on."""
         from psync.status.dashboard.recorder import Recorder
 
-        run._seen.source.asks_workers += 1
-        recorder = self._recorders[run] = Recorder(run._seen.source.status, self._log)
+        self._has_run = True
+        recorder = self._recorders[run] = Recorder(run._seen.source, self._log)
         recorder.start()
 
     async def _end_run(self, run: ClusterCoordinator) -> None:
@@ -791,32 +782,29 @@ class report:
         recorder = self._recorders.pop(run, None)
         if recorder is not None:
             await recorder.close()
-            run._seen.source.asks_workers -= 1
 
     async def __aexit__(self, *_: object) -> None:
-        log, path = self._log, self._path
-        assert log is not None, "it was entered"
+        from psync.status.dashboard.report_page import write_report
+
+        assert self._folder is not None, "it was entered"
         if asyncio.get_running_loop() is not self._loop:
             raise other_loop("the end of a report")
         _reports.pop(self, None)
+        path = self._path
         try:
             for run in list(self._recorders):
                 await self._end_run(run)
-            written = await asyncio.to_thread(log.write_report, path)
+            if not self._has_run:
+                raise ConfigurationError("no coordinator has run")
+            await asyncio.to_thread(self._log.close)
+            written = await asyncio.to_thread(write_report, self._log.path, path)
             if written != path:
                 logger.warning("report %s cannot be written; it is in %s instead", path, written)
         except (PsyncError, OSError) as exc:  # never worth the result of a run
             logger.warning("no report was written: %s", exc)
         finally:
-            log.remove()
-
-
-def placed(
-    strategy: ParameterServerStrategy, known: tuple[ShardStatus, ...]
-) -> tuple[ShardStatus, ...]:
-    """Return where the shards of all variables lie, which changes when more are declared."""
-    count = sum(len(variable.spec.shards) for variable in strategy.variables)
-    return known if count == len(known) else strategy.placement().rows
+            self._log.close()
+            self._folder.cleanup()
 
 
 def running_coordinator(

@@ -57,9 +57,9 @@ from psync.replicas.context import (
     run_alone,
 )
 from psync.serialization.remote_value import RemoteValue
-from psync.specs import checked_kind
+from psync.specs import VariableSpec, checked_kind
 from psync.status.html_tables import table
-from psync.status.model import ShardStatus
+from psync.status.model import ShardStatus, placement_of
 from psync.worker.data_sources import ArrayDataset
 
 HEAD = ("variable", "shard", "shape", "dtype", "bytes", "ps")
@@ -338,15 +338,14 @@ class ParameterServerStrategy(Scope):
 
     def placement(self) -> PlacementReport:
         """Return the ps of each shard declared so far; ``str()`` of it is a table."""
-        shards = [(each.name, shard) for each in self._variables for shard in each.spec.shards]
-        rows = tuple(
-            ShardStatus(name, shard.index, shard.shape, shard.dtype, shard.nbytes, shard.ps)
-            for name, shard in shards
-        )
+        rows = placement_of(self._specs())
         totals = [0] * self.cluster.num_tasks("ps")
         for row in rows:
             totals[row.ps] += row.nbytes
         return PlacementReport(rows, tuple(totals))
+
+    def _specs(self) -> list[VariableSpec]:
+        return [each.spec for each in self._variables]
 
     # Replicas, and values of theirs.
 

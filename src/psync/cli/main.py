@@ -46,9 +46,7 @@ if TYPE_CHECKING:
 
     from psync.net.trace import Trace
     from psync.status.dashboard.run_log import FinishedRun
-    from psync.status.serving import StatusReader, UrlReader
-
-    Reader = StatusReader | UrlReader
+    from psync.status.serving import StatusReader
 
 FAILED = 1  # exit code
 
@@ -237,18 +235,18 @@ def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
 
 
 @contextlib.asynccontextmanager
-async def reading_of(run: str | None) -> AsyncIterator[Reader]:
+async def reading_of(run: str | None) -> AsyncIterator[StatusReader]:
     """Return a context in which a run can be asked; see ``chosen_run``. It may be a URL, too.
 
     Raises:
         ConfigurationError: It cannot be asked, or does not answer.
     """
     from psync.status.run_files import chosen_run
-    from psync.status.serving import UrlReader, reading_status
+    from psync.status.serving import reader_of_url, reading_status
 
     try:
         if run is not None and run.startswith(("http://", "https://")):
-            yield UrlReader(run)
+            yield reader_of_url(run)
         else:
             async with reading_status(chosen_run(run)) as reader:
                 yield reader
@@ -275,7 +273,7 @@ async def _show(path: str | None, once: bool, as_json: bool, interval: float) ->
     return 0
 
 
-async def _follow(reader: Reader, console: Console, interval: float) -> None:
+async def _follow(reader: StatusReader, console: Console, interval: float) -> None:
     """Show the status again and again, until the run ends."""
     from rich.console import Group
     from rich.live import Live
@@ -388,14 +386,14 @@ def dashboard(log: str, address: str, report: Path | None) -> int:
         report: Write an HTML page that opens offline, and serve nothing.
     """
     from psync.status.dashboard.run_log import FinishedRun
-    from psync.status.dashboard.server import check_can_serve
+    from psync.status.http import check_can_serve
 
     if report is not None:
         from psync.status.dashboard.report_page import check_path, write_report
 
         click.echo(write_report(log, check_path(report)))
         return 0
-    check_can_serve(address)
+    check_can_serve("dashboard", address)
     with contextlib.closing(FinishedRun(log)) as run:
         asyncio.run(_serve(run, address))
     return 0
@@ -600,16 +598,17 @@ def run(
     """
     shown = {}
     if metrics_port is not None:
-        from psync.status.http import check_metrics
+        from psync.status.http import check_can_serve
 
-        check_metrics()
         shown["PSYNC_METRICS"] = f"127.0.0.1:{metrics_port}"
+        check_can_serve("metrics", shown["PSYNC_METRICS"])
         shown["PSYNC_TASK_METRICS"] = "127.0.0.1:0"
     if dashboard_address or dashboard:
-        from psync.status.dashboard.server import DEFAULT_ADDRESS, check_can_serve
+        from psync.status.dashboard.server import DEFAULT_ADDRESS
+        from psync.status.http import check_can_serve
 
         shown["PSYNC_DASHBOARD"] = dashboard_address or DEFAULT_ADDRESS
-        check_can_serve(shown["PSYNC_DASHBOARD"])
+        check_can_serve("dashboard", shown["PSYNC_DASHBOARD"])
     with contextlib.ExitStack() as stack:
         if report is not None:
             run_log = stack.enter_context(_reported(report, run_log))

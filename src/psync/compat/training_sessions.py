@@ -11,11 +11,9 @@ import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
-from psync.api.cluster_coordinator import placed
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SessionHook, wait_over
 from psync.api.variables import Variable, get_or_create_global_step
@@ -293,12 +291,9 @@ class MonitoredTrainingSession:
                 workers[task_name("worker", index)] = cluster.task_address("worker", index)
         last = self._stop_at_step
         source = SessionSource(
-            self._endpoint, partial(placed, self.strategy), self._ps.links, workers,
+            self._endpoint, self._ps.links, self.strategy._specs, workers,
             "the program" if last is None else f"step {last}",
         )  # fmt: skip
-        source.variables = lambda: {
-            variable.spec.variable_id: variable.spec.name for variable in self.strategy.variables
-        }
         self._seen = ServedStatus(source, self._platform)
         await self._seen.start()
         return source

@@ -448,9 +448,9 @@ async def serve_as(
     try:
         async with contextlib.AsyncExitStack() as stack:
             if address := os.environ.get("PSYNC_TASK_METRICS"):
-                from psync.status.http import serving_metrics
+                from psync.status.http import serving_task_metrics
 
-                metrics = serving_metrics(address, task.task, task.statistics)
+                metrics = serving_task_metrics(address, task.task, task.statistics)
                 await stack.enter_async_context(metrics)
             stack.callback(add_description(task.describe))
             if leave is not None:

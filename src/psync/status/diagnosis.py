@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeAlias
 
-from psync.status.model import PsStatus, RunningClosure, Status, WorkerStatus
+from psync.status.model import PsStatus, RunningClosure, Status, WorkerStatus, WorkShares
 from psync.status.units import bytes_text, seconds_text, short_names, task_text, tasks_text
 
 STRAGGLER = 1.5
@@ -187,8 +187,7 @@ def _stragglers(status: Status) -> _Found:
 
 
 def _shares(status: Status) -> _Found:
-    known = [each.work for each in _here(status) if each.work is not None]
-    if not known:
+    if not (known := _known(status)):
         return
     pull, push, wait, compute = (
         sum(getattr(each, kind) for each in known) / len(known)
@@ -211,8 +210,7 @@ def _servers(status: Status) -> _Found:
         most = max(long, key=lambda each: each.queue)
         text = f"has {most.queue} updates waiting: the ps tasks are the bottleneck"
         yield "warn", f"{task_text(most.task)} {text}."
-    shares = [each.work for each in _here(status) if each.work is not None]
-    moved = [each.pull + each.push for each in shares]
+    moved = [each.pull + each.push for each in _known(status)]
     if not moved or sum(moved) > SMALL_SHARE * len(moved):  # else nobody waits for it
         yield from _uneven(status.ps)
     behind = [each for each in status.ps if each.backup is not None and each.backup.behind > 1000]
@@ -257,7 +255,6 @@ def _lost_work(status: Status) -> _Found:
 
 def _all_is_well(status: Status) -> Finding:
     here = _here(status)
-    known = [each.work for each in here if each.work is not None]
     if status.state == "ended":
         return Finding("good", "The run has ended.")
     queue, rest = status.queue, ""
@@ -265,7 +262,7 @@ def _all_is_well(status: Status) -> Finding:
     if seconds >= LONG_WORK_S:
         rest = f" The {queue.queued:,} queued closures take another {seconds_text(seconds)}"
         rest += "; more workers would reduce that."
-    if known:
+    if known := _known(status):
         share = sum(each.compute for each in known) / len(known)
         # A step that waits for its data computes, as far as anybody sees.
         text = f"workers compute, or read data, for {share:.0%} of the time"
@@ -285,6 +282,10 @@ _RULES: tuple[Callable[[Status], _Found], ...] = (
 
 def _here(status: Status) -> list[WorkerStatus]:
     return [each for each in status.workers if each.state in ("idle", "busy", "waiting", "leaving")]
+
+
+def _known(status: Status) -> list[WorkShares]:
+    return [each.work for each in _here(status) if each.work is not None]
 
 
 def _of(some: Sequence[object], all_: Sequence[object]) -> str:

@@ -4,7 +4,7 @@ Strangers reach these ports, and the task needs its descriptors for itself: so m
 open at one time, each for so long, and with one answer. A newcomer gets the place of the oldest.
 What strangers send that is no HTTP costs a line of the log, and a bounded number of them.
 
-``StatusServer`` answers GET and HEAD. ``/metrics`` has numbers and names of tasks, and is for
+Only GET and HEAD are answered. ``/metrics`` has numbers and names of tasks, and is for
 everybody who reaches the address, as Prometheus expects it. Other pages have texts, too (names of
 steps, errors), and need the token of the URL that is logged. Where it listens on a loopback
 address, the Host header must be an address or localhost: a web page that a browser of this machine
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import importlib.util
 import ipaddress
@@ -27,12 +28,14 @@ from psync.cluster import is_loopback, split_address
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.handshake_limits import LogQuota
 from psync.net.platform import random_hex
-from psync.status.exposition import CONTENT_TYPE, task_exposition
 
 if TYPE_CHECKING:
     from aiohttp import web
 
 logger = logging.getLogger(__name__)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of metrics."""
 
 CONNECTIONS = 64
 CONNECTION_S = 10.0
@@ -42,9 +45,10 @@ BACKLOG = 16
 CLOSES_WITHIN_S = 1.0
 """Answers that are under way have so long when the run ends."""
 
-TOKEN_BYTES = 16
+TOKEN_BYTES = 24
 
-_TEXT = "text/plain; charset=utf-8"
+EXTRAS = {"metrics": ("aiohttp", "prometheus_client"), "dashboard": ("aiohttp",)}
+"""The packages that each needs."""
 
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
@@ -60,15 +64,19 @@ HEADERS: Mapping[str, str] = {
 }
 """Of every answer."""
 
-Page = Callable[[Mapping[str, str]], Awaitable[tuple[str, str | bytes]]]
-"""Given the query, returns content type and body."""
+Page = tuple[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]
+"""Content type, and what returns the body for a query."""
 
 
-def host_and_port(address: str, what: str) -> tuple[str, int]:
-    """Return where to listen.
+def check_can_serve(extra: str, address: str) -> tuple[str, int]:
+    """Return where to listen, after checking all that can be checked before a run is started.
+
+    Args:
+        extra: "metrics" or "dashboard".
+        address: "HOST:PORT".
 
     Raises:
-        ConfigurationError: It is no "HOST:PORT".
+        ConfigurationError: It is no address, or a package of the extra is not installed.
     """
     try:
         host, port = split_address(address)
@@ -76,29 +84,16 @@ def host_and_port(address: str, what: str) -> tuple[str, int]:
         host, port = "", None
     if not host or port is None:
         raise ConfigurationError(
-            f'{what}: expected "HOST:PORT", got {address!r}',
+            f'{extra}: expected "HOST:PORT", got {address!r}',
             hint='"127.0.0.1:0" takes any free port, for programs on this machine',
         )
-    return host, port
-
-
-def check_installed(what: str, *packages: str) -> None:
-    """Check that an extra is there.
-
-    Raises:
-        ConfigurationError: One of its packages is not.
-    """
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
-            f"{what}: {' and '.join(missing)} must be installed",
-            hint=f'pip install "psync[{what}]"',
+            f"{extra}: {' and '.join(missing)} must be installed",
+            hint=f'pip install "psync[{extra}]"',
         )
-
-
-def check_metrics() -> None:
-    """Check that metrics can be served. Raises ConfigurationError."""
-    check_installed("metrics", "aiohttp", "prometheus_client")
+    return host, port
 
 
 # Who may ask: whoever has the token, which stands in the URL that is printed, and in a cookie once
@@ -201,47 +196,72 @@ class _Guest(asyncio.Protocol):
 
 
 @contextlib.asynccontextmanager
-async def listening(application: web.Application, host: str, port: int) -> AsyncIterator[int]:
-    """Return a context in which an application answers; it yields the port.
+async def listening(
+    extra: str, address: str, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+) -> AsyncIterator[str]:
+    """Return a context in which GET and HEAD are answered; it yields the URL, without a path.
 
     Args:
-        application: Of aiohttp.
-        host: Where to listen.
-        port: 0: any that is free.
+        extra: For whose page it is; see ``check_can_serve``.
+        address: "HOST:PORT"; port 0: any that is free.
+        answer: Answers a request. Its ``PsyncError`` is answered with code 503.
 
     Raises:
-        OSError: Nothing can listen there.
+        ConfigurationError: Nothing can listen there; and as of ``check_can_serve``.
     """
+    host, port = check_can_serve(extra, address)
     from aiohttp import web
 
-    runner = web.AppRunner(
-        application, access_log=None, logger=_Log(), shutdown_timeout=CLOSES_WITHIN_S
-    )
-    await runner.setup()
-    make = runner.server
-    assert make is not None, "it is set up"
+    async def respond(request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            if request.method in ("GET", "HEAD"):
+                response = await answer(request)
+            else:
+                response = web.Response(status=405, text="only GET and HEAD\n")
+        except PsyncError as exc:  # it ends just now, or a run log was written over
+            response = web.Response(status=503, text=f"{exc.message}\n")
+        response.headers.update(HEADERS)
+        response.force_close()
+        return response
+
+    make = web.Server(respond, access_log=None, logger=_Log())
     guests: dict[_Guest, None] = {}
     try:
         server = await asyncio.get_running_loop().create_server(
             lambda: _Guest(make(), guests), host, port, backlog=BACKLOG
         )
-        try:
-            yield server.sockets[0].getsockname()[1]
-        finally:
-            server.close()
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise ConfigurationError(
+                f"{extra}: {address} is in use by another program",
+                hint="use another port, or port 0 for a free one",
+            ) from exc
+        raise ConfigurationError(
+            f"{extra}: cannot listen at {address}: {exc.strerror or exc}"
+        ) from exc
+    opens = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    if ":" in opens:
+        opens = f"[{opens}]"
+    try:
+        yield f"http://{opens}:{server.sockets[0].getsockname()[1]}"
     finally:
-        await runner.cleanup()
+        server.close()
+        await asyncio.sleep(0)  # requests that have just come begin
+        make.pre_shutdown()
+        await make.shutdown(CLOSES_WITHIN_S)
         for guest in list(guests):
             guest.leave()
 
 
-def shown(host: str) -> str:
-    """Return a host as it stands in a URL."""
-    return f"[{host}]" if ":" in host else host
-
-
-class StatusServer:
-    """Serves over HTTP what a task counts, or the status of a coordinator.
+@contextlib.asynccontextmanager
+async def serving_metrics(
+    address: str,
+    metrics: Callable[[], Awaitable[str]],
+    pages: Mapping[str, Page] = types.MappingProxyType({}),
+    *,
+    who: str = "",
+) -> AsyncIterator[str]:
+    """Return a context in which what a task counts is served; it yields the URL, which it logs.
 
     Args:
         address: "host:port"; port 0: a free one.
@@ -250,107 +270,59 @@ class StatusServer:
         who: Whose they are, for the log.
 
     Raises:
-        ConfigurationError: The address is none, or the extra ``metrics`` is not installed.
+        ConfigurationError: As of ``listening``.
     """
+    token = random_hex(TOKEN_BYTES)
+    first = next(iter(pages), "")
 
-    def __init__(
-        self,
-        address: str,
-        metrics: Callable[[], Awaitable[str]],
-        pages: Mapping[str, Page] = types.MappingProxyType({}),
-        *,
-        who: str = "",
-    ) -> None:
-        self._host, self._port = host_and_port(address, "metrics")
-        check_metrics()
-        self._metrics, self._pages = metrics, pages
-        self._who = f"{who}: " if who else ""
-        self._token = random_hex(TOKEN_BYTES)
-
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[str]:
-        """Return a context in which it answers; it yields the URL, "http://127.0.0.1:9400".
-
-        Raises:
-            ConfigurationError: The address is in use, or not this machine's.
-        """
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
         from aiohttp import web
 
-        application = web.Application()
-        application.router.add_route("*", "/{path:.*}", self._respond)
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                here = listening(application, self._host, self._port)
-                port = await stack.enter_async_context(here)
-            except OSError as exc:
-                from psync.net.transport import reason  # with numpy, which a launcher never loads
+        if is_loopback(address) and not is_allowed_host(request.headers.get("Host")):
+            return web.Response(status=403, text="the Host header names another host\n")
+        if request.path == "/metrics":
+            kind, body = CONTENT_TYPE, (await metrics()).encode()
+        elif request.path not in pages:
+            there = f"/metrics and {first}" if first else "/metrics"
+            return web.Response(status=404, text=f"there is {there}\n")
+        elif is_token(request.query.get("token"), token):
+            kind, read = pages[request.path]
+            body = await read(request.query)
+        else:
+            text = "the token is missing or another one; the program's log has the URL\n"
+            return web.Response(status=403, text=text)
+        return web.Response(headers={"Content-Type": kind}, body=body)
 
-                raise ConfigurationError(
-                    f"metrics: cannot listen on {self._host}:{self._port}: {reason(exc)}",
-                    hint="port 0 takes a free one",
-                ) from exc
-            url = f"http://{shown(self._host)}:{port}"
-            first = next(iter(self._pages), "")
-            more = f", {first[1:]} at {url}{first}?token={self._token}" if first else ""
-            logger.info("%smetrics at %s/metrics%s", self._who, url, more)
-            yield url
-
-    async def _respond(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
-        status, kind, body = await self._answer(request)
-        headers = {
-            "Content-Type": kind, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",
-        }  # fmt: skip
-        response = web.Response(
-            status=status, headers=headers, body=body.encode() if isinstance(body, str) else body
-        )
-        response.force_close()
-        return response
-
-    async def _answer(self, request: web.Request) -> tuple[int, str, str | bytes]:
-        """Return status, content type and body."""
-        host = request.headers.get("Host")
-        if request.method not in ("GET", "HEAD"):
-            return 405, _TEXT, "only GET and HEAD\n"
-        if is_loopback(f"{shown(self._host)}:0") and not is_allowed_host(host):
-            return 403, _TEXT, "the Host header names another host\n"
-        try:
-            if request.path == "/metrics":
-                return 200, CONTENT_TYPE, await self._metrics()
-            if request.path not in self._pages:
-                there = " and ".join(("/metrics", *list(self._pages)[:1]))
-                return 404, _TEXT, f"there is {there}\n"
-            if not is_token(request.query.get("token"), self._token):
-                text = "the token is missing or another one; the program's log has the URL\n"
-                return 403, _TEXT, text
-            return 200, *await self._pages[request.path](request.query)
-        except PsyncError as exc:  # it ends just now
-            return 503, _TEXT, f"{exc.message}\n"
+    async with listening("metrics", address, answer) as url:
+        head = f"{who}: " if who else ""
+        more = f", {first[1:]} at {url}{first}?token={token}" if first else ""
+        logger.info("%smetrics at %s/metrics%s", head, url, more)
+        yield url
 
 
-# Metrics of one ps or worker, served by its own process.
-
-
-def serving_metrics(
+def serving_task_metrics(
     address: str, task: str, statistics: Callable[[], Mapping[str, Any]]
 ) -> contextlib.AbstractAsyncContextManager[str]:
-    """Return a context in which Prometheus may ask a task; the log has the URL.
+    """Return a context in which the process of one ps or worker serves its metrics.
 
     Args:
-        address: "host:port", port 0 for a free one.
+        address: As for ``serving_metrics``.
         task: Its name.
         statistics: Returns its counters.
 
     Raises:
-        ConfigurationError: That is no address, or one that is in use.
+        ConfigurationError: As of ``listening``.
     """
 
     async def metrics() -> str:
         from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
+        from psync.status.exposition import (
+            task_exposition,
+        )  # with numpy, which a launcher never loads
+
         process = CollectorRegistry()
         ProcessCollector(registry=process)
         return task_exposition(task, statistics()) + generate_latest(process).decode()
 
-    return StatusServer(address, metrics, who=task).serving()
+    return serving_metrics(address, metrics, who=task)

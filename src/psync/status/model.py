@@ -15,12 +15,15 @@ import functools
 import json
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_origin, get_type_hints
 
 from psync.cluster import device_name
 from psync.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from psync.specs import VariableSpec  # with numpy, which a launcher never loads
 
 SCHEMA = 1
 """Of the JSON form; another one where a field is gone or means something else."""
@@ -203,6 +206,15 @@ class ShardStatus:
         return device_name("ps", self.ps)
 
 
+def placement_of(variables: Iterable[VariableSpec]) -> tuple[ShardStatus, ...]:
+    """Return the places of all shards of variables."""
+    return tuple(
+        ShardStatus(each.name, shard.index, shard.shape, shard.dtype, shard.nbytes, shard.ps)
+        for each in variables
+        for shard in each.shards
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class EventStatus:
     """One event."""
@@ -286,23 +298,21 @@ class Status:
         """
         try:
             data = json.loads(text)
-            schema = data["schema"]
-        except (ValueError, TypeError, KeyError, RecursionError) as exc:
-            raise RemoteProtocolError("expected the status of a run as JSON") from exc
-        if schema != SCHEMA:
-            raise RemoteProtocolError(
-                f"expected a status of schema {SCHEMA}, got {schema}",
-                hint="use the version of psync that the run uses",
-            )
-        try:
+            if (schema := data["schema"]) != SCHEMA:
+                raise RemoteProtocolError(
+                    f"expected a status of schema {SCHEMA}, got {schema}",
+                    hint="use the version of psync that the run uses",
+                )
             reported = _checked(dict, data.pop("reported", {}))
             made: Self = from_plain(cls, data)
             values = {
                 name: math.nan if value is None else _checked(float, value, math.inf)
                 for name, value in reported.items()
             }
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as exc:
-            raise RemoteProtocolError(f"expected a status of schema {SCHEMA}: {exc}") from exc
+        except (
+            ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
+        ) as exc:  # fmt: skip
+            raise RemoteProtocolError(f"expected the status of a run as JSON: {exc}") from exc
         return dataclasses.replace(made, reported=values)
 
 
@@ -324,13 +334,7 @@ def _placement_json(placement: tuple[ShardStatus, ...]) -> str:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    kind: type = type(value)
-    return {name: getattr(value, name) for name in _names(kind)}
-
-
-@functools.cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(each.name for each in dataclasses.fields(kind))
+    return {name: getattr(value, name) for name in value.__slots__}
 
 
 def from_plain(kind: Any, data: Any) -> Any:

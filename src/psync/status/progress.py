@@ -10,85 +10,96 @@ from __future__ import annotations
 import contextlib
 import html
 import importlib
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from psync.errors import ConfigurationError
 from psync.status.units import bytes_text
 
+LINE_EVERY_S = 10.0
+"""Work that takes so long gets a line more."""
+
 
 class Progress:
-    """What is told of the epochs.
+    """How far work is, one piece of it after the other.
 
     Args:
         kind: As of ``kind_of``.
+        unit: What is counted; "": bytes.
+        line_every_s: Where there are only lines, how often one says how far it is.
     """
 
-    def __init__(self, kind: str | None) -> None:
-        self._kind = kind
-        self._done: list[str] = []
-        self._cell = _Cell()
+    def __init__(
+        self, kind: str | None, unit: str = "steps", line_every_s: float = math.inf
+    ) -> None:
+        self._kind, self._unit, self._line_every_s = kind, unit, line_every_s
         self._bar: Any = None
-        if kind == "bar":
-            self._bar = _bar("steps")
+        self._ended: list[str] = []  # lines that a notebook shows above
+        self._shown: Any = None  # in a notebook; None until there is something
+        self._newest: tuple[int, str] | None = None
+
+    def begin(self, what: str, total: int) -> None:
+        """A piece of work begins."""
+        self._what, self._total, self._due = what, total, math.inf
+        self._whole = f"{self._count(total)} {self._unit}".rstrip()
+        self._began = time.perf_counter()
+        if self._kind == "bar":
+            self._bar = _bar(self._unit)
+            self._task = self._bar.add_task(what, total=total)
             self._bar.start()
-
-    def begin(self, epoch: int, epochs: int, steps: int) -> None:
-        """An epoch begins; epochs count from 0."""
-        self._head, self._steps = f"epoch {epoch + 1}/{epochs}", steps
-        if self._bar is not None:
-            self._task = self._bar.add_task(self._head, total=steps)
         self.at(0)
+        self._due = self._began + self._line_every_s
 
-    def at(self, steps: int) -> None:
-        """So many steps of it are done."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=steps)
-        elif self._kind == "cell":
-            self._cell.show(self._done, f"{self._head}: {steps}/{self._steps}", steps / self._steps)
+    def _count(self, done: int) -> str:
+        return f"{done:,}" if self._unit else bytes_text(done)
 
-    def end(self, seconds: float, logs: Mapping[str, float], again: int = 0) -> None:
-        """It is done; so many steps of it were trained again after a rollback."""
-        values = "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
-        undone = f" ({again} undone by a rollback and trained again)" if again else ""
-        line = f"{self._head}: {self._steps} steps{undone} in {seconds:.1f} s  {values}"
+    def at(self, done: int) -> None:
+        """So much of it is done."""
         if self._bar is not None:
-            self._bar.remove_task(self._task)
-            self._bar.console.print(line, highlight=False)
-        elif self._kind == "cell":
-            self._done.append(line)
-            self._cell.show(self._done)
-        elif self._kind is not None:
+            self._bar.update(self._task, completed=done)
+        elif self._kind == "cell" or (
+            self._kind == "lines" and (now := time.perf_counter()) >= self._due
+        ):
+            text = f"{self._what}: {self._count(done)} of {self._whole}"
+            if self._kind == "cell":
+                self._show(text, done / max(self._total, 1))
+            else:
+                self._due = now + self._line_every_s
+                print(text, flush=True)
+
+    def end(self, note: str = "", values: Mapping[str, float] = types.MappingProxyType({})) -> None:
+        """It is done; a line says so, with a note and with what came of it."""
+        seconds = time.perf_counter() - self._began
+        came = "".join(f"  {name} {value:.4g}" for name, value in values.items())
+        line = f"{self._what}: {self._whole}{note} in {seconds:.1f} s{came}"
+        self._ended.append(line)
+        self.close()
+        if self._kind in ("bar", "lines"):
             print(line, flush=True)
 
     def close(self) -> None:
-        """Nothing follows: leave the terminal as it was, and the lines of epochs that are done."""
+        """Leave the terminal as it was, and the lines of what is done."""
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
         elif self._kind == "cell":
-            self._cell.show(self._done)
+            self._show()
 
-
-class _Cell:
-    """Lines in a notebook, shown in one place."""
-
-    def __init__(self) -> None:
-        self._shown: Any = None  # None until there are any
-        self._newest: tuple[object, ...] | None = None
-
-    def show(self, lines: Sequence[str], now: str = "", share: float = 0.0) -> None:
-        """Show lines, and below them one that has done its share, from 0 to 1; "": none."""
-        if self._newest == (newest := (len(lines), now)):
+    def _show(self, now: str = "", share: float = 0.0) -> None:
+        """Show lines in a notebook, and below them one that has done its share, from 0 to 1."""
+        if self._newest == (newest := (len(self._ended), now)):
             return
         self._newest = newest
-        parts = [f"<div>{html.escape(line)}</div>" for line in lines]
+        parts = [f"<div>{html.escape(line)}</div>" for line in self._ended]
         if now:
             bar = f'<progress max="1" value="{min(1.0, share):.3f}"></progress>'
             parts.append(f"<div>{bar} {html.escape(now)}</div>")
-        plain = "\n".join([*lines, now] if now else lines)
+        plain = "\n".join([*self._ended, now] if now else self._ended)
         mark = {"text/html": "".join(parts), "text/plain": plain}
         if self._shown is None:
             display = importlib.import_module("IPython.display").display
@@ -120,10 +131,6 @@ def kind_of(verbose: bool | str) -> str | None:
     return "bar" if verbose == "bar" or sys.stdout.isatty() else "lines"
 
 
-LINE_EVERY_S = 10.0
-"""Work that takes so long gets a line more."""
-
-
 @contextlib.contextmanager
 def showing(
     verbose: bool | str, what: str, total: int, unit: str = ""
@@ -139,35 +146,18 @@ def showing(
     Returns:
         A context manager of what is to be called with how much is done so far.
     """
-
-    kind, began = kind_of(verbose), time.perf_counter()
-    if kind is None:
-        yield lambda done: None
-        return
-    whole = f"{total:,} {unit}" if unit else bytes_text(total)
-
-    def text(done: int) -> str:
-        return f"{what}: {f'{done:,}' if unit else bytes_text(done)} of {whole}"
-
-    cell = _Cell()
-    if kind == "bar":
-        with _bar(unit) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda done: bar.update(task, completed=done)
-    elif kind == "cell":
-        yield lambda done: cell.show((), text(done), done / max(total, 1))
-    else:
-        yield _lines(text)
-    ended = f"{what}: {whole} in {time.perf_counter() - began:.1f} s"
-    if kind == "cell":
-        cell.show((ended,))
-    else:
-        print(ended, flush=True)
+    show = Progress(kind_of(verbose), unit, LINE_EVERY_S)
+    show.begin(what, total)
+    try:
+        yield show.at
+        show.end()
+    finally:
+        show.close()
 
 
 def _bar(unit: str) -> Any:
     """Return rich's bar of something that is counted; "": in bytes."""
-    from rich import progress
+    from rich import get_console, progress
 
     counts: tuple[Any, ...] = (
         progress.DownloadColumn(binary_units=True),
@@ -176,20 +166,8 @@ def _bar(unit: str) -> Any:
     return progress.Progress(
         progress.TextColumn("{task.description}", markup=False), progress.BarColumn(),
         *((progress.MofNCompleteColumn(),) if unit else counts), progress.TimeRemainingColumn(),
-        transient=True,
+        transient=True, disable=not get_console().is_terminal,
     )  # fmt: skip
-
-
-def _lines(text: Callable[[int], str]) -> Callable[[int], None]:
-    due = time.perf_counter() + LINE_EVERY_S
-
-    def at(done: int) -> None:
-        nonlocal due
-        if (now := time.perf_counter()) >= due:
-            due = now + LINE_EVERY_S
-            print(text(done), flush=True)
-
-    return at
 
 
 def size_of(folder: Path) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from psync.client.counters import KINDS
+from psync.closures.dispatcher import WorkerStatistics
 from psync.closures.queue import QueueStatistics
 from psync.status.model import (
     BackupStatus,
@@ -111,7 +113,9 @@ def status_of(
     for name, group in groups.items():
         counters[f"group {name}"] = group["step"]
     for ps, each in zip(bare.ps, counted, strict=True):
-        counters.update({f"{ps.task} {name}": value for name, value in _totals(each).items()})
+        if each:
+            totals = _totals(each).items()
+            counters.update({f"{ps.task} {name}": value for name, value in totals})
     bytes_of = {f"{ps.task} {name}" for ps in bare.ps for name in ("bytes_in", "bytes_out")}
     older = counters.keys() - {"finished"} if attached else bytes_of
     window_s, rate = history.rates(now, counters, older)
@@ -143,7 +147,7 @@ def status_of(
         ),
         workers=_workers(bare.workers, closures, counted, groups, waiting, rate),
         ps=tuple(
-            _ps(ps, each, rate, has_backups=has_backups) if each else ps
+            ps_of(ps, each, rate, has_backups=has_backups) if each else ps
             for ps, each in zip(bare.ps, counted, strict=True)
         ),
     )  # fmt: skip
@@ -216,38 +220,33 @@ def _workers(
     held = {each.worker: each for each in closures.workers}
     workers: list[WorkerStatus] = []
     for worker in bare:
-        state, statistics = worker.state, held.get(worker.task)
-        if state == "idle" and statistics is not None and statistics.in_flight:
+        task, state = worker.task, worker.state
+        statistics = held.get(task, _NO_CLOSURES)
+        if state == "idle" and statistics.in_flight:
             state = "busy"
-        if state == "busy" and worker.task in waiting:
-            state = "waiting"
-        pushes = [group["replicas"].get(worker.task, _NO_PUSHES) for group in groups.values()]
+        pushes = Counter[str]()
+        for group in groups.values():
+            pushes.update(group["replicas"].get(task, {}))
         worker = replace(
             worker,
-            state=state,
-            staleness=staleness.get(worker.task),
-            accepted=sum(each["accepted"] for each in pushes),
-            dropped=sum(each["stale"] for each in pushes),
-            duplicates=sum(each["duplicate"] for each in pushes),
+            state="waiting" if state == "busy" and task in waiting else state,
+            held=statistics.in_flight,
+            finished=statistics.finished,
+            closures_per_s=rate(task),
+            mean_s=statistics.mean_s,
+            staleness=staleness.get(task),
+            accepted=pushes["accepted"],
+            dropped=pushes["stale"],
+            duplicates=pushes["duplicate"],
         )
-        if statistics is not None:
-            worker = replace(
-                worker,
-                held=statistics.in_flight,
-                finished=statistics.finished,
-                closures_per_s=rate(worker.task),
-                mean_s=statistics.mean_s,
-            )
         workers.append(worker)
     return tuple(workers)
 
 
-_NO_PUSHES = {"accepted": 0, "stale": 0, "duplicate": 0}
+_NO_CLOSURES = WorkerStatistics("", 0, 0, 0, None)
 
 
 def _totals(counters: Mapping[str, Any]) -> dict[str, int]:
-    if not counters:
-        return {}
     network = counters["network"]
     return {
         # Parts of synchronous pushes are staged, and applied together.
@@ -258,22 +257,33 @@ def _totals(counters: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _ps(ps: PsStatus, counters: Mapping[str, Any], rate: Rate, *, has_backups: bool) -> PsStatus:
+WITH_BACKUP = "paired", "copying"
+"""States of a backup that is there."""
+
+
+def ps_of(
+    bare: PsStatus,
+    counters: Mapping[str, Any],
+    rate: Rate = lambda name: 0.0,
+    *,
+    has_backups: bool = False,
+) -> PsStatus:
+    """Return the status of a ps with what it counts; arguments as of ``status_of``."""
     totals, store, ledger = _totals(counters), counters["store"], counters["ledger"]
     backup, behind = counters["backup"], 0
-    if backup["state"] in ("paired", "copying"):
+    if backup["state"] in WITH_BACKUP:
         behind = backup["entries"] - backup["taken"]
     return replace(
-        ps,
+        bare,
         shards=store["shards"],
         bytes=store["bytes"],
         slot_bytes=store["slot_bytes"],
         pushes=totals["pushes"],
         pulls=totals["pulls"],
-        pushes_per_s=rate(f"{ps.task} pushes"),
-        pulls_per_s=rate(f"{ps.task} pulls"),
-        bytes_in_per_s=rate(f"{ps.task} bytes_in"),
-        bytes_out_per_s=rate(f"{ps.task} bytes_out"),
+        pushes_per_s=rate(f"{bare.task} pushes"),
+        pulls_per_s=rate(f"{bare.task} pulls"),
+        bytes_in_per_s=rate(f"{bare.task} bytes_in"),
+        bytes_out_per_s=rate(f"{bare.task} bytes_out"),
         queue=sum(counters["waiting"].values()),
         waiting=counters["waiting"],
         duplicates=ledger["duplicate"] + ledger["already_applied"],
@@ -285,8 +295,7 @@ def _ps(ps: PsStatus, counters: Mapping[str, Any], rate: Rate, *, has_backups: b
 def shares_of(before: Mapping[str, float], now: Mapping[str, float]) -> WorkShares | None:
     """Return what a worker's time went to between two readings of its meter; None: unknown."""
     seconds = now["at"] - before["at"]
-    kinds = ("compute", "pull", "push", "wait")
     if seconds <= 0 or now["since"] > before["at"]:  # it has begun anew
         return None
-    shares = {kind: (now[kind] - before[kind]) / seconds for kind in kinds}
+    shares = {kind: (now[kind] - before[kind]) / seconds for kind in KINDS}
     return WorkShares(**shares, seconds=seconds)

@@ -15,14 +15,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from psync.closures.membership import TaskState
 from psync.closures.queue import QueueStatistics
 from psync.cluster import CHIEF
 from psync.errors import ClosedError, PsyncError
 from psync.net.connection import Connection
-from psync.net.shielding import shielded
+from psync.net.shielding import end_all
 from psync.net.trace import SpanCollector, SpanRecorder
 from psync.status.model import (
     EventStatus,
@@ -33,6 +33,7 @@ from psync.status.model import (
     Status,
     WorkerStatus,
     WorkShares,
+    placement_of,
 )
 from psync.status.rates import History, shares_of, status_of
 from psync.wire.messages import AskStatistics, Statistics
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from psync.closures.closure import Closure
     from psync.coordinator import Coordinator
     from psync.net.endpoint import Endpoint
+    from psync.specs import VariableSpec
 
 PS_ANSWERS_WITHIN_S = 1.0
 """A ps runs no user code, and answers within milliseconds."""
@@ -64,41 +66,44 @@ _GONE = {
 }
 
 
-Placed: TypeAlias = Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]]
-"""Given what it has returned before, returns that if it still holds, else where all shards of the
-declared variables lie now."""
-
-
 class ClusterSource(ABC):
     """The status of one cluster, whose ps tasks are asked.
 
     Args:
         endpoint: With connections to them.
-        placed: Knows where shards lie.
+        links: Returns the links to them.
+        variables: Returns all that are declared.
 
     Attributes:
         asks_workers: For how many each status asks workers, too; answers are in a later one.
         reported: Values of the program's own, the newest by name.
         spans: What tasks have recorded, for a trace.
-        variables: Returns their names by their ids.
     """
 
-    def __init__(self, endpoint: Endpoint, placed: Placed) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        links: Callable[[], Sequence[PsLink]],
+        variables: Callable[[], Sequence[VariableSpec]],
+    ) -> None:
         self._endpoint = endpoint
-        self._placed = placed
+        self._links, self._variables = links, variables
         self._placement: tuple[ShardStatus, ...] = ()
         self._time = 0.0  # of the newest; never back, where the clock is set: charts need that
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._history = History(self._began)
         self._ps: dict[str, tuple[float, dict[str, Any]]] = {}  # loop time, counters
-        self._asked: dict[str, asyncio.Task[None]] = {}  # workers that have not answered yet
-        self.spans = SpanCollector(self._recorder(), lambda: self._controls().values())
+        self._asked: dict[str, tuple[float, asyncio.Task[None]]] = {}
+        """Workers that have not answered yet: since when, loop time, and who waits for it."""
+        recorder = SpanRecorder(endpoint.platform, CHIEF, self._facts, self._counters)
+        recorder.watch_endpoint(endpoint)
+        self.spans = SpanCollector(recorder, lambda: self._controls().values())
         self.asks_workers = 0
+        self._reading = asyncio.Lock()
         self._newest: tuple[float, float, Collection[str]] | None = None
         """When ps tasks were last asked: the end, the beginning, and which of them were."""
-        self._asking: asyncio.Task[Status] | None = None
-        self.variables: Callable[[], dict[int, str]] = dict
+        self._is_closed = False
         self.reported: dict[str, float] = {}
         self.program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
 
@@ -110,59 +115,38 @@ class ClusterSource(ABC):
 
         Cancellation: Safe; others who ask get theirs.
         """
-        if self._newest is not None and self._loop.time() - self._newest[0] < FRESH_S:
-            return self._status(*self._newest[1:])
-        asking = self._asking
-        if asking is None or asking.done():  # what it has read may have changed since
-            asking = self._asking = self._loop.create_task(self._read())
-            asking.add_done_callback(self._ended)
-        try:
-            return await shielded(asking)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if asking.cancelled() and (task is None or not task.cancelling()):
-                raise ClosedError("status: the coordinator was closed") from None
-            raise
-
-    def _ended(self, asking: asyncio.Task[Status]) -> None:
-        if self._asking is asking:
-            self._asking = None
-        if not asking.cancelled():
-            asking.exception()  # whoever has waited for it has it; perhaps nobody does any more
+        async with self._reading:
+            if self._newest is None or self._loop.time() - self._newest[0] >= FRESH_S:
+                self._newest = await self._read()
+            _, began, asked = self._newest
+        if self._is_closed:
+            raise ClosedError("status: the coordinator was closed")
+        return self._status(began, asked)
 
     async def close(self) -> None:
         """Stop asking. Cancellation: safe."""
+        self._is_closed = True
         self.spans.close()
-        asked = [*self._asked.values(), *([] if self._asking is None else [self._asking])]
-        for task in asked:
-            task.cancel()
-        if asked:
-            await asyncio.wait(asked)
+        await end_all([task for _, task in self._asked.values()])
 
-    async def _read(self) -> Status:
+    async def _read(self) -> tuple[float, float, Collection[str]]:
         controls = self._controls()
         asked = {link.task: controls[link.task] for link in self._links() if link.task in controls}
         began = self._loop.time()
         await asyncio.gather(*map(self._ask, asked.values()))
         if self.asks_workers:
             self._ask_workers()
-        self._newest = self._loop.time(), began, asked
-        return self._status(began, asked)
+        return self._loop.time(), began, asked
 
     def _controls(self) -> dict[str, Connection]:
         """Return a connection to each task that there is."""
         return {peer.task: peer for peer in self._endpoint.peers if peer.lane == "control"}
 
-    def _recorder(self) -> SpanRecorder:
-        """Return what records the chief's own part of a trace."""
-
-        def facts() -> dict[str, Any]:
-            running = [(closure.id, closure.name) for closure in self._oldest().values()]
-            return {"variables": self.variables(), "running": running}
-
-        recorder = SpanRecorder(self._endpoint.platform, CHIEF, facts, self._counters)
-        recorder.watch_endpoint(self._endpoint)
-        return recorder
+    def _facts(self) -> dict[str, Any]:
+        """Return what explains the chief's own part of a trace."""
+        running = [(closure.id, closure.name) for closure in self._oldest().values()]
+        names = {each.variable_id: each.name for each in self._variables()}
+        return {"variables": names, "running": running}
 
     async def _ask(self, ps: Connection) -> None:
         """Ask a ps over the connection that it has: nothing is sent again, or waits for it."""
@@ -177,7 +161,9 @@ class ClusterSource(ABC):
     def _status(self, began: float, asked: Collection[str]) -> Status:
         """Return the status, ``asked`` ps tasks having been asked at ``began``."""
         now = self._loop.time()
-        self._placement = self._placed(self._placement)
+        variables = self._variables()
+        if sum(len(each.shards) for each in variables) != len(self._placement):
+            self._placement = placement_of(variables)  # a longer one: they stay where they are
         self._time = max(self._time, time.time())
         tasks, counted = [], []
         for link in self._links():
@@ -194,9 +180,6 @@ class ClusterSource(ABC):
         return self._completed(bare, now, counted)
 
     # What there is besides ps tasks.
-
-    @abstractmethod
-    def _links(self) -> Sequence[PsLink]: ...
 
     @abstractmethod
     def _completed(self, bare: Status, now: float, counted: list[dict[str, Any]]) -> Status:
@@ -217,19 +200,18 @@ class StatusSource(ClusterSource):
 
     Args:
         coordinator: Running, or starting.
-        placed: As for ``ClusterSource``.
+        variables: As for ``ClusterSource``.
     """
 
-    def __init__(self, coordinator: Coordinator, placed: Placed) -> None:
+    def __init__(
+        self, coordinator: Coordinator, variables: Callable[[], Sequence[VariableSpec]]
+    ) -> None:
         self._coordinator = coordinator
         self._worked: dict[str, tuple[float, Mapping[str, float], WorkShares | None]] = {}
         """By worker: loop time here, what ``WorkMeter.read`` gave, shares since the one before."""
-        self._asked_at: dict[str, float] = {}  # since when, loop time
         self._turn = 0  # place of the worker that is asked next
-        super().__init__(coordinator.links.endpoint, placed)
-
-    def _links(self) -> Sequence[PsLink]:
-        return self._coordinator.links.ps.links
+        links = coordinator.links
+        super().__init__(links.endpoint, lambda: links.ps.links, variables)
 
     def _oldest(self) -> Mapping[str, Closure]:
         return self._coordinator.recovery.queue.dispatcher.oldest()
@@ -243,14 +225,12 @@ class StatusSource(ClusterSource):
         workers = [each for each in self._records() if each.peers is not None]
         names = {each.name for each in workers}
         self._worked = {name: each for name, each in self._worked.items() if name in names}
-        count = min(len(workers), ASKED_AT_ONCE)
-        for place in range(self._turn, self._turn + count):
-            worker = workers[place % len(workers)]
+        self._turn = self._turn % max(1, len(workers))
+        for worker in (workers[self._turn :] + workers[: self._turn])[:ASKED_AT_ONCE]:
             if worker.name not in self._asked and worker.peers is not None:
                 task = self._loop.create_task(self._ask_worker(worker.name, worker.peers[0]))
-                self._asked[worker.name] = task
-                self._asked_at[worker.name] = self._loop.time()
-        self._turn = (self._turn + count) % max(1, len(workers))
+                self._asked[worker.name] = self._loop.time(), task
+        self._turn += ASKED_AT_ONCE
 
     async def _ask_worker(self, name: str, control: Connection) -> None:
         try:
@@ -258,7 +238,7 @@ class StatusSource(ClusterSource):
         except PsyncError:
             return
         finally:
-            del self._asked[name], self._asked_at[name]
+            del self._asked[name]
         assert isinstance(received.message, Statistics), "its only answer"
         if work := received.message.counters.get("work"):
             known = self._worked.get(name)
@@ -321,7 +301,8 @@ class StatusSource(ClusterSource):
             error = SeenError(text, now - at)
         at, _, work = self._worked.get(worker.name, (now, {}, None))
         # What one did before it was stopped is not what it does now.
-        answers = now - self._asked_at.get(worker.name, now) < WORKER_ANSWERS_WITHIN_S
+        since, _ = self._asked.get(worker.name, (now, None))
+        answers = now - since < WORKER_ANSWERS_WITHIN_S
         work = replace(work, age_s=now - at) if answers and work is not None else None
         return WorkerStatus(
             worker.name, worker.address, state, running, losses=worker.losses,
@@ -333,7 +314,7 @@ class SessionSource(ClusterSource):
     """The status of a training session without a coordinator, as its chief and ps 0 know it.
 
     Args:
-        endpoint, placed: As for ``ClusterSource``.
+        endpoint, variables: As for ``ClusterSource``.
         links: To the ps tasks.
         workers: Addresses by name: of workers, and of a chief that trains.
         waits_for: What training goes on to, in words.
@@ -345,17 +326,14 @@ class SessionSource(ClusterSource):
     def __init__(
         self,
         endpoint: Endpoint,
-        placed: Placed,
         links: Sequence[PsLink],
+        variables: Callable[[], Sequence[VariableSpec]],
         workers: Mapping[str, str],
         waits_for: str,
     ) -> None:
-        self._ps_links, self._workers, self._waits_for = links, workers, waits_for
+        self._workers, self._waits_for = workers, waits_for
         self.begun = False
-        super().__init__(endpoint, placed)
-
-    def _links(self) -> Sequence[PsLink]:
-        return self._ps_links
+        super().__init__(endpoint, lambda: links, variables)
 
     def _completed(self, bare: Status, now: float, counted: list[dict[str, Any]]) -> Status:
         session = counted[0].get("session", {})

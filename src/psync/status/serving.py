@@ -14,10 +14,9 @@ import logging
 import os
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from http.client import HTTPException
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgpack
 
@@ -31,7 +30,7 @@ from psync.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from psync.net.connection import Connection, Handler, Request
+from psync.net.connection import Handler, Request
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform, flag
 from psync.net.secret import Secret
@@ -39,11 +38,10 @@ from psync.net.tls_channel import TlsNetwork
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.exposition import exposition
-from psync.status.http import StatusServer
+from psync.status.http import Page, check_can_serve, serving_metrics
 from psync.status.model import Status
 from psync.status.run_files import Run, directory_of_runs, new_run, run_file
 from psync.wire.codec import Message
-from psync.wire.frames import Frame
 from psync.wire.messages import AskSpans, AskStatistics, Statistics
 
 if TYPE_CHECKING:
@@ -59,6 +57,9 @@ ANSWERS_WITHIN_S = 5.0
 
 MAX_ERROR_BYTES = 1024
 
+Question: TypeAlias = AskStatistics | AskSpans
+"""The status is asked for, or what a trace needs."""
+
 
 class ServedStatus:
     """The status of one program, which may be asked for while it starts and while it runs.
@@ -67,24 +68,40 @@ class ServedStatus:
         source: Of the status.
         platform: Of the program.
         metrics: Where to serve it over HTTP, as "host:port"; None: as ``PSYNC_METRICS`` says.
+        dashboard: Where to show it; "": nowhere. This and ``log`` as for ``shown``.
+        log: Path of the run log; "": none.
+
+    Attributes:
+        dashboard_url: With its token; "": there is none.
 
     Raises:
         ConfigurationError: ``PSYNC_STATUS`` is neither 0 nor 1, or an address is none.
     """
 
     def __init__(
-        self, source: ClusterSource, platform: Platform, metrics: str | None = None
+        self,
+        source: ClusterSource,
+        platform: Platform,
+        metrics: str | None = None,
+        dashboard: str | None = "",
+        log: str | os.PathLike[str] | None = "",
     ) -> None:
         self.source = source
+        self._dashboard, self._log, self.dashboard_url = dashboard, log, ""
         is_outside = isinstance(platform.network, SocketNetwork | TlsNetwork)  # and not in memory
         self._is_served = flag(os.environ, "PSYNC_STATUS") is not False and is_outside
         if metrics is None and is_outside:
             metrics = os.environ.get("PSYNC_METRICS")
-        self._http: StatusServer | None = None
+        self._http: contextlib.AbstractAsyncContextManager[str] | None = None
         if metrics:
-            self._http = StatusServer(
-                metrics, self._metrics, {"/status": self._json, "/spans": self._spans}
-            )
+            check_can_serve("metrics", metrics)
+            pages: dict[str, Page] = {
+                "/status": ("application/json", lambda _: self._body(AskStatistics())),
+                "/spans": ("application/msgpack", lambda query: self._body(
+                    AskSpans(query.get("reader", ""), "last" in query)
+                )),
+            }  # fmt: skip
+            self._http = serving_metrics(metrics, self._metrics, pages)
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -94,25 +111,31 @@ class ServedStatus:
         in the log.
 
         Raises:
-            ConfigurationError: The address for metrics is in use.
+            ConfigurationError: An address is in use, or the run log cannot be written.
 
         Cancellation: ``close`` still has to be called; so it is after an error.
         """
         url = ""
         if self._http is not None:
-            url = await self._stack.enter_async_context(self._http.serving())
+            url = await self._stack.enter_async_context(self._http)
         if self._is_served:
             try:
                 await self._stack.enter_async_context(self._found(url))
             except (OSError, ConfigurationError) as exc:
                 logger.info("the status of this run is not available: %s", exc)
+        asked = (self._dashboard, "PSYNC_DASHBOARD"), (self._log, "PSYNC_RUN_LOG")
+        if any(os.environ.get(name) if given is None else given for given, name in asked):
+            from psync.status.dashboard.recorder import shown
+
+            page = shown(self.source, self._dashboard, self._log)
+            self.dashboard_url = await self._stack.enter_async_context(page)
 
     @contextlib.asynccontextmanager
     async def _found(self, metrics: str) -> AsyncIterator[None]:
         """Return a context in which there is a run file, and who has read it may ask."""
         run = new_run(directory_of_runs(), self.source.program, metrics)
         handlers: dict[type[Message], Handler] = {
-            AskStatistics: Handler(self._answer), AskSpans: Handler(self._answer_spans),
+            AskStatistics: Handler(self._answer), AskSpans: Handler(self._answer),
         }  # fmt: skip
         platform = Platform(SocketNetwork(), Secret(run.token.encode()))
         endpoint = Endpoint(platform, CHIEF, 0, handlers)
@@ -123,26 +146,18 @@ class ServedStatus:
         finally:
             await endpoint.close()
 
-    async def _answer(self, request: Request[AskStatistics]) -> None:
-        status = await self.source.status()
-        request.answer(Statistics({}), [status.to_json().encode()])
+    async def _answer(self, request: Request[Question]) -> None:
+        request.answer(Statistics({}), [await self._body(request.message)])
 
-    async def _answer_spans(self, request: Request[AskSpans]) -> None:
-        message = request.message
-        readings = await self.source.spans.read(message.reader, last=message.last)
-        told = [(reading.task, reading.asked, reading.got) for reading in readings]
-        request.answer(Statistics({"readings": told}), [reading.body for reading in readings])
+    async def _body(self, question: Question) -> bytes:
+        if isinstance(question, AskStatistics):
+            return (await self.source.status()).to_json().encode()
+        readings = await self.source.spans.read(question.reader, last=question.last)
+        body: bytes = msgpack.packb(readings)
+        return body
 
     async def _metrics(self) -> str:
         return exposition(await self.source.status())
-
-    async def _json(self, _: Mapping[str, str]) -> tuple[str, str]:
-        return "application/json", (await self.source.status()).to_json()
-
-    async def _spans(self, query: Mapping[str, str]) -> tuple[str, bytes]:
-        """Return what tasks have recorded: msgpack of a list of readings."""
-        readings = await self.source.spans.read(query.get("reader", ""), last="last" in query)
-        return "application/msgpack", msgpack.packb(readings)
 
     async def close(self) -> None:
         """Answer nobody any more. Cancellation: a connection may still be closing."""
@@ -153,6 +168,38 @@ class ServedStatus:
 
 
 # For whoever asks, from another process.
+
+
+class StatusReader:
+    """Asks a program again and again.
+
+    Args:
+        who: The program, for errors.
+        ask: Asks it something.
+    """
+
+    def __init__(self, who: str, ask: Callable[[Question], Awaitable[bytes]]) -> None:
+        self._who, self._ask = who, ask
+
+    async def read(self) -> Status:
+        """Return the status as of now.
+
+        Raises:
+            ConfigurationError: The run has ended, or something else answers there.
+            DeadlineExceeded: It does not answer, and may later.
+            RemoteProtocolError: It uses another version of psync.
+
+        Cancellation: Safe; an answer over HTTP is waited for, in a thread.
+        """
+        return Status.from_json(await self._ask(AskStatistics()))
+
+    async def read_spans(self, name: str, *, last: bool = False) -> list[Reading]:
+        """Return what tasks have recorded; see ``SpanCollector.read``, and ``read`` for errors."""
+        body = await self._ask(AskSpans(name, last))
+        try:
+            return [Reading(*reading) for reading in msgpack.unpackb(body)]
+        except (ValueError, TypeError, msgpack.UnpackException) as exc:
+            raise RemoteProtocolError(f"{self._who}: expected parts of a trace") from exc
 
 
 @contextlib.asynccontextmanager
@@ -168,112 +215,56 @@ async def reading_status(run: Run) -> AsyncIterator[StatusReader]:
     """
     platform = Platform(SocketNetwork(), Secret(run.token.encode()))
     endpoint = Endpoint(platform, READER, 0, {})
+
+    async def ask(question: Question) -> bytes:
+        try:
+            deadline = asyncio.get_running_loop().time() + ANSWERS_WITHIN_S
+            return b"".join((await peer.call(question, deadline=deadline)).segments)
+        except DeadlineExceeded as exc:
+            raise DeadlineExceeded(
+                f"{run} has not answered for {ANSWERS_WITHIN_S:g} s",
+                hint="its event loop is busy, or the process is stopped",
+            ) from exc
+        except TransportError as exc:
+            raise ConfigurationError(f"{run} has ended") from exc
+        except PsyncError as exc:
+            raise RemoteProtocolError(f"{run} cannot report its status: {exc.message}") from exc
+
     try:
         try:
             peer = await endpoint.connect(run.address, CHIEF)
         except (ConnectFailed, AuthenticationError) as exc:
             raise ConfigurationError(f"{run} has ended, or is unreachable: {exc}") from exc
-        yield StatusReader(run, peer)
+        yield StatusReader(str(run), ask)
     finally:
         await endpoint.close()
 
 
-class StatusReader:
-    """A connection to a run that is asked for its status again and again."""
-
-    def __init__(self, run: Run, peer: Connection) -> None:
-        self._run = run
-        self._peer = peer
-
-    async def read(self) -> Status:
-        """Return the status as of now.
-
-        Raises:
-            ConfigurationError: The run has ended.
-            DeadlineExceeded: It does not answer, and may later.
-            RemoteProtocolError: It uses another version of psync.
-
-        Cancellation: Safe.
-        """
-        received = await self._ask(AskStatistics())
-        if len(received.segments) != 1:
-            raise RemoteProtocolError(f"{self._run}: expected a status, got something else")
-        return Status.from_json(bytes(received.segments[0]))
-
-    async def _ask(self, message: Message) -> Frame:
-        try:
-            deadline = asyncio.get_running_loop().time() + ANSWERS_WITHIN_S
-            return await self._peer.call(message, deadline=deadline)
-        except DeadlineExceeded as exc:
-            raise DeadlineExceeded(
-                f"{self._run} has not answered for {ANSWERS_WITHIN_S:g} s",
-                hint="its event loop is busy, or the process is stopped",
-            ) from exc
-        except TransportError as exc:
-            raise ConfigurationError(f"{self._run} has ended") from exc
-        except PsyncError as exc:
-            raise RemoteProtocolError(
-                f"{self._run} cannot report its status: {exc.message}"
-            ) from exc
-
-    async def read_spans(self, name: str, *, last: bool = False) -> list[Reading]:
-        """Return what tasks have recorded; see ``SpanCollector.read``, and ``read`` for errors."""
-        received = await self._ask(AskSpans(name, last))
-        message = received.message
-        told = message.counters.get("readings", ()) if isinstance(message, Statistics) else ()
-        if len(told) != len(received.segments):
-            raise RemoteProtocolError(f"{self._run}: expected parts of a trace, got something else")
-        return [
-            Reading(task, bytes(body), asked, got)
-            for (task, asked, got), body in zip(told, received.segments, strict=True)
-        ]
-
-
-class UrlReader:
-    """Asks a program over HTTP for its status, again and again.
+def reader_of_url(url: str) -> StatusReader:
+    """Return what asks a program over HTTP.
 
     Args:
-        url: As the log of the program has it, with its token.
+        url: Of its status, as the log of the program has it, with the token.
     """
+    where = url.partition("?")[0]  # without the token
+    # What a proxy between here and there would answer is no status.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        # What a proxy between here and there would answer is no status.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    async def read(self) -> Status:
-        """Return the status as of now.
-
-        Raises:
-            ConfigurationError: Nobody answers there, or something else than a status.
-            RemoteProtocolError: It is that of another version of psync.
-
-        Cancellation: Safe; the answer is waited for, in a thread.
-        """
-        return Status.from_json(await asyncio.to_thread(self._get, self._url))
-
-    async def read_spans(self, name: str, *, last: bool = False) -> list[Reading]:
-        """Return what tasks have recorded; see ``SpanCollector.read``, and ``read`` for errors."""
-        url = urlsplit(self._url)
-        if not url.path.endswith("/status"):
+    async def ask(question: Question) -> bytes:
+        if isinstance(question, AskStatistics):
+            return await asyncio.to_thread(get, url, where)
+        if not where.endswith("/status"):
             raise ConfigurationError(
-                f"{self._url.partition('?')[0]}: expected the URL of a status, as in the program's "
-                "log",
+                f"{where}: expected the URL of a status, as in the program's log",
                 hint="http://127.0.0.1:9400/status?token=…; see --metrics-port of psync run",
             )
-        query = f"{url.query}&reader={name}{'&last=1' if last else ''}"
-        path = url.path.removesuffix("/status") + "/spans"
-        body = await asyncio.to_thread(self._get, url._replace(path=path, query=query).geturl())
-        try:
-            return [Reading(*reading) for reading in msgpack.unpackb(body)]
-        except (ValueError, TypeError, msgpack.UnpackException) as exc:
-            where = self._url.partition("?")[0]
-            raise RemoteProtocolError(f"{where}: expected parts of a trace") from exc
+        spans = where.removesuffix("/status") + "/spans"
+        more = f"reader={question.reader}{'&last=1' if question.last else ''}"
+        return await asyncio.to_thread(get, f"{spans}?{url.partition('?')[2]}&{more}", spans)
 
-    def _get(self, url: str) -> bytes:
-        where = url.partition("?")[0]  # without the token
+    def get(url: str, where: str) -> bytes:
         try:
-            with self._opener.open(url, timeout=ANSWERS_WITHIN_S) as answer:
+            with opener.open(url, timeout=ANSWERS_WITHIN_S) as answer:
                 body: bytes = answer.read()
                 return body
         except urllib.error.HTTPError as exc:
@@ -284,3 +275,5 @@ class UrlReader:
             raise ConfigurationError(
                 f"{where} does not answer: {exc}", hint="has the program ended?"
             ) from exc
+
+    return StatusReader(where, ask)

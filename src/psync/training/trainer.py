@@ -30,7 +30,6 @@ import logging
 import math
 import operator
 import os
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -752,8 +751,7 @@ class Trainer:
                         say_over(max(0, first - 1), epochs)
                     for epoch in range(first, first if runs.ended else epochs):
                         await call_back(self, callbacks, "on_epoch_begin", epoch)
-                        began = time.perf_counter()
-                        show.begin(epoch, epochs, steps_per_epoch)
+                        show.begin(f"epoch {epoch + 1}/{epochs}", steps_per_epoch)
                         is_due = (epoch + 1) % validation_freq == 0
                         self.validation_skipped = validates and not is_due
                         validate = functools.partial(
@@ -762,7 +760,8 @@ class Trainer:
                         logs, again = await runs.run(
                             steps_per_epoch, validate if validates and is_due else None
                         )
-                        show.end(time.perf_counter() - began, logs, again)
+                        note = f" ({again} undone by a rollback and trained again)" if again else ""
+                        show.end(note, logs)
                         history._add(epoch, logs, again)
                         coordinator.report({"epoch": epoch, **logs})
                         await call_back(self, callbacks, "on_epoch_end", epoch, logs)

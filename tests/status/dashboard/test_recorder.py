@@ -13,7 +13,7 @@ import pytest
 
 from psync.errors import ConfigurationError
 from psync.status.dashboard import recorder as recorder_module
-from psync.status.dashboard.recorder import Attached, Recorder, hosts_of
+from psync.status.dashboard.recorder import Recorder, hosts_of, shown
 from psync.status.dashboard.run_log import FinishedRun, RunLog
 from psync.status.model import ShardStatus, Status
 from statuses import live_show, logged, status, worker
@@ -57,13 +57,15 @@ class Cluster:
 
 async def test_it_takes_one_after_the_other_and_a_last_one(tmp_path: Path) -> None:
     cluster, path = Cluster(), tmp_path / "run.jsonl"
-    recorder = Recorder(cluster.status, RunLog(path, "train.py"))
+    log = RunLog(path, "train.py")
+    recorder = recorder_of(cluster, log)
     recorder.start()
     await cluster.asked_again(3)
     cluster.placed = (W, V)
     await cluster.asked_again(2)
     await recorder.close()
     await recorder.close()
+    log.close()
     assert recorder.newest == status(worker(), at=float(cluster.asked), placement=(W, V))
     run = FinishedRun(path)
     written = [each.time for each in logged(run)]
@@ -87,7 +89,7 @@ async def test_the_page_shows_the_newest_moment_of_a_run_that_goes_on() -> None:
 
 async def test_an_error_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     cluster = Cluster()
-    recorder = Recorder(cluster.status)
+    recorder = recorder_of(cluster)
     cluster.fails = True
     recorder.start()
     await cluster.asked_again(3)
@@ -104,22 +106,28 @@ async def test_a_full_disk_is_one_warning(
 ) -> None:
     cluster, log = Cluster(), RunLog(tmp_path / "run.jsonl", "train.py")
 
-    def full(_: object) -> None:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(log, "add", full)
-    recorder = Recorder(cluster.status, log)
+    monkeypatch.setattr(log, "_append", full)
+    recorder = recorder_of(cluster, log)
     with caplog.at_level(logging.WARNING):
         recorder.start()
         await cluster.asked_again(4)
         await recorder.close()
+        log.close()
     assert caplog.text.count("is no longer written: No space left on device") == 1
-    log.close()
 
 
-def attached(address: str = "", log: Path | str = "") -> Attached:
+def recorder_of(cluster: Any, log: RunLog | None = None) -> Recorder:
+    return Recorder(cluster, log)
+
+
+async def record(address: str | None = "", log: Path | str | None = "") -> str:
+    """Show or write down a run that ends at once; return the URL."""
     source: Any = Cluster()
-    return Attached(source, address, log)
+    async with shown(source, address, log) as url:
+        return url
 
 
 async def test_coordinators_of_one_program_share_the_log_of_its_launcher(
@@ -127,15 +135,10 @@ async def test_coordinators_of_one_program_share_the_log_of_its_launcher(
 ) -> None:
     path = tmp_path / "run.jsonl"
     monkeypatch.setenv("PSYNC_RUN_LOG", str(path))
-    source: Any = Cluster()
     for _ in range(2):
-        run = Attached(source)
-        await run.start()
-        await run.close()
+        await record(None, None)
     assert path.read_text().count('"psync_run_log"') == 2
-    run = Attached(source, log=path)
-    await run.start()
-    await run.close()
+    await record(None, path)
     assert path.read_text().count('"psync_run_log"') == 1  # replaced, as its caller says
 
 
@@ -145,9 +148,7 @@ async def test_what_is_given_goes_before_the_environment(
     monkeypatch.setenv("PSYNC_RUN_LOG", str(tmp_path / "other.jsonl"))
     monkeypatch.setenv("PSYNC_DASHBOARD", "nowhere")
     for log in (tmp_path / "run.jsonl", ""):
-        run = attached(log=log)
-        await run.start()
-        await run.close()
+        await record(log=log)
     assert [path.name for path in tmp_path.glob("*.jsonl")] == ["run.jsonl"]
     assert capsys.readouterr().err == ""
 
@@ -161,34 +162,25 @@ async def test_a_log_without_a_dashboard(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.jsonl"
-    run = attached(log=str(path))
-    await run.start()
-    await run.close()
-    assert (run.url, capsys.readouterr().err) == ("", "")
+    url = await record(log=str(path))
+    assert (url, capsys.readouterr().err) == ("", "")
     assert FinishedRun(path).ended
     monkeypatch.setenv("PSYNC_RESTART_COUNT", "1")
-    again = attached(log=str(path))
-    await again.start()
-    await again.close()
+    await record(log=str(path))
     assert len(FinishedRun(path)) >= 2
 
 
 async def test_a_dashboard_prints_its_url(capsys: pytest.CaptureFixture[str]) -> None:
     aiohttp = pytest.importorskip("aiohttp")
-    run = attached(address="127.0.0.1:0")
-    await run.start()
-    try:
-        assert capsys.readouterr().err == f"psync: dashboard at {run.url}\n"
-        url, _, token = run.url.partition("?token=")
+    source: Any = Cluster()
+    async with shown(source, "127.0.0.1:0", "") as shown_at:
+        assert capsys.readouterr().err == f"psync: dashboard at {shown_at}\n"
+        url, _, token = shown_at.partition("?token=")
         asked = aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"})
         async with asked as client, client.get(f"{url}api/view") as answer:
             assert json.loads(await answer.text())["program"] == "train.py"
-    finally:
-        await run.close()
 
 
 async def test_a_log_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
-    run = attached(log=str(tmp_path / "no" / "run.jsonl"))
     with pytest.raises(ConfigurationError, match="No such file or directory"):
-        await run.start()
-    await run.close()
+        await record(log=str(tmp_path / "no" / "run.jsonl"))

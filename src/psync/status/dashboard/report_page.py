@@ -9,16 +9,13 @@ import base64
 import contextlib
 import os
 import re
-import sys
 import tempfile
-import threading
 from pathlib import Path
 
 from psync.errors import ConfigurationError
-from psync.status.dashboard.run_log import FinishedRun, RunLog
+from psync.status.dashboard.run_log import FinishedRun
 from psync.status.dashboard.server import STATIC
 from psync.status.dashboard.view import to_json
-from psync.status.model import Status
 from psync.status.run_files import replacing
 
 MAX_MOMENTS = 200
@@ -29,40 +26,6 @@ MAX_BYTES = 16 << 20
 
 MODULES = "dom.js", "charts.js", "lanes.js", "app.js"
 """Scripts, each after those that it imports."""
-
-
-class ReportLog(RunLog):
-    """The run log of a report, in a temporary file. Several recorders may write it at once."""
-
-    def __init__(self) -> None:
-        fd, path = tempfile.mkstemp(prefix="psync-report-", suffix=".jsonl")
-        os.close(fd)
-        self._lock = threading.Lock()
-        self._is_empty = True
-        super().__init__(path, os.path.basename(sys.argv[0] if sys.argv else "") or "python")
-
-    def add(self, status: Status) -> None:
-        """Write a status. Raises OSError."""
-        with self._lock:
-            super().add(status)
-            self._is_empty = False
-
-    def close(self) -> None:
-        """Do nothing: a recorder ends, and others may go on."""
-
-    def write_report(self, path: Path) -> Path:
-        """End the log, and write the report; see ``write_report``. Raises also OSError."""
-        super().close()
-        if self._is_empty:
-            raise ConfigurationError("no coordinator has run")
-        return write_report(self.path, path)
-
-    def remove(self) -> None:
-        """Remove the file."""
-        with contextlib.suppress(OSError):
-            super().close()
-        with contextlib.suppress(OSError):
-            self.path.unlink()
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
@@ -115,23 +78,16 @@ def write_report(log: str | os.PathLike[str], path: Path) -> Path:
 
 
 def _page(run: FinishedRun) -> str:
-    count = min(len(run), MAX_MOMENTS)
+    count, last = min(len(run), MAX_MOMENTS), len(run) - 1
     while True:
-        places = [round(at * (len(run) - 1) / max(count - 1, 1)) for at in range(count)]
-        if count == 1:
-            places = [len(run) - 1]
-        moments, size = [], 0
-        for place in places:
-            moments.append(run.view_at("recent", place))
-            size += len(moments[-1])
-            if size > MAX_BYTES and count > 1:
-                break
-        else:
+        step = last / max(count - 1, 1)
+        moments = [run.view_at("recent", last - round(step * at)) for at in reversed(range(count))]
+        size = sum(map(len, moments))
+        if size <= MAX_BYTES or count == 1:
             break
         count = max(1, count * MAX_BYTES // (2 * size))
     series = to_json(run.series())
-    data = f'{{"moments":[{",".join(moments)}],"series":{series}}}'
-    return _filled(data)
+    return _filled(f'{{"moments":[{",".join(moments)}],"series":{series}}}')
 
 
 def _filled(data: str) -> str:

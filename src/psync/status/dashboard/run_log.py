@@ -17,10 +17,12 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import math
 import os
+import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -30,6 +32,8 @@ from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.status.dashboard import view as page
 from psync.status.model import ShardStatus, Status, from_plain
 from psync.status.run_files import replacing
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 
@@ -55,7 +59,9 @@ STATUS, PLACEMENT = b'{"status":', b'{"placement":'
 
 
 class RunLog:
-    """Writes a run log. Its methods block for as long as the disk does.
+    """Writes a run log. Its methods block for as long as the disk does, and threads may share it.
+
+    When the disk refuses to write, that is a warning, and nothing is written from then on.
 
     Args:
         path: Of the file, readable by this user only. A run log that is there is replaced.
@@ -71,6 +77,7 @@ class RunLog:
 
     def __init__(self, path: str | os.PathLike[str], program: str, *, append: bool = False) -> None:
         self.path = Path(path)
+        self._lock = threading.Lock()
         self._every, self._passed = 1, 0
         self._placement: tuple[ShardStatus, ...] = ()  # as it was written
         head = {KEY: SCHEMA, "program": program, "interval_s": INTERVAL_S}
@@ -98,7 +105,25 @@ class RunLog:
         return file
 
     def add(self, status: Status) -> None:
-        """Write a status. Raises OSError."""
+        """Write a status."""
+        self._try(self._add, status)
+
+    def close(self) -> None:
+        """Write that the run has ended, and close the file."""
+        self._try(self._end)
+        self._owner = None
+
+    def _try(self, write: Callable[..., None], *what: Status) -> None:
+        with self._lock:
+            try:
+                if not self._file.closed:
+                    write(*what)
+            except OSError as exc:
+                logger.warning("run log %s is no longer written: %s", self.path, exc.strerror)
+                with contextlib.suppress(OSError):
+                    self._file.close()
+
+    def _add(self, status: Status) -> None:
         self._passed += 1
         if self._passed % self._every:
             return
@@ -108,14 +133,9 @@ class RunLog:
         bare = dataclasses.replace(status, placement=())
         self._append(b'{"status":%s}\n' % bare.to_json().encode())
 
-    def close(self) -> None:
-        """Write that the run has ended, and close the file. Raises OSError."""
-        try:
-            if not self._file.closed:
-                self._write({"end": {}})
-        finally:
-            self._file.close()
-            self._owner = None
+    def _end(self) -> None:
+        self._write({"end": {}})
+        self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         self._append(json.dumps(line, separators=(",", ":")).encode() + b"\n")

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from psync.client.counters import KINDS
 from psync.status.diagnosis import diagnose
 from psync.status.model import PsStatus, ShardStatus, Status, StepsStatus, WorkerStatus
 from psync.status.units import (
@@ -237,24 +238,20 @@ def placement(placed: Sequence[ShardStatus], num_ps: int) -> list[dict[str, Any]
     bars = []
     for ps, shards in list(by_ps.items())[:MAX_PS_ROWS]:
         shards.sort(key=lambda shard: -shard.nbytes)
-        parts = [_part(shard, most, colours[shard.variable]) for shard in shards[:MAX_PARTS]]
+        parts: list[dict[str, Any]] = []
+        for shard in shards[:MAX_PARTS]:
+            name, width = f"{shard.variable} [{shard.shard}]", round(100 * shard.nbytes / most, 2)
+            text = f"{name}: {shard.shape} {shard.dtype}, {bytes_text(shard.nbytes)}"
+            colour = colours[shard.variable]
+            parts.append({"name": name, "text": text, "width": width, "colour": colour})
         if rest := shards[MAX_PARTS:]:
             size = sum(shard.nbytes for shard in rest)
             text = f"{len(rest)} more shards, {bytes_text(size)}"
-            parts.append({"name": text, "text": text, "width": _percent(size, most), "colour": -1})
+            width = round(100 * size / most, 2)
+            parts.append({"name": text, "text": text, "width": width, "colour": -1})
         total = f"{bytes_text(totals[ps])}, {len(shards)} shards"
         bars.append({"task": f"ps {ps}", "total": total, "parts": parts})
     return bars if placed else []
-
-
-def _part(shard: ShardStatus, most: int, colour: int) -> dict[str, Any]:
-    name = f"{shard.variable} [{shard.shard}]"
-    text = f"{name}: {shard.shape} {shard.dtype}, {bytes_text(shard.nbytes)}"
-    return {"name": name, "text": text, "width": _percent(shard.nbytes, most), "colour": colour}
-
-
-def _percent(part: int, whole: int) -> float:
-    return round(100 * part / whole, 2)
 
 
 def missing(status: Status) -> Mapping[str, str]:
@@ -411,7 +408,7 @@ def row_of(status: Status) -> Row:
     known = [worker.work for worker in status.workers if worker.work is not None]
     if known:
         left = 100.0
-        for name in ("compute", "pull", "push", "wait"):
+        for name in KINDS:
             share = 100 * sum(getattr(each, name) for each in known) / len(known)
             row[name] = round(share, 1)
             left -= share
@@ -443,10 +440,7 @@ def _short(value: float) -> float:
 
 def cell_of(worker: WorkerStatus) -> Cell:
     """Return what a lane shows of a worker at one moment."""
-    work = worker.work
-    if work is None:
+    if worker.work is None:
         return worker.state, -1, -1, -1, -1
-    compute, pull, push, wait = (
-        round(100 * share) for share in (work.compute, work.pull, work.push, work.wait)
-    )
+    compute, pull, push, wait = (round(100 * getattr(worker.work, kind)) for kind in KINDS)
     return worker.state, compute, pull, push, wait
