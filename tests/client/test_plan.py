@@ -100,7 +100,11 @@ def test_every_byte_of_every_body_lands_where_its_variable_lies(
         np.zeros(v.shape, v.dtype) if drawn[i][3] == "own" else None
         for i, v in enumerate(variables)
     ]
-    lent = {i: contents[i].copy() for i, v in enumerate(variables) if drawn[i][3] == "lent"}
+    lent = {
+        i: np.ndarray(v.shape, dtype_of(v.dtype), contents[i].copy())
+        for i, v in enumerate(variables)
+        if drawn[i][3] == "lent"
+    }
     for root in lent.values():
         root.flags.writeable = False
     came = [np.zeros_like(each) if i in lent else each for i, each in enumerate(contents)]

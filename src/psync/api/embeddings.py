@@ -169,21 +169,23 @@ class _Table:
         if not variables:
             raise PartitionError(f"{what}: params is an empty list")
         check_choice(what, "partition_strategy", strategy)
-        names = ", ".join(f'"{variable.name}"' for variable in variables)
+        names = ", ".join([f'"{variable.name}"' for variable in variables])
         self.what = f"{what} of {names}"
         self._variables = variables
         self._strategy = strategy
-        first = variables[0]
+        self._sizes = []
+        first, kind = variables[0], None
         for variable in variables:
-            if not variable.shape:
+            shape = variable.shape
+            if not shape:
                 raise PartitionError(f'{self.what}: "{variable.name}" is a scalar and has no rows')
-            if (variable.shape[1:], variable.dtype) != (first.shape[1:], first.dtype):
+            kind = kind or (shape[1:], variable.dtype)
+            if (shape[1:], variable.dtype) != kind:
                 raise PartitionError(
-                    f"{self.what}: expected rows of shape {first.shape[1:]} {first.dtype}, as "
-                    f'"{first.name}" has, got {variable.shape[1:]} {variable.dtype} in '
-                    f'"{variable.name}"'
+                    f"{self.what}: expected rows of shape {kind[0]} {kind[1]}, as "
+                    f'"{first.name}" has, got {shape[1:]} {variable.dtype} in "{variable.name}"'
                 )
-        self._sizes = [variable.shape[0] for variable in variables]
+            self._sizes.append(shape[0])
         if len(variables) > 1:
             check_sizes(self._sizes, [variable.name for variable in variables], what)
 

@@ -83,6 +83,7 @@ class Request:
     lengths: tuple[int, ...] = ()  # of each shard, once all are there
     pieces: list[tuple[int, int, int]] = field(default_factory=list)
     """Where the body lies: buffer, first byte in it, end. Adjacent pieces are merged."""
+    large: set[int] = field(default_factory=set)  # variables of it that may be lent by themselves
     nbytes: int = 0
     values: DefinePlan = field(init=False)  # its shards, and nothing else
     read: Read = field(init=False)  # of their values
@@ -238,6 +239,7 @@ def _large_in(
         offset = 0
         for (index, start, _), nbytes in zip(request.cuts, request.lengths, strict=True):
             if nbytes and variables[index].nbytes > LENT_ABOVE_BYTES:
+                request.large.add(index)
                 found.setdefault(index, []).append((start, Part(number, offset, nbytes)))
             offset += nbytes
     return {index: [part for _, part in sorted(parts)] for index, parts in found.items()}
@@ -364,10 +366,10 @@ class Landing:
             return _thrown_away(lengths)
         if self.kept:
             self.kept.pop(at, None)  # of an answer that was asked for again
-        if lent is not None and self._windows is not None and lent.may_keep:
-            if self._is_worth_it(at, lent.views):
-                kept = self.kept[at] = lent.keep()
-                return kept
+        is_wanted = not self._given.keys() >= request.large
+        if lent is not None and is_wanted and self._windows is not None and lent.may_keep:
+            kept = self.kept[at] = lent.keep()
+            return kept
         targets = []
         if self._given:
             targets = [self._target(*cut) for cut in request.cuts if cut[1] < cut[2]]
@@ -393,11 +395,8 @@ class Landing:
         return self.settle(leased)
 
     def settle(self, leased: Mapping[int, np.ndarray] | None = None) -> list[np.ndarray]:
-        """Return an array for each variable: all is there, ``leased`` as the bytes of some."""
-        there, made = dict(self._given), {}
-        for index, root in (leased or {}).items():
-            _, _, shape, dtype = self.plan.places[index]
-            there[index] = np.ndarray(shape, dtype, root)
+        """Return an array for each variable: all is there, some of them ``leased``."""
+        there, made = {**self._given, **(leased or {})}, {}
         for (buffer, offset, shape, dtype), variables in self.plan.alike:
             if there and there.keys() >= {*variables}:
                 continue
@@ -415,29 +414,19 @@ class Landing:
 
     # What is lent.
 
-    def _is_worth_it(self, at: int, views: Sequence[memoryview]) -> bool:
-        """Whether a large shard lies in one piece in a body, and has not to go elsewhere."""
-        body = _Lying(views)
-        return any(
-            part.request == at and index not in self._given and body.piece(part) is not None
-            for index, parts in self.plan.large.items()
-            for part in parts
-        )
-
     def _leased(self) -> dict[int, np.ndarray]:
-        """Return the bytes of each variable that can be seen where they lie."""
+        """Return an array of each variable that can be seen where it lies."""
         assert self._windows is not None, "something was kept"
         bodies = {at: _Lying(views) for at, views in self.kept.items()}
-        leased: dict[int, np.ndarray] = {}
+        leased = {}
         for index, parts in self.plan.large.items():
             if index in self._given or any(part.request not in bodies for part in parts):
                 continue
             root = self._windows.joined([bodies[part.request].piece(part) for part in parts])
-            if root is None:
-                continue
-            address: int = root.__array_interface__["data"][0]
-            if not address % self.plan.places[index].dtype.alignment:
-                leased[index] = root
+            if root is not None:
+                array = np.ndarray(*self.plan.places[index][2:], root)
+                if array.flags.aligned:
+                    leased[index] = array
         return leased
 
     def _copying(

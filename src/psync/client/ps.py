@@ -482,10 +482,9 @@ class PsClient:
     def _rows_call(self, parts: Sequence[_Rows]) -> Call:
         message = messages.PullRows([each.on_wire for each in parts], -1, "")
         numbers = [to_bytes_view(each.rows) for each in parts if isinstance(each.rows, np.ndarray)]
-        lengths = tuple([len(each.target) for each in parts])
-        into = functools.partial(
-            into_targets, lengths, [each.target for each in parts if each.target]
-        )
+        targets = [each.target for each in parts]
+        lengths = tuple(map(len, targets))
+        into = functools.partial(into_targets, lengths, [*filter(len, targets)])
         nbytes = max(sum(lengths), sum(map(len, numbers)))
         link = self.links[parts[0].shard.ps]
         return Call(link, always(message), numbers, nbytes, into=into, lengths=lengths)
@@ -931,8 +930,8 @@ def _check_exist(spec: VariableSpec, rows: np.ndarray) -> None:
     if not len(rows):
         return
     count = spec.shape[0] if spec.shape else 0
-    lowest, highest = int(rows.min()), int(rows.max())
-    if lowest < 0 or highest >= count:
+    if rows.view(np.uint64).max() >= count:  # numbers below 0 are the largest ones
+        lowest, highest = int(rows.min()), int(rows.max())
         raise ValueMismatchError(
             f'variable "{spec.name}": row {lowest if lowest < 0 else highest} does not exist, '
             + (f"it has {count}" if spec.shape else "a scalar has no rows")

@@ -76,9 +76,9 @@ logger = logging.getLogger(__name__)
 WRITE_HIGH_BYTES = 4 << 20
 """Above this much unsent data large messages wait."""
 
-RETURN_WITHIN_S = 0.001
+RETURN_WITHIN_S = 0.005
 """A body that was lent is given back with the next message to its owner, or after so long: said at
-once it would cost as much as a message of its own, at both ends."""
+once it would cost as much as a message of its own, at both ends, and a timer for each body."""
 
 _NONE: Sequence[Any] = ()  # neither segments nor extents
 
@@ -806,13 +806,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def flush(self) -> None:
         """Write small messages now, not at the end of this turn: the peer can begin with them."""
+        self._flush_due, small = False, self._small
         if self.sharing is not None and self.sharing.has_to_say:
             # First: the peer may need the memory for what comes after them.
-            self._flush_due, small, self._small = True, self._small, []
-            self._say_returns()
-            self._small += small
-        self._flush_due = False
-        small = self._small
+            returns, gone = self.sharing.due()
+            said = [_bare(_RETURN, number) for number in returns]
+            small = [*said, *[_bare(_FORGET, number) for number in gone], *small]
         if small:
             self._small, self._small_bytes = [], 0
             if not self._closing and not self._transport.is_closing():
@@ -829,7 +828,7 @@ class Connection(asyncio.BufferedProtocol):
         """Write what waits, none of which may change, while there is room; ``at_once``: anyway."""
         while self._waiting and not self._closing and (self._writable or at_once):
             buffers, loan = self._waiting[0]
-            while loan is not None and not loan.copy_part():
+            while loan is not None and loan.sources and not loan.copy_part():
                 if not at_once:
                     self._room.clear()  # nothing may overtake it
                     self._loop.call_soon(self._go_on_writing)
@@ -921,16 +920,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._memory is None:
             channel.close()
             return
-        self.sharing = Sharing(self._memory, channel, Waker(self._say_returns, RETURN_WITHIN_S))
+        self.sharing = Sharing(self._memory, channel, Waker(self.flush, RETURN_WITHIN_S))
         self._decoder.borrow = self.sharing.borrow
-
-    def _say_returns(self) -> None:
-        assert self.sharing is not None, "it says that there is something"
-        returns, gone = self.sharing.due()
-        for number in returns:
-            self.send(_RETURN, number)
-        for number in gone:
-            self.send(_FORGET, number)
 
     # Its end.
 
@@ -1013,6 +1004,11 @@ def fail(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
         future.exception()
+
+
+def _bare(kind: int, number: int) -> bytes:
+    """Return a frame that has nothing but a number."""
+    return PREFIX.pack(MAGIC, VERSION, kind, 0, number, 0, 0, 0)
 
 
 def _tell(then: Then, outcome: Frame | Exception) -> None:

@@ -115,11 +115,12 @@ def row_numbers(indices: Any, num_rows: int, what: str, *, ndim: int | None = No
     fits, hint = ndim in (None, array.ndim), "reshape them to one axis: indices.reshape(-1)"
     expected = f"{what}: expected indices of shape (n,)"
     check_fits(fits, expected, array.shape, hint, error=IndexValueError)
-    if array.size and (array.min() < 0 or array.max() >= num_rows):
+    numbers = array.astype(np.int64, copy=False)
+    if array.size and numbers.view(np.uint64).max() >= num_rows:  # those below 0 are the largest
         worst = array[(array < 0) | (array >= num_rows)].reshape(-1)[0]
         why = f", expected 0 to {num_rows - 1}" if num_rows else ": there are no rows"
         raise VariableIndexError(f"{what}: index {worst} is out of bounds{why}")
-    return array.astype(np.int64, copy=False)
+    return numbers
 
 
 def index_array(indices: Any, what: str) -> np.ndarray:

@@ -192,7 +192,6 @@ class BlockPool:
                 self._grow(nbytes)
             self.give(root)
             return root
-        self._by_size[nbytes].move_to_end(key)
         self._roots.move_to_end(key)
         return self._roots[key]
 

@@ -40,19 +40,14 @@ class Closed(Protocol):
 MAX_NUMBER = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class WantedRows:
     """Rows of one shard that were asked for, and where they are gathered."""
 
     key: Key
     rows: np.ndarray | range
     nbytes: int
-    start: int  # in the memory for all that is gathered
-
-    @property
-    def consecutive(self) -> bool:
-        """Whether they lie side by side, so that nothing needs to be gathered."""
-        return isinstance(self.rows, range) and self.rows.step == 1
+    start: int  # in the memory for all that is gathered; -1: they lie side by side
 
 
 class PsPulls:
@@ -179,7 +174,7 @@ class PsPulls:
         message = request.message
         lengths = request.lengths
         counts = [part[2] for part in message.parts if not part[5]]
-        if lengths != tuple(count * ROW_NUMBER_BYTES for count in counts):
+        if lengths != tuple([count * ROW_NUMBER_BYTES for count in counts]):
             raise RemoteProtocolError(
                 f"{self._task}: row numbers in segments of {lengths[:10]} bytes, expected those "
                 f"of {counts[:10]} rows"
@@ -189,18 +184,19 @@ class PsPulls:
     def _pull_rows(self, request: Request[PullRows]) -> None:
         store, message = self._store, request.message
         wanted = self._wanted(store, message, request.segments)
-        gathered = [one for one in wanted if not one.consecutive]
         self.row_pulls += 1
-        memory = NO_BYTES
-        if gathered:
-            (memory,) = memory_for(self._pool, sum(one.nbytes for one in gathered), varies=True)
-        cost = sum(store.rows_cost(one.key, one.rows) for one in gathered)
+        nbytes = cost = 0  # of what is gathered
+        for one in wanted:
+            if one.start >= 0:
+                nbytes += one.nbytes
+                cost += store.rows_cost(one.key, one.rows)
+        (memory,) = memory_for(self._pool, nbytes, varies=True)
         if not self._work.fits_now(store, [one.key for one in wanted], cost):
             request.start(self._pull_rows_slowly(request, wanted, memory))
             return
         segments: list[Segment] = []
         for one in wanted:
-            if one.consecutive:
+            if one.start < 0:
                 segments.append(_exported(store, message, one))
                 continue
             for _ in _begun(store, message, one, memory):
@@ -214,7 +210,7 @@ class PsPulls:
         store, message, steps = self._store, request.message, self.closed.steps
         segments: list[Segment] = []
         for one in wanted:
-            if one.consecutive:
+            if one.start < 0:
                 segments.append(await self._work.when_idle(_exported, store, message, one))
                 continue
             work = await self._work.when_idle(_begun, store, message, one, memory)
@@ -245,8 +241,8 @@ class PsPulls:
             if len(rows) != count:
                 raise RemoteProtocolError(f"{self._task}: {len(rows)} rows named, {count} declared")
             nbytes = count * store.row_bytes(key, message.optimizer)
-            wanted.append(WantedRows(key, rows, nbytes, start))
-            if not wanted[-1].consecutive:
+            wanted.append(WantedRows(key, rows, nbytes, -1 if step == 1 else start))
+            if step != 1:
                 start += nbytes
         if start > self._limits.gathered_bytes:
             raise UsageError(

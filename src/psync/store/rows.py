@@ -12,7 +12,6 @@ The first time that rows of a shard are asked for, its blocks are laid side by s
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -178,7 +177,7 @@ class RowTable(ShardTable):
         if not len(rows):
             return 0
         arrays = [shard.values, *shard.slots.values()]
-        cost = len(rows) * (self.row_bytes(key) + INDEX_COST)
+        cost = len(rows) * (self._row_size(shard) * shard.values.dtype.itemsize + INDEX_COST)
         for array in arrays:
             if not isinstance(array, RowBlocks):
                 cost += array.num_made * BLOCK_BYTES
@@ -469,10 +468,10 @@ def _scatter(arrays: Sequence[RowBlocks], apart: list[tuple[np.ndarray, list[np.
     apart.clear()
 
 
-def _pieces(array: RowBlocks, count: int) -> Iterator[slice]:
+def _pieces(array: RowBlocks, count: int) -> list[slice]:
     most = max(1, PIECE_BYTES // max(1, array.row_size * array.dtype.itemsize))
     step = -(-count // max(1, round(count / most)))  # so that no small rest is left
-    return (slice(start, start + step) for start in range(0, count, step))
+    return [slice(start, start + step) for start in range(0, count, step)]
 
 
 def _carried(shard: Shard, steps: Iterator[None], finished: Callable[[], None]) -> Work:
@@ -483,11 +482,12 @@ def _carried(shard: Shard, steps: Iterator[None], finished: Callable[[], None]) 
 
 def _to_the_end(shard: Shard, steps: Iterator[None], finished: Callable[[], None]) -> Pieces[None]:
     shard.busy = True
-    with suppress(GeneratorExit):  # closed or dropped early: the rest follows at once
+    try:
         yield
         for _ in steps:
             yield
-    for _ in steps:
-        pass
+    except GeneratorExit:  # closed or dropped early: the rest follows at once
+        for _ in steps:
+            pass
     shard.busy = False
     finished()

@@ -138,7 +138,7 @@ class Borrowed(Protocol):
         """It is not needed any more."""
 
 
-Borrow = Callable[[Sequence[Extent]], Borrowed]
+Borrow = Callable[[Sequence[tuple[int, int, int]]], Borrowed]
 """Finds a body that is lent. Raises RemoteProtocolError if there is no such memory."""
 
 
@@ -354,7 +354,7 @@ class FrameDecoder:
             )
         if extents:
             named = scratch[head - EXTENT_BYTES * extents : head]
-            return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
+            return self._begin_lent(frame, list(EXTENT.iter_unpack(named)))
         targets = self._sink(frame)
         if end - body > body_len:
             end = body + body_len
@@ -420,9 +420,9 @@ class FrameDecoder:
         """Whether the stream would end inside a frame if it ended now."""
         return self._frame is not None or self.start != self.end
 
-    def _begin_lent(self, frame: Frame, extents: Sequence[Extent]) -> Frame | None:
+    def _begin_lent(self, frame: Frame, extents: Sequence[tuple[int, int, int]]) -> Frame | None:
         """Find a body that is lent, and copy it unless the sink keeps it; return the frame then."""
-        if sum(extent.nbytes for extent in extents) != frame.nbytes:
+        if sum([nbytes for _, _, nbytes in extents]) != frame.nbytes:
             raise RemoteProtocolError(f"extents add up to other than {frame.nbytes} bytes")
         assert self.borrow is not None, "the prefix was checked"
         frame.borrowed = borrowed = self.borrow(extents)

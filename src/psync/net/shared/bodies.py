@@ -142,28 +142,30 @@ class Sharing:
             return None
         if self._own_bytes + nbytes > 2 * _bound(nbytes):  # who gets it does not copy it out
             return None
-        views = [each if isinstance(each, memoryview) else memoryview(each) for each in buffers]
-        regions = [None if copied else self._own_region_of(view) for view in views]
-        num_copied = regions.count(None)
+        loan = Loan([], [], nbytes)
+        each: list[tuple[memoryview, Region | None]] = []
+        for buffer in buffers:
+            view = memoryview(buffer)
+            region = None if copied else self._own_region_of(view)
+            (loan.sources if region is None else loan.holds).append(view)
+            each.append((view, region))
         # What is copied is in one piece afterwards.
-        if nbytes < PIECE_BYTES * (len(views) - num_copied + (num_copied > 0)):
+        if nbytes < PIECE_BYTES * (len(loan.holds) + bool(loan.sources)):
             return None
-        each = list(zip(views, regions, strict=True))
-        loan = Loan([], [view for view, region in each if region is not None], nbytes)
-        loan.sources = [view for view, region in each if region is None]
-        loan.copied_bytes = sum(map(len, loan.sources))
-        copies_at = self._make_room(loan) if loan.sources else Extent(0, 0, 0)
-        if copies_at is None:
-            return None
-        at = copies_at.offset
-        if num_copied == len(views):
-            loan.add(copies_at)
+        if not loan.holds:
             each.clear()
+        loan.copied_bytes = sum(map(len, loan.sources))
+        room = self._make_room(loan) if loan.sources else Extent(0, 0, 0)
+        if room is None:
+            return None
+        if not each:
+            loan.add(room)
+        at = room.offset
         for view, region in each:
             if region is not None:
                 loan.add(Extent(region.number, offset_of(view, region), len(view)))
             else:
-                loan.add(Extent(copies_at.region, at, len(view)))
+                loan.add(Extent(room.region, at, len(view)))
                 at += len(view)
         if len(loan.extents) > MAX_EXTENTS:
             return None
@@ -246,7 +248,7 @@ class Sharing:
 
     # Borrowing.
 
-    def borrow(self, extents: Sequence[Extent]) -> BorrowedBody:
+    def borrow(self, extents: Sequence[tuple[int, int, int]]) -> BorrowedBody:
         """Return a body that the peer has lent.
 
         Raises:

@@ -214,8 +214,8 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _FAILED = ctypes.c_void_p(-1).value
 _NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python knows it from 3.13 on
 
-Layout = tuple[tuple[int, int, int], ...]
-"""Of each piece: its mapping, address, size."""
+Layout = tuple[tuple[int, int], ...]
+"""Of each piece: its address, size. No other mapping has the address while a window is kept."""
 
 
 def root_of(memory: memoryview) -> np.ndarray:
@@ -268,26 +268,19 @@ class Windows:
         return {"windows": len(sizes), "window_bytes": sum(sizes)}
 
     def _window(self, pieces: Sequence[memoryview]) -> _Window | None:
-        mappings = list(map(_owner_of, pieces))  # else pieces of a network in memory
-        layout = tuple(
-            (id(mapping), address_of(piece), len(piece))
-            for mapping, piece in zip(mappings, pieces, strict=True)
-        )
+        layout = tuple([(address_of(piece), len(piece)) for piece in pieces])
         window = self._kept.get(layout)
         if window is not None:
             self._kept.move_to_end(layout)
             return window
-        nbytes = sum(map(len, pieces))
+        nbytes, mappings = sum(map(len, pieces)), list(map(_owner_of, pieces))
         if self._mremap is None or not WORTH_BYTES <= nbytes <= MAX_WINDOW_BYTES:
             return None
         if not all(isinstance(mapping, mmap.mmap) for mapping in mappings):
-            return None
-        ends = itertools.accumulate(size for _, _, size in layout)
-        if any(
-            (address + size - end) % PAGE
-            for (_, address, size), end in zip(layout, ends, strict=True)
-        ):  # they do not line up
-            return None
+            return None  # of a network in memory
+        ends = itertools.accumulate(map(len, pieces))
+        if any((sum(piece) - end) % PAGE for piece, end in zip(layout, ends, strict=True)):
+            return None  # they do not line up
         try:
             window = _Window(layout, self._mremap)
         except OSError:  # there are too many mappings, or no addresses
@@ -314,14 +307,14 @@ class _Window:
     """
 
     def __init__(self, layout: Layout, mremap: Callable[..., int | None]) -> None:
-        self.nbytes = sum(nbytes for _, _, nbytes in layout)
+        self.nbytes = sum(nbytes for _, nbytes in layout)
         self.ends: list[weakref.ref[object]] = []  # of the mappings that it was made from
         self._fills: list[tuple[int, int, int, int]] = []  # piece, start in it, end; place
         size = -(-self.nbytes // PAGE) * PAGE
         memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
         self._memory = memoryview(memory)
         base, start = address_of(self._memory), 0
-        for number, (_, address, nbytes) in enumerate(layout):
+        for number, (address, nbytes) in enumerate(layout):
             end = start + nbytes
             first = -(-start // PAGE) * PAGE  # of the pages that are all of this piece
             last = size if end == self.nbytes else end // PAGE * PAGE
@@ -453,11 +446,11 @@ class SharedMemory:
 
     def own_region_of(self, view: memoryview) -> Region | None:
         """Return the region of this task in which a view lies, whoever has made an array of it."""
+        region = region_of(view)
+        if region is not None:
+            return region if region.owner is self.token else None
         base = _base_of(view)
-        if isinstance(base, memoryview):
-            region = region_of(view)
-            return region if region is not None and region.owner is self.token else None
-        if base is None or not len(view):  # ordinary memory
+        if base is None or isinstance(base, memoryview) or not len(view):  # ordinary memory
             return None
         first = address_of(view)  # a library's, such as torch, which keeps the array that it got
         with self._lock:  # others are made in other threads
