@@ -267,23 +267,25 @@ class PlanUpdate(Delivery[messages.Pushed]):
         lane: str = "",
         landing: Landing | None = None,
     ) -> None:
-        bodies = bodies_of(plan, arrays)
-        self.rows = [rows for _, rows, _ in bodies]  # that the messages name
+        self.rows: list[list[int] | None] = []  # that the messages name
         calls = []
-        for at, (segments, _, nbytes) in enumerate(bodies):
-            build, ps = functools.partial(message, self, at), plan.requests[at].ps
-            calls.append(brings(landing, ps, Call(client.links[ps], build, segments, nbytes, lane)))
+        for at, (segments, rows, nbytes) in enumerate(bodies_of(plan, arrays)):
+            build, link = functools.partial(message, self, at), client.links[plan.requests[at].ps]
+            self.rows.append(rows)
+            calls.append(Call(link, build, segments, nbytes, lane))
+        if landing is not None:
+            bring(landing, calls)
         super().__init__(messages.Pushed, "an update", calls, "the shards", may_lack=True)
 
 
-def brings(landing: Landing | None, ps: int, call: Call) -> Call:
-    """Let the answer of a ps bring what is wanted of it, if anything is; return the call."""
-    if landing is not None and ps in landing.plan.first:
-        place = landing.plan.first[ps]
-        pulled = landing.plan.requests[place]
-        call.into, call.lengths = functools.partial(landing.into, place), pulled.lengths
-        call.nbytes = max(call.nbytes, pulled.nbytes)
-    return call
+def bring(landing: Landing, calls: Sequence[Call]) -> None:
+    """Let the answer of each ps bring what is wanted of it."""
+    for call in calls:
+        place = landing.plan.first.get(call.link.index)
+        if place is not None:
+            pulled = landing.plan.requests[place]
+            call.into, call.lengths = functools.partial(landing.into, place), pulled.lengths
+            call.nbytes = max(call.nbytes, pulled.nbytes)
 
 
 def brought(pulled: Plan | None, ps: int) -> list[tuple[int, int]] | None:

@@ -48,7 +48,7 @@ from psync.client.plan import (
     bodies_of,
     numbered,
 )
-from psync.client.ps import PsClient, brings, brought
+from psync.client.ps import PsClient, bring, brought
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.connection import Connection
 from psync.net.shielding import shielded
@@ -281,13 +281,15 @@ class SyncClient:
 
         # Each replica may contribute several times to a step: then what is lent is a copy.
         copied = config["replicas_to_aggregate"] > config["total_num_replicas"]
-        calls = []
-        for at, (segments, _, nbytes) in enumerate(bodies):
-            ps = requests[at].ps
-            asked = Call(
-                self._ps.links[ps], functools.partial(build, at), segments, nbytes, copied=copied
+        calls = [
+            Call(
+                self._ps.links[requests[at].ps], functools.partial(build, at), segments, nbytes,
+                copied=copied,
             )
-            calls.append(brings(landing, ps, asked))
+            for at, (segments, _, nbytes) in enumerate(bodies)
+        ]  # fmt: skip
+        if landing is not None:
+            bring(landing, calls)
         kind = messages.Pushed | messages.Contributed
         answers = _Answers(kind, "a push", calls, "the values", may_lack=True)
         with self._ps.work.wait:
