@@ -26,6 +26,7 @@ from types import UnionType
 from typing import Any, Generic, Self, TypeVar
 
 from psync.client.counters import Numbers
+from psync.client.plan import Landing
 from psync.closures.membership import backoff
 from psync.errors import (
     ClosedError,
@@ -558,6 +559,7 @@ class Answers(Generic[M]):
         calls: Are made by ``send``.
         body: What the answers bring: "the shards".
         may_lack: Whether an answer without a body is one, too.
+        landing: Gets values that are wanted with the answers; None: none are.
 
     Attributes:
         ended: Done when all have ended.
@@ -570,8 +572,16 @@ class Answers(Generic[M]):
         calls: Sequence[Call],
         body: str = "",
         may_lack: bool = False,
+        landing: Landing | None = None,
     ) -> None:
         self.calls = calls
+        if landing is not None:
+            for call in calls:
+                place = landing.plan.first.get(call.link.index)
+                if place is not None:
+                    pulled = landing.plan.requests[place]
+                    call.into, call.lengths = functools.partial(landing.into, place), pulled.lengths
+                    call.nbytes = max(call.nbytes, pulled.nbytes)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.missing = 0
         self.outcomes: list[Frame | Exception | None] = []

@@ -273,19 +273,7 @@ class PlanUpdate(Delivery[messages.Pushed]):
             build, link = functools.partial(message, self, at), client.links[plan.requests[at].ps]
             self.rows.append(rows)
             calls.append(Call(link, build, segments, nbytes, lane))
-        if landing is not None:
-            bring(landing, calls)
-        super().__init__(messages.Pushed, "an update", calls, "the shards", may_lack=True)
-
-
-def bring(landing: Landing, calls: Sequence[Call]) -> None:
-    """Let the answer of each ps bring what is wanted of it."""
-    for call in calls:
-        place = landing.plan.first.get(call.link.index)
-        if place is not None:
-            pulled = landing.plan.requests[place]
-            call.into, call.lengths = functools.partial(landing.into, place), pulled.lengths
-            call.nbytes = max(call.nbytes, pulled.nbytes)
+        super().__init__(messages.Pushed, "an update", calls, "the shards", True, landing)
 
 
 def brought(pulled: Plan | None, ps: int) -> list[tuple[int, int]] | None:

@@ -48,7 +48,7 @@ from psync.client.plan import (
     bodies_of,
     numbered,
 )
-from psync.client.ps import PsClient, bring, brought
+from psync.client.ps import PsClient, brought
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.connection import Connection
 from psync.net.shielding import shielded
@@ -288,10 +288,8 @@ class SyncClient:
             )
             for at, (segments, _, nbytes) in enumerate(bodies)
         ]  # fmt: skip
-        if landing is not None:
-            bring(landing, calls)
         kind = messages.Pushed | messages.Contributed
-        answers = _Answers(kind, "a push", calls, "the values", may_lack=True)
+        answers = _Answers(kind, "a push", calls, "the values", True, landing)
         with self._ps.work.wait:
             try:
                 self._send(answers)
