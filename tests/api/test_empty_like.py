@@ -151,7 +151,8 @@ async def test_synchronous_steps_are_of_what_was_pushed_though_it_is_overwritten
                 gradient.fill(-1)
                 result = await optimizer.apply_gradients([(gradient, w)], global_step)
                 gradient.fill(OVERWRITTEN)
-                assert (value == value[0, 0]).all()
+                # What was pulled while a step was applied is of two, and counts in none.
+                assert (value == value[0, 0]).all() or result.outcome.value == "stale"
                 return str(result.outcome.value)
 
             values = [coordinator.schedule(step) for _ in range(24)]
