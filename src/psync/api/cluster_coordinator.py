@@ -753,8 +753,7 @@ class report:
         self._recorders: dict[ClusterCoordinator, Recorder] = {}
 
     async def __aenter__(self) -> None:
-        from psync.status.dashboard.report_page import check_path
-        from psync.status.dashboard.run_log import RunLog
+        from psync.status.dashboard.run_log import RunLog, check_path
 
         if self._folder is not None:
             raise UsageError("report: it can be entered only once", hint="create a new one")
@@ -784,7 +783,7 @@ class report:
             await recorder.close()
 
     async def __aexit__(self, *_: object) -> None:
-        from psync.status.dashboard.report_page import write_report
+        from psync.status.dashboard.run_log import write_report
 
         assert self._folder is not None, "it was entered"
         if asyncio.get_running_loop() is not self._loop:

@@ -2,6 +2,6 @@
 
 ``view`` turns statuses into what the page shows, and is pure; the page draws it and decides
 nothing. ``recorder`` takes a status a second of a run that goes on, ``run_log`` writes and reads
-them in a file, ``report_page`` makes one HTML file of it, ``server`` serves (aiohttp, the extra
+them in a file, and makes one HTML file of it; ``status.http`` serves the page (aiohttp, the extra
 ``dashboard``), and ``static`` is the page. Read ``view`` first.
 """

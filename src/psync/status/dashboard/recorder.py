@@ -7,12 +7,12 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from psync.status.dashboard.run_log import INTERVAL_S, RunLog
-from psync.status.dashboard.server import serving
 from psync.status.dashboard.view import History, to_json, view_of
+from psync.status.http import serving_dashboard
 from psync.status.model import Status
 
 if TYPE_CHECKING:
@@ -92,12 +92,6 @@ _begun: set[str] = set()
 """Logs that this process has begun. The one of ``PSYNC_RUN_LOG`` is of all its coordinators."""
 
 
-def hosts_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names by which a dashboard may be asked for, as ``PSYNC_DASHBOARD_HOSTS`` says."""
-    names = environ.get("PSYNC_DASHBOARD_HOSTS", "").split(",")
-    return tuple(name.strip() for name in names if name.strip())
-
-
 @contextlib.asynccontextmanager
 async def shown(
     source: ClusterSource,
@@ -133,8 +127,7 @@ async def shown(
         recorder = Recorder(source, written)
         stack.push_async_callback(recorder.close)
         if address:
-            page = serving(recorder, address, hosts_of(environ))
-            url = await stack.enter_async_context(page)
+            url = await stack.enter_async_context(serving_dashboard(recorder, address))
         recorder.start()
         if url:
             print(f"psync: dashboard at {url}", file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from then on only every second one is written. So it always tells of the whole r
 from __future__ import annotations
 
 import asyncio
+import base64
 import bisect
 import contextlib
 import dataclasses
@@ -20,6 +21,8 @@ import json
 import logging
 import math
 import os
+import re
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +33,7 @@ from psync.checkpoints.files import regular
 from psync.checkpoints.ownership import Owner, own
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.status.dashboard import view as page
+from psync.status.http import STATIC
 from psync.status.model import ShardStatus, Status, from_plain
 from psync.status.run_files import replacing
 
@@ -319,3 +323,106 @@ class FinishedRun:
         view["moments"] = {"first": kept[0][0], "last": kept[-1][0]}
         view["ended"] = self.ended
         return page.to_json(view)
+
+
+# The report of a run: the page and what it shows, in one HTML file. The file opens offline, without
+# a server: styles, scripts and data stand in it.
+
+REPORT_MOMENTS = 200
+"""Moments among which a reader can choose. Charts of the whole run have more."""
+
+REPORT_BYTES = 16 << 20
+"""Size of the data. Larger moments, as those of a thousand workers, are fewer."""
+
+MODULES = "dom.js", "charts.js", "lanes.js", "app.js"
+"""Scripts, each after those that it imports."""
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a report, which can be written there.
+
+    Raises:
+        ConfigurationError: It cannot, or something else than an HTML file is there.
+    """
+    path = Path(path)
+    if path.is_dir() or not path.name.endswith((".html", ".htm")):
+        raise ConfigurationError(f'report {path}: expected the name of a file that ends in ".html"')
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as exc:
+        raise ConfigurationError(
+            f"report {path}: {exc.strerror}", hint="the folder must exist and be writable"
+        ) from exc
+    return path
+
+
+def write_report(log: str | os.PathLike[str], path: Path) -> Path:
+    """Write the report of a run log.
+
+    Args:
+        log: Path of the run log.
+        path: Where to write. If that is not possible, a new file in the folder for temporary
+            files is written instead.
+
+    Returns:
+        The path of the file that was written.
+
+    Raises:
+        ConfigurationError: It is no run log, or has no status; or no file can be written.
+    """
+    with contextlib.closing(FinishedRun(log)) as run:
+        text = _page(run).encode()
+    try:
+        with replacing(path) as file:
+            file.write(text)
+    except OSError as error:
+        try:
+            elsewhere = Path(tempfile.mkdtemp(prefix="psync-")) / path.name
+            with replacing(elsewhere) as file:
+                file.write(text)
+        except OSError:
+            raise ConfigurationError(f"report {path}: {error.strerror}") from error
+        return elsewhere
+    return path
+
+
+def _page(run: FinishedRun) -> str:
+    count, last = min(len(run), REPORT_MOMENTS), len(run) - 1
+    while True:
+        step = last / max(count - 1, 1)
+        moments = [run.view_at("recent", last - round(step * at)) for at in reversed(range(count))]
+        size = sum(map(len, moments))
+        if size <= REPORT_BYTES or count == 1:
+            break
+        count = max(1, count * REPORT_BYTES // (2 * size))
+    series = page.to_json(run.series())
+    return _filled(f'{{"moments":[{",".join(moments)}],"series":{series}}}')
+
+
+def _filled(data: str) -> str:
+    """Return the page, with everything that it would ask a server for."""
+    html = _text("index.html")
+    icon = base64.b64encode((STATIC / "icon.svg").read_bytes()).decode()
+    html = html.replace("static/icon.svg", f"data:image/svg+xml;base64,{icon}")
+    for name in ("vendor/uPlot.css", "style.css"):
+        link = f'<link rel="stylesheet" href="static/{name}">'
+        html = html.replace(link, f"<style>\n{_text(name)}</style>")
+    code = "\n".join(map(_text, MODULES))
+    code = re.sub(r"^(import .*\n|export )", "", code, flags=re.MULTILINE)
+    licence = _text("vendor/uPlot.LICENSE").replace("*/", "")
+    html = html.replace(
+        '<script src="static/vendor/uPlot.js" defer></script>',
+        f"<script>\n/* {licence} */\n{_text('vendor/uPlot.js')}</script>",
+    )
+    # Where the page ends, so that its elements are there; "<" in data could end the element.
+    data = data.replace("<", "\\u003c")
+    scripts = f'<script id="report" type="application/json">{data}</script>\n'
+    scripts += f'<script type="module">\n{code}</script>\n</body>'
+    html = html.replace('<script type="module" src="static/app.js"></script>\n', "")
+    html = html.replace(' · <a href="api/status">status as JSON</a>', "")
+    return html.replace("</body>", scripts)
+
+
+def _text(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
