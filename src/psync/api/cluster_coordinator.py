@@ -763,7 +763,8 @@ class report:
             raise other_loop("report")
         check_path(self._path)
         self._folder = tempfile.TemporaryDirectory(prefix="psync-report-")
-        self._log = RunLog(Path(self._folder.name, "run.jsonl"), os.path.basename(sys.argv[0]))
+        program = os.path.basename(sys.argv[0] if sys.argv else "")
+        self._log = RunLog(Path(self._folder.name, "run.jsonl"), program)
         _reports[self] = None
         for run in here:
             self._begin_run(run)

@@ -336,9 +336,7 @@ def serving_task_metrics(
     async def metrics() -> str:
         from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-        from psync.status.exposition import (
-            task_exposition,
-        )  # with numpy, which a launcher never loads
+        from psync.status.exposition import task_exposition  # with numpy; a launcher has none
 
         process = CollectorRegistry()
         ProcessCollector(registry=process)
