@@ -68,8 +68,7 @@ from psync.status.sampling import StatusSource
 from psync.status.serving import ServedStatus
 
 if TYPE_CHECKING:
-    from psync.status.dashboard.recorder import Recorder
-    from psync.status.dashboard.run_log import RunLog
+    from psync.status.dashboard.run_log import Recorder, RunLog
     from psync.status.model import Status
 
 
@@ -771,7 +770,7 @@ class report:
 
     def _begin_run(self, run: ClusterCoordinator) -> None:
         """Note what happens in a run from now on."""
-        from psync.status.dashboard.recorder import Recorder
+        from psync.status.dashboard.run_log import Recorder
 
         self._has_run = True
         recorder = self._recorders[run] = Recorder(run._seen.source, self._log)

@@ -35,8 +35,7 @@ from psync.net.platform import random_hex
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from psync.status.dashboard.recorder import Recorder
-    from psync.status.dashboard.run_log import FinishedRun
+    from psync.status.dashboard.run_log import FinishedRun, Recorder
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.status.dashboard.recorder import Recorder
-from psync.status.dashboard.run_log import FinishedRun, RunLog, write_report
+from psync.status.dashboard.run_log import FinishedRun, Recorder, RunLog, write_report
 from psync.status.http import serving_dashboard
 from psync.status.model import EventStatus, QueueStatus, ShardStatus, Status, StepsStatus
 from statuses import live_show, ps, shares, status, worker

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.status.dashboard import recorder as recorder_module
-from psync.status.dashboard.recorder import Recorder, shown
-from psync.status.dashboard.run_log import FinishedRun, RunLog
+from psync.status.dashboard import run_log as recorder_module
+from psync.status.dashboard.run_log import FinishedRun, Recorder, RunLog, shown
 from psync.status.model import ShardStatus, Status
 from statuses import live_show, logged, status, worker
 from view_schema import check_view

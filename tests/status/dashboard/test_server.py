@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.status.dashboard.recorder import Recorder
+from psync.status.dashboard.run_log import Recorder
 from psync.status.http import HEADERS, STATIC, serving_dashboard
 from psync.status.model import Status
 from statuses import live_show, ps, status, worker
