@@ -425,6 +425,8 @@ class Landing:
     async def copied(self) -> list[np.ndarray]:
         """Copy what is kept, and cannot be leased; then ``settle``. Cancellation: safe."""
         leased = self._leased()
+        if len(leased) == len(self.plan.places):
+            self.kept.clear()  # nothing is left to copy
         while self.kept:
             for _ in self._copying(*self.kept.popitem(), leased):
                 await asyncio.sleep(0)
