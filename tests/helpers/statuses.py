@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from psync import Status
-from psync.status.dashboard.recorder import Recorder
-from psync.status.dashboard.run_log import FinishedRun
+from psync.status.dashboard.run_log import FinishedRun, Recorder
 from psync.status.model import PsStatus, WorkerStatus, WorkShares
 
 

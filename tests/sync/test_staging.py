@@ -108,8 +108,11 @@ class TestAStep:
     def test_what_was_counted_goes_with_the_step_whatever_its_local_step(
         self, staging: Staging[Part]
     ) -> None:
-        put(staging, A, 1, local_step=5)
-        end(staging, 4, (A, 1))
+        for push in (1, 2):
+            put(staging, A, push, local_step=5)
+        end(staging, 4, (A, 1), (B, 2))  # of which nothing came here
+        assert staging.held() == [Part((7, A, 2), 5, 10)]
+        end(staging, 5)
         assert staging.statistics()["parts"] == staging.statistics()["bytes"] == 0
 
     def test_a_closing_with_a_part_that_is_still_coming_in_is_an_error(

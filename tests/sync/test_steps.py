@@ -16,6 +16,7 @@ from psync.sync.pushes import Answer, Close, Contribution, Push, Refuse
 from psync.sync.steps import SyncSteps
 from psync.sync.tokens import Replica, Taker, TokenChannel
 from psync.wire.closure_numbers import numbered
+from psync.wire.messages import Contributed
 from sync_tools import GROUP, Steps, answers, closes, config, refusals, replica
 
 A, B, C = (Replica((f"/job:worker/task:{index}", 1)) for index in range(3))
@@ -385,11 +386,15 @@ def test_the_wasted_first_step_of_tensorflow() -> None:
 def test_values_of_before_the_first_step_are_those_of_where_the_group_began() -> None:
     steps = Steps(1, 2, begin=40)
     assert steps.present(GROUP) == 40
+    assert [steps.is_stale(GROUP, step) for step in (-1, 39, 40)] == [False, True, False]
+    assert not steps.is_stale(GROUP + 1, 39)  # which nobody has defined
     assert closes(steps.push(0, -1)) == [(40, [0], False)]
     steps.closed(GROUP, 40)
+    assert steps.is_stale(GROUP, -1)
     (answer,) = steps.push(1, -1)
     assert isinstance(answer, Answer)
-    assert (answer.outcome, answer.staleness) == ("stale", 1)
+    expected = Contributed(GROUP, "stale", 1, 41, False, 0, [(GROUP, 41)])
+    assert answer.message([(GROUP, 41)]) == expected
 
 
 # Who lives.

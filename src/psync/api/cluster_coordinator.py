@@ -68,8 +68,7 @@ from psync.status.sampling import StatusSource
 from psync.status.serving import ServedStatus
 
 if TYPE_CHECKING:
-    from psync.status.dashboard.recorder import Recorder
-    from psync.status.dashboard.run_log import RunLog
+    from psync.status.dashboard.run_log import Recorder, RunLog
     from psync.status.model import Status
 
 
@@ -753,8 +752,7 @@ class report:
         self._recorders: dict[ClusterCoordinator, Recorder] = {}
 
     async def __aenter__(self) -> None:
-        from psync.status.dashboard.report_page import check_path
-        from psync.status.dashboard.run_log import RunLog
+        from psync.status.dashboard.run_log import RunLog, check_path
 
         if self._folder is not None:
             raise UsageError("report: it can be entered only once", hint="create a new one")
@@ -764,14 +762,15 @@ class report:
             raise other_loop("report")
         check_path(self._path)
         self._folder = tempfile.TemporaryDirectory(prefix="psync-report-")
-        self._log = RunLog(Path(self._folder.name, "run.jsonl"), os.path.basename(sys.argv[0]))
+        program = os.path.basename(sys.argv[0] if sys.argv else "")
+        self._log = RunLog(Path(self._folder.name, "run.jsonl"), program)
         _reports[self] = None
         for run in here:
             self._begin_run(run)
 
     def _begin_run(self, run: ClusterCoordinator) -> None:
         """Note what happens in a run from now on."""
-        from psync.status.dashboard.recorder import Recorder
+        from psync.status.dashboard.run_log import Recorder
 
         self._has_run = True
         recorder = self._recorders[run] = Recorder(run._seen.source, self._log)
@@ -784,7 +783,7 @@ class report:
             await recorder.close()
 
     async def __aexit__(self, *_: object) -> None:
-        from psync.status.dashboard.report_page import write_report
+        from psync.status.dashboard.run_log import write_report
 
         assert self._folder is not None, "it was entered"
         if asyncio.get_running_loop() is not self._loop:

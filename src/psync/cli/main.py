@@ -385,12 +385,10 @@ def dashboard(log: str, address: str, report: Path | None) -> int:
         address: Where to serve the page. Port 0 takes a free port.
         report: Write an HTML page that opens offline, and serve nothing.
     """
-    from psync.status.dashboard.run_log import FinishedRun
+    from psync.status.dashboard.run_log import FinishedRun, check_path, write_report
     from psync.status.http import check_can_serve
 
     if report is not None:
-        from psync.status.dashboard.report_page import check_path, write_report
-
         click.echo(write_report(log, check_path(report)))
         return 0
     check_can_serve("dashboard", address)
@@ -400,13 +398,12 @@ def dashboard(log: str, address: str, report: Path | None) -> int:
 
 
 async def _serve(run: FinishedRun, address: str) -> None:
-    from psync.status.dashboard.recorder import hosts_of
-    from psync.status.dashboard.server import serving
+    from psync.status.http import serving_dashboard
 
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, ended.set)
-    async with serving(run, address, hosts_of(os.environ)) as url:
+    async with serving_dashboard(run, address) as url:
         click.echo(url)
         await ended.wait()
 
@@ -596,17 +593,14 @@ def run(
         run_log: Write a run log, for psync dashboard RUN.jsonl.
         report: Write an HTML page that shows the whole run and opens offline.
     """
+    from psync.status.http import DEFAULT_ADDRESS, check_can_serve
+
     shown = {}
     if metrics_port is not None:
-        from psync.status.http import check_can_serve
-
         shown["PSYNC_METRICS"] = f"127.0.0.1:{metrics_port}"
         check_can_serve("metrics", shown["PSYNC_METRICS"])
         shown["PSYNC_TASK_METRICS"] = "127.0.0.1:0"
     if dashboard_address or dashboard:
-        from psync.status.dashboard.server import DEFAULT_ADDRESS
-        from psync.status.http import check_can_serve
-
         shown["PSYNC_DASHBOARD"] = dashboard_address or DEFAULT_ADDRESS
         check_can_serve("dashboard", shown["PSYNC_DASHBOARD"])
     with contextlib.ExitStack() as stack:
@@ -656,7 +650,7 @@ def _reported(report: Path, run_log: str | None) -> Iterator[str]:
     Raises:
         ConfigurationError: The report cannot be written there.
     """
-    from psync.status.dashboard.report_page import check_path, write_report
+    from psync.status.dashboard.run_log import check_path, write_report
 
     check_path(report)
     with tempfile.TemporaryDirectory(prefix="psync-report-") as folder:

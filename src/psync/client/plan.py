@@ -366,10 +366,10 @@ class Landing:
             return _thrown_away(lengths)
         if self.kept:
             self.kept.pop(at, None)  # of an answer that was asked for again
-        is_wanted = not self._given.keys() >= request.large
-        if lent is not None and is_wanted and self._windows is not None and lent.may_keep:
-            kept = self.kept[at] = lent.keep()
-            return kept
+        if lent is not None and self._windows is not None and lent.may_keep:
+            if not self._given.keys() >= request.large:
+                kept = self.kept[at] = lent.keep()
+                return kept
         targets = []
         if self._given:
             targets = [self._target(*cut) for cut in request.cuts if cut[1] < cut[2]]
@@ -389,6 +389,8 @@ class Landing:
     async def copied(self) -> list[np.ndarray]:
         """Copy what is kept, and cannot be leased; then ``settle``. Cancellation: safe."""
         leased = self._leased()
+        if len(leased) == len(self.plan.places):
+            self.kept.clear()  # nothing is left to copy
         while self.kept:
             for _ in self._copying(*self.kept.popitem(), leased):
                 await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""HTTP servers of a task, on aiohttp: who may connect, for how long; ``/metrics`` and ``/status``.
+"""HTTP servers of a task, on aiohttp: who may connect, for how long; metrics, and the dashboard.
 
 Strangers reach these ports, and the task needs its descriptors for itself: so many connections are
 open at one time, each for so long, and with one answer. A newcomer gets the place of the oldest.
@@ -20,8 +20,11 @@ import hmac
 import importlib.util
 import ipaddress
 import logging
+import math
+import os
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psync.cluster import is_loopback, split_address
@@ -31,6 +34,8 @@ from psync.net.platform import random_hex
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+    from psync.status.dashboard.run_log import FinishedRun, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +54,19 @@ TOKEN_BYTES = 24
 
 EXTRAS = {"metrics": ("aiohttp", "prometheus_client"), "dashboard": ("aiohttp",)}
 """The packages that each needs."""
+
+STATIC = Path(__file__).parent / "dashboard" / "static"
+"""Files of the page."""
+
+DEFAULT_ADDRESS = "127.0.0.1:0"
+"""Of a dashboard."""
+
+COOKIE_S = 30 * 24 * 3600
+
+NO_TOKEN = (
+    "This dashboard needs its token: open the URL that the program has printed, which ends in "
+    "?token=…\n"
+)
 
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
@@ -317,12 +335,85 @@ def serving_task_metrics(
     async def metrics() -> str:
         from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-        from psync.status.exposition import (
-            task_exposition,
-        )  # with numpy, which a launcher never loads
+        from psync.status.exposition import task_exposition  # with numpy; a launcher has none
 
         process = CollectorRegistry()
         ProcessCollector(registry=process)
         return task_exposition(task, statistics()) + generate_latest(process).decode()
 
     return serving_metrics(address, metrics, who=task)
+
+
+# The dashboard.
+
+
+@contextlib.asynccontextmanager
+async def serving_dashboard(show: Recorder | FinishedRun, address: str) -> AsyncIterator[str]:
+    """Return a context in which the page of a run is served; it yields the URL, with the token.
+
+    It answers, below wherever a proxy puts it, and only reads:
+
+        GET ./?token=…     the page; the token moves into a cookie
+        GET static/…       what it is made of
+        GET api/view       what it shows, ?span=recent|run, and ?time= of a run log: see ``view``
+        GET api/status     the status, as ``Status.to_json``
+
+    Scripts send the token as ``Authorization: Bearer …``.
+
+    Args:
+        show: What it is about: a run that goes on, or a run log.
+        address: "HOST:PORT"; port 0: any that is free. It may be asked for by addresses, localhost
+            and the names in ``PSYNC_DASHBOARD_HOSTS``: those of proxies.
+
+    Raises:
+        ConfigurationError: aiohttp is not installed; the port is in use; or it is no address.
+    """
+    names = os.environ.get("PSYNC_DASHBOARD_HOSTS", "").lower().split(",")
+    known = {name.strip() for name in names} - {""}
+    token, cookie = random_hex(TOKEN_BYTES), ""
+    files = {f"/{path.relative_to(STATIC.parent)}": path for path in STATIC.rglob("*.*")}
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        from aiohttp import web
+
+        query, path = request.query, request.path
+        if not is_allowed_host(request.headers.get("Host"), known):
+            text = "This name is not one of the dashboard's: see PSYNC_DASHBOARD_HOSTS.\n"
+            return web.Response(status=421, text=text)
+        given = query.get("token", request.cookies.get(cookie))
+        given = bearer_of(request.headers.get("Authorization")) if given is None else given
+        if not is_token(given, token):
+            return web.Response(status=401, text=NO_TOKEN)
+        if path == "/" and "token" in query:  # out of the address bar, and of the history
+            # Lax: also for who comes by a link from somewhere else. Its path is the page's own,
+            # as the browser sees it, so it is right behind a proxy, too.
+            kept = f"{cookie}={token}; HttpOnly; SameSite=Lax; Max-Age={COOKIE_S}"
+            return web.Response(status=303, headers={"Location": "./", "Set-Cookie": kept})
+        if path == "/" or path in files:
+            return web.FileResponse(files.get(path, STATIC / "index.html"))
+        if path not in ("/api/view", "/api/status"):
+            return web.Response(status=404, text="Not Found\n")
+        span, time = query.get("span", "recent"), None
+        if span not in ("recent", "run"):
+            text = f"span: expected recent or run, got {span!r}\n"
+            return web.Response(status=400, text=text)
+        if "time" in query:
+            with contextlib.suppress(ValueError):
+                time = float(query["time"])
+            if time is None or not math.isfinite(time):
+                return web.Response(status=400, text="time: expected seconds since 1970\n")
+        if path == "/api/view":
+            return web.json_response(text=await show.view(span, time))
+        status = await show.status(time)
+        return web.json_response(text="{}" if status is None else status.to_json())
+
+    async with listening("dashboard", address, answer) as url:
+        if not is_loopback(address):
+            logger.warning(
+                "the dashboard at %s has no TLS: anyone who can read the network traffic can read "
+                "its token",
+                address,
+            )
+        # Cookies are shared by all ports of a host.
+        cookie = f"psync-{url.rpartition(':')[2]}"
+        yield f"{url}/?token={token}"

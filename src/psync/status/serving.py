@@ -125,7 +125,7 @@ class ServedStatus:
                 logger.info("the status of this run is not available: %s", exc)
         asked = (self._dashboard, "PSYNC_DASHBOARD"), (self._log, "PSYNC_RUN_LOG")
         if any(os.environ.get(name) if given is None else given for given, name in asked):
-            from psync.status.dashboard.recorder import shown
+            from psync.status.dashboard.run_log import shown
 
             page = shown(self.source, self._dashboard, self._log)
             self.dashboard_url = await self._stack.enter_async_context(page)

@@ -365,8 +365,8 @@ class TestArrays:
         del part
         assert memory.empty((1000, 100), self.F32).ctypes.data != address  # it is lent
         del lent
-        again = {memory.empty((100, 1000), self.F32).ctypes.data for _ in range(3)}
-        assert address in again
+        again = [memory.empty((100, 1000), self.F32) for _ in range(3)]
+        assert address in {each.ctypes.data for each in again}
 
     def test_dtypes_and_sizes_are_any(self) -> None:
         memory = shared()

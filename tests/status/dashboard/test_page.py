@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.status.dashboard.recorder import Recorder
-from psync.status.dashboard.report_page import write_report
-from psync.status.dashboard.run_log import FinishedRun, RunLog
-from psync.status.dashboard.server import serving
+from psync.status.dashboard.run_log import FinishedRun, Recorder, RunLog, write_report
+from psync.status.http import serving_dashboard
 from psync.status.model import EventStatus, QueueStatus, ShardStatus, Status, StepsStatus
 from statuses import live_show, ps, shares, status, worker
 
@@ -67,7 +65,7 @@ async def browse(
     show: Recorder | FinishedRun, *flags: str, query: str = ""
 ) -> tuple[str, list[str]]:
     """Open the page; return what it has become, and what the browser complains of."""
-    async with serving(show, "127.0.0.1:0") as url:
+    async with serving_dashboard(show, "127.0.0.1:0") as url:
         return await opened(url + query, *flags)
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.status.dashboard import recorder as recorder_module
-from psync.status.dashboard.recorder import Recorder, hosts_of, shown
-from psync.status.dashboard.run_log import FinishedRun, RunLog
+from psync.status.dashboard import run_log as recorder_module
+from psync.status.dashboard.run_log import FinishedRun, Recorder, RunLog, shown
 from psync.status.model import ShardStatus, Status
 from statuses import live_show, logged, status, worker
 from view_schema import check_view
@@ -151,11 +150,6 @@ async def test_what_is_given_goes_before_the_environment(
         await record(log=log)
     assert [path.name for path in tmp_path.glob("*.jsonl")] == ["run.jsonl"]
     assert capsys.readouterr().err == ""
-
-
-def test_names_of_proxies() -> None:
-    assert hosts_of({"PSYNC_DASHBOARD_HOSTS": " a.example.com,b, "}) == ("a.example.com", "b")
-    assert hosts_of({}) == ()
 
 
 async def test_a_log_without_a_dashboard(

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.status.dashboard import report_page
-from psync.status.dashboard.report_page import check_path, write_report
-from psync.status.dashboard.run_log import RunLog
+from psync.status.dashboard import run_log as report
+from psync.status.dashboard.run_log import RunLog, check_path, write_report
 from psync.status.model import Status
 from statuses import status, worker
 
@@ -59,12 +58,12 @@ def test_a_long_run_has_fewer_moments_and_all_of_its_charts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = run_log(tmp_path, *moments(400))
-    monkeypatch.setattr(report_page, "MAX_MOMENTS", 10)
+    monkeypatch.setattr(report, "REPORT_MOMENTS", 10)
     data = data_of(write_report(log, tmp_path / "run.html").read_text())
     times = [moment["time"] - 1e9 for moment in data["moments"]]
     assert (len(times), times[0], times[-1]) == (10, 0, 399)
     assert len(data["series"]["time"]) == 400
-    monkeypatch.setattr(report_page, "MAX_BYTES", 10)
+    monkeypatch.setattr(report, "REPORT_BYTES", 10)
     data = data_of(write_report(log, tmp_path / "run.html").read_text())
     assert [moment["time"] - 1e9 for moment in data["moments"]] == [399]
 

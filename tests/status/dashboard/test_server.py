@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.status.dashboard.recorder import Recorder
-from psync.status.dashboard.server import STATIC, serving
-from psync.status.http import HEADERS
+from psync.status.dashboard.run_log import Recorder
+from psync.status.http import HEADERS, STATIC, serving_dashboard
 from psync.status.model import Status
 from statuses import live_show, ps, status, worker
 from view_schema import check_view
@@ -46,11 +45,12 @@ class Page:
 
 
 @pytest.fixture
-async def page() -> AsyncIterator[Page]:
+async def page(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Page]:
+    monkeypatch.setenv("PSYNC_DASHBOARD_HOSTS", " other.example.com,Proxy.example.com, ")
     show = live_show()
     jar = aiohttp.DummyCookieJar()
     async with (
-        serving(show, "127.0.0.1:0", ["Proxy.example.com"]) as url,
+        serving_dashboard(show, "127.0.0.1:0") as url,
         aiohttp.ClientSession(cookie_jar=jar) as client,
     ):
         yield Page(show, url, client)
@@ -182,33 +182,33 @@ async def test_a_port_in_use_is_one_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigurationError, match="is in use by another program"):
-            async with serving(live_show(), address):
+            async with serving_dashboard(live_show(), address):
                 pass
     with pytest.raises(ConfigurationError, match=r"cannot listen at 192\.0\.2\.1:0"):
-        async with serving(live_show(), "192.0.2.1:0"):
+        async with serving_dashboard(live_show(), "192.0.2.1:0"):
             pass
 
 
 async def test_ipv6_and_all_interfaces_have_urls_that_open(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with serving(live_show(), "127.0.0.1:0"):
+    async with serving_dashboard(live_show(), "127.0.0.1:0"):
         assert caplog.text == ""
-    async with serving(live_show(), "0.0.0.0:0") as url:
+    async with serving_dashboard(live_show(), "0.0.0.0:0") as url:
         assert url.startswith("http://127.0.0.1:")
         assert "the dashboard at 0.0.0.0:0 has no TLS" in caplog.text
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         return  # this machine has no IPv6
-    async with serving(live_show(), "[::1]:0") as url:
+    async with serving_dashboard(live_show(), "[::1]:0") as url:
         assert url.startswith("http://[::1]:")
 
 
 async def test_tokens_are_of_one_run() -> None:
     async with (
-        serving(live_show(), "127.0.0.1:0") as one,
-        serving(live_show(), "127.0.0.1:0") as two,
+        serving_dashboard(live_show(), "127.0.0.1:0") as one,
+        serving_dashboard(live_show(), "127.0.0.1:0") as two,
     ):
         assert one.partition("token=")[2] != two.partition("token=")[2]
         assert len(one.partition("token=")[2]) == 48

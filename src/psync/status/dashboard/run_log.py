@@ -1,4 +1,4 @@
-"""Run logs: the statuses of a run in a file of JSON lines.
+"""Run logs: the statuses of a run in a file of JSON lines; recording them, and reports of them.
 
 The first line is ``{"psync_run_log": 1, "program": …, "interval_s": 1.0}``. Each other one is an
 object with one key: "status" (as ``Status.to_json``, without its placement), "placement" (that, as
@@ -12,6 +12,7 @@ from then on only every second one is written. So it always tells of the whole r
 from __future__ import annotations
 
 import asyncio
+import base64
 import bisect
 import contextlib
 import dataclasses
@@ -20,18 +21,25 @@ import json
 import logging
 import math
 import os
+import re
+import sys
+import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 
 from psync.checkpoints.files import regular
 from psync.checkpoints.ownership import Owner, own
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.status.dashboard import view as page
+from psync.status.http import STATIC, serving_dashboard
 from psync.status.model import ShardStatus, Status, from_plain
 from psync.status.run_files import replacing
+
+if TYPE_CHECKING:
+    from psync.status.sampling import ClusterSource
 
 logger = logging.getLogger(__name__)
 
@@ -319,3 +327,222 @@ class FinishedRun:
         view["moments"] = {"first": kept[0][0], "last": kept[-1][0]}
         view["ended"] = self.ended
         return page.to_json(view)
+
+
+# The report of a run: the page and what it shows, in one HTML file. The file opens offline, without
+# a server: styles, scripts and data stand in it.
+
+REPORT_MOMENTS = 200
+"""Moments among which a reader can choose. Charts of the whole run have more."""
+
+REPORT_BYTES = 16 << 20
+"""Size of the data. Larger moments, as those of a thousand workers, are fewer."""
+
+MODULES = "dom.js", "charts.js", "lanes.js", "app.js"
+"""Scripts, each after those that it imports."""
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a report, which can be written there.
+
+    Raises:
+        ConfigurationError: It cannot, or something else than an HTML file is there.
+    """
+    path = Path(path)
+    if path.is_dir() or not path.name.endswith((".html", ".htm")):
+        raise ConfigurationError(f'report {path}: expected the name of a file that ends in ".html"')
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as exc:
+        raise ConfigurationError(
+            f"report {path}: {exc.strerror}", hint="the folder must exist and be writable"
+        ) from exc
+    return path
+
+
+def write_report(log: str | os.PathLike[str], path: Path) -> Path:
+    """Write the report of a run log.
+
+    Args:
+        log: Path of the run log.
+        path: Where to write. If that is not possible, a new file in the folder for temporary
+            files is written instead.
+
+    Returns:
+        The path of the file that was written.
+
+    Raises:
+        ConfigurationError: It is no run log, or has no status; or no file can be written.
+    """
+    with contextlib.closing(FinishedRun(log)) as run:
+        text = _page(run).encode()
+    try:
+        with replacing(path) as file:
+            file.write(text)
+    except OSError as error:
+        try:
+            elsewhere = Path(tempfile.mkdtemp(prefix="psync-")) / path.name
+            with replacing(elsewhere) as file:
+                file.write(text)
+        except OSError:
+            raise ConfigurationError(f"report {path}: {error.strerror}") from error
+        return elsewhere
+    return path
+
+
+def _page(run: FinishedRun) -> str:
+    count, last = min(len(run), REPORT_MOMENTS), len(run) - 1
+    while True:
+        step = last / max(count - 1, 1)
+        moments = [run.view_at("recent", last - round(step * at)) for at in reversed(range(count))]
+        size = sum(map(len, moments))
+        if size <= REPORT_BYTES or count == 1:
+            break
+        count = max(1, count * REPORT_BYTES // (2 * size))
+    series = page.to_json(run.series())
+    return _filled(f'{{"moments":[{",".join(moments)}],"series":{series}}}')
+
+
+def _filled(data: str) -> str:
+    """Return the page, with everything that it would ask a server for."""
+    html = _text("index.html")
+    icon = base64.b64encode((STATIC / "icon.svg").read_bytes()).decode()
+    html = html.replace("static/icon.svg", f"data:image/svg+xml;base64,{icon}")
+    for name in ("vendor/uPlot.css", "style.css"):
+        link = f'<link rel="stylesheet" href="static/{name}">'
+        html = html.replace(link, f"<style>\n{_text(name)}</style>")
+    code = "\n".join(map(_text, MODULES))
+    code = re.sub(r"^(import .*\n|export )", "", code, flags=re.MULTILINE)
+    licence = _text("vendor/uPlot.LICENSE").replace("*/", "")
+    html = html.replace(
+        '<script src="static/vendor/uPlot.js" defer></script>',
+        f"<script>\n/* {licence} */\n{_text('vendor/uPlot.js')}</script>",
+    )
+    # Where the page ends, so that its elements are there; "<" in data could end the element.
+    data = data.replace("<", "\\u003c")
+    scripts = f'<script id="report" type="application/json">{data}</script>\n'
+    scripts += f'<script type="module">\n{code}</script>\n</body>'
+    html = html.replace('<script type="module" src="static/app.js"></script>\n', "")
+    html = html.replace(' · <a href="api/status">status as JSON</a>', "")
+    return html.replace("</body>", scripts)
+
+
+def _text(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
+# A status a second, for the dashboard and the run log of a run that goes on.
+
+
+class Recorder:
+    """Takes a status a second, from ``start`` to ``close``; the dashboard shows the newest one.
+
+    Args:
+        source: Of the statuses.
+        log: Where they are written; None: nowhere.
+
+    Attributes:
+        newest: The newest status; None: there was none yet.
+    """
+
+    def __init__(self, source: ClusterSource, log: RunLog | None = None) -> None:
+        self._source = source
+        self._log = log
+        self._history = page.History()
+        self.newest: Status | None = None
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None  # never cancelled: it may be writing
+
+    def start(self) -> None:
+        """Begin."""
+        self._source.asks_workers += 1
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """Take a last status, and end. Cancellation: it ends by itself."""
+        self._closing.set()
+        task, self._task = self._task, None
+        if task is not None:
+            self._source.asks_workers -= 1
+            await asyncio.wait((task,))
+
+    def add(self, status: Status) -> None:
+        """Show a status."""
+        self.newest = status
+        self._history.add(status)
+
+    async def view(self, span: str, time: float | None) -> str:
+        """Return the page as JSON; "{}" before the first status. Cancellation: safe."""
+        if self.newest is None:
+            return "{}"
+        return page.to_json(page.view_of(self.newest, self._history, span=span))
+
+    async def status(self, time: float | None) -> Status | None:
+        """Return the newest status. Cancellation: safe."""
+        return self.newest
+
+    async def _run(self) -> None:
+        fails = is_last = False
+        while not is_last:
+            is_last = self._closing.is_set()
+            try:
+                status = await self._source.status()
+                self.add(status)
+                if self._log is not None:
+                    await asyncio.to_thread(self._log.add, status)
+                fails = False
+            except Exception:  # the page stands still; training does not
+                if not fails:  # a run of days must not fill its log with one error
+                    logger.exception("the dashboard cannot read the status")
+                fails = True
+            if not is_last:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(INTERVAL_S):
+                        await self._closing.wait()
+
+
+_begun: set[str] = set()
+"""Logs that this process has begun. The one of ``PSYNC_RUN_LOG`` is of all its coordinators."""
+
+
+@contextlib.asynccontextmanager
+async def shown(
+    source: ClusterSource,
+    address: str | None = None,
+    log: str | os.PathLike[str] | None = None,
+) -> AsyncIterator[str]:
+    """Return a context in which a run is shown or written down; yields the dashboard's URL.
+
+    The URL is printed, too. Without a dashboard it is "".
+
+    Args:
+        source: Of the status.
+        address: Of the dashboard; None: as ``PSYNC_DASHBOARD`` says; "": none.
+        log: Path of the run log; None: as ``PSYNC_RUN_LOG`` says; "": none.
+
+    Raises:
+        ConfigurationError: The port is in use; the log cannot be written, or its path is
+            something else's; aiohttp is missing.
+    """
+    environ, url = os.environ, ""
+    address = environ.get("PSYNC_DASHBOARD", "") if address is None else address
+    path = environ.get("PSYNC_RUN_LOG", "") if log is None else os.fspath(log)
+    # A log goes on if a launcher has started the program again, or if this is a further
+    # coordinator of the program for which the launcher wants a log.
+    is_again = log is None and path in _begun
+    continues = is_again or environ.get("PSYNC_RESTART_COUNT", "0") not in ("", "0")
+    async with contextlib.AsyncExitStack() as stack:
+        written = None
+        if path:
+            written = RunLog(path, source.program, append=continues)
+            stack.push_async_callback(asyncio.to_thread, written.close)
+            _begun.add(path)
+        recorder = Recorder(source, written)
+        stack.push_async_callback(recorder.close)
+        if address:
+            url = await stack.enter_async_context(serving_dashboard(recorder, address))
+        recorder.start()
+        if url:
+            print(f"psync: dashboard at {url}", file=sys.stderr, flush=True)
+        yield url
