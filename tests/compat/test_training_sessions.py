@@ -398,12 +398,12 @@ async def test_a_worker_that_cannot_reach_a_ps_is_lost_and_the_others_go_on() ->
         assert await asyncio.gather(chief, first) == ["chief-0", "worker-0"]
 
 
+@pytest.mark.virtual_time
 async def test_an_error_of_a_hook_of_the_chief_reaches_those_who_wait_for_it() -> None:
     class Hook(SessionHook):
         async def after_create_session(self, session: Any) -> None:
             if session.is_chief:
-                waiting = cluster.ps("ps-0").statistics
-                await until(lambda: waiting()["session"].get("asking") == ["/job:worker/task:1"])
+                await asyncio.sleep(1)  # the other waits by then
                 raise ValueError("no luck")
 
     async def main(strategy: Strategy) -> None:
@@ -473,11 +473,15 @@ async def test_variables_that_differ_from_the_chiefs_are_an_error(first: bool, s
             "hint: is the chief running, and does it wait for others?",
         ),
         ("worker", "ps-0", "no connection to /job:ps/task:0 at ps-0:1 within 5 s\nhint: is "),
-        ("chief", "ps-0", "no connection within 5 s to /job:ps/task:0 at ps-0:1\nhint: is "),
+        (
+            "chief",
+            "ps-0",
+            "the cluster did not come up within 5 s: no connection to /job:ps/task:0 at ps-0:1\n",
+        ),
         (
             "chief",
             "ps-1",
-            "no connection within 5 s to /job:ps/task:1 at ps-1:1\n"
+            "the cluster did not come up within 5 s: no connection to /job:ps/task:1 at ps-1:1\n"
             "hint: are these tasks running, and are these their addresses?",
         ),
     ],
@@ -567,6 +571,74 @@ def test_a_session_is_for_tasks_that_train() -> None:
     resolver = psync.SimpleClusterResolver(cluster, task_type="ps", task_id=0)
     with pytest.raises(psync.ConfigurationError, match=r"says that this process is ps$"):
         MonitoredTrainingSession(Strategy(resolver))
+
+
+# --- who takes part ----------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_comes_later_takes_part_at_once() -> None:
+    program = Program(sync(2), stop_at_step=20, pause_s=0.5, min_workers=1)
+    async with session_cluster(1, 3) as cluster:
+        first = [cluster.run(program, "worker", index) for index in (0, 1)]
+        await until_step(program, 4)
+        late = cluster.run(program, "worker", 2)
+        await asyncio.gather(*first, late)
+    assert program.outcomes["worker-2"]["accepted"] > 0
+    assert program.final[1] == 20
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("away_s", [50, 80])
+async def test_the_last_replica_that_is_lost_has_a_minute_to_come_back(away_s: float) -> None:
+    program = FiveSteps(lambda: None, sync(1), pause_s=0.1)
+    program.options["stop_at_step"] = 20
+    async with session_cluster(1, 1, chief=True) as cluster:
+        chief, worker = cluster.run(program, "chief"), cluster.run(program, "worker")
+        await until_step(program, 4)
+        await cluster.kill_program(worker, "worker-0")
+        await asyncio.sleep(away_s)
+        if away_s < 60:
+            await asyncio.gather(chief, cluster.run(program, "worker"))
+        else:
+            lost = "no replica is left: /job:worker/task:0 did not come back"
+            with pytest.raises(psync.TrainingEnded, match=lost):
+                await chief
+
+
+@pytest.mark.virtual_time
+async def test_training_ends_when_all_replicas_have_left() -> None:
+    async def main(strategy: Strategy) -> str:
+        declare(strategy)
+        trains = strategy.cluster_resolver.task_type == "worker"
+        async with MonitoredTrainingSession(strategy, trains=trains) as session:
+            if trains:
+                raise psync.EndOfData
+            await session.wait_until_stopped()
+        return "ended"
+
+    async with session_cluster(1, 2, chief=True) as cluster:
+        assert await cluster.run_all(main) == ["ended"] * 3
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_comes_when_a_chief_that_failed_has_gone_waits_for_the_next() -> None:
+    program = Program(sync(2), stop_at_step=5)
+
+    class Hook(SessionHook):
+        async def after_create_session(self, session: Any) -> None:
+            raise ValueError("no luck")
+
+    failing = Program(sync(2), hooks=[Hook()])
+    async with session_cluster(1, 1, chief=True) as cluster:
+        with pytest.raises(ValueError, match="no luck"):
+            await cluster.run(failing, "chief")
+        worker = cluster.run(program, "worker")
+        await asyncio.sleep(1)
+        assert await asyncio.gather(cluster.run(program, "chief"), worker) == [
+            "chief-0",
+            "worker-0",
+        ]
 
 
 # --- tasks die ---------------------------------------------------------------------------------
@@ -742,13 +814,16 @@ async def test_a_chief_does_not_wait_for_ever_for_a_step_that_does_not_end(
         declare(strategy)
 
         async def step() -> None:
+            begun.set()
             await asyncio.Event().wait()
 
         async with MonitoredTrainingSession(strategy) as session:
             if not session.is_chief:
                 await session.run(step)
+            await begun.wait()
         return "ended"
 
+    begun = asyncio.Event()
     async with session_cluster(1, 2) as cluster:
         chief, other = cluster.run(main, "worker", 0), cluster.run(main, "worker", 1)
         with caplog.at_level(logging.WARNING):

@@ -94,19 +94,22 @@ STRANGER_PAUSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorOptions:
-    """As the arguments of ``ClusterCoordinator`` and of its strategy, which explain them."""
+    """As the arguments of ``ClusterCoordinator`` and of its strategy, which explain them.
 
-    origin: str  # token of the strategy
-    min_workers: int
-    connect_timeout_s: float
+    Defaults: those of one that has no workers to schedule closures on.
+    """
+
     ps_timeout_s: float
-    closure_timeout_s: float | None  # None: a step may take as long as it likes
-    max_losses: int
-    max_flaps: int | None  # None: as often as it likes
-    watchdog_timeout_s: float | None  # None: there is no watchdog
-    on_stall: Callable[[str], object] | None
-    attach: bool
-    has_backups: bool
+    connect_timeout_s: float
+    min_workers: int = 0
+    origin: str = ""  # token of the strategy
+    closure_timeout_s: float | None = None  # None: a step may take as long as it likes
+    max_losses: int = 1
+    max_flaps: int | None = None  # None: as often as it likes
+    watchdog_timeout_s: float | None = None  # None: there is no watchdog
+    on_stall: Callable[[str], object] | None = None
+    attach: bool = False
+    has_backups: bool = False
 
 
 class WorkerLinks:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from psync.client.link import Call, PsLink, always
+from psync.client.link import Call, PsLink
 from psync.client.ps import PsClient
 from psync.errors import (
     ClosedError,
@@ -32,7 +32,6 @@ from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along, Share, Values, WholeSet
 from psync.sync.groups import CLOSER, FROM_CLOSER, step_variable
 from psync.sync.ps_sync import PsSync
-from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES, Frame
 from psync.wire.messages import (
     AttachPs,
@@ -87,15 +86,6 @@ class AllPs:
     def has_others(self) -> bool:
         """Whether there is more than one ps."""
         return len(self._attach.ps_addresses) > 1
-
-    def ask_others(self, message: Message) -> list[asyncio.Task[Frame]]:
-        """Begin to ask all other ps tasks the same; all at once.
-
-        Returns:
-            One task each, which raises what ``PsLink.call`` does.
-        """
-        create_task = asyncio.get_running_loop().create_task
-        return [create_task(link.call(always(message))) for link in self._others()]
 
     async def describe(self, known: WholeSet, group: int, config: dict[str, Any] | None) -> None:
         """Let each other ps say whether its share of a set fits.
