@@ -2,8 +2,8 @@
 
 Workers of a session have no connection to the chief. With one request a task posts a value, which
 replaces its last one, and asks for news: the chief for that of the others, and these for that of
-the chief. A task is there as long as the connection over which it has posted. ps 0 decides nothing,
-and does not look at the values: ``training_sessions`` does.
+the chief. A task is there as long as the connection over which it has posted; its post stays. ps 0
+decides nothing, and does not look at the values: ``training_sessions`` does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from psync.wire.messages import Post, Posted
 
 
 class Board:
-    """The posts since the present chief has attached the ps tasks.
+    """The last post of each task; of those under an earlier chief, if they are gone.
 
     Args:
         coordinator: Incarnation of that chief; 0: none has come yet.
@@ -27,9 +27,10 @@ class Board:
         self._waiting: dict[Request[Post], None] = {}
 
     def begin(self, coordinator: int) -> None:
-        """Forget the posts of before this chief. Tasks hear of it, and post again."""
+        """Forget the earlier chief, and tasks that are still there: they hear of it, and end."""
         self._coordinator = coordinator
-        self._posted.clear()
+        gone = [item for item in self._posted.items() if item[1][0].is_closed]
+        self._posted = {task: posted for task, posted in gone if task != CHIEF}
         self._changed(by_chief=True)
         self._changed(by_chief=False)
 
@@ -37,6 +38,8 @@ class Board:
         """Take a value, and answer once there is something new."""
         peer, value = request.peer, bytes(request.segments[0])
         request.rest()
+        if request.message.forget:
+            self._posted.clear()
         before, _ = posted = self._posted.get(peer.task, (None, b""))
         if before is not peer:
             peer.on_closed.append(self._closed)

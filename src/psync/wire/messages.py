@@ -1138,6 +1138,7 @@ class Post(Message, code=52):
     """
 
     seen: int
+    forget: bool  # what others have posted before
 
 
 class Posted(Message, code=53):
