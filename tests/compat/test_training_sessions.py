@@ -619,6 +619,8 @@ async def test_training_ends_when_all_replicas_have_left() -> None:
 
     async with session_cluster(1, 2, chief=True) as cluster:
         assert await cluster.run_all(main) == ["ended"] * 3
+        with pytest.raises(psync.ConnectFailed, match="there came none"):  # of the next training
+            await cluster.run(main, "chief")
 
 
 @pytest.mark.virtual_time
@@ -826,6 +828,8 @@ async def test_a_worker_that_has_finished_while_the_chief_is_gone_trains_again_w
                 await worker
         if not next_chief:
             chief = cluster.run(main, "chief")
+            await asyncio.sleep(10)
+            assert not chief.done()
         await asyncio.gather(*(cluster.run(main, "worker", index) for index in range(2)))
         assert await chief == [5.0] * 4
 

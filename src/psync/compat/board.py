@@ -24,11 +24,12 @@ class Board:
         self._coordinator = coordinator
         self._posted: dict[str, tuple[Connection, bytes]] = {}  # by task
         self._versions = {True: 0, False: 0}  # of what the chief has posted, and the others
+        self._is_over = False  # nothing is posted until the next chief comes
         self._waiting: dict[Request[Post], None] = {}
 
     def begin(self, coordinator: int) -> None:
         """Forget the earlier chief, and tasks that are still there: they hear of it, and end."""
-        self._coordinator = coordinator
+        self._coordinator, self._is_over = coordinator, False
         gone = [item for item in self._posted.items() if item[1][0].is_closed]
         self._posted = {task: posted for task, posted in gone if task != CHIEF}
         self._changed(by_chief=True)
@@ -38,14 +39,14 @@ class Board:
         """Take a value, and answer once there is something new."""
         peer, value = request.peer, bytes(request.segments[0])
         request.rest()
+        by_chief, posted = peer.task == CHIEF, self._posted.get(peer.task, (None, b""))
         if request.message.forget:
-            self._posted.clear()
-        before, _ = posted = self._posted.get(peer.task, (None, b""))
-        if before is not peer:
-            peer.on_closed.append(self._closed)
-        self._posted[peer.task] = peer, value
-        by_chief = peer.task == CHIEF
-        if posted != (peer, value):
+            self._is_over = True
+            self._posted = {CHIEF: self._posted[CHIEF]} if CHIEF in self._posted else {}
+        elif not self._is_over and posted != (peer, value):
+            if posted[0] is not peer:
+                peer.on_closed.append(self._closed)
+            self._posted[peer.task] = peer, value
             self._changed(by_chief=by_chief)
         if request.message.seen < self._versions[not by_chief]:
             self._answer(request)

@@ -288,10 +288,10 @@ class ChiefPart(Part):
         return [self._declared, entered, self.over]
 
     async def _look(self) -> None:
-        now, finished, deadlines = self._loop.time(), 0, []
+        now, said, finished, deadlines = self._loop.time(), self._said, 0, []
         self._asking = []
-        for name in [each for each in self._addresses if each in self._said]:
-            is_here, (process, ends, has_left, has_finished, error) = self._said[name]
+        for name in [each for each in self._addresses if each in said]:
+            is_here, (process, ends, has_left, has_finished, error) = said[name]
             if process != self._entered.get(name):
                 self._lose(name)
                 if has_finished:  # under an earlier chief
@@ -317,7 +317,7 @@ class ChiefPart(Part):
         self.is_open = self.is_open or len(self._asking) + finished >= self._min_workers
         if self.is_open and (self.over is None or not self.over[1]):
             for name in self._asking:
-                self._entered[name] = self._said[name][1][0]
+                self._entered[name] = said[name][1][0]
                 self._members.connected(name, self.links.endpoint.incarnation)
         await self._report()
         # Without a replica, training ends.
@@ -410,7 +410,7 @@ class WorkerPart(Part):
         self._ps_timeout_s = session._ps_timeout_s
         self._process = platform.new_incarnation()
         self._ends = ""  # why it asks the chief to end training
-        # Whether it has left, whether in order while training went on, and by which error.
+        # Whether it has left; whether the chief has let it go, although not for the end; its error.
         self._left: tuple[bool, bool, Sequence[str] | None] = False, False, None
         self._coordinator = 0  # incarnation of the chief under which it takes part
         self._entered: asyncio.Future[list[Any]] = self._loop.create_future()
@@ -443,27 +443,26 @@ class WorkerPart(Part):
 
     async def _look(self) -> None:
         now = self._loop.time()
-        is_here, (declared, entered, over) = self._said.get(CHIEF, (False, [None] * 3))
+        is_here, (declared, entered, over) = self._said.get(CHIEF, (False, [None, {}, None]))
+        process, incarnation = entered.get(self._endpoint.task, (0, 0))
         if self._coordinator not in (0, self._served):
             self._end("a new chief has attached the ps tasks", True)
-        elif is_here:
+        if is_here and not self._coordinator and process == self._process:
+            self._coordinator, self._endpoint.incarnation = self._served, incarnation
+            for peer in self._endpoint.peers:
+                peer.close()
+            for link in self.ps.links:
+                link.lost_after_s = self._ps_timeout_s
+            self._entered.set_result(declared)
+        if is_here and self._left[0] and not process:
+            _complete(self._let_go)
+        if over is not None and (self._coordinator or (is_here and over[1])):
+            self._end(*over)
+        if is_here or not self._coordinator or self.over is not None:
             self._deadline = None
-            process, incarnation = entered.get(self._endpoint.task, (0, 0))
-            if not self._coordinator and process == self._process:
-                self._coordinator, self._endpoint.incarnation = self._served, incarnation
-                for peer in self._endpoint.peers:
-                    peer.close()
-                for link in self.ps.links:
-                    link.lost_after_s = self._ps_timeout_s
-                self._entered.set_result(declared)
-            if self._left[0] and not process:
-                _complete(self._let_go)
-            if over is not None and (self._coordinator or over[1]):
-                self._end(*over)
-        elif self._coordinator and self.over is None and self._deadline is None:
+        elif self._deadline is None:
             self._deadline = now + GRACE_S
-        elif self._deadline is not None and now >= self._deadline:
-            self._deadline = None
+        elif now >= self._deadline:
             self._end(f"the chief, {CHIEF}, was lost", True)
             for link in self.ps.links:  # ps 0 knows nothing of the end, and lets steps wait
                 link.give_up("cannot be used without the chief")
@@ -491,9 +490,12 @@ class WorkerPart(Part):
         if isinstance(error, NETWORK_ERRORS):
             return  # it is lost, and may come back
         texts = None if error is None else _failure_of(error)
-        self._left = True, error is None and self.over is None, texts
+        self._left, goes_early = (True, False, texts), error is None and self.over is None
         await self.tell()
         await self._until(self._let_go)
+        if goes_early and (self.over is None or not self.over[1]):
+            self._left = True, True, None
+            await self.tell()
 
     async def close(self) -> None:
         """Close everything. Cancellation: connections may still be closing."""
