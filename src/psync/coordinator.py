@@ -33,7 +33,7 @@ from psync.closures.dispatcher import Dispatch, GiveBack
 from psync.closures.membership import ScheduleReports, TaskState
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import Cancel, ClosureQueue, Settle
-from psync.cluster import ClusterSpec, parse_task_name
+from psync.cluster import ClusterSpec
 from psync.errors import (
     ClosedError,
     DeadlineExceeded,
@@ -363,10 +363,6 @@ class FinalClosures:
             link.notify(message, segments)
 
 
-def _index(worker: str) -> int:
-    return parse_task_name(worker)[1]
-
-
 SETTLE_S = 0.1
 """Nothing is sent for this long after a loss. Workers that died at the same time are noticed first:
 what the first of them ran is not sent to the next, and not blamed for its death."""
@@ -506,12 +502,9 @@ class Coordinator:
                 self._report_due.clear()
                 if (state := self._reports.decide(self.loop.time())) is not None:
                     message = messages.ReportSchedule(
-                        next(versions),
-                        [(_index(worker), incarnation) for worker, incarnation in state.workers],
-                        list(state.missing),
-                        state.queued,
-                        [(closure, _index(worker)) for closure, worker in state.in_flight],
-                    )
+                        next(versions), list(state.workers), list(state.missing), state.queued,
+                        list(state.in_flight),
+                    )  # fmt: skip
                     await link.call(always(message))
         except (ParameterServerLost, FencedError, ClosedError) as exc:
             logger.debug("the schedule is no longer reported: %s", exc)  # others say why

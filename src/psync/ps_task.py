@@ -54,8 +54,6 @@ from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import CLOSER
 from psync.wire.codec import Message
 from psync.wire.messages import (
-    ON_EACH_PS,
-    ON_PS_0,
     AskServed,
     AskSpans,
     AskStatistics,
@@ -63,6 +61,7 @@ from psync.wire.messages import (
     Done,
     FillSnapshot,
     Hello,
+    Post,
     PsAttached,
     Refused,
     RestoreSnapshot,
@@ -71,7 +70,7 @@ from psync.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from psync.compat.session_service import SessionService
+    from psync.compat.board import Board
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +119,8 @@ class PsTask:
         self.services = parts.of(PsServices)(
             self._process, self.life, None, 0, nothing, Plans(self.task)
         )
+        self._board: Board | None = None  # until a task of a training session posts
         self._host = BackupHost(self._process, self, self._make_backup)
-        self._sessions: SessionService | None = None  # until a training session asks
         # Every chief knows the process's own address: it is asked there what it serves, and that
         # of ps 0 grants incarnations, wherever ps 0 is served.
         clock = None if index or is_hosted else platform.new_incarnation
@@ -131,11 +130,11 @@ class PsTask:
             AttachPs: Handler(self._attach),
             AskStatistics: Handler(lambda request: request.answer(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
+            Post: Handler(self._post),
             **self._succession.handlers(),
             **self._snapshots.handlers(),
             **self._host.handlers(),
             FillSnapshot: Handler(self._fill),
-            **dict.fromkeys(ON_EACH_PS + (() if index else ON_PS_0), Handler(self._of_session)),
             **({} if is_hosted else {AskServed: Handler(self._host.ask_served)}),
             **self.services.handlers(),
         }
@@ -162,8 +161,6 @@ class PsTask:
         self.life = self.life.after(LifeEvent.CLOSE, self.task)
         await self.services.close()
         await self._host.close()
-        if self._sessions is not None:
-            self._sessions.close()
         await self._succession.close()
         await self.work.drain()  # what began meanwhile
         self.work.close()
@@ -203,7 +200,6 @@ class PsTask:
         return {
             **self.services.statistics(),
             "network": self._endpoint.statistics(),
-            "session": {} if self._sessions is None else self._sessions.statistics(),
             "hosted": {"diverged": self._host.diverged},
             "snapshot": {**self._snapshots.statistics(), "timeline": self.services.timeline},
         }
@@ -315,17 +311,16 @@ class PsTask:
         patience_s = attach.ps_timeout_s if attach.keep else None
         self._replace(attach, 0, self._nothing(attach.coordinator), patience_s)
         self._succession.begin(attach, before)
-        if self._sessions is not None:
-            self._sessions.attached(attach.coordinator)
+        if self._board is not None:
+            self._board.begin(attach.coordinator)
         self._cut_off()
         if not attach.keep:  # else it may have to go on with what is here, see AskServed
             self._host.end_below(attach.coordinator)
 
-    def _of_session(self, request: Request[Any]) -> None:
-        if self._sessions is None:
-            make = import_module("psync.compat.session_service").SessionService
-            self._sessions = make(self._endpoint, lambda: self.services, self._check_coordinator)
-        self._sessions.handlers()[type(request.message)].serve(request)
+    def _post(self, request: Request[Post]) -> None:
+        if self._board is None:
+            self._board = import_module("psync.compat.board").Board(self.floor)
+        self._board.post(request)
 
     def _shutdown(self, request: Request[Shutdown]) -> None:
         peer, message = request.peer, request.message

@@ -398,12 +398,12 @@ async def test_a_worker_that_cannot_reach_a_ps_is_lost_and_the_others_go_on() ->
         assert await asyncio.gather(chief, first) == ["chief-0", "worker-0"]
 
 
+@pytest.mark.virtual_time
 async def test_an_error_of_a_hook_of_the_chief_reaches_those_who_wait_for_it() -> None:
     class Hook(SessionHook):
         async def after_create_session(self, session: Any) -> None:
             if session.is_chief:
-                waiting = cluster.ps("ps-0").statistics
-                await until(lambda: waiting()["session"].get("asking") == ["/job:worker/task:1"])
+                await asyncio.sleep(1)  # the other waits by then
                 raise ValueError("no luck")
 
     async def main(strategy: Strategy) -> None:
@@ -473,11 +473,15 @@ async def test_variables_that_differ_from_the_chiefs_are_an_error(first: bool, s
             "hint: is the chief running, and does it wait for others?",
         ),
         ("worker", "ps-0", "no connection to /job:ps/task:0 at ps-0:1 within 5 s\nhint: is "),
-        ("chief", "ps-0", "no connection within 5 s to /job:ps/task:0 at ps-0:1\nhint: is "),
+        (
+            "chief",
+            "ps-0",
+            "the cluster did not come up within 5 s: no connection to /job:ps/task:0 at ps-0:1\n",
+        ),
         (
             "chief",
             "ps-1",
-            "no connection within 5 s to /job:ps/task:1 at ps-1:1\n"
+            "the cluster did not come up within 5 s: no connection to /job:ps/task:1 at ps-1:1\n"
             "hint: are these tasks running, and are these their addresses?",
         ),
     ],
@@ -567,6 +571,76 @@ def test_a_session_is_for_tasks_that_train() -> None:
     resolver = psync.SimpleClusterResolver(cluster, task_type="ps", task_id=0)
     with pytest.raises(psync.ConfigurationError, match=r"says that this process is ps$"):
         MonitoredTrainingSession(Strategy(resolver))
+
+
+# --- who takes part ----------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_comes_later_takes_part_at_once() -> None:
+    program = Program(sync(2), stop_at_step=20, pause_s=0.5, min_workers=1)
+    async with session_cluster(1, 3) as cluster:
+        first = [cluster.run(program, "worker", index) for index in (0, 1)]
+        await until_step(program, 4)
+        late = cluster.run(program, "worker", 2)
+        await asyncio.gather(*first, late)
+    assert program.outcomes["worker-2"]["accepted"] > 0
+    assert program.final[1] == 20
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("away_s", [50, 80])
+async def test_the_last_replica_that_is_lost_has_a_minute_to_come_back(away_s: float) -> None:
+    program = FiveSteps(lambda: None, sync(1), pause_s=0.1)
+    program.options["stop_at_step"] = 20
+    async with session_cluster(1, 1, chief=True) as cluster:
+        chief, worker = cluster.run(program, "chief"), cluster.run(program, "worker")
+        await until_step(program, 4)
+        await cluster.kill_program(worker, "worker-0")
+        await asyncio.sleep(away_s)
+        if away_s < 60:
+            await asyncio.gather(chief, cluster.run(program, "worker"))
+        else:
+            lost = "no replica is left: /job:worker/task:0 did not come back"
+            with pytest.raises(psync.TrainingEnded, match=lost):
+                await chief
+
+
+@pytest.mark.virtual_time
+async def test_training_ends_when_all_replicas_have_left() -> None:
+    async def main(strategy: Strategy) -> str:
+        declare(strategy)
+        trains = strategy.cluster_resolver.task_type == "worker"
+        async with MonitoredTrainingSession(strategy, trains=trains) as session:
+            if trains:
+                raise psync.EndOfData
+            await session.wait_until_stopped()
+        return "ended"
+
+    async with session_cluster(1, 2, chief=True) as cluster:
+        assert await cluster.run_all(main) == ["ended"] * 3
+        with pytest.raises(psync.ConnectFailed, match="there came none"):  # of the next training
+            await cluster.run(main, "chief")
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_comes_when_a_chief_that_failed_has_gone_waits_for_the_next() -> None:
+    program = Program(sync(2), stop_at_step=5)
+
+    class Hook(SessionHook):
+        async def after_create_session(self, session: Any) -> None:
+            raise ValueError("no luck")
+
+    failing = Program(sync(2), hooks=[Hook()])
+    async with session_cluster(1, 1, chief=True) as cluster:
+        with pytest.raises(ValueError, match="no luck"):
+            await cluster.run(failing, "chief")
+        worker = cluster.run(program, "worker")
+        await asyncio.sleep(1)
+        assert await asyncio.gather(cluster.run(program, "chief"), worker) == [
+            "chief-0",
+            "worker-0",
+        ]
 
 
 # --- tasks die ---------------------------------------------------------------------------------
@@ -708,6 +782,136 @@ async def test_a_chief_that_is_started_again_ends_what_was_before() -> None:
 
 
 @pytest.mark.virtual_time
+@pytest.mark.parametrize("next_chief", [True, False])
+@pytest.mark.parametrize("how", ["last step", "no more data"])
+async def test_a_worker_that_has_finished_while_the_chief_is_gone_trains_again_with_the_next_one(
+    how: str, next_chief: bool
+) -> None:
+    optimizer = sync(2)
+    made: Counter[str] = Counter()
+    go_on = asyncio.Event()  # the chief was killed
+
+    async def main(strategy: Strategy) -> list[float] | None:
+        w, global_step = declare(strategy)
+        name = f"{strategy.cluster_resolver.task_type}-{strategy.cluster_resolver.task_id}"
+        trains = name != "chief-0"
+
+        async def step() -> int:
+            push = await optimizer.apply_gradients([(ONES, w)], global_step)
+            if push.step == 3:
+                await go_on.wait()
+            made[name] += 1
+            return push.step
+
+        last = 5 if how == "last step" else None
+        async with MonitoredTrainingSession(strategy, trains=trains, stop_at_step=last) as session:
+            while trains and not session.should_stop():
+                if await session.run(step) == 5 and how == "no more data":
+                    raise psync.EndOfData
+            await session.wait_until_stopped()
+            return None if trains else (await w.read()).tolist()
+
+    async with session_cluster(1, 2, chief=True) as cluster:
+        chief = cluster.run(main, "chief")
+        workers = [cluster.run(main, "worker", index) for index in range(2)]
+        await until(lambda: made == {"worker-0": 2, "worker-1": 2})
+        await cluster.kill_program(chief, "chief-0")
+        go_on.set()
+        await until(lambda: made == {"worker-0": 5, "worker-1": 5})
+        await asyncio.sleep(1)
+        assert not any(worker.done() for worker in workers)
+        if next_chief:
+            chief = cluster.run(main, "chief")
+        expected = "a new chief has attached the ps tasks" if next_chief else "the chief, .* was l"
+        for worker in workers:
+            with pytest.raises(psync.TrainingEnded, match=expected):
+                await worker
+        if not next_chief:
+            chief = cluster.run(main, "chief")
+            await asyncio.sleep(10)
+            assert not chief.done()
+        await asyncio.gather(*(cluster.run(main, "worker", index) for index in range(2)))
+        assert await chief == [5.0] * 4
+
+
+class Ending(SessionHook):
+    """The chief has come to its end, and saves its checkpoint for ever."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+
+    async def end(self, session: Any) -> None:
+        if session.is_chief:
+            self.begun.set()
+            await asyncio.Event().wait()
+
+
+@pytest.mark.virtual_time
+async def test_the_next_chief_does_not_wait_for_a_worker_that_has_no_more_data() -> None:
+    program = FiveSteps(raising(psync.EndOfData("no more")), sync(2), pause_s=0.1)
+    program.options["stop_at_step"] = 20
+    async with session_cluster(1, 2, chief=True) as cluster:
+        chief, first = cluster.run(program, "chief"), cluster.run(program, "worker", 0)
+        assert await cluster.run(program, "worker", 1) == "worker-1"
+        await until_step(program, 2)
+        for _ in range(2):  # the second one has heard of it from nobody who still lives
+            await cluster.kill_program(chief, "chief-0")
+            chief = cluster.run(program, "chief")
+            with pytest.raises(psync.TrainingEnded, match="a new chief has attached"):
+                await first
+            first = cluster.run(program, "worker", 0)
+            await until_step(program, 2)
+        assert await asyncio.gather(chief, first) == ["chief-0", "worker-0"]
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("how", ["last step", "no more data"])
+async def test_a_chief_that_dies_while_it_saves_is_replaced_by_one_that_may_need_no_workers(
+    how: str,
+) -> None:
+    ending = Ending()
+
+    async def main(strategy: Strategy, *hooks: SessionHook) -> int:
+        _, global_step = declare(strategy)
+        trains = strategy.cluster_resolver.task_type == "worker"
+        last = 5 if how == "last step" else None
+        async with MonitoredTrainingSession(
+            strategy, trains=trains, stop_at_step=last, hooks=hooks
+        ) as session:
+            while trains and not session.should_stop():
+                await session.run(global_step.assign_add, 1)
+                if how == "no more data":
+                    raise psync.EndOfData
+            await session.wait_until_stopped()
+            return int(await global_step.read())
+
+    async with session_cluster(1, 2, chief=True) as cluster:
+        chief = cluster.run(lambda strategy: main(strategy, ending), "chief")
+        await asyncio.gather(*(cluster.run(main, "worker", index) for index in range(2)))
+        await ending.begun.wait()
+        await cluster.kill_program(chief, "chief-0")
+        chief = cluster.run(main, "chief")
+        if how == "last step":  # whose steps are lost
+            await asyncio.sleep(10)
+            assert not chief.done()
+            await asyncio.gather(*(cluster.run(main, "worker", index) for index in range(2)))
+        assert await chief >= (5 if how == "last step" else 0)
+
+
+@pytest.mark.virtual_time
+async def test_after_an_end_in_order_the_next_training_waits_for_all_again() -> None:
+    program = FiveSteps(raising(psync.EndOfData("no more")), sync(2), connect_timeout=5.0)
+    program.options["stop_at_step"] = 20
+    async with session_cluster(1, 2, chief=True) as cluster:
+        await cluster.run_all(program)
+        first = cluster.run(program, "worker", 0)
+        with pytest.raises(psync.ConnectFailed, match=r"there came /job:worker/task:0\n"):
+            await cluster.run(program, "chief")
+        with pytest.raises(psync.PsyncError):
+            await first
+
+
+@pytest.mark.virtual_time
 async def test_a_ps_that_is_lost_is_an_error_for_all() -> None:
     program = Program(sync(2), stop_at_step=10_000)
     async with session_cluster(1, 2) as cluster:
@@ -742,13 +946,16 @@ async def test_a_chief_does_not_wait_for_ever_for_a_step_that_does_not_end(
         declare(strategy)
 
         async def step() -> None:
+            begun.set()
             await asyncio.Event().wait()
 
         async with MonitoredTrainingSession(strategy) as session:
             if not session.is_chief:
                 await session.run(step)
+            await begun.wait()
         return "ended"
 
+    begun = asyncio.Event()
     async with session_cluster(1, 2) as cluster:
         chief, other = cluster.run(main, "worker", 0), cluster.run(main, "worker", 1)
         with caplog.at_level(logging.WARNING):

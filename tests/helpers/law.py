@@ -37,7 +37,7 @@ LAW = (
     "backups",
     "sync backups.primary",
     "chief",
-    "compat.session_members compat.session_service",
+    "compat.board",
     "ps_task backups.host ps.snapshots ps.succession",
     "worker_task",
     "coordinator",
@@ -67,7 +67,7 @@ PURE = (
     "checkpoints.manifest ps.life "
     "backups.pairing backups.locate_ps "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
-    "chief.recovery_rule compat.session_members status.model status.rates status.exposition "
+    "chief.recovery_rule status.model status.rates status.exposition "
     "status.diagnosis status.units "
     "status.dashboard.view"
     " net.trace_file"

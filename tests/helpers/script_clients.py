@@ -236,10 +236,9 @@ class Clients:
         """
         self._version += 1
         alive = [self._client(word) for word in args]
-        workers = [(int(task[-1]), born) for task, born in alive]
         missing = [self._client(word)[0] for word in listed(options.get("missing", ""))]
-        last = [(int(word), 0) for word in listed(options.get("last", ""))]
-        report = ReportSchedule(self._version, workers, missing, not last, last)
+        last = [(int(word), "/job:worker/task:0") for word in listed(options.get("last", ""))]
+        report = ReportSchedule(self._version, alive, missing, not last, last)
         self.stage.ask(CHIEF, 0, report, (), lambda _: None)
 
     def do_finish(self, *_: Any) -> None:

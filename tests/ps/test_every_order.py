@@ -84,7 +84,7 @@ UPDATES: list[list[Command]] = [
     ],
     [  # the coordinator loses the first, says who is left, and has an update of its own
         (CHIEF, Fence(FIRST[0], FIRST[1] + 1), []),
-        (CHIEF, ReportSchedule(1, [(1, SECOND[1])], [FIRST[0]], True, []), []),
+        (CHIEF, ReportSchedule(1, [SECOND], [FIRST[0]], True, []), []),
         (CHIEF, assign(), [64]),
     ],
 ]

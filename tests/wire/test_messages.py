@@ -103,7 +103,10 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.MeasureStep(9, None, 4, [], what="updates"), "985209c00490c0c0a775706461746573"),
     (m.StepMeasured([(0, 1, 0.5, 1.0)]), "925391940001cb3fe0000000000000cb3ff0000000000000"),
     (m.AwaitWaiters(), "910f"),
-    (m.ReportSchedule(1, [(0, 7)], ["w"], False, [(5, 0)]), "9631019192000791a177c291920500"),
+    (
+        m.ReportSchedule(1, [("v", 7)], ["w"], False, [(5, "v")]),
+        "9631019192a1760791a177c2919205a176",
+    ),
     (m.FinishSteps(), "9147"),
     (m.TickClock(1, 2, 3), "9438010203"),
     (m.CheckState(3, b"d", 7), "94cc8703c4016407"),
@@ -183,15 +186,8 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.ReachCollective(5, "w"), "936a05a177"),
     (m.Merged(None), "926bc0"),
     (m.JoinCluster("b:1", -1, "3.11"), "94cc96a3623a31ffa4332e3131"),
-    (m.Declared(True, 2), "9336c302"),
-    (m.EnterSession(9), "923409"),
-    (m.SessionEntered(10), "92350a"),
-    (m.CheckShards([("v", 0, 1, 2, [3], "float32")]), "923a9196a1760001029103a7666c6f61743332"),
-    (m.LeaveSession(("E", "m", "t")), "923793a145a16da174"),
-    (m.EndTraining("r", False), "9333a172c2"),
-    (m.AwaitEnd(), "913b"),
-    (m.TrainingOver("r", True, None), "943ca172c3c0"),
-    (m.TrainingOver("r", True, ("w", "E", "m", "t")), "943ca172c394a177a145a16da174"),
+    (m.Post(-1, False), "9334ffc2"),
+    (m.Posted(9, 1, [("w", True)]), "943509019192a177c3"),
 ]
 
 

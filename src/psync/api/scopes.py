@@ -75,6 +75,7 @@ class Scope:
         self.worker_index = worker_index
         self._origin = random_hex(8)
         self._runtime: Runtime | None = None  # the coordinator's; None while none runs
+        self._training_over = asyncio.Event()  # set when a training session has ended for all
         self._created = False  # a coordinator has run: variables may exist on ps tasks
         self._uncreated: list[Declaration] = []  # not created yet
         self._partitioner = partitioner

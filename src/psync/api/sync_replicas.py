@@ -7,13 +7,13 @@ step at which its replica may go on. See docs/design.md, "A synchronous step".
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
-import logging
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers import (
@@ -27,23 +27,19 @@ from psync.api.optimizers import (
 from psync.api.scopes import running_scopes, runtime_of, scope_of
 from psync.api.variables import Handle, Variable, check_step, global_step_of
 from psync.client.context import Runtime, current_closure, current_runtime
-from psync.client.link import ask
-from psync.client.ps import PsClient
+from psync.client.link import PsLink
 from psync.errors import (
     ClosedError,
     ConfigurationError,
-    ConnectionLost,
     UsageError,
     ValueMismatchError,
     check_fits,
 )
+from psync.net.shielding import first_of
 from psync.numerics.rules import flag
 from psync.numerics.sums import check_weight
 from psync.specs import Outcome, as_number, checked_kind
 from psync.store.sync_config import SyncConfig, whole_number
-from psync.wire.messages import AwaitEnd, TrainingOver
-
-logger = logging.getLogger(__name__)
 
 
 class SessionHook:
@@ -109,31 +105,16 @@ class ChiefQueueRunner:
         Cancellation: Safe.
         """
         runtime = await runtime_of("the chief's queue runner", self._global_step)
+        scope = scope_of(self._global_step)
+        over = asyncio.Event() if scope is None else scope._training_over
         with contextlib.suppress(ClosedError):
-            await wait_over(runtime.ps, "the chief's queue runner")
+            await first_of(over.wait(), until_lost(runtime.ps.links[0]))
 
 
-async def wait_over(ps: PsClient, who: str) -> TrainingOver:
-    """Wait until training has ended.
-
-    Args:
-        ps: Links to all ps tasks.
-        who: Waits; for the log.
-
-    Raises:
-        ParameterServerLost: A ps is gone.
-        FencedError: A newer chief has taken the cluster over.
-        ClosedError: This task has closed its links.
-
-    Cancellation: Safe.
-    """
+async def until_lost(link: PsLink) -> NoReturn:
+    """Raise what a call to a ps would raise, even if there are no calls. Cancellation: safe."""
     while True:
-        try:
-            over, _ = await ask(ps.links[0], AwaitEnd(), TrainingOver)
-            return over
-        except ConnectionLost as exc:
-            # It may wait for days, and outlive more connections than a request is allowed.
-            logger.info("%s still waits for the end of training: %s", who, exc.message)
+        await (await link.peer("control")).wait_closed()
 
 
 NOWHERE = (0, -1, 0)

@@ -94,19 +94,22 @@ STRANGER_PAUSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorOptions:
-    """As the arguments of ``ClusterCoordinator`` and of its strategy, which explain them."""
+    """As the arguments of ``ClusterCoordinator`` and of its strategy, which explain them.
 
-    origin: str  # token of the strategy
-    min_workers: int
-    connect_timeout_s: float
+    Defaults: those of one that has no workers to schedule closures on.
+    """
+
     ps_timeout_s: float
-    closure_timeout_s: float | None  # None: a step may take as long as it likes
-    max_losses: int
-    max_flaps: int | None  # None: as often as it likes
-    watchdog_timeout_s: float | None  # None: there is no watchdog
-    on_stall: Callable[[str], object] | None
-    attach: bool
-    has_backups: bool
+    connect_timeout_s: float
+    min_workers: int = 0
+    origin: str = ""  # token of the strategy
+    closure_timeout_s: float | None = None  # None: a step may take as long as it likes
+    max_losses: int = 1
+    max_flaps: int | None = None  # None: as often as it likes
+    watchdog_timeout_s: float | None = None  # None: there is no watchdog
+    on_stall: Callable[[str], object] | None = None
+    attach: bool = False
+    has_backups: bool = False
 
 
 class WorkerLinks:
@@ -656,7 +659,7 @@ class ClusterLinks:
     ) -> None:
         self.on_worker_given_up: Callable[[], None] = lambda: None
         self._platform, self.options, self.program = platform, options, program
-        workers, ps = _addresses(cluster, "worker"), _addresses(cluster, "ps")
+        workers, ps = addresses_in(cluster, "worker"), addresses_in(cluster, "ps")
         pool = BlockPool()
         # Its incarnation is 0 until ps 0 has granted one.
         self.endpoint = Endpoint(platform, task_name("chief", 0), 0, {}, pool)
@@ -1001,7 +1004,8 @@ def _did_not_come_up(timeout_s: float, missing: Sequence[tuple[str, str]]) -> Co
     )
 
 
-def _addresses(cluster: ClusterSpec, job: str) -> dict[str, str]:
+def addresses_in(cluster: ClusterSpec, job: str) -> dict[str, str]:
+    """Return the address of each task of a job, by name."""
     indices = cluster.task_indices(job)
     return {task_name(job, index): cluster.task_address(job, index) for index in indices}
 

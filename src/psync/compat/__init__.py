@@ -1,8 +1,8 @@
 """TensorFlow 1's training sessions: programs that train without a coordinator.
 
 A wing: it may import everything up to ``api``, and nothing there imports it, except that a ps loads
-the service of sessions with the first message of one. A program that uses no session never imports
-the package (``tests/compat/test_wing.py``).
+``board`` with the first message of a session. A program that uses no session never imports the
+package (``tests/compat/test_wing.py``).
 
-Begin with ``training_sessions``, then ``session_members`` (who takes part, as ps 0 decides it).
+Begin with ``training_sessions``.
 """

@@ -2,61 +2,103 @@
 
 The same program runs on the chief and on every worker. Each makes its own strategy and declares
 the same variables and optimizers in the same order, which is how their numbers agree.
+
+Nothing is scheduled, but the chief decides who takes part, with the links and the membership of a
+coordinator: it attaches the ps tasks, fences workers that are lost, and reports to ps 0 who lives,
+as the target of a synchronous step follows the living workers. Chief and workers talk by the board
+of ps 0, which only passes on what they post, and tells who has a connection (``board``).
+
+    chief posts    the shards it has declared, the process and the incarnation of each worker that
+                   takes part, and why training has ended
+    worker posts   its process, a reason to end training, whether it has left, whether it has
+                   finished, and its error
+
+    what dies                  what follows
+    a worker, before its part  the chief waits for it, as long as too few have come
+    a worker that takes part   without a connection for ``GRACE_S`` it is fenced, and steps go on
+                               without it; its next process is a new member
+    the last worker            if the chief does not train, training ends after ``DESERTED_S``
+    the chief                  workers go on for ``GRACE_S`` and then end with an error, or as soon
+                               as the next chief has attached the ps tasks
+    a ps                       every task sees that on its own links
+
+**Incarnations.** A worker does not know the chief's, below which the ps tasks serve no task, so the
+chief gives it its own. Workers are members from then on, before they have connections: all that
+wait when training begins take part in its first step.
+
+**The end.** Only the chief ends training: it saves the last checkpoint, and the next chief begins
+with the newest one, or with new variables. So a worker that makes the last step, or has no more
+data, stays until the chief knows. If the chief is gone, the worker ends with an error, as all do,
+and its next process makes these steps again.
+
+A worker that the chief lets go while training continues has *finished*. Its post stays on the board
+when it ends, and when the chief dies: the next chief does not wait for it, and ends training if all
+have finished. A worker that leaves because training is over has not: if the chief then dies before
+it has saved, the next one needs it again. A chief that ends in order clears the board.
+
+The first reason counts, unless a worker fails after it: the chief, which leaves last, raises that
+error. Then ps 0 lets nobody wait for a token or at a clock any more. A worker that asks to enter
+after a failure, while the chief is still there, gets that failure.
+
+Source: TensorFlow's between-graph replication; there a worker that dies leaves all others waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
+import msgpack
+
 from psync.api.strategy import ParameterServerStrategy
-from psync.api.sync_replicas import SessionHook, wait_over
+from psync.api.sync_replicas import SessionHook, until_lost
 from psync.api.variables import Variable, get_or_create_global_step
-from psync.chief.declarations import MESSAGE_SHARDS, Creation, as_sent
-from psync.chief.links import enquire
+from psync.chief.declarations import Creation, as_sent
+from psync.chief.links import ClusterLinks, CoordinatorOptions, addresses_in
 from psync.client.context import Runtime, forbid_in_step
-from psync.client.link import PsLink, always, ask, note_plugins
+from psync.client.link import ask
 from psync.client.ps import PsClient
-from psync.cluster import CHIEF, ENQUIRER, task_name
+from psync.closures.membership import TaskState
+from psync.cluster import CHIEF, ENQUIRER, ClusterSpec, task_name
 from psync.errors import (
     ClosedError,
     ConfigurationError,
     ConnectFailed,
+    ConnectionLost,
     EndOfData,
     FencedError,
     ParameterServerLost,
     PsyncError,
     RemoteError,
-    RemoteProtocolError,
     TaskLost,
     TrainingEnded,
     TransportError,
     UsageError,
+    check_fits,
     other_loop,
 )
 from psync.net.chief_presence import naming_who_is_awaited
+from psync.net.connection import fail
 from psync.net.endpoint import Endpoint
-from psync.net.environment import (
-    note_incarnation,
-    note_training_began,
-    platform_of,
-    training_over,
-)
+from psync.net.environment import note_training_began, platform_of, training_over
+from psync.net.platform import Platform
 from psync.net.resolvers import training_cluster
+from psync.net.shielding import end_all, first_of
 from psync.numerics.memory import BlockPool
 from psync.serialization.failures import describe_exception
 from psync.status.sampling import SessionSource
 from psync.status.serving import ServedStatus
-from psync.wire import messages
-from psync.wire.codec import Message
+from psync.wire.messages import Done, EndSteps, Post, Posted, ReportSchedule
 
 logger = logging.getLogger(__name__)
-
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,17 +107,400 @@ LEAVE_TIMEOUT_S = 30.0
 """How long the chief, at its end, waits for workers that are in the middle of a step."""
 
 GOODBYE_TIMEOUT_S = 2.0
-"""How long a session that ends otherwise waits for ps 0 to hear of it."""
+"""How long a session that ends otherwise waits for the others to hear of it."""
+
+SAME_ORDER = "every task must declare the same variables in the same order, before its session"
 
 NETWORK_ERRORS = (TransportError, TaskLost, FencedError)
 """A worker that ends by one of these may take part again, if it is started again."""
 
-PS_HINT = "is this task running, and is this its address?"
+GRACE_S = 5.0
+"""How long a worker or the chief may be without a connection to ps 0."""
+
+DESERTED_S = 60.0
+"""How long a lost worker may take to come back when there is no other."""
+
 PS_LOST_HINT = (
     "its shards are gone, and a training session does not return to a checkpoint automatically: "
     "start the program again, as `psync run --chief-restarts` does, with a chief that restores the "
     'newest one: docs/howto/tensorflow.md, "What a session survives"'
 )
+
+
+def _advise(error: ParameterServerLost) -> None:
+    error.hint = PS_LOST_HINT
+
+
+def _complete(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Part(ABC):
+    """Base class of the chief and the workers: posts this task's value, and reacts to news.
+
+    Args:
+        session: Told of the end.
+        ps: Links to the ps tasks.
+
+    Attributes:
+        ps: As given.
+        over: Why training has ended, and whether before its time; None: it has not.
+    """
+
+    def __init__(self, session: MonitoredTrainingSession, ps: PsClient) -> None:
+        self.ps = ps
+        self.over: tuple[str, bool] | None = None
+        self._note_end, self._note_lost = session._note_end, session._note_lost
+        self._loop = asyncio.get_running_loop()
+        self._served = 0  # incarnation of the chief that ps 0 serves
+        self._seen = -1  # version of the news
+        self._said: dict[str, tuple[bool, list[Any]]] = {}  # by task: is it connected; its value
+        self._forgets = False  # whether the board shall forget what others have posted
+        self._deadline: float | None = None  # loop time at which to look, whatever comes
+        self._due = asyncio.Event()  # set when there is something to say, or to look at
+        self._following: asyncio.Task[NoReturn] | None = None
+
+    @abstractmethod
+    def _value(self) -> list[Any]:
+        """Return the value that this task posts."""
+
+    @abstractmethod
+    async def _look(self) -> None:
+        """React to news, or to the time that has passed."""
+
+    async def _exchange(self, seen: int) -> None:
+        """Post the value, and take the news once there are some that were not seen."""
+        post = Post(seen, self._forgets)
+        asking = ask(self.ps.links[0], post, Posted, [msgpack.packb(self._value())])
+        posted, values = await asking
+        if posted.version >= self._seen:
+            self._seen, self._served = posted.version, posted.coordinator
+            said = zip(posted.tasks, map(msgpack.unpackb, values), strict=True)
+            self._said = {name: (is_here, value) for (name, is_here), value in said}
+
+    async def tell(self) -> None:
+        """Post the value; return when ps 0 has it. Raises what a call to a ps does."""
+        await self._exchange(-1)
+        self._due.set()
+
+    async def _follow(self) -> NoReturn:
+        """Post the value and react to news, until a ps is lost."""
+        while True:
+            # It may wait for days, and outlive more connections than a request is allowed.
+            with contextlib.suppress(TimeoutError, ConnectionLost):
+                async with asyncio.timeout_at(self._deadline):
+                    await first_of(self._exchange(self._seen), self._due.wait())
+            self._due.clear()
+            await self._look()
+
+    async def _until(self, future: asyncio.Future[Any]) -> None:
+        """Wait for a future, or until a ps is lost, which raises. Cancellation: safe."""
+        if self._following is None:
+            following = first_of(self._follow(), *map(until_lost, self.ps.links))
+            self._following = self._loop.create_task(following)
+            self._following.add_done_callback(self._note_lost)
+        await asyncio.wait((future, self._following), return_when=asyncio.FIRST_COMPLETED)
+        (future if future.done() else self._following).result()
+
+    async def close(self) -> None:
+        """Post nothing more. Cancellation: safe."""
+        if self._following is not None:
+            await end_all([self._following])
+
+
+class ChiefPart(Part):
+    """The chief of a session.
+
+    Attributes:
+        links: Those of a coordinator, whose membership has the workers.
+        is_open: Whether workers may take part.
+    """
+
+    def __init__(self, session: MonitoredTrainingSession, platform: Platform) -> None:
+        options = CoordinatorOptions(session._ps_timeout_s, session._connect_timeout_s)
+        only_ps = ClusterSpec({**session.strategy.cluster.as_dict(), "worker": {}})
+        self.links = ClusterLinks(platform, only_ps, options, program="")
+        self.links.on_ps_lost = _advise
+        super().__init__(session, self.links.ps)
+        self._members = self.links.membership
+        self._addresses = session._others()
+        self._asking: list[str] = []  # workers that are there and do not take part
+        self._entered: dict[str, int] = {}  # the process of each that takes part, or last did
+        self._away: dict[str, float] = {}  # loop time at which such a worker lost its connection
+        self._is_replica = session._trains  # until it leaves
+        self._declared: Sequence[object] = ()
+        self._min_workers = math.inf  # that have to come before any may take part
+        self._reported: object = None
+        self._versions = itertools.count(1)
+        self._deserted_at = math.inf  # loop time at which training ends for want of replicas
+        self._ending: asyncio.Task[None] | None = None
+        self._opened = self._loop.create_future()
+        self._empty = self._loop.create_future()  # done once no replica is left after the end
+        self.is_open = False
+
+    async def attach(self, timeout_s: float) -> None:
+        """Attach all ps tasks.
+
+        Raises:
+            ConnectFailed: They are not there in time; names them.
+            PsyncError: Something else answers, or serves a newer chief.
+
+        Cancellation: Half connected: call ``close``.
+        """
+        await self.links.start(0, timeout_s)
+        for name, address in self._addresses.items():
+            self._members.add_worker(name, address)
+        await self.tell()
+
+    async def open(self, declared: Sequence[object], min_workers: int, timeout_s: float) -> None:
+        """Let the workers take part, when so many have come.
+
+        Args:
+            declared: Shards, as ``as_sent`` describes them.
+            min_workers: How many workers to wait for.
+            timeout_s: How long they may take, in seconds.
+
+        Raises:
+            ConnectFailed: They have not come; names those that have.
+
+        Cancellation: Safe.
+        """
+        self._declared, self._min_workers = declared, min_workers
+        self._due.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until(self._opened)
+        except TimeoutError:
+            raise ConnectFailed(
+                f"{min_workers} workers were to take part in training, and within {timeout_s:g} s "
+                f"there came {', '.join(self._asking) or 'none'}",
+                hint="check that each of them runs this program: psync.run(main, on_workers=True)",
+            ) from None
+
+    def _in_state(self, state: TaskState) -> list[str]:
+        return [name for name in self._addresses if self._members.state(name) is state]
+
+    def _value(self) -> list[Any]:
+        members = self._in_state(TaskState.ALIVE)
+        entered = {n: (self._entered[n], self._members.incarnation(n)) for n in members}
+        return [self._declared, entered, self.over]
+
+    async def _look(self) -> None:
+        now, said, finished, deadlines = self._loop.time(), self._said, 0, []
+        self._asking = []
+        for name in [each for each in self._addresses if each in said]:
+            is_here, (process, ends, has_left, has_finished, error) = said[name]
+            if process != self._entered.get(name):
+                self._lose(name)
+                if has_finished:  # under an earlier chief
+                    self._members.left(name)
+                    finished += 1
+                elif is_here and not has_left:
+                    self._asking.append(name)
+            elif self._members.state(name) is TaskState.ALIVE:
+                if error is not None:
+                    text = f"{name} failed: {_headline(*error[:2])}"
+                    await self.end(text, True, [name, *error])
+                elif ends:
+                    await self.end(ends)
+                lost_at = math.inf if is_here else self._away.setdefault(name, now) + GRACE_S
+                if has_left:
+                    self._members.left(name)
+                elif is_here:
+                    self._away.pop(name, None)
+                elif now >= lost_at:
+                    self._lose(name)
+                else:
+                    deadlines.append(lost_at)
+        self.is_open = self.is_open or len(self._asking) + finished >= self._min_workers
+        if self.is_open and (self.over is None or not self.over[1]):
+            for name in self._asking:
+                self._entered[name] = said[name][1][0]
+                self._members.connected(name, self.links.endpoint.incarnation)
+        await self._report()
+        # Without a replica, training ends.
+        members, lost = self._in_state(TaskState.ALIVE), self._in_state(TaskState.LOST)
+        if self._is_replica or members or not self.is_open:
+            self._deserted_at = math.inf
+        elif self.over is not None:
+            _complete(self._empty)
+        elif not lost:
+            await self.end("all replicas have left")
+        elif now >= self._deserted_at:
+            await self.end(f"no replica is left: {', '.join(lost)} did not come back", True)
+        else:
+            self._deserted_at = min(self._deserted_at, now + DESERTED_S)
+            deadlines.append(self._deserted_at)
+        self._deadline = min(deadlines, default=None)
+
+    def _lose(self, name: str) -> None:
+        """A worker has had no connection for too long, or was started again."""
+        self._away.pop(name, None)
+        if self._members.state(name) is TaskState.ALIVE:
+            logger.info("%s is lost", name)
+            self.links.fence(self._members.disconnected(name))
+
+    async def _report(self) -> None:
+        """Tell ps 0 who lives, once training has begun, and when that changes."""
+        alive = [(n, self._members.incarnation(n)) for n in self._in_state(TaskState.ALIVE)]
+        if self._is_replica:
+            alive.append((CHIEF, self.links.endpoint.incarnation))
+        state = alive, self._in_state(TaskState.LOST)
+        if self.is_open and state != self._reported:
+            self._reported = state
+            await asyncio.sleep(0)  # those that are lost are fenced first
+            report = ReportSchedule(next(self._versions), *state, True, [])
+            await ask(self.ps.links[0], report, Done)
+            _complete(self._opened)
+
+    async def end(
+        self, reason: str, failed: bool = False, error: Sequence[str] | None = None
+    ) -> None:
+        """Training is over, before its time if it has failed; ``error`` is that of a worker.
+
+        Cancellation: It is over.
+        """
+        if self.over is None or (error is not None and not self.over[1]):
+            self.over = reason, failed
+            self._note_end(reason, failed, error)
+            self._due.set()
+        if self._ending is None:
+            self._ending = self.links.supervise(self._end_steps(reason))
+        await asyncio.wait((self._ending,))
+
+    async def _end_steps(self, reason: str) -> None:
+        await self.tell()  # first, as workers whose waits for tokens end look for the reason
+        await ask(self.ps.links[0], EndSteps(reason), Done)
+
+    async def leave(self, error: BaseException | None) -> None:
+        """End training; return when all others have left, if no error ends it.
+
+        Cancellation: Safe.
+        """
+        if error is not None:
+            await self.end(_failure_of_chief(error), failed=True)
+            return
+        await self.end("the chief has left")
+        self._is_replica = False
+        self._due.set()
+        await self._until(self._empty)
+        self._forgets = True  # the next chief does not go on with this training
+        await self.tell()
+
+    async def close(self) -> None:
+        """Close everything. Cancellation: connections may still be closing."""
+        await super().close()
+        await self.links.close()
+
+
+class WorkerPart(Part):
+    """A worker of a session."""
+
+    def __init__(self, session: MonitoredTrainingSession, platform: Platform) -> None:
+        cluster, pool = session.strategy.cluster, BlockPool()
+        addresses = list(addresses_in(cluster, "ps").values())
+        self._endpoint = Endpoint(platform, session._task, ENQUIRER, {}, pool)
+        # One that was never here is late, not lost.
+        make = platform.parts.of(PsClient)
+        super().__init__(session, make(self._endpoint, addresses, pool, math.inf))
+        for link in self.ps.links:
+            link.on_lost = _advise
+        self._ps_timeout_s = session._ps_timeout_s
+        self._process = platform.new_incarnation()
+        self._ends = ""  # why it asks the chief to end training
+        # Whether it has left; whether the chief has let it go, although not for the end; its error.
+        self._left: tuple[bool, bool, Sequence[str] | None] = False, False, None
+        self._coordinator = 0  # incarnation of the chief under which it takes part
+        self._entered: asyncio.Future[list[Any]] = self._loop.create_future()
+        self._let_go = self._loop.create_future()  # done once the chief knows that it has left
+
+    async def begin(self, timeout_s: float) -> dict[tuple[int, int], list[Any]]:
+        """Take part when the chief says so; return the shards that it has declared, by their keys.
+
+        Raises:
+            ConnectFailed: ps 0 or the chief is not there in time.
+            AuthenticationError, ProtocolError: Something else answers.
+            TrainingEnded: The chief has failed before.
+
+        Cancellation: Half connected: call ``close``.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until(self._entered)
+        except TimeoutError:
+            what = "the chief has not begun a training session"
+            hint = "is the chief running, and does it wait for others?"
+            if (ps_0 := self.ps.links[0]).incarnation is None:
+                what = f"no connection to {ps_0.task} at {ps_0.address}"
+                hint = "is this task running, and is this its address?"
+            raise ConnectFailed(f"{what} within {timeout_s:g} s", hint=hint) from None
+        return {(shard[1], shard[2]): shard for shard in self._entered.result()}
+
+    def _value(self) -> list[Any]:
+        return [self._process, self._ends, *self._left]
+
+    async def _look(self) -> None:
+        now = self._loop.time()
+        is_here, (declared, entered, over) = self._said.get(CHIEF, (False, [None, {}, None]))
+        process, incarnation = entered.get(self._endpoint.task, (0, 0))
+        if self._coordinator not in (0, self._served):
+            self._end("a new chief has attached the ps tasks", True)
+        if is_here and not self._coordinator and process == self._process:
+            self._coordinator, self._endpoint.incarnation = self._served, incarnation
+            for peer in self._endpoint.peers:
+                peer.close()
+            for link in self.ps.links:
+                link.lost_after_s = self._ps_timeout_s
+            self._entered.set_result(declared)
+        if is_here and self._left[0] and not process:
+            _complete(self._let_go)
+        if over is not None and (self._coordinator or (is_here and over[1])):
+            self._end(*over)
+        if is_here or not self._coordinator or self.over is not None:
+            self._deadline = None
+        elif self._deadline is None:
+            self._deadline = now + GRACE_S
+        elif now >= self._deadline:
+            self._end(f"the chief, {CHIEF}, was lost", True)
+            for link in self.ps.links:  # ps 0 knows nothing of the end, and lets steps wait
+                link.give_up("cannot be used without the chief")
+
+    def _end(self, reason: str, failed: bool) -> None:
+        fail(self._entered, TrainingEnded(reason))
+        _complete(self._let_go)
+        if self.over is None:
+            self.over = reason, failed
+            self._note_end(reason, failed, None)
+
+    async def tell(self) -> None:
+        """Post the value; return when ps 0 has it, and what the chief has posted is known here."""
+        await super().tell()
+        await self._look()
+
+    async def end(self, reason: str) -> None:
+        """Let the chief end training; return when it has. Cancellation: it does all the same."""
+        self._ends = reason
+        await self.tell()
+        await self._until(self._let_go)
+
+    async def leave(self, error: BaseException | None) -> None:
+        """Leave; return when the chief knows it, or training is over. Cancellation: it leaves."""
+        if isinstance(error, NETWORK_ERRORS):
+            return  # it is lost, and may come back
+        texts = None if error is None else _failure_of(error)
+        self._left, goes_early = (True, False, texts), error is None and self.over is None
+        await self.tell()
+        await self._until(self._let_go)
+        if goes_early and (self.over is None or not self.over[1]):
+            self._left = True, True, None
+            await self.tell()
+
+    async def close(self) -> None:
+        """Close everything. Cancellation: connections may still be closing."""
+        await super().close()
+        await self.ps.close()
+        await self._endpoint.close()
 
 
 class MonitoredTrainingSession:
@@ -160,44 +585,41 @@ class MonitoredTrainingSession:
             )
         self.strategy = strategy
         self._job, self._index = _own_task(strategy)
-        self.is_chief = self._leads() if is_chief is None else is_chief
-        others = self._num_others()
+        cluster = strategy.cluster
+        job = "chief" if "chief" in cluster.jobs else "worker"
+        self._leader = job, cluster.task_indices(job)[0]
+        if is_chief is None:
+            is_chief = self._leader == (self._job, self._index)
+        self.is_chief = is_chief
+        self._task = task_name(self._job, self._index)
+        others = len(self._others())
         if not self.is_chief and not trains:
             raise ConfigurationError("trains: only the chief may set trains=False")
         if not trains and not others:
             raise ConfigurationError("trains: the cluster has no other task that would train")
-        if startup_delay_s < 0:
-            raise ConfigurationError(
-                f"startup_delay_s: expected seconds, 0 or above, got {startup_delay_s}"
-            )
-        lowest = 0 if trains else 1
-        if min_workers is not None and not lowest <= min_workers <= others:
-            raise ConfigurationError(
-                f"min_workers: expected {lowest} to {others}, got {min_workers}"
-            )
-        if stop_at_step is not None and stop_at_step < 1:
-            raise ConfigurationError(f"stop_at_step: expected at least 1, got {stop_at_step}")
+        expected = "startup_delay_s: expected seconds, 0 or above"
+        check_fits(startup_delay_s >= 0, expected, startup_delay_s)
+        lowest, chosen = 0 if trains else 1, others if min_workers is None else min_workers
+        check_fits(
+            lowest <= chosen <= others, f"min_workers: expected {lowest} to {others}", min_workers
+        )
+        fits = stop_at_step is None or stop_at_step >= 1
+        check_fits(fits, "stop_at_step: expected at least 1", stop_at_step)
         self._hooks = tuple(hooks)
         self._startup_delay_s = startup_delay_s
         self._stop_at_step = stop_at_step
         self._trains = trains
-        self._min_workers = others if min_workers is None else min_workers
+        self._min_workers = chosen
         self._connect_timeout_s = connect_timeout
         self._ps_timeout_s = ps_timeout
         self._insecure = insecure
-        self._task = task_name(self._job, self._index)
         self._is_open = False  # between its begin and its end
-        self._ps: PsClient  # once it is connected, like the next
-        self._endpoint: Endpoint
-        self._pool = BlockPool()
-        self._connections = contextlib.AsyncExitStack()
-        self._comparing = asyncio.Lock()
+        self._part: ChiefPart | WorkerPart  # once it begins, like the next
+        self._loop: asyncio.AbstractEventLoop
         self._global_step: Variable | None = None  # None: nobody has asked for a last step
-        self._watchers: list[asyncio.Task[None]] = []
         self._seen: ServedStatus | None = None  # of a chief that has attached the ps tasks
         self._stopping = asyncio.Event()  # set once this task shall make no further step
-        self._over: messages.TrainingOver | None = None  # what ps 0 has said about the end
-        self._failure: Exception | None = None  # why ps 0 will not say it any more
+        self._failure: BaseException | None = None  # why this task cannot go on
 
     def __repr__(self) -> str:
         state = "running" if self._is_open else "not running"
@@ -233,36 +655,36 @@ class MonitoredTrainingSession:
                 self._global_step = get_or_create_global_step()
         for hook in self._hooks:
             hook.begin()
-        self._platform = platform_of(
-            self.strategy.cluster_resolver,
-            self.strategy.cluster.task_address(self._job, self._index),
-            insecure=self._insecure,
-        )
+        self._loop = asyncio.get_running_loop()
+        address = self.strategy.cluster.task_address(self._job, self._index)
+        platform = platform_of(self.strategy.cluster_resolver, address, insecure=self._insecure)
+        self._part = (ChiefPart if self.is_chief else WorkerPart)(self, platform)
         self._is_open = True
         try:
-            await self._begin()
+            await self._begin(platform, address)
         except BaseException as exc:
             await self._finish(exc)
             raise
         note_training_began()
         return self
 
-    async def _begin(self) -> None:
-        if self.is_chief:
-            await self._use(await self._attach())
-            source = await self._show()
-            await self._declare()
-            source.begun = True
+    async def _begin(self, platform: Platform, address: str) -> None:
+        part, patience_s = self._part, self._connect_timeout_s
+        if isinstance(part, ChiefPart):
+            await part.attach(patience_s)
+            await self._use(Creation(self.strategy._uncreated, part.ps).ensure)
+            await self._show(part, platform, address)
+            variables = self.strategy.variables
+            shards = [as_sent(shard) for each in variables for shard in each.spec.shards]
+            await part.open(shards, self._min_workers, patience_s)
         else:
-            text = f"{self._task} waits for {self._leader()} to let it begin"
+            leader = self.strategy.cluster.task_address(*self._leader)
+            leader = f"{task_name(*self._leader)} at {leader}"
+            text = f"{self._task} waits for {leader} to let it begin"
             with naming_who_is_awaited(lambda: text):
-                await self._enter()
-                await self._use(self._compare)
-        ends: list[Coroutine[Any, Any, messages.TrainingOver]]
-        ends = [wait_over(self._ps, self._task), *map(_until_lost, self._ps.links[1:])]
-        self._watchers = [asyncio.create_task(self._watch(end)) for end in ends]
-        if await self._is_at_last_step():
-            await self._end_training(f"step {self._stop_at_step} is reached")
+                declared = await part.begin(patience_s)
+            await self._use(partial(self._compare, declared))
+        await self._stop_at_last_step()
         if self._startup_delay_s:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._startup_delay_s):
@@ -271,7 +693,7 @@ class MonitoredTrainingSession:
     async def _use(self, ensure_created: Callable[[], Awaitable[None]]) -> None:
         """Let the program use its variables, which are there once ``ensure_created`` returns."""
         self.strategy._runtime = Runtime(
-            self._ps,
+            self._part.ps,
             self.strategy._origin,
             ensure_created=ensure_created,
             in_session=self._trains,
@@ -281,161 +703,49 @@ class MonitoredTrainingSession:
         for hook in self._hooks:
             await hook.after_create_session(self)
 
-    async def _show(self) -> SessionSource:
+    async def _show(self, part: ChiefPart, platform: Platform, address: str) -> None:
         """Let processes of this user ask for the status."""
-        cluster = self.strategy.cluster
-        own = self._job, self._index
-        workers = {CHIEF: cluster.task_address(*own)} if self._trains else {}
-        for index in cluster.task_indices("worker"):
-            if ("worker", index) != own:
-                workers[task_name("worker", index)] = cluster.task_address("worker", index)
         last = self._stop_at_step
+        workers = {CHIEF: address} if self._trains else {}
         source = SessionSource(
-            self._endpoint, self._ps.links, self.strategy._specs, workers,
-            "the program" if last is None else f"step {last}",
+            part.links, self.strategy._specs, workers | self._others(),
+            lambda: (part.is_open, part.over), "the program" if last is None else f"step {last}",
         )  # fmt: skip
-        self._seen = ServedStatus(source, self._platform)
+        self._seen = ServedStatus(source, platform)
         await self._seen.start()
-        return source
 
-    async def _watch(self, end: Awaitable[messages.TrainingOver]) -> None:
-        try:
-            self._over = over = await end
-            usual = logging.INFO if self.is_chief else logging.DEBUG
-            level = logging.WARNING if over.failed else usual
-            logger.log(level, "training ends: %s", over.reason)
-        except Exception as exc:  # the program gets it when it leaves
-            if self._over is None:
-                self._failure = exc
+    def _note_lost(self, following: asyncio.Task[NoReturn]) -> None:
+        """A ps is lost, or refuses this task; the program gets the error when it leaves."""
+        if not following.cancelled():
+            error = following.exception()
+            self._failure = error if self._part.over is None else self._failure
+            self._stopping.set()
+
+    def _note_end(self, reason: str, failed: bool, error: Sequence[str] | None) -> None:
+        """Training has ended; ``error`` is that of a worker that has failed."""
+        usual = logging.INFO if self.is_chief else logging.DEBUG
+        logger.log(logging.WARNING if failed else usual, "training ends: %s", reason)
+        if failed and self._failure is None:
+            self._failure = TrainingEnded(reason) if error is None else RemoteError(*error)
+        self.strategy._training_over.set()
         self._stopping.set()
 
-    # Connections of the chief, which attaches the ps tasks and lets workers enter.
-
-    async def _attach(self) -> Callable[[], Awaitable[None]]:
-        """Become the chief of all ps tasks; return what creates there what was declared."""
-        addresses = self._ps_addresses()
-        where = f"/job:ps/task:0 at {addresses[0]}"
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                incarnation = await enquire(self._platform, "/job:ps/task:0", addresses[0])
-        except TimeoutError as exc:
-            raise ConnectFailed(
-                f"no connection within {self._connect_timeout_s:g} s to {where}", hint=PS_HINT
-            ) from exc
-        note_incarnation(incarnation)
-        self._connect_as(CHIEF, incarnation)
-        message = messages.AttachPs(incarnation, addresses, self._ps_timeout_s)
-
-        async def attach(link: PsLink) -> None:
-            note_plugins(link, await link.call(always(message)))
-
-        await self._to_each_ps(attach)
-        return Creation(self.strategy._uncreated, self._ps).ensure
-
-    async def _declare(self) -> None:
-        """Let the workers enter, when so many have come."""
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                await self._tell(messages.Declared(self._trains, self._min_workers))
-        except TimeoutError:
-            link = self._ps.links[0]
-            said, _ = await ask(link, messages.AskStatistics(), messages.Statistics)
-            came = said.counters["session"].get("asking", ())
-            raise ConnectFailed(
-                f"{self._min_workers} workers were to take part in training, and within "
-                f"{self._connect_timeout_s:g} s there came {', '.join(came) or 'none'}",
-                hint="check that each of them runs this program: psync.run(main, on_workers=True)",
-            ) from None
-
-    # Connections of a worker, which compares what it has declared with what the chief has.
-
-    async def _enter(self) -> None:
-        """Take part, once the chief has declared its variables."""
-        message = messages.EnterSession(self._platform.new_incarnation())
-        endpoint = Endpoint(self._platform, self._task, ENQUIRER, {})
-        first = self._ps_addresses()[:1]
-        enquirer = self._platform.parts.of(PsClient)(endpoint, first, self._pool, math.inf)
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                answer = (await enquirer.links[0].call(always(message))).message
-        except TimeoutError:
-            what = "the chief has not begun a training session"
-            hint = "is the chief running, and does it wait for others?"
-            if enquirer.links[0].incarnation is None:
-                what, hint = f"no connection to /job:ps/task:0 at {first[0]}", PS_HINT
-            raise ConnectFailed(f"{what} within {self._connect_timeout_s:g} s", hint=hint) from None
-        finally:
-            await enquirer.close()
-            await endpoint.close()
-        if isinstance(answer, messages.TrainingOver):
-            raise TrainingEnded(answer.reason)
-        if not isinstance(answer, messages.SessionEntered):
-            raise RemoteProtocolError("ps 0 sent a wrong answer to EnterSession")
-        self._connect_as(self._task, answer.incarnation)
-        await self._to_each_ps(lambda link: link.peer("control"))
-
-    async def _compare(self) -> None:
-        """Compare what was declared with what the ps tasks hold for the chief, but once.
+    async def _compare(self, chiefs: Mapping[tuple[int, int], list[Any]]) -> None:
+        """Compare what was declared with the shards of the chief, by their keys.
 
         Raises:
             ConfigurationError: The chief has declared something else, or nothing.
-            ParameterServerLost: A ps is gone.
-
-        Cancellation: Safe; goes on with the next call.
         """
         declared = self.strategy._uncreated
-        while declared:
-            async with self._comparing:
-                batch = declared[:MESSAGE_SHARDS]
-                by_ps: dict[int, list[tuple[str, int, int, int, list[int], str]]] = {}
-                for shard in (shard for each in batch for shard in each.spec.shards):
-                    by_ps.setdefault(shard.ps, []).append(as_sent(shard))
-                for index, shards in by_ps.items():
-                    for start in range(0, len(shards), MESSAGE_SHARDS):
-                        message = messages.CheckShards(shards[start : start + MESSAGE_SHARDS])
-                        await self._ps.links[index].call(always(message))
-                del declared[: len(batch)]
-
-    # Connections of both.
-
-    def _ps_addresses(self) -> list[str]:
-        cluster = self.strategy.cluster
-        return [cluster.task_address("ps", index) for index in cluster.task_indices("ps")]
-
-    def _connect_as(self, task: str, incarnation: int) -> None:
-        self._endpoint = Endpoint(self._platform, task, incarnation, {}, self._pool)
-        self._connections.push_async_callback(self._endpoint.close)
-        client = self._platform.parts.of(PsClient)
-        # One that was never here is late, not lost.
-        self._ps = client(self._endpoint, self._ps_addresses(), self._pool, math.inf)
-        self._connections.push_async_callback(self._ps.close)
-        for link in self._ps.links:
-            link.on_lost = lambda error: setattr(error, "hint", PS_LOST_HINT)
-
-    async def _to_each_ps(self, act: Callable[[PsLink], Awaitable[object]]) -> None:
-        """Do something at every ps for the first time."""
-        missing = dict.fromkeys(self._ps.links)
-
-        async def one(link: PsLink) -> None:
-            await act(link)
-            link.lost_after_s = self._ps_timeout_s
-            del missing[link]
-
-        try:
-            async with asyncio.timeout(self._connect_timeout_s), asyncio.TaskGroup() as group:
-                for link in self._ps.links:
-                    group.create_task(one(link))
-        except TimeoutError as exc:
-            names = ", ".join(f"{link.task} at {link.address}" for link in missing)
-            raise ConnectFailed(
-                f"no connection within {self._connect_timeout_s:g} s to {names}",
-                hint="are these tasks running, and are these their addresses?",
-            ) from exc
-        except BaseExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None
-
-    async def _tell(self, message: Message) -> Message:
-        return (await self._ps.links[0].call(always(message))).message
+        for shard in (shard for each in declared for shard in each.spec.shards):
+            theirs, ours = chiefs.get(shard.key), list(as_sent(shard))
+            if theirs is None:
+                text = f"the chief did not declare {_described(ours)} before training began"
+                raise ConfigurationError(text, hint=SAME_ORDER)
+            if theirs != ours:
+                text = f"the chief has declared {_described(theirs)}, but this task declared "
+                raise ConfigurationError(text + _described(ours), hint=SAME_ORDER)
+        declared.clear()
 
     # The loop.
 
@@ -478,10 +788,9 @@ class MonitoredTrainingSession:
             return None
         try:
             result = await step_fn(*args, **kwargs)
-            if await self._is_at_last_step():
-                await self._end_training(f"step {self._stop_at_step} is reached")
+            await self._stop_at_last_step()
         except PsyncError as exc:
-            if not self._is_of_the_end(exc):
+            if not await self._is_of_the_end(exc):
                 raise
             self._stopping.set()
             return None
@@ -496,18 +805,14 @@ class MonitoredTrainingSession:
         await self._stopping.wait()
 
     def _check_loop(self, operation: str) -> None:
-        if self._is_open and asyncio.get_running_loop() is not self._ps.loop:
+        if self._is_open and asyncio.get_running_loop() is not self._loop:
             raise other_loop(f"{operation} of a training session")
 
-    async def _is_at_last_step(self) -> bool:
-        if self._global_step is None or self._stop_at_step is None:
-            return False
-        return int(await self._global_step.read()) >= self._stop_at_step
-
-    async def _end_training(self, reason: str) -> None:
-        self._stopping.set()
-        if self._is_open:
-            await self._tell(messages.EndTraining(reason, False))
+    async def _stop_at_last_step(self) -> None:
+        if self._global_step is not None and self._stop_at_step is not None:
+            if int(await self._global_step.read()) >= self._stop_at_step:
+                self._stopping.set()
+                await self._part.end(f"step {self._stop_at_step} is reached")
 
     # The end.
 
@@ -518,10 +823,10 @@ class MonitoredTrainingSession:
         traceback: TracebackType | None,
     ) -> bool:
         self._check_loop("the end")
-        if exc is not None and not (self._is_of_the_end(exc) or _has_no_more_data(exc)):
+        if exc is not None and not (await self._is_of_the_end(exc) or _has_no_more_data(exc)):
             await self._finish(exc)
             return False
-        if self._failure_elsewhere() is None:
+        if self._failure is None:
             try:
                 for hook in self._hooks:
                     await hook.end(self)
@@ -529,24 +834,17 @@ class MonitoredTrainingSession:
                 await self._finish(error)
                 raise
         await self._finish(None)
-        if (failure := self._failure_elsewhere()) is not None:
-            raise failure from None
+        if self._failure is not None:
+            raise self._failure from None
         return True
 
-    def _is_of_the_end(self, error: BaseException) -> bool:
+    async def _is_of_the_end(self, error: BaseException) -> bool:
         """Whether a step failed because training has ended. Then ps tasks may have gone, too."""
-        return isinstance(error, TrainingEnded) or (
-            self._over is not None and isinstance(error, ParameterServerLost)
-        )
-
-    def _failure_elsewhere(self) -> Exception | None:
-        """Return why training has ended before its time, as far as this task knows."""
-        over = self._over
-        if self._failure is not None or over is None or not over.failed:
-            return self._failure
-        if self.is_chief and over.error is not None:
-            return RemoteError(*over.error)
-        return TrainingEnded(over.reason)
+        if isinstance(error, TrainingEnded):  # as ps 0 says; the chief says why
+            with contextlib.suppress(PsyncError):
+                await self._part.tell()
+            return True
+        return self._part.over is not None and isinstance(error, ParameterServerLost)
 
     async def _finish(self, error: BaseException | None) -> None:
         """Say goodbye, and close everything.
@@ -559,61 +857,41 @@ class MonitoredTrainingSession:
             last_words.set()
         training = self.strategy._runtime is not None
         try:
-            if training and self._failure is None:
+            if training and not isinstance(self._failure, NETWORK_ERRORS):
                 await self._say_goodbye(error)
         finally:
-            for watcher in self._watchers:
-                watcher.cancel()
-            await asyncio.gather(*self._watchers, return_exceptions=True)
             self.strategy._runtime = None
             if self._seen is not None:
                 await self._seen.close()
-            await self._connections.aclose()
+            await self._part.close()
 
     async def _say_goodbye(self, error: BaseException | None) -> None:
-        waits = self.is_chief and error is None and self._failure_elsewhere() is None
+        part = self._part
+        waits = error is None and self._failure is None
         timeout_s = LEAVE_TIMEOUT_S if waits else GOODBYE_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
-                await self._ps.outgoing.drain()
-                if self.is_chief and error is not None:
-                    await self._tell(messages.EndTraining(_failure_of_chief(error), True))
-                elif error is not None and _is_failure(error):
-                    await self._tell(messages.LeaveSession(describe_exception(error).texts))
-                elif not isinstance(error, NETWORK_ERRORS):  # else it is lost, and may come back
-                    answer = await self._tell(messages.LeaveSession(None))
-                    if isinstance(answer, messages.TrainingOver):  # it is the chief's
-                        self._over = answer
-                # On the same connection: the watcher has heard of the end before, if there is one.
+                await part.ps.outgoing.drain()
+                await part.leave(error)
         except TimeoutError:
             if waits:
                 logger.warning("training: other tasks are still in a step after %g s", timeout_s)
         except PsyncError as exc:
-            logger.info("training: could not tell ps 0 that training has ended: %s", exc)
+            logger.info("training: the others do not hear that this task leaves: %s", exc.message)
 
     # The cluster.
 
-    def _leads(self) -> bool:
-        return self._job == "chief" or (
-            self._job == "worker" and self._index == 0 and "chief" not in self.strategy.cluster.jobs
-        )
-
-    def _leader(self) -> str:
+    def _others(self) -> dict[str, str]:
+        """Return the address of each other worker, by name."""
         cluster = self.strategy.cluster
-        job = "chief" if "chief" in cluster.jobs else "worker"
-        index = cluster.task_indices(job)[0]
-        return f"{task_name(job, index)} at {cluster.task_address(job, index)}"
-
-    def _num_others(self) -> int:
-        cluster = self.strategy.cluster
-        workers = cluster.num_tasks("worker") if "worker" in cluster.jobs else 0
-        return workers - (self._job == "worker")
+        workers = addresses_in(cluster, "worker") if "worker" in cluster.jobs else {}
+        workers.pop(self._task, None)
+        return workers
 
 
-async def _until_lost(link: PsLink) -> NoReturn:
-    """Raise what a call would raise, even if there are no calls."""
-    while True:
-        await (await link.peer("control")).wait_closed()
+def _described(shard: Sequence[Any]) -> str:
+    name, _, index, _, shape, dtype = shard
+    return f'variable "{name}" ({dtype}, shard {index} of shape {tuple(shape)})'
 
 
 def _own_task(strategy: ParameterServerStrategy) -> tuple[str, int]:
@@ -639,15 +917,21 @@ def _has_no_more_data(error: BaseException) -> bool:
     return isinstance(error, (EndOfData, StopIteration, StopAsyncIteration))
 
 
-def _is_failure(error: BaseException) -> bool:
-    """Whether the program has failed; not the network, and it was not stopped."""
+def _failure_of(error: BaseException) -> Sequence[str] | None:
+    """Describe an error of the program; None if it is the network's, or the program was stopped."""
     if isinstance(error, SystemExit):
-        return error.code not in (None, 0)
-    return isinstance(error, Exception) and not isinstance(error, NETWORK_ERRORS)
+        is_failure = error.code not in (None, 0)
+    else:
+        is_failure = isinstance(error, Exception) and not isinstance(error, NETWORK_ERRORS)
+    return describe_exception(error).texts if is_failure else None
 
 
 def _failure_of_chief(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
         return "the chief was stopped"
-    text = str(error).partition("\n")[0]
-    return f"the chief failed: {type(error).__name__}" + (f": {text}" if text else "")
+    return f"the chief failed: {_headline(type(error).__name__, str(error))}"
+
+
+def _headline(type_name: str, text: str) -> str:
+    first = text.partition("\n")[0]
+    return f"{type_name}: {first}" if first else type_name

@@ -39,7 +39,7 @@ from psync.status.rates import History, shares_of, status_of
 from psync.wire.messages import AskStatistics, Statistics
 
 if TYPE_CHECKING:
-    from psync.chief.links import WorkerRecord
+    from psync.chief.links import ClusterLinks, WorkerRecord
     from psync.client.link import PsLink
     from psync.closures.closure import Closure
     from psync.coordinator import Coordinator
@@ -311,49 +311,44 @@ class StatusSource(ClusterSource):
 
 
 class SessionSource(ClusterSource):
-    """The status of a training session without a coordinator, as its chief and ps 0 know it.
+    """The status of a training session without a coordinator, as its chief knows it.
 
     Args:
-        endpoint, variables: As for ``ClusterSource``.
-        links: To the ps tasks.
+        links: Of the chief.
+        variables: As for ``ClusterSource``.
         workers: Addresses by name: of workers, and of a chief that trains.
+        progress: Returns whether training has begun, and why it has ended.
         waits_for: What training goes on to, in words.
-
-    Attributes:
-        begun: Whether workers may enter.
     """
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        links: Sequence[PsLink],
+        links: ClusterLinks,
         variables: Callable[[], Sequence[VariableSpec]],
         workers: Mapping[str, str],
+        progress: Callable[[], tuple[bool, tuple[str, bool] | None]],
         waits_for: str,
     ) -> None:
-        self._workers, self._waits_for = workers, waits_for
-        self.begun = False
-        super().__init__(endpoint, lambda: links, variables)
+        self._cluster, self._workers = links, workers
+        self._progress, self._waits_for = progress, waits_for
+        super().__init__(links.endpoint, lambda: links.ps.links, variables)
 
     def _completed(self, bare: Status, now: float, counted: list[dict[str, Any]]) -> Status:
-        session = counted[0].get("session", {})
-        states = {
-            task: state
-            for state, name in (("busy", "members"), ("lost", "missing"), ("left", "left"))
-            for task in session.get(name, ())
-        }
-        over = session.get("over", "")
+        has_begun, over = self._progress()
+        membership = self._cluster.membership
+        states = {**_GONE, TaskState.ALIVE: "busy"}
+        chief = {CHIEF: "busy" if has_begun else "connecting"}
         bare = replace(
             bare,
-            state="ended" if over else "running" if self.begun else "starting",
-            waits_for=self._waits_for if self.begun else "the workers of the training session",
+            state="ended" if over else "running" if has_begun else "starting",
+            waits_for=self._waits_for if has_begun else "the workers of the training session",
             workers=tuple(
-                WorkerStatus(task, address, states.get(task, "connecting"))
+                WorkerStatus(task, address, chief.get(task) or states[membership.state(task)])
                 for task, address in self._workers.items()
             ),
             notes=(
                 "a training session: there is no coordinator, and no closures",
-                *([f"training ends: {over}"] if over else []),
+                *([f"training ends: {over[0]}"] if over else []),
             ),
         )
         closures = QueueStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, ())

@@ -40,7 +40,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from psync.errors import PsyncError
@@ -54,11 +54,9 @@ from psync.sync.pushes import Action, Close
 from psync.sync.step import KnownGroup, Listed, OutgoingStep
 from psync.sync.steps import SyncSteps
 from psync.wire.codec import Message, decode, encode
-from psync.wire.frames import Frame
 from psync.wire.messages import (
     CloseStep,
     Failure,
-    Fence,
     FinishSteps,
     MeasureStep,
     NormsMeasured,
@@ -105,7 +103,6 @@ class OutgoingSteps(Changing):
         self._steps = steps
         self._perform = perform
         self._carried: set[int] = set()  # groups of which a step is on its way to every ps
-        self._told: set[asyncio.Task[None]] = set()  # other ps tasks are told of a fence
         self._is_torn = False  # a step that was decided could not be applied everywhere
 
     @property
@@ -256,17 +253,6 @@ class OutgoingSteps(Changing):
         """Execute an entry: close the steps in which something was counted."""
         self._perform(self._steps.finish())
 
-    def fence(self, task: str, below: int) -> None:
-        """Let the other ps tasks refuse incarnations of ``task`` below ``below``."""
-        if calls := self._all_ps.ask_others(Fence(task, below)):
-            telling = asyncio.get_running_loop().create_task(_fence_others(calls))
-            self._told.add(telling)
-            telling.add_done_callback(self._has_told)
-
-    def _has_told(self, task: asyncio.Task[None]) -> None:
-        self._told.discard(task)
-        self.wake()
-
     def end(self) -> None:
         """Another one decides from now on, or nobody."""
         self._is_over = True
@@ -288,7 +274,7 @@ class OutgoingSteps(Changing):
         if why not in self._wanted:  # it has ended meanwhile
             return
         self.pauses.add(why)
-        while self._carried or self._told:
+        while self._carried:
             await self.changed()
 
     def resume(self, why: str) -> None:
@@ -301,20 +287,9 @@ class OutgoingSteps(Changing):
                     self._carry(known, known.outgoing)
         self.wake()
 
-    async def drain(self) -> None:
-        """Wait until no other ps task is being told of a fence."""
-        while self._told:
-            await asyncio.wait(list(self._told))
-
 
 def _listed(factors: Factors | None) -> Listed:
     return None if factors is None else list(factors.items())
-
-
-async def _fence_others(calls: Sequence[asyncio.Task[Frame]]) -> None:
-    for failed in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(failed, Exception):
-            logger.warning("%s: a ps was not told of a fence: %s", CLOSER, failed)
 
 
 def _unexpected(error: Exception) -> PsyncError:

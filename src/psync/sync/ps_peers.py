@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from psync.client.link import Call, PsLink, always
+from psync.client.link import Call, PsLink
 from psync.client.ps import PsClient
 from psync.errors import (
     ClosedError,
@@ -94,19 +94,11 @@ class AllPs:
         """Whether there is more than one ps."""
         return len(self._attach.ps_addresses) > 1
 
-    def ask_others(self, message: Message) -> list[asyncio.Task[Frame]]:
-        """Begin to ask all other ps tasks the same; all at once.
-
-        Returns:
-            One task each, which raises what ``PsLink.call`` does.
-        """
-        create_task = asyncio.get_running_loop().create_task
-        return [create_task(link.call(always(message))) for link in self._others()]
-
     def tell(self, message: CloseStep, then: Then) -> None:
         """Tell every ps of a step, all at once. It is carried as far as it goes.
 
         What ps 0 itself refuses at once no other is told.
+
 
         Args:
             message: CloseStep or MeasureStep.

@@ -3,8 +3,8 @@
 What a ps task has lives as long as
 
     its process    network, memory, long work, variables kept for the next program, snapshots
-                   that are frozen or being read, training sessions, backups of other ps tasks:
-                   ``PsTask``, which hands ``PsProcess`` to all that follows
+                   that are frozen or being read, backups of other ps tasks: ``PsTask``, which hands
+                   ``PsProcess`` to all that follows
     a coordinator  plans of clients (``ps.plans``)
     a timeline     store, ledger, and all that serves them: ``PsServices``. A newer coordinator, a
                    rollback and a replacement by the backup end it, and build another one
@@ -62,6 +62,7 @@ from psync.wire.messages import (
     CreateShards,
     DefineOptimizer,
     Done,
+    EndSteps,
     Fence,
     FinalBelow,
     LockShards,
@@ -226,6 +227,7 @@ class PsServices:
             **handlers,
             AwaitWaiters: Handler(self._await_waiters),
             ReportSchedule: Handler(self._report_schedule),
+            EndSteps: Handler(self._end_steps),
             **self.accumulators.handlers(),
             **self.clocks.handlers(),
             **self.backup.handlers(),
@@ -409,6 +411,14 @@ class PsServices:
         self.clocks.hear(message)
         if self.closer is not None:
             self.closer.hear(message)
+        request.answer(Done())
+
+    def _end_steps(self, request: Request[EndSteps]) -> None:
+        """Training is over: nobody waits for others any more."""
+        self._process.check_coordinator(request.peer)
+        self.clocks.end()
+        if self.closer is not None:
+            self.closer.end(request.message.reason)
         request.answer(Done())
 
     # Ends.

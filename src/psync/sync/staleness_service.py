@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from psync.cluster import task_name
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.connection import Handler, Request
 from psync.sync.staleness import Release, Replica, RoundClocks, Tick
@@ -65,16 +63,12 @@ class ClockService:
         """Note a report of the coordinator, unless a newer one was there."""
         if message.version > self._version:
             self._version = message.version
-            busy = None if message.queued else {_worker(index) for _, index in message.in_flight}
-            self.report({_worker(index): born for index, born in message.workers}, busy)
-
-    def report(self, alive: Mapping[str, int], busy: AbstractSet[str] | None) -> None:
-        """Note who has work; see ``RoundClocks.members``."""
-        self._alive, self._busy = dict(alive), None if busy is None else frozenset(busy)
-        self._known.set()
-        for clocks, waiting in self._bounds.values():
-            _perform(waiting, clocks.members(self._alive, self._busy))
-            self.look_again()  # who goes on here is waited for by the next
+            busy = None if message.queued else frozenset(task for _, task in message.in_flight)
+            self._alive, self._busy = dict(message.workers), busy
+            self._known.set()
+            for clocks, waiting in self._bounds.values():
+                _perform(waiting, clocks.members(self._alive, self._busy))
+                self.look_again()  # who goes on here is waited for by the next
 
     def look_again(self) -> None:
         """Tell each bound who waits elsewhere.
@@ -169,10 +163,6 @@ class ClockService:
                 del waiting[tick]
                 clocks.cancel(tick)
                 self.look_again()
-
-
-def _worker(index: int) -> str:
-    return task_name("worker", index)
 
 
 def _perform(waiting: _Waiting, releases: Iterable[Release]) -> None:

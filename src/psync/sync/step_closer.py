@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,7 +205,6 @@ class StepCloser:
         await self.all_ps.close()
         while self._beginning:  # all ends with its links
             await asyncio.wait(list(self._beginning.values()))
-        await self.outgoing.drain()
 
     def _restore(self, request: Request[SetGroups]) -> None:
         """Be where the rule is of the one whose backup this is."""
@@ -379,23 +378,11 @@ class StepCloser:
         """Note a report of the coordinator, unless a newer one was there."""
         if message.version > self._report_version:
             self._report_version = message.version
-            alive = {task_name("worker", index): born for index, born in message.workers}
-            in_flight = [closure for closure, _ in message.in_flight]
-            self.set_members(alive, message.missing, queued=message.queued, in_flight=in_flight)
-
-    def set_members(
-        self,
-        alive: Mapping[str, int],
-        missing: Sequence[str],
-        *,
-        queued: bool = True,
-        in_flight: Sequence[int] = (),
-    ) -> None:
-        """Take note of who lives (task → incarnation), and of the names of those who should."""
-        members = SetMembers(
-            self._clock.now(), list(alive.items()), list(missing), queued, list(in_flight)
-        )
-        self._note(members, self._set_members)
+            closures = [closure for closure, _ in message.in_flight]
+            members = SetMembers(
+                self._clock.now(), message.workers, message.missing, message.queued, closures
+            )
+            self._note(members, self._set_members)
 
     def _set_members(self, message: SetMembers) -> None:
         self._clock.note(message.now)

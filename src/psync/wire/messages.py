@@ -566,10 +566,10 @@ class ReportSchedule(Message, code=49):
     """
 
     version: int
-    workers: list[tuple[int, int]]  # (index, incarnation) of those alive and not out of data
+    workers: list[tuple[str, int]]  # (name, incarnation) of those alive and not out of data
     missing: list[str]  # names of the others
     queued: bool  # closures that a worker could begin now have not been begun
-    in_flight: list[tuple[int, int]]  # (closure, worker index)
+    in_flight: list[tuple[int, str]]  # (closure, name of the worker)
 
 
 class FinishSteps(Message, code=71):
@@ -653,7 +653,7 @@ class StepApplied(OfGroup, code=132):
 
 
 class EndSteps(Message, code=133):
-    """Training has ended."""
+    """Chief of a session → ps 0: training has ended. Answered by Done. An entry of the log, too."""
 
     reason: str
 
@@ -1089,77 +1089,22 @@ class JoinCluster(Message, code=150):
     python: str  # version of its interpreter, as in "3.11": functions travel as its bytecode
 
 
-# Training sessions without a coordinator: declare, enter, leave, end of training.
-
-# Who takes part.
+# Training sessions, whose tasks talk by ps 0.
 
 
-class Declared(Message, code=54):
-    """Chief of a session → ps 0: the variables are there, workers may enter.
+class Post(Message, code=52):
+    """A task of a training session → ps 0: this is what I say. Segment: a value of the session's.
 
-    Answered by Done, when so many wait; until then nobody enters.
+    Answered by Posted once that is newer than ``seen``: with -1, at once.
     """
 
-    trains: bool  # whether the chief is a replica itself
-    num_workers: int
+    seen: int
+    forget: bool  # training is over: all that was posted, and is before the next chief comes
 
 
-class EnterSession(Message, code=52):
-    """Worker → ps 0: one that no coordinator has attached takes part. Answered by SessionEntered.
+class Posted(Message, code=53):
+    """What others have posted: the others to the chief, the chief to them. Segments: the values."""
 
-    The answer waits until a chief has attached the ps and ``Declared`` was said; it is
-    TrainingOver if training has ended by then.
-    """
-
-    incarnation: int  # under which the worker was started
-
-
-class SessionEntered(Message, code=53):
-    """The worker is a replica, under this incarnation, which is above the chief's."""
-
-    incarnation: int
-
-
-class CheckShards(Message, code=58):
-    """Worker of a session → ps: do you hold these? Answered by Done."""
-
-    # (variable name, variable id, shard index, offset, shape, dtype)
-    shards: list[tuple[str, int, int, int, list[int], str]]
-
-
-class LeaveSession(Message, code=55):
-    """A worker that entered has ended its loop; answered by Done. An error of it ends training.
-
-    From the chief it ends training, and is answered by TrainingOver when all others have left.
-    """
-
-    error: tuple[str, str, str] | None  # type name, message, traceback
-
-
-# The end of training, of coordinators, too.
-
-
-class EndTraining(Message, code=51):
-    """Close the token channel: who waits, or pushes later, is told. Answered by Done."""
-
-    reason: str
-    failed: bool  # whether it ends before its time
-
-
-class AwaitEnd(Message, code=59):
-    """Answered by TrainingOver, once training has ended."""
-
-
-class TrainingOver(Message, code=60):
-    """Why training has ended, as EndTraining said it."""
-
-    reason: str
-    failed: bool
-    # Of a replica: (its name, type name, message, traceback); None: no such error has ended it.
-    error: tuple[str, str, str, str] | None
-
-
-# Requests, by who serves them.
-
-ON_PS_0 = (Declared, EnterSession, LeaveSession, EndTraining, AwaitEnd)
-ON_EACH_PS = (CheckShards,)
+    coordinator: int  # incarnation of the chief that is served; 0: none yet
+    version: int
+    tasks: list[tuple[str, bool]]  # (name, whether its connection is open), of each value
