@@ -607,7 +607,10 @@ async def test_the_last_replica_that_is_lost_has_a_minute_to_come_back(away_s: f
 
 
 @pytest.mark.virtual_time
-async def test_training_ends_when_all_replicas_have_left() -> None:
+@pytest.mark.parametrize(
+    "seed", [*range(4), 20]
+)  # 20: a worker's last post comes after the chief's
+async def test_training_ends_when_all_replicas_have_left(seed: int) -> None:
     async def main(strategy: Strategy) -> str:
         declare(strategy)
         trains = strategy.cluster_resolver.task_type == "worker"
@@ -617,7 +620,7 @@ async def test_training_ends_when_all_replicas_have_left() -> None:
             await session.wait_until_stopped()
         return "ended"
 
-    async with session_cluster(1, 2, chief=True) as cluster:
+    async with session_cluster(1, 2, chief=True, seed=seed, latency=(0.0001, 1.0)) as cluster:
         assert await cluster.run_all(main) == ["ended"] * 3
         with pytest.raises(psync.ConnectFailed, match="there came none"):  # of the next training
             await cluster.run(main, "chief")

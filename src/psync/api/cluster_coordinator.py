@@ -63,7 +63,7 @@ from psync.net.shielding import of_no_cell
 from psync.net.task_reports import add_description
 from psync.net.trace import Trace, tracing
 from psync.specs import checked_kind
-from psync.status.html_tables import table_of_workers
+from psync.status.html_tables import table
 from psync.status.sampling import StatusSource
 from psync.status.serving import ServedStatus
 
@@ -231,7 +231,23 @@ class ClusterCoordinator(Scheduling):
         return f"<ClusterCoordinator of {self.strategy!r}, {state}>"
 
     def _repr_html_(self) -> str:
-        return table_of_workers(self._coordinator)
+        if self._coordinator is None:
+            return table("ClusterCoordinator, not running", (), ())
+        closures = self._coordinator.statistics()["closures"]
+        here = {each.worker: each for each in closures.workers}
+        rows: list[tuple[object, ...]] = []
+        for name, address in self._coordinator.links.workers.addresses().items():
+            if (worker := here.get(name)) is None:
+                rows.append((name, address, "away", 0, 0, ""))
+                continue
+            mean = "" if worker.mean_s is None else f"{worker.mean_s * 1e3:,.1f} ms"
+            rows.append((name, address, "here", worker.in_flight, worker.finished, mean))
+        title = (
+            f"ClusterCoordinator: {len(here)} of {len(rows)} workers; closures: "
+            f"{closures.queued + closures.waiting:,} queued, {closures.in_flight:,} in flight, "
+            f"{closures.finished:,} finished, {closures.failed:,} failed"
+        )
+        return table(title, ("worker", "address", "state", "in flight", "finished", "takes"), rows)
 
     async def __aenter__(self) -> Self:
         await self.start()

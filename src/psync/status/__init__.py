@@ -4,7 +4,7 @@ Tasks count in any case; nothing here runs unless a status is asked for. ``model
 ``rates`` makes it of two readings of the counters, ``exposition`` writes it for Prometheus: all
 three are pure. ``sampling`` reads the counters of a coordinator, its workers and ps tasks.
 ``serving`` answers this user's other processes, which find it by ``run_files``, and is what they
-ask with. ``http`` answers whoever asks for metrics, also of one ps or worker from its own process.
-``dashboard`` is the web page, and the log of a run. ``progress`` and ``html_tables`` show single
-calls and values. Read ``model`` first.
+ask with. ``http`` answers whoever asks for metrics, also of one ps or worker from its own process,
+and serves the dashboard. ``dashboard`` is its page, and the log of a run. ``progress`` and
+``html_tables`` show single calls and values. Read ``model`` first.
 """

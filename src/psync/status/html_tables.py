@@ -7,11 +7,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from psync.closures.queue import QueueStatistics
-    from psync.coordinator import Coordinator
 
 MAX_ROWS = 60
 """So that a model of thousands of shards does not fill the notebook; ``str()`` shows all."""
@@ -39,27 +34,6 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     if len(rows) > MAX_ROWS:
         lines.append(f"and {len(rows) - MAX_ROWS:,} more")
     return "\n".join([*lines, "</div>"])
-
-
-def table_of_workers(coordinator: Coordinator | None) -> str:
-    """Return what a coordinator shows; None: it does not run."""
-    if coordinator is None:
-        return table("ClusterCoordinator, not running", (), ())
-    closures: QueueStatistics = coordinator.statistics()["closures"]
-    here = {each.worker: each for each in closures.workers}
-    rows: list[tuple[object, ...]] = []
-    for name, address in coordinator.links.workers.addresses().items():
-        if (worker := here.get(name)) is None:
-            rows.append((name, address, "away", 0, 0, ""))
-            continue
-        mean = "" if worker.mean_s is None else f"{worker.mean_s * 1e3:,.1f} ms"
-        rows.append((name, address, "here", worker.in_flight, worker.finished, mean))
-    title = (
-        f"ClusterCoordinator: {len(here)} of {len(rows)} workers; closures: "
-        f"{closures.queued + closures.waiting:,} queued, {closures.in_flight:,} in flight, "
-        f"{closures.finished:,} finished, {closures.failed:,} failed"
-    )
-    return table(title, ("worker", "address", "state", "in flight", "finished", "takes"), rows)
 
 
 def _cell(tag: str, value: object, kind: object) -> str:

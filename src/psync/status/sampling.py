@@ -134,7 +134,7 @@ class ClusterSource(ABC):
         asked = {link.task: controls[link.task] for link in self._links() if link.task in controls}
         began = self._loop.time()
         await asyncio.gather(*map(self._ask, asked.values()))
-        if self.asks_workers:
+        if self.asks_workers and not self._is_closed:
             self._ask_workers()
         return self._loop.time(), began, asked
 
