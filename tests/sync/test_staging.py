@@ -390,7 +390,6 @@ class TestABackup:
         reserve(staging, A, 1)
         put(staging, B, 1)
         assert staging.held() == [Part((7, B, 1), -1, 10)]
-        assert sorted(staging.local_steps()) == [(7, -1), (7, -1)]
 
 
 def test_what_is_coming_in_and_belongs_to_another_step_is_in_nobodys_way(

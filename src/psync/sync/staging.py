@@ -156,16 +156,6 @@ class Staging(Generic[P]):
         """Return all parts that have come in whole."""
         return [part for known in self._groups.values() for part in known.parts.values()]
 
-    def local_steps(self) -> list[tuple[int, int]]:
-        """Return (group, local step) of all parts, those still coming in included."""
-        here = [(part.key[0], part.local_step) for part in self.held()]
-        coming = [
-            (group, local_step)
-            for group, known in self._groups.items()
-            for local_step, _ in known.coming.values()
-        ]
-        return here + coming
-
     def replace(self, key: PushKey, owned: P) -> None:
         """Hold the same part in other memory."""
         self._groups[key[0]].parts[key] = owned

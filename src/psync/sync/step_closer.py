@@ -316,7 +316,8 @@ class StepCloser:
     async def _init_tokens(self, request: Request[InitTokens]) -> None:
         message = request.message
         self._check()
-        if not self._is_ready(message.group, message.config):
+        self._sync.known(message.group, message.config)
+        if not self.steps.knows(message.group):
             await self._begin(message.group)
             self._check()
         await self._sync.executor.run(request.peer.client, message, self._put_initial)
@@ -337,11 +338,6 @@ class StepCloser:
             raise self._over.with_traceback(None)  # it is raised many times
 
     # The first step of a group.
-
-    def _is_ready(self, group: int, raw: dict[str, Any] | None) -> bool:
-        """Return whether a group is known; raise if it is known as something else."""
-        self._sync.known(group, raw)
-        return self.steps.knows(group)
 
     async def _begin(self, group: int) -> None:
         """Begin a group at the present global step, read once for all who ask meanwhile."""

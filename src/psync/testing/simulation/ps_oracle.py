@@ -89,7 +89,11 @@ def faults_of_rest(
         # for the end of the step that is open. That of values that nobody has pulled is -1.
         waiting = sum(
             local >= steps.get(group, -1)
-            for group, local in task.services.sync.staging.local_steps()
+            for group, known in task.services.sync.staging._groups.items()
+            for local in (
+                *(part.local_step for part in known.parts.values()),
+                *(local_step for local_step, _ in known.coming.values()),
+            )
         )
         if staging["parts"] != waiting or (staging["bytes"] and not waiting):
             yield "left over", f"{name}: parts of steps that are closed: {staging}"
