@@ -240,12 +240,6 @@ class PsLink:
         for peer in self._peers.values():
             peer.state["plans"].clear()
 
-    @property
-    def lends(self) -> bool:
-        """Whether large bodies do not travel to it, since it reads this task's memory."""
-        peer = self._peers.get("bulk")
-        return peer is not None and peer.is_open and peer.sharing is not None
-
     # Connections.
 
     async def peer(self, lane: str) -> Connection:

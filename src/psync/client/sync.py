@@ -205,12 +205,6 @@ class SyncClient:
         known = self._groups.get(group)
         return None if known is None else known.token
 
-    def _group(self, group: int) -> _Group:
-        known = self._groups.get(group)
-        if known is None:
-            known = self._groups[group] = _Group()
-        return known
-
     async def contribute(
         self,
         plan: Plan,
@@ -259,7 +253,7 @@ class SyncClient:
                 f"{MEMBERS_PER_REQUEST} shards and {BODY_PER_REQUEST >> 30} GiB",
                 hint="spread the variables over more ps tasks",
             )
-        known = self._group(group)
+        known = self._groups.get(group) or self._groups.setdefault(group, _Group())
         if IndexedSlices in map(type, gradients):
             gradients = self._ps.in_order(gradients)
         requests, bodies = plan.requests, bodies_of(plan, gradients)

@@ -405,11 +405,6 @@ class Connection(asyncio.BufferedProtocol):
 
     # Our requests.
 
-    @property
-    def is_asking(self) -> bool:
-        """Whether requests are under way."""
-        return bool(self._calls)
-
     async def call(
         self,
         message: Message,

@@ -99,7 +99,6 @@ class AllPs:
 
         What ps 0 itself refuses at once no other is told.
 
-
         Args:
             message: CloseStep or MeasureStep.
             then: Called once, when all have answered.
