@@ -38,8 +38,6 @@ class LogClock:
 
     def set_deadline(self, deadline: float | None) -> None:
         """Call at this time, and no other; None: at none."""
-        if deadline == self.deadline:
-            return
         self.cancel()
         self.deadline = deadline
         if deadline is not None:

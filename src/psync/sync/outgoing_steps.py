@@ -201,8 +201,9 @@ class OutgoingSteps(Changing):
         """Every ps has applied a step, or it cannot be."""
         failure = b""
         if failed is not None:
-            error = failed if isinstance(failed, PsyncError) else _unexpected(failed)
-            failure = encode(failure_of(error))
+            if not isinstance(failed, PsyncError):
+                failed = PsyncError(f"{type(failed).__name__} while a step was applied: {failed}")
+            failure = encode(failure_of(failed))
             self._is_torn = True
 
         message = StepApplied(close.group, close.step, failure)
@@ -290,9 +291,3 @@ class OutgoingSteps(Changing):
 
 def _listed(factors: Factors | None) -> Listed:
     return None if factors is None else list(factors.items())
-
-
-def _unexpected(error: Exception) -> PsyncError:
-    wrapped = PsyncError(f"{type(error).__name__} while a step was applied: {error}")
-    wrapped.__cause__ = error
-    return wrapped

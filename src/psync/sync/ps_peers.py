@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from psync.client.link import Call, PsLink
 from psync.client.ps import PsClient
@@ -42,8 +42,6 @@ from psync.wire.messages import (
     MeasureStep,
     StepMeasured,
 )
-
-T = TypeVar("T")
 
 Then = Callable[[list[Message], Exception | None], None]
 """Called once, with the answers and the first error. Must not raise."""
@@ -233,8 +231,17 @@ class AllPs:
             wanted = client.plan(
                 (VariableSpec(name, variable, (), GLOBAL_STEP_DTYPE, False, (shard,), ""),)
             )
-            (value,) = await self._asking(client.links[ps], lambda: client.pull(wanted))
-            return int(value)
+            moved = self._moved
+            while True:  # until it, or its backup, answers
+                try:
+                    (value,) = await client.pull(wanted)
+                    return int(value)
+                except FencedError as exc:
+                    if isinstance(exc, NotServedError) and not self._moves:
+                        raise _came_back(client.links[ps], exc) from exc
+                    if not self._moves:
+                        raise
+                    moved = self._await_move(client.links[ps], moved)
         return await self._sync.read_global_step(config)
 
     async def close(self) -> None:
@@ -280,19 +287,6 @@ class AllPs:
         for link in () if self._client is None else self._client.links:
             link.lost_after_s = math.inf
             link.on_lost = lambda _, link=link: link.hold()
-
-    async def _asking(self, link: PsLink, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask a ps until it, or its backup, answers."""
-        moved = self._moved
-        while True:
-            try:
-                return await ask()
-            except FencedError as exc:
-                if not self._moves:
-                    if isinstance(exc, NotServedError):
-                        raise _came_back(link, exc) from exc
-                    raise
-                moved = self._await_move(link, moved)
 
     def _await_move(self, link: PsLink, moved: int) -> int:
         """A ps was replaced by its backup: where that is we shall hear, or have heard already.

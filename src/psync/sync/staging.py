@@ -123,7 +123,11 @@ class Staging(Generic[P]):
         _, freed = known.coming.get(key, (0, 0))
         used = self._bytes + nbytes - freed
         if used > self._budget:
-            raise self._exhausted(nbytes, config)
+            raise ConfigurationError(
+                f"{config.name} on {self._task}: pushes of open steps use {self._bytes} of "
+                f"{self._budget} bytes, and {nbytes} more are needed",
+                hint=f"set {BUDGET_VARIABLE}={self._bytes + nbytes} or more on the ps tasks",
+            )
         known.coming[key] = local_step, nbytes
         self._bytes = used
         if used > self._peak:
@@ -282,10 +286,3 @@ class Staging(Generic[P]):
                 hint=f"set {BUDGET_VARIABLE}={count * nbytes} or more on the ps tasks, or spread "
                 "the variables over more of them",
             )
-
-    def _exhausted(self, nbytes: int, config: SyncConfig) -> ConfigurationError:
-        return ConfigurationError(
-            f"{config.name} on {self._task}: pushes of open steps use {self._bytes} of "
-            f"{self._budget} bytes, and {nbytes} more are needed",
-            hint=f"set {BUDGET_VARIABLE}={self._bytes + nbytes} or more on the ps tasks",
-        )

@@ -27,8 +27,7 @@ from psync.wire.messages import CloseStep
 
 GLOBAL_STEP_DTYPE = "int64"
 
-NO_KEYS: tuple[Key, ...] = ()
-NO_COSTS: tuple[int, ...] = ()
+NOTHING = ShardSet(())
 
 Gradient = np.ndarray | RowValues
 
@@ -193,13 +192,11 @@ class KnownGroup:
             step.weights.append(weight)
             step.pushes.append(part.gradients)  # type: ignore[arg-type]
         else:
-            count, shards, costs = len(step.pushes), NO_KEYS, NO_COSTS
-            if first is not None:
-                step.plan, shards, costs = first.plan, first.keys, first.costs
-            layout = self._layout
-            if layout.pushes != count or layout.shards != shards:
-                layout = self.layout(shards, count, [length * count for length in costs])
-                self._layout = layout
+            layout, count, known = self._layout, len(step.pushes), first or NOTHING
+            step.plan = None if first is None else first.plan
+            if layout.pushes != count or layout.shards != known.keys:
+                costs = [length * count for length in known.costs]
+                layout = self._layout = self.layout(known.keys, count, costs)
         step.shards, step.touched = layout.shards, layout.touched
         step.costs, step.nbytes = layout.costs, layout.nbytes
         if self.takes_norms or message.scales is not None or message.ratios is not None:

@@ -272,9 +272,6 @@ class StepCloser:
                 here.waits = None
                 self._sync.fail(key, error)
 
-    def _is_late(self, group: int, key: PushKey, here: _Here) -> bool:
-        return key[0] == group and self.steps.is_stale(group, here.local_step)
-
     def _go_on(self, goes: Callable[[PushKey, _Here], bool]) -> None:
         """Forget who has which parts of some pushes; those that wait are judged as they are."""
         for key in [key for key, here in self._here.items() if goes(key, here)]:
@@ -410,15 +407,15 @@ class StepCloser:
         for action in actions:
             if isinstance(action, Close):
                 self.outgoing.decide(action)
+                self._loop.call_soon(
+                    self._go_on, lambda key, here: self.steps.is_stale(key[0], here.local_step)
+                )
             elif self._over is None:
                 key = action.group, action.replica, action.number
                 if isinstance(action, Refuse):
                     self._sync.fail(key, action.error)
                 else:
                     self._sync.answer(key, action.message, brings=action.count > 0)
-            if isinstance(action, Close) and self._here:
-                late = functools.partial(self._is_late, action.group)
-                self._loop.call_soon(self._go_on, late)
         if HOSTED not in self.outgoing.pauses and self._over is None:
             deadline = self.steps.next_deadline()
             if deadline != self._clock.deadline:
