@@ -607,7 +607,10 @@ async def test_the_last_replica_that_is_lost_has_a_minute_to_come_back(away_s: f
 
 
 @pytest.mark.virtual_time
-async def test_training_ends_when_all_replicas_have_left() -> None:
+@pytest.mark.parametrize(
+    "seed", [*range(4), 20]
+)  # 20: a worker's last post comes after the chief's
+async def test_training_ends_when_all_replicas_have_left(seed: int) -> None:
     async def main(strategy: Strategy) -> str:
         declare(strategy)
         trains = strategy.cluster_resolver.task_type == "worker"
@@ -617,8 +620,10 @@ async def test_training_ends_when_all_replicas_have_left() -> None:
             await session.wait_until_stopped()
         return "ended"
 
-    async with session_cluster(1, 2, chief=True) as cluster:
+    async with session_cluster(1, 2, chief=True, seed=seed, latency=(0.0001, 1.0)) as cluster:
         assert await cluster.run_all(main) == ["ended"] * 3
+        with pytest.raises(psync.ConnectFailed, match="there came none"):  # of the next training
+            await cluster.run(main, "chief")
 
 
 @pytest.mark.virtual_time
@@ -777,6 +782,136 @@ async def test_a_chief_that_is_started_again_ends_what_was_before() -> None:
         again = cluster.run(program, "worker", 1)
         assert await asyncio.gather(new, again) == ["worker-0", "worker-1"]
     assert program.final == ([5.0] * 4, 5)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("next_chief", [True, False])
+@pytest.mark.parametrize("how", ["last step", "no more data"])
+async def test_a_worker_that_has_finished_while_the_chief_is_gone_trains_again_with_the_next_one(
+    how: str, next_chief: bool
+) -> None:
+    optimizer = sync(2)
+    made: Counter[str] = Counter()
+    go_on = asyncio.Event()  # the chief was killed
+
+    async def main(strategy: Strategy) -> list[float] | None:
+        w, global_step = declare(strategy)
+        name = f"{strategy.cluster_resolver.task_type}-{strategy.cluster_resolver.task_id}"
+        trains = name != "chief-0"
+
+        async def step() -> int:
+            push = await optimizer.apply_gradients([(ONES, w)], global_step)
+            if push.step == 3:
+                await go_on.wait()
+            made[name] += 1
+            return push.step
+
+        last = 5 if how == "last step" else None
+        async with MonitoredTrainingSession(strategy, trains=trains, stop_at_step=last) as session:
+            while trains and not session.should_stop():
+                if await session.run(step) == 5 and how == "no more data":
+                    raise psync.EndOfData
+            await session.wait_until_stopped()
+            return None if trains else (await w.read()).tolist()
+
+    async with session_cluster(1, 2, chief=True) as cluster:
+        chief = cluster.run(main, "chief")
+        workers = [cluster.run(main, "worker", index) for index in range(2)]
+        await until(lambda: made == {"worker-0": 2, "worker-1": 2})
+        await cluster.kill_program(chief, "chief-0")
+        go_on.set()
+        await until(lambda: made == {"worker-0": 5, "worker-1": 5})
+        await asyncio.sleep(1)
+        assert not any(worker.done() for worker in workers)
+        if next_chief:
+            chief = cluster.run(main, "chief")
+        expected = "a new chief has attached the ps tasks" if next_chief else "the chief, .* was l"
+        for worker in workers:
+            with pytest.raises(psync.TrainingEnded, match=expected):
+                await worker
+        if not next_chief:
+            chief = cluster.run(main, "chief")
+            await asyncio.sleep(10)
+            assert not chief.done()
+        await asyncio.gather(*(cluster.run(main, "worker", index) for index in range(2)))
+        assert await chief == [5.0] * 4
+
+
+class Ending(SessionHook):
+    """The chief has come to its end, and saves its checkpoint for ever."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+
+    async def end(self, session: Any) -> None:
+        if session.is_chief:
+            self.begun.set()
+            await asyncio.Event().wait()
+
+
+@pytest.mark.virtual_time
+async def test_the_next_chief_does_not_wait_for_a_worker_that_has_no_more_data() -> None:
+    program = FiveSteps(raising(psync.EndOfData("no more")), sync(2), pause_s=0.1)
+    program.options["stop_at_step"] = 20
+    async with session_cluster(1, 2, chief=True) as cluster:
+        chief, first = cluster.run(program, "chief"), cluster.run(program, "worker", 0)
+        assert await cluster.run(program, "worker", 1) == "worker-1"
+        await until_step(program, 2)
+        for _ in range(2):  # the second one has heard of it from nobody who still lives
+            await cluster.kill_program(chief, "chief-0")
+            chief = cluster.run(program, "chief")
+            with pytest.raises(psync.TrainingEnded, match="a new chief has attached"):
+                await first
+            first = cluster.run(program, "worker", 0)
+            await until_step(program, 2)
+        assert await asyncio.gather(chief, first) == ["chief-0", "worker-0"]
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("how", ["last step", "no more data"])
+async def test_a_chief_that_dies_while_it_saves_is_replaced_by_one_that_may_need_no_workers(
+    how: str,
+) -> None:
+    ending = Ending()
+
+    async def main(strategy: Strategy, *hooks: SessionHook) -> int:
+        _, global_step = declare(strategy)
+        trains = strategy.cluster_resolver.task_type == "worker"
+        last = 5 if how == "last step" else None
+        async with MonitoredTrainingSession(
+            strategy, trains=trains, stop_at_step=last, hooks=hooks
+        ) as session:
+            while trains and not session.should_stop():
+                await session.run(global_step.assign_add, 1)
+                if how == "no more data":
+                    raise psync.EndOfData
+            await session.wait_until_stopped()
+            return int(await global_step.read())
+
+    async with session_cluster(1, 2, chief=True) as cluster:
+        chief = cluster.run(lambda strategy: main(strategy, ending), "chief")
+        await asyncio.gather(*(cluster.run(main, "worker", index) for index in range(2)))
+        await ending.begun.wait()
+        await cluster.kill_program(chief, "chief-0")
+        chief = cluster.run(main, "chief")
+        if how == "last step":  # whose steps are lost
+            await asyncio.sleep(10)
+            assert not chief.done()
+            await asyncio.gather(*(cluster.run(main, "worker", index) for index in range(2)))
+        assert await chief >= (5 if how == "last step" else 0)
+
+
+@pytest.mark.virtual_time
+async def test_after_an_end_in_order_the_next_training_waits_for_all_again() -> None:
+    program = FiveSteps(raising(psync.EndOfData("no more")), sync(2), connect_timeout=5.0)
+    program.options["stop_at_step"] = 20
+    async with session_cluster(1, 2, chief=True) as cluster:
+        await cluster.run_all(program)
+        first = cluster.run(program, "worker", 0)
+        with pytest.raises(psync.ConnectFailed, match=r"there came /job:worker/task:0\n"):
+            await cluster.run(program, "chief")
+        with pytest.raises(psync.PsyncError):
+            await first
 
 
 @pytest.mark.virtual_time

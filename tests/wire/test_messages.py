@@ -190,7 +190,7 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.ReachCollective(5, "w"), "936a05a177"),
     (m.Merged(None), "926bc0"),
     (m.JoinCluster("b:1", -1, "3.11"), "94cc96a3623a31ffa4332e3131"),
-    (m.Post(-1), "9234ff"),
+    (m.Post(-1, False), "9334ffc2"),
     (m.Posted(9, 1, [("w", True)]), "943509019192a177c3"),
 ]
 

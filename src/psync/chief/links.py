@@ -659,7 +659,7 @@ class ClusterLinks:
     ) -> None:
         self.on_worker_given_up: Callable[[], None] = lambda: None
         self._platform, self.options, self.program = platform, options, program
-        workers, ps = _addresses(cluster, "worker"), _addresses(cluster, "ps")
+        workers, ps = addresses_in(cluster, "worker"), addresses_in(cluster, "ps")
         pool = BlockPool()
         # Its incarnation is 0 until ps 0 has granted one.
         self.endpoint = Endpoint(platform, task_name("chief", 0), 0, {}, pool)
@@ -1004,7 +1004,8 @@ def _did_not_come_up(timeout_s: float, missing: Sequence[tuple[str, str]]) -> Co
     )
 
 
-def _addresses(cluster: ClusterSpec, job: str) -> dict[str, str]:
+def addresses_in(cluster: ClusterSpec, job: str) -> dict[str, str]:
+    """Return the address of each task of a job, by name."""
     indices = cluster.task_indices(job)
     return {task_name(job, index): cluster.task_address(job, index) for index in indices}
 

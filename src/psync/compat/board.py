@@ -2,8 +2,8 @@
 
 Workers of a session have no connection to the chief. With one request a task posts a value, which
 replaces its last one, and asks for news: the chief for that of the others, and these for that of
-the chief. A task is there as long as the connection over which it has posted. ps 0 decides nothing,
-and does not look at the values: ``training_sessions`` does.
+the chief. A task is there as long as the connection over which it has posted; its post stays. ps 0
+decides nothing, and does not look at the values: ``training_sessions`` does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from psync.wire.messages import Post, Posted
 
 
 class Board:
-    """The posts since the present chief has attached the ps tasks.
+    """The last post of each task; of those under an earlier chief, if they are gone.
 
     Args:
         coordinator: Incarnation of that chief; 0: none has come yet.
@@ -24,12 +24,14 @@ class Board:
         self._coordinator = coordinator
         self._posted: dict[str, tuple[Connection, bytes]] = {}  # by task
         self._versions = {True: 0, False: 0}  # of what the chief has posted, and the others
+        self._is_over = False  # nothing is posted until the next chief comes
         self._waiting: dict[Request[Post], None] = {}
 
     def begin(self, coordinator: int) -> None:
-        """Forget the posts of before this chief. Tasks hear of it, and post again."""
-        self._coordinator = coordinator
-        self._posted.clear()
+        """Forget the earlier chief, and tasks that are still there: they hear of it, and end."""
+        self._coordinator, self._is_over = coordinator, False
+        gone = [item for item in self._posted.items() if item[1][0].is_closed]
+        self._posted = {task: posted for task, posted in gone if task != CHIEF}
         self._changed(by_chief=True)
         self._changed(by_chief=False)
 
@@ -37,12 +39,14 @@ class Board:
         """Take a value, and answer once there is something new."""
         peer, value = request.peer, bytes(request.segments[0])
         request.rest()
-        before, _ = posted = self._posted.get(peer.task, (None, b""))
-        if before is not peer:
-            peer.on_closed.append(self._closed)
-        self._posted[peer.task] = peer, value
-        by_chief = peer.task == CHIEF
-        if posted != (peer, value):
+        by_chief, posted = peer.task == CHIEF, self._posted.get(peer.task, (None, b""))
+        if request.message.forget:
+            self._is_over = True
+            self._posted = {CHIEF: self._posted[CHIEF]} if CHIEF in self._posted else {}
+        elif not self._is_over and posted != (peer, value):
+            if posted[0] is not peer:
+                peer.on_closed.append(self._closed)
+            self._posted[peer.task] = peer, value
             self._changed(by_chief=by_chief)
         if request.message.seen < self._versions[not by_chief]:
             self._answer(request)

@@ -8,26 +8,37 @@ coordinator: it attaches the ps tasks, fences workers that are lost, and reports
 as the target of a synchronous step follows the living workers. Chief and workers talk by the board
 of ps 0, which only passes on what they post, and tells who has a connection (``board``).
 
-    chief posts    the shards it has declared, the incarnation of each worker's process that takes
-                   part, and why training has ended
-    worker posts   its process, whether it has left, its error, and a reason to end training
+    chief posts    the shards it has declared, the process and the incarnation of each worker that
+                   takes part, and why training has ended
+    worker posts   its process, a reason to end training, whether it has left, whether it has
+                   finished, and its error
 
     what dies                  what follows
     a worker, before its part  the chief waits for it, as long as too few have come
     a worker that takes part   without a connection for ``GRACE_S`` it is fenced, and steps go on
                                without it; its next process is a new member
     the last worker            if the chief does not train, training ends after ``DESERTED_S``
-    the chief                  without a connection for ``GRACE_S`` workers end with an error, or
-                               as soon as the next chief has attached the ps tasks
+    the chief                  workers go on for ``GRACE_S`` and then end with an error, or as soon
+                               as the next chief has attached the ps tasks
     a ps                       every task sees that on its own links
 
 **Incarnations.** A worker does not know the chief's, below which the ps tasks serve no task, so the
 chief gives it its own. Workers are members from then on, before they have connections: all that
 wait when training begins take part in its first step.
 
-**The end.** The first reason counts, unless a worker fails after it: the chief, which leaves last,
-raises that error. Then ps 0 lets nobody wait for a token or at a clock any more. A worker that asks
-to enter after a failure, while the chief is still there, gets that failure.
+**The end.** Only the chief ends training: it saves the last checkpoint, and the next chief begins
+with the newest one, or with new variables. So a worker that makes the last step, or has no more
+data, stays until the chief knows. If the chief is gone, the worker ends with an error, as all do,
+and its next process makes these steps again.
+
+A worker that the chief lets go while training continues has *finished*. Its post stays on the board
+when it ends, and when the chief dies: the next chief does not wait for it, and ends training if all
+have finished. A worker that leaves because training is over has not: if the chief then dies before
+it has saved, the next one needs it again. A chief that ends in order clears the board.
+
+The first reason counts, unless a worker fails after it: the chief, which leaves last, raises that
+error. Then ps 0 lets nobody wait for a token or at a clock any more. A worker that asks to enter
+after a failure, while the chief is still there, gets that failure.
 
 Source: TensorFlow's between-graph replication; there a worker that dies leaves all others waiting.
 """
@@ -41,7 +52,6 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
@@ -53,9 +63,9 @@ from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SessionHook, until_lost
 from psync.api.variables import Variable, get_or_create_global_step
 from psync.chief.declarations import Creation, as_sent
-from psync.chief.links import ClusterLinks, CoordinatorOptions
+from psync.chief.links import ClusterLinks, CoordinatorOptions, addresses_in
 from psync.client.context import Runtime, forbid_in_step
-from psync.client.link import PsLink, ask
+from psync.client.link import ask
 from psync.client.ps import PsClient
 from psync.closures.membership import TaskState
 from psync.cluster import CHIEF, ENQUIRER, ClusterSpec, task_name
@@ -142,11 +152,14 @@ class Part(ABC):
     def __init__(self, session: MonitoredTrainingSession, ps: PsClient) -> None:
         self.ps = ps
         self.over: tuple[str, bool] | None = None
-        self._note_end = session._note_end
+        self._note_end, self._note_lost = session._note_end, session._note_lost
         self._loop = asyncio.get_running_loop()
+        self._served = 0  # incarnation of the chief that ps 0 serves
+        self._seen = -1  # version of the news
+        self._said: dict[str, tuple[bool, list[Any]]] = {}  # by task: is it connected; its value
+        self._forgets = False  # whether the board shall forget what others have posted
         self._deadline: float | None = None  # loop time at which to look, whatever comes
-        self._due = asyncio.Event()  # set when there is something to say
-        self._telling: list[asyncio.Future[None]] = []
+        self._due = asyncio.Event()  # set when there is something to say, or to look at
         self._following: asyncio.Task[NoReturn] | None = None
 
     @abstractmethod
@@ -154,68 +167,47 @@ class Part(ABC):
         """Return the value that this task posts."""
 
     @abstractmethod
-    async def _look(self, posted: Posted | None, values: list[Any]) -> None:
+    async def _look(self) -> None:
         """React to news, or to the time that has passed."""
+
+    async def _exchange(self, seen: int) -> None:
+        """Post the value, and take the news once there are some that were not seen."""
+        post = Post(seen, self._forgets)
+        asking = ask(self.ps.links[0], post, Posted, [msgpack.packb(self._value())])
+        posted, values = await asking
+        if posted.version >= self._seen:
+            self._seen, self._served = posted.version, posted.coordinator
+            said = zip(posted.tasks, map(msgpack.unpackb, values), strict=True)
+            self._said = {name: (is_here, value) for (name, is_here), value in said}
+
+    async def tell(self) -> None:
+        """Post the value; return when ps 0 has it. Raises what a call to a ps does."""
+        await self._exchange(-1)
+        self._due.set()
 
     async def _follow(self) -> NoReturn:
         """Post the value and react to news, until a ps is lost."""
-        seen = -1
         while True:
-            self._due.clear()
-            telling, self._telling = self._telling, []
-            news = None
             # It may wait for days, and outlive more connections than a request is allowed.
             with contextlib.suppress(TimeoutError, ConnectionLost):
                 async with asyncio.timeout_at(self._deadline):
-                    post, value = Post(-1 if telling else seen), msgpack.packb(self._value())
-                    asking = ask(self.ps.links[0], post, Posted, [value])
-                    news = await first_of(asking, self._due.wait())
-            if isinstance(news, tuple):
-                posted, values = news
-                seen = posted.version
-                await self._look(posted, [msgpack.unpackb(each) for each in values])
-                for future in telling:
-                    _complete(future)
-            else:
-                self._telling += telling
-                await self._look(None, [])
+                    await first_of(self._exchange(self._seen), self._due.wait())
+            self._due.clear()
+            await self._look()
 
     async def _until(self, future: asyncio.Future[Any]) -> None:
-        """Wait for a future. Raises what ends this task's part. Cancellation: safe."""
+        """Wait for a future, or until a ps is lost, which raises. Cancellation: safe."""
         if self._following is None:
-            self._following = self._loop.create_task(self._follow())
-        ends = (future, self._following)
-        for task in (await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))[0]:
-            task.result()
-
-    async def tell(self) -> None:
-        """Post the present value; return when ps 0 has it, and the newest posts are known here.
-
-        Raises:
-            PsyncError: A ps is lost, or refuses this task.
-
-        Cancellation: Safe; it is said all the same.
-        """
-        self._telling.append(self._loop.create_future())
-        self._due.set()
-        await self._until(self._telling[-1])
+            following = first_of(self._follow(), *map(until_lost, self.ps.links))
+            self._following = self._loop.create_task(following)
+            self._following.add_done_callback(self._note_lost)
+        await asyncio.wait((future, self._following), return_when=asyncio.FIRST_COMPLETED)
+        (future if future.done() else self._following).result()
 
     async def close(self) -> None:
         """Post nothing more. Cancellation: safe."""
         if self._following is not None:
             await end_all([self._following])
-
-
-@dataclass(slots=True)
-class _Worker:
-    """A process of a worker, and its last post."""
-
-    process: int = 0  # its incarnation as it was started; 0: there was none yet
-    has_left: bool = False
-    error: list[str] | None = None  # by which it has left: type name, message, traceback
-    ends: str = ""  # why it ends training; "": it does not
-    away_since: float | None = None  # loop time; None: it is connected
-    has_entered: bool = False
 
 
 class ChiefPart(Part):
@@ -227,25 +219,25 @@ class ChiefPart(Part):
     """
 
     def __init__(self, session: MonitoredTrainingSession, platform: Platform) -> None:
-        cluster = session.strategy.cluster
-        ps = {index: cluster.task_address("ps", index) for index in cluster.task_indices("ps")}
         options = CoordinatorOptions(session._ps_timeout_s, session._connect_timeout_s)
-        tasks = ClusterSpec({"ps": ps, "worker": {}})
-        self.links = ClusterLinks(platform, tasks, options, program="")
+        only_ps = ClusterSpec({**session.strategy.cluster.as_dict(), "worker": {}})
+        self.links = ClusterLinks(platform, only_ps, options, program="")
         self.links.on_ps_lost = _advise
         super().__init__(session, self.links.ps)
         self._members = self.links.membership
         self._addresses = session._others()
-        self._workers = {name: _Worker() for name in self._addresses}
+        self._asking: list[str] = []  # workers that are there and do not take part
+        self._entered: dict[str, int] = {}  # the process of each that takes part, or last did
+        self._away: dict[str, float] = {}  # loop time at which such a worker lost its connection
         self._is_replica = session._trains  # until it leaves
         self._declared: Sequence[object] = ()
         self._min_workers = math.inf  # that have to come before any may take part
         self._reported: object = None
         self._versions = itertools.count(1)
         self._deserted_at = math.inf  # loop time at which training ends for want of replicas
+        self._ending: asyncio.Task[None] | None = None
         self._opened = self._loop.create_future()
         self._empty = self._loop.create_future()  # done once no replica is left after the end
-        self._ending: asyncio.Task[None] | None = None
         self.is_open = False
 
     async def attach(self, timeout_s: float) -> None:
@@ -283,65 +275,50 @@ class ChiefPart(Part):
         except TimeoutError:
             raise ConnectFailed(
                 f"{min_workers} workers were to take part in training, and within {timeout_s:g} s "
-                f"there came {', '.join(self._asking()) or 'none'}",
+                f"there came {', '.join(self._asking) or 'none'}",
                 hint="check that each of them runs this program: psync.run(main, on_workers=True)",
             ) from None
 
-    def _asking(self) -> list[str]:
-        """Return the workers that are there and do not take part."""
-        return [
-            name
-            for name, worker in self._workers.items()
-            if worker.process and not worker.has_entered and worker.away_since is None
-        ]
-
     def _in_state(self, state: TaskState) -> list[str]:
-        return [name for name in self._workers if self._members.state(name) is state]
+        return [name for name in self._addresses if self._members.state(name) is state]
 
     def _value(self) -> list[Any]:
-        entered = {
-            name: (worker.process, self._members.incarnation(name))
-            for name, worker in self._workers.items()
-            if worker.has_entered
-        }
+        members = self._in_state(TaskState.ALIVE)
+        entered = {n: (self._entered[n], self._members.incarnation(n)) for n in members}
         return [self._declared, entered, self.over]
 
-    async def _look(self, posted: Posted | None, values: list[Any]) -> None:
-        now, tasks = self._loop.time(), () if posted is None else posted.tasks
-        # News from workers.
-        for (name, is_here), (process, *said) in zip(tasks, values, strict=True):
-            if name not in self._workers:
-                continue
-            if process != self._workers[name].process:
+    async def _look(self) -> None:
+        now, said, finished, deadlines = self._loop.time(), self._said, 0, []
+        self._asking = []
+        for name in [each for each in self._addresses if each in said]:
+            is_here, (process, ends, has_left, has_finished, error) = said[name]
+            if process != self._entered.get(name):
                 self._lose(name)
-                self._workers[name] = _Worker(process)
-            worker = self._workers[name]
-            worker.has_left, worker.error, worker.ends = said
-            since = now if worker.away_since is None else worker.away_since
-            worker.away_since = None if is_here else since
-        # Members end training, leave, or are lost.
-        deadlines = []
-        for name in self._in_state(TaskState.ALIVE):
-            worker = self._workers[name]
-            if worker.error is not None:
-                text = f"{name} failed: {_headline(*worker.error[:2])}"
-                self._end(text, True, [name, *worker.error])
-            elif worker.ends:
-                self._end(worker.ends)
-            if worker.has_left:
-                self._members.left(name)
-            elif worker.away_since is not None and now >= worker.away_since + GRACE_S:
-                self._lose(name)
-            elif worker.away_since is not None:
-                deadlines.append(worker.away_since + GRACE_S)
-        # Waiting workers enter.
-        asking = self._asking()
-        self.is_open = self.is_open or len(asking) >= self._min_workers
+                if has_finished:  # under an earlier chief
+                    self._members.left(name)
+                    finished += 1
+                elif is_here and not has_left:
+                    self._asking.append(name)
+            elif self._members.state(name) is TaskState.ALIVE:
+                if error is not None:
+                    text = f"{name} failed: {_headline(*error[:2])}"
+                    await self.end(text, True, [name, *error])
+                elif ends:
+                    await self.end(ends)
+                lost_at = math.inf if is_here else self._away.setdefault(name, now) + GRACE_S
+                if has_left:
+                    self._members.left(name)
+                elif is_here:
+                    self._away.pop(name, None)
+                elif now >= lost_at:
+                    self._lose(name)
+                else:
+                    deadlines.append(lost_at)
+        self.is_open = self.is_open or len(self._asking) + finished >= self._min_workers
         if self.is_open and (self.over is None or not self.over[1]):
-            for name in asking:
-                self._workers[name].has_entered = True
+            for name in self._asking:
+                self._entered[name] = said[name][1][0]
                 self._members.connected(name, self.links.endpoint.incarnation)
-                self._due.set()
         await self._report()
         # Without a replica, training ends.
         members, lost = self._in_state(TaskState.ALIVE), self._in_state(TaskState.LOST)
@@ -350,9 +327,9 @@ class ChiefPart(Part):
         elif self.over is not None:
             _complete(self._empty)
         elif not lost:
-            self._end("all replicas have left")
+            await self.end("all replicas have left")
         elif now >= self._deserted_at:
-            self._end(f"no replica is left: {', '.join(lost)} did not come back", True)
+            await self.end(f"no replica is left: {', '.join(lost)} did not come back", True)
         else:
             self._deserted_at = min(self._deserted_at, now + DESERTED_S)
             deadlines.append(self._deserted_at)
@@ -360,6 +337,7 @@ class ChiefPart(Part):
 
     def _lose(self, name: str) -> None:
         """A worker has had no connection for too long, or was started again."""
+        self._away.pop(name, None)
         if self._members.state(name) is TaskState.ALIVE:
             logger.info("%s is lost", name)
             self.links.fence(self._members.disconnected(name))
@@ -377,34 +355,39 @@ class ChiefPart(Part):
             await ask(self.ps.links[0], report, Done)
             _complete(self._opened)
 
-    def _end(self, reason: str, failed: bool = False, error: Sequence[str] | None = None) -> None:
-        """Training is over, before its time if it has failed; ``error`` is that of a worker."""
+    async def end(
+        self, reason: str, failed: bool = False, error: Sequence[str] | None = None
+    ) -> None:
+        """Training is over, before its time if it has failed; ``error`` is that of a worker.
+
+        Cancellation: It is over.
+        """
+        if self.over is None or (error is not None and not self.over[1]):
+            self.over = reason, failed
+            self._note_end(reason, failed, error)
+            self._due.set()
         if self._ending is None:
             self._ending = self.links.supervise(self._end_steps(reason))
-        elif error is None or (self.over is not None and self.over[1]):
-            return
-        self.over = reason, failed
-        self._due.set()
-        self._note_end(reason, failed, error)
+        await asyncio.wait((self._ending,))
 
     async def _end_steps(self, reason: str) -> None:
-        await (
-            self.tell()
-        )  # before ps 0 ends the waits for tokens, whose workers look for the reason
+        await self.tell()  # first, as workers whose waits for tokens end look for the reason
         await ask(self.ps.links[0], EndSteps(reason), Done)
 
-    async def end(self, reason: str, failed: bool = False) -> None:
-        """Training is over, before its time if it has failed. Cancellation: it is over."""
-        self._end(reason, failed)
-        if self._ending is not None:
-            await asyncio.wait((self._ending,))
+    async def leave(self, error: BaseException | None) -> None:
+        """End training; return when all others have left, if no error ends it.
 
-    async def leave(self) -> None:
-        """End training in order; return when all others have left. Cancellation: safe."""
+        Cancellation: Safe.
+        """
+        if error is not None:
+            await self.end(_failure_of_chief(error), failed=True)
+            return
         await self.end("the chief has left")
         self._is_replica = False
         self._due.set()
         await self._until(self._empty)
+        self._forgets = True  # the next chief does not go on with this training
+        await self.tell()
 
     async def close(self) -> None:
         """Close everything. Cancellation: connections may still be closing."""
@@ -417,7 +400,7 @@ class WorkerPart(Part):
 
     def __init__(self, session: MonitoredTrainingSession, platform: Platform) -> None:
         cluster, pool = session.strategy.cluster, BlockPool()
-        addresses = [cluster.task_address("ps", index) for index in cluster.task_indices("ps")]
+        addresses = list(addresses_in(cluster, "ps").values())
         self._endpoint = Endpoint(platform, session._task, ENQUIRER, {}, pool)
         # One that was never here is late, not lost.
         make = platform.parts.of(PsClient)
@@ -425,9 +408,13 @@ class WorkerPart(Part):
         for link in self.ps.links:
             link.on_lost = _advise
         self._ps_timeout_s = session._ps_timeout_s
-        self._said: list[Any] = [platform.new_incarnation(), False, None, ""]  # as in _Worker
+        self._process = platform.new_incarnation()
+        self._ends = ""  # why it asks the chief to end training
+        # Whether it has left; whether the chief has let it go, although not for the end; its error.
+        self._left: tuple[bool, bool, Sequence[str] | None] = False, False, None
         self._coordinator = 0  # incarnation of the chief under which it takes part
         self._entered: asyncio.Future[list[Any]] = self._loop.create_future()
+        self._let_go = self._loop.create_future()  # done once the chief knows that it has left
 
     async def begin(self, timeout_s: float) -> dict[tuple[int, int], list[Any]]:
         """Take part when the chief says so; return the shards that it has declared, by their keys.
@@ -452,52 +439,63 @@ class WorkerPart(Part):
         return {(shard[1], shard[2]): shard for shard in self._entered.result()}
 
     def _value(self) -> list[Any]:
-        return self._said
+        return [self._process, self._ends, *self._left]
 
-    async def _look(self, posted: Posted | None, values: list[Any]) -> None:
+    async def _look(self) -> None:
         now = self._loop.time()
-        if posted is None:
-            if self._deadline is not None and now >= self._deadline:
-                self._deadline = None
-                self._end(f"the chief, {CHIEF}, was lost", True)
-                for link in self.ps.links:  # ps 0 knows nothing of the end, and lets steps wait
-                    link.give_up("cannot be used without the chief")
-        elif self._coordinator not in (0, posted.coordinator):
+        is_here, (declared, entered, over) = self._said.get(CHIEF, (False, [None, {}, None]))
+        process, incarnation = entered.get(self._endpoint.task, (0, 0))
+        if self._coordinator not in (0, self._served):
             self._end("a new chief has attached the ps tasks", True)
-        elif posted.tasks and posted.tasks[0][1]:  # the chief is there
+        if is_here and not self._coordinator and process == self._process:
+            self._coordinator, self._endpoint.incarnation = self._served, incarnation
+            for peer in self._endpoint.peers:
+                peer.close()
+            for link in self.ps.links:
+                link.lost_after_s = self._ps_timeout_s
+            self._entered.set_result(declared)
+        if is_here and self._left[0] and not process:
+            _complete(self._let_go)
+        if over is not None and (self._coordinator or (is_here and over[1])):
+            self._end(*over)
+        if is_here or not self._coordinator or self.over is not None:
             self._deadline = None
-            declared, entered, over = values[0]
-            process, incarnation = entered.get(self._endpoint.task, (0, 0))
-            if not self._coordinator and process == self._said[0]:
-                self._coordinator, self._endpoint.incarnation = posted.coordinator, incarnation
-                for peer in self._endpoint.peers:
-                    peer.close()
-                for link in self.ps.links:
-                    link.lost_after_s = self._ps_timeout_s
-                self._entered.set_result(declared)
-            if over is not None and (self._coordinator or over[1]):
-                self._end(*over)
-        elif self._coordinator and self.over is None and self._deadline is None:
+        elif self._deadline is None:
             self._deadline = now + GRACE_S
+        elif now >= self._deadline:
+            self._end(f"the chief, {CHIEF}, was lost", True)
+            for link in self.ps.links:  # ps 0 knows nothing of the end, and lets steps wait
+                link.give_up("cannot be used without the chief")
 
     def _end(self, reason: str, failed: bool) -> None:
         fail(self._entered, TrainingEnded(reason))
+        _complete(self._let_go)
         if self.over is None:
             self.over = reason, failed
             self._note_end(reason, failed, None)
 
+    async def tell(self) -> None:
+        """Post the value; return when ps 0 has it, and what the chief has posted is known here."""
+        await super().tell()
+        await self._look()
+
     async def end(self, reason: str) -> None:
-        """Let the chief end training. Cancellation: it hears of it all the same."""
-        self._said[3] = reason
+        """Let the chief end training; return when it has. Cancellation: it does all the same."""
+        self._ends = reason
         await self.tell()
+        await self._until(self._let_go)
 
-    async def leave(self, error: Sequence[str] | None) -> None:
-        """Leave, perhaps by an error: its type name, message, traceback.
-
-        Whatever has ended training is known when this returns. Cancellation: it leaves.
-        """
-        self._said[1:3] = True, error
+    async def leave(self, error: BaseException | None) -> None:
+        """Leave; return when the chief knows it, or training is over. Cancellation: it leaves."""
+        if isinstance(error, NETWORK_ERRORS):
+            return  # it is lost, and may come back
+        texts = None if error is None else _failure_of(error)
+        self._left, goes_early = (True, False, texts), error is None and self.over is None
         await self.tell()
+        await self._until(self._let_go)
+        if goes_early and (self.over is None or not self.over[1]):
+            self._left = True, True, None
+            await self.tell()
 
     async def close(self) -> None:
         """Close everything. Cancellation: connections may still be closing."""
@@ -620,10 +618,9 @@ class MonitoredTrainingSession:
         self._part: ChiefPart | WorkerPart  # once it begins, like the next
         self._loop: asyncio.AbstractEventLoop
         self._global_step: Variable | None = None  # None: nobody has asked for a last step
-        self._watchers: list[asyncio.Task[None]] = []
         self._seen: ServedStatus | None = None  # of a chief that has attached the ps tasks
         self._stopping = asyncio.Event()  # set once this task shall make no further step
-        self._failure: Exception | None = None  # why this task cannot go on
+        self._failure: BaseException | None = None  # why this task cannot go on
 
     def __repr__(self) -> str:
         state = "running" if self._is_open else "not running"
@@ -688,7 +685,6 @@ class MonitoredTrainingSession:
             with naming_who_is_awaited(lambda: text):
                 declared = await part.begin(patience_s)
             await self._use(partial(self._compare, declared))
-        self._watchers = [asyncio.create_task(self._watch(link)) for link in part.ps.links]
         await self._stop_at_last_step()
         if self._startup_delay_s:
             with contextlib.suppress(TimeoutError):
@@ -722,13 +718,12 @@ class MonitoredTrainingSession:
         self._seen = ServedStatus(source, platform)
         await self._seen.start()
 
-    async def _watch(self, link: PsLink) -> None:
-        try:
-            await until_lost(link)
-        except Exception as exc:  # the program gets it when it leaves
-            if self._part.over is None:
-                self._failure = exc
-        self._stopping.set()
+    def _note_lost(self, following: asyncio.Task[NoReturn]) -> None:
+        """A ps is lost, or refuses this task; the program gets the error when it leaves."""
+        if not following.cancelled():
+            error = following.exception()
+            self._failure = error if self._part.over is None else self._failure
+            self._stopping.set()
 
     def _note_end(self, reason: str, failed: bool, error: Sequence[str] | None) -> None:
         """Training has ended; ``error`` is that of a worker that has failed."""
@@ -747,21 +742,13 @@ class MonitoredTrainingSession:
         """
         declared = self.strategy._uncreated
         for shard in (shard for each in declared for shard in each.spec.shards):
-            theirs = chiefs.get(shard.key)
-            if theirs == list(as_sent(shard)):
-                continue
-            ours = (
-                f'variable "{shard.variable}" ({shard.dtype}, shard {shard.index} of shape '
-                f"{shard.shape})"
-            )
-            text = f"the chief did not declare {ours} before training began"
-            if theirs is not None:
-                name, _, index, _, shape, dtype = theirs
-                text = (
-                    f'the chief has declared variable "{name}" ({dtype}, shard {index} of shape '
-                    f"{tuple(shape)}), but this task declared {ours}"
-                )
-            raise ConfigurationError(text, hint=SAME_ORDER)
+            theirs, ours = chiefs.get(shard.key), list(as_sent(shard))
+            if theirs is None:
+                text = f"the chief did not declare {_described(ours)} before training began"
+                raise ConfigurationError(text, hint=SAME_ORDER)
+            if theirs != ours:
+                text = f"the chief has declared {_described(theirs)}, but this task declared "
+                raise ConfigurationError(text + _described(ours), hint=SAME_ORDER)
         declared.clear()
 
     # The loop.
@@ -877,9 +864,6 @@ class MonitoredTrainingSession:
             if training and not isinstance(self._failure, NETWORK_ERRORS):
                 await self._say_goodbye(error)
         finally:
-            for watcher in self._watchers:
-                watcher.cancel()
-            await asyncio.gather(*self._watchers, return_exceptions=True)
             self.strategy._runtime = None
             if self._seen is not None:
                 await self._seen.close()
@@ -887,20 +871,12 @@ class MonitoredTrainingSession:
 
     async def _say_goodbye(self, error: BaseException | None) -> None:
         part = self._part
-        waits = self.is_chief and error is None and self._failure is None
+        waits = error is None and self._failure is None
         timeout_s = LEAVE_TIMEOUT_S if waits else GOODBYE_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
                 await part.ps.outgoing.drain()
-                if isinstance(part, ChiefPart):
-                    if error is not None:
-                        await part.end(_failure_of_chief(error), failed=True)
-                    else:
-                        await part.leave()
-                elif error is not None and _is_failure(error):
-                    await part.leave(describe_exception(error).texts)
-                elif not isinstance(error, NETWORK_ERRORS):  # else it is lost, and may come back
-                    await part.leave(None)
+                await part.leave(error)
         except TimeoutError:
             if waits:
                 logger.warning("training: other tasks are still in a step after %g s", timeout_s)
@@ -912,12 +888,14 @@ class MonitoredTrainingSession:
     def _others(self) -> dict[str, str]:
         """Return the address of each other worker, by name."""
         cluster = self.strategy.cluster
-        indices = cluster.task_indices("worker") if "worker" in cluster.jobs else []
-        workers = {
-            task_name("worker", index): cluster.task_address("worker", index) for index in indices
-        }
+        workers = addresses_in(cluster, "worker") if "worker" in cluster.jobs else {}
         workers.pop(self._task, None)
         return workers
+
+
+def _described(shard: Sequence[Any]) -> str:
+    name, _, index, _, shape, dtype = shard
+    return f'variable "{name}" ({dtype}, shard {index} of shape {tuple(shape)})'
 
 
 def _own_task(strategy: ParameterServerStrategy) -> tuple[str, int]:
@@ -943,11 +921,13 @@ def _has_no_more_data(error: BaseException) -> bool:
     return isinstance(error, (EndOfData, StopIteration, StopAsyncIteration))
 
 
-def _is_failure(error: BaseException) -> bool:
-    """Whether the program has failed; not the network, and it was not stopped."""
+def _failure_of(error: BaseException) -> Sequence[str] | None:
+    """Describe an error of the program; None if it is the network's, or the program was stopped."""
     if isinstance(error, SystemExit):
-        return error.code not in (None, 0)
-    return isinstance(error, Exception) and not isinstance(error, NETWORK_ERRORS)
+        is_failure = error.code not in (None, 0)
+    else:
+        is_failure = isinstance(error, Exception) and not isinstance(error, NETWORK_ERRORS)
+    return describe_exception(error).texts if is_failure else None
 
 
 def _failure_of_chief(error: BaseException) -> str:

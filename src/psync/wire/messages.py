@@ -1138,6 +1138,7 @@ class Post(Message, code=52):
     """
 
     seen: int
+    forget: bool  # training is over: all that was posted, and is before the next chief comes
 
 
 class Posted(Message, code=53):
