@@ -585,7 +585,7 @@ class ClusterRecovery:
             await self.creation.create_again(tuple(self.rule.lost_ps))
         elif step is RollbackStep.SWITCH:
             ps = self.links.ps
-            ps.begin_timeline(ps.timeline + 1)  # first: what some of them answer is sent again
+            ps.outgoing.timeline += 1  # first: what some of them answer is sent again
             fences = self.links.membership.fences()
             await self._ask_all(messages.RestoreSnapshot(self._loads, ps.timeline, fences))
         else:

@@ -64,7 +64,10 @@ PING_TIMEOUT_S = 10.0
 """A ps runs no user code and answers within milliseconds; two silent periods: it is gone."""
 
 MAX_LOSSES = 16
-"""Connections that one request may outlive: more, and it is what breaks them."""
+"""Connections in a row that one request may outlive: more, and it is what breaks them."""
+
+LASTED_S = 60.0
+"""A connection that was there for so long was not broken by a request."""
 
 MAX_DEFINED = 65_536
 """Plans that a connection is known to have named; then all are named again."""
@@ -198,6 +201,7 @@ class PsLink:
                 continue  # a recovery has begun
             if self._released is not None and not call.urgent:
                 continue  # likewise, and the ps is there, but empty
+            began = asyncio.get_running_loop().time()
             try:
                 message = call.build(peer)
                 return await peer.call(message, call.segments, into=call.into, copied=call.copied)
@@ -207,7 +211,8 @@ class PsLink:
                     raise
                 self.define_again()
             except ConnectionLost as exc:
-                losses += 1
+                has_lasted = asyncio.get_running_loop().time() - began > LASTED_S
+                losses = 1 if has_lasted else losses + 1
                 check(message)  # or it would cost the next connections, too
                 if losses == MAX_LOSSES:
                     raise ConnectionLost(

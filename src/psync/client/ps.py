@@ -334,10 +334,6 @@ class PsClient:
         """How often all ps tasks have rolled back to a snapshot."""
         return self.outgoing.timeline
 
-    def begin_timeline(self, timeline: int) -> None:
-        """All ps tasks have rolled back to a snapshot: they know what was in that, and no more."""
-        self.outgoing.timeline = timeline
-
     def plan(
         self, variables: Sequence[VariableSpec], compression: Compression | None = None
     ) -> Plan:

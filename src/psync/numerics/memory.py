@@ -552,10 +552,6 @@ class Arena(Block):
             start += array.size
         return made
 
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether another array fits."""
-        return self.array.nbytes + nbytes <= ARENA_BYTES
-
     @staticmethod
     def takes(size: int, dtype: np.dtype) -> bool:
         """Return whether an array is small enough to lie in one."""

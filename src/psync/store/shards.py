@@ -26,6 +26,7 @@ from psync.errors import (
 )
 from psync.numerics.memory import (
     ABOVE_BYTES,
+    ARENA_BYTES,
     Arena,
     BlockArray,
     BlockPool,
@@ -136,7 +137,7 @@ class ShardTable:
         if not Arena.takes(spec.size, dtype):
             return BlockArray(spec.size, dtype, fill, pool)
         arena = self._arenas.get(dtype)
-        if arena is None or not arena.has_room(nbytes):
+        if arena is None or arena.array.nbytes + nbytes > ARENA_BYTES:
             arena = self._arenas[dtype] = Arena(dtype)
         return arena.add(spec.size, fill, pool)
 

@@ -126,7 +126,7 @@ class OutgoingSteps(Changing):
         """Let every ps that has not done so apply a step."""
         self._carried.add(known.number)
         norms, passes = known.norms, list[str]()
-        if known.takes_norms and self._all_ps.has_others and not outgoing.is_measured:
+        if known.takes_norms and len(self._all_ps.addresses) > 1 and not outgoing.is_measured:
             norms = StepNorms(known.rule)
             passes = norms.passes_together(spread=known.spread)
         self._go_on(outgoing, norms, passes)
@@ -238,17 +238,12 @@ class OutgoingSteps(Changing):
         Cancellation: Safe.
         """
         asked = False  # after what is in the log by now
-        while not self._is_over:
-            if not self._carried and not self.pauses:
+        while not (self._is_over or (asked and self._steps.is_settled)):
+            if self._carried or self.pauses or (asked and self._steps.closing()):
+                await self.changed()
+            else:  # also if something was counted behind what was asked
                 await self._sync.executor.run(client, message, self.close_all)
                 asked = True
-            if asked and self._steps.is_settled:
-                return
-            if self._carried or self.pauses or self._steps.closing():
-                await self.changed()
-                if asked and self._steps.is_settled:
-                    return
-            # Else something was counted behind what was asked.
 
     def close_all(self, _: FinishSteps) -> None:
         """Execute an entry: close the steps in which something was counted."""

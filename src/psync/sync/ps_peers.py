@@ -58,6 +58,9 @@ class AllPs:
         heard: Told of parts that other ps tasks hold, see ``follow``.
         lost: Told that one cannot be followed any more, and why.
         timeline: How often the cluster has rolled back to a snapshot.
+
+    Attributes:
+        addresses: Where each ps is served.
     """
 
     def __init__(
@@ -83,14 +86,9 @@ class AllPs:
         self._told: set[tuple[int, int]] = set()  # (ps, group): who knows its configuration
         self._incarnation = attach.coordinator + timeline
         self._own_parts: set[asyncio.Future[None]] = set()  # of ps 0, which take long
-        self._addresses = list(attach.ps_addresses)
+        self.addresses = list(attach.ps_addresses)
         self._moves = False  # a ps that is lost is served elsewhere soon
         self._moved = 0  # how often we heard where they are served
-
-    @property
-    def has_others(self) -> bool:
-        """Whether there is more than one ps."""
-        return len(self._attach.ps_addresses) > 1
 
     def tell(self, message: CloseStep, then: Then) -> None:
         """Tell every ps of a step, all at once. It is carried as far as it goes.
@@ -105,6 +103,9 @@ class AllPs:
         missing = 1
         failed: Exception | None = None
 
+        def told(outcome: Any) -> None:
+            done(outcome if isinstance(outcome, Exception) else outcome[0])
+
         def done(outcome: Message | Exception) -> None:
             nonlocal missing, failed
             missing -= 1
@@ -115,11 +116,8 @@ class AllPs:
             if not missing:
                 then(answers, failed)
 
-        def own_done(outcome: Any) -> None:
-            done(outcome if isinstance(outcome, Exception) else outcome[0])
-
         # It runs to completion, but it may wait for a lock, or in the log.
-        request = OwnRequest(AsIfFrom(FROM_CLOSER, {}, self._start), message, (), own_done)
+        request = OwnRequest(AsIfFrom(FROM_CLOSER, {}, self._start), message, (), told)
         try:
             others = self._others()
             missing += len(others)
@@ -187,10 +185,10 @@ class AllPs:
         for ps in others:
             if ps in self._following or self._closed:
                 continue
-            if not 0 < ps < len(self._addresses):
+            if not 0 < ps < len(self.addresses):
                 raise RemoteProtocolError(
                     f"{CLOSER}: a push with shards on ps {ps}, but there are only "
-                    f"{len(self._addresses)} ps tasks"
+                    f"{len(self.addresses)} ps tasks"
                 )
             self._following[ps] = None
             link = self._links().links[ps]
@@ -205,7 +203,7 @@ class AllPs:
             self._lost(ps, outcome)
 
     def _others(self) -> Sequence[PsLink]:
-        return self._links().links[1:] if self.has_others else ()
+        return self._links().links[1:] if len(self.addresses) > 1 else ()
 
     async def read_global_step(self, config: SyncConfig) -> int:
         """Return the present value of a group's global step.
@@ -218,10 +216,10 @@ class AllPs:
         Cancellation: Safe.
         """
         ps, *_ = config.global_step
-        if not 0 <= ps < len(self._attach.ps_addresses):
+        if not 0 <= ps < len(self.addresses):
             raise ConfigurationError(
                 f"{config.name}: its global step is on ps {ps}, but there are only "
-                f"{len(self._attach.ps_addresses)} ps tasks"
+                f"{len(self.addresses)} ps tasks"
             )
         if ps:
             client = self._links()
@@ -263,13 +261,12 @@ class AllPs:
         if self._closed:
             raise ClosedError(f"{CLOSER} has closed its links to the other ps tasks")
         if self._client is None:
-            attach = self._attach
             handlers: dict[type[Message], Handler] = {Held: Handler(self._heard)}
             self._endpoint = Endpoint(
                 self._platform, CLOSER, self._incarnation, handlers, self._pool
             )
             self._client = self._platform.parts.of(PsClient)(
-                self._endpoint, self._addresses, self._pool, attach.ps_timeout_s
+                self._endpoint, self.addresses, self._pool, self._attach.ps_timeout_s
             )
             if self._moves:
                 self.expect_moves()
@@ -299,7 +296,7 @@ class AllPs:
 
     def move(self, addresses: Sequence[str]) -> None:
         """Take note of where each ps is served now; what is under way goes there."""
-        self._addresses = list(addresses)
+        self.addresses = list(addresses)
         self._moved += 1
         if self._client is None:
             return

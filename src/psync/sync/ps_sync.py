@@ -149,7 +149,7 @@ class PsSync:
         self._locks = locks
         self._waiting: dict[PushKey, list[Request[Update]]] = {}
         self._follower: Connection | None = None  # ps 0, which is told of all parts
-        self._untold: list[tuple[int, str, int, int, int]] = []
+        self._untold: list[Part] = []
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -307,15 +307,15 @@ class PsSync:
         return self._part(part.key, part.local_step, part.known, body, part.rows)
 
     def _judge(self, request: Request[Update], part: Part) -> None:
-        group, replica, push = part.key
-        self.ledger.check_incarnation(*replica)  # FencedError: its sender has been replaced
+        self.ledger.check_incarnation(*part.key[1])  # FencedError: its sender has been replaced
         if self.staging.stage(part):
-            self._tell([(group, *replica, push, part.local_step)])
+            self._tell([part])
         else:  # its step is closed: answer as soon as what was closed is applied
-            touched, answer = self.groups[group].touched, partial(self.answer, part.key, _over)
+            touched = self.groups[part.key[0]].touched
+            answer = partial(self.answer, part.key, _over)
             self.executor.in_turn(lambda: Compute(touched, answer))
 
-    def _tell(self, parts: list[tuple[int, str, int, int, int]]) -> None:
+    def _tell(self, parts: Sequence[Part]) -> None:
         """Say that these parts are held, once a turn; who follows later is told of all."""
         if self._follower is not None:
             if not self._untold:
@@ -323,7 +323,12 @@ class PsSync:
             self._untold += parts
 
     def _tell_now(self) -> None:
-        told, self._untold = self._untold, []
+        told = [
+            (group, *replica, push, part.local_step)
+            for part in self._untold
+            for group, replica, push in [part.key]
+        ]
+        self._untold = []
         for at in range(0, len(told), MAX_TOLD):
             cast(Connection, self._follower).notify(Held(self._index, told[at : at + MAX_TOLD]))
 
@@ -331,13 +336,7 @@ class PsSync:
         """Tell ps 0 of parts as long as its connection lasts: this request is not answered."""
         self._check_closer(request.peer)
         self._follower = request.peer
-        self._tell(
-            [
-                (group, *replica, push, part.local_step)
-                for part in self.staging.held()
-                for group, replica, push in [part.key]
-            ]
-        )
+        self._tell(self.staging.held())
 
     def _keep_part(self, request: Request[KeepPart]) -> None:
         key = request.message.group, request.peer.client, request.message.push
