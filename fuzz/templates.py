@@ -21,11 +21,11 @@ from psync.wire.messages import (
     DefineAccumulator,
     DefineOptimizer,
     DefinePlan,
-    EnterSession,
     InitTokens,
     KeepPart,
     LockShards,
     MeasurePush,
+    Post,
     PullRows,
     Read,
     SetOptimizer,
@@ -87,7 +87,7 @@ TEMPLATES: list[tuple[Message, tuple[int, ...]]] = [
     (Update(1, 0, -1, 0, 9), (16,)),
     (KeepPart(9, 1), ()),
     (TickClock(1, 2, 1), ()),
-    (EnterSession(9), ()),
+    (Post(-1, False), (8,)),
 ]  # fmt: skip
 
 

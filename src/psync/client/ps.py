@@ -193,7 +193,7 @@ class Outgoing:
         """
         if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
             raise ClosedError(CLOSED)
-        under_way = asyncio.ensure_future(work())
+        under_way = asyncio.get_running_loop().create_task(work())
         self.begun.add(under_way)
         under_way.add_done_callback(self.begun.discard)
         try:
