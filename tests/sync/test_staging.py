@@ -102,8 +102,7 @@ class TestAStep:
         pushes = [(*A, 1, 2.0), (*B, 4, 0.5), (*B, 5, 1.0)]  # of the last one nothing came here
         parts = [(part.key[1:], weight) for part, weight in staging.parts(7, pushes)]
         assert parts == [((A, 1), 2.0), ((B, 4), 0.5)]
-        assert staging.staged((7, B, 4)) is not None
-        assert staging.staged((7, B, 5)) is staging.staged((8, B, 4)) is None
+        assert (7, B, 4) in [part.key for part in staging.held()]
 
     def test_what_was_counted_goes_with_the_step_whatever_its_local_step(
         self, staging: Staging[Part]
@@ -191,8 +190,11 @@ class TestRepetition:
 
     def test_can_be_held_in_other_memory(self, staging: Staging[Part]) -> None:
         put(staging, A, 1)
-        staging.replace((7, A, 1), owned := Part((7, A, 1), -1, 10))
-        assert staging.staged((7, A, 1)) is owned
+        owned = Part((7, A, 1), -1, 10)
+        for key in ((7, A, 1), (7, A, 9), (8, A, 1)):
+            staging.replace(key, lambda _: owned)
+        assert staging.held() == [owned]
+        assert staging.held()[0] is owned
 
     def test_of_a_step_far_ahead_is_refused(self, staging: Staging[Part]) -> None:
         end(staging, 4)

@@ -561,7 +561,7 @@ class Answers(Generic[M]):
         landing: Gets values that are wanted with the answers; None: none are.
 
     Attributes:
-        ended: Done when all have ended.
+        ended: Done when all have ended, or as soon as more would change nothing.
     """
 
     def __init__(

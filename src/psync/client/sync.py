@@ -32,7 +32,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -243,8 +243,8 @@ class SyncClient:
             FencedError: This task was replaced.
             ParameterServerLost: A ps is gone.
 
-        Cancellation: Cancelled before ps 0 was told, the push does not count: what is staged of it
-            goes with the step. Afterwards it does, and nobody waits for its token.
+        Cancellation: If all of its parts had arrived by then the push counts, and nobody waits for
+            its token. Otherwise it does not: what is staged of it goes with the step.
         """
         if plan.in_parts:
             ps = next(request.ps for request in plan.requests if request.part)
@@ -293,8 +293,7 @@ class SyncClient:
             except BaseException:
                 if plan.nbytes > SMALL_BODY_BYTES:
                     with contextlib.suppress(PsyncError):
-                        unread = self._let_go(group, number, answers, copied)
-                        await shielded(asyncio.ensure_future(unread))
+                        await self._let_go(group, number, answers, copied)
                 raise
             finally:
                 pushes.answered(number)
@@ -335,7 +334,7 @@ class SyncClient:
         """Send all parts of a push."""
         answers.send()
 
-    async def _let_go(self, group: int, push: int, answers: Answers[Any], copied: bool) -> None:
+    def _let_go(self, group: int, push: int, asked: Answers[Any], copied: bool) -> Awaitable[None]:
         """Let nobody read any more where the caller has the gradients of a push.
 
         Neither what is on its way, nor, unless that is ``copied``, a part that is held where it is.
@@ -347,14 +346,20 @@ class SyncClient:
         """
         region_of, keep = self._ps.memory.own_region_of, messages.KeepPart(group, push)
         calls, lent = [], list[memoryview]()
-        for call, outcome in zip(answers.calls, answers.outcomes, strict=True):
+        for call, outcome in zip(asked.calls, asked.outcomes, strict=True):
             views = [each for each in call.segments if isinstance(each, memoryview) and len(each)]
             if not copied:
                 lent += filter(region_of, views)
             if views and (outcome is None or not copied):  # it comes behind what is on its way
                 calls.append(Call(call.link, always(keep), lane=call.lane))
-        await Answers(messages.Done, "a part to be kept", calls).send().all()
-        await self._ps.memory.returned(lent)
+
+        async def kept() -> None:
+            try:
+                await Answers(messages.Done, "a part to be kept", calls).send().all()
+            finally:
+                await self._ps.memory.returned(lent)
+
+        return shielded(asyncio.get_running_loop().create_task(kept()))
 
     async def init_tokens(self, group: int, config: dict[str, Any], count: int) -> int:
         """Put the initial tokens of a group, if nobody has yet; return the group's step.

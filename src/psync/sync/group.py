@@ -410,9 +410,11 @@ class Group:
         answers: list[Action] = []
         for (replica, number), token in grants:
             push = self._pushes[replica][number]
+            # Who goes on while its step is applied is told of no step: that may fail yet.
+            count = 0 if self.closing is not None and self.applies(push) else push.count
             push.answer = Answer(
                 self.number, replica, number, push.outcome, push.staleness, token, push.partial,
-                push.count,
+                count,
             )  # fmt: skip
             self._tokens_held[replica] = token
             answers.append(push.answer)

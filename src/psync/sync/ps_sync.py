@@ -148,7 +148,8 @@ class PsSync:
         self._pool = pool
         self._locks = locks
         self._waiting: dict[PushKey, list[Request[Update]]] = {}
-        self._follower: Connection | None = None  # ps 0, which is told of all parts
+        # Connections of ps 0, and of one that it has replaced: they are told of all parts.
+        self._followers: list[Connection] = []
         self._untold: list[Part] = []
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -223,7 +224,7 @@ class PsSync:
     def prepare(self, request: Request[Update], known: ShardSet) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
         message, lengths, rows = request.message, request.lengths, request.message.rows
-        if known.store is not self.store:
+        if known.store is not self.store or known.optimizer not in self.groups:
             self._look_up(known)
         if lengths != known.lengths or rows is not None:
             known.check_lengths(lengths, self._task, rows)
@@ -312,12 +313,12 @@ class PsSync:
             self._tell([part])
         else:  # its step is closed: answer as soon as what was closed is applied
             touched = self.groups[part.key[0]].touched
-            answer = partial(self.answer, part.key, _over)
+            answer = partial(self.answer, part.key, lambda _: Pushed("stale", 0))
             self.executor.in_turn(lambda: Compute(touched, answer))
 
     def _tell(self, parts: Sequence[Part]) -> None:
         """Say that these parts are held, once a turn; who follows later is told of all."""
-        if self._follower is not None:
+        if self._followers:
             if not self._untold:
                 asyncio.get_running_loop().call_soon(self._tell_now)
             self._untold += parts
@@ -330,23 +331,20 @@ class PsSync:
         ]
         self._untold = []
         for at in range(0, len(told), MAX_TOLD):
-            cast(Connection, self._follower).notify(Held(self._index, told[at : at + MAX_TOLD]))
+            for peer in self._followers:
+                peer.notify(Held(self._index, told[at : at + MAX_TOLD]))
 
     def _follow(self, request: Request[FollowParts]) -> None:
         """Tell ps 0 of parts as long as its connection lasts: this request is not answered."""
         self._check_closer(request.peer)
-        self._follower = request.peer
+        self._followers = [each for each in self._followers if not each.is_closed]
+        self._followers.append(request.peer)
         self._tell(self.staging.held())
 
     def _keep_part(self, request: Request[KeepPart]) -> None:
         key = request.message.group, request.peer.client, request.message.push
-
-        def act() -> None:
-            part = self.staging.staged(key)
-            if part is not None:
-                self.staging.replace(key, self._owned(part))
-
-        self.executor.in_turn(act, request)  # the part may wait for its turn, too
+        # The part may wait for its turn, too.
+        self.executor.in_turn(lambda: self.staging.replace(key, self._owned), request)
 
     # Requests that wait. A push may have two, after a lost connection that is not noticed yet.
 
@@ -589,7 +587,7 @@ class PsSync:
             rule: On ps 0, ``SyncSteps.snapshot``. No step is on its way, but some may be decided.
         """
         entries: list[Listed] = []
-        for part in self.staging.held():
+        for part in map(self._owned, self.staging.held()):
             rows = None if part.rows is None else list(part.rows)
             group, replica, push = part.key
             holding = HoldPush(group, push, part.local_step, part.known.number, rows)
@@ -614,7 +612,3 @@ class PsSync:
 
 def _accepted(steps: list[tuple[int, int]] | None) -> Pushed:
     return Pushed("accepted", 0, steps)
-
-
-def _over(_: object) -> Pushed:
-    return Pushed("stale", 0)

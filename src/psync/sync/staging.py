@@ -26,7 +26,7 @@ reservations are admission's, on the ps that serves: they decide nothing of what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -160,14 +160,11 @@ class Staging(Generic[P]):
         """Return all parts that have come in whole."""
         return [part for known in self._groups.values() for part in known.parts.values()]
 
-    def replace(self, key: PushKey, owned: P) -> None:
-        """Hold the same part in other memory."""
-        self._groups[key[0]].parts[key] = owned
-
-    def staged(self, key: PushKey) -> P | None:
-        """Return the part that is held of a push."""
+    def replace(self, key: PushKey, owned: Callable[[P], P]) -> None:
+        """Hold the part of a push in other memory, if it is held."""
         known = self._groups.get(key[0])
-        return None if known is None else known.parts.get(key)
+        if known is not None and key in known.parts:
+            known.parts[key] = owned(known.parts[key])
 
     def check_here(self, group: int, step: int, pushes: Named) -> None:
         """Check that no part of a step that is to be closed is still coming in.

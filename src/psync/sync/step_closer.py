@@ -236,6 +236,7 @@ class StepCloser:
             if self._is_complete(others, here.held):
                 self._sync.submit(request, part)
             else:
+                request.rest()  # what ends its waiting may come over the same connection
                 self._sync.wait(request, part)
                 here.waits = request, part
 
@@ -252,16 +253,16 @@ class StepCloser:
         """Another ps holds parts of pushes. It says so again on each connection."""
         message = request.message
         for group, task, incarnation, push, local_step in message.parts:
-            if self._over is not None or self.steps.is_stale(group, local_step):
-                continue
             key = group, (task, incarnation), push
-            here = self._here.get(key)
+            here, is_stale = self._here.get(key), self.steps.is_stale(group, local_step)
             if here is None:
+                if is_stale or self._over is not None:
+                    continue
                 here = self._here[key] = _Here(local_step)
             here.held.add(message.ps)
             if here.waits is not None:
                 waiting, part = here.waits
-                if self._is_complete(part.known.others, here.held):
+                if is_stale or self._is_complete(part.known.others, here.held):
                     here.waits = None
                     self._sync.submit(waiting, part)
 

@@ -94,9 +94,9 @@ class SyncSteps:
         return -1 if known is None else known.step
 
     def is_stale(self, group: int, local_step: int) -> bool:
-        """Return whether a push of this local step would be stale."""
+        """Return whether a push of this local step counts in no step, whoever else pushes."""
         known = self._groups.get(group)
-        return known is not None and known.age(local_step) > 0
+        return known is not None and bool(self._ended or known.broken or known.age(local_step))
 
     def init_tokens(self, group: int, count: int) -> list[Action]:
         """Put a group's initial tokens: once, however often a chief that restarts asks.
