@@ -397,6 +397,18 @@ def test_values_of_before_the_first_step_are_those_of_where_the_group_began() ->
     assert answer.message([(GROUP, 41)]) == expected
 
 
+@pytest.mark.parametrize("is_over", [True, False])
+def test_nothing_counts_once_training_is_over_or_the_group_is_broken(is_over: bool) -> None:
+    steps = Steps(1, 1)
+    steps.push(0, 0)
+    assert not steps.is_stale(GROUP, 1)
+    if is_over:
+        steps.end("enough")
+    else:
+        steps.close_failed(GROUP, PsyncError("lost"))
+    assert steps.is_stale(GROUP, 1)
+
+
 # Who lives.
 
 
