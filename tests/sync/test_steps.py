@@ -10,6 +10,7 @@ from psync.errors import (
     LocalProtocolError,
     NotEnoughReplicas,
     ParameterServerLost,
+    PsyncError,
 )
 from psync.sync.group import Group
 from psync.sync.pushes import Answer, Close, Contribution, Push, Refuse
