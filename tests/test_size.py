@@ -9,9 +9,9 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 43_500,
-    "src": 59_794,
-    "nodes": 573_095,
+    "core": 43_499,
+    "src": 59_793,
+    "nodes": 573_090,
     "tests": 92_341,
     "net": 4_485,
     "api": 3_577,
@@ -21,7 +21,7 @@ SIZES = {
     "ps": 3_059,
     "numerics": 2_726,
     "status": 2_494,
-    "client": 2_267,
+    "client": 2_266,
     "chief": 2_636,
     "closures": 1_703,
     "training": 1_561,

@@ -51,7 +51,6 @@ from psync.client.plan import (
 from psync.client.ps import PsClient, brought
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.connection import Connection
-from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
 from psync.numerics.rows import IndexedSlices
 from psync.wire import messages
@@ -359,7 +358,7 @@ class SyncClient:
             finally:
                 await self._ps.memory.returned(lent)
 
-        return shielded(asyncio.get_running_loop().create_task(kept()))
+        return self._ps.outgoing.shielded(kept)
 
     async def init_tokens(self, group: int, config: dict[str, Any], count: int) -> int:
         """Put the initial tokens of a group, if nobody has yet; return the group's step.
