@@ -247,7 +247,8 @@ class PsSync:
 
     def arrived(self, request: Request[Update], known: ShardSet) -> None:
         """Take a part that has come in whole."""
-        if known.store is not self.store:  # while it came in a timeline may have ended
+        # While it came in a timeline may have ended; of nothing nobody has asked before.
+        if known.store is not self.store or known.optimizer not in self.groups:
             known = self.plans.plan(request.peer.client, known.number)
             self._look_up(known)
         request.token = known
@@ -259,7 +260,7 @@ class PsSync:
 
     def replay(self, request: Request[Update], known: ShardSet) -> None:
         """Do an entry of the log of the one that is backed up: nobody waits for it here."""
-        if known.store is not self.store:
+        if known.store is not self.store or known.optimizer not in self.groups:
             self._look_up(known)
         request.token, message = known, request.message
         key = known.optimizer, request.peer.client, message.sequence
