@@ -169,6 +169,7 @@ class _Group:
 
     pushes: Numbers = field(default_factory=Numbers)
     token: int | None = None  # the last one
+    alone: int = -1  # until this step nothing of it was on another ps than 0, as far as known
 
 
 NOTHING = Request(0, 0)
@@ -203,6 +204,11 @@ class SyncClient:
         """Return the last token that this task got, or None before the first."""
         known = self._groups.get(group)
         return None if known is None else known.token
+
+    def alone(self, group: int) -> int:
+        """Return up to which step a group was on ps 0 alone, as far as this task knows; or -1."""
+        known = self._groups.get(group)
+        return -1 if known is None else known.alone
 
     async def contribute(
         self,
@@ -302,6 +308,8 @@ class SyncClient:
             if plan.nbytes > SMALL_BODY_BYTES and (answers.missing or not is_over):
                 await self._let_go(group, number, answers, copied or is_over)
         known.token = answer.token
+        if answer.alone:
+            known.alone = answer.token
         if ahead is not None:
             if landing is not None:
                 landing.steps = [each.steps for each in came if each.steps is not None]

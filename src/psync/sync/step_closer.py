@@ -285,8 +285,10 @@ class StepCloser:
         group, replica, push = part.key
         self._sync.ledger.check_incarnation(*replica)
         self._sync.staging.stage(part)
-        if known.spread:
-            self._sync.groups[group].spread = True
+        here = self._sync.groups[group]
+        here.spread = here.spread or known.spread
+        if known.others and here.elsewhere < 0:
+            here.elsewhere = self.steps.present(group)
         self._perform(
             self.steps.contribute(
                 group,
@@ -416,7 +418,9 @@ class StepCloser:
                 if isinstance(action, Refuse):
                     self._sync.fail(key, action.error)
                 else:
-                    self._sync.answer(key, action.message, brings=action.count > 0)
+                    alone = self._sync.groups[action.group].is_alone(action.token - 1)
+                    made = functools.partial(action.message, alone)
+                    self._sync.answer(key, made, brings=action.count > 0)
         if HOSTED not in self.outgoing.pauses and self._over is None:
             deadline = self.steps.next_deadline()
             if deadline != self._clock.deadline:
