@@ -53,7 +53,6 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.Pushed("accepted", 10), "9526a861636365707465640ac000"),
     (m.Pushed("accepted", 10, [(4, 7)]), "9526a861636365707465640a9192040700"),
     (m.PullRows([(3, 0, 7, 0, 0, 0)], -1, ""), "94489196030007000000ffa0"),
-    (m.RowsPulled([(4, 7)]), "9249919204" + "07"),
     (m.AttachPs(1, ["a"], 1.5, moves=3), "96200191a161cb3ff8000000000000c203"),
     (m.PsAttached([("rule", "a", 3)]), "92cc899193a472756c65a16103"),
     (
@@ -92,7 +91,6 @@ GOLDEN: list[tuple[Message, str]] = [
         m.Contributed(9, "accepted", 0, 4, False, 2, [(4, 7)]),
         "982d09a861636365707465640004c20291920407",
     ),
-    (m.SyncStep(4), "922f04"),
     (m.InitTokens(9, {}, -1), "94320980ff"),
     (m.FollowParts(), "915a"),
     (m.Held(1, [(9, "w", 7, 1, -1)]), "935b01919509a1770701ff"),
@@ -174,10 +172,8 @@ GOLDEN: list[tuple[Message, str]] = [
         "991000020301a16fa17091a161cb3ff8000000000000",
     ),
     (m.GiveBack([5]), "92129105"),
-    (m.GivenBack([5]), "92139105"),
     (m.CancelClosures([5]), "92149105"),
     (m.FetchFunction(b"key"), "9216c4036b6579"),
-    (m.Function("f"), "9217a166"),
     (m.FetchArguments(5), "921805"),
     (m.Arguments(1, [2]), "9319019102"),
     (m.ReleaseIterators(["u"]), "921a91a175"),
@@ -198,7 +194,7 @@ def test_messages_have_these_bytes_and_come_back() -> None:
 
 
 def test_each_message_is_explained_and_has_a_number_of_its_own() -> None:
-    assert len({kind.code for kind in CLASSES}) == len(CLASSES) > 100
+    assert len({kind.code for kind in CLASSES}) == len(CLASSES) > 70
     for kind in CLASSES:
         assert kind.__doc__
         assert kind.code > 0

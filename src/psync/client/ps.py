@@ -453,7 +453,7 @@ class PsClient:
             each, inverse = distinct(rows, sort=len(spec.shards) > 1)
         landed = self.empty((len(each), *row), dtype)
         calls = [self._rows_call(parts) for parts in _messages_of(_parts_of(spec, each, landed))]
-        answers = Answers(messages.RowsPulled, "a pull of rows", calls, "the rows")
+        answers = Answers(messages.Pulled, "a pull of rows", calls, "the rows")
         if calls:
             with self.work.pull:
                 for pulled in await answers.send().all():

@@ -54,11 +54,11 @@ from psync.wire.messages import (
     Held,
     InitTokens,
     NormsMeasured,
+    Number,
     ReportSchedule,
     SetGroups,
     SetMembers,
     StepApplied,
-    SyncStep,
     Tick,
     Update,
 )
@@ -319,7 +319,7 @@ class StepCloser:
             await self._begin(message.group)
             self._check()
         await self._sync.executor.run(request.peer.client, message, self._put_initial)
-        request.answer(SyncStep(self.steps.present(message.group)))
+        request.answer(Number(self.steps.present(message.group)))
 
     def _put_initial(self, message: InitTokens) -> None:
         self._perform(self.steps.init_tokens(message.group, message.count))

@@ -214,9 +214,10 @@ class Pulled(Message, code=35):
 
 
 class PullRows(Message, code=72):
-    """Some rows of shards, or of one slot of each. Answered by RowsPulled.
+    """Some rows of shards, or of one slot of each. Answered by Pulled.
 
     Segments: one for each part whose step is 0, its ``count`` row numbers (int64, in any order).
+    Of the answer: the rows of each part, in the order in which it names them.
     """
 
     # (variable id, shard index, count, start, stop, step). Rows are local, they count from the
@@ -224,12 +225,6 @@ class PullRows(Message, code=72):
     parts: list[tuple[int, int, int, int, int, int]]
     optimizer: int  # -1: the values themselves
     slot: str
-
-
-class RowsPulled(Message, code=73):
-    """Segments: the rows of each part, in the order in which it names them."""
-
-    steps: list[tuple[int, int]]  # as in Pulled
 
 
 class Numbered(Message):
@@ -487,14 +482,11 @@ class Contributed(Message, code=45):
     steps: list[tuple[int, int]] | None = None  # as in Pushed
 
 
-class SyncStep(Message, code=47):
-    """The group's present step; -1 if nobody has pushed yet."""
-
-    step: int
-
-
 class InitTokens(OfGroup, code=50):
-    """Put the initial tokens of a group, once; answered by SyncStep. ``count`` -1: the default."""
+    """Put the initial tokens of a group, once. ``count`` -1: the default.
+
+    Answered by Number, the present step of the group; -1 if nobody has pushed yet.
+    """
 
     config: dict[str, Any]
     count: int
@@ -970,13 +962,10 @@ class RunClosures(Message, code=17):
 
 
 class GiveBack(Message, code=18):
-    """Return those of these closures that have not started."""
+    """Coordinator → worker: return those of these closures that have not started.
 
-    closures: list[int]
-
-
-class GivenBack(Message, code=19):
-    """Worker's answer to GiveBack: these have not started and never will, here."""
+    Worker → coordinator: these have not started and never will, here.
+    """
 
     closures: list[int]
 
@@ -1004,15 +993,12 @@ class ClosureResults(Message, code=21):
 
 
 class FetchFunction(Message, code=22):
-    """Worker → coordinator: send a step function. Answered by Function."""
+    """Worker → coordinator: send a step function. Answered by Text, its name.
+
+    Segments of the answer: its pickle, then the buffers of that.
+    """
 
     key: bytes
-
-
-class Function(Message, code=23):
-    """A pickled function. Segments: the pickle, then its buffers."""
-
-    name: str
 
 
 class FetchArguments(Message, code=24):
