@@ -81,7 +81,6 @@ from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     AccumulatorState,
     ApplyGradient,
-    AskAccumulator,
     DefineAccumulator,
     Done,
     EndTakes,
@@ -193,11 +192,6 @@ class Accumulators:
             EndTakes: Handler(
                 lambda request: self._do(nobodys(request.peer.client, request.message))
             ),
-            AskAccumulator: Handler(
-                lambda request: request.answer(
-                    self._known(request.peer.client, request.message.accumulator).state()
-                )
-            ),
         }
 
     def replayed(self) -> dict[type[Message], Handler]:
@@ -285,6 +279,7 @@ class Accumulators:
             self.hosted[message.name] = HostedAccumulator(message)
         elif known.definition != message:
             raise other_parameters(known.definition, message)
+        request.answer(self.hosted[message.name].state())
 
     # What changes an accumulator.
 

@@ -290,21 +290,6 @@ class Pushed(Message, code=38):
 # Optimizers, and what they keep: set from outside by a program that restores it.
 
 
-class OfOptimizer(Message):
-    """Base of messages that define an optimizer."""
-
-    optimizer: int
-    config: dict[str, Any]
-
-
-class DefineOptimizer(OfOptimizer, code=41):
-    """Make an optimizer known before its first push; answered by Done."""
-
-
-class AskOptimizer(OfOptimizer, code=127):
-    """How many pushes has an optimizer applied? Answered by OptimizerState."""
-
-
 class OptimizerState(Message, code=124):
     """As of now, see ``store.push_counts.Counts``."""
 
@@ -313,17 +298,24 @@ class OptimizerState(Message, code=124):
     steps: int
 
 
-class SetSlots(OfOptimizer, code=125):
+class SetSlots(Message, code=125):
     """Values for slots of shards; idempotent. Segments: one per member. Answered by Done."""
 
+    optimizer: int
+    config: dict[str, Any]  # defines it
     members: list[tuple[int, int, str]]  # variable id, shard index, slot
 
 
-class SetOptimizer(OfOptimizer, code=126):
-    """Let an optimizer go on otherwise; idempotent. Answered by Done."""
+class SetOptimizer(Message, code=126):
+    """Make an optimizer known, and let it go on otherwise; idempotent.
 
-    step: int  # pushes that it has applied, marked with a new epoch; -1: as it is
-    learning_rate: dict[str, Any] | None  # config of a schedule; None: as it is
+    Answered by OptimizerState: how far it is then.
+    """
+
+    optimizer: int
+    config: dict[str, Any]  # defines it
+    step: int = -1  # pushes that it has applied, marked with a new epoch; -1: as it is
+    learning_rate: dict[str, Any] | None = None  # config of a schedule; None: as it is
 
 
 # Between ps tasks.
@@ -366,7 +358,7 @@ class UnlockShards(Message, code=116):
 class DefineAccumulator(Message, code=62):
     """Make an accumulator known; idempotent, and refused if it is another than at first.
 
-    Answered by Done.
+    Answered by AccumulatorState: how far it is.
     """
 
     name: str
@@ -437,12 +429,6 @@ class EndTakes(Message, code=68):
     accumulator: str
     acked_below: int  # the client will not ask for smaller numbers again
     takes: list[int]  # that may be asked for again
-
-
-class AskAccumulator(Message, code=69):
-    """How far is an accumulator? Answered by AccumulatorState."""
-
-    accumulator: str
 
 
 # Synchronous steps and staleness clocks. A *group* is one SyncReplicasOptimizer, by its number.
@@ -554,7 +540,8 @@ class AwaitWaiters(Message, code=15):
 class ReportSchedule(Message, code=49):
     """Coordinator → ps 0: who takes part and what is left to do; the newest version counts.
 
-    ``in_flight`` is meant only if ``queued`` is false: then nothing else will be started.
+    Answered by Done. An entry of the log, too. ``in_flight`` is meant only if ``queued`` is false:
+    then nothing else will be started.
     """
 
     version: int
@@ -562,6 +549,7 @@ class ReportSchedule(Message, code=49):
     missing: list[str]  # names of the others
     queued: bool  # closures that a worker could begin now have not been begun
     in_flight: list[tuple[int, str]]  # (closure, name of the worker)
+    now: float = 0.0  # in the log: when it came, by the clock of that
 
 
 class FinishSteps(Message, code=71):
@@ -611,16 +599,6 @@ class ForgetPush(OfGroup, code=128):
     """No request of this client waits for the answer to a push any more."""
 
     push: int
-
-
-class SetMembers(Message, code=129):
-    """Who takes part, and what is left to do: a ReportSchedule, and when it came."""
-
-    now: float  # of the clock of the log
-    alive: list[tuple[str, int]]  # (task, incarnation)
-    missing: list[str]
-    queued: bool
-    in_flight: list[int]  # closures
 
 
 class Tick(Message, code=130):
