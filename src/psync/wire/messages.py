@@ -123,7 +123,7 @@ class AttachPs(Message, code=32):
     """The coordinator takes a ps into its cluster; answered by PsAttached.
 
     A coordinator incarnation that the ps has not seen yet fences the older one, and what was held
-    for that is dropped, or kept to be adopted; see ``DescribeShards``.
+    for that is dropped, or kept to be adopted; see ``AdoptShards``.
     """
 
     coordinator: int
@@ -428,7 +428,7 @@ class EndTakes(Message, code=68):
 
     accumulator: str
     acked_below: int  # the client will not ask for smaller numbers again
-    takes: list[int]  # that may be asked for again
+    takes: list[int]  # that may be asked for again; then nothing is said of the others
 
 
 # Synchronous steps and staleness clocks. A *group* is one SyncReplicasOptimizer, by its number.
@@ -664,15 +664,14 @@ class HoldGradients(Message, code=122):
 
 
 class HoldTake(Message, code=121):
-    """A take of a client, of a snapshot that comes with a log. Segments: of its answer."""
+    """A take of a client that has its answer, of a snapshot that comes with a log.
+
+    Segments: of that answer.
+    """
 
     accumulator: str
-    task: str
-    incarnation: int
-    acked_below: int  # of this client
     take: int  # its number
-    num_required: int  # 0: it does not wait
-    taken: bytes  # GradientTaken, encoded; b"": it has no answer
+    taken: bytes  # GradientTaken, encoded
 
 
 class KeepAnswers(Message, code=123):
@@ -891,17 +890,11 @@ class ServedHere(Message, code=7):
     copies: list[tuple[int, int, int]]  # (ps, coordinator, epoch) of backups that do not serve
 
 
-class DescribeShards(Message, code=110):
-    """What do you hold of earlier programs that nobody has adopted?
-
-    Answered by Done. Segment: ``reattach.Holding`` as JSON.
-    """
-
-
 class AdoptShards(Message, code=120):
-    """Let the present program have what an earlier one has left; idempotent. Answered by Done.
+    """Let the present program have what earlier ones have left; idempotent. Answered by Done.
 
-    Segment: ``reattach.Orders`` as JSON.
+    Segment: ``reattach.Orders`` as JSON. Of the answer: ``reattach.Holding`` as JSON, what nobody
+    has adopted by then.
     """
 
     lineage: int  # the number by which all ps tasks know this state from now on; 0: as it is
