@@ -380,5 +380,5 @@ class SyncClient:
         Cancellation: Safe; they may have been put.
         """
         tokens = messages.InitTokens(group, config, count)
-        present, _ = await ask(self._ps.links[0], tokens, messages.SyncStep)
-        return present.step
+        present, _ = await ask(self._ps.links[0], tokens, messages.Number)
+        return present.value
