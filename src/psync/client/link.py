@@ -590,16 +590,11 @@ class Answers(Generic[M]):
         """Make the calls, perhaps once more."""
         self.missing = len(self.calls)
         self.outcomes = [None] * self.missing
-        for at in range(self.missing):
-            self.ask(at)
+        for at, call in enumerate(self.calls):
+            call.link.ask(call, functools.partial(self.note, at))
         if not self.calls:
             self.complete()
         return self
-
-    def ask(self, at: int) -> None:
-        """Make one call."""
-        call = self.calls[at]
-        call.link.ask(call, functools.partial(self.note, at))
 
     def note(self, at: int, outcome: Frame | Exception) -> None:
         """One of them has ended."""
@@ -615,9 +610,8 @@ class Answers(Generic[M]):
 
     def give_up(self) -> None:
         """Nobody wants the answers any more that are not there."""
-        if self.missing:
-            for call in self.calls:
-                call.give_up()
+        for call in self.calls:
+            call.give_up()
 
     async def all(self) -> list[M]:
         """Return the answers.
@@ -630,7 +624,8 @@ class Answers(Generic[M]):
         try:
             await self.ended
         finally:
-            self.give_up()
+            if self.missing:
+                self.give_up()
         return self.messages()
 
     def messages(self) -> list[M]:

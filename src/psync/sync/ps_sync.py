@@ -85,6 +85,9 @@ Made = Callable[[list[tuple[int, int]] | None], Message]
 """Makes an answer, given how far each group is in the values that go with it; None: there are none.
 """
 
+Reads = dict[Sequence[Key], Sequence[Segment] | None]
+"""Values of shards that were read within one turn; None: one is busy."""
+
 MAX_TOLD = 4096
 """Parts that one message names."""
 
@@ -253,11 +256,12 @@ class PsSync:
             known = self.plans.plan(request.peer.client, known.number)
             self._look_up(known)
         request.token = known
-        message, body = request.message, request.segments
-        if message.rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
-            body = known.body_of(body, self._task, message.rows)
+        request.rest()  # from now on it only waits; the part counts in the budget
+        message, body, rows = request.message, request.segments, request.message.rows
+        if rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
+            body = known.body_of(body, self._task, rows)
         key = known.optimizer, request.peer.client, message.sequence
-        self.took(request, self._part(key, message.local_step, known, body, message.rows))
+        self.took(request, self._part(key, message.local_step, known, body, rows))
 
     def replay(self, request: Request[Update], known: ShardSet) -> None:
         """Do an entry of the log of the one that is backed up: nobody waits for it here."""
@@ -296,7 +300,6 @@ class PsSync:
                 self.judged(request, part)
             except PsyncError as exc:
                 self.fail(part.key, exc)
-            request.rest()  # the part is held
             request.segments = ()
             return LATER
 
@@ -363,12 +366,21 @@ class PsSync:
                 del self._waiting[key]
                 self.left(key)
 
-    def answer(self, key: PushKey, made: Made, *, brings: bool = False) -> None:
-        """Answer all who wait for a push; with the values that its plan wants, if they are free."""
+    def answer(self, key: PushKey, made: Made, reads: Reads | None = None) -> None:
+        """Answer all who wait for a push.
+
+        Args:
+            key: Of the push.
+            made: Makes the answer.
+            reads: What was read in this turn, for other pushes; this one is answered with the
+                values that its plan wants, if they are free. None: without.
+        """
         for request in self._waiting.pop(key, ()):
             wanted, read = request.token.wanted, None
-            if brings and wanted is not None and wanted.compression is None:
-                read = self.read_now(wanted)
+            if reads is not None and wanted is not None and wanted.compression is None:
+                if wanted.keys not in reads:
+                    reads[wanted.keys] = self.read_now(wanted)
+                read = reads[wanted.keys]
             if read is None:
                 request.answer(made(None))
             else:
@@ -524,8 +536,9 @@ class PsSync:
         message = request.message
 
         def applied() -> None:
+            reads: Reads = {}
             for task, incarnation, push, _ in message.pushes:
-                self.answer((message.group, (task, incarnation), push), _accepted, brings=True)
+                self.answer((message.group, (task, incarnation), push), _accepted, reads)
             request.answer(_DONE)
 
         self.close(request, applied)
