@@ -459,7 +459,7 @@ class SyncReplicasOptimizer(Optimizer):
         weight: float = 1.0,
         name: str | None = None,
     ) -> Answered:
-        gradients, variables = self._checked(grads_and_vars)
+        gradients, variables = self._settled_pairs(grads_and_vars) or self._checked(grads_and_vars)
         if weight != 1.0 or type(weight) is not float:
             weight = checked_weight(weight)
         step = self._global_step  # was checked when it was first given

@@ -505,7 +505,8 @@ class Runtime:
         closure = here.get()
         if type(closure) is ClosureContext:
             closure.check_open(operation)
-            return closure.number_on_ps, next(closure.ordinals)
+            number = closure.closure_id if closure.number < 0 else closure.number
+            return number, next(closure.ordinals)
         return -1, next(self._ordinals)
 
 

@@ -305,7 +305,8 @@ class StepCloser:
                 ),
             )
         )  # fmt: skip
-        self.outgoing.wake()  # a join waits
+        if self.outgoing.waiting:
+            self.outgoing.wake()  # a join waits
 
     def _left(self, key: PushKey) -> None:
         """Nobody waits for a push any more."""
