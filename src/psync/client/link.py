@@ -590,11 +590,16 @@ class Answers(Generic[M]):
         """Make the calls, perhaps once more."""
         self.missing = len(self.calls)
         self.outcomes = [None] * self.missing
-        for at, call in enumerate(self.calls):
-            call.link.ask(call, functools.partial(self.note, at))
+        for at in range(self.missing):
+            self.ask(at)
         if not self.calls:
             self.complete()
         return self
+
+    def ask(self, at: int) -> None:
+        """Make one call."""
+        call = self.calls[at]
+        call.link.ask(call, functools.partial(self.note, at))
 
     def note(self, at: int, outcome: Frame | Exception) -> None:
         """One of them has ended."""

@@ -98,7 +98,8 @@ class Group:
                 more pushes at once than it may contribute to a step.
             ValueMismatchError: The weight is out of range.
         """
-        check_weight(contribution.weight)
+        if contribution.weight != 1.0:
+            check_weight(contribution.weight)
         replica = contribution.replica
         staleness = self.age(contribution.local_step)
         counts = self._counts.setdefault(replica[0], {"accepted": 0, "stale": 0, "duplicate": 0})
@@ -402,9 +403,9 @@ class Group:
         return True
 
     def _count(self, push: Push) -> None:
-        contribution = push.contribution
+        contribution, replica = push.contribution, push.contribution.replica
         self._counted.append(push)
-        self._shares[contribution.replica] += 1
+        self._shares[replica] = self._shares.get(replica, 0) + 1
         if contribution.closure is not None:
             calls = self._calls.setdefault(contribution.closure & FIRST, {})
             calls[contribution.ordinal] = contribution.variable_set

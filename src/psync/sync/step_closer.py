@@ -284,7 +284,7 @@ class StepCloser:
                 self._sync.submit(*here.waits)
 
     def _is_over(self, key: PushKey, here: _Here) -> bool:
-        return self.steps.is_stale(key[0], here.local_step)
+        return bool(self.steps.is_stale(key[0], here.local_step))
 
     def _judge(self, request: Request[Update], part: Part) -> None:
         message, known = request.message, part.known

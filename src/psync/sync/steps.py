@@ -99,7 +99,9 @@ class SyncSteps:
         None: the group is not defined.
         """
         known = self._groups.get(group)
-        return known and bool(self._ended or known.broken or known.age(local_step))
+        if known is None:
+            return None
+        return bool(self._ended or known.broken or known.age(local_step))
 
     def init_tokens(self, group: int, count: int) -> list[Action]:
         """Put a group's initial tokens: once, however often a chief that restarts asks.
