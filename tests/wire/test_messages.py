@@ -52,7 +52,7 @@ GOLDEN: list[tuple[Message, str]] = [
     ),
     (m.Pushed("accepted", 10), "9526a861636365707465640ac000"),
     (m.Pushed("accepted", 10, [(4, 7)]), "9526a861636365707465640a9192040700"),
-    (m.PullRows([(3, 0, 7, 0, 0, 0)], -1, ""), "94489196030007000000ffa0"),
+    (m.PullRows([(3, 0, 7, 0, 0, 0)]), "92489196030007000000"),
     (m.AttachPs(1, ["a"], 1.5, moves=3), "96200191a161cb3ff8000000000000c203"),
     (m.PsAttached([("rule", "a", 3)]), "92cc899193a472756c65a16103"),
     (
@@ -142,8 +142,9 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.AskServed(True), "9206c3"),
     (m.ServedHere([(0, "a", 7, 1, 2, -1, 0)], [(1, 7, 3)]), "9307919700a161070102ff009193010703"),
     (m.AdoptShards(4, True), "937804c3"),
-    (m.RunClosures([(5, b"key", 1, [2])]), "93119194" + "05c4036b6579019102c0"),
-    (m.RunClosures([], [(5, 3)]), "931190" + "91920503"),
+    (m.RunClosures([(5, b"key", 1, [2])]), "94119194" + "05c4036b6579019102c0c0"),
+    (m.RunClosures([], [(5, 3)]), "941190" + "91920503c0"),
+    (m.RunClosures([], None, (0, 2)), "941190" + "c0920002"),
     (
         m.ClosureResults([(5, "ok", 1, None), (6, "error", 0, ("E", "m", "t"))], 0.5),
         "96159294"
@@ -167,10 +168,8 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.CancelClosures([5]), "92149105"),
     (m.FetchFunction(b"key"), "9216c4036b6579"),
     (m.FetchArguments(5), "921805"),
-    (m.Arguments(1, [2]), "9319019102"),
     (m.ReleaseIterators(["u"]), "921a91a175"),
     (m.AskPosition("u"), "9264a175"),
-    (m.RunReplica((5, b"key", 1, [2]), 0, 2), "94699405c4036b65790191020002"),
     (m.ReachCollective(5, "w"), "936a05a177"),
     (m.Merged(None), "926bc0"),
     (m.JoinCluster("b:1", -1, "3.11"), "94cc96a3623a31ffa4332e3131"),

@@ -466,7 +466,7 @@ class PsClient:
         return made
 
     def _rows_call(self, parts: Sequence[_Rows]) -> Call:
-        message = messages.PullRows([each.on_wire for each in parts], -1, "")
+        message = messages.PullRows([each.on_wire for each in parts])
         numbers = [to_bytes_view(each.rows) for each in parts if isinstance(each.rows, np.ndarray)]
         targets = [each.target for each in parts]
         lengths = tuple(map(len, targets))

@@ -214,7 +214,7 @@ class Pulled(Message, code=35):
 
 
 class PullRows(Message, code=72):
-    """Some rows of shards, or of one slot of each. Answered by Pulled.
+    """Some rows of shards. Answered by Pulled.
 
     Segments: one for each part whose step is 0, its ``count`` row numbers (int64, in any order).
     Of the answer: the rows of each part, in the order in which it names them.
@@ -223,8 +223,6 @@ class PullRows(Message, code=72):
     # (variable id, shard index, count, start, stop, step). Rows are local, they count from the
     # shard's first one. Step 0: those in the body; else range(start, stop, step).
     parts: list[tuple[int, int, int, int, int, int]]
-    optimizer: int  # -1: the values themselves
-    slot: str
 
 
 class Numbered(Message):
@@ -928,8 +926,10 @@ class RunClosures(Message, code=17):
     """
 
     closures: list[tuple[int, bytes, int, list[int]]]
+    # (id, number on ps tasks) of those that have another there: see ``closure_numbers``.
     numbers: list[tuple[int, int]] | None = None
-    """(id, number on ps tasks) of those that have another there: see ``closure_numbers``."""
+    # Of one that runs as a replica of a gang: its number, and that of all replicas.
+    replica: tuple[int, int] | None = None
 
 
 class GiveBack(Message, code=18):
@@ -973,16 +973,9 @@ class FetchFunction(Message, code=22):
 
 
 class FetchArguments(Message, code=24):
-    """Worker → coordinator: send the arguments of a closure. Answered by Arguments."""
+    """Worker → coordinator: send a closure with its arguments. Answered by RunClosures."""
 
     closure: int
-
-
-class Arguments(Message, code=25):
-    """Segments as in RunClosures."""
-
-    segments: int
-    remote_values: list[int]
 
 
 # Per-worker iterators.
@@ -1004,14 +997,6 @@ class AskPosition(Message, code=100):
 
 
 # Gangs: one function on all workers at once, whose replicas meet.
-
-
-class RunReplica(Message, code=105):
-    """Coordinator → worker: run this closure as one of a gang. Segments: as in RunClosures."""
-
-    closure: tuple[int, bytes, int, list[int]]  # as in RunClosures
-    replica_id: int
-    num_replicas: int
 
 
 class ReachCollective(Message, code=106):
