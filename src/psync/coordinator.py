@@ -686,7 +686,7 @@ class Coordinator:
 
     def release_iterators(self, uid: str) -> None:
         """Let workers drop an iterator that nothing here refers to any more."""
-        self.workers.notify_all(messages.ReleaseIterators([uid]))
+        self.workers.notify_all(messages.ReleaseIterator(uid))
         self._queue.dispatcher.forget(uid)
 
     def call_soon(self, callback: Callable[[], None]) -> None:

@@ -772,11 +772,11 @@ class PsClient:
         """
         calls = []
         for shard in variable.shards:
-            message = messages.SetSlots(optimizer, config, [(*shard.key, slot)])
+            message = messages.SetSlot(optimizer, config, *shard.key, slot)
             rows = value[shard.offset : shard.offset + shard.shape[0]] if shard.shape else value
             body = [to_bytes_view(rows)]
             calls.append(Call(self.links[shard.ps], always(message), body, rows.nbytes))
-        await Answers(messages.Done, "values of slots", calls).send().all()
+        await Answers(messages.Done, "a slot", calls).send().all()
 
     async def set_optimizer(
         self,

@@ -27,7 +27,7 @@ from psync.wire.messages import (
     MeasurePush,
     OptimizerState,
     SetOptimizer,
-    SetSlots,
+    SetSlot,
 )
 
 
@@ -64,41 +64,30 @@ class OptimizerService:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            SetSlots: Handler(self._set_slots, self._prepare_slots),
+            SetSlot: Handler(self._set_slot, self._prepare_slot),
             SetOptimizer: Handler(self._set_optimizer),
             MeasurePush: Handler(self._measure, self._prepare_measure),
         }
 
-    def _prepare_slots(self, request: Request[SetSlots]) -> Sequence[memoryview]:
+    def _prepare_slot(self, request: Request[SetSlot]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
-        message = request.message
-        lengths = request.lengths
-        if lengths != self._lengths(message):
-            raise ValueMismatchError(f"{self._task}: values of slots do not have the slots' sizes")
-        return memory_for(self._pool, sum(lengths))
-
-    def _lengths(self, message: SetSlots) -> tuple[int, ...]:
+        message, nbytes = request.message, sum(request.lengths)
         self._store.define_optimizer(message.optimizer, message.config)
-        specs = [self._store.spec((variable, index)) for variable, index, _ in message.members]
-        return tuple(spec.size * slot_dtype(dtype_of(spec.dtype)).itemsize for spec in specs)
+        spec = self._store.spec((message.variable, message.shard))
+        if nbytes != spec.size * slot_dtype(dtype_of(spec.dtype)).itemsize:
+            raise ValueMismatchError(f"{self._task}: the value of a slot does not have its size")
+        return memory_for(self._pool, nbytes)
 
-    def _set_slots(self, request: Request[SetSlots]) -> asyncio.Future[None]:
-        message, body = request.message, request.segments
-        lengths = self._lengths(message)
-        whole = body[0] if body else memoryview(b"")
-        if len(whole) != sum(lengths):
-            raise ValueMismatchError(f"{self._task}: values of slots do not have the slots' sizes")
-        return self._work.to_the_end(self._load(message, lengths, whole))
+    def _set_slot(self, request: Request[SetSlot]) -> asyncio.Future[None]:
+        return self._work.to_the_end(self._load(request.message, request.segments))
 
-    async def _load(self, message: SetSlots, lengths: Sequence[int], body: memoryview) -> None:
-        at = 0
-        for (variable, index, slot), nbytes in zip(message.members, lengths, strict=True):
-            work = await self._work.when_idle(
-                self._store.load_slot, (variable, index), message.optimizer, slot,
-                body[at : at + nbytes],
-            )  # fmt: skip
-            await self._work.finish(work)
-            at += nbytes
+    async def _load(self, message: SetSlot, body: Sequence[memoryview]) -> None:
+        self._store.define_optimizer(message.optimizer, message.config)
+        work = await self._work.when_idle(
+            self._store.load_slot, (message.variable, message.shard), message.optimizer,
+            message.slot, body[0] if body else b"",
+        )  # fmt: skip
+        await self._work.finish(work)
 
     def _set_optimizer(self, request: Request[SetOptimizer]) -> None:
         message = request.message

@@ -296,12 +296,14 @@ class OptimizerState(Message, code=124):
     steps: int
 
 
-class SetSlots(Message, code=125):
-    """Values for slots of shards; idempotent. Segments: one per member. Answered by Done."""
+class SetSlot(Message, code=125):
+    """A value for a slot of a shard; idempotent. Segment: that. Answered by Done."""
 
     optimizer: int
     config: dict[str, Any]  # defines it
-    members: list[tuple[int, int, str]]  # variable id, shard index, slot
+    variable: int
+    shard: int  # its index
+    slot: str
 
 
 class SetOptimizer(Message, code=126):
@@ -981,10 +983,10 @@ class FetchArguments(Message, code=24):
 # Per-worker iterators.
 
 
-class ReleaseIterators(Message, code=26):
-    """Per-worker iterators that nobody on the coordinator refers to any more."""
+class ReleaseIterator(Message, code=26):
+    """A per-worker iterator that nobody on the coordinator refers to any more."""
 
-    uids: list[str]
+    uid: str
 
 
 class AskPosition(Message, code=100):

@@ -1,6 +1,6 @@
 """The session of a worker with one coordinator: runs closures, one after the other.
 
-    coordinator → RunClosures, GiveBack, CancelClosures, ReleaseIterators, AskPosition
+    coordinator → RunClosures, GiveBack, CancelClosures, ReleaseIterator, AskPosition
     worker      → ClosureResults, GiveBack, Fetch…, ReachCollective, LeaveCluster, EndSession
 
 A closure is queued here until its turn; from its turn on it is running, and its end is
@@ -275,13 +275,10 @@ class Session:
                 self._runner.cancel()
         self._flush()
 
-    def release_iterators(
-        self, message: messages.ReleaseIterators, _: Sequence[memoryview]
-    ) -> None:
-        """Close iterators that nobody refers to any more."""
-        for uid in message.uids:
-            if (iterator := self._iterators.pop(uid, None)) is not None:
-                iterator.close()
+    def release_iterator(self, message: messages.ReleaseIterator, _: Sequence[memoryview]) -> None:
+        """Close an iterator that nobody refers to any more."""
+        if (iterator := self._iterators.pop(message.uid, None)) is not None:
+            iterator.close()
 
     def iterator_position(self, message: messages.AskPosition) -> Message:
         """Return how many batches of an iterator steps have been handed."""
