@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from asked import frame_of, peer_of, served, spawn
@@ -52,7 +53,8 @@ class FarEnd(AsIfFrom):
     def notify(self, message: Message) -> None:
         link = cast(HeldLink, self.link)
         if not self.is_closed:
-            link.stage.letters.post(Letter(link, None, link.client.hear, frame_of(message)))
+            said = partial(link.client.hear, link.task)
+            link.stage.letters.post(Letter(link, None, said, frame_of(message)))
 
 
 class HeldLink:
@@ -119,9 +121,9 @@ class HeldClient:
         self.owner = cast(TracedServices, self.stage.serving[0].services)  # nobody else has one
         self.links = [HeldLink(self, index, each) for index, each in enumerate(addresses)]
 
-    def hear(self, said: Frame) -> None:
+    def hear(self, task: str, said: Frame) -> None:
         """Another ps has said something, which nobody has asked."""
-        served(self._handlers[type(said.message)], peer_of(("", 0)), said.message)
+        served(self._handlers[type(said.message)], peer_of((task, 0)), said.message)
 
     async def close(self) -> None:
         self.stage.letters.give_up(self)

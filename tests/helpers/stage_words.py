@@ -160,7 +160,7 @@ def message_words(message: Message) -> str:
         case CheckState():
             return f"CheckState {message.number}"
         case SetGroups():
-            steps = [f"step {max(step, 0)}" for _, _, step in message.groups]
+            steps = [f"step {max(step, 0)}" for _, _, step, _ in message.groups]
             return f"SetGroups, {', '.join(steps) or 'none'}"
         case HoldPush():
             return f"HoldPush, push {message.push}{_to(message)}"
@@ -242,7 +242,7 @@ def state_words(sections: Sequence[Any]) -> Iterator[str]:
             f"held: push {push} of {task_words(task, born)} at step {max(0, local_step)}, "
             f"{nbytes} bytes"
         )
-    for _, step, _, outgoing in decided:
+    for _, step, *_, outgoing in decided:
         if step is not None:
             yield f"group: step {step - 1} is closed here"
         if outgoing:

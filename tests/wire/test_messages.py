@@ -86,7 +86,7 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.KeepPart(9, 1), "932a0901"),
     (
         m.Contributed(9, "accepted", 0, 4, False, 2, [(4, 7)]),
-        "982d09a861636365707465640004c20291920407",
+        "992d09a861636365707465640004c20291920407c2",
     ),
     (m.InitTokens(9, {}, -1), "94320980ff"),
     (m.FollowParts(), "915a"),
@@ -111,7 +111,7 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.NormsMeasured(9, 4, [(0, 0.5)], None), "95cc830904919200cb3fe0000000000000c0"),
     (m.StepApplied(9, 4, b"f"), "94cc840904c40166"),
     (m.EndSteps("r"), "92cc85a172"),
-    (m.SetGroups([(9, {"name": "g"}, -1)], [9]), "936091930981a46e616d65a167ff9109"),
+    (m.SetGroups([(9, {"name": "g"}, -1, 2)], [9]), "936091940981a46e616d65a167ff029109"),
     (m.HoldPush(9, 3, 2, 6, None), "96cc8609030206c0"),
     (m.HoldGradients("a", 2, 1.5, [3], 0), "967aa16102cb3ff8000000000000910300"),
     (m.HoldTake("a", 2, b"t"), "9479a16102c40174"),

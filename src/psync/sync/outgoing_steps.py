@@ -79,6 +79,7 @@ class OutgoingSteps(Changing):
         all_ps: The ps tasks.
         steps: The rule.
         perform: Does what the rule has decided.
+        failed: Called when a step could not be applied: the pushes of its group are over.
         is_hosted: Whether it is that of a backup.
 
     Attributes:
@@ -91,6 +92,7 @@ class OutgoingSteps(Changing):
         all_ps: AllPs,
         steps: SyncSteps,
         perform: Callable[[Iterable[Action]], None],
+        failed: Callable[[], None],
         *,
         is_hosted: bool,
     ) -> None:
@@ -101,7 +103,7 @@ class OutgoingSteps(Changing):
         self._sync = sync
         self._all_ps = all_ps
         self._steps = steps
-        self._perform = perform
+        self._perform, self._failed = perform, failed
         self._carried: set[int] = set()  # groups of which a step is on its way to every ps
         self._is_torn = False  # a step that was decided could not be applied everywhere
 
@@ -126,7 +128,8 @@ class OutgoingSteps(Changing):
         """Let every ps that has not done so apply a step."""
         self._carried.add(known.number)
         norms, passes = known.norms, list[str]()
-        if known.takes_norms and len(self._all_ps.addresses) > 1 and not outgoing.is_measured:
+        is_whole = known.is_alone(outgoing.close.step) or len(self._all_ps.addresses) < 2
+        if known.takes_norms and not is_whole and not outgoing.is_measured:
             norms = StepNorms(known.rule)
             passes = norms.passes_together(spread=known.spread)
         self._go_on(outgoing, norms, passes)
@@ -228,6 +231,7 @@ class OutgoingSteps(Changing):
             CLOSER, message.step, group, error.message,
         )  # fmt: skip
         self._perform(self._steps.close_failed(group, error))
+        self._failed()
 
     async def finish(self, client: Client, message: FinishSteps) -> None:
         """Nothing is left to do: let all that was counted be applied, as far as it can be.

@@ -28,7 +28,7 @@ from typing import Any
 import msgpack
 
 from psync.cluster import task_name
-from psync.errors import ClosedError, FencedError, PsyncError
+from psync.errors import ClosedError, FencedError, PsyncError, RemoteProtocolError
 from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
 from psync.net.shielding import shielded
@@ -112,8 +112,9 @@ class StepCloser:
         self._report_version = 0
         sync.took, sync.judged, sync.left = self._took, self._judge, self._left
         self.outgoing = platform.parts.of(OutgoingSteps)(
-            sync, self.all_ps, self.steps, self._perform, is_hosted=is_hosted
-        )
+            sync, self.all_ps, self.steps, self._perform,
+            functools.partial(self._go_on, self._is_over), is_hosted=is_hosted,
+        )  # fmt: skip
         self._beginning: dict[int, asyncio.Task[None]] = {}  # groups whose first step is read
         self._here: dict[PushKey, _Here] = {}  # pushes of steps that are not closed
         self._clock = LogClock(self._expired)
@@ -251,6 +252,8 @@ class StepCloser:
     def _heard(self, request: Request[Held]) -> None:
         """Another ps holds parts of pushes. It says so again on each connection."""
         message = request.message
+        if request.peer.task != f"/job:ps/task:{message.ps}":
+            raise RemoteProtocolError(f"{request.peer.task} says what ps {message.ps} holds")
         for group, task, incarnation, push, local_step in message.parts:
             key = group, (task, incarnation), push
             here, is_stale = self._here.get(key), self.steps.is_stale(group, local_step)
@@ -279,13 +282,18 @@ class StepCloser:
             if here.waits is not None:
                 self._sync.submit(*here.waits)
 
+    def _is_over(self, key: PushKey, here: _Here) -> bool:
+        return self.steps.is_stale(key[0], here.local_step)
+
     def _judge(self, request: Request[Update], part: Part) -> None:
         message, known = request.message, part.known
         group, replica, push = part.key
         self._sync.ledger.check_incarnation(*replica)
         self._sync.staging.stage(part)
-        if known.spread:
-            self._sync.groups[group].spread = True
+        here = self._sync.groups[group]
+        here.spread = here.spread or known.spread
+        if known.others and here.elsewhere < 0:
+            here.elsewhere = self.steps.present(group)
         self._perform(
             self.steps.contribute(
                 group,
@@ -404,15 +412,15 @@ class StepCloser:
         for action in actions:
             if isinstance(action, Close):
                 self.outgoing.decide(action)
-                self._loop.call_soon(
-                    self._go_on, lambda key, here: self.steps.is_stale(key[0], here.local_step)
-                )
+                self._loop.call_soon(self._go_on, self._is_over)
             elif self._over is None:
                 key = action.group, action.replica, action.number
                 if isinstance(action, Refuse):
                     self._sync.fail(key, action.error)
                 else:
-                    self._sync.answer(key, action.message, brings=action.count > 0)
+                    alone = self._sync.groups[action.group].is_alone(action.token - 1)
+                    made = functools.partial(action.message, alone)
+                    self._sync.answer(key, made, brings=action.count > 0)
         if HOSTED not in self.outgoing.pauses and self._over is None:
             deadline = self.steps.next_deadline()
             if deadline != self._clock.deadline:

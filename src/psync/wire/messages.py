@@ -466,6 +466,7 @@ class Contributed(Message, code=45):
     partial: bool  # the step that it was counted in was closed with fewer than the target
     count: int  # pushes in the step that it was counted in, if that is closed; else 0
     steps: list[tuple[int, int]] | None = None  # as in Pushed
+    alone: bool = False  # until the token's step nothing of the group was on another ps
 
 
 class InitTokens(OfGroup, code=50):
@@ -634,7 +635,8 @@ class SetGroups(Message, code=96):
     Segment: on ps 0 ``SyncSteps.snapshot``, as msgpack.
     """
 
-    groups: list[tuple[int, dict[str, Any], int]]  # (group, configuration, step here; -1: none)
+    # (group, configuration, step here, first step of which other ps tasks are told; -1: none).
+    groups: list[tuple[int, dict[str, Any], int, int]]
     spread: list[int]  # groups with a variable on several ps tasks
 
 

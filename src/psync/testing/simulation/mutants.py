@@ -27,7 +27,7 @@ from psync.chief.recovery_rule import RecoveryRule
 from psync.client import ps
 from psync.client.context import Runtime
 from psync.client.plan import Landing
-from psync.client.sync import PulledAhead
+from psync.client.sync import PulledAhead, SyncClient
 from psync.closures.closure import Identities
 from psync.closures.dispatcher import Dispatcher
 from psync.closures.queue import ClosureQueue
@@ -49,6 +49,7 @@ from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
 from psync.sync import step
 from psync.sync.group import Group
+from psync.sync.ps_peers import AllPs
 from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import PsSync
 from psync.sync.staging import Staging
@@ -363,6 +364,32 @@ MUTANTS: Mapping[str, Mutant] = {
     "parts_stay": Mutant(
         "parts of pushes go when their step is closed", ("sync",),
         ((Staging, "close", wrong.keeps_the_parts),),
+    ),
+    "intent_at_arrival": Mutant(
+        "of the runs of a closure the first that counts does, not the first that has arrived",
+        ("sync",),
+        ((StepCloser, "_took", wrong.notes_who_has_come),
+         (SyncSteps, "contribute", wrong.counts_who_came_first)),
+    ),
+    "fence_drops_parts": Mutant(
+        "parts that have come in stay until their step is closed, whoever is replaced", ("sync",),
+        ((Staging, "fence", wrong.drops_all_parts),),
+    ),
+    "held_is_told_once": Mutant(
+        "each connection of ps 0 is told of all parts that are held", ("sync",),
+        ((PsSync, "_follow", wrong.tells_the_first),),
+    ),
+    "unnamed_is_summed": Mutant(
+        "a step has the parts that ps 0 has named", ("sync",),
+        ((Staging, "parts", wrong.takes_all_of_the_step),),
+    ),
+    "keep_is_not_awaited": Mutant(
+        "no part is read where its worker has it once the push has returned", ("sync",),
+        ((SyncClient, "_let_go", lambda original: wrong.nothing),),
+    ),
+    "tokens_too_early": Mutant(
+        "there are tokens when all ps tasks have applied the step", ("sync",),
+        ((AllPs, "tell", wrong.waits_for_nobody),),
     ),
     "files_stay": Mutant(
         "of a checkpoint that is removed no file is left", ("checkpoint",),

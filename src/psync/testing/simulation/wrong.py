@@ -33,13 +33,17 @@ from psync.store.push_counts import FIRST, HOME
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
 from psync.sync.group import Group
+from psync.sync.ps_peers import AllPs
 from psync.sync.ps_services import PsServices
+from psync.sync.ps_sync import PsSync
 from psync.sync.pushes import Close, Contribution
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
+from psync.sync.step_closer import StepCloser
 from psync.sync.steps import SyncSteps
+from psync.wire.closure_numbers import first_of
 from psync.wire.codec import Message, decode, encode
-from psync.wire.messages import Done, FinalBelow, TellCounts
+from psync.wire.messages import Done, FinalBelow, MeasureStep, TellCounts
 
 Make = Callable[[Callable[..., Any]], Any]
 """Given what is there, returns what takes its place."""
@@ -483,3 +487,69 @@ def of_open_steps_too(original: Callable[..., Any]) -> Any:
         ]
 
     return calls
+
+
+def notes_who_has_come(original: Callable[..., Any]) -> Any:
+    def took(self: StepCloser, request: Request[Any], part: Any) -> None:
+        message = request.message
+        if message.closure >= 0:
+            call = part.key[0], first_of(message.closure), message.ordinal
+            self.steps.__dict__.setdefault("came", {}).setdefault(call, part.key[1:])
+        original(self, request, part)
+
+    return took
+
+
+def counts_who_came_first(original: Callable[..., Any]) -> Any:
+    def contribute(self: SyncSteps, group: int, push: Contribution) -> Any:
+        if push.closure is not None:
+            call = group, first_of(push.closure), push.ordinal
+            who = push.replica, push.number
+            if self.__dict__.get("came", {}).get(call, who) != who:
+                self._group(group).note_calls([(*call[1:], push.variable_set)])
+        return original(self, group, push)
+
+    return contribute
+
+
+def drops_all_parts(original: Callable[..., Any]) -> Any:
+    def fence(self: Staging[Any], task: str, below: int) -> None:
+        original(self, task, below)
+        for known in self._groups.values():
+            for key in [key for key in known.parts if key[1][0] == task and key[1][1] < below]:
+                self._bytes -= known.parts.pop(key).nbytes
+
+    return fence
+
+
+def tells_the_first(original: Callable[..., Any]) -> Any:
+    def follow(self: PsSync, request: Request[Any]) -> None:
+        has_told = bool(self._followers)
+        original(self, request)
+        if has_told:
+            self._untold.clear()
+
+    return follow
+
+
+def takes_all_of_the_step(original: Callable[..., Any]) -> Any:
+    def parts(self: Staging[Any], group: int, pushes: Any) -> Any:
+        found, known = original(self, group, pushes), self._groups.get(group)
+        named = {part.key for part, _ in found}
+        others = [] if known is None or not found else known.parts.values()
+        step = max((part.local_step for part, _ in found), default=-1)
+        return [*found, *((each, 1.0) for each in others
+                          if each.key not in named and each.local_step == step)]  # fmt: skip
+
+    return parts
+
+
+def waits_for_nobody(original: Callable[..., Any]) -> Any:
+    def tell(self: AllPs, message: Any, then: Callable[..., None]) -> None:
+        if not isinstance(message, MeasureStep):
+            then([], None)
+            original(self, message, lambda *_: None)
+        else:
+            original(self, message, then)
+
+    return tell
