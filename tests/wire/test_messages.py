@@ -63,7 +63,6 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.FinalBelow(5), "93280500"),
     (m.FinalBelow(5, 2), "93280502"),
     (m.MeasurePush(2, 9), "93500209"),
-    (m.Measured([(0.5, 1.0)]), "92519192cb3fe0000000000000cb3ff0000000000000"),
     (m.OptimizerState(9, 5, 4), "947c090504"),
     (m.TellCounts([(3, {}, 5, [(1, 4)])]), "92cc989194038005" + "91920104"),
     (m.SetSlot(3, {}, 0, 1, "m"), "967d03800001a16d"),
@@ -96,7 +95,7 @@ GOLDEN: list[tuple[Message, str]] = [
         "973009c0049194a1770701cb3fe0000000000000919200cb3fe0000000000000c0",
     ),
     (m.MeasureStep(9, None, 4, [], what="updates"), "985209c00490c0c0a775706461746573"),
-    (m.StepMeasured([(0, 1, 0.5, 1.0)]), "925391940001cb3fe0000000000000cb3ff0000000000000"),
+    (m.Measured([(0, 1, 0.5, 1.0)]), "925391940001cb3fe0000000000000cb3ff0000000000000"),
     (m.AwaitWaiters(), "910f"),
     (
         m.ReportSchedule(1, [("v", 7)], ["w"], False, [(5, "v")]),

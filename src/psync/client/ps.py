@@ -617,7 +617,7 @@ class PsClient:
                     f"{len(request.cuts)}"
                 )
             for (variable, *_), of_shard in zip(request.cuts, answer.sums, strict=True):
-                sums[variable].append((of_shard[0], of_shard[1]))
+                sums[variable].append((of_shard[2], of_shard[3]))
         return [Lamb.trust_ratio(of_variable) for of_variable in sums]
 
     async def assign(

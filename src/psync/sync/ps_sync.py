@@ -65,11 +65,11 @@ from psync.wire.messages import (
     Held,
     HoldPush,
     KeepPart,
+    Measured,
     MeasureStep,
     NormsMeasured,
     Pushed,
     SetGroups,
-    StepMeasured,
     Update,
 )
 from psync.wire.remote_errors import exception_of, failure_of
@@ -402,12 +402,12 @@ class PsSync:
         message = request.message
         known = self.known(message.group, message.config)
         if self.staging.is_closed(message.group, message.step):
-            request.answer(StepMeasured([]))  # it was overtaken: nobody waits for the answer
+            request.answer(Measured([]))  # it was overtaken: nobody waits for the answer
             return
         self.staging.check_here(message.group, message.step, message.pushes)
         step = known.step_of(message, self.staging.parts(message.group, message.pushes))
         if self._work.fits_now(self.store, step.shards, step.nbytes):
-            request.answer(StepMeasured(step.measure_at_once(message.what)))
+            request.answer(Measured(step.measure_at_once(message.what)))
         else:
             under_way = self._work.to_the_end(self._measure_slowly(step, message.what))
             request.start(self._measured(request, under_way))
@@ -415,7 +415,7 @@ class PsSync:
     async def _measured(
         self, request: Request[MeasureStep], under_way: Awaitable[list[ShardSums]]
     ) -> None:
-        request.answer(StepMeasured(await under_way))
+        request.answer(Measured(await under_way))
 
     async def _measure_slowly(self, step: Step, what: str) -> list[ShardSums]:
         sums: list[Sums] = []

@@ -269,12 +269,6 @@ class MeasurePush(Message, code=80):
     elsewhere: int  # as in Update
 
 
-class Measured(Message, code=81):
-    """For each member the sums of squares of the parameter and of its update."""
-
-    sums: list[tuple[float, float]]
-
-
 class Pushed(Message, code=38):
     """What became of an update. Segments: the values that its plan wants, if they came."""
 
@@ -514,7 +508,7 @@ class CloseStep(OfGroup, code=48):
 
 
 class MeasureStep(CloseStep, code=82):
-    """ps 0 → every ps: what would closing this step do? Changes nothing. Answered by StepMeasured.
+    """ps 0 → every ps: what would closing this step do? Changes nothing. Answered by Measured.
 
     The same as the ``CloseStep`` that follows, but for the factors that are not known yet.
     """
@@ -522,8 +516,11 @@ class MeasureStep(CloseStep, code=82):
     what: str = "gradients"  # or "updates", by the mean times its scales; see ``step_norms``
 
 
-class StepMeasured(Message, code=83):
-    """Sums of squares of each shard that the step changes on this ps; see ``step_norms``."""
+class Measured(Message, code=83):
+    """Sums of squares of each shard that a push, or a step, changes on this ps; see ``step_norms``.
+
+    Of a push: of the parameter, and of its update.
+    """
 
     sums: list[tuple[int, int, float, float]]  # (variable id, shard index, …)
 
