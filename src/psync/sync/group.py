@@ -292,7 +292,7 @@ class Group:
         for push in pushes:
             push.partial, push.count = partial, len(pushes)
         made = [push.contribution for push in pushes]
-        named = tuple([(*each.replica, each.number, each.weight) for each in made])
+        named = tuple([(*each.replica, each.number, each.weight, each.others) for each in made])
         self.closing = Close(self.number, self.step, named, partial)
         self.step += 1
         if not self.config.tensorflow_compat:

@@ -65,11 +65,11 @@ from psync.wire.messages import (
     Held,
     HoldPush,
     KeepPart,
+    Measured,
     MeasureStep,
     NormsMeasured,
     Pushed,
     SetGroups,
-    StepMeasured,
     Update,
 )
 from psync.wire.remote_errors import exception_of, failure_of
@@ -409,17 +409,16 @@ class PsSync:
         """Measure a step; nothing is changed.
 
         Raises:
-            RemoteProtocolError: A part of it is still coming in.
+            RemoteProtocolError: A part of it is not here.
         """
         message = request.message
         known = self.known(message.group, message.config)
         if self.staging.is_closed(message.group, message.step):
-            request.answer(StepMeasured([]))  # it was overtaken: nobody waits for the answer
+            request.answer(Measured([]))  # it was overtaken: nobody waits for the answer
             return
-        self.staging.check_here(message.group, message.step, message.pushes)
-        step = known.step_of(message, self.staging.parts(message.group, message.pushes))
+        step = self._step_of(message, known)
         if self._work.fits_now(self.store, step.shards, step.nbytes):
-            request.answer(StepMeasured(step.measure_at_once(message.what)))
+            request.answer(Measured(step.measure_at_once(message.what)))
         else:
             under_way = self._work.to_the_end(self._measure_slowly(step, message.what))
             request.start(self._measured(request, under_way))
@@ -427,7 +426,7 @@ class PsSync:
     async def _measured(
         self, request: Request[MeasureStep], under_way: Awaitable[list[ShardSums]]
     ) -> None:
-        request.answer(StepMeasured(await under_way))
+        request.answer(Measured(await under_way))
 
     async def _measure_slowly(self, step: Step, what: str) -> list[ShardSums]:
         sums: list[Sums] = []
@@ -444,14 +443,13 @@ class PsSync:
             answer: Answers it, once the step is applied.
 
         Raises:
-            RemoteProtocolError: A part of it is still coming in.
+            RemoteProtocolError: A part of it is not here.
             ConfigurationError: Moving averages are not beside their variables.
             RuleError: A rule of a user's raised for some shard, which is as it was; all others are
                 updated. ps 0 then ends the group (``outgoing_steps``).
         """
         message = request.message
         known = self.known(message.group, message.config)
-        self.staging.check_here(message.group, message.step, message.pushes)
         submit = partial(
             self.executor.submit, message=message, body=(), client=request.peer.client,
             act=partial(self._judge_step, message, known, answer),
@@ -489,7 +487,7 @@ class PsSync:
         done = partial(self._answer_step, message, known, answer)
         if self.staging.is_closed(message.group, message.step):
             return Compute(known.touched, done)
-        step = known.step_of(message, self.staging.parts(message.group, message.pushes))
+        step = self._step_of(message, known)
         if step.shards:
             step.optimizer_step = self.store.begin_step(message.group, message.step)
         nbytes = self.staging.close(message.group, message.step, message.pushes)
@@ -506,6 +504,21 @@ class PsSync:
             self._applied(step, nbytes)
 
         return Compute(step.touched, done, step.nbytes * (1 + len(step.alone)), at_once, in_pieces)
+
+    def _step_of(self, message: CloseStep, known: KnownGroup) -> Step:
+        """Say what a step changes here; as ``KnownGroup.step_of``, and all its parts are here."""
+        parts = self.staging.parts(message.group, message.pushes)
+        if len(parts) < len(message.pushes):
+            here = {part.key for part, _ in parts}
+            for task, incarnation, push, _, others in message.pushes:
+                key = message.group, (task, incarnation), push
+                if key not in here and self._index in (0, *others):
+                    raise RemoteProtocolError(
+                        f"{self._task}: step {message.step} of group {message.group} is to be "
+                        f"closed with push {push} of {task} (incarnation {incarnation}), which "
+                        "has not come in yet"
+                    )
+        return known.step_of(message, parts)
 
     def _applied(self, step: Step, nbytes: int) -> None:
         """A step is applied here, and ps 0 does not know yet."""
@@ -537,7 +550,7 @@ class PsSync:
 
         def applied() -> None:
             reads: Reads = {}
-            for task, incarnation, push, _ in message.pushes:
+            for task, incarnation, push, *_ in message.pushes:
                 self.answer((message.group, (task, incarnation), push), _accepted, reads)
             request.answer(_DONE)
 

@@ -301,7 +301,7 @@ class StepCloser:
                 Contribution(
                     replica, push, message.acked_below,
                     message.closure if message.closure >= 0 else None, message.ordinal,
-                    known.variable_set, message.local_step, message.weight,
+                    known.variable_set, message.local_step, message.weight, known.others,
                 ),
             )
         )  # fmt: skip

@@ -127,7 +127,9 @@ def one_forgets_to_take(original: Callable[..., Any]) -> Any:
 def all_weigh_one(original: Callable[..., Any]) -> Any:
     def close(self: Group, *, partial: bool) -> Any:
         made: Close = original(self, partial=partial)
-        self.closing = made._replace(pushes=tuple((*push[:3], 1.0) for push in made.pushes))
+        self.closing = made._replace(
+            pushes=tuple((*push[:3], 1.0, push[4]) for push in made.pushes)
+        )
         return self.closing
 
     return close
