@@ -131,7 +131,7 @@ class KnownGroup:
 
     takes_norms = spread = False
     norms = outgoing = None
-    number, touched = GROUP, ()
+    number, touched, elsewhere = GROUP, (), 0
     rule = SimpleNamespace(may_raise=False)
 
     def __init__(self, cluster: Cluster, applied: Sequence[frozenset[Push]]) -> None:
@@ -139,6 +139,9 @@ class KnownGroup:
 
     def keys(self, _: Any) -> tuple[()]:
         return ()
+
+    def is_alone(self, _: int) -> bool:
+        return False
 
     def step_of(self, message: m.CloseStep, parts: Any) -> Any:
         apply = partial(self.applied.append, frozenset(part.push for part, _ in parts))
