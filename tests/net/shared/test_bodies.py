@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from psync.errors import RemoteProtocolError
 from psync.net.shared import bodies, regions
@@ -150,36 +148,6 @@ def test_memory_of_another_task_of_this_process_is_copied() -> None:
     assert body(ours.sharing.borrow(extents)) == bytes([7]) * MIB
 
 
-sizes = st.integers(1, 200_000)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(st.sampled_from(["private", "shared", "other"]), sizes), min_size=1,
-             max_size=12),
-    st.integers(1, 100_000),
-)  # fmt: skip
-def test_any_mix_of_buffers_arrives(drawn: list[tuple[str, int]], at_once: int) -> None:
-    ours, theirs = sides()
-    buffers: list[Buffer] = []
-    for number, (kind, nbytes) in enumerate(drawn):
-        if kind == "private":
-            buffers.append(bytes([number]) * nbytes)
-            continue
-        made = root(ours if kind == "shared" else theirs, nbytes + 2, number)
-        buffers.append(made.data[1:-1])
-    expected = b"".join(buffers)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frames, "COPY_BYTES", at_once)
-        extents = ours.lend(*buffers)
-    borrowed = theirs.sharing.borrow(extents)
-    assert body(borrowed) == expected
-    assert theirs.sharing.bytes_borrowed == ours.sharing.bytes_lent == len(expected)
-    borrowed.give_back()
-    theirs.tell(ours)
-    assert ours.num_lent == ours.sharing._copied_bytes == 0
-
-
 # --- when it cannot be lent ------------------------------------------------------------------
 
 
@@ -260,27 +228,7 @@ def test_memory_that_can_not_be_given_any_more_is_copied(monkeypatch: pytest.Mon
         assert loan.copied_bytes == copied
 
 
-def test_a_closed_connection_lends_nothing(turns: Turns) -> None:
-    ours, _ = sides()
-    ours.sharing.close()
-    assert ours.sharing.lend([b"x" * MIB], MIB) is None
-
-
 # --- until it is given back ------------------------------------------------------------------
-
-
-def test_memory_is_held_until_it_is_given_back() -> None:
-    ours, theirs = sides()
-    block = Block(root(ours, MIB), np.dtype(np.uint8))
-    assert not block.held()
-    borrowed = theirs.sharing.borrow(ours.lend(block.export()))
-    assert block.held()
-    borrowed.give_back()
-    assert block.held()  # nobody has told us
-    assert theirs.sharing.has_to_say
-    theirs.tell(ours)
-    assert not theirs.sharing.has_to_say
-    assert not block.held()
 
 
 def test_what_is_kept_is_given_back_when_the_last_view_of_it_goes() -> None:
@@ -378,27 +326,6 @@ def test_only_so_many_regions_are_taken() -> None:
 
 
 # --- the end ---------------------------------------------------------------------------------
-
-
-def test_at_the_end_the_lender_holds_on_until_the_other_side_reads_nothing(turns: Turns) -> None:
-    ours, theirs = sides()
-    block = Block(root(ours, MIB), np.dtype(np.uint8))
-    kept = theirs.sharing.borrow(ours.lend(block.export())).keep()
-    ours.lend(b"never arrives" * MIB)
-    ours.sharing.close()
-    ours.sharing.close()
-    turns.settle()
-    assert block.held()
-    assert not ours.sharing.is_over
-    theirs.sharing.close()
-    turns.settle()
-    assert block.held()  # it is still read
-    kept.clear()
-    theirs.sharing.due()
-    turns.settle()
-    assert not block.held()
-    assert ours.sharing.is_over
-    assert theirs.sharing.is_over
 
 
 def test_a_killed_reader_reads_nothing(turns: Turns) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from open_files import descriptors
+from open_files import descriptors, num_fds
 from psync.errors import RemoteProtocolError
 from psync.net.shared.doors import SideChannel, ran_out
 from psync.net.shared.regions import Mapping, make_region
@@ -23,10 +23,6 @@ from psync.testing import settle
 from psync.testing.seams import fresh_process
 
 MIB = 1 << 20
-
-
-def num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 Ends = tuple[SideChannel, SideChannel]

@@ -8,7 +8,7 @@ import errno
 import gc
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from endpoints import PS, WORKER, Pair, connected, is_writable, new_endpoint, pattern, transport_of
+from memory_cluster import until
+from open_files import num_fds
 from psync.errors import ConnectionLost, LocalProtocolError
 from psync.net.connection import WRITE_HIGH_BYTES, Connection, Handler, Request
 from psync.net.endpoint import Endpoint
@@ -155,32 +157,11 @@ async def test_what_is_kept_outlives_the_connection_and_its_memory_is_held_until
         assert bytes(kept[0]) == sent.tobytes()
         assert {lender, reader} <= sharings(pair.client) | sharings(pair.server)
         kept.clear()
-        ended = asyncio.Event()
-        poll(lambda: not lender._lent, ended)
-        await ended.wait()
+        await until(lambda: not lender._lent)
         assert lender not in sharings(pair.client)
         assert reader not in sharings(pair.server)
         await again.ping()
         assert sharing_of(again)._lent == {}
-
-
-def poll(condition: Callable[[], bool], then: asyncio.Event) -> None:
-    """Set ``then`` in the turn in which the condition holds."""
-    if condition():
-        then.set()
-    else:
-        asyncio.get_running_loop().call_soon(poll, condition, then)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    event = asyncio.Event()
-    poll(condition, event)
-    async with asyncio.timeout(20):
-        await event.wait()
-
-
-def num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 async def until_quiet() -> None:
@@ -441,9 +422,7 @@ async def test_what_is_kept_stays_as_it_is_where_a_task_ends_and_its_process_goe
             kept.clear()
         else:
             kept.clear()
-            ended = asyncio.Event()
-            poll(lambda: lender.is_over, ended)
-            await ended.wait()
+            await until(lambda: lender.is_over)
         assert lender.is_over
 
 

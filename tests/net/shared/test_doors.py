@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from open_files import descriptors
+from open_files import descriptors, num_fds
 from ports import claimed_ports
 from psync.net.shared import doors
 from psync.net.shared.door_names import door_beside, name_of_door, shut
@@ -42,10 +42,6 @@ async def finish(*sharers: Sharer) -> None:
     for sharer in sharers:
         if sharer.channel is not None:
             sharer.channel.close()
-
-
-def num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture

@@ -15,12 +15,14 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
 from endpoints import PS, Pair, connected, pattern
+from memory_cluster import until
+from open_files import num_fds
 from psync.errors import ConnectionLost, RemoteProtocolError
 from psync.net.connection import Handler, Request
 from psync.net.shared.bodies import Loan
@@ -46,18 +48,6 @@ def kept(request: Request[Any]) -> Sequence[memoryview]:
     return [memoryview(bytearray(request.nbytes))] if lent is None else lent.keep()
 
 
-def num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def poll(condition: Callable[[], bool], then: asyncio.Event) -> None:
-    """Set ``then`` in the turn in which the condition holds."""
-    if condition():
-        then.set()
-    else:
-        asyncio.get_running_loop().call_soon(poll, condition, then)
-
-
 @contextlib.asynccontextmanager
 async def breach(told: str, keep: bool = False) -> AsyncIterator[Pair]:
     """What is done inside ends the connection with these words, and leaves nothing open."""
@@ -77,10 +67,7 @@ async def breach(told: str, keep: bool = False) -> AsyncIterator[Pair]:
         assert isinstance(pair.back.error, RemoteProtocolError), pair.back.error
         assert told in pair.back.error.message
         assert bytes((await good.call(pull(), [body])).segments[0]) == bytes(body)
-        fewer = asyncio.Event()
-        poll(lambda: num_fds() < files, fewer)
-        async with asyncio.timeout(10):
-            await fewer.wait()
+        await until(lambda: num_fds() < files)
 
 
 # --- extents ---------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from open_files import num_fds
 from psync.errors import RemoteProtocolError
 from psync.net.shared import regions
 from psync.net.shared.regions import (
@@ -43,10 +44,6 @@ from psync.wire.tensors import to_bytes_view
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
 MAKERS = pytest.mark.parametrize("make", [make_region, make_heap])
-
-
-def num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def shared(make: Callable[[int, int], Mapping | Heap] = make_heap) -> SharedMemory:
