@@ -11,21 +11,18 @@ parameters that have moved by less than 1 may differ by 1e-5.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from golden_optimizers import DTYPES, KEPT, SHAPES, STEPS, gradient, start
+from golden_optimizers import CASES, DTYPES, KEPT, SHAPES, STEPS, VALUES, gradient, start
 from loops import for_each
 from psync import optimizers, schedules
 from psync.numerics.rules import clipped_by_norm, rule_from_config
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
 
-GOLDEN = np.load(Path(__file__).parent / "golden" / "optimizers.npz")
-CASES: dict[str, tuple[str, dict[str, Any]]] = json.loads(str(GOLDEN["cases"]))
+GOLDEN = np.load(VALUES)
 NEED_ALL_ROWS = ("norm", "lamb", "accumulation")
 ELEMENTWISE = [case for case in CASES if not any(word in case for word in NEED_ALL_ROWS)]
 
