@@ -14,12 +14,14 @@ from backups import back_up, create, say
 from inside import backup_of, settled
 from memory_cluster import until
 from ps_cluster import PsCluster, assign, pull, push
-from psync.errors import ConnectionLost, PsyncError
+from psync.errors import ConnectionLost, ParameterServerLost, PsyncError
+from psync.store import commit_log
 from psync.testing.simulation.ps_oracle import faults_of_pairs
 from psync.wire.messages import (
     ApplyGradient,
     DefineAccumulator,
     Fence,
+    Promote,
     TakeGradient,
 )
 from psync.wire.tensors import to_bytes_view
@@ -160,3 +162,42 @@ async def test_a_plan_that_goes_while_a_copy_begins_is_known_where_entries_name_
         await made
         await pushed
         assert faults_of_pairs({"ps-0": cluster.ps[0], "ps-1": cluster.ps[1]}) == (1, [])
+
+
+@pytest.mark.virtual_time
+async def test_a_backup_that_is_not_what_its_primary_is_serves_nothing_and_another_one_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(commit_log, "CHECK_EVERY", 1)
+    async with PsCluster(2) as cluster:
+        w, worker = await create(cluster), cluster.client()
+        await back_up(cluster)
+        backup_of(cluster.ps[1], 0).services.ledger.final_below(99)  # as by some fault
+        until_lost = asyncio.create_task(back_up(cluster, lost=True))
+        for _ in range(2):
+            await push(worker, [w], [1.0])
+        unanswered = asyncio.create_task(push(worker, [w], [1.0]))
+        await until_lost
+        assert not unanswered.done()
+        with pytest.raises(PsyncError, match="the backup of /job:ps/task:0 is damaged"):
+            await say(cluster, 1, Promote(0, 1, 100, []))
+        await back_up(cluster, 2)
+        await unanswered
+        await push(worker, [w], [1.0])
+        await settled(cluster.ps[1])
+        assert faults_of_pairs({"ps-0": cluster.ps[0], "ps-1": cluster.ps[1]}) == (1, [])
+
+
+@pytest.mark.virtual_time
+async def test_one_whose_backup_serves_answers_nobody_and_drops_what_it_holds() -> None:
+    """It was taken for dead while it was only slow."""
+    async with PsCluster(2) as cluster:
+        w, worker = await create(cluster), cluster.client()
+        await back_up(cluster)
+        await push(worker, [w], [1.0])
+        await say(cluster, 1, Promote(0, 1, 100, []))
+        with pytest.raises(ParameterServerLost, match="ps/task:0 at ps0:1 cannot be reached"):
+            await push(worker, [w], [1.0])
+        assert cluster.ps[0].statistics()["store"]["shards"] == 0
+        promoted = backup_of(cluster.ps[1], 0)
+        assert promoted.statistics()["store"]["applies"] == 1

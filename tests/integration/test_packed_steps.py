@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import psync
-from memory_cluster import cluster_of
+from memory_cluster import MemoryCluster, cluster_of, running
+from psync.wire.messages import CloseStep
 
 pytestmark = pytest.mark.virtual_time
 
@@ -100,3 +101,27 @@ async def test_who_comes_late_and_pulls_elsewhere_loses_one_push_at_most() -> No
             ]
             for outcomes in await asyncio.wait_for(coordinator.fetch(results), TIMEOUT_S):
                 assert outcomes[1:] == ["accepted"] * 2
+
+
+@pytest.mark.parametrize("when", ["before the pushes", "when the step is decided"])
+async def test_a_step_of_which_ps_0_cannot_tell_another_ps_ends_training_with_that_error(
+    when: str,
+) -> None:
+    async with running(MemoryCluster(2, WORKERS, tapped=True)) as cluster:
+        strategy = cluster.strategy(placement="packed")
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            training = Training(strategy)
+            for _ in range(WORKERS):
+                coordinator.schedule(training.follow, args=("b", "b"))
+            await coordinator.join()
+            if when == "before the pushes":
+                cluster.network.partition("ps-0", "ps-1")
+            with cluster.tap("ps-1").at(CloseStep, asyncio.Event().wait) as decided:
+                for _ in range(WORKERS):
+                    coordinator.schedule(training.follow, args=("b", "b"))
+                if when == "when the step is decided":
+                    await decided.wait()
+                    cluster.network.partition("ps-0", "ps-1")
+                with pytest.raises(psync.ParameterServerLost, match=r"ps/task:1 .* be reached"):
+                    await coordinator.join()
+            assert (await training.values())[1] == -1.0

@@ -38,8 +38,7 @@ from psync.wire.messages import (
     TakeGradient,
     Update,
 )
-from stage import CHIEF, Stage
-from stage_words import planned
+from stage import CHIEF, Stage, planned
 
 W, V, Z, STEP = (0, 0), (1, 0), (4, 0), (9, 0)
 GROUP = 5
@@ -132,21 +131,20 @@ class Run:
     @property
     def entries(self) -> int:
         """How many are in the log since it began."""
-        return int(self.stage.serving[0].services.executor.log.last) - 1  # but for a definition
+        return int(self.stage.serving.services.executor.log.last) - 1  # but for a definition
 
     async def begin(self, *, backed_up: bool) -> None:
-        self.stage.traced = False
         await self.stage.begin()
-        for key, name, value in ((W, "w", 0.0), (V, "v", 0.0)):
-            self.stage.create(0, key, name, np.full(1, value, np.float32))
-        self.stage.create(0, STEP, "step", np.array(0))
-        services = self.stage.serving[0].services
+        for key, name in ((W, "w"), (V, "v")):
+            self.stage.create(key, name, np.zeros(1, np.float32))
+        self.stage.create(STEP, "step", np.array(0))
+        services = self.stage.serving.services
         services.store.define_optimizer(1, SGD(1.0).to_config())
         services.sync.known(GROUP, CONFIG)
         define = DefineAccumulator("a", "dense", "float32", [1], "MEAN", "", False, 0)
-        await self.stage.request(CHIEF, 0, define)
+        await self.stage.request(CHIEF, define)
         if backed_up:
-            await self.stage.back_up(0)
+            await self.stage.back_up()
         await settle()
 
     def send(self, place: int, command: Command) -> None:
@@ -159,12 +157,12 @@ class Run:
             self.answers.setdefault(place, said)
 
         body = [np.full(1, value, np.float32).tobytes() for value in values]
-        self.stage.ask(client, 0, message, body, then)
+        self.stage.ask(client, message, body, then)
 
     async def take(self, below: int, *, heard: int = 1 << 30, batch: int = 1) -> None:
         """Let the backup have entries up to one, so many at a time; its ps hears of some."""
         await settle()
-        sender = self.stage.sender(0)
+        sender = self.stage.sender
         while sender is not None and self.has < min(below, self.entries):
             is_heard = self.has < heard
             count = min(batch, below - self.has, heard - self.has if is_heard else batch)
@@ -172,16 +170,14 @@ class Run:
             await settle()
             if not is_heard:
                 return
-            backup = self.stage.backup(0)
-            assert backup is not None
-            assert backup.services.digest() == self.stage.serving[0].services.digest()
+            digests = [each.services.digest() for each in (self.stage.serving, self.stage.backup)]
+            assert digests[0] == digests[1]
 
     def left(self) -> tuple[Any, ...]:
         """The state and the values."""
-        task = self.stage.serving[0]
-        values = [float(self.stage.value(task, key)[0]) for key in (W, V)]
-        control = [section.control() for section in task.services.sections]
-        return values, int(self.stage.value(task, STEP)), control
+        values = [float(self.stage.value(key)[0]) for key in (W, V)]
+        control = [section.control() for section in self.stage.serving.services.sections]
+        return values, int(self.stage.value(STEP)), control
 
 
 async def undisturbed(commands: list[Command]) -> tuple[int, dict[int, str], tuple[Any, ...]]:
@@ -215,9 +211,8 @@ async def with_death(
             run.send(place, command)
             if place % batch == batch - 1:
                 await run.take(at, heard=1 << 30 if heard else at - 1, batch=batch)
-        run.stage.crash(0)
         answered = dict(run.answers)
-        await run.stage.promote(0)
+        await run.stage.fail_over()
         await settle()
         for place, command in enumerate(commands):
             # Reports are not waited for: after a failover the coordinator tells ps 0 all again.

@@ -10,8 +10,7 @@ from psync.numerics.rules import SGD
 from psync.testing import settle
 from psync.wire.codec import Message
 from psync.wire.messages import CreateShards, DefinePlan, SetSlot, Update
-from stage import CHIEF, Stage
-from stage_words import planned
+from stage import CHIEF, Stage, planned
 
 W, COPY = (0, 0), (1, 0)
 SIZE = 1 << 20  # elements: more than is done within a turn
@@ -21,17 +20,16 @@ RULE = SGD(1.0, momentum=0.5).to_config()
 
 async def after_two_pushes(message: Message, body: np.ndarray | None = None) -> Stage:
     """Update to w twice, and in the same turn say something that takes its turn after that."""
-    stage = Stage(1)
-    stage.traced = False
+    stage = Stage()
     await stage.begin()
-    stage.create(0, W, "w", np.zeros(SIZE, np.float32))
-    stage.serving[0].services.store.define_optimizer(1, RULE)
+    stage.create(W, "w", np.zeros(SIZE, np.float32))
+    stage.serving.services.store.define_optimizer(1, RULE)
     said: list[Reply | Exception] = []
     gradient = np.full(SIZE, -1, np.float32).tobytes()
     for number in (1, 2):
         push = Update(number, 0, -1, 0, planned(DefinePlan(0, [W], 1)).plan)
-        stage.ask(WORKER, 0, push, [gradient], said.append)
-    stage.ask(CHIEF, 0, message, () if body is None else [body.tobytes()], said.append)
+        stage.ask(WORKER, push, [gradient], said.append)
+    stage.ask(CHIEF, message, () if body is None else [body.tobytes()], said.append)
     await settle()
     assert all(isinstance(each, Reply) for each in said)
     assert len(said) == 3
@@ -42,8 +40,7 @@ async def after_two_pushes(message: Message, body: np.ndarray | None = None) -> 
 async def test_a_copy_of_a_variable_is_made_at_its_place_in_the_log() -> None:
     shards = [("copy", *COPY, 0, [SIZE], "float32")]
     stage = await after_two_pushes(CreateShards(shards, [W]))
-    task = stage.serving[0]
-    value, copy = (float(stage.value(task, key)[0]) for key in (W, COPY))
+    value, copy = (float(stage.value(key)[0]) for key in (W, COPY))
     await stage.close()
     assert copy == value == 1 + 1.5
 
@@ -52,7 +49,6 @@ async def test_a_copy_of_a_variable_is_made_at_its_place_in_the_log() -> None:
 async def test_a_slot_is_set_at_its_place_in_the_log() -> None:
     message = SetSlot(1, RULE, *W, "momentum")
     stage = await after_two_pushes(message, np.full(SIZE, 8, np.float32))
-    task = stage.serving[0]
-    value = float(stage.value(task, W)[0])
+    value = float(stage.value(W)[0])
     await stage.close()
     assert value == 1 + 1.5

@@ -15,8 +15,7 @@ from psync.ps.updates import PsUpdates
 from psync.testing import settle
 from psync.wire.limits import Limits
 from psync.wire.messages import DefinePlan, LockShards, UnlockShards, Update
-from stage import Stage
-from stage_words import planned
+from stage import Stage, planned
 
 W = (0, 0)
 HOLDER, WORKER = ("/job:worker/task:1", 1001), ("/job:worker/task:0", 1000)
@@ -38,20 +37,19 @@ def no_memory(*_: object) -> None:
 async def test_one_that_has_waited_for_a_lock_fails_for_want_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stage = Stage(1)
-    stage.traced = False
+    stage = Stage()
     await stage.begin()
-    stage.create(0, W, "w", np.zeros(2, np.float32))
-    stage.serving[0].services.store.define_optimizer(1, SGD(1.0).to_config())
-    await stage.request(HOLDER, 0, LockShards(1, [W], 10.0))
+    stage.create(W, "w", np.zeros(2, np.float32))
+    stage.serving.services.store.define_optimizer(1, SGD(1.0).to_config())
+    await stage.request(HOLDER, LockShards(1, [W], 10.0))
     said: list[Any] = []
     gradient = np.ones(2, np.float32).tobytes()
-    stage.ask(WORKER, 0, push(W, pull=True), [gradient], said.append)
+    stage.ask(WORKER, push(W, pull=True), [gradient], said.append)
     await settle()
     assert said == []
 
     monkeypatch.setattr(PsUpdates, "_submit", no_memory)
-    await stage.request(HOLDER, 0, UnlockShards(1))
+    await stage.request(HOLDER, UnlockShards(1))
     await settle()
     await stage.close()
     assert [type(each) for each in said] == [MemoryError]
@@ -62,37 +60,35 @@ async def test_one_that_is_applied_fails_if_there_is_no_memory_for_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its shards are free again: who locks them does not wait for ever."""
-    stage = Stage(1)
-    stage.traced = False
+    stage = Stage()
     await stage.begin()
-    stage.create(0, W, "w", np.zeros(LARGE, np.float32))
-    stage.serving[0].services.store.define_optimizer(1, SGD(1.0).to_config())
+    stage.create(W, "w", np.zeros(LARGE, np.float32))
+    stage.serving.services.store.define_optimizer(1, SGD(1.0).to_config())
     monkeypatch.setattr(PsUpdates, "_answer", no_memory)
     said: list[Any] = []
     gradient = np.ones(LARGE, np.float32).tobytes()
-    stage.ask(WORKER, 0, push(W, pull=True), [gradient], said.append)
+    stage.ask(WORKER, push(W, pull=True), [gradient], said.append)
     await settle()
     assert [type(each) for each in said] == [MemoryError]
-    await stage.request(HOLDER, 0, LockShards(1, [W], 10.0))
+    await stage.request(HOLDER, LockShards(1, [W], 10.0))
     await stage.close()
 
 
 @pytest.mark.virtual_time
 async def test_small_shards_that_are_updated_together_get_their_part_of_a_large_push() -> None:
-    stage = Stage(1)
-    stage.traced = False
+    stage = Stage()
     await stage.begin()
     sizes = {(0, 0): 2, (1, 0): 3, (2, 0): LARGE}
     for key, size in sizes.items():
-        stage.create(0, key, f"v{key[0]}", np.zeros(size, np.float32))
-    stage.serving[0].services.store.define_optimizer(1, SGD(1.0).to_config())
+        stage.create(key, f"v{key[0]}", np.zeros(size, np.float32))
+    stage.serving.services.store.define_optimizer(1, SGD(1.0).to_config())
     said: list[Any] = []
     gradients = [np.full(size, key[0], np.float32).tobytes() for key, size in sizes.items()]
-    stage.ask(WORKER, 0, push(*sizes), gradients, said.append)
+    stage.ask(WORKER, push(*sizes), gradients, said.append)
     await settle()
     assert [each.message.outcome for each in said] == ["accepted"]
     for key in sizes:
-        assert set(stage.value(stage.serving[0], key).tolist()) == {-key[0]}
+        assert set(stage.value(key).tolist()) == {-key[0]}
     await stage.close()
 
 
