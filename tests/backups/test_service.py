@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backups import back_up, create, say
 from inside import backup_of, settled
 from memory_cluster import until
 from ps_cluster import PsCluster, assign, pull, push
 from psync.errors import ConnectionLost, ParameterServerLost, PsyncError
 from psync.store import commit_log
 from psync.testing.simulation.ps_oracle import faults_of_pairs
+from psync.wire.codec import Message
 from psync.wire.messages import (
     ApplyGradient,
+    BackUp,
     DefineAccumulator,
     Fence,
     Promote,
@@ -27,6 +28,20 @@ from psync.wire.messages import (
 from psync.wire.tensors import to_bytes_view
 
 MANY = (3 << 20) // 4  # elements of float32: work in pieces
+
+
+async def say(cluster: PsCluster, ps: int, message: Message) -> Message:
+    return (await cluster.chief.links[ps].call(lambda _: message)).message
+
+
+async def back_up(cluster: PsCluster, epoch: int = 1, *, lost: bool = False) -> None:
+    """Let ps 0 make a backup in the process of ps 1."""
+    await say(cluster, 0, BackUp(epoch, "/job:ps/task:1", "ps1:1", lost))
+
+
+async def create(cluster: PsCluster) -> Any:
+    cluster.places = iter([0, 0, 0])
+    return await cluster.create("w", np.arange(6, dtype=np.float32))
 
 
 class Traffic:

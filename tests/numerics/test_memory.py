@@ -10,13 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from block_arrays import array_of
 from loops import for_each
 from psync.errors import UsageError
 from psync.numerics.memory import BLOCK_BYTES, Block, BlockArray, BlockPool, Scratch, bytes_of
 from psync.specs import DTYPE_NAMES, dtype_of
 
 F32 = np.dtype(np.float32)
+
+
+def array_of(values: np.ndarray, pool: BlockPool | None = None) -> BlockArray:
+    array = BlockArray(values.size, values.dtype, pool=pool)
+    array.load(bytes_of(values), pool or BlockPool())
+    return array
+
+
 KIB = 1024
 
 
