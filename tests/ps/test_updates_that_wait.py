@@ -10,6 +10,7 @@ import pytest
 
 from ps_cluster import WORKER as FIRST_WORKER
 from ps_cluster import PsCluster, assign, pull
+from psync.errors import ValueMismatchError
 from psync.numerics.rules import SGD
 from psync.ps.updates import PsUpdates
 from psync.testing import settle
@@ -114,3 +115,17 @@ async def test_small_updates_that_wait_for_a_lock_are_bounded_unless_their_sende
         await holder.links[0].call(lambda _: UnlockShards(1))
         await asyncio.gather(*adding)
         assert set((await pull(worker, v))[0]) == {100}
+
+
+@pytest.mark.virtual_time
+async def test_no_cut_waits_for_one_that_is_refused_for_its_size() -> None:
+    stage = Stage()
+    await stage.begin()
+    stage.create(W, "w", np.zeros(2, np.float32))
+    stage.serving.services.store.define_optimizer(1, SGD(1.0).to_config())
+    said: list[Any] = []
+    stage.ask(WORKER, push(W), [bytes(12)], said.append)
+    await settle()
+    assert [type(each) for each in said] == [ValueMismatchError]
+    assert stage.serving.services.ledger.is_settled(WORKER, 1)
+    await stage.close()
