@@ -129,3 +129,24 @@ async def test_no_cut_waits_for_one_that_is_refused_for_its_size() -> None:
     assert [type(each) for each in said] == [ValueMismatchError]
     assert stage.serving.services.ledger.is_settled(WORKER, 1)
     await stage.close()
+
+
+@pytest.mark.virtual_time
+async def test_one_whose_shard_is_busy_is_applied_after_that() -> None:
+    stage = Stage()
+    await stage.begin()
+    stage.create(W, "w", np.zeros((2, 1), np.float32))
+    store = stage.serving.services.store
+    store.define_optimizer(1, SGD(1.0).to_config())
+    rows = np.arange(2)
+    work = store.scatter(W, "assign", rows, store.check_rows(W, rows, bytes(8)))
+    next(work)
+    said: list[Any] = []
+    stage.ask(WORKER, push(W), [np.ones(2, np.float32).tobytes()], said.append)
+    await settle()
+    assert said == []
+    await stage.serving.work.finish(work)
+    await settle()
+    assert [each.message.outcome for each in said] == ["accepted"]
+    assert stage.value(W).tolist() == [[-1], [-1]]
+    await stage.close()
