@@ -30,6 +30,7 @@ from psync.numerics.rules import SGD
 from psync.ps.computes import Place
 from psync.store import commit_log
 from psync.store.store import Key
+from psync.sync.step_closer import StepCloser
 from psync.testing import settle
 from psync.wire.limits import Limits
 from psync.wire.messages import (
@@ -263,6 +264,10 @@ class Player(Clients):
         assert letter is not None, "there is nothing to lose"
         self.say(f"lost: {letter}")
         self.stage.letters.drop(last="last" in args)
+
+    def do_hasty(self, *_: Any) -> None:
+        """hasty: ps 0 takes a push for complete when its own part is there."""
+        self._patch.setattr(StepCloser, "_is_complete", lambda *_: True)
 
     def do_unreachable(self, args: list[str], _: dict[str, str]) -> None:
         """unreachable ps1: ps 0 has not reached it for too long, and gives it up."""

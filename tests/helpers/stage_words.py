@@ -137,7 +137,7 @@ def message_words(message: Message) -> str:
         case CloseStep():
             pushes = [
                 f"push {number} of {task_words(task, incarnation)}"
-                for task, incarnation, number, _ in message.pushes
+                for task, incarnation, number, *_ in message.pushes
             ]
             return f"CloseStep {message.step}: {', '.join(pushes)}{_factors(message)}"
         case NormsMeasured():

@@ -158,7 +158,7 @@ class Steps(SyncSteps):
             GROUP,
             Contribution(
                 who, number, acked_below or number, closure, ordinal, variable_set, local_step,
-                weight,
+                weight, [],
             ),
         )  # fmt: skip
 

@@ -65,9 +65,9 @@ def arrive(
     return staging.stage(Part((7, replica, push), local_step, nbytes))
 
 
-def named(*pushes: tuple[Replica, int]) -> list[tuple[str, int, int, float]]:
+def named(*pushes: tuple[Replica, int]) -> list[tuple[str, int, int, float, list[int]]]:
     """As a closing names them."""
-    return [(task, incarnation, push, 1.0) for (task, incarnation), push in pushes]
+    return [(task, incarnation, push, 1.0, []) for (task, incarnation), push in pushes]
 
 
 def of_step(staging: Staging[Part], *pushes: tuple[Replica, int]) -> list[tuple[Replica, int]]:
@@ -99,7 +99,7 @@ class TestAStep:
     ) -> None:
         put(staging, B, 4)
         put(staging, A, 1)
-        pushes = [(*A, 1, 2.0), (*B, 4, 0.5), (*B, 5, 1.0)]  # of the last one nothing came here
+        pushes = [(*A, 1, 2.0, [1]), (*B, 4, 0.5, [1]), (*B, 5, 1.0, [1])]
         parts = [(part.key[1:], weight) for part, weight in staging.parts(7, pushes)]
         assert parts == [((A, 1), 2.0), ((B, 4), 0.5)]
         assert (7, B, 4) in [part.key for part in staging.held()]
@@ -113,21 +113,6 @@ class TestAStep:
         assert staging.held() == [Part((7, A, 2), 5, 10)]
         end(staging, 5)
         assert staging.statistics()["parts"] == staging.statistics()["bytes"] == 0
-
-    def test_a_closing_with_a_part_that_is_still_coming_in_is_an_error(
-        self, staging: Staging[Part]
-    ) -> None:
-        put(staging, A, 1, local_step=9)
-        staging.check_here(7, 3, named((A, 1), (B, 2)))  # of which no part was sent here
-        reserve(staging, B, 2)
-        with pytest.raises(RemoteProtocolError) as caught:
-            staging.check_here(7, 3, named((A, 1), (B, 2)))
-        assert str(caught.value) == (
-            "/job:ps/task:1: step 3 of group 7 is to be closed with push 2 of /job:worker/task:1 "
-            "(incarnation 1), which has not come in yet"
-        )
-        arrive(staging, B, 2)
-        staging.check_here(7, 3, named((A, 1), (B, 2)))
 
 
 class TestSteps:
@@ -392,11 +377,3 @@ class TestABackup:
         reserve(staging, A, 1)
         put(staging, B, 1)
         assert staging.held() == [Part((7, B, 1), -1, 10)]
-
-
-def test_what_is_coming_in_and_belongs_to_another_step_is_in_nobodys_way(
-    staging: Staging[Part],
-) -> None:
-    put(staging, A, 1)
-    reserve(staging, B, 2)
-    staging.check_here(7, 0, named((A, 1)))

@@ -243,7 +243,7 @@ def test_too_few_initial_tokens_are_refused() -> None:
 
 
 def one_push() -> Contribution:
-    return Contribution(replica(0), 1, 1, None, 0, b"v", 0, 1.0)
+    return Contribution(replica(0), 1, 1, None, 0, b"v", 0, 1.0, [])
 
 
 def test_a_step_is_not_closed_twice_nor_without_a_push() -> None:
@@ -261,7 +261,7 @@ def test_a_step_is_not_closed_twice_nor_without_a_push() -> None:
         group.closed(0, None)
 
 
-CONTRIBUTION = Contribution(("/job:worker/task:0", 5), 3, 2, None, 1, b"set", -1, 0.5)
+CONTRIBUTION = Contribution(("/job:worker/task:0", 5), 3, 2, None, 1, b"set", -1, 0.5, [1])
 
 
 @pytest.mark.parametrize("closure", [None, 9])
@@ -269,7 +269,7 @@ CONTRIBUTION = Contribution(("/job:worker/task:0", 5), 3, 2, None, 1, b"set", -1
 def test_a_push_comes_back_from_its_snapshot(closure: int | None, *, is_answered: bool) -> None:
     one = CONTRIBUTION
     contribution = Contribution(
-        one.replica, 3, 2, closure, 1, one.variable_set, one.local_step, one.weight
+        one.replica, 3, 2, closure, 1, one.variable_set, one.local_step, one.weight, one.others
     )
     push = Push(contribution, "accepted", 0, partial=True, count=2)
     if is_answered:
@@ -566,7 +566,7 @@ def test_closures_that_wait_in_two_groups_release_each_other() -> None:
     steps.define(8, config(2), 0)
     steps.live(0, 1, 2)
     steps.push(0, 0, closure=1)
-    steps.contribute(8, Contribution(replica(1), 1, 1, 2, 0, b"w", 0, 1.0))
+    steps.contribute(8, Contribution(replica(1), 1, 1, 2, 0, b"w", 0, 1.0, []))
     assert [step for step, *_ in closes(steps.schedule(False, [1, 2]))] == [0, 0]
 
 
@@ -720,5 +720,5 @@ def test_a_group_that_begins_while_too_few_live_waits_for_them() -> None:
     steps = SyncSteps()
     steps.members({"/job:worker/task:0": 1000}, ["/job:worker/task:1"], 5.0)
     steps.define(GROUP, config(2, min_replicas=2, patience_s=3.0), 0)
-    steps.contribute(GROUP, Contribution(replica(0), 1, 0, 7, 1, b"", 0, 1.0))
+    steps.contribute(GROUP, Contribution(replica(0), 1, 0, 7, 1, b"", 0, 1.0, []))
     assert steps.next_deadline() == 8.0

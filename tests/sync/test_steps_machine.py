@@ -145,7 +145,7 @@ class SyncMachine(RuleBasedStateMachine):
         worker.waiting = True
         contribution = Contribution(
             (self.task(index), worker.incarnation), worker.number, worker.number, closure, 0,
-            b"w", worker.pulled, 1.0,
+            b"w", worker.pulled, 1.0, [],
         )  # fmt: skip
         self.report()  # which may close a step, before the push comes
         if worker.pulled >= self.steps.present(GROUP) and closure not in self.calls:
@@ -209,7 +209,7 @@ class SyncMachine(RuleBasedStateMachine):
                 GROUP,
                 Contribution(
                     replica, worker.number, worker.number, worker.closure, 0, b"w", worker.pulled,
-                    1.0,
+                    1.0, [],
                 ),
             )
         )  # fmt: skip
@@ -347,7 +347,7 @@ class AnythingMachine(RuleBasedStateMachine):
         present = self.pair.rule.present(group)
         local_step = max(-1, present - age)
         push = Contribution(
-            (task, born), number, number - unheard, closure, ordinal, variables, local_step, 1.0
+            (task, born), number, number - unheard, closure, ordinal, variables, local_step, 1.0, []
         )
         self.tell("contribute", group, push)
 

@@ -84,7 +84,7 @@ class ShardSet:
     wanted: ShardSet | None = None  # whose values an answer brings
     raised: Key | None = None
     variable_set: bytes = b""  # of a synchronous push
-    others: tuple[int, ...] = ()
+    others: list[int] = field(default_factory=list)
     spread: bool = False
     # What the store says.
     store: ShardStore | None = None  # the one that the rest was read from
@@ -138,7 +138,7 @@ class ShardSet:
         if message.pull is not None:
             plan.wanted = cls.of(message.pull)
         plan.variable_set, plan.spread = message.variable_set, message.spread
-        plan.others = tuple(message.others or ())
+        plan.others = message.others or []
         if message.raised is not None:
             plan.raised = message.raised[0], message.raised[1]
         return plan

@@ -85,6 +85,9 @@ Made = Callable[[list[tuple[int, int]] | None], Message]
 """Makes an answer, given how far each group is in the values that go with it; None: there are none.
 """
 
+Reads = dict[Sequence[Key], Sequence[Segment] | None]
+"""Values of shards that were read within one turn; None: one is busy."""
+
 MAX_TOLD = 4096
 """Parts that one message names."""
 
@@ -253,11 +256,12 @@ class PsSync:
             known = self.plans.plan(request.peer.client, known.number)
             self._look_up(known)
         request.token = known
-        message, body = request.message, request.segments
-        if message.rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
-            body = known.body_of(body, self._task, message.rows)
+        request.rest()  # from now on it only waits; the part counts in the budget
+        message, body, rows = request.message, request.segments, request.message.rows
+        if rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
+            body = known.body_of(body, self._task, rows)
         key = known.optimizer, request.peer.client, message.sequence
-        self.took(request, self._part(key, message.local_step, known, body, message.rows))
+        self.took(request, self._part(key, message.local_step, known, body, rows))
 
     def replay(self, request: Request[Update], known: ShardSet) -> None:
         """Do an entry of the log of the one that is backed up: nobody waits for it here."""
@@ -296,7 +300,6 @@ class PsSync:
                 self.judged(request, part)
             except PsyncError as exc:
                 self.fail(part.key, exc)
-            request.rest()  # the part is held
             request.segments = ()
             return LATER
 
@@ -363,12 +366,21 @@ class PsSync:
                 del self._waiting[key]
                 self.left(key)
 
-    def answer(self, key: PushKey, made: Made, *, brings: bool = False) -> None:
-        """Answer all who wait for a push; with the values that its plan wants, if they are free."""
+    def answer(self, key: PushKey, made: Made, reads: Reads | None = None) -> None:
+        """Answer all who wait for a push.
+
+        Args:
+            key: Of the push.
+            made: Makes the answer.
+            reads: What was read in this turn, for other pushes; this one is answered with the
+                values that its plan wants, if they are free. None: without.
+        """
         for request in self._waiting.pop(key, ()):
             wanted, read = request.token.wanted, None
-            if brings and wanted is not None and wanted.compression is None:
-                read = self.read_now(wanted)
+            if reads is not None and wanted is not None and wanted.compression is None:
+                if wanted.keys not in reads:
+                    reads[wanted.keys] = self.read_now(wanted)
+                read = reads[wanted.keys]
             if read is None:
                 request.answer(made(None))
             else:
@@ -397,15 +409,14 @@ class PsSync:
         """Measure a step; nothing is changed.
 
         Raises:
-            RemoteProtocolError: A part of it is still coming in.
+            RemoteProtocolError: A part of it is not here.
         """
         message = request.message
         known = self.known(message.group, message.config)
         if self.staging.is_closed(message.group, message.step):
             request.answer(Measured([]))  # it was overtaken: nobody waits for the answer
             return
-        self.staging.check_here(message.group, message.step, message.pushes)
-        step = known.step_of(message, self.staging.parts(message.group, message.pushes))
+        step = self._step_of(message, known)
         if self._work.fits_now(self.store, step.shards, step.nbytes):
             request.answer(Measured(step.measure_at_once(message.what)))
         else:
@@ -432,14 +443,13 @@ class PsSync:
             answer: Answers it, once the step is applied.
 
         Raises:
-            RemoteProtocolError: A part of it is still coming in.
+            RemoteProtocolError: A part of it is not here.
             ConfigurationError: Moving averages are not beside their variables.
             RuleError: A rule of a user's raised for some shard, which is as it was; all others are
                 updated. ps 0 then ends the group (``outgoing_steps``).
         """
         message = request.message
         known = self.known(message.group, message.config)
-        self.staging.check_here(message.group, message.step, message.pushes)
         submit = partial(
             self.executor.submit, message=message, body=(), client=request.peer.client,
             act=partial(self._judge_step, message, known, answer),
@@ -477,7 +487,7 @@ class PsSync:
         done = partial(self._answer_step, message, known, answer)
         if self.staging.is_closed(message.group, message.step):
             return Compute(known.touched, done)
-        step = known.step_of(message, self.staging.parts(message.group, message.pushes))
+        step = self._step_of(message, known)
         if step.shards:
             step.optimizer_step = self.store.begin_step(message.group, message.step)
         nbytes = self.staging.close(message.group, message.step, message.pushes)
@@ -494,6 +504,21 @@ class PsSync:
             self._applied(step, nbytes)
 
         return Compute(step.touched, done, step.nbytes * (1 + len(step.alone)), at_once, in_pieces)
+
+    def _step_of(self, message: CloseStep, known: KnownGroup) -> Step:
+        """Say what a step changes here; as ``KnownGroup.step_of``, and all its parts are here."""
+        parts = self.staging.parts(message.group, message.pushes)
+        if len(parts) < len(message.pushes):
+            here = {part.key for part, _ in parts}
+            for task, incarnation, push, _, others in message.pushes:
+                key = message.group, (task, incarnation), push
+                if key not in here and self._index in (0, *others):
+                    raise RemoteProtocolError(
+                        f"{self._task}: step {message.step} of group {message.group} is to be "
+                        f"closed with push {push} of {task} (incarnation {incarnation}), which "
+                        "has not come in yet"
+                    )
+        return known.step_of(message, parts)
 
     def _applied(self, step: Step, nbytes: int) -> None:
         """A step is applied here, and ps 0 does not know yet."""
@@ -524,8 +549,9 @@ class PsSync:
         message = request.message
 
         def applied() -> None:
-            for task, incarnation, push, _ in message.pushes:
-                self.answer((message.group, (task, incarnation), push), _accepted, brings=True)
+            reads: Reads = {}
+            for task, incarnation, push, *_ in message.pushes:
+                self.answer((message.group, (task, incarnation), push), _accepted, reads)
             request.answer(_DONE)
 
         self.close(request, applied)

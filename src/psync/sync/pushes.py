@@ -22,6 +22,7 @@ class Contribution(NamedTuple):
     variable_set: bytes  # digest of the variables of the push
     local_step: int  # -1: of before the group's first step
     weight: float
+    others: list[int]  # ps tasks but 0 that have a part of it
 
 
 @dataclass(slots=True)
@@ -59,7 +60,8 @@ class Close(NamedTuple):
 
     group: int
     step: int
-    pushes: tuple[tuple[str, int, int, float], ...]  # (task, incarnation, number, weight), in order
+    # (task, incarnation, number, weight, other ps tasks that have a part), in order
+    pushes: tuple[tuple[str, int, int, float, list[int]], ...]
     partial: bool
 
 

@@ -40,8 +40,8 @@ BUDGET_VARIABLE = "PSYNC_LIMIT_STAGING_BYTES"
 PushKey = tuple[int, Replica, int]
 """Group, who pushes, and the number of the push."""
 
-Named = Iterable[tuple[str, int, int, float]]
-"""(task, incarnation, push, weight) of each push of a step, as ``CloseStep`` has them."""
+Named = Iterable[tuple[str, int, int, float, list[int]]]
+"""(task, incarnation, push, weight, other ps tasks) of each push, as ``CloseStep`` has them."""
 
 
 class Staged(Protocol):
@@ -166,23 +166,6 @@ class Staging(Generic[P]):
         if known is not None and key in known.parts:
             known.parts[key] = owned(known.parts[key])
 
-    def check_here(self, group: int, step: int, pushes: Named) -> None:
-        """Check that no part of a step that is to be closed is still coming in.
-
-        Raises:
-            RemoteProtocolError: One is, so its push cannot have been counted.
-        """
-        known = self._groups.get(group)
-        if known is None or not known.coming:
-            return
-        for task, incarnation, push, _ in pushes:
-            key = group, (task, incarnation), push
-            if key in known.coming and key not in known.parts and not self.is_closed(group, step):
-                raise RemoteProtocolError(
-                    f"{self._task}: step {step} of group {group} is to be closed with push {push} "
-                    f"of {task} (incarnation {incarnation}), which has not come in yet"
-                )
-
     def parts(self, group: int, pushes: Named) -> list[tuple[P, float]]:
         """Return the parts of a step.
 
@@ -191,13 +174,12 @@ class Staging(Generic[P]):
             pushes: Of the step.
 
         Returns:
-            The parts and their weights, in the order of ``pushes``. A push of which no part was
-            sent here has none: its variables are elsewhere.
+            The parts that are here and their weights, in the order of ``pushes``.
         """
         known = self._groups.get(group)
         held = {} if known is None else known.parts
         found: list[tuple[P, float]] = []
-        for task, incarnation, push, weight in pushes:
+        for task, incarnation, push, weight, _ in pushes:
             part = held.get((group, (task, incarnation), push))
             if part is not None:
                 found.append((part, weight))
@@ -216,7 +198,7 @@ class Staging(Generic[P]):
                 del known.coming[key]
                 self._bytes -= nbytes
         parts, dropped = known.parts, 0
-        for task, incarnation, push, _ in pushes:
+        for task, incarnation, push, _, _ in pushes:
             named = parts.pop((group, (task, incarnation), push), None)
             if named is not None:
                 dropped += named.nbytes

@@ -499,8 +499,8 @@ class CloseStep(OfGroup, code=48):
 
     config: dict[str, Any] | None  # None: the ps knows it
     step: int
-    # (task, incarnation, push, weight), in the order in which they are summed
-    pushes: list[tuple[str, int, int, float]]
+    # (task, incarnation, push, weight, ps tasks but 0 that have a part), in the order of the sum
+    pushes: list[tuple[str, int, int, float, list[int]]]
     # (variable id, factor): what limits the norm of the mean of a variable, and the trust ratio of
     # its update. None: the ps finds it by itself, if the rule needs it.
     scales: list[tuple[int, float]] | None = None

@@ -586,6 +586,8 @@ class _Draw:
             sizes["lent"] = rng.choice((0, 0, 100))
             if rng.random() < 0.5:
                 sizes["copied at once"] = rng.choice(SIZES["copied at once"].values)
+            if self.shape == "sync" and random.Random(f"{self.seed}:kept").random() < 0.5:
+                sizes |= {"lent": 0, "small bodies": 0}  # a push may return while parts are lent
         if not plan.groups and not plan.layouts and not plan.padding:
             plan = self._in_parts(plan)
         return dataclasses.replace(plan, shares=True, sizes=plan.sizes | sizes)

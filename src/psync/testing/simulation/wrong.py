@@ -39,6 +39,7 @@ from psync.sync.ps_sync import PsSync
 from psync.sync.pushes import Close, Contribution
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
+from psync.sync.step import KnownGroup
 from psync.sync.step_closer import StepCloser
 from psync.sync.steps import SyncSteps
 from psync.wire.closure_numbers import first_of
@@ -59,6 +60,10 @@ def may_judge_shipped(original: Callable[..., Any]) -> Any:
 
 def is_nearly_complete(original: Any) -> Any:
     return property(lambda self: len(self._counted) >= max(1, self._target - 1))
+
+
+def lies_here(self: KnownGroup, step: int) -> bool:
+    return self.global_step is not None
 
 
 def fresh_by_one(original: Callable[..., Any]) -> Any:
@@ -122,7 +127,9 @@ def one_forgets_to_take(original: Callable[..., Any]) -> Any:
 def all_weigh_one(original: Callable[..., Any]) -> Any:
     def close(self: Group, *, partial: bool) -> Any:
         made: Close = original(self, partial=partial)
-        self.closing = made._replace(pushes=tuple((*push[:3], 1.0) for push in made.pushes))
+        self.closing = made._replace(
+            pushes=tuple((*push[:3], 1.0, push[4]) for push in made.pushes)
+        )
         return self.closing
 
     return close
@@ -546,10 +553,9 @@ def takes_all_of_the_step(original: Callable[..., Any]) -> Any:
 
 def waits_for_nobody(original: Callable[..., Any]) -> Any:
     def tell(self: AllPs, message: Any, then: Callable[..., None]) -> None:
-        if not isinstance(message, MeasureStep):
+        is_close = not isinstance(message, MeasureStep)
+        original(self, message, (lambda *_: None) if is_close else then)
+        if is_close:
             then([], None)
-            original(self, message, lambda *_: None)
-        else:
-            original(self, message, then)
 
     return tell

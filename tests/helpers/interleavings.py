@@ -1,0 +1,635 @@
+"""Two workers, two ps tasks and their synchronous steps, one event at a time.
+
+Real are ``StepCloser``, ``OutgoingSteps``, ``PsSync``, ``Staging`` and the rule; workers, the
+coordinator and connections are played. A ``State`` is plain data. A ``World`` is made from it,
+plays one event and is a ``State`` again. ``explore`` visits all states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import msgpack
+import pytest
+
+from psync.net.connection import AsIfFrom, OwnRequest
+from psync.net.platform import Parts
+from psync.ps.executor import Executor
+from psync.store.commit_log import CommitLog
+from psync.store.ledger import Ledger
+from psync.sync import step_closer
+from psync.sync.ps_sync import CLOSER, PsSync
+from psync.sync.step import OutgoingStep
+from psync.sync.step_closer import StepCloser, _Here
+from psync.wire import messages as m
+from sync_tools import GROUP, config
+
+BOTH = (0, 1)
+
+
+class Push(NamedTuple):
+    task: str
+    incarnation: int
+    number: int
+    closure: int
+    local: int
+
+    @property
+    def key(self) -> Any:
+        return GROUP, (self.task, self.incarnation), self.number
+
+
+class Worker(NamedTuple):
+    incarnation: int = 1
+    pushes: int = 0
+    push: Push | None = None  # whose answers it waits for
+    sent: tuple[int, int] = (0, 0)  # how often, to each ps
+    heard: tuple[str, str] = ("", "")  # the answer of each ps
+
+
+class Ps(NamedTuple):
+    parts: tuple[Push, ...] = ()
+    step: int | None = None  # None: no step was closed
+    fenced: tuple[tuple[str, int], ...] = ()
+    waiting: tuple[tuple[Push, int], ...] = ()  # requests: a push, and which time it was sent
+    applied: tuple[frozenset[Push], ...] = ()  # of each step
+
+
+class State(NamedTuple):
+    queue: tuple[int, ...]  # closures that do not run
+    faults: tuple[tuple[str, int], ...]  # how many may still happen
+    workers: tuple[Worker, ...] = (Worker(), Worker())
+    ended: frozenset[tuple[int, str]] = frozenset()  # closures, and what they were told
+    wire: frozenset[tuple[Any, ...]] = frozenset()  # from workers, in any order
+    down: tuple[Any, ...] = ()  # from ps 0 to ps 1, in order
+    up: tuple[Any, ...] = ()
+    ps: tuple[Ps, Ps] = (Ps(), Ps())
+    asks: bool = False  # ps 0 has said FollowParts on this connection
+    told: bool | None = None  # and ps 1 has heard it; None: on no connection
+    here: tuple[Any, ...] = ()  # what ps 0 knows of parts
+    rule: bytes = b""
+    closing: tuple[Any, ...] = ()  # the step that is outgoing
+    is_settled: bool = True
+    reported: Any = None
+
+
+class Violation(Exception):
+    pass
+
+
+class Part:
+    """The part of a push on one ps."""
+
+    nbytes = 1
+    body = ()
+
+    def __init__(self, push: Push, ps: int) -> None:
+        self.push, self.key, self.local_step, self.known = push, push.key, push.local, SETS[ps]
+
+
+class Asked(OwnRequest[Any]):
+    """The request of a push, sent for the ``attempt``-th time."""
+
+    __slots__ = ("attempt", "push")
+
+
+class Far(AsIfFrom):
+    """The connection of ps 0, as ps 1 sees it."""
+
+    up: list[Any]
+
+    def notify(self, message: m.Held) -> None:
+        if not self.is_closed:
+            self.up.append(("held", tuple(message.parts)))
+
+
+class Loop:
+    """In place of the event loop: it turns once at the end of an event."""
+
+    create_task = None  # nothing takes long
+
+    def __init__(self) -> None:
+        self.soon: deque[Any] = deque()
+
+    def call_soon(self, *call: Any) -> None:
+        self.soon.append(call)
+
+    def drain(self) -> None:
+        while self.soon:
+            call, *args = self.soon.popleft()
+            call(*args)
+
+
+class KnownGroup:
+    """In place of that of ``sync.step``: it notes which parts it should apply."""
+
+    takes_norms = spread = False
+    norms = outgoing = None
+    number, touched, elsewhere = GROUP, (), 0
+    rule = SimpleNamespace(may_raise=False)
+
+    def __init__(self, cluster: Cluster, applied: Sequence[frozenset[Push]]) -> None:
+        self.config, self.raw, self.applied = cluster.config, cluster.raw, list(applied)
+
+    def keys(self, _: Any) -> tuple[()]:
+        return ()
+
+    def is_alone(self, _: int) -> bool:
+        return False
+
+    def step_of(self, message: m.CloseStep, parts: Any) -> Any:
+        apply = partial(self.applied.append, frozenset(part.push for part, _ in parts))
+        return SimpleNamespace(
+            shards=(), touched=(), number=message.step, nbytes=0, alone=(), known=self, whole=apply
+        )
+
+
+class Others:
+    """In place of ``AllPs``: what ps 0 says to ps 1 waits in ``World.down``."""
+
+    addresses = BOTH
+    world: Any
+
+    def __init__(self, *given: Any) -> None:
+        _, _, self.sync, _, self.heard, *_ = given
+
+    def follow(self, _: Any) -> None:
+        if not self.world.asks:
+            self.world.asks = True
+            self.world.down.append(("follow",))
+
+    def tell(self, message: m.CloseStep, then: Any) -> None:
+        self.world.then = then
+        self.world.down.append(("close", message.step, _hashable(message.pushes)))
+        self.sync.execute(OwnRequest(AsIfFrom((CLOSER, 0), {}, NONE), message, (), _nothing))
+
+
+class World:
+    """A state in which one event is played. Only the ps tasks are made that take part in it."""
+
+    def __init__(self, cluster: Cluster, state: State) -> None:
+        self.cluster, self.state = cluster, state
+        self.queue, self.workers, self.faults = (
+            [*state.queue],
+            [*state.workers],
+            {**dict(state.faults)},
+        )
+        self.ended, self.wire = {*state.ended}, {*state.wire}
+        self.down, self.up, self.asks = [*state.down], [*state.up], state.asks
+        self.reported, self.is_cut, self.then = state.reported, False, NONE
+        self.made: dict[int, Any] = {}
+
+    def ps(self, number: int) -> Any:
+        """Return a ps; ``closer`` is made with ps 0."""
+        if number not in self.made:
+            self.made[number] = self._ps(number, self.state.ps[number])
+            if number == 0:
+                self.closer = self._closer(self.state.here)
+            elif self.state.told is not None:
+                self.far = self._far(is_closed=not self.state.told)
+                self.made[1]._followers.append(self.far)
+        return self.made[number]
+
+    def ps_0(self) -> Any:
+        """Return the closer of ps 0."""
+        self.ps(0)
+        return self.closer
+
+    def _far(self, *, is_closed: bool = False) -> Far:
+        far = Far((CLOSER, 1), {}, NONE, is_closed=is_closed)
+        far.up = self.up
+        return far
+
+    def _ps(self, number: int, state: Ps) -> Any:
+        task, ledger = f"/job:ps/task:{number}", Ledger()
+        for fence in state.fenced:
+            ledger.fence(*fence)
+        executor = Executor(task, 1, STORE, WORK, CommitLog(task, 0))
+        sync: Any = PsSync(PLATFORM, task, STORE, ledger, WORK, NONE, LOCKS, executor, NONE)
+        sync.groups[GROUP] = KnownGroup(self.cluster, state.applied)
+        if state.step is not None:
+            sync.staging.close(GROUP, state.step - 1)
+            sync.staging.applied(GROUP, state.step - 1)
+        for push in state.parts:
+            sync.staging.stage(Part(push, number))
+        for push, attempt in state.waiting:
+            sync.wait(self._ask(number, push, attempt), Part(push, number))
+        return sync
+
+    def _closer(self, here: tuple[Any, ...]) -> Any:
+        sync = self.made[0]
+        closer: Any = StepCloser(PLATFORM, ATTACH, sync, NONE, lambda: None)
+        closer.all_ps.world = self
+        if not self.state.rule:
+            closer.steps.define(GROUP, self.cluster.config, 0)
+            return closer
+        closer.steps.restore(msgpack.unpackb(self.state.rule), {GROUP: self.cluster.config})
+        for key, local, held, push, attempt in here:
+            closer._here[key] = known = _Here(local, set(held))
+            if push is not None:
+                waiting = [each for each in sync._waiting.get(key, ()) if each.attempt == attempt]
+                request = waiting[0] if waiting else self._ask(0, push, attempt)
+                request.over, request.on_given_up = not waiting, request.on_given_up or _nothing
+                known.waits = request, Part(push, 0)
+        for close in closer.steps.closing():
+            sync.groups[GROUP].outgoing = OutgoingStep(close)
+            closer.outgoing._carried.add(GROUP)
+            self.then = partial(closer.outgoing._ended, close)
+        return closer
+
+    def _ask(self, ps: int, push: Push, attempt: int) -> Asked:
+        message = m.Update(push.number, push.number, push.closure, 0, 0, local_step=push.local)
+        then = partial(self._answered, ps, push, attempt)
+        asked = Asked(AsIfFrom(push.key[1], {}, NONE), message, (), then)
+        asked.attempt, asked.push, asked.token = attempt, push, SETS[ps]
+        return asked
+
+    def frozen(self) -> State:
+        """Return the state after the event."""
+        report = self.cluster.report(self.queue, self.workers)
+        if not self.cluster.late and report != self.reported:
+            self.reports(report)
+        LOOP.drain()
+        state = self.state
+        here, rule, closing, is_settled = state.here, state.rule, state.closing, state.is_settled
+        told = state.told and not self.is_cut
+        if 1 in self.made:
+            open_ones = [not each.is_closed for each in self.made[1]._followers]
+            told = any(open_ones) if open_ones else None
+        if 0 in self.made:
+            steps = self.closer.steps
+            made = steps.snapshot()
+            for _, group in made["groups"]:  # counters would only make states differ
+                group |= {"counts": [], "staleness": [], "steps": [0, 0]}
+                group["tokens"][-3:] = [0, 0, 0]
+            rule, is_settled = msgpack.packb(made), steps.is_settled
+            closing = tuple((each.step, _hashable(each.pushes)) for each in steps.closing())
+            here = tuple(
+                (key, each.local_step, tuple(each.held), *_waiting(each.waits))
+                for key, each in sorted(self.closer._here.items())
+            )
+        return State(
+            tuple(self.queue), tuple(self.faults.items()), tuple(self.workers),
+            frozenset(self.ended), frozenset(self.wire), tuple(self.down), tuple(self.up),
+            (self.frozen_ps(0), self.frozen_ps(1)), self.asks, told, here, rule, closing,
+            is_settled, self.reported,
+        )  # fmt: skip
+
+    def frozen_ps(self, number: int) -> Ps:
+        """Return the state of a ps."""
+        sync = self.made.get(number)
+        if sync is None:
+            return self.state.ps[number]
+        return Ps(
+            tuple(sorted(part.push for part in sync.staging.held())),
+            sync.staging.step(GROUP),
+            tuple((task, each.incarnation) for task, each in sorted(sync.ledger._senders.items())),
+            tuple((each.push, each.attempt) for known in sync._waiting.values() for each in known),
+            tuple(sync.groups[GROUP].applied),
+        )
+
+    # Events.
+
+    def begins(self, index: int) -> None:
+        worker, local = self.workers[index], min(_local(ps.step) for ps in self.state.ps)
+        number, task = worker.pushes + 1, f"/job:worker/task:{index}"
+        push = Push(task, worker.incarnation, number, self.queue.pop(0), local)
+        self.workers[index] = Worker(worker.incarnation, number, push)
+        self.wire |= {("part", ps, push, 0) for ps in BOTH}
+
+    def arrives(self, message: tuple[Any, ...]) -> None:
+        self.wire.discard(message)
+        kind, ps, push, attempt = message
+        sync = self.ps(ps)
+        if kind == "part":
+            request = self._ask(ps, push, attempt)
+            try:
+                sync.ledger.check_incarnation(*push.key[1])
+                sync.staging.reserve(push.key, push.local, 1, self.cluster.config)
+                sync.took(request, Part(push, ps))
+            except Exception as exc:
+                request.fail(exc)
+            return
+        for each in [*sync._waiting.get(push.key, ())]:  # caller, connection or worker is gone
+            if each.attempt == attempt:
+                each.give_up()
+        if kind == "fence":
+            below = push.task, push.incarnation + 1
+            sync.ledger.fence(*below)
+            sync.staging.fence(*below)
+            if ps == 0:
+                self.closer.lost(*below)
+
+    def ps_1_hears(self) -> None:
+        kind, *what = self.down.pop(0)
+        sync, message, far = self.ps(1), m.FollowParts(), self._far()
+        if kind == "close":
+            message, far = m.CloseStep(GROUP, None, what[0], [*what[1]]), self.far
+        request = OwnRequest(far, message, (), partial(self._has_closed, what))
+        sync.handlers()[type(message)].run(request)
+
+    def _has_closed(self, what: list[Any], outcome: Any) -> None:
+        if isinstance(outcome, BaseException):
+            raise Violation(str(outcome))
+        self.up.append(("done", what[0]))
+
+    def ps_0_hears(self) -> None:
+        kind, what = self.up.pop(0)
+        closer = self.ps_0()
+        if kind == "held":
+            peer = AsIfFrom(("/job:ps/task:1", 1), {}, NONE)
+            closer.all_ps.heard(OwnRequest(peer, m.Held(1, [*what]), (), _raise))
+        elif self.state.closing and self.state.closing[0][0] == what:
+            self.then([], None)
+
+    def reports(self, report: Any) -> None:
+        closer = self.ps_0()
+        self.reported = alive, queued, in_flight = report
+        actions = closer.steps.members(dict(alive), (), 0.0)
+        closer._perform([*actions, *closer.steps.schedule(queued, in_flight)])
+
+    def joins(self) -> None:
+        self.ps_0().outgoing.close_all(m.FinishSteps())
+
+    # Faults.
+
+    def dies(self, index: int) -> None:
+        self.faults["deaths"] -= 1
+        worker = self.workers[index]
+        self.queue.insert(0, worker.push.closure)
+        self.wire |= {("fence", ps, worker.push, worker.sent[ps]) for ps in BOTH}
+        self.workers[index] = Worker(worker.incarnation + 1)
+
+    def is_lost(self, message: tuple[Any, ...]) -> None:
+        self.wire.discard(message)
+
+    def is_cancelled(self, index: int, unsent: int) -> None:
+        """Its caller is cancelled; or a ps refuses its part, of which the other hears as much."""
+        self.faults["cancels"] -= 1
+        worker = self.workers[index]
+        self.wire.discard(("part", unsent, worker.push, worker.sent[unsent]))
+        self._ends(index, "cancelled")
+
+    def hangs_up(self, index: int, ps: int) -> None:
+        """The connection of a worker to a ps is lost, perhaps with an answer."""
+        self.faults["losses"] -= 1
+        self.wire.add(("gone", ps, self.workers[index].push, self.workers[index].sent[ps]))
+        self._repeats(index, ps)
+
+    def _repeats(self, index: int, ps: int) -> None:
+        worker = self.workers[index]
+        push, sent = worker.push, worker.sent
+        if (
+            push is not None
+            and not worker.heard[ps]
+            and ("part", ps, push, sent[ps]) not in self.wire
+        ):
+            sent = (sent[0] + (ps == 0), sent[1] + (ps == 1))
+            self.workers[index] = worker._replace(sent=sent)
+            self.wire.add(("part", ps, push, sent[ps]))
+
+    def hang_up(self) -> None:
+        """The connection between the ps tasks is lost: ps 0 asks again what was not answered."""
+        self.faults["losses"] -= 1
+        self._reconnect()
+
+    def _reconnect(self) -> None:
+        self.up, self.is_cut = [], True
+        self.down = [("follow",)] * self.asks + [("close", *each) for each in self.state.closing]
+
+    def fails_over(self, ps: int) -> None:
+        """Its backup serves, which has all that was judged; who waits sends its part again."""
+        self.faults["failovers"] -= 1
+        asking = {each.push for each in self.workers}
+        self.wire = {
+            each
+            for each in self.wire
+            if each[1] != ps or each[0] == "fence" or (each[0] == "part" and each[2] in asking)
+        }
+        self._reconnect()
+        self.made[ps] = self._ps(ps, self.state.ps[ps]._replace(waiting=()))
+        if ps == 0:
+            self.down, self.asks = [], False
+            self.closer = self._closer(())
+            self.closer.outgoing.restore()
+        for index in BOTH:
+            self._repeats(index, ps)
+
+    # What workers hear.
+
+    def _answered(self, ps: int, push: Push, attempt: int, outcome: Any) -> None:
+        for index, worker in enumerate(self.workers):
+            if worker.push == push and worker.sent[ps] == attempt:
+                if isinstance(outcome, BaseException):
+                    raise Violation(f"{push} is refused: {outcome!r}")
+                self._hears(index, ps, outcome[0])
+
+    def _hears(self, index: int, ps: int, message: Any) -> None:
+        worker, states, said = self.workers[index], [*map(self.frozen_ps, BOTH)], "done"
+        if ps == 0:
+            said = message.outcome if message.count else f"{message.outcome} early"
+            if message.token > min(each.step or 0 for each in states):
+                raise Violation(f"{worker.push} gets token {message.token} too early")
+        heard = tuple(said if at == ps else worker.heard[at] for at in BOTH)
+        self.workers[index] = worker._replace(heard=heard)
+        if heard[0] and (heard[0] != "accepted" or heard[1]):
+            counts = [any(worker.push in step for step in each.applied) for each in states]
+            if heard[0] == "accepted" and not all(counts):
+                raise Violation(f"{worker.push} is told accepted, and is in the values: {counts}")
+            self._ends(index, heard[0].split()[0])
+
+    def _ends(self, index: int, outcome: str) -> None:
+        worker = self.workers[index]
+        self.wire |= {
+            ("gone", ps, worker.push, worker.sent[ps]) for ps in BOTH if not worker.heard[ps]
+        }
+        self.ended.add((worker.push.closure, outcome))
+        self.workers[index] = Worker(worker.incarnation, worker.pushes)
+
+
+class Cluster:
+    """What may happen, and what must hold.
+
+    Args:
+        needed: Pushes that a step needs.
+        closures: That are scheduled.
+        late: Whether the coordinator's reports may come late.
+        faults: How many of each kind may happen.
+    """
+
+    def __init__(self, needed: int, closures: int, *, late: bool = False, **faults: int) -> None:
+        self.config, self.late = config(needed, 2), late
+        self.raw = self.config.to_config()
+        kinds = ("deaths", "cancels", "losses", "failovers")
+        self.start = State(
+            (*range(closures),), tuple((kind, faults.get(kind, 0)) for kind in kinds)
+        )
+
+    def report(self, queue: Sequence[int], workers: Sequence[Worker]) -> tuple[Any, ...]:
+        """Return what the coordinator says of its workers and closures."""
+        alive = tuple(
+            (f"/job:worker/task:{at}", each.incarnation) for at, each in enumerate(workers)
+        )
+        return alive, bool(queue), tuple(sorted(each.push.closure for each in workers if each.push))
+
+    def events(self, state: State) -> Iterator[tuple[Any, ...]]:
+        """Yield what may happen without a fault: a method of ``World``, and what it is given."""
+        free = [index for index in BOTH if state.workers[index].push is None]
+        if state.queue and free:
+            yield World.begins, free[0]
+        for message in sorted(state.wire, key=repr):
+            if message[0] != "gone" or ("part", *message[1:]) not in state.wire:
+                yield World.arrives, message
+        if state.down:
+            yield (World.ps_1_hears,)
+        if state.up:
+            yield (World.ps_0_hears,)
+        if (report := self.report(state.queue, state.workers)) != state.reported:
+            yield World.reports, report
+        if not state.queue and len(free) == 2 and not state.is_settled and not state.closing:
+            yield (World.joins,)
+
+    def faults(self, state: State) -> Iterator[tuple[Any, ...]]:
+        """Yield what may go wrong."""
+        may = {kind for kind, left in state.faults if left}
+        pushing = {each.push for each in state.workers}
+        for message in sorted(state.wire, key=repr):
+            if message[0] == "part" and message[2] not in pushing:  # its sender is gone
+                yield World.is_lost, message
+        for index, worker in enumerate(state.workers):
+            if worker.push is None:
+                continue
+            coming = [ps for ps in BOTH if ("part", ps, worker.push, worker.sent[ps]) in state.wire]
+            if "deaths" in may:
+                yield World.dies, index
+            if "cancels" in may:
+                yield from ((World.is_cancelled, index, unsent) for unsent in (*coming, -1))
+            if "losses" in may:
+                asked = [ps for ps in BOTH if ps not in coming and not worker.heard[ps]]
+                yield from ((World.hangs_up, index, ps) for ps in asked)
+        if "losses" in may and state.asks:
+            yield (World.hang_up,)
+        if "failovers" in may:
+            yield from ((World.fails_over, ps) for ps in BOTH)
+
+    def check(self, state: State) -> None:
+        """A push counts whole, and each closure at most once."""
+        zero, one = (each.applied for each in state.ps)
+        if any(here != there for here, there in zip(zero, one, strict=False)):
+            raise Violation(f"other pushes are in the values of ps 0, {zero}, than of ps 1, {one}")
+        closures = [push.closure for pushes in zero for push in pushes]
+        if len(closures) != len({*closures}):
+            raise Violation(f"a closure counts twice: {zero}")
+
+    def check_end(self, state: State) -> None:
+        """Nothing is under way: nobody waits, nothing is left, what was told is true."""
+        if left := {*self.start.queue} - {closure for closure, _ in state.ended}:
+            raise Violation(f"closures {sorted(left)} never end")
+        applied = [{push.closure for step in ps.applied for push in step} for ps in state.ps]
+        told = {closure for closure, outcome in state.ended if outcome in ("accepted", "duplicate")}
+        if not told <= applied[0] & applied[1]:
+            raise Violation(f"{sorted(told)} were told that they count, and {applied} do")
+        steps = [_local(ps.step) for ps in state.ps]
+        if steps[0] != steps[1] or len(state.ps[0].applied) != len(state.ps[1].applied):
+            raise Violation(f"a step is not applied everywhere, or twice: {state.ps}")
+        for ps in state.ps:
+            if ps.waiting or any(push.local < steps[0] for push in ps.parts):
+                raise Violation(f"at step {steps[0]} a ps keeps parts or requests: {ps}")
+        if any(local < steps[0] for _, local, *_ in state.here):
+            raise Violation(f"ps 0, at step {steps[0]}, remembers {state.here}")
+
+
+class Explored(NamedTuple):
+    states: int
+    ends: int  # states in which nothing happens any more
+    violation: str = ""
+    history: tuple[str, ...] = ()  # that leads to it, one of the shortest
+
+
+@contextlib.contextmanager
+def played() -> Iterator[None]:
+    """Let there be no loop, and no connections to other ps tasks."""
+    running = asyncio._get_running_loop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_closer, "AllPs", Others)
+        asyncio._set_running_loop(LOOP)
+        try:
+            yield
+        finally:
+            LOOP.soon.clear()
+            asyncio._set_running_loop(running)
+
+
+def explore(cluster: Cluster) -> Explored:
+    """Visit all states, breadth first, until one is wrong."""
+    came: dict[State, Any] = {cluster.start: None}
+    todo, ends = deque([cluster.start]), 0
+    event: tuple[Any, ...] = ()
+    with played():
+        try:
+            while todo:
+                state, event = todo.popleft(), ()
+                cluster.check(state)
+                usual = [*cluster.events(state)]
+                for event in (*usual, *cluster.faults(state)):
+                    world = World(cluster, state)
+                    event[0](world, *event[1:])
+                    following = world.frozen()
+                    if following not in came:
+                        came[following] = state, event
+                        todo.append(following)
+                if not usual:
+                    ends, event = ends + 1, ()
+                    cluster.check_end(state)
+        except Violation as exc:
+            events = [event] if event else []
+            while came[state] is not None:
+                state, event = came[state]
+                events.append(event)
+            told = [" ".join([each[0].__name__, *map(str, each[1:])]) for each in events[::-1]]
+            return Explored(len(came), ends, str(exc), tuple(told))
+    return Explored(len(came), ends)
+
+
+# What stands for the surroundings of a ps.
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _raise(error: Any) -> None:
+    raise error
+
+
+def _local(step: int | None) -> int:
+    return -1 if step is None else step
+
+
+def _hashable(pushes: Any) -> tuple[Any, ...]:
+    return tuple((*each[:4], tuple(each[4])) for each in pushes)
+
+
+def _waiting(waits: Any) -> tuple[Any, int]:
+    return (None, 0) if waits is None else (waits[0].push, waits[0].attempt)
+
+
+LOOP: Any = Loop()
+NONE: Any = None
+PLATFORM: Any = SimpleNamespace(limits=SimpleNamespace(staging_bytes=1 << 40), parts=Parts())
+WORK: Any = SimpleNamespace(is_torn=False, give_up=_raise)
+STORE: Any = SimpleNamespace(failures={})
+LOCKS: Any = SimpleNamespace(num_exclusive=0, begin=_nothing, end=_nothing)
+ATTACH: Any = SimpleNamespace(coordinator=1, ps_addresses=())
+SETS = [
+    SimpleNamespace(
+        optimizer=GROUP, keys=(), wanted=None, spread=False, variable_set=b"w", others=others
+    )
+    for others in ([1], [])
+]

@@ -1,0 +1,150 @@
+"""All interleavings of two workers and two ps tasks, with faults: see ``helpers/interleavings.py``.
+
+A rule that is broken on purpose is found with one of the shortest histories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asked import Asked, peer_of
+from interleavings import Cluster, World, explore, played
+from psync.errors import RemoteProtocolError
+from psync.sync.group import Group
+from psync.sync.outgoing_steps import OutgoingSteps
+from psync.sync.step_closer import StepCloser
+from psync.testing.simulation.mutants import MUTANTS
+from psync.testing.simulation.tight import replaced
+from psync.wire.messages import Held
+from sync_tools import GROUP
+
+SMALL: list[dict[str, Any]] = [
+    {"needed": 2, "closures": 2, "late": True},
+    {"needed": 2, "closures": 2, "failovers": 1},
+    {"needed": 1, "closures": 2, "losses": 1},
+    {"needed": 2, "closures": 2, "cancels": 1},
+    {"needed": 2, "closures": 1, "deaths": 1},
+]
+LARGER: list[dict[str, Any]] = [
+    {"needed": needed, "closures": closures, **faults}
+    for needed in (1, 2)
+    for closures, faults in (
+        (3, {"failovers": 1}),
+        (3, {"losses": 1}),
+        (2, {"deaths": 1}),
+        (2, {"cancels": 1, "losses": 1}),
+        (2, {"cancels": 1, "failovers": 1}),
+        (1, {"deaths": 1, "failovers": 1, "cancels": 1}),
+    )
+]
+
+
+def whole(cluster: dict[str, Any]) -> None:
+    found = explore(Cluster(**cluster))
+    assert not found.violation, "\n    ".join([found.violation, *found.history])
+    assert found.ends > 1
+
+
+@pytest.mark.parametrize("cluster", SMALL, ids=str)
+def test_the_rules_hold_in_whatever_order_it_happens(cluster: dict[str, Any]) -> None:
+    whole(cluster)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cluster", LARGER, ids=str)
+def test_they_hold_for_longer_and_with_more_faults(cluster: dict[str, Any]) -> None:
+    whole(cluster)
+
+
+def test_a_ps_says_what_it_holds_itself() -> None:
+    cluster, peer = Cluster(1, 1), peer_of(("/job:ps/task:1", 1))
+    with played():
+        heard = World(cluster, cluster.start).ps_0().all_ps.heard
+        held = Asked(peer, Held(2, [(GROUP, "/job:worker/task:0", 1, 1, 0)]))
+        with pytest.raises(RemoteProtocolError, match="ps/task:1 says what ps 2 holds"):
+            heard(held)
+
+
+# Broken rules: what takes the place of one, see ``psync.testing.simulation.wrong``.
+
+
+def notes_what_came(original: Callable[..., Any]) -> Any:
+    def took(self: StepCloser, request: Any, part: Any) -> None:
+        calls = self.steps._group(part.key[0])._calls
+        calls.setdefault(request.message.closure, {}).setdefault(0, repr(part.key[1:]).encode())
+        original(self, request, part)
+
+    return took
+
+
+def came_first(_: Callable[..., Any]) -> Any:
+    def was_counted(self: Group, push: Any, final: object) -> bool:
+        this = repr((push.replica, push.number)).encode()
+        return self._calls.get(push.closure, {}).get(0) not in (None, this)
+
+    return was_counted
+
+
+def puts_tokens_at_once(original: Callable[..., Any]) -> Any:
+    def close(self: Group, *, partial: bool) -> Any:
+        made = original(self, partial=partial)
+        self.tokens.put(self.step, self.config.tokens_per_step)
+        return made
+
+    return close
+
+
+def forgets_who_waits(_: Callable[..., Any]) -> Any:
+    def go_on(self: StepCloser, goes: Callable[..., bool]) -> None:
+        self._here = {key: here for key, here in self._here.items() if not goes(key, here)}
+
+    return go_on
+
+
+ONE, TWO = {"needed": 1, "closures": 1}, {"needed": 1, "closures": 2}
+
+BROKEN: dict[str, tuple[Any, dict[str, int], str]] = {
+    "a push counts when all its parts are there": (
+        [(StepCloser, "_is_complete", lambda _: lambda *_: True)],
+        ONE, "which has not come in yet",
+    ),
+    "an intent is recorded when a push counts": (
+        [(StepCloser, "_took", notes_what_came), (Group, "_was_counted", came_first)],
+        ONE | {"deaths": 1}, "[0] were told that they count, and [set(), set()] do",
+    ),
+    "there are tokens when all ps tasks have applied a step": (
+        [(Group, "close", puts_tokens_at_once)], ONE, "token 1 too early",
+    ),
+    "a push that waits for parts is judged when its step is closed": (
+        [(StepCloser, "_go_on", forgets_who_waits)], TWO, "closures [1] never end",
+    ),
+    "a push whose values are old is stale": (
+        [(Group, "age", lambda _: lambda *_: 0)], TWO, "which has not come in yet",
+    ),
+    "a promoted ps 0 carries the step that is outgoing": (
+        [(OutgoingSteps, "restore", lambda _: lambda _: None)],
+        ONE | {"failovers": 1}, "closures [0] never end",
+    ),
+    **{
+        MUTANTS[name].breaks: (MUTANTS[name].where, cluster, said)
+        for name, cluster, said in (
+            ("fence_drops_parts", ONE | {"deaths": 1}, "which has not come in yet"),
+            ("held_is_told_once", TWO | {"losses": 1}, "closures [0, 1] never end"),
+            ("parts_stay", TWO, "keeps parts"),
+            ("step_raised_again", ONE | {"losses": 1}, "which has not come in yet"),
+            ("sync_second_run_counts", ONE | {"deaths": 1}, "a closure counts twice"),
+            ("unnamed_is_summed", TWO, "other pushes are in the values"),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule_is_found(rule: str) -> None:
+    changes, cluster, said = BROKEN[rule]
+    with replaced(changes):
+        found = explore(Cluster(**cluster))
+    assert said in found.violation, "\n    ".join([found.violation, *found.history])
