@@ -16,10 +16,8 @@ from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message
 from psync.wire.messages import (
     ApplyGradient,
-    AskOptimizer,
     CreateShards,
     DefineAccumulator,
-    DefineOptimizer,
     DefinePlan,
     InitTokens,
     KeepPart,
@@ -74,10 +72,9 @@ TEMPLATES: list[tuple[Message, tuple[int, ...]]] = [
     (Update(10, 0, -1, 0, 7, factors=[0.5]), ()),
     (LockShards(1, [(0, 0), (2, 0)], 5.0), ()),
     (Update(11, 0, -1, 0, 5, lock=1), (16,)),
-    (DefineOptimizer(3, ADAM), ()),
+    (SetOptimizer(3, ADAM), ()),
     (SetOptimizer(3, ADAM, 7, Constant(0.25).to_config()), ()),
     (SetSlots(3, ADAM, [(0, 0, "m"), (2, 0, "v")]), (16, 64)),
-    (AskOptimizer(3, ADAM), ()),
     (DefineAccumulator("g", "dense", "float32", [2], "MEAN", "", False, 0), ()),
     (ApplyGradient(12, 0, -1, 0, "g", [2], None, 0, 1.0), (8,)),
     (DefineAccumulator("s", "sparse", "float32", None, "MEAN", "per_index", False, 0), ()),

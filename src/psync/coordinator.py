@@ -430,7 +430,7 @@ class Coordinator:
         )  # fmt: skip
         self.links.endpoint.handlers.update({
             messages.ClosureResults: Handler(self._results),
-            messages.GivenBack: Handler(self._given_back),
+            messages.GiveBack: Handler(self._given_back),
             messages.FetchFunction: Handler(self._fetch_function),
             messages.FetchArguments: Handler(self._fetch_arguments),
             messages.ReachCollective: Handler(self.gangs.reached),
@@ -847,7 +847,7 @@ class Coordinator:
             self.workers.note_error(worker, f"{closure}: {type_name}: {text}"[:MAX_ERROR_CHARS])
             self.perform(actions)
 
-    def _given_back(self, request: Request[messages.GivenBack]) -> None:
+    def _given_back(self, request: Request[messages.GiveBack]) -> None:
         if self.workers.current(request.peer) is not None:
             self.perform(self._queue.given_back(request.peer.task, request.message.closures))
 
@@ -855,7 +855,7 @@ class Coordinator:
         function = self.functions.lookup(request.message.key)
         if function is None:
             raise UsageError(f"{request.peer.task} asked for a function that is no longer needed")
-        request.answer(messages.Function(function.name), function.payload.segments)
+        request.answer(messages.Text(function.name), function.payload.segments)
 
     def _fetch_arguments(self, request: Request[messages.FetchArguments]) -> None:
         number = request.message.closure

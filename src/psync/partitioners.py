@@ -204,6 +204,10 @@ def _positive(what: str, value: int) -> int:
 _DEVICE = re.compile(r"/job:ps(?:/replica:0)?/task:([0-9]{1,7})(?:/device:CPU:0)?")
 
 
+PACKED_BYTES = 1 << 20
+"""So much is placed on ps 0 together: a step over it takes one message to the ps, and one back."""
+
+
 class Placement(Protocol):
     """The rule that spreads shards over the ps tasks."""
 
@@ -216,13 +220,16 @@ class Placer:
     """Places the shards of one strategy and records the load of each ps.
 
     "round_robin" takes the next ps for each shard, regardless of size, so a variable of two shards
-    uses both of two ps tasks. "least_bytes" takes the ps with the fewest bytes of variables; ties
+    uses both of two ps tasks. "packed" takes ps 0 as long as its shards are at most
+    ``PACKED_BYTES`` together, then the one with the fewest bytes; ties go to the last.
+    "least_bytes" takes the ps with the fewest bytes of variables; ties
     go to the first. Pinned and colocated variables count. Slots of optimizers do not, but they are
     created beside their variables with the same size, so they even out as well.
 
     Args:
         num_ps: Number of ps tasks, at least 1.
-        placement: "round_robin", "least_bytes", or an object with ``place(nbytes) -> ps index``.
+        placement: "round_robin", "least_bytes", "packed", or an object with ``place(nbytes) -> ps
+            index``.
 
     Raises:
         ConfigurationError: The placement is none of these.
@@ -240,9 +247,16 @@ class Placer:
             self._choose = lambda nbytes: next(turns)
         elif placement == "least_bytes":
             self._choose = lambda nbytes: loads.index(min(loads))
+        elif placement == "packed":
+            self._choose = lambda nbytes: (
+                0
+                if loads[0] + nbytes <= PACKED_BYTES
+                else min(range(num_ps), key=lambda ps: (loads[ps], -ps))
+            )
         else:
             self._choose = getattr(placement, "place", None)
-            what = "'round_robin', 'least_bytes' or an object with place(nbytes) -> ps index"
+            what = "'round_robin', 'least_bytes', 'packed' or an object with place(nbytes)"
+            what += " -> ps index"
             fits = callable(self._choose) and not isinstance(placement, str)
             check_fits(fits, f"placement: expected {what}", placement)
 

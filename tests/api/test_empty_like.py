@@ -10,13 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+import memory_cluster
 import psync
 from memory_cluster import TWO_SHARDS, MemoryCluster, running
 from psync.testing import MemoryNetwork
+from psync.testing.link import Direction
+from psync.testing.simulation.tight import tightened
+from psync.wire.frames import SMALL_BODY_BYTES
 
 pytestmark = pytest.mark.timeout(30)
 
 LARGE = (300, 200)  # float32: 234 KiB, half of it on each ps
+SMALL = (30, 20)
 OVERWRITTEN = np.float32(1e30)
 
 
@@ -161,3 +166,86 @@ async def test_synchronous_steps_are_of_what_was_pushed_though_it_is_overwritten
             assert (await w.read() == int(await global_step.read())).all()
             for n in range(2):
                 assert cluster.ps(f"ps-{n}").statistics()["network"]["bytes_borrowed"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        (LARGE, {}),
+        (SMALL, {"lent": 0}),
+        (LARGE, {"lent": 1 << 20, "small bodies": 1 << 20}),
+    ],
+    ids=["large", "small and lent", "large and copied"],
+)
+async def test_a_synchronous_push_that_returns_before_its_step_is_closed_counts_as_it_was(
+    shape: tuple[int, int], sizes: dict[str, float]
+) -> None:
+    network = MemoryNetwork(chunk=(1 << 16, 1 << 20), shares_memory=True)
+    with tightened(sizes):
+        async with running(MemoryCluster(2, 1, network=network)) as cluster:
+            strategy = cluster.strategy(TWO_SHARDS)
+            async with psync.ClusterCoordinator(strategy) as coordinator:
+                with strategy.scope():
+                    w = psync.Variable(np.zeros(shape, np.float32), name="w")
+                    global_step = psync.get_or_create_global_step()
+                optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
+                await optimizer.init_tokens(global_step, 1)
+
+                async def step() -> list[int]:
+                    counts = []
+                    for _ in range(2):  # there is a token for the first one, before the second
+                        gradient = psync.empty_like(w)
+                        gradient.fill(-1)
+                        result = await optimizer.apply_gradients([(gradient, w)], global_step)
+                        gradient.fill(OVERWRITTEN)
+                        counts.append(result.count)
+                    return counts
+
+                assert await coordinator.schedule(step) == [0, 2]
+                assert (await w.read() == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_rows"),
+    [(LARGE, False), (LARGE, True), ((2, SMALL_BODY_BYTES // 4), False)],
+    ids=["large", "rows", "just small"],
+)
+async def test_a_synchronous_push_that_is_cancelled_reads_no_gradient_afterwards(
+    shape: tuple[int, int], is_rows: bool
+) -> None:
+    network = MemoryNetwork(chunk=(1 << 16, 1 << 20))
+
+    def to_ps_1() -> list[Direction]:
+        links = network.links("ps-1")
+        return [link.to_server for link in links if link.ends.client_host == "worker-0"]
+
+    async def step() -> None:
+        gradient = np.full(shape, -1, np.float32)
+        rows = psync.IndexedSlices(gradient, np.arange(len(gradient)), shape)
+        pairs = [(rows if is_rows else gradient, w)]
+        await psync.pull(w)
+        push = asyncio.ensure_future(optimizer.apply_gradients(pairs, global_step))
+        push.add_done_callback(lambda _: gradient.fill(OVERWRITTEN))
+        ways = []
+        while not any(way.buffered_bytes > SMALL_BODY_BYTES for way in ways):
+            await asyncio.sleep(0)
+            ways = memory_cluster.shared["to_ps_1"]()
+        for way in ways:
+            way.stall()
+        push.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        for way in ways:
+            way.flow()
+        await asyncio.gather(push, return_exceptions=True)
+
+    async with running(MemoryCluster(2, 1, network=network)) as cluster:
+        strategy = cluster.strategy(TWO_SHARDS)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.zeros(shape, np.float32), name="w")
+                global_step = psync.get_or_create_global_step()
+            optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
+            memory_cluster.shared["to_ps_1"] = to_ps_1
+            await coordinator.schedule(step)
+    network.check()

@@ -19,7 +19,6 @@ from psync.wire.messages import (
     CloseStep,
     Contributed,
     DefineAccumulator,
-    DefineOptimizer,
     DefinePlan,
     Done,
     EndTakes,
@@ -44,7 +43,6 @@ from psync.wire.messages import (
     Pushed,
     ReportSchedule,
     SetGroups,
-    SetMembers,
     StepApplied,
     StepMeasured,
     TakeGradient,
@@ -151,12 +149,6 @@ def message_words(message: Message) -> str:
             return f"StepApplied {message.step}" + (", failed" if message.failure else "")
         case BeginGroup():
             return f"BeginGroup at step {message.step}"
-        case SetMembers():
-            missing = ", ".join(map(task_words, message.missing))
-            who = ", ".join(task_words(*each) for each in message.alive) or "nobody"
-            more = "" if message.queued else f"; closures {message.in_flight} are the last"
-            missing = f"; missing: {missing}" if missing else ""
-            return f"SetMembers at {message.now:g} s: {who}{missing}{more}"
         case Tick():
             return f"Tick at {message.now:g} s"
         case ForgetPush():
@@ -165,12 +157,10 @@ def message_words(message: Message) -> str:
             return f"Fence, {task_words(message.task)} below {message.below}"
         case FinalBelow():
             return f"FinalBelow closure {message.closure}"
-        case DefineOptimizer():
-            return f"DefineOptimizer {message.optimizer}"
         case CheckState():
             return f"CheckState {message.number}"
         case SetGroups():
-            steps = [f"step {max(step, 0)}" for _, _, step in message.groups]
+            steps = [f"step {max(step, 0)}" for _, _, step, _ in message.groups]
             return f"SetGroups, {', '.join(steps) or 'none'}"
         case HoldPush():
             return f"HoldPush, push {message.push}{_to(message)}"
@@ -195,7 +185,12 @@ def message_words(message: Message) -> str:
         case Gate() | OpenGate() | Freeze():
             return f"{name} {message.cut}"
         case ReportSchedule():
-            return f"ReportSchedule {message.version}"
+            missing = ", ".join(map(task_words, message.missing))
+            who = ", ".join(task_words(*each) for each in message.workers) or "nobody"
+            last = [closure for closure, _ in message.in_flight]
+            more = "" if message.queued else f"; closures {last} are the last"
+            missing = f"; missing: {missing}" if missing else ""
+            return f"ReportSchedule {message.version} at {message.now:g} s: {who}{missing}{more}"
         case Done():
             return "done"
         case Pushed():
@@ -209,7 +204,7 @@ def message_words(message: Message) -> str:
                      for ps, task, _, number in message.others]  # fmt: skip
             return "gated" + (f"; elsewhere: {', '.join(parts)}" if parts else "")
         case AccumulatorState():
-            return f"{message.outcome}, {message.count} held, step {message.step}"
+            return f"{message.outcome or 'defined'}, {message.count} held, step {message.step}"
         case GradientTaken():
             return f"{message.count} taken, step {message.step}"
     return name
@@ -218,8 +213,8 @@ def message_words(message: Message) -> str:
 def entry_words(client: tuple[str, int], message: Message) -> str:
     """Name an entry of a log."""
     own = isinstance(
-        message, BeginGroup | SetMembers | Tick | CloseStep | NormsMeasured | StepApplied
-        | DefineOptimizer | CheckState | SetGroups | FinishSteps,
+        message, BeginGroup | ReportSchedule | Tick | CloseStep | NormsMeasured | StepApplied
+ | CheckState | SetGroups | FinishSteps,
     )  # fmt: skip
     words = message_words(message)
     return words if own else f"{words}, from {task_words(*client)}"
@@ -247,7 +242,7 @@ def state_words(sections: Sequence[Any]) -> Iterator[str]:
             f"held: push {push} of {task_words(task, born)} at step {max(0, local_step)}, "
             f"{nbytes} bytes"
         )
-    for _, step, _, outgoing in decided:
+    for _, step, *_, outgoing in decided:
         if step is not None:
             yield f"group: step {step - 1} is closed here"
         if outgoing:

@@ -51,12 +51,12 @@ from psync.wire.messages import (
     Done,
     FetchFunction,
     FinalBelow,
-    Function,
     Hello,
     Pulled,
     Read,
     SetAccumulatorStep,
     Statistics,
+    Text,
     Update,
 )
 from psync.wire.tensors import to_bytes_view
@@ -149,7 +149,7 @@ async def test_both_sides_ask_and_bodies_come_whole_to_where_either_wants_them(
         return halves(prepared[-1][1])
 
     def name(request: Request[FetchFunction]) -> None:
-        request.answer(Function(f"{request.peer.task} asked for {request.message.key!r}"))
+        request.answer(Text(f"{request.peer.task} asked for {request.message.key!r}"))
 
     network, address = places(tmp_path)[place]()
     handlers: Handlers = {
@@ -160,7 +160,7 @@ async def test_both_sides_ask_and_bodies_come_whole_to_where_either_wants_them(
     async with connected(network, handlers, handlers, address=address) as pair:
         for peer, who in ((pair.peer, WORKER), (pair.back, PS)):
             answer = await peer.call(FetchFunction(b"f"))
-            assert answer.message == Function(f"{who} asked for b'f'")
+            assert answer.message == Text(f"{who} asked for b'f'")
             assert not answer.segments
         await asyncio.gather(pair.peer.ping(), pair.peer.ping(), pair.back.ping())
         for sizes in ([], [0], [5], [0, 3, 0], [70 * KIB], [70 * KIB, 0, 1], [MIB, 9]):

@@ -38,12 +38,10 @@ from psync.wire.messages import (
     Done,
     Failure,
     GiveBack,
-    GivenBack,
     Pulled,
     PullRows,
     Pushed,
     Read,
-    RowsPulled,
     RunClosures,
     RunReplica,
     Shutdown,
@@ -269,7 +267,7 @@ def test_the_coordinator_shows_what_it_has_sent_until_the_results_come() -> None
     for message in sent:
         chief.frame(1.0, WORKER, Kind.NOTIFY, 0, message, sent=True)
     came = [(number, "ok", 0, None) for number in (1, 2)]
-    chief.frame(2.0, WORKER, Kind.NOTIFY, 0, GivenBack([3, 5]), sent=False)
+    chief.frame(2.0, WORKER, Kind.NOTIFY, 0, GiveBack([3, 5]), sent=False)
     chief.frame(3.0, WORKER, Kind.NOTIFY, 0, ClosureResults(came, 0.1), sent=False)
     chief.frame(3.5, WORKER, Kind.NOTIFY, 0, ClosureResults([], 0.1), sent=False)
     chief.frame(4.0, WORKER, Kind.NOTIFY, 0, ClosureResults([(4, "ok", 0, None)], 1), sent=False)
@@ -290,7 +288,7 @@ def test_requests_tell_bytes_variables_and_what_became_of_them() -> None:
     worker.frame(2.9, PS, Kind.NOTIFY, 0, every, sent=True)
     exchange(worker, ps, 2, (3.0, 3.5, 4.0, 4.1), Read(6), Pulled([]))
     rows = PullRows([(9, 0, 1, 0, 1, 1)], -1, "")
-    exchange(worker, ps, 3, (5.0, 5.1, 5.2, 5.3), rows, RowsPulled([]))
+    exchange(worker, ps, 3, (5.0, 5.1, 5.2, 5.3), rows, Pulled([]))
     sent, served, _ = drawn(worker, ps, chief)
     args = {"closure": 7, "step": 31, "outcome": "accepted", "variables": "w0, w1"}
     assert sent[0] == ("to ps-0", "Update", 1.0, 3.0, {**args, "bytes sent": 400})

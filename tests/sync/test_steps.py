@@ -395,7 +395,7 @@ def test_values_of_before_the_first_step_are_those_of_where_the_group_began() ->
     (answer,) = steps.push(1, -1)
     assert isinstance(answer, Answer)
     expected = Contributed(GROUP, "stale", 1, 41, False, 0, [(GROUP, 41)])
-    assert answer.message([(GROUP, 41)]) == expected
+    assert answer.message(False, [(GROUP, 41)]) == expected
 
 
 @pytest.mark.parametrize("is_over", [True, False])

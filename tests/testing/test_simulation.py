@@ -9,11 +9,15 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import psync
+from psync.specs import marked_after
+from psync.store.push_counts import PushCount
 from psync.sync.group import Group
 from psync.testing.simulation.__main__ import main
 from psync.testing.simulation.drawing import SHAPES, drawn
@@ -21,6 +25,7 @@ from psync.testing.simulation.journal import Closure, Run
 from psync.testing.simulation.mutants import MUTANTS, mutated
 from psync.testing.simulation.plan import Batch, Call, ClosurePlan, Fault, Plan, Trigger
 from psync.testing.simulation.processes import Process, ProcessLoop
+from psync.testing.simulation.ps_oracle import _faults_of_count
 from psync.testing.simulation.run import Report, simulate
 from psync.testing.simulation.shrink import shrunk
 from psync.testing.simulation.sweep import Job, hunt, run_all
@@ -329,6 +334,39 @@ def test_what_a_rollback_has_left_of_a_run_that_was_cut_short_may_be_a_part(
     found, before = np.array([0.0, 1.0]), np.zeros(2)
     seen = Seen(closure, "done", "duplicate", found, before, False, True, False)
     assert Rows("rows", plan, 1).wrong(seen) == said
+
+
+def _ps(index: int, count: PushCount) -> Any:
+    store = SimpleNamespace(optimizers={3: SimpleNamespace(count=count)})
+    return SimpleNamespace(
+        task=f"/job:ps/task:{index}", _index=index, services=SimpleNamespace(store=store)
+    )
+
+
+def test_a_ps_may_be_the_last_to_hear_that_the_number_of_pushes_was_set() -> None:
+    """The number is set on ps 1 first, which has counted two pushes that ps 0 has no part of."""
+    counts = [PushCount(), PushCount()]
+    ps_0, ps_1 = (_ps(index, count) for index, count in enumerate(counts))
+
+    def faults(*, at_rest: bool = False) -> list[str]:
+        of_both = [(ps_0, ps_1), (ps_1, ps_0)]
+        found = [_faults_of_count(one, [other], at_rest=at_rest) for one, other in of_both]
+        return [said for each in found for _, said in each]
+
+    for _ in range(2):
+        counts[1].push()
+    assert (
+        "task:0: optimizer 3: knows of 0 pushes elsewhere, there are 2" in faults(at_rest=True)[0]
+    )
+    counts[0].hear(1, 0, [(0, 2)], 0)
+    assert faults() == faults(at_rest=True) == []
+    counts[1].set(marked_after(0, 7))
+    assert faults() == []
+    assert len(faults(at_rest=True)) == 1
+    counts[0].set(marked_after(0, 7))
+    assert faults() == faults(at_rest=True) == []
+    counts[0].elsewhere += 1
+    assert "knows of 1 pushes elsewhere, there are 0" in faults()[0]
 
 
 # Mutants.

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from psync.errors import ConfigurationError, PartitionError
 from psync.partitioners import (
+    PACKED_BYTES,
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
@@ -205,6 +206,13 @@ def test_each_shard_goes_where_the_fewest_bytes_are_and_of_equals_to_the_first()
     assert [placer.place("v", nbytes) for nbytes in sizes] == [0, 1, 2, 1, 2, 2, 1]
 
 
+def test_what_is_small_lies_on_ps_0_together_until_that_is_full() -> None:
+    placer = Placer(3, "packed")
+    sizes = [8 << 20, 8, PACKED_BYTES - 8, 1, 2, 8 << 20]
+    assert [placer.place("v", nbytes) for nbytes in sizes] == [2, 0, 0, 1, 1, 1]
+    assert Placer(1, "packed").place("v", 8 << 20) == 0
+
+
 @settings(deadline=None)
 @given(st.integers(1, 5), st.lists(st.integers(0, 1000), min_size=1))
 def test_by_bytes_no_ps_has_more_than_the_largest_shard_above_another(
@@ -254,7 +262,7 @@ def test_a_placement_is_a_known_name_or_has_place() -> None:
     for placement in ["least", "", None, 3]:
         with pytest.raises(
             ConfigurationError,
-            match="placement: expected 'round_robin', 'least_bytes' or an object",
+            match="placement: expected 'round_robin', 'least_bytes', 'packed' or an object",
         ):
             Placer(2, placement)
 

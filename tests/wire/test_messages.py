@@ -53,7 +53,6 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.Pushed("accepted", 10), "9526a861636365707465640ac000"),
     (m.Pushed("accepted", 10, [(4, 7)]), "9526a861636365707465640a9192040700"),
     (m.PullRows([(3, 0, 7, 0, 0, 0)], -1, ""), "94489196030007000000ffa0"),
-    (m.RowsPulled([(4, 7)]), "9249919204" + "07"),
     (m.AttachPs(1, ["a"], 1.5, moves=3), "96200191a161cb3ff8000000000000c203"),
     (m.PsAttached([("rule", "a", 3)]), "92cc899193a472756c65a16103"),
     (
@@ -65,12 +64,10 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.FinalBelow(5, 2), "93280502"),
     (m.MeasurePush(2, 9), "93500209"),
     (m.Measured([(0.5, 1.0)]), "92519192cb3fe0000000000000cb3ff0000000000000"),
-    (m.DefineOptimizer(3, {"a": 1}), "93290381a16101"),
-    (m.AskOptimizer(3, {}), "937f0380"),
     (m.OptimizerState(9, 5, 4), "947c090504"),
     (m.TellCounts([(3, {}, 5, [(1, 4)])]), "92cc989194038005" + "91920104"),
     (m.SetSlots(3, {}, [(0, 1, "m")]), "947d038091930001a16d"),
-    (m.SetOptimizer(3, {}, -1, None), "957e0380ffc0"),
+    (m.SetOptimizer(3, {}), "957e0380ffc0"),
     (m.LockShards(1, [(0, 1)], 5.0), "94730191920001cb4014000000000000"),
     (m.UnlockShards(1), "927401"),
     (
@@ -86,13 +83,11 @@ GOLDEN: list[tuple[Message, str]] = [
     ),
     (m.SetAccumulatorStep(1, 1, -1, 0, "a", 4), "97400101ff00a16104"),
     (m.EndTakes("a", 3, [4]), "9444a161039104"),
-    (m.AskAccumulator("a"), "9245a161"),
     (m.KeepPart(9, 1), "932a0901"),
     (
         m.Contributed(9, "accepted", 0, 4, False, 2, [(4, 7)]),
-        "982d09a861636365707465640004c20291920407",
+        "992d09a861636365707465640004c20291920407c2",
     ),
-    (m.SyncStep(4), "922f04"),
     (m.InitTokens(9, {}, -1), "94320980ff"),
     (m.FollowParts(), "915a"),
     (m.Held(1, [(9, "w", 7, 1, -1)]), "935b01919509a1770701ff"),
@@ -105,25 +100,21 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.AwaitWaiters(), "910f"),
     (
         m.ReportSchedule(1, [("v", 7)], ["w"], False, [(5, "v")]),
-        "9631019192a1760791a177c2919205a176",
+        "9731019192a1760791a177c2919205a176cb0000000000000000",
     ),
     (m.FinishSteps(), "9147"),
     (m.TickClock(1, 2, 3), "9438010203"),
     (m.CheckState(3, b"d", 7), "94cc8703c4016407"),
     (m.BeginGroup(9, {"name": "g"}, 3), "941e0981a46e616d65a16703"),
     (m.ForgetPush(9, 3), "93cc800903"),
-    (
-        m.SetMembers(1.5, [("w", 7)], ["v"], True, [5]),
-        "96cc81cb3ff80000000000009192a1770791a176c39105",
-    ),
     (m.Tick(1.5), "92cc82cb3ff8000000000000"),
     (m.NormsMeasured(9, 4, [(0, 0.5)], None), "95cc830904919200cb3fe0000000000000c0"),
     (m.StepApplied(9, 4, b"f"), "94cc840904c40166"),
     (m.EndSteps("r"), "92cc85a172"),
-    (m.SetGroups([(9, {"name": "g"}, -1)], [9]), "936091930981a46e616d65a167ff9109"),
+    (m.SetGroups([(9, {"name": "g"}, -1, 2)], [9]), "936091940981a46e616d65a167ff029109"),
     (m.HoldPush(9, 3, 2, 6, None), "96cc8609030206c0"),
     (m.HoldGradients("a", 2, 1.5, [3], 0), "967aa16102cb3ff8000000000000910300"),
-    (m.HoldTake("a", "w", 7, 1, 2, 4, b"t"), "9879a161a17707010204c40174"),
+    (m.HoldTake("a", 2, b"t"), "9479a16102c40174"),
     (
         m.KeepAnswers([("w", 7, 3, 5, 1, b"g")], [(5, 1, b"A a", "a")]),
         "937b9196a17707030501c4016791940501c403412061a161",
@@ -150,7 +141,6 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.GrantCoordinator(1, 2), "936c0102"),
     (m.AskServed(True), "9206c3"),
     (m.ServedHere([(0, "a", 7, 1, 2, -1, 0)], [(1, 7, 3)]), "9307919700a161070102ff009193010703"),
-    (m.DescribeShards(), "916e"),
     (m.AdoptShards(4, True), "937804c3"),
     (m.RunClosures([(5, b"key", 1, [2])]), "93119194" + "05c4036b6579019102c0"),
     (m.RunClosures([], [(5, 3)]), "931190" + "91920503"),
@@ -174,10 +164,8 @@ GOLDEN: list[tuple[Message, str]] = [
         "991000020301a16fa17091a161cb3ff8000000000000",
     ),
     (m.GiveBack([5]), "92129105"),
-    (m.GivenBack([5]), "92139105"),
     (m.CancelClosures([5]), "92149105"),
     (m.FetchFunction(b"key"), "9216c4036b6579"),
-    (m.Function("f"), "9217a166"),
     (m.FetchArguments(5), "921805"),
     (m.Arguments(1, [2]), "9319019102"),
     (m.ReleaseIterators(["u"]), "921a91a175"),
@@ -198,7 +186,7 @@ def test_messages_have_these_bytes_and_come_back() -> None:
 
 
 def test_each_message_is_explained_and_has_a_number_of_its_own() -> None:
-    assert len({kind.code for kind in CLASSES}) == len(CLASSES) > 100
+    assert len({kind.code for kind in CLASSES}) == len(CLASSES) > 70
     for kind in CLASSES:
         assert kind.__doc__
         assert kind.code > 0

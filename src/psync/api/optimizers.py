@@ -194,7 +194,7 @@ class Slot:
         """
         operation = f'read of slot "{self.name}" of "{self.variable.name}"'
         optimizer, runtime = self.optimizer, await self.optimizer._runtime(operation, self.variable)
-        await runtime.ps.define_optimizer(optimizer.number, optimizer._config)
+        await runtime.ps.set_optimizer(optimizer.number, optimizer._config)
         plan = runtime.ps.plan((self.variable.spec.with_dtype(self.dtype),))
         (array,) = await runtime.ps.pull(plan, optimizer=optimizer.number, slot=self.name)
         return array
@@ -251,7 +251,7 @@ class Iterations:
         """
         optimizer = self.optimizer
         runtime = await optimizer._runtime("read of iterations")
-        pushes = await runtime.ps.num_pushes(optimizer.number, optimizer._config)
+        pushes = await runtime.ps.set_optimizer(optimizer.number, optimizer._config)
         return optimizer._rule.iteration(pushes)
 
     async def assign(self, step: int) -> None:

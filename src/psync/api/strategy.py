@@ -108,7 +108,10 @@ class ParameterServerStrategy(Scope):
         variable_partitioner: Function (shape, dtype) → number of shards for each axis (only the
             first may be above 1). None: variables are not sharded.
         placement: Choice of the ps for the next shard: "round_robin"; "least_bytes", the ps with
-            the fewest bytes of variables so far; or an object with ``place(nbytes) -> ps index``.
+            the fewest bytes of variables so far; "packed", ps 0 up to 1 MiB of variables, then as
+            "least_bytes"; or an object with ``place(nbytes) -> ps index``. A synchronous step of
+            a model that lies on ps 0 alone takes two messages for each worker: the other ps tasks
+            are not asked. A variable that is cut is placed shard by shard.
         ps_recovery: Behaviour when a ps dies. "checkpoint": all ps tasks roll back to the newest
             checkpoint that a ``CheckpointManager`` has saved. "backup": every ps has a backup ps in
             the process of another ps task. It takes over within a second, and no acknowledged

@@ -555,7 +555,7 @@ class SyncReplicasOptimizer(Optimizer):
     def _local_step_of_push(self, runtime: Runtime) -> int:
         """Return the step of the values that a push's gradients come from; -1: the first."""
         pulled = runtime.pulled
-        lowest = pulled.lowest(self.number)
+        lowest = pulled.lowest(self.number, runtime.sync.alone(self.number))
         pulled.forget(self.number)
         if lowest is not None and not self._sync.tensorflow_compat:
             return lowest

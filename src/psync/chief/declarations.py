@@ -31,7 +31,7 @@ from psync.store.reattach import Adoption, Holding, Orders, partial_updates
 from psync.store.snapshot_state import NewOptimizer
 from psync.store.untrusted_json import read_json, to_json
 from psync.wire.limits import Limits
-from psync.wire.messages import AdoptShards, CreateShards, DescribeShards, Done
+from psync.wire.messages import AdoptShards, CreateShards, Done
 from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
@@ -441,16 +441,12 @@ class Creation:
 
         Cancellation: Safe.
         """
-        links = self._ps.links
-        answers = await all_of([ask(link, DescribeShards(), Done) for link in links])
-        holdings = [
-            read_json(b"".join(held), Holding, f"{link.task}: what it holds")
-            for link, (_, held) in zip(links, answers, strict=True)
-        ]
+        nothing = [Orders()] * len(self._ps.links)
+        holdings = await self._order(nothing, lineage=0, last=False)
         adoption = Adoption(holdings)
         if adoption.is_empty:
             logger.info("the ps tasks are empty: all variables start with their initial values")
-            await self._order([Orders() for _ in holdings], lineage=lineage, last=True)
+            await self._order(nothing, lineage=lineage, last=True)
             return
         self.left, self.partial_updates = adoption, partial_updates(holdings)
         if self.partial_updates:
@@ -460,10 +456,15 @@ class Creation:
                 "attached", self.partial_updates,
             )  # fmt: skip
 
-    async def _order(self, orders: Sequence[Orders], *, lineage: int, last: bool) -> None:
-        """Let each ps do what was decided."""
-        message, each = AdoptShards(lineage, last), zip(self._ps.links, orders, strict=True)
-        await all_of([ask(link, message, Done, [to_json(what)]) for link, what in each])
+    async def _order(self, orders: Sequence[Orders], *, lineage: int, last: bool) -> list[Holding]:
+        """Let each ps do what was decided; return what nobody has adopted by then."""
+        message, links = AdoptShards(lineage, last), self._ps.links
+        each = zip(links, orders, strict=True)
+        answers = await all_of([ask(link, message, Done, [to_json(what)]) for link, what in each])
+        return [
+            read_json(b"".join(held), Holding, f"{link.task}: what it holds")
+            for link, (_, held) in zip(links, answers, strict=True)
+        ]
 
     async def ensure(self, *, last: bool = False) -> None:
         """Create everything that is declared, or adopt it.
@@ -572,7 +573,7 @@ class Creation:
 
 
 def as_sent(shard: ShardSpec) -> tuple[str, int, int, int, list[int], str]:
-    """Return a shard as CreateShards and CheckShards describe it."""
+    """Return a shard as CreateShards describes it."""
     return (
         shard.variable, shard.variable_id, shard.index, shard.offset, list(shard.shape),
         shard.dtype,

@@ -64,8 +64,12 @@ class PulledSteps:
             before, named, lowest = self._groups.get(group, (0, 0, step))
             self._groups[group] = before, named + 1, min(lowest, step) if named else step
 
-    def lowest(self, group: int) -> int | None:
+    def lowest(self, group: int, alone: int = UNNAMED) -> int | None:
         """Return the lowest step of ``group`` in all answers since ``forget``.
+
+        Args:
+            group: Its number.
+            alone: Answers that do not name it are of this step, or a later one.
 
         Returns:
             None: there were none. -1: some answer did not name the group.
@@ -73,7 +77,9 @@ class PulledSteps:
         before, named, lowest = self._groups.get(group, (0, 0, UNNAMED))
         if self._answers == before:
             return None
-        return lowest if named == self._answers - before else UNNAMED
+        if named == self._answers - before:
+            return lowest
+        return min(lowest, alone) if named else alone
 
     def forget(self, group: int) -> None:
         """A push was made in ``group``: for its next one only later pulls count."""

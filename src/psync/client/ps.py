@@ -453,7 +453,7 @@ class PsClient:
             each, inverse = distinct(rows, sort=len(spec.shards) > 1)
         landed = self.empty((len(each), *row), dtype)
         calls = [self._rows_call(parts) for parts in _messages_of(_parts_of(spec, each, landed))]
-        answers = Answers(messages.RowsPulled, "a pull of rows", calls, "the rows")
+        answers = Answers(messages.Pulled, "a pull of rows", calls, "the rows")
         if calls:
             with self.work.pull:
                 for pulled in await answers.send().all():
@@ -746,16 +746,6 @@ class PsClient:
 
     # Optimizers.
 
-    async def define_optimizer(self, optimizer: int, config: dict[str, Any]) -> None:
-        """Make an optimizer known to all ps tasks, so that its slots can be read.
-
-        Raises:
-            ParameterServerLost: A ps is gone.
-
-        Cancellation: Safe.
-        """
-        await self._ask_all(messages.DefineOptimizer(optimizer, config), messages.Done)
-
     async def set_slot(
         self,
         variable: VariableSpec,
@@ -795,14 +785,18 @@ class PsClient:
         *,
         step: int = -1,
         learning_rate: dict[str, Any] | None = None,
-    ) -> None:
-        """Let an optimizer go on with another step or learning rate, on all ps tasks.
+    ) -> int:
+        """Make an optimizer known to all ps tasks; let it go on with another step or rate.
 
         Args:
             optimizer: Its number.
             config: Defines it.
             step: Pushes that it has applied; -1: as they are.
             learning_rate: Config of a schedule; None: as it is.
+
+        Returns:
+            How many pushes of it were applied, or synchronous steps: never less than have
+            returned, and exact while none is under way.
 
         Raises:
             ConfigurationError: The learning rate is none.
@@ -811,41 +805,17 @@ class PsClient:
         Cancellation: Some ps tasks have heard of it, others have not.
         """
         if step >= 0:  # one mark for all, whoever of them hears of it once more
-            step = marked_after(await self._marked_pushes(optimizer, config), step)
-        await self._ask_all(
-            messages.SetOptimizer(optimizer, config, step, learning_rate), messages.Done
-        )
+            step = marked_after(await self._set_optimizer(optimizer, config), step)
+        return count_of(await self._set_optimizer(optimizer, config, step, learning_rate))
 
-    async def num_pushes(self, optimizer: int, config: dict[str, Any]) -> int:
-        """Return how many pushes of an optimizer were applied, or synchronous steps.
-
-        Never less than have returned, and exact while none is under way.
-
-        Args:
-            optimizer: Its number.
-            config: Defines it.
-
-        Raises:
-            ParameterServerLost: A ps is gone.
-
-        Cancellation: Safe.
-        """
-        return count_of(await self._marked_pushes(optimizer, config))
-
-    async def _marked_pushes(self, optimizer: int, config: dict[str, Any]) -> int:
-        answers = await self._ask_all(
-            messages.AskOptimizer(optimizer, config), messages.OptimizerState
-        )
-        return total_of((answer.base, answer.own, answer.steps) for answer in answers)
-
-    async def _ask_all(self, message: Message, kind: type[M]) -> list[M]:
-        """Ask all ps tasks the same; again, if they rolled back meanwhile."""
-        timeline, answers = -1, list[M]()
+    async def _set_optimizer(self, *fields: Any) -> int:
+        """Return how many pushes were applied, marked; again, if ps tasks rolled back meanwhile."""
+        timeline, message = -1, messages.SetOptimizer(*fields)
         while self.timeline != timeline:
             timeline = self.timeline
             calls = [Call(link, always(message)) for link in self.links]
-            answers = await Answers(kind, type(message).__name__, calls).send().all()
-        return answers
+            answers = await Answers(messages.OptimizerState, "SetOptimizer", calls).send().all()
+        return total_of((answer.base, answer.own, answer.steps) for answer in answers)
 
 
 def _read_of(
@@ -1077,10 +1047,10 @@ class AccumulatorClient:
         return received
 
     async def state(self, place: Place) -> messages.AccumulatorState:
-        """Return how far an accumulator is. Cancellation: safe."""
-        link, question = self._ps.links[place.ps], messages.AskAccumulator(place.definition.name)
-        kind = messages.AccumulatorState
-        state, _ = await self._of_defined(place, lambda: ask(link, question, kind))
+        """Define an accumulator; return how far it is. Cancellation: safe."""
+        link, timeline = self._ps.links[place.ps], self._ps.timeline
+        state, _ = await ask(link, place.definition, messages.AccumulatorState)
+        self._timelines[place.definition.name] = timeline
         return state
 
     async def _of_defined(self, place: Place, work: Callable[[], Awaitable[T]]) -> T:
@@ -1092,8 +1062,7 @@ class AccumulatorClient:
         while True:
             timeline = self._ps.timeline
             if self._timelines.get(name) != timeline:
-                await ask(self._ps.links[place.ps], place.definition, messages.Done)
-                self._timelines[name] = timeline
+                await self.state(place)
             try:
                 return await work()
             except UnknownVariableError:

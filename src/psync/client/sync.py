@@ -32,9 +32,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from psync.client.counters import Numbers
 from psync.client.link import Answers, Call, PsLink, always, ask
@@ -54,7 +54,7 @@ from psync.net.connection import Connection
 from psync.numerics.memory import BlockPool
 from psync.numerics.rows import IndexedSlices
 from psync.wire import messages
-from psync.wire.frames import SMALL_BODY_BYTES, Frame
+from psync.wire.frames import LENT_ABOVE_BYTES, SMALL_BODY_BYTES, Frame, flat
 
 GOOD_FOR_S = 0.001
 """A step that has not let go of the loop for so long has computed, or read something."""
@@ -169,6 +169,7 @@ class _Group:
 
     pushes: Numbers = field(default_factory=Numbers)
     token: int | None = None  # the last one
+    alone: int = -1  # until this step nothing of it was on another ps than 0, as far as known
 
 
 NOTHING = Request(0, 0)
@@ -203,6 +204,11 @@ class SyncClient:
         """Return the last token that this task got, or None before the first."""
         known = self._groups.get(group)
         return None if known is None else known.token
+
+    def alone(self, group: int) -> int:
+        """Return up to which step a group was on ps 0 alone, as far as this task knows; or -1."""
+        known = self._groups.get(group)
+        return -1 if known is None else known.alone
 
     async def contribute(
         self,
@@ -290,18 +296,19 @@ class SyncClient:
                     asyncio.get_running_loop().call_soon(landing.make_room)  # meanwhile
                 came = await answers.all()
             except BaseException:
-                if plan.nbytes > SMALL_BODY_BYTES:
-                    with contextlib.suppress(PsyncError):
-                        await self._let_go(group, number, answers, copied)
+                with contextlib.suppress(PsyncError):
+                    await self._let_go(group, number, answers, copied)
                 raise
             finally:
                 pushes.answered(number)
             (answer,) = [each for each in came if isinstance(each, messages.Contributed)]
             # It counts in a step up to its local step; later tokens come when that is applied.
             is_over = answer.outcome != "accepted" or answer.token > local_step >= 0
-            if plan.nbytes > SMALL_BODY_BYTES and (answers.missing or not is_over):
+            if answers.missing or not is_over:
                 await self._let_go(group, number, answers, copied or is_over)
         known.token = answer.token
+        if answer.alone:
+            known.alone = answer.token
         if ahead is not None:
             if landing is not None:
                 landing.steps = [each.steps for each in came if each.steps is not None]
@@ -333,7 +340,7 @@ class SyncClient:
         """Send all parts of a push."""
         answers.send()
 
-    def _let_go(self, group: int, push: int, asked: Answers[Any], copied: bool) -> Awaitable[None]:
+    async def _let_go(self, group: int, push: int, asked: Answers[Any], copied: bool) -> None:
         """Let nobody read any more where the caller has the gradients of a push.
 
         Neither what is on its way, nor, unless that is ``copied``, a part that is held where it is.
@@ -346,9 +353,11 @@ class SyncClient:
         region_of, keep = self._ps.memory.own_region_of, messages.KeepPart(group, push)
         calls, lent = [], list[memoryview]()
         for call, outcome in zip(asked.calls, asked.outcomes, strict=True):
-            views = [each for each in call.segments if isinstance(each, memoryview) and len(each)]
+            if call.nbytes <= min(SMALL_BODY_BYTES, LENT_ABOVE_BYTES):
+                continue  # it was copied when it was sent
+            _, views = flat(call.segments)
             if not copied:
-                lent += filter(region_of, views)
+                lent += filter(region_of, cast(list[memoryview], views))
             if views and (outcome is None or not copied):  # it comes behind what is on its way
                 calls.append(Call(call.link, always(keep), lane=call.lane))
 
@@ -358,7 +367,8 @@ class SyncClient:
             finally:
                 await self._ps.memory.returned(lent)
 
-        return self._ps.outgoing.shielded(kept)
+        if calls:
+            await self._ps.outgoing.shielded(kept)
 
     async def init_tokens(self, group: int, config: dict[str, Any], count: int) -> int:
         """Put the initial tokens of a group, if nobody has yet; return the group's step.
@@ -370,5 +380,5 @@ class SyncClient:
         Cancellation: Safe; they may have been put.
         """
         tokens = messages.InitTokens(group, config, count)
-        present, _ = await ask(self._ps.links[0], tokens, messages.SyncStep)
-        return present.step
+        present, _ = await ask(self._ps.links[0], tokens, messages.Number)
+        return present.value

@@ -776,12 +776,12 @@ class Connection(asyncio.BufferedProtocol):
         buffers: list[Buffer] = [head] if loan is not None else [head, *body]
         if self._closing:
             return buffers
-        nbytes += len(head)
-        if loan is not None or (body and nbytes > SMALL_BODY_BYTES):  # no header is overtaken
+        if loan is not None or nbytes > SMALL_BODY_BYTES:  # no header is overtaken
             self._waiting.append((buffers, loan))
             if len(self._waiting) == 1:
                 self._go_on_writing()
             return buffers
+        nbytes += len(head)
         frame = b"".join(buffers) if body else head
         if self._waiting and self._in_order:
             self._waiting.append(([frame], None))

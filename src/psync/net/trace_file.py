@@ -437,7 +437,7 @@ def _results(log: TaskLog, names: Names) -> Iterator[Slice]:
     for at, is_sent, peer, message in log.told:
         if is_sent:
             sent.update(((peer, closure[0]), at) for closure in _closures_of(message))
-        elif isinstance(message, messages.GivenBack):
+        elif isinstance(message, messages.GiveBack):
             for number in message.closures:
                 sent.pop((peer, number), None)
         elif isinstance(message, messages.ClosureResults) and message.results:

@@ -81,7 +81,6 @@ from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     AccumulatorState,
     ApplyGradient,
-    AskAccumulator,
     DefineAccumulator,
     Done,
     EndTakes,
@@ -193,11 +192,6 @@ class Accumulators:
             EndTakes: Handler(
                 lambda request: self._do(nobodys(request.peer.client, request.message))
             ),
-            AskAccumulator: Handler(
-                lambda request: request.answer(
-                    self._known(request.peer.client, request.message.accumulator).state()
-                )
-            ),
         }
 
     def replayed(self) -> dict[type[Message], Handler]:
@@ -285,6 +279,7 @@ class Accumulators:
             self.hosted[message.name] = HostedAccumulator(message)
         elif known.definition != message:
             raise other_parameters(known.definition, message)
+        request.answer(self.hosted[message.name].state())
 
     # What changes an accumulator.
 
@@ -405,7 +400,7 @@ class Accumulators:
         changed = bool(
             hosted.withdraw(lambda each: each.client == client and each.sequence in message.takes)
         )
-        if message.acked_below:  # the ledger forgets those below; this number is not used up
+        if not message.takes:  # the ledger forgets those below; this number is not used up
             hosted.takes.judge(client, message.acked_below, message.acked_below, None, 0, 0)
             changed |= self._acknowledged(hosted, client, message.acked_below)
         return self._serve([hosted]) if changed else None
@@ -525,15 +520,11 @@ class Accumulators:
 
     def _hold_take(self, request: Request[HoldTake]) -> None:
         message, hosted = request.message, self.hosted[request.message.accumulator]
-        client = message.task, message.incarnation
-        ticket = hosted.takes.judge(client, message.take, message.acked_below, None, 0, 0)
+        ticket = hosted.takes.judge(request.peer.client, message.take, 0, None, 0, 0)
         assert isinstance(ticket, Fresh), "each take is told once"
-        if message.num_required:
-            hosted.enter(ticket, message.num_required)
-        elif message.taken:
-            taken = cast(GradientTaken, decode(message.taken))
-            count = 1 if taken.dense_shape is None else 2
-            hosted.takes.record(ticket, (taken, request.segments or [NO_BYTES] * count))
+        taken = cast(GradientTaken, decode(message.taken))
+        count = 1 if taken.dense_shape is None else 2
+        hosted.takes.record(ticket, (taken, request.segments or [NO_BYTES] * count))
         request.answer(Done())
 
     def _keep(self, request: Request[KeepAnswers]) -> None:
@@ -585,7 +576,7 @@ def _name(request: Request[TakeGradient]) -> tuple[Client, str, int]:
 
 
 def _takes_of(name: str, hosted: HostedAccumulator) -> Iterator[Listed]:
-    """Yield a message for each client, and for each of its takes."""
+    """Yield what each client has said of its takes, and those that have their answers."""
     kept: list[Answer] = []
 
     def pack(answer: object) -> bytes | None:
@@ -594,20 +585,16 @@ def _takes_of(name: str, hosted: HostedAccumulator) -> Iterator[Listed]:
         kept.append(cast(Answer, answer))
         return encode(kept[-1][0])
 
-    acked: dict[Client, int] = {}
     for sender in hosted.takes.snapshot(pack).senders:
-        client, below = (sender.task, sender.incarnation), sender.acked_below
-        acked[client] = below
-        yield NOBODY, HoldTake(name, *client, below, below, 0, b""), ()
+        client = sender.task, sender.incarnation
+        yield client, EndTakes(name, sender.acked_below, []), ()
         for number, _, taken in sender.answers:
             _, segments = kept.pop(0)
             body = [cast(memoryview, each) for each in segments]
-            yield NOBODY, HoldTake(name, *client, below, number, 0, taken), body
+            yield client, HoldTake(name, number, taken), body
     for take in hosted.rule.waiting:
         ticket: Ticket = take.owner
-        below = acked[ticket.client]
-        message = HoldTake(name, *ticket.client, below, ticket.sequence, take.num_required, b"")
-        yield NOBODY, message, ()
+        yield ticket.client, TakeGradient(name, ticket.sequence, 0, take.num_required), ()
 
 
 def pack_accumulators(

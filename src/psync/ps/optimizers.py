@@ -23,8 +23,6 @@ from psync.specs import dtype_of
 from psync.store.store import ShardStore, Work
 from psync.wire.codec import Message
 from psync.wire.messages import (
-    AskOptimizer,
-    DefineOptimizer,
     Measured,
     MeasurePush,
     OptimizerState,
@@ -66,16 +64,10 @@ class OptimizerService:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            DefineOptimizer: Handler(self._define),
             SetSlots: Handler(self._set_slots, self._prepare_slots),
             SetOptimizer: Handler(self._set_optimizer),
-            AskOptimizer: Handler(self._ask_optimizer),
             MeasurePush: Handler(self._measure, self._prepare_measure),
         }
-
-    def _define(self, request: Request[DefineOptimizer]) -> None:
-        message = request.message
-        self._store.define_optimizer(message.optimizer, message.config)
 
     def _prepare_slots(self, request: Request[SetSlots]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
@@ -117,11 +109,7 @@ class OptimizerService:
         if message.step >= 0:
             store.set_count(optimizer, message.step)
             self._counted()
-
-    def _ask_optimizer(self, request: Request[AskOptimizer]) -> None:
-        message = request.message
-        self._store.define_optimizer(message.optimizer, message.config)
-        request.answer(OptimizerState(*self._store.push_count(message.optimizer).counts))
+        request.answer(OptimizerState(*store.push_count(optimizer).counts))
 
     # Norms.
 

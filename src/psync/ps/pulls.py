@@ -27,7 +27,7 @@ from psync.store.store import Key, ShardStore, Work
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
 from psync.wire.limits import Limits
-from psync.wire.messages import Pulled, PullRows, Read, RowsPulled
+from psync.wire.messages import Pulled, PullRows, Read
 from psync.wire.tensors import Joined
 
 
@@ -202,7 +202,7 @@ class PsPulls:
             for _ in _begun(store, message, one, memory):
                 pass
             segments.append(memory[one.start : one.start + one.nbytes])
-        request.answer(RowsPulled(self.closed.steps), segments)
+        request.answer(Pulled(self.closed.steps), segments)
 
     async def _pull_rows_slowly(
         self, request: Request[PullRows], wanted: Sequence[WantedRows], memory: memoryview
@@ -216,7 +216,7 @@ class PsPulls:
             work = await self._work.when_idle(_begun, store, message, one, memory)
             await self._work.finish(work)
             segments.append(memory[one.start : one.start + one.nbytes])
-        request.answer(RowsPulled(steps), segments)
+        request.answer(Pulled(steps), segments)
 
     def _wanted(
         self, store: ShardStore, message: PullRows, body: Sequence[memoryview]

@@ -24,7 +24,6 @@ from psync.wire.codec import Message
 from psync.wire.messages import (
     AdoptShards,
     AttachPs,
-    DescribeShards,
     Done,
     GrantCoordinator,
     Number,
@@ -80,7 +79,6 @@ class Succession:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            DescribeShards: Handler(self._describe),
             AdoptShards: Handler(self._adopt),
             GrantCoordinator: Handler(self._grant),
         }
@@ -139,10 +137,6 @@ class Succession:
             self._settling.cancel()
             await asyncio.wait((self._settling,))
 
-    def _describe(self, request: Request[DescribeShards]) -> None:
-        self._process.check_coordinator(request.peer)
-        request.answer(Done(), [to_json(self.former.describe())])
-
     def _adopt(self, request: Request[AdoptShards]) -> None:
         message, services = request.message, self._ps.services
         self._process.check_coordinator(request.peer)
@@ -154,7 +148,7 @@ class Succession:
             self.former.drop()
         if message.lineage:
             self.former.lineage = message.lineage
-        request.answer(Done())
+        request.answer(Done(), [to_json(self.former.describe())])
 
     def _grant(self, request: Request[GrantCoordinator]) -> None:
         """Answer with an incarnation above all that was granted, and that anybody has seen.

@@ -128,7 +128,8 @@ class OutgoingSteps(Changing):
         """Let every ps that has not done so apply a step."""
         self._carried.add(known.number)
         norms, passes = known.norms, list[str]()
-        if known.takes_norms and len(self._all_ps.addresses) > 1 and not outgoing.is_measured:
+        is_whole = known.is_alone(outgoing.close.step) or len(self._all_ps.addresses) < 2
+        if known.takes_norms and not is_whole and not outgoing.is_measured:
             norms = StepNorms(known.rule)
             passes = norms.passes_together(spread=known.spread)
         self._go_on(outgoing, norms, passes)

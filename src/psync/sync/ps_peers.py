@@ -93,6 +93,8 @@ class AllPs:
     def tell(self, message: CloseStep, then: Then) -> None:
         """Tell every ps of a step, all at once. It is carried as far as it goes.
 
+        Where nothing of the group is elsewhere so far no other is told.
+
         What ps 0 itself refuses at once no other is told.
 
         Args:
@@ -119,7 +121,8 @@ class AllPs:
         # It runs to completion, but it may wait for a lock, or in the log.
         request = OwnRequest(AsIfFrom(FROM_CLOSER, {}, self._start), message, (), told)
         try:
-            others = self._others()
+            known = self._sync.groups[message.group]
+            others = () if known.is_alone(message.step) else self._others()
             missing += len(others)
             self._sync.execute(request)
         except Exception as exc:

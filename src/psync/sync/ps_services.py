@@ -55,12 +55,10 @@ from psync.sync.tokens import Replica
 from psync.wire.closure_numbers import unpack_kept
 from psync.wire.codec import Message
 from psync.wire.messages import (
-    AskOptimizer,
     AttachPs,
     AwaitWaiters,
     CheckState,
     CreateShards,
-    DefineOptimizer,
     Done,
     EndSteps,
     Fence,
@@ -76,13 +74,10 @@ from psync.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-NOT_JUDGED = frozenset({Read, LockShards, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer})
+NOT_JUDGED = frozenset({Read, LockShards, SetSlots, SetOptimizer})
 """What the ledger does not look at, and a process that does not serve its ps must refuse."""
 
-LOGGED = (
-    CreateShards, Fence, FinalBelow, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer,
-    TellCounts,
-)  # fmt: skip
+LOGGED = (CreateShards, Fence, FinalBelow, SetSlots, SetOptimizer, TellCounts)
 """What changes a ps as soon as it comes, beside what is admitted: entries as they are."""
 
 
@@ -219,7 +214,9 @@ class PsServices:
         touches: dict[type[Message], Touches] = {
             CreateShards: copied_by,
             SetSlots: lambda message: [(each[0], each[1]) for each in message.members],
-            SetOptimizer: lambda _: self.store.keys(),
+            SetOptimizer: lambda message: (
+                [] if message.step < 0 and message.learning_rate is None else self.store.keys()
+            ),
         }
         for kind in LOGGED:
             handlers[kind] = self.executor.logged(handlers[kind], touches.get(kind))

@@ -193,7 +193,8 @@ class PsSync:
             self.store.define_optimizer(group, config.optimizer)
             ps, variable, index = config.global_step
             here = (variable, index) if ps == self._index else None
-            known = self.groups[group] = KnownGroup(self.store, group, raw, config, here)
+            elsewhere = -1 if here and not (self._index or config.averages) else 0
+            known = self.groups[group] = KnownGroup(self.store, group, raw, config, here, elsewhere)
         elif known.config != config:
             raise ConfigurationError(
                 f"{known.config.name} on {self._task}: a different configuration than at first: "
@@ -571,8 +572,8 @@ class PsSync:
 
     def set_groups(self, message: SetGroups) -> None:
         """Know the groups that the one knows whose backup this is."""
-        for group, config, step in message.groups:
-            self.known(group, config)
+        for group, config, step, elsewhere in message.groups:
+            self.known(group, config).elsewhere = elsewhere
             if step >= 0:
                 self.staging.close(group, step - 1)
                 self.staging.applied(group, step - 1)
@@ -587,7 +588,7 @@ class PsSync:
             for group, replica, push in [part.key]
         )
         decided = sorted(
-            [group, self.staging.step(group), known.spread, known.outgoing and [
+            [group, self.staging.step(group), known.spread, known.elsewhere, known.outgoing and [
                 known.outgoing.close.step, known.outgoing.is_measured]]
             for group, known in self.groups.items()
             if self.staging.step(group) is not None or known.outgoing is not None
@@ -608,7 +609,10 @@ class PsSync:
             # The plan may have gone, as its client defines others now.
             entries += [(replica, part.known.header, ()), (replica, holding, part.body)]
         steps = dict(self.staging.steps)
-        groups = [(group, raw, steps.get(group, -1)) for group, raw in self.raw_configs().items()]
+        groups = [
+            (group, known.raw, steps.get(group, -1), known.elsewhere)
+            for group, known in self.groups.items()
+        ]
         state = SetGroups(groups, [group for group, known in self.groups.items() if known.spread])
         packed = () if rule is None else (to_bytes_view(bytes_of(msgpack.packb(rule))),)
         entries.append((FROM_CLOSER, state, packed))

@@ -38,11 +38,12 @@ class Answer:
     partial: bool  # whether it was counted in a step that was closed as a partial one
     count: int  # pushes in the step that it was counted in; 0: that is not closed, or there is none
 
-    def message(self, steps: list[tuple[int, int]] | None) -> Contributed:
+    def message(self, alone: bool, steps: list[tuple[int, int]] | None) -> Contributed:
         """Return it as it travels, with how far each group is in the values that go with it."""
         return Contributed(
-            self.group, self.outcome, self.staleness, self.token, self.partial, self.count, steps
-        )
+            self.group, self.outcome, self.staleness, self.token, self.partial, self.count, steps,
+            alone,
+        )  # fmt: skip
 
 
 class Refuse(NamedTuple):

@@ -108,6 +108,11 @@ class KnownGroup:
         raw: The configuration as it came.
         config: The same.
         global_step: If that is here.
+        elsewhere: See there.
+
+    Attributes:
+        elsewhere: On ps 0, the first step of which other ps tasks are told; -1: nothing of the
+            group is there so far. On another one 0.
     """
 
     def __init__(
@@ -117,12 +122,14 @@ class KnownGroup:
         raw: dict[str, Any],
         config: SyncConfig,
         global_step: Key | None,
+        elsewhere: int,
     ) -> None:
         self.store = store
         self.number = number
         self.raw = raw
         self.config = config
         self.global_step = global_step
+        self.elsewhere = elsewhere
         self.rule = store.rule(number)
         self.norms = StepNorms(self.rule)  # of steps that need none
         self.takes_norms = clips_norms(self.rule.options) or self.rule.takes_norms
@@ -132,6 +139,10 @@ class KnownGroup:
         self.one: np.ndarray | None = None  # by which the global step is raised
         self._averages: list[Average] | None = None  # that are kept here; None: not looked up yet
         self._layout = Layout((), -1, (), 0, ())  # of the last step whose pushes were alike
+
+    def is_alone(self, step: int) -> bool:
+        """Return whether ps 0 tells no other of a step: nothing of the group is there before it."""
+        return self.elsewhere < 0 or step < self.elsewhere
 
     @property
     def averages(self) -> list[Average]:

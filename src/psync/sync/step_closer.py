@@ -5,7 +5,7 @@ with the time at which it came; so the backup of ps 0 is told the same, and has 
 
     Update           the same       ─► SyncSteps.contribute → Answer, Refuse: to who waits for that
     (group is new)   BeginGroup     ─► SyncSteps.define
-    ReportSchedule   SetMembers     ─► SyncSteps.members, schedule
+    ReportSchedule   the same       ─► SyncSteps.members, schedule
     FinishSteps      the same       ─► SyncSteps.finish → Close: decided; it is carried
     a deadline       Tick           ─► SyncSteps.tick       to every ps (``outgoing_steps``)
     nobody waits     ForgetPush     ─► SyncSteps.forget
@@ -22,7 +22,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -54,11 +54,10 @@ from psync.wire.messages import (
     Held,
     InitTokens,
     NormsMeasured,
+    Number,
     ReportSchedule,
     SetGroups,
-    SetMembers,
     StepApplied,
-    SyncStep,
     Tick,
     Update,
 )
@@ -166,7 +165,7 @@ class StepCloser:
             SetGroups: Handler(self._restore),
             ForgetPush: Handler(forget),
             BeginGroup: replay(self._define),
-            SetMembers: replay(self._set_members),
+            ReportSchedule: replay(self._set_members),
             Tick: replay(self._tick),
             NormsMeasured: replay(self.outgoing.note_factors),
             StepApplied: replay(self.outgoing.note_applied),
@@ -291,8 +290,10 @@ class StepCloser:
         group, replica, push = part.key
         self._sync.ledger.check_incarnation(*replica)
         self._sync.staging.stage(part)
-        if known.spread:
-            self._sync.groups[group].spread = True
+        here = self._sync.groups[group]
+        here.spread = here.spread or known.spread
+        if known.others and here.elsewhere < 0:
+            here.elsewhere = self.steps.present(group)
         self._perform(
             self.steps.contribute(
                 group,
@@ -325,7 +326,7 @@ class StepCloser:
             await self._begin(message.group)
             self._check()
         await self._sync.executor.run(request.peer.client, message, self._put_initial)
-        request.answer(SyncStep(self.steps.present(message.group)))
+        request.answer(Number(self.steps.present(message.group)))
 
     def _put_initial(self, message: InitTokens) -> None:
         self._perform(self.steps.init_tokens(message.group, message.count))
@@ -378,16 +379,13 @@ class StepCloser:
         """Note a report of the coordinator, unless a newer one was there."""
         if message.version > self._report_version:
             self._report_version = message.version
-            closures = [closure for closure, _ in message.in_flight]
-            members = SetMembers(
-                self._clock.now(), message.workers, message.missing, message.queued, closures
-            )
-            self._note(members, self._set_members)
+            self._note(replace(message, now=self._clock.now()), self._set_members)
 
-    def _set_members(self, message: SetMembers) -> None:
+    def _set_members(self, message: ReportSchedule) -> None:
         self._clock.note(message.now)
-        actions = self.steps.members(dict(message.alive), message.missing, message.now)
-        self._perform([*actions, *self.steps.schedule(message.queued, message.in_flight)])
+        actions = self.steps.members(dict(message.workers), message.missing, message.now)
+        closures = [closure for closure, _ in message.in_flight]
+        self._perform([*actions, *self.steps.schedule(message.queued, closures)])
 
     def lost(self, task: str, below: int) -> None:
         """Incarnations of ``task`` below ``below`` are over, says an entry: they wait no more."""
@@ -420,7 +418,9 @@ class StepCloser:
                 if isinstance(action, Refuse):
                     self._sync.fail(key, action.error)
                 else:
-                    self._sync.answer(key, action.message, brings=action.count > 0)
+                    alone = self._sync.groups[action.group].is_alone(action.token - 1)
+                    made = functools.partial(action.message, alone)
+                    self._sync.answer(key, made, brings=action.count > 0)
         if HOSTED not in self.outgoing.pauses and self._over is None:
             deadline = self.steps.next_deadline()
             if deadline != self._clock.deadline:

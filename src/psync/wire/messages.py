@@ -123,7 +123,7 @@ class AttachPs(Message, code=32):
     """The coordinator takes a ps into its cluster; answered by PsAttached.
 
     A coordinator incarnation that the ps has not seen yet fences the older one, and what was held
-    for that is dropped, or kept to be adopted; see ``DescribeShards``.
+    for that is dropped, or kept to be adopted; see ``AdoptShards``.
     """
 
     coordinator: int
@@ -214,9 +214,10 @@ class Pulled(Message, code=35):
 
 
 class PullRows(Message, code=72):
-    """Some rows of shards, or of one slot of each. Answered by RowsPulled.
+    """Some rows of shards, or of one slot of each. Answered by Pulled.
 
     Segments: one for each part whose step is 0, its ``count`` row numbers (int64, in any order).
+    Of the answer: the rows of each part, in the order in which it names them.
     """
 
     # (variable id, shard index, count, start, stop, step). Rows are local, they count from the
@@ -224,12 +225,6 @@ class PullRows(Message, code=72):
     parts: list[tuple[int, int, int, int, int, int]]
     optimizer: int  # -1: the values themselves
     slot: str
-
-
-class RowsPulled(Message, code=73):
-    """Segments: the rows of each part, in the order in which it names them."""
-
-    steps: list[tuple[int, int]]  # as in Pulled
 
 
 class Numbered(Message):
@@ -295,21 +290,6 @@ class Pushed(Message, code=38):
 # Optimizers, and what they keep: set from outside by a program that restores it.
 
 
-class OfOptimizer(Message):
-    """Base of messages that define an optimizer."""
-
-    optimizer: int
-    config: dict[str, Any]
-
-
-class DefineOptimizer(OfOptimizer, code=41):
-    """Make an optimizer known before its first push; answered by Done."""
-
-
-class AskOptimizer(OfOptimizer, code=127):
-    """How many pushes has an optimizer applied? Answered by OptimizerState."""
-
-
 class OptimizerState(Message, code=124):
     """As of now, see ``store.push_counts.Counts``."""
 
@@ -318,17 +298,24 @@ class OptimizerState(Message, code=124):
     steps: int
 
 
-class SetSlots(OfOptimizer, code=125):
+class SetSlots(Message, code=125):
     """Values for slots of shards; idempotent. Segments: one per member. Answered by Done."""
 
+    optimizer: int
+    config: dict[str, Any]  # defines it
     members: list[tuple[int, int, str]]  # variable id, shard index, slot
 
 
-class SetOptimizer(OfOptimizer, code=126):
-    """Let an optimizer go on otherwise; idempotent. Answered by Done."""
+class SetOptimizer(Message, code=126):
+    """Make an optimizer known, and let it go on otherwise; idempotent.
 
-    step: int  # pushes that it has applied, marked with a new epoch; -1: as it is
-    learning_rate: dict[str, Any] | None  # config of a schedule; None: as it is
+    Answered by OptimizerState: how far it is then.
+    """
+
+    optimizer: int
+    config: dict[str, Any]  # defines it
+    step: int = -1  # pushes that it has applied, marked with a new epoch; -1: as it is
+    learning_rate: dict[str, Any] | None = None  # config of a schedule; None: as it is
 
 
 # Between ps tasks.
@@ -371,7 +358,7 @@ class UnlockShards(Message, code=116):
 class DefineAccumulator(Message, code=62):
     """Make an accumulator known; idempotent, and refused if it is another than at first.
 
-    Answered by Done.
+    Answered by AccumulatorState: how far it is.
     """
 
     name: str
@@ -441,13 +428,7 @@ class EndTakes(Message, code=68):
 
     accumulator: str
     acked_below: int  # the client will not ask for smaller numbers again
-    takes: list[int]  # that may be asked for again
-
-
-class AskAccumulator(Message, code=69):
-    """How far is an accumulator? Answered by AccumulatorState."""
-
-    accumulator: str
+    takes: list[int]  # that may be asked for again; then nothing is said of the others
 
 
 # Synchronous steps and staleness clocks. A *group* is one SyncReplicasOptimizer, by its number.
@@ -485,16 +466,14 @@ class Contributed(Message, code=45):
     partial: bool  # the step that it was counted in was closed with fewer than the target
     count: int  # pushes in the step that it was counted in, if that is closed; else 0
     steps: list[tuple[int, int]] | None = None  # as in Pushed
-
-
-class SyncStep(Message, code=47):
-    """The group's present step; -1 if nobody has pushed yet."""
-
-    step: int
+    alone: bool = False  # until the token's step nothing of the group was on another ps
 
 
 class InitTokens(OfGroup, code=50):
-    """Put the initial tokens of a group, once; answered by SyncStep. ``count`` -1: the default."""
+    """Put the initial tokens of a group, once. ``count`` -1: the default.
+
+    Answered by Number, the present step of the group; -1 if nobody has pushed yet.
+    """
 
     config: dict[str, Any]
     count: int
@@ -562,7 +541,8 @@ class AwaitWaiters(Message, code=15):
 class ReportSchedule(Message, code=49):
     """Coordinator → ps 0: who takes part and what is left to do; the newest version counts.
 
-    ``in_flight`` is meant only if ``queued`` is false: then nothing else will be started.
+    Answered by Done. An entry of the log, too. ``in_flight`` is meant only if ``queued`` is false:
+    then nothing else will be started.
     """
 
     version: int
@@ -570,6 +550,7 @@ class ReportSchedule(Message, code=49):
     missing: list[str]  # names of the others
     queued: bool  # closures that a worker could begin now have not been begun
     in_flight: list[tuple[int, str]]  # (closure, name of the worker)
+    now: float = 0.0  # in the log: when it came, by the clock of that
 
 
 class FinishSteps(Message, code=71):
@@ -621,16 +602,6 @@ class ForgetPush(OfGroup, code=128):
     push: int
 
 
-class SetMembers(Message, code=129):
-    """Who takes part, and what is left to do: a ReportSchedule, and when it came."""
-
-    now: float  # of the clock of the log
-    alive: list[tuple[str, int]]  # (task, incarnation)
-    missing: list[str]
-    queued: bool
-    in_flight: list[int]  # closures
-
-
 class Tick(Message, code=130):
     """It is so late: what was to be done at a time is done."""
 
@@ -664,7 +635,8 @@ class SetGroups(Message, code=96):
     Segment: on ps 0 ``SyncSteps.snapshot``, as msgpack.
     """
 
-    groups: list[tuple[int, dict[str, Any], int]]  # (group, configuration, step here; -1: none)
+    # (group, configuration, step here, first step of which other ps tasks are told; -1: none).
+    groups: list[tuple[int, dict[str, Any], int, int]]
     spread: list[int]  # groups with a variable on several ps tasks
 
 
@@ -694,15 +666,14 @@ class HoldGradients(Message, code=122):
 
 
 class HoldTake(Message, code=121):
-    """A take of a client, of a snapshot that comes with a log. Segments: of its answer."""
+    """A take of a client that has its answer, of a snapshot that comes with a log.
+
+    Segments: of that answer.
+    """
 
     accumulator: str
-    task: str
-    incarnation: int
-    acked_below: int  # of this client
     take: int  # its number
-    num_required: int  # 0: it does not wait
-    taken: bytes  # GradientTaken, encoded; b"": it has no answer
+    taken: bytes  # GradientTaken, encoded
 
 
 class KeepAnswers(Message, code=123):
@@ -921,17 +892,11 @@ class ServedHere(Message, code=7):
     copies: list[tuple[int, int, int]]  # (ps, coordinator, epoch) of backups that do not serve
 
 
-class DescribeShards(Message, code=110):
-    """What do you hold of earlier programs that nobody has adopted?
-
-    Answered by Done. Segment: ``reattach.Holding`` as JSON.
-    """
-
-
 class AdoptShards(Message, code=120):
-    """Let the present program have what an earlier one has left; idempotent. Answered by Done.
+    """Let the present program have what earlier ones have left; idempotent. Answered by Done.
 
-    Segment: ``reattach.Orders`` as JSON.
+    Segment: ``reattach.Orders`` as JSON. Of the answer: ``reattach.Holding`` as JSON, what nobody
+    has adopted by then.
     """
 
     lineage: int  # the number by which all ps tasks know this state from now on; 0: as it is
@@ -970,13 +935,10 @@ class RunClosures(Message, code=17):
 
 
 class GiveBack(Message, code=18):
-    """Return those of these closures that have not started."""
+    """Coordinator → worker: return those of these closures that have not started.
 
-    closures: list[int]
-
-
-class GivenBack(Message, code=19):
-    """Worker's answer to GiveBack: these have not started and never will, here."""
+    Worker → coordinator: these have not started and never will, here.
+    """
 
     closures: list[int]
 
@@ -1004,15 +966,12 @@ class ClosureResults(Message, code=21):
 
 
 class FetchFunction(Message, code=22):
-    """Worker → coordinator: send a step function. Answered by Function."""
+    """Worker → coordinator: send a step function. Answered by Text, its name.
+
+    Segments of the answer: its pickle, then the buffers of that.
+    """
 
     key: bytes
-
-
-class Function(Message, code=23):
-    """A pickled function. Segments: the pickle, then its buffers."""
-
-    name: str
 
 
 class FetchArguments(Message, code=24):

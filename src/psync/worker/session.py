@@ -1,7 +1,7 @@
 """The session of a worker with one coordinator: runs closures, one after the other.
 
     coordinator → RunClosures, RunReplica, GiveBack, CancelClosures, ReleaseIterators, AskPosition
-    worker      → ClosureResults, GivenBack, Fetch…, ReachCollective, LeaveCluster, EndSession
+    worker      → ClosureResults, GiveBack, Fetch…, ReachCollective, LeaveCluster, EndSession
 
 A closure is queued here until its turn; from its turn on it is running, and its end is
 reported, whatever it is, once the updates that it began have ended too. A session ends with its
@@ -208,14 +208,14 @@ class Session:
     def give_back(self, message: messages.GiveBack, _: Sequence[memoryview] = ()) -> None:
         """Return closures that have not started; the answer comes in any case."""
         returned = [closure.id for closure in self._take_queued(message.closures)]
-        self.control.notify(messages.GivenBack(returned))
+        self.control.notify(messages.GiveBack(returned))
 
     # Leaving.
 
     async def leave(self, reason: str, *, hint: str = "") -> None:
         """Give back what has not begun, end what runs, and tell the coordinator.
 
-        LeaveCluster, after which nothing more is sent here; GivenBack; ClosureResults of what ran,
+        LeaveCluster, after which nothing more is sent here; GiveBack; ClosureResults of what ran,
         whose updates are all answered; EndSession on both connections, by which we have left. So
         no closure that has finished here runs again.
 
@@ -549,11 +549,9 @@ class Session:
         self, key: bytes, handles: list[IteratorHandle[Any]]
     ) -> tuple[Callable[..., Any], str]:
         """Return a function and its name; iterators that it captured are added to ``handles``."""
-        message, (data, *buffers) = await self._fetch(
-            messages.FetchFunction(key), messages.Function
-        )
+        name, (data, *buffers) = await self._fetch(messages.FetchFunction(key), messages.Text)
         with setting(arriving, handles):
-            return load_function(data, buffers, message.name), message.name
+            return load_function(data, buffers, name.value), name.value
 
     async def _load_step(self, key: bytes) -> LoadedStep:
         handles: list[IteratorHandle[Any]] = []

@@ -488,7 +488,11 @@ class _Draw:
                 (None, None, "bf16", "f16")
             ),
             sets_steps=random.Random(f"{self.seed}:steps").random() < 0.3,
+            packed=(packed := random.Random(f"{self.seed}:packed")).random() < 0.2,
         )
+        if plan.packed and packed.random() < 0.5:
+            sizes = plan.sizes | {"packed": packed.choice((100, 1000))}
+            plan = dataclasses.replace(plan, sizes=sizes)
         if rolls_back and has_saves and not races:
             plan = self._rolling_back(plan)
         if not races and not plan.works:  # their joins may take the request first

@@ -160,6 +160,7 @@ class Plan:
         sizes: That are others than usual, by their names in ``tight.SIZES``.
         compression: Of all optimizers. What they push needs no rounding.
         sets_steps: Whether the program sets how many updates optimizers have made.
+        packed: Whether small variables lie on ps 0 together.
     """
 
     seed: int
@@ -190,6 +191,7 @@ class Plan:
     compression: Compression | None = None
     shares: bool = False
     sets_steps: bool = False
+    packed: bool = False
 
     def step_of(self, group: int) -> int:
         """Return the number of the global step of a group: some have one of their own."""

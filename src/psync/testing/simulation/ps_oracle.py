@@ -114,6 +114,9 @@ def faults_of_counts(
 ) -> Iterator[Fault]:
     """Each ps knows of no push that others have not counted; at rest, of all that they have.
 
+    Of an optimizer whose number was set, others forget what they had counted, and a ps that has
+    yet to hear of that does not: then nothing can be said, until all is at rest.
+
     Args:
         tasks: Of the living processes, by name.
         num_ps: How many serve the present coordinator.
@@ -135,10 +138,13 @@ def _faults_of_count(task: PsTask, others: Sequence[PsTask], *, at_rest: bool) -
     stores = [each.services.store.optimizers for each in others]
     for number, optimizer in task.services.store.optimizers.items():
         counts = [known[number].count for known in stores if number in known]
+        epoch = optimizer.count.base >> STEP_BITS
+        if not at_rest and any(count.base >> STEP_BITS > epoch for count in counts):
+            continue
         expected = sum(
             pushes
             for count in counts
-            if count.base >> STEP_BITS == optimizer.count.base >> STEP_BITS
+            if count.base >> STEP_BITS == epoch
             for touched, pushes in count.own.items()
             if task._index not in touched
         )

@@ -26,6 +26,7 @@ SIMPLER: dict[str, Sequence[Any]] = {
     "latency": ((0.0, 0.0), (0.0, 0.001)),
     "chunk": ((1 << 14, 1 << 20),),
     "num_shards": (1, 2),
+    "packed": (False,),
 }
 """Values of options that are tried, the simplest first."""
 

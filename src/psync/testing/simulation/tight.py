@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from psync import partitioners
 from psync.backups import host, primary
 from psync.chief import consistent_cut, declarations, gangs, recovery
 from psync.client import plan
@@ -73,6 +74,7 @@ class Size(NamedTuple):
 
 
 SIZES: Mapping[str, Size] = {
+    "packed": Size(((partitioners, "PACKED_BYTES"),), ()),
     "blocks": Size(((memory, "BLOCK_BYTES"),), (8, 64, 128)),
     "turns": Size(((cooperative_work, "INLINE_BYTES"),), (0, 40_000)),
     "slow pieces": Size(((cooperative_work, "PIECE_S"),), (0.0005, 0.01)),

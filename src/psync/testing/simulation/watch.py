@@ -104,6 +104,7 @@ MARKS = (
     "a request is lost and repeated",
     "a reply is lost while the request is worked on",
     "a stale push",
+    "a step of which no other ps is told",
     "a worker is ahead by all that a bound allows",
     "a closure runs again on another worker",
     "a closure runs again and is told duplicate",
@@ -173,6 +174,7 @@ class _Watch:
         self.given_up: set[str] = set()
         self.closing: set[str] = set()  # processes that have decided on a step
         self.measuring: set[str] = set()
+        self.is_alone = False  # no other ps was told of the step that was decided last
         self.step_cut = False  # who was closing a step has died
         self.promoted: set[str] = set()  # processes that serve ps 0 in another one's place
         self.serves: dict[str, set[str]] = {}  # by process, whose tasks
@@ -315,6 +317,8 @@ class _Watch:
                 self.creating = self.beginning
             case "MeasureStep":
                 self.measuring.add(process)
+            case "CloseStep":
+                self.is_alone = False
             case "Gate":
                 self.gates.add(process)
             case "OpenGate":
@@ -340,11 +344,13 @@ class _Watch:
         match what:
             case "ps0.step.decided":
                 self.closing.add(process)
+                self.is_alone = sum(name.startswith("ps-") for name in self.living) > 1
                 if self.step_cut and process in self.promoted:
                     self.mark("a promoted ps 0 closes a step again")
                 self.step_cut = False
             case "ps0.step.applied":
                 self.closing.discard(process)
+                self.mark("a step of which no other ps is told", self.is_alone)
             case "ps.step.applied":
                 self.measuring.discard(process)
             case "ps.backup.sending":

@@ -358,6 +358,7 @@ class World:
         return psync.ParameterServerStrategy(
             resolver,
             psync.FixedShardsPartitioner(self.num_shards),
+            placement="packed" if plan.packed else "round_robin",
             ps_recovery="backup" if plan.recovery == "replica" else "checkpoint",
         )
 
