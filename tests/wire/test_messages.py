@@ -160,8 +160,8 @@ GOLDEN: list[tuple[Message, str]] = [
         "961590cb0000000000000000c0c0" + "9205a34e614e",
     ),
     (
-        m.AttachWorker(0, 2, 3, 1, "o", "p", ["a"], 1.5),
-        "991000020301a16fa17091a161cb3ff8000000000000",
+        m.AttachWorker(0, 3, 1, "o", "p", ["a"], 1.5),
+        "9810000301a16fa17091a161cb3ff8000000000000",
     ),
     (m.GiveBack([5]), "92129105"),
     (m.CancelClosures([5]), "92149105"),

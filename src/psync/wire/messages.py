@@ -908,7 +908,6 @@ class AttachWorker(Message, code=16):
     """The coordinator takes a worker into its cluster; answered by Done."""
 
     worker_index: int
-    num_workers: int
     incarnation: int  # that the worker bears from now on
     coordinator: int  # incarnation of the coordinator
     origin: str  # of the strategy: marks its variables
