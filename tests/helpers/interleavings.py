@@ -13,17 +13,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgpack
 import pytest
 
+from psync.client.counters import PulledSteps
 from psync.net.connection import AsIfFrom, OwnRequest
 from psync.net.platform import Parts
 from psync.ps.executor import Executor
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
-from psync.sync import step_closer
+from psync.sync import step, step_closer
 from psync.sync.ps_sync import CLOSER, PsSync
 from psync.sync.step import OutgoingStep
 from psync.sync.step_closer import StepCloser, _Here
@@ -39,6 +40,7 @@ class Push(NamedTuple):
     number: int
     closure: int
     local: int
+    places: tuple[int, ...]  # ps tasks that have a part
 
     @property
     def key(self) -> Any:
@@ -48,6 +50,7 @@ class Push(NamedTuple):
 class Worker(NamedTuple):
     incarnation: int = 1
     pushes: int = 0
+    alone: int = -1  # the step until which nothing was on ps 1, as far as it knows
     push: Push | None = None  # whose answers it waits for
     sent: tuple[int, int] = (0, 0)  # how often, to each ps
     heard: tuple[str, str] = ("", "")  # the answer of each ps
@@ -58,7 +61,8 @@ class Ps(NamedTuple):
     step: int | None = None  # None: no step was closed
     fenced: tuple[tuple[str, int], ...] = ()
     waiting: tuple[tuple[Push, int], ...] = ()  # requests: a push, and which time it was sent
-    applied: tuple[frozenset[Push], ...] = ()  # of each step
+    applied: tuple[tuple[int, frozenset[Push]], ...] = ()  # steps
+    elsewhere: int = -1  # see ``KnownGroup``
 
 
 class State(NamedTuple):
@@ -90,7 +94,8 @@ class Part:
     body = ()
 
     def __init__(self, push: Push, ps: int) -> None:
-        self.push, self.key, self.local_step, self.known = push, push.key, push.local, SETS[ps]
+        self.push, self.key, self.local_step = push, push.key, push.local
+        self.known = SETS[ps == 0 and 1 in push.places]
 
 
 class Asked(OwnRequest[Any]):
@@ -126,25 +131,24 @@ class Loop:
             call(*args)
 
 
-class KnownGroup:
-    """In place of that of ``sync.step``: it notes which parts it should apply."""
+class KnownGroup(step.KnownGroup):
+    """It applies nothing, and notes which parts it should."""
 
     takes_norms = spread = False
     norms = outgoing = None
-    number, touched, elsewhere = GROUP, (), 0
-    rule = SimpleNamespace(may_raise=False)
+    number, touched = GROUP, ()
+    rule: Any = SimpleNamespace(may_raise=False)
 
-    def __init__(self, cluster: Cluster, applied: Sequence[frozenset[Push]]) -> None:
-        self.config, self.raw, self.applied = cluster.config, cluster.raw, list(applied)
+    def __init__(self, cluster: Cluster, state: Ps) -> None:
+        self.config, self.raw, self.elsewhere = cluster.config, cluster.raw, state.elsewhere
+        self.applied = [*state.applied]
 
     def keys(self, _: Any) -> tuple[()]:
         return ()
 
-    def is_alone(self, _: int) -> bool:
-        return False
-
     def step_of(self, message: m.CloseStep, parts: Any) -> Any:
-        apply = partial(self.applied.append, frozenset(part.push for part, _ in parts))
+        pushes = frozenset(part.push for part, _ in parts)
+        apply = partial(self.applied.append, (message.step, pushes))
         return SimpleNamespace(
             shards=(), touched=(), number=message.step, nbytes=0, alone=(), known=self, whole=apply
         )
@@ -164,10 +168,15 @@ class Others:
             self.world.asks = True
             self.world.down.append(("follow",))
 
-    def tell(self, message: m.CloseStep, then: Any) -> None:
+    def tell(self, message: m.CloseStep, parts: Any, then: Any) -> None:
         self.world.then = then
-        self.world.down.append(("close", message.step, _hashable(message.pushes)))
+        is_alone = self.sync.groups[GROUP].is_alone(message.step)
+        if not is_alone:
+            pushes = [(*push, on) for push, on in zip(message.pushes, parts, strict=True)]
+            self.world.down.append(("close", message.step, _hashable(pushes)))
         self.sync.execute(OwnRequest(AsIfFrom((CLOSER, 0), {}, NONE), message, (), _nothing))
+        if is_alone:
+            LOOP.call_soon(then, [], None)
 
 
 class World:
@@ -212,7 +221,7 @@ class World:
             ledger.fence(*fence)
         executor = Executor(task, 1, STORE, WORK, CommitLog(task, 0))
         sync: Any = PsSync(PLATFORM, task, STORE, ledger, WORK, NONE, LOCKS, executor, NONE)
-        sync.groups[GROUP] = KnownGroup(self.cluster, state.applied)
+        sync.groups[GROUP] = KnownGroup(self.cluster, state)
         if state.step is not None:
             sync.staging.close(GROUP, state.step - 1)
             sync.staging.applied(GROUP, state.step - 1)
@@ -247,7 +256,7 @@ class World:
         message = m.Update(push.number, push.number, push.closure, 0, 0, local_step=push.local)
         then = partial(self._answered, ps, push, attempt)
         asked = Asked(AsIfFrom(push.key[1], {}, NONE), message, (), then)
-        asked.attempt, asked.push, asked.token = attempt, push, SETS[ps]
+        asked.attempt, asked.push, asked.token = attempt, push, SETS[0]
         return asked
 
     def frozen(self) -> State:
@@ -292,16 +301,23 @@ class World:
             tuple((task, each.incarnation) for task, each in sorted(sync.ledger._senders.items())),
             tuple((each.push, each.attempt) for known in sync._waiting.values() for each in known),
             tuple(sync.groups[GROUP].applied),
+            sync.groups[GROUP].elsewhere,
         )
 
     # Events.
 
     def begins(self, index: int) -> None:
-        worker, local = self.workers[index], min(_local(ps.step) for ps in self.state.ps)
-        number, task = worker.pushes + 1, f"/job:worker/task:{index}"
-        push = Push(task, worker.incarnation, number, self.queue.pop(0), local)
-        self.workers[index] = Worker(worker.incarnation, number, push)
-        self.wire |= {("part", ps, push, 0) for ps in BOTH}
+        worker, closure, pulled = self.workers[index], self.queue.pop(0), PulledSteps()
+        places = (0,) if closure < self.cluster.narrow else BOTH
+        for ps in places:
+            at = self.state.ps[ps].step
+            pulled.note([] if at is None else [(GROUP, at)])
+        number, local = worker.pushes + 1, cast(int, pulled.lowest(GROUP, worker.alone))
+        self.cluster.check_pull(self.state, places, local)
+        task = f"/job:worker/task:{index}"
+        push = Push(task, worker.incarnation, number, closure, local, places)
+        self.workers[index] = worker._replace(pushes=number, push=push)
+        self.wire |= {("part", ps, push, 0) for ps in places}
 
     def arrives(self, message: tuple[Any, ...]) -> None:
         self.wire.discard(message)
@@ -330,7 +346,8 @@ class World:
         kind, *what = self.down.pop(0)
         sync, message, far = self.ps(1), m.FollowParts(), self._far()
         if kind == "close":
-            message, far = m.CloseStep(GROUP, None, what[0], [*what[1]]), self.far
+            here = [push[:4] for push in what[1] if 1 in push[4]]
+            message, far = m.CloseStep(GROUP, None, what[0], here), self.far
         request = OwnRequest(far, message, (), partial(self._has_closed, what))
         sync.handlers()[type(message)].run(request)
 
@@ -351,8 +368,8 @@ class World:
     def reports(self, report: Any) -> None:
         closer = self.ps_0()
         self.reported = alive, queued, in_flight = report
-        actions = closer.steps.members(dict(alive), (), 0.0)
-        closer._perform([*actions, *closer.steps.schedule(queued, in_flight)])
+        flying = [(closure, "") for closure in in_flight]
+        closer._set_members(m.ReportSchedule(0, [*alive], [], queued, flying))
 
     def joins(self) -> None:
         self.ps_0().outgoing.close_all(m.FinishSteps())
@@ -387,6 +404,7 @@ class World:
         push, sent = worker.push, worker.sent
         if (
             push is not None
+            and ps in push.places
             and not worker.heard[ps]
             and ("part", ps, push, sent[ps]) not in self.wire
         ):
@@ -402,6 +420,8 @@ class World:
     def _reconnect(self) -> None:
         self.up, self.is_cut = [], True
         self.down = [("follow",)] * self.asks + [("close", *each) for each in self.state.closing]
+        if self.state.closing and self.state.ps[0].elsewhere > self.state.closing[0][0]:
+            raise Violation("a step that ps 0 applies alone is under way")
 
     def fails_over(self, ps: int) -> None:
         """Its backup serves, which has all that was judged; who waits sends its part again."""
@@ -434,12 +454,16 @@ class World:
         worker, states, said = self.workers[index], [*map(self.frozen_ps, BOTH)], "done"
         if ps == 0:
             said = message.outcome if message.count else f"{message.outcome} early"
-            if message.token > min(each.step or 0 for each in states):
+            told = states if 0 <= states[0].elsewhere < message.token else states[:1]
+            if message.token > min(each.step or 0 for each in told):
                 raise Violation(f"{worker.push} gets token {message.token} too early")
+            if message.alone:
+                worker = worker._replace(alone=message.token)
         heard = tuple(said if at == ps else worker.heard[at] for at in BOTH)
         self.workers[index] = worker._replace(heard=heard)
-        if heard[0] and (heard[0] != "accepted" or heard[1]):
-            counts = [any(worker.push in step for step in each.applied) for each in states]
+        places = worker.push.places
+        if heard[0] and (heard[0] != "accepted" or all(heard[at] for at in places)):
+            counts = [any(worker.push in made for _, made in states[at].applied) for at in places]
             if heard[0] == "accepted" and not all(counts):
                 raise Violation(f"{worker.push} is told accepted, and is in the values: {counts}")
             self._ends(index, heard[0].split()[0])
@@ -447,10 +471,12 @@ class World:
     def _ends(self, index: int, outcome: str) -> None:
         worker = self.workers[index]
         self.wire |= {
-            ("gone", ps, worker.push, worker.sent[ps]) for ps in BOTH if not worker.heard[ps]
+            ("gone", ps, worker.push, worker.sent[ps])
+            for ps in worker.push.places
+            if not worker.heard[ps]
         }
         self.ended.add((worker.push.closure, outcome))
-        self.workers[index] = Worker(worker.incarnation, worker.pushes)
+        self.workers[index] = Worker(worker.incarnation, worker.pushes, worker.alone)
 
 
 class Cluster:
@@ -459,12 +485,15 @@ class Cluster:
     Args:
         needed: Pushes that a step needs.
         closures: That are scheduled.
+        narrow: So many of them, the first, push to what lies on ps 0 alone.
         late: Whether the coordinator's reports may come late.
         faults: How many of each kind may happen.
     """
 
-    def __init__(self, needed: int, closures: int, *, late: bool = False, **faults: int) -> None:
-        self.config, self.late = config(needed, 2), late
+    def __init__(
+        self, needed: int, closures: int, *, narrow: int = 0, late: bool = False, **faults: int
+    ) -> None:
+        self.config, self.narrow, self.late = config(needed, 2), narrow, late
         self.raw = self.config.to_config()
         kinds = ("deaths", "cancels", "losses", "failovers")
         self.start = State(
@@ -511,7 +540,9 @@ class Cluster:
             if "cancels" in may:
                 yield from ((World.is_cancelled, index, unsent) for unsent in (*coming, -1))
             if "losses" in may:
-                asked = [ps for ps in BOTH if ps not in coming and not worker.heard[ps]]
+                asked = [
+                    ps for ps in worker.push.places if ps not in coming and not worker.heard[ps]
+                ]
                 yield from ((World.hangs_up, index, ps) for ps in asked)
         if "losses" in may and state.asks:
             yield (World.hang_up,)
@@ -520,27 +551,42 @@ class Cluster:
 
     def check(self, state: State) -> None:
         """A push counts whole, and each closure at most once."""
-        zero, one = (each.applied for each in state.ps)
-        if any(here != there for here, there in zip(zero, one, strict=False)):
+        zero, one = self._shared(state)
+        if any(zero[at] != one[at] for at in zero.keys() & one.keys()):
             raise Violation(f"other pushes are in the values of ps 0, {zero}, than of ps 1, {one}")
-        closures = [push.closure for pushes in zero for push in pushes]
+        closures = [push.closure for _, pushes in state.ps[0].applied for push in pushes]
         if len(closures) != len({*closures}):
-            raise Violation(f"a closure counts twice: {zero}")
+            raise Violation(f"a closure counts twice: {state.ps[0].applied}")
+
+    def check_pull(self, state: State, places: Sequence[int], local: int) -> None:
+        """Values of a step have all pushes of the steps before."""
+        zero, one = self._shared(state)
+        if 1 in places and any(at < local and zero[at] for at in zero.keys() - one.keys()):
+            raise Violation(f"values of step {local} are {one} on ps 1, and {zero} is applied")
+
+    def _shared(self, state: State) -> list[dict[int, frozenset[Push]]]:
+        """Return of each ps, by step, the pushes with a part on ps 1 that it has applied."""
+        return [
+            {at: frozenset(each for each in made if 1 in each.places) for at, made in ps.applied}
+            for ps in state.ps
+        ]
 
     def check_end(self, state: State) -> None:
         """Nothing is under way: nobody waits, nothing is left, what was told is true."""
         if left := {*self.start.queue} - {closure for closure, _ in state.ended}:
             raise Violation(f"closures {sorted(left)} never end")
-        applied = [{push.closure for step in ps.applied for push in step} for ps in state.ps]
+        applied = {push.closure for _, pushes in state.ps[0].applied for push in pushes}
         told = {closure for closure, outcome in state.ended if outcome in ("accepted", "duplicate")}
-        if not told <= applied[0] & applied[1]:
-            raise Violation(f"{sorted(told)} were told that they count, and {applied} do")
-        steps = [_local(ps.step) for ps in state.ps]
-        if steps[0] != steps[1] or len(state.ps[0].applied) != len(state.ps[1].applied):
+        if not told <= applied:
+            raise Violation(f"{sorted(told)} were told that they count, and {sorted(applied)} do")
+        zero, one = self._shared(state)
+        lacks = any(zero[at] for at in zero.keys() - one.keys())
+        if lacks or any(len(ps.applied) != len(dict(ps.applied)) for ps in state.ps):
             raise Violation(f"a step is not applied everywhere, or twice: {state.ps}")
-        for ps in state.ps:
-            if ps.waiting or any(push.local < steps[0] for push in ps.parts):
-                raise Violation(f"at step {steps[0]} a ps keeps parts or requests: {ps}")
+        steps = [-1 if ps.step is None else ps.step for ps in state.ps]
+        for ps, at in zip(state.ps, steps, strict=True):
+            if ps.waiting or any(push.local < at for push in ps.parts):
+                raise Violation(f"at step {at} a ps keeps parts or requests: {ps}")
         if any(local < steps[0] for _, local, *_ in state.here):
             raise Violation(f"ps 0, at step {steps[0]}, remembers {state.here}")
 
@@ -608,10 +654,6 @@ def _raise(error: Any) -> None:
     raise error
 
 
-def _local(step: int | None) -> int:
-    return -1 if step is None else step
-
-
 def _hashable(pushes: Any) -> tuple[Any, ...]:
     return tuple((*each[:4], tuple(each[4])) for each in pushes)
 
@@ -631,5 +673,5 @@ SETS = [
     SimpleNamespace(
         optimizer=GROUP, keys=(), wanted=None, spread=False, variable_set=b"w", others=others
     )
-    for others in ([1], [])
+    for others in ([], [1])
 ]
