@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -685,7 +686,7 @@ class Coordinator:
 
     def release_iterators(self, uid: str) -> None:
         """Let workers drop an iterator that nothing here refers to any more."""
-        self.workers.notify_all(messages.ReleaseIterators([uid]))
+        self.workers.notify_all(messages.ReleaseIterator(uid))
         self._queue.dispatcher.forget(uid)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
@@ -862,8 +863,7 @@ class Coordinator:
         closure = self._closures.get(number)
         if closure is None:
             raise UsageError(f"{request.peer.task} asked for closure {number}, which has ended")
-        segments, counts = closure.payload.segments()
-        request.answer(messages.Arguments(len(segments) - sum(counts), counts), segments)
+        request.answer(*starting([closure], math.inf))
 
     # What closures come to.
 

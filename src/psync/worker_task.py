@@ -154,10 +154,9 @@ class WorkerTask:
         return {
             messages.AttachWorker: Handler(self._attach),
             messages.RunClosures: self._told(lambda session: session.run_closures),
-            messages.RunReplica: self._told(lambda session: session.run_replica),
             messages.GiveBack: self._told(lambda session: session.give_back),
             messages.CancelClosures: self._told(lambda session: session.cancel_closures),
-            messages.ReleaseIterators: self._told(lambda session: session.release_iterators),
+            messages.ReleaseIterator: self._told(lambda session: session.release_iterator),
             messages.AskPosition: Handler(self._position),
             messages.LeaveCluster: Handler(self._leave_soon),
             messages.GrantCoordinator: Handler(

@@ -37,6 +37,7 @@ from psync.wire.messages import (
     KeepAnswers,
     KeepPart,
     LockShards,
+    Measured,
     MeasureStep,
     NormsMeasured,
     OpenGate,
@@ -44,7 +45,6 @@ from psync.wire.messages import (
     ReportSchedule,
     SetGroups,
     StepApplied,
-    StepMeasured,
     TakeGradient,
     Tick,
     UnlockShards,
@@ -142,9 +142,9 @@ def message_words(message: Message) -> str:
             return f"CloseStep {message.step}: {', '.join(pushes)}{_factors(message)}"
         case NormsMeasured():
             return f"NormsMeasured {message.step}{_factors(message)}"
-        case StepMeasured():
+        case Measured():
             sums = [f"{NAMES[variable, part]} {each:g}" for variable, part, each, _ in message.sums]
-            return f"StepMeasured, sums of squares: {', '.join(sums)}"
+            return f"Measured, sums of squares: {', '.join(sums)}"
         case StepApplied():
             return f"StepApplied {message.step}" + (", failed" if message.failure else "")
         case BeginGroup():

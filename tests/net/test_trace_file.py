@@ -43,7 +43,6 @@ from psync.wire.messages import (
     Pushed,
     Read,
     RunClosures,
-    RunReplica,
     Shutdown,
     Statistics,
     Update,
@@ -262,7 +261,7 @@ def test_the_coordinator_shows_what_it_has_sent_until_the_results_come() -> None
     chief.facts = {"running": [(1, "train_step"), (2, "train_step"), (4, "evaluate")]}
     sent: list[Message] = [
         RunClosures([(number, b"", 0, []) for number in (1, 2, 3)]),
-        RunReplica((4, b"", 0, []), 0, 2),
+        RunClosures([(4, b"", 0, [])], None, (0, 2)),
     ]
     for message in sent:
         chief.frame(1.0, WORKER, Kind.NOTIFY, 0, message, sent=True)
@@ -287,7 +286,7 @@ def test_requests_tell_bytes_variables_and_what_became_of_them() -> None:
     every = DefinePlan(6, [(number, 0) for number in range(6)])
     worker.frame(2.9, PS, Kind.NOTIFY, 0, every, sent=True)
     exchange(worker, ps, 2, (3.0, 3.5, 4.0, 4.1), Read(6), Pulled([]))
-    rows = PullRows([(9, 0, 1, 0, 1, 1)], -1, "")
+    rows = PullRows([(9, 0, 1, 0, 1, 1)])
     exchange(worker, ps, 3, (5.0, 5.1, 5.2, 5.3), rows, Pulled([]))
     sent, served, _ = drawn(worker, ps, chief)
     args = {"closure": 7, "step": 31, "outcome": "accepted", "variables": "w0, w1"}

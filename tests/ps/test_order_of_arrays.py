@@ -9,7 +9,7 @@ from asked import Reply
 from psync.numerics.rules import SGD
 from psync.testing import settle
 from psync.wire.codec import Message
-from psync.wire.messages import CreateShards, DefinePlan, SetSlots, Update
+from psync.wire.messages import CreateShards, DefinePlan, SetSlot, Update
 from stage import CHIEF, Stage
 from stage_words import planned
 
@@ -50,7 +50,7 @@ async def test_a_copy_of_a_variable_is_made_at_its_place_in_the_log() -> None:
 
 @pytest.mark.virtual_time
 async def test_a_slot_is_set_at_its_place_in_the_log() -> None:
-    message = SetSlots(1, RULE, [(*W, "momentum")])
+    message = SetSlot(1, RULE, *W, "momentum")
     stage = await after_two_pushes(message, np.full(SIZE, 8, np.float32))
     task = stage.serving[0]
     value = float(stage.value(task, W)[0])

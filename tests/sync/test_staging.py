@@ -99,8 +99,7 @@ class TestAStep:
     ) -> None:
         put(staging, B, 4)
         put(staging, A, 1)
-        # Of the last one nothing came here.
-        pushes = [(*A, 1, 2.0, [1]), (*B, 4, 0.5, [1]), (*B, 5, 1.0, [2])]
+        pushes = [(*A, 1, 2.0, [1]), (*B, 4, 0.5, [1]), (*B, 5, 1.0, [1])]
         parts = [(part.key[1:], weight) for part, weight in staging.parts(7, pushes)]
         assert parts == [((A, 1), 2.0), ((B, 4), 0.5)]
         assert (7, B, 4) in [part.key for part in staging.held()]

@@ -701,7 +701,7 @@ class Optimizer:
         global_step: AnyVariable | None,
         pulled: Sequence[AnyVariable],
     ) -> Answered:
-        gradients, variables = self._checked(grads_and_vars)
+        gradients, variables = self._settled_pairs(grads_and_vars) or self._checked(grads_and_vars)
         concerned = variables
         if global_step is not None:
             if global_step is not self._counter:
@@ -907,8 +907,8 @@ class Optimizer:
         """
         if hasattr(grads_and_vars, "__next__"):  # it can be gone through once
             grads_and_vars = list(grads_and_vars)
-        if (known := self._settled_pairs(grads_and_vars)) is not None:
-            return known
+            if (known := self._settled_pairs(grads_and_vars)) is not None:
+                return known
         gradients: list[Gradient] = []
         variables: tuple[AnyVariable, ...] = ()
         without: list[str] = []  # names of variables whose gradient is None

@@ -73,9 +73,13 @@ async def pull(
         weights, bias = await psync.pull((w, b))
         params = await psync.pull({"dense": {"w": w, "b": b}})
     """
-    kind = checked_compression("pull", compression)
+    kind = None if compression is None else checked_compression("pull", compression)
     is_list = type(tree) is list and is_flat(tree)
-    variables = tuple(dict.fromkeys(tree if is_list else leaves(tree)))
+    variables = (
+        (tree,)
+        if (is_one := isinstance(tree, Handle))
+        else tuple(dict.fromkeys(tree if is_list else leaves(tree)))
+    )
     if not variables:
         return tree
     targets = {} if out is None else _targets(tree, out)
@@ -89,6 +93,8 @@ async def pull(
         arrays = await values_of(
             runtime, stored, copy=copy, out=given, consistent=consistent, compression=kind
         )
+        if is_one:
+            return arrays[0]
         if is_list and len(arrays) == len(tree):  # each stands there once
             return arrays
         values = dict(zip(stored, arrays, strict=True))

@@ -26,7 +26,7 @@ from psync.api.optimizers import (
 )
 from psync.api.scopes import running_scopes, runtime_of, scope_of
 from psync.api.variables import Handle, Variable, check_step, global_step_of
-from psync.client.context import Runtime, current_closure, current_runtime
+from psync.client.context import current_closure, current_runtime
 from psync.client.link import PsLink
 from psync.errors import (
     ClosedError,
@@ -40,6 +40,8 @@ from psync.numerics.rules import flag
 from psync.numerics.sums import check_weight
 from psync.specs import Outcome, as_number, checked_kind
 from psync.store.sync_config import SyncConfig, whole_number
+
+_OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 
 
 class SessionHook:
@@ -457,7 +459,7 @@ class SyncReplicasOptimizer(Optimizer):
         weight: float = 1.0,
         name: str | None = None,
     ) -> Answered:
-        gradients, variables = self._checked(grads_and_vars)
+        gradients, variables = self._settled_pairs(grads_and_vars) or self._checked(grads_and_vars)
         if weight != 1.0 or type(weight) is not float:
             weight = checked_weight(weight)
         step = self._global_step  # was checked when it was first given
@@ -478,7 +480,7 @@ class SyncReplicasOptimizer(Optimizer):
             runtime.sync.contribute,
             group=self.number,
             config=config,
-            local_step=self._local_step_of_push(runtime),
+            pulled=None if self._sync.tensorflow_compat else runtime.pulled,
             call=call,
             weight=weight,
             ahead=runtime.ahead if self._pull_ahead else None,
@@ -491,7 +493,7 @@ class SyncReplicasOptimizer(Optimizer):
                 plan, gradients, push, kind=self._compression, optimizer=self.number
             )
         result = PushResult(
-            Outcome(answer.outcome), answer.token, answer.staleness, answer.partial, answer.count
+            _OUTCOMES[answer.outcome], answer.token, answer.staleness, answer.partial, answer.count
         )
         if run is not None and result.outcome is Outcome.STALE:
             run.dropped += 1
@@ -551,16 +553,6 @@ class SyncReplicasOptimizer(Optimizer):
         pairs = await self.compute_gradients(noting, var_list)
         await self.apply_gradients(pairs, global_step)
         return answers[-1][0]
-
-    def _local_step_of_push(self, runtime: Runtime) -> int:
-        """Return the step of the values that a push's gradients come from; -1: the first."""
-        pulled = runtime.pulled
-        lowest = pulled.lowest(self.number, runtime.sync.alone(self.number))
-        pulled.forget(self.number)
-        if lowest is not None and not self._sync.tensorflow_compat:
-            return lowest
-        token = runtime.sync.token(self.number)
-        return -1 if token is None else token
 
     # What programs for TensorFlow call.
 

@@ -3,7 +3,7 @@
 Small arguments are sent with a closure, large ones are fetched by its worker. Gangs run one after
 the other:
 
-    coordinator → RunReplica to each worker, then CancelClosures if need be
+    coordinator → RunClosures to each worker, then CancelClosures if need be
     worker      → ReachCollective (a request, answered when all are there), ClosureResults
 
 ``ClosureQueue`` decides when a gang may begin, ``Gang`` how its replicas meet and how it ends; this
@@ -49,7 +49,7 @@ from psync.serialization.functions import Function, FunctionTable
 from psync.serialization.payloads import EMPTY, Payload, check_size, pack, pack_arguments, unpack
 from psync.serialization.remote_value import RemoteValue
 from psync.wire.limits import Limits
-from psync.wire.messages import Merged, ReachCollective, RunClosures, RunReplica
+from psync.wire.messages import Merged, ReachCollective, RunClosures
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +154,18 @@ class ScheduledClosures(dict[int, Closure]):
         closure.payload = None
 
 
-def starting(closures: Sequence[Closure]) -> tuple[RunClosures | RunReplica, list[Any]]:
-    """Return the message that starts closures, or one replica of a gang, and its segments."""
+def starting(
+    closures: Sequence[Closure], inline_bytes: float = INLINE_BYTES
+) -> tuple[RunClosures, list[Any]]:
+    """Return the message that starts closures, or one replica of a gang, and its segments.
+
+    Args:
+        closures: Are started.
+        inline_bytes: A closure whose arguments are larger has to fetch them.
+
+    Raises:
+        LocalProtocolError: An input has no value yet.
+    """
     items: list[tuple[int, bytes, int, list[int]]] = []
     numbers: list[tuple[int, int]] = []
     segments: list[Any] = []
@@ -168,15 +178,12 @@ def starting(closures: Sequence[Closure]) -> tuple[RunClosures | RunReplica, lis
             items.append((closure.id, key, 0, []))
             continue
         own, counts = call.segments()
-        if sum(map(len, own)) > INLINE_BYTES:
+        if sum(map(len, own)) > inline_bytes:
             items.append((closure.id, key, -1, []))
         else:
             items.append((closure.id, key, len(own) - sum(counts), counts))
             segments += own
-    replica = closures[0].payload.replica
-    if replica is not None:
-        return RunReplica(items[0], *replica), segments
-    return RunClosures(items, numbers or None), segments
+    return RunClosures(items, numbers or None, closures[0].payload.replica), segments
 
 
 # --- gangs ---------------------------------------------------------------------------------------

@@ -477,7 +477,9 @@ class Runtime:
     def pulled(self) -> PulledSteps:
         """What the pulls of the step that runs here, or of the program, have seen."""
         closure = here.get()
-        return closure.pulled if type(closure) is ClosureContext else self._pulled
+        if type(closure) is not ClosureContext:
+            return self._pulled
+        return closure._pulled or closure.pulled
 
     def take_ahead(self, plan: Plan) -> list[np.ndarray] | None:
         """Return values that came with an answer, if they are what a pull would bring now."""
@@ -503,7 +505,8 @@ class Runtime:
         closure = here.get()
         if type(closure) is ClosureContext:
             closure.check_open(operation)
-            return closure.number_on_ps, next(closure.ordinals)
+            number = closure.closure_id if closure.number < 0 else closure.number
+            return number, next(closure.ordinals)
         return -1, next(self._ordinals)
 
 

@@ -615,9 +615,8 @@ class Answers(Generic[M]):
 
     def give_up(self) -> None:
         """Nobody wants the answers any more that are not there."""
-        if self.missing:
-            for call in self.calls:
-                call.give_up()
+        for call in self.calls:
+            call.give_up()
 
     async def all(self) -> list[M]:
         """Return the answers.
@@ -630,7 +629,8 @@ class Answers(Generic[M]):
         try:
             await self.ended
         finally:
-            self.give_up()
+            if self.missing:
+                self.give_up()
         return self.messages()
 
     def messages(self) -> list[M]:

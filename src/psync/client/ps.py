@@ -466,7 +466,7 @@ class PsClient:
         return made
 
     def _rows_call(self, parts: Sequence[_Rows]) -> Call:
-        message = messages.PullRows([each.on_wire for each in parts], -1, "")
+        message = messages.PullRows([each.on_wire for each in parts])
         numbers = [to_bytes_view(each.rows) for each in parts if isinstance(each.rows, np.ndarray)]
         targets = [each.target for each in parts]
         lengths = tuple(map(len, targets))
@@ -617,7 +617,7 @@ class PsClient:
                     f"{len(request.cuts)}"
                 )
             for (variable, *_), of_shard in zip(request.cuts, answer.sums, strict=True):
-                sums[variable].append((of_shard[0], of_shard[1]))
+                sums[variable].append((of_shard[2], of_shard[3]))
         return [Lamb.trust_ratio(of_variable) for of_variable in sums]
 
     async def assign(
@@ -772,11 +772,11 @@ class PsClient:
         """
         calls = []
         for shard in variable.shards:
-            message = messages.SetSlots(optimizer, config, [(*shard.key, slot)])
+            message = messages.SetSlot(optimizer, config, *shard.key, slot)
             rows = value[shard.offset : shard.offset + shard.shape[0]] if shard.shape else value
             body = [to_bytes_view(rows)]
             calls.append(Call(self.links[shard.ps], always(message), body, rows.nbytes))
-        await Answers(messages.Done, "values of slots", calls).send().all()
+        await Answers(messages.Done, "a slot", calls).send().all()
 
     async def set_optimizer(
         self,

@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from psync.client.counters import Numbers
+from psync.client.counters import Numbers, PulledSteps
 from psync.client.link import Answers, Call, PsLink, always, ask
 from psync.client.plan import (
     BODY_PER_REQUEST,
@@ -168,7 +168,7 @@ class _Group:
     """What this task knows of one group."""
 
     pushes: Numbers = field(default_factory=Numbers)
-    token: int | None = None  # the last one
+    token: int = -1  # the last one
     alone: int = -1  # until this step nothing of it was on another ps than 0, as far as known
 
 
@@ -203,12 +203,7 @@ class SyncClient:
     def token(self, group: int) -> int | None:
         """Return the last token that this task got, or None before the first."""
         known = self._groups.get(group)
-        return None if known is None else known.token
-
-    def alone(self, group: int) -> int:
-        """Return up to which step a group was on ps 0 alone, as far as this task knows; or -1."""
-        known = self._groups.get(group)
-        return -1 if known is None else known.alone
+        return None if known is None or known.token < 0 else known.token
 
     async def contribute(
         self,
@@ -217,7 +212,7 @@ class SyncClient:
         *,
         group: int,
         config: dict[str, Any],
-        local_step: int,
+        pulled: PulledSteps | None,
         call: tuple[int, int],
         weight: float,
         ahead: PulledAhead | None = None,
@@ -230,8 +225,8 @@ class SyncClient:
             gradients: As for ``PsClient.push``.
             group: Number of the synchronous optimizer.
             config: ``SyncConfig.to_config()``, for a ps that does not know the group yet.
-            local_step: Of the values that the gradients were computed from; -1: of before
-                the group's first step.
+            pulled: What the values are of that the gradients were computed from. None, or nothing
+                since the last push: of the last token.
             call: Id of the closure, or -1; and the ordinal of the call within it.
             weight: Of these gradients in the mean.
             ahead: Gets the values that the answer brings; None: none are wanted.
@@ -259,6 +254,11 @@ class SyncClient:
                 hint="spread the variables over more ps tasks",
             )
         known = self._groups.get(group) or self._groups.setdefault(group, _Group())
+        local_step = known.token  # -1: of before the group's first step
+        if pulled is not None:
+            lowest = pulled.lowest(group, known.alone)
+            pulled.forget(group)
+            local_step = known.token if lowest is None else lowest
         if IndexedSlices in map(type, gradients):
             gradients = self._ps.in_order(gradients)
         requests, bodies = plan.requests, bodies_of(plan, gradients)
@@ -301,7 +301,11 @@ class SyncClient:
                 raise
             finally:
                 pushes.answered(number)
-            (answer,) = [each for each in came if isinstance(each, messages.Contributed)]
+            for each in came:
+                if type(each) is messages.Contributed:
+                    answer = each
+                if landing is not None and each.steps is not None:
+                    landing.steps.append(each.steps)
             # It counts in a step up to its local step; later tokens come when that is applied.
             is_over = answer.outcome != "accepted" or answer.token > local_step >= 0
             if answers.missing or not is_over:
@@ -311,7 +315,6 @@ class SyncClient:
             known.alone = answer.token
         if ahead is not None:
             if landing is not None:
-                landing.steps = [each.steps for each in came if each.steps is not None]
                 if len(landing.steps) == len(landing.plan.requests):
                     landing.settle()
             ahead.put(landing)

@@ -314,8 +314,6 @@ class Names:
 
 
 def _closures_of(message: Message) -> Sequence[tuple[int, bytes, int, list[int]]]:
-    if isinstance(message, messages.RunReplica):
-        return [message.closure]
     return message.closures if isinstance(message, messages.RunClosures) else ()
 
 

@@ -197,9 +197,9 @@ class PsPulls:
         segments: list[Segment] = []
         for one in wanted:
             if one.start < 0:
-                segments.append(_exported(store, message, one))
+                segments.append(_exported(store, one))
                 continue
-            for _ in _begun(store, message, one, memory):
+            for _ in _begun(store, one, memory):
                 pass
             segments.append(memory[one.start : one.start + one.nbytes])
         request.answer(Pulled(self.closed.steps), segments)
@@ -207,13 +207,13 @@ class PsPulls:
     async def _pull_rows_slowly(
         self, request: Request[PullRows], wanted: Sequence[WantedRows], memory: memoryview
     ) -> None:
-        store, message, steps = self._store, request.message, self.closed.steps
+        store, steps = self._store, self.closed.steps
         segments: list[Segment] = []
         for one in wanted:
             if one.start < 0:
-                segments.append(await self._work.when_idle(_exported, store, message, one))
+                segments.append(await self._work.when_idle(_exported, store, one))
                 continue
-            work = await self._work.when_idle(_begun, store, message, one, memory)
+            work = await self._work.when_idle(_begun, store, one, memory)
             await self._work.finish(work)
             segments.append(memory[one.start : one.start + one.nbytes])
         request.answer(Pulled(steps), segments)
@@ -240,7 +240,7 @@ class PsPulls:
                 store.check_row_numbers(key, rows)
             if len(rows) != count:
                 raise RemoteProtocolError(f"{self._task}: {len(rows)} rows named, {count} declared")
-            nbytes = count * store.row_bytes(key, message.optimizer)
+            nbytes = count * store.row_bytes(key)
             wanted.append(WantedRows(key, rows, nbytes, -1 if step == 1 else start))
             if step != 1:
                 start += nbytes
@@ -253,14 +253,14 @@ class PsPulls:
         return wanted
 
 
-def _exported(store: ShardStore, message: PullRows, one: WantedRows) -> list[memoryview]:
+def _exported(store: ShardStore, one: WantedRows) -> list[memoryview]:
     assert isinstance(one.rows, range)
-    return store.read_range(one.key, one.rows.start, one.rows.stop, message.optimizer, message.slot)
+    return store.read_range(one.key, one.rows.start, one.rows.stop)
 
 
-def _begun(store: ShardStore, message: PullRows, one: WantedRows, memory: memoryview) -> Work:
+def _begun(store: ShardStore, one: WantedRows, memory: memoryview) -> Work:
     rows = one.rows
     if isinstance(rows, range):
         rows = np.arange(rows.start, rows.stop, rows.step)
     target = bytes_of(memory[one.start : one.start + one.nbytes])
-    return store.read_rows(one.key, rows, target, message.optimizer, message.slot)
+    return store.read_rows(one.key, rows, target)

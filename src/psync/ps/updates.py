@@ -15,10 +15,17 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
     applied    shard by shard (``computes``); then the answer leaves. A rule of a user's may raise
                here: its shard is as it was, the answer is a RuleError, and is noted for those who
                ask again (``ledger.note_failure``)
+
+A program that restores a checkpoint, or changes the learning rate, does so by SetOptimizer and
+SetSlot. Both are idempotent, so a lost connection repeats them. They are entries of the log, and
+the ledger does not judge them: of a value that is set while others push to the same variables, the
+last one counts. ``MeasurePush`` is the first round of layer-wise optimizers: the norms of an update
+before it is applied.
 """
 
 from __future__ import annotations
 
+import asyncio
 import operator
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -30,11 +37,11 @@ from psync.cluster import parse_task_name
 from psync.errors import PlanForgotten, UsageError, ValueMismatchError
 from psync.net.connection import Handler, Request
 from psync.numerics.memory import ABOVE_BYTES, BlockPool
+from psync.numerics.rules import Sums, slot_dtype
 from psync.ps.admission import Claim, PsLocks, UpdateGate
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor, Listed
-from psync.ps.optimizers import OptimizerService
 from psync.ps.plans import (
     NO_PLANS,
     Body,
@@ -45,6 +52,7 @@ from psync.ps.plans import (
     owned,
 )
 from psync.ps.pulls import PsPulls
+from psync.specs import dtype_of
 from psync.store.commit_log import LogState
 from psync.store.ledger import Call, Client, Duplicate, Ledger
 from psync.store.push_counts import HOME
@@ -55,7 +63,12 @@ from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     DefinePlan,
     Failure,
+    Measured,
+    MeasurePush,
+    OptimizerState,
     Pushed,
+    SetOptimizer,
+    SetSlot,
     Update,
 )
 from psync.wire.remote_errors import exception_of, failure_of
@@ -313,14 +326,15 @@ class PsUpdates:
         self._pulls = pulls
         self._plans = plans
         self._sync = sync
-        self._optimizers = OptimizerService(task, store, work, pool, plans, lambda: self.counted())
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
             DefinePlan: Handler(self._plans.serve),
             Update: Handler(self._arrived, self._prepare_update),
-            **self._optimizers.handlers(),
+            SetSlot: Handler(self._set_slot, self._prepare_slot),
+            SetOptimizer: Handler(self._set_optimizer),
+            MeasurePush: Handler(self._measure, self._prepare_measure),
         }
 
     # A section of the state: shards and ledger, all of which is in snapshots; and plans.
@@ -346,6 +360,82 @@ class PsUpdates:
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who executes entries: the primary has checked whether their clients are served."""
         return {Update: Handler(self._replay)}
+
+    # Optimizers, set from outside.
+
+    def _prepare_slot(self, request: Request[SetSlot]) -> Sequence[memoryview]:
+        """Check everything that needs no bytes before memory is taken for them."""
+        message, nbytes = request.message, sum(request.lengths)
+        self._store.define_optimizer(message.optimizer, message.config)
+        spec = self._store.spec((message.variable, message.shard))
+        if nbytes != spec.size * slot_dtype(dtype_of(spec.dtype)).itemsize:
+            raise ValueMismatchError(f"{self._task}: the value of a slot does not have its size")
+        return memory_for(self._pool, nbytes)
+
+    def _set_slot(self, request: Request[SetSlot]) -> asyncio.Future[None]:
+        return self._work.to_the_end(self._load(request.message, request.segments))
+
+    async def _load(self, message: SetSlot, body: Sequence[memoryview]) -> None:
+        self._store.define_optimizer(message.optimizer, message.config)
+        work = await self._work.when_idle(
+            self._store.load_slot, (message.variable, message.shard), message.optimizer,
+            message.slot, body[0] if body else b"",
+        )  # fmt: skip
+        await self._work.finish(work)
+
+    def _set_optimizer(self, request: Request[SetOptimizer]) -> None:
+        message = request.message
+        store, optimizer = self._store, message.optimizer
+        store.define_optimizer(optimizer, message.config)
+        if message.learning_rate is not None:
+            store.set_learning_rate(optimizer, message.learning_rate)
+        if message.step >= 0:
+            store.set_count(optimizer, message.step)
+            self.counted()
+        request.answer(OptimizerState(*store.push_count(optimizer).counts))
+
+    # Norms: the first round of layer-wise optimizers.
+
+    def _prepare_measure(self, request: Request[MeasurePush]) -> Sequence[memoryview]:
+        """Check everything that needs no bytes before memory is taken for them."""
+        known = self._measured(request)
+        known.check_lengths(request.lengths, self._task)
+        return memory_for(self._pool, known.nbytes)
+
+    def _measured(self, request: Request[MeasurePush]) -> ShardSet:
+        plan = self._plans.plan(request.peer.client, request.message.plan)
+        return plan.look_up(self._store)
+
+    def _measure(self, request: Request[MeasurePush]) -> None:
+        known = self._measured(request)
+        optimizer = known.optimizer
+        whole = known.body_of(request.segments, self._task)
+        gradients = known.gradients(self._store, optimizer, whole)
+
+        def step() -> int:
+            return self._store.push_count(optimizer).next_step(request.message.elsewhere)
+
+        self._store.check_rate(optimizer, step())
+        sums: list[Sums] = []
+
+        def begin(i: int) -> Work:
+            return self._store.measure(optimizer, known.keys[i], gradients[i], step(), sums)
+
+        def answer() -> None:
+            each = zip(known.keys, sums, strict=True)
+            request.answer(Measured([(*key, *of_shard) for key, of_shard in each]))
+
+        async def measure_slowly() -> None:
+            await self._work.to_the_end(self._work.shard_by_shard(known.costs, begin))
+            answer()
+
+        if not self._work.fits_now(self._store, known.keys, sum(known.costs)):
+            request.start(measure_slowly())
+            return
+        for i in range(len(known.keys)):
+            for _ in begin(i):
+                pass
+        answer()
 
     # Updates.
 

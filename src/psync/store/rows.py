@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from psync.errors import UsageError, ValueMismatchError
+from psync.errors import ValueMismatchError
 from psync.numerics.memory import BLOCK_BYTES, BlockArray, BlockPool, Scratch, bytes_of, roomy
 from psync.numerics.rows import RowBlocks, ascending, check_scatter, combine
-from psync.numerics.rules import RuleRaised, slot_dtype
+from psync.numerics.rules import RuleRaised
 from psync.numerics.sums import (
     INDEX_COST,
     SQUARES_PIECE,
@@ -71,19 +71,15 @@ class RowTable(ShardTable):
 
     # Checks, before memory is taken or anything changes.
 
-    def row_bytes(self, key: Key, optimizer_id: int = -1) -> int:
-        """Return the bytes of one row of a shard, or of a slot that an optimizer has for it.
+    def row_bytes(self, key: Key) -> int:
+        """Return the bytes of one row of a shard.
 
         Raises:
             UnknownVariableError: If the shard is not here.
-            ValueMismatchError: If it is a scalar, which has no rows; or has no slots.
+            ValueMismatchError: If it is a scalar, which has no rows.
         """
         shard = self._shard(key)
-        dtype = shard.values.dtype
-        if optimizer_id >= 0:
-            self._check_optimizable(shard)
-            dtype = slot_dtype(dtype)
-        return self._row_size(shard) * dtype.itemsize
+        return self._row_size(shard) * shard.values.dtype.itemsize
 
     def check_row_numbers(self, key: Key, rows: np.ndarray, *, each_once: bool = False) -> None:
         """Check that rows exist.
@@ -193,56 +189,42 @@ class RowTable(ShardTable):
 
     # What is done.
 
-    def read_range(
-        self, key: Key, start: int, stop: int, optimizer_id: int = -1, slot: str = ""
-    ) -> list[memoryview]:
-        """Return consecutive rows of a shard, or of a slot, as ``read`` returns the whole.
+    def read_range(self, key: Key, start: int, stop: int) -> list[memoryview]:
+        """Return consecutive rows of a shard, as ``read`` returns the whole.
 
         Raises:
             UnknownVariableError: If the shard is not here.
-            UsageError: If the optimizer is not defined or has no such slot.
             BusyError: If an update of it is under way.
         """
         shard = self._idle(key)
         size = self._row_size(shard)
         self._count(shard, range(start, stop))
-        return self._array(shard, optimizer_id, slot).export(start * size, stop * size)
+        return shard.values.export(start * size, stop * size)
 
-    def read_rows(
-        self,
-        key: Key,
-        rows: np.ndarray,
-        out: np.ndarray,
-        optimizer_id: int = -1,
-        slot: str = "",
-    ) -> Work:
-        """Start to copy rows of a shard, or of a slot, all of one version.
+    def read_rows(self, key: Key, rows: np.ndarray, out: np.ndarray) -> Work:
+        """Start to copy rows of a shard, all of one version.
 
         Args:
             key: Of the shard.
             rows: Checked; in any order.
             out: 1-D uint8, as long as they are.
-            optimizer_id: With ``slot``: that optimizer's slot instead of the values.
-            slot: Its name.
 
         Returns:
             The work, to be run to its end; the shard is busy until then.
 
         Raises:
             UnknownVariableError: If the shard is not here.
-            UsageError: If the optimizer is not defined or has no such slot.
             BusyError: If an update of it is under way.
         """
         shard = self._idle(key)
-        array = self._array(shard, optimizer_id, slot)
-        made = out.view(array.dtype).reshape(len(rows), shard.row_size)
+        made = out.view(shard.values.dtype).reshape(len(rows), shard.row_size)
 
         def steps() -> Iterator[None]:
             if not len(rows):
                 return
-            if not isinstance(array, RowBlocks):
+            if not isinstance(shard.values, RowBlocks):
                 yield from self._lay_out(shard)
-            laid_out = self._rows(self._array(shard, optimizer_id, slot))
+            laid_out = self._rows(shard.values)
             for part in _pieces(laid_out, len(rows)):
                 laid_out.gather(rows[part], made[part], self._pool)
                 yield
@@ -359,18 +341,6 @@ class RowTable(ShardTable):
             yield from total.adding(rows, values, weight)
         mean = yield from total.making(given.reduction, per_index=given.per_index)
         return total.indices, mean
-
-    def _array(self, shard: Shard, optimizer_id: int, slot: str) -> BlockArray:
-        if optimizer_id < 0:
-            return shard.values
-        names = self._optimizer(optimizer_id).rule.slot_names()
-        if slot not in names:
-            raise UsageError(
-                f"optimizer {optimizer_id} on {self.task} has no slot {slot!r}",
-                hint=f"its slots are {', '.join(names) or 'none'}",
-            )
-        self._check_optimizable(shard)
-        return self._slots(shard, optimizer_id)[names.index(slot)]
 
     def _rows(self, array: BlockArray) -> RowBlocks:
         assert isinstance(array, RowBlocks), "laid out before rows are touched"

@@ -19,7 +19,7 @@ from psync.store.ledger import same_in_each_run
 from psync.store.sync_config import SyncConfig
 from psync.sync.pushes import Action, Answer, Close, Contribution, Push, Refuse
 from psync.sync.tokens import Replica, Taker, TokenChannel
-from psync.wire.closure_numbers import Finality, first_of
+from psync.wire.closure_numbers import FIRST, Finality, first_of
 from psync.wire.codec import decode, encode
 from psync.wire.messages import Failure
 from psync.wire.remote_errors import exception_of, failure_of
@@ -63,9 +63,9 @@ class Group:
         self._acked_below: dict[Replica, int] = {}  # it has the answers to all smaller numbers
         self._tokens_held: dict[Replica, int] = {}  # that were not used yet
         self._calls: dict[int, dict[int, bytes]] = {}  # counted: closure → ordinal → digest
-        self._has_initial = False  # initial tokens were put
         self._counts: dict[str, dict[str, int]] = {}  # pushes by task and outcome
         self._staleness: Counter[int] = Counter()
+        self.has_initial = False  # initial tokens were put
         self._steps = self._partial_steps = 0
 
     # Pushes.
@@ -98,7 +98,8 @@ class Group:
                 more pushes at once than it may contribute to a step.
             ValueMismatchError: The weight is out of range.
         """
-        check_weight(contribution.weight)
+        if contribution.weight != 1.0:
+            check_weight(contribution.weight)
         replica = contribution.replica
         staleness = self.age(contribution.local_step)
         counts = self._counts.setdefault(replica[0], {"accepted": 0, "stale": 0, "duplicate": 0})
@@ -205,7 +206,7 @@ class Group:
                 for closure, by_ordinal in self._calls.items()
                 for ordinal, digest in by_ordinal.items()
             ],
-            "has_initial": self._has_initial,
+            "has_initial": self.has_initial,
             "counts": [[task, *counts.values()] for task, counts in self._counts.items()],
             "staleness": [list(each) for each in self._staleness.items()],
             "steps": [self._steps, self._partial_steps],
@@ -233,7 +234,7 @@ class Group:
         self._tokens_held = {(task, born): token for task, born, token in state["held"]}
         self._calls = {}
         self.note_calls(state["calls"])
-        self._has_initial = state["has_initial"]
+        self.has_initial = state["has_initial"]
         self._counts = {
             task: dict(zip(_OUTCOMES, counts, strict=True)) for task, *counts in state["counts"]
         }
@@ -251,6 +252,16 @@ class Group:
     def may_end(self) -> bool:
         """Whether there is a step that may be closed when nothing is left to do."""
         return bool(self._counted and self.closing is None and self.broken is None)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the present step has what it needs, and may be closed now."""
+        return (
+            self.is_complete
+            and self.closing is None
+            and self.broken is None
+            and self.short_since is None
+        )
 
     @property
     def may_close(self) -> bool:
@@ -317,10 +328,10 @@ class Group:
         Raises:
             ConfigurationError: Too few for the first step.
         """
-        if self._has_initial:
+        if self.has_initial:
             return []
         number = self.config.initial_tokens(count)
-        self._has_initial = True
+        self.has_initial = True
         return self._answers(self.tokens.put(self.first_step, number))
 
     def release(self) -> list[Action]:
@@ -363,7 +374,7 @@ class Group:
             return False
         if final.is_final(closure):
             return True
-        digest = self._calls.get(first_of(closure), {}).get(contribution.ordinal)
+        digest = self._calls.get(closure & FIRST, {}).get(contribution.ordinal)
         if digest is not None and digest != contribution.variable_set:
             raise UsageError(
                 f"{self.config.name}: closure {first_of(closure)}, call {contribution.ordinal}, "
@@ -392,11 +403,11 @@ class Group:
         return True
 
     def _count(self, push: Push) -> None:
-        contribution = push.contribution
+        contribution, replica = push.contribution, push.contribution.replica
         self._counted.append(push)
-        self._shares[contribution.replica] += 1
+        self._shares[replica] = self._shares.get(replica, 0) + 1
         if contribution.closure is not None:
-            calls = self._calls.setdefault(first_of(contribution.closure), {})
+            calls = self._calls.setdefault(contribution.closure & FIRST, {})
             calls[contribution.ordinal] = contribution.variable_set
 
     def _target_for(self, alive: Mapping[str, int] | None) -> int:

@@ -58,10 +58,10 @@ from psync.wire.messages import (
     CloseStep,
     Failure,
     FinishSteps,
+    Measured,
     MeasureStep,
     NormsMeasured,
     StepApplied,
-    StepMeasured,
 )
 from psync.wire.remote_errors import exception_of, failure_of
 
@@ -176,7 +176,7 @@ class OutgoingSteps(Changing):
     def _conclude(self, norms: StepNorms, passes: list[str], answers: list[Message]) -> None:
         sums = [
             (variable, index, first, second)
-            for each in cast(list[StepMeasured], answers)
+            for each in cast(list[Measured], answers)
             for variable, index, first, second in each.sums
         ]
         norms.conclude(passes.pop(0), sums)

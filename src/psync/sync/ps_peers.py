@@ -39,8 +39,8 @@ from psync.wire.messages import (
     Done,
     FollowParts,
     Held,
+    Measured,
     MeasureStep,
-    StepMeasured,
 )
 
 Then = Callable[[list[Message], Exception | None], None]
@@ -146,7 +146,7 @@ class AllPs:
         done: Callable[[Message | Exception], None],
     ) -> None:
         ps, moved = link.index, self._moved
-        expected = StepMeasured if type(message) is MeasureStep else Done
+        expected = Measured if type(message) is MeasureStep else Done
 
         def build(_: Connection) -> Message:
             if isinstance(message, FollowParts) or (ps, message.group) in self._told:

@@ -68,16 +68,16 @@ from psync.wire.messages import (
     Read,
     ReportSchedule,
     SetOptimizer,
-    SetSlots,
+    SetSlot,
     TellCounts,
 )
 
 logger = logging.getLogger(__name__)
 
-NOT_JUDGED = frozenset({Read, LockShards, SetSlots, SetOptimizer})
+NOT_JUDGED = frozenset({Read, LockShards, SetSlot, SetOptimizer})
 """What the ledger does not look at, and a process that does not serve its ps must refuse."""
 
-LOGGED = (CreateShards, Fence, FinalBelow, SetSlots, SetOptimizer, TellCounts)
+LOGGED = (CreateShards, Fence, FinalBelow, SetSlot, SetOptimizer, TellCounts)
 """What changes a ps as soon as it comes, beside what is admitted: entries as they are."""
 
 
@@ -213,7 +213,7 @@ class PsServices:
         # What is copied, or set as a whole, and how updates are computed: between computes.
         touches: dict[type[Message], Touches] = {
             CreateShards: copied_by,
-            SetSlots: lambda message: [(each[0], each[1]) for each in message.members],
+            SetSlot: lambda message: [(message.variable, message.shard)],
             SetOptimizer: lambda message: (
                 [] if message.step < 0 and message.learning_rate is None else self.store.keys()
             ),

@@ -65,11 +65,11 @@ from psync.wire.messages import (
     Held,
     HoldPush,
     KeepPart,
+    Measured,
     MeasureStep,
     NormsMeasured,
     Pushed,
     SetGroups,
-    StepMeasured,
     Update,
 )
 from psync.wire.remote_errors import exception_of, failure_of
@@ -84,6 +84,9 @@ FROM_CLOSER: Client = (CLOSER, 0)
 Made = Callable[[list[tuple[int, int]] | None], Message]
 """Makes an answer, given how far each group is in the values that go with it; None: there are none.
 """
+
+Reads = dict[Sequence[Key], Sequence[Segment] | None]
+"""Values of shards that were read within one turn; None: one is busy."""
 
 MAX_TOLD = 4096
 """Parts that one message names."""
@@ -253,11 +256,12 @@ class PsSync:
             known = self.plans.plan(request.peer.client, known.number)
             self._look_up(known)
         request.token = known
-        message, body = request.message, request.segments
-        if message.rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
-            body = known.body_of(body, self._task, message.rows)
+        request.rest()  # from now on it only waits; the part counts in the budget
+        message, body, rows = request.message, request.segments, request.message.rows
+        if rows is not None or len(body) != 1 or len(body[0]) != known.nbytes:
+            body = known.body_of(body, self._task, rows)
         key = known.optimizer, request.peer.client, message.sequence
-        self.took(request, self._part(key, message.local_step, known, body, message.rows))
+        self.took(request, self._part(key, message.local_step, known, body, rows))
 
     def replay(self, request: Request[Update], known: ShardSet) -> None:
         """Do an entry of the log of the one that is backed up: nobody waits for it here."""
@@ -296,7 +300,6 @@ class PsSync:
                 self.judged(request, part)
             except PsyncError as exc:
                 self.fail(part.key, exc)
-            request.rest()  # the part is held
             request.segments = ()
             return LATER
 
@@ -363,12 +366,21 @@ class PsSync:
                 del self._waiting[key]
                 self.left(key)
 
-    def answer(self, key: PushKey, made: Made, *, brings: bool = False) -> None:
-        """Answer all who wait for a push; with the values that its plan wants, if they are free."""
+    def answer(self, key: PushKey, made: Made, reads: Reads | None = None) -> None:
+        """Answer all who wait for a push.
+
+        Args:
+            key: Of the push.
+            made: Makes the answer.
+            reads: What was read in this turn, for other pushes; this one is answered with the
+                values that its plan wants, if they are free. None: without.
+        """
         for request in self._waiting.pop(key, ()):
             wanted, read = request.token.wanted, None
-            if brings and wanted is not None and wanted.compression is None:
-                read = self.read_now(wanted)
+            if reads is not None and wanted is not None and wanted.compression is None:
+                if wanted.keys not in reads:
+                    reads[wanted.keys] = self.read_now(wanted)
+                read = reads[wanted.keys]
             if read is None:
                 request.answer(made(None))
             else:
@@ -402,11 +414,11 @@ class PsSync:
         message = request.message
         known = self.known(message.group, message.config)
         if self.staging.is_closed(message.group, message.step):
-            request.answer(StepMeasured([]))  # it was overtaken: nobody waits for the answer
+            request.answer(Measured([]))  # it was overtaken: nobody waits for the answer
             return
         step = self._step_of(message, known)
         if self._work.fits_now(self.store, step.shards, step.nbytes):
-            request.answer(StepMeasured(step.measure_at_once(message.what)))
+            request.answer(Measured(step.measure_at_once(message.what)))
         else:
             under_way = self._work.to_the_end(self._measure_slowly(step, message.what))
             request.start(self._measured(request, under_way))
@@ -414,7 +426,7 @@ class PsSync:
     async def _measured(
         self, request: Request[MeasureStep], under_way: Awaitable[list[ShardSums]]
     ) -> None:
-        request.answer(StepMeasured(await under_way))
+        request.answer(Measured(await under_way))
 
     async def _measure_slowly(self, step: Step, what: str) -> list[ShardSums]:
         sums: list[Sums] = []
@@ -537,8 +549,9 @@ class PsSync:
         message = request.message
 
         def applied() -> None:
-            for task, incarnation, push, _, _ in message.pushes:
-                self.answer((message.group, (task, incarnation), push), _accepted, brings=True)
+            reads: Reads = {}
+            for task, incarnation, push, *_ in message.pushes:
+                self.answer((message.group, (task, incarnation), push), _accepted, reads)
             request.answer(_DONE)
 
         self.close(request, applied)

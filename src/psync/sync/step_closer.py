@@ -37,7 +37,7 @@ from psync.ps.executor import Listed
 from psync.sync.log_clock import LogClock
 from psync.sync.outgoing_steps import HOSTED, OutgoingSteps
 from psync.sync.ps_peers import AllPs
-from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync
+from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync, Reads
 from psync.sync.pushes import Action, Close, Contribution, Refuse
 from psync.sync.staging import PushKey
 from psync.sync.step import Part
@@ -225,9 +225,10 @@ class StepCloser:
         key, others = part.key, part.known.others
         if others:
             self.all_ps.follow(others)
-        if not self.steps.knows(key[0]):
+        is_stale = self.steps.is_stale(key[0], part.local_step)
+        if is_stale is None:
             request.start(self._take_first(request, part))
-        elif not others or self.steps.is_stale(key[0], part.local_step):
+        elif is_stale or not others:
             self._sync.submit(request, part)
         else:
             here = self._here.get(key)
@@ -236,7 +237,6 @@ class StepCloser:
             if self._is_complete(others, here.held):
                 self._sync.submit(request, part)
             else:
-                request.rest()  # what ends its waiting may come over the same connection
                 self._sync.wait(request, part)
                 here.waits = request, part
 
@@ -256,15 +256,16 @@ class StepCloser:
             raise RemoteProtocolError(f"{request.peer.task} says what ps {message.ps} holds")
         for group, task, incarnation, push, local_step in message.parts:
             key = group, (task, incarnation), push
-            here, is_stale = self._here.get(key), self.steps.is_stale(group, local_step)
+            here = self._here.get(key)
             if here is None:
-                if is_stale or self._over is not None:
+                if self._over is not None or self.steps.is_stale(group, local_step):
                     continue
                 here = self._here[key] = _Here(local_step)
             here.held.add(message.ps)
             if here.waits is not None:
                 waiting, part = here.waits
-                if is_stale or self._is_complete(part.known.others, here.held):
+                is_complete = self._is_complete(part.known.others, here.held)
+                if is_complete or self.steps.is_stale(group, local_step):
                     here.waits = None
                     self._sync.submit(waiting, part)
 
@@ -283,7 +284,7 @@ class StepCloser:
                 self._sync.submit(*here.waits)
 
     def _is_over(self, key: PushKey, here: _Here) -> bool:
-        return self.steps.is_stale(key[0], here.local_step)
+        return bool(self.steps.is_stale(key[0], here.local_step))
 
     def _judge(self, request: Request[Update], part: Part) -> None:
         message, known = request.message, part.known
@@ -304,7 +305,8 @@ class StepCloser:
                 ),
             )
         )  # fmt: skip
-        self.outgoing.wake()  # a join waits
+        if self.outgoing.waiting:
+            self.outgoing.wake()  # a join waits
 
     def _left(self, key: PushKey) -> None:
         """Nobody waits for a push any more."""
@@ -409,6 +411,7 @@ class StepCloser:
 
     def _perform(self, actions: Iterable[Action]) -> None:
         """Do what the rule has decided, then look when it wants to be asked again."""
+        reads: Reads = {}
         for action in actions:
             if isinstance(action, Close):
                 self.outgoing.decide(action)
@@ -420,7 +423,7 @@ class StepCloser:
                 else:
                     alone = self._sync.groups[action.group].is_alone(action.token - 1)
                     made = functools.partial(action.message, alone)
-                    self._sync.answer(key, made, brings=action.count > 0)
+                    self._sync.answer(key, made, reads if action.count else None)
         if HOSTED not in self.outgoing.pauses and self._over is None:
             deadline = self.steps.next_deadline()
             if deadline != self._clock.deadline:

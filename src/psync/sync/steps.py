@@ -93,10 +93,15 @@ class SyncSteps:
         known = self._groups.get(group)
         return -1 if known is None else known.step
 
-    def is_stale(self, group: int, local_step: int) -> bool:
-        """Return whether a push of this local step counts in no step, whoever else pushes."""
+    def is_stale(self, group: int, local_step: int) -> bool | None:
+        """Return whether a push of this local step counts in no step, whoever else pushes.
+
+        None: the group is not defined.
+        """
         known = self._groups.get(group)
-        return known is not None and bool(self._ended or known.broken or known.age(local_step))
+        if known is None:
+            return None
+        return bool(self._ended or known.broken or known.age(local_step))
 
     def init_tokens(self, group: int, count: int) -> list[Action]:
         """Put a group's initial tokens: once, however often a chief that restarts asks.
@@ -125,9 +130,11 @@ class SyncSteps:
                 push = known.judge(contribution, self._final)
         except PsyncError as exc:
             return [*actions, Refuse(group, replica, contribution.number, exc)]
-        actions += known.put_initial(-1)
-        if known.is_complete and known.may_close:  # before a token is taken that this makes void
+        if not known.has_initial:
+            actions += known.put_initial(-1)
+        if known.is_due:  # before a token is taken that this makes void
             actions.append(known.close(partial=False))
+            return actions + known.take(push)
         actions += known.take(push)
         return actions + self._close_what_is_due()
 
@@ -147,7 +154,7 @@ class SyncSteps:
         actions = known.closed(step, self._alive)
         if self._ended is not None:
             actions += known.refuse_waiting(TrainingEnded(self._ended))
-        return [*actions, *self._close_what_is_due()]
+        return actions + self._close_what_is_due()
 
     def finish(self) -> list[Action]:
         """Nothing is left to do: close the steps in which something was counted.
@@ -339,9 +346,7 @@ class SyncSteps:
         if self._ended is not None:
             return []
         groups = self._groups.values()
-        actions: list[Action] = [
-            known.close(partial=False) for known in groups if known.is_complete and known.may_close
-        ]
+        actions: list[Action] = [known.close(partial=False) for known in groups if known.is_due]
         if actions or not self._nobody_comes():
             return actions
         for known in groups:

@@ -56,7 +56,7 @@ class TokenChannel:
         if step > self._step:
             self._step = step
             self._used = Counter({key: n for key, n in self._used.items() if key[0] >= step})
-            if not self._keeps_old:
+            if not self._keeps_old and step > self._valid_from:
                 self.void_below(step)
         if self._allowance is None:
             self._free.extend([step] * count)

@@ -214,7 +214,7 @@ class Pulled(Message, code=35):
 
 
 class PullRows(Message, code=72):
-    """Some rows of shards, or of one slot of each. Answered by Pulled.
+    """Some rows of shards. Answered by Pulled.
 
     Segments: one for each part whose step is 0, its ``count`` row numbers (int64, in any order).
     Of the answer: the rows of each part, in the order in which it names them.
@@ -223,8 +223,6 @@ class PullRows(Message, code=72):
     # (variable id, shard index, count, start, stop, step). Rows are local, they count from the
     # shard's first one. Step 0: those in the body; else range(start, stop, step).
     parts: list[tuple[int, int, int, int, int, int]]
-    optimizer: int  # -1: the values themselves
-    slot: str
 
 
 class Numbered(Message):
@@ -271,12 +269,6 @@ class MeasurePush(Message, code=80):
     elsewhere: int  # as in Update
 
 
-class Measured(Message, code=81):
-    """For each member the sums of squares of the parameter and of its update."""
-
-    sums: list[tuple[float, float]]
-
-
 class Pushed(Message, code=38):
     """What became of an update. Segments: the values that its plan wants, if they came."""
 
@@ -298,12 +290,14 @@ class OptimizerState(Message, code=124):
     steps: int
 
 
-class SetSlots(Message, code=125):
-    """Values for slots of shards; idempotent. Segments: one per member. Answered by Done."""
+class SetSlot(Message, code=125):
+    """A value for a slot of a shard; idempotent. Segment: that. Answered by Done."""
 
     optimizer: int
     config: dict[str, Any]  # defines it
-    members: list[tuple[int, int, str]]  # variable id, shard index, slot
+    variable: int
+    shard: int  # its index
+    slot: str
 
 
 class SetOptimizer(Message, code=126):
@@ -514,7 +508,7 @@ class CloseStep(OfGroup, code=48):
 
 
 class MeasureStep(CloseStep, code=82):
-    """ps 0 → every ps: what would closing this step do? Changes nothing. Answered by StepMeasured.
+    """ps 0 → every ps: what would closing this step do? Changes nothing. Answered by Measured.
 
     The same as the ``CloseStep`` that follows, but for the factors that are not known yet.
     """
@@ -522,8 +516,11 @@ class MeasureStep(CloseStep, code=82):
     what: str = "gradients"  # or "updates", by the mean times its scales; see ``step_norms``
 
 
-class StepMeasured(Message, code=83):
-    """Sums of squares of each shard that the step changes on this ps; see ``step_norms``."""
+class Measured(Message, code=83):
+    """Sums of squares of each shard that a push, or a step, changes on this ps; see ``step_norms``.
+
+    Of a push: of the parameter, and of its update.
+    """
 
     sums: list[tuple[int, int, float, float]]  # (variable id, shard index, …)
 
@@ -930,8 +927,10 @@ class RunClosures(Message, code=17):
     """
 
     closures: list[tuple[int, bytes, int, list[int]]]
+    # (id, number on ps tasks) of those that have another there: see ``closure_numbers``.
     numbers: list[tuple[int, int]] | None = None
-    """(id, number on ps tasks) of those that have another there: see ``closure_numbers``."""
+    # Of one that runs as a replica of a gang: its number, and that of all replicas.
+    replica: tuple[int, int] | None = None
 
 
 class GiveBack(Message, code=18):
@@ -975,25 +974,18 @@ class FetchFunction(Message, code=22):
 
 
 class FetchArguments(Message, code=24):
-    """Worker → coordinator: send the arguments of a closure. Answered by Arguments."""
+    """Worker → coordinator: send a closure with its arguments. Answered by RunClosures."""
 
     closure: int
-
-
-class Arguments(Message, code=25):
-    """Segments as in RunClosures."""
-
-    segments: int
-    remote_values: list[int]
 
 
 # Per-worker iterators.
 
 
-class ReleaseIterators(Message, code=26):
-    """Per-worker iterators that nobody on the coordinator refers to any more."""
+class ReleaseIterator(Message, code=26):
+    """A per-worker iterator that nobody on the coordinator refers to any more."""
 
-    uids: list[str]
+    uid: str
 
 
 class AskPosition(Message, code=100):
@@ -1006,14 +998,6 @@ class AskPosition(Message, code=100):
 
 
 # Gangs: one function on all workers at once, whose replicas meet.
-
-
-class RunReplica(Message, code=105):
-    """Coordinator → worker: run this closure as one of a gang. Segments: as in RunClosures."""
-
-    closure: tuple[int, bytes, int, list[int]]  # as in RunClosures
-    replica_id: int
-    num_replicas: int
 
 
 class ReachCollective(Message, code=106):

@@ -1,6 +1,6 @@
 """The session of a worker with one coordinator: runs closures, one after the other.
 
-    coordinator → RunClosures, RunReplica, GiveBack, CancelClosures, ReleaseIterators, AskPosition
+    coordinator → RunClosures, GiveBack, CancelClosures, ReleaseIterator, AskPosition
     worker      → ClosureResults, GiveBack, Fetch…, ReachCollective, LeaveCluster, EndSession
 
 A closure is queued here until its turn; from its turn on it is running, and its end is
@@ -90,9 +90,9 @@ class HeldClosure:
     num_segments: int  # of its arguments; -1: they have to be fetched
     counts: Sequence[int]  # segments of each RemoteValue input
     segments: Sequence[memoryview]
-    number: int = -1  # under which ps tasks know it; -1: its id
-    arrival: int = NEVER  # see ``prefetch``; NEVER: of a gang, whose replicas meet
-    replica: tuple[int, int] | None = None  # which one of how many, if it is of a gang
+    number: int  # under which ps tasks know it; -1: its id
+    arrival: int  # see ``prefetch``; NEVER: of a gang, whose replicas meet
+    replica: tuple[int, int] | None  # which one of how many, if it is of a gang
     context: ClosureContext | None = None  # once it runs
     began: float = 0.0  # loop time at which it did
 
@@ -188,22 +188,20 @@ class Session:
 
     def run_closures(self, message: messages.RunClosures, segments: Sequence[memoryview]) -> None:
         """Queue closures."""
-        at, numbers = 0, dict(message.numbers or ())
+        at, numbers, replica = 0, dict(message.numbers or ()), message.replica
         arrival = self.runtime.ahead.arrivals = self.runtime.ahead.arrivals + 1
+        if replica is not None:
+            arrival = NEVER
         for closure_id, key, count, counts in message.closures:
             end = at + count + sum(counts) if count > 0 else at  # else none, or to be fetched
             number, own = numbers.get(closure_id, -1), segments[at:end]
-            self._queue.append(HeldClosure(closure_id, key, count, counts, own, number, arrival))
+            self._queue.append(
+                HeldClosure(closure_id, key, count, counts, own, number, arrival, replica)
+            )
             at = end
         self._wake.set()
         if self._told:  # and has not waited for its answer
             self._give_back_all()
-
-    def run_replica(self, message: messages.RunReplica, segments: Sequence[memoryview]) -> None:
-        """Queue a closure that is one of a gang."""
-        replica = (message.replica_id, message.num_replicas)
-        self._queue.append(HeldClosure(*message.closure, segments, replica=replica))
-        self._wake.set()
 
     def give_back(self, message: messages.GiveBack, _: Sequence[memoryview] = ()) -> None:
         """Return closures that have not started; the answer comes in any case."""
@@ -277,13 +275,10 @@ class Session:
                 self._runner.cancel()
         self._flush()
 
-    def release_iterators(
-        self, message: messages.ReleaseIterators, _: Sequence[memoryview]
-    ) -> None:
-        """Close iterators that nobody refers to any more."""
-        for uid in message.uids:
-            if (iterator := self._iterators.pop(uid, None)) is not None:
-                iterator.close()
+    def release_iterator(self, message: messages.ReleaseIterator, _: Sequence[memoryview]) -> None:
+        """Close an iterator that nobody refers to any more."""
+        if (iterator := self._iterators.pop(message.uid, None)) is not None:
+            iterator.close()
 
     def iterator_position(self, message: messages.AskPosition) -> Message:
         """Return how many batches of an iterator steps have been handed."""
@@ -573,8 +568,8 @@ class Session:
             segments, counts, own = closure.segments, closure.counts, closure.num_segments
             if own < 0:
                 request = messages.FetchArguments(closure.id)
-                message, segments = await self._fetch(request, messages.Arguments)
-                counts, own = message.remote_values, message.segments
+                message, segments = await self._fetch(request, messages.RunClosures)
+                ((_, _, own, counts),) = message.closures
             values, at = [], own
             for count in counts:
                 values.append(Payload.from_segments(segments[at : at + count]))

@@ -333,7 +333,7 @@ class _Watch:
                 self.mark("a closure is cancelled while it pushes", self.pushing[process])
             case "EndSession" | "Fence":
                 self.mark("a session ends with a push on its way", self.sent)
-            case "RunReplica":
+            case "ReachCollective":
                 self.gang = True
             case "LockShards":
                 self.locks += 1
