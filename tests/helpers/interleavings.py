@@ -168,11 +168,12 @@ class Others:
             self.world.asks = True
             self.world.down.append(("follow",))
 
-    def tell(self, message: m.CloseStep, then: Any) -> None:
+    def tell(self, message: m.CloseStep, parts: Any, then: Any) -> None:
         self.world.then = then
         is_alone = self.sync.groups[GROUP].is_alone(message.step)
         if not is_alone:
-            self.world.down.append(("close", message.step, _hashable(message.pushes)))
+            pushes = [(*push, on) for push, on in zip(message.pushes, parts, strict=True)]
+            self.world.down.append(("close", message.step, _hashable(pushes)))
         self.sync.execute(OwnRequest(AsIfFrom((CLOSER, 0), {}, NONE), message, (), _nothing))
         if is_alone:
             LOOP.call_soon(then, [], None)
@@ -345,7 +346,8 @@ class World:
         kind, *what = self.down.pop(0)
         sync, message, far = self.ps(1), m.FollowParts(), self._far()
         if kind == "close":
-            message, far = m.CloseStep(GROUP, None, what[0], [*what[1]]), self.far
+            here = [push[:4] for push in what[1] if 1 in push[4]]
+            message, far = m.CloseStep(GROUP, None, what[0], here), self.far
         request = OwnRequest(far, message, (), partial(self._has_closed, what))
         sync.handlers()[type(message)].run(request)
 

@@ -139,7 +139,7 @@ def message_words(message: Message) -> str:
                 f"push {number} of {task_words(task, incarnation)}"
                 for task, incarnation, number, *_ in message.pushes
             ]
-            return f"CloseStep {message.step}: {', '.join(pushes)}{_factors(message)}"
+            return f"CloseStep {message.step}: {', '.join(pushes) or 'no push'}{_factors(message)}"
         case NormsMeasured():
             return f"NormsMeasured {message.step}{_factors(message)}"
         case Measured():

@@ -65,9 +65,9 @@ def arrive(
     return staging.stage(Part((7, replica, push), local_step, nbytes))
 
 
-def named(*pushes: tuple[Replica, int]) -> list[tuple[str, int, int, float, list[int]]]:
+def named(*pushes: tuple[Replica, int]) -> list[tuple[str, int, int, float]]:
     """As a closing names them."""
-    return [(task, incarnation, push, 1.0, []) for (task, incarnation), push in pushes]
+    return [(task, incarnation, push, 1.0) for (task, incarnation), push in pushes]
 
 
 def of_step(staging: Staging[Part], *pushes: tuple[Replica, int]) -> list[tuple[Replica, int]]:
@@ -99,7 +99,7 @@ class TestAStep:
     ) -> None:
         put(staging, B, 4)
         put(staging, A, 1)
-        pushes = [(*A, 1, 2.0, [1]), (*B, 4, 0.5, [1]), (*B, 5, 1.0, [1])]
+        pushes = [(*A, 1, 2.0), (*B, 4, 0.5), (*B, 5, 1.0)]
         parts = [(part.key[1:], weight) for part, weight in staging.parts(7, pushes)]
         assert parts == [((A, 1), 2.0), ((B, 4), 0.5)]
         assert (7, B, 4) in [part.key for part in staging.held()]

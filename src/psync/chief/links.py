@@ -496,7 +496,7 @@ class WorkerLinks:
                 incarnations = self._membership.incarnation(worker.name), self._endpoint.incarnation
                 addresses = self._cluster.ps_addresses()
                 message = messages.AttachWorker(
-                    worker.place, len(self._places), *incarnations,
+                    worker.place, *incarnations,
                     self._cluster.options.origin, self._cluster.program, addresses,
                     self._cluster.options.ps_timeout_s,
                 )  # fmt: skip

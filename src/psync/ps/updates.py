@@ -16,6 +16,8 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
                here: its shard is as it was, the answer is a RuleError, and is noted for those who
                ask again (``ledger.note_failure``)
 
+Creating shards is idempotent, so a lost connection repeats it.
+
 A program that restores a checkpoint, or changes the learning rate, does so by SetOptimizer and
 SetSlot. Both are idempotent, so a lost connection repeats them. They are entries of the log, and
 the ledger does not judge them: of a value that is set while others push to the same variables, the
@@ -34,15 +36,16 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from psync.cluster import parse_task_name
-from psync.errors import PlanForgotten, UsageError, ValueMismatchError
-from psync.net.connection import Handler, Request
+from psync.errors import PlanForgotten, RemoteProtocolError, UsageError, ValueMismatchError
+from psync.net.connection import Connection, Handler, Request
 from psync.numerics.memory import ABOVE_BYTES, BlockPool
 from psync.numerics.rules import Sums, slot_dtype
 from psync.ps.admission import Claim, PsLocks, UpdateGate
 from psync.ps.computes import Compute
-from psync.ps.cooperative_work import LongWork
+from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.ps.executor import Executor, Listed
 from psync.ps.plans import (
+    NO_BYTES,
     NO_PLANS,
     Body,
     Plans,
@@ -52,15 +55,16 @@ from psync.ps.plans import (
     owned,
 )
 from psync.ps.pulls import PsPulls
-from psync.specs import dtype_of
+from psync.specs import ShardSpec, dtype_of
 from psync.store.commit_log import LogState
 from psync.store.ledger import Call, Client, Duplicate, Ledger
 from psync.store.push_counts import HOME
 from psync.store.rows import RowValues
-from psync.store.store import Adjacent, AssignOp, ShardStore, Work
+from psync.store.store import Adjacent, AssignOp, Key, ShardStore, Work
 from psync.store.work import nothing
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
+    CreateShards,
     DefinePlan,
     Failure,
     Measured,
@@ -72,8 +76,12 @@ from psync.wire.messages import (
     Update,
 )
 from psync.wire.remote_errors import exception_of, failure_of
+from psync.wire.tensors import array_from_bytes
 
 _PS = operator.itemgetter(0)
+
+Source = Key | np.ndarray | None
+"""What a shard begins as: a copy of another, so many of one element, or a value that is sent."""
 
 MAX_STALENESS = 255
 """What is staler is counted as this."""
@@ -274,6 +282,11 @@ class PsUpdate(Compute):
         return store.assign_checked(key, cast(AssignOp, known.op), operand)
 
 
+def copied_by(message: CreateShards) -> list[Key]:
+    """Return the shards whose values others begin with."""
+    return [(each[0], each[1]) for each in message.sources if isinstance(each, tuple | list)]
+
+
 def nothing_is_left() -> None:
     """Execute an entry that was done when it came."""
 
@@ -293,6 +306,7 @@ class PsUpdates:
         pulls: Reads what an answer brings.
         plans: Of all clients.
         sync: Takes those of synchronous pushes.
+        check_coordinator: Raises unless a peer is the coordinator that is served.
     """
 
     def __init__(
@@ -308,6 +322,7 @@ class PsUpdates:
         pulls: PsPulls,
         plans: Plans,
         sync: Parts,
+        check_coordinator: Callable[[Connection], None],
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
         self.staleness = PushStaleness()
@@ -326,10 +341,12 @@ class PsUpdates:
         self._pulls = pulls
         self._plans = plans
         self._sync = sync
+        self._check_coordinator = check_coordinator
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
+            CreateShards: Handler(self._create_shards, self._prepare_shards),
             DefinePlan: Handler(self._plans.serve),
             Update: Handler(self._arrived, self._prepare_update),
             SetSlot: Handler(self._set_slot, self._prepare_slot),
@@ -360,6 +377,81 @@ class PsUpdates:
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who executes entries: the primary has checked whether their clients are served."""
         return {Update: Handler(self._replay)}
+
+    # Shards, created from values that are sent, as copies, or filled with one element.
+
+    def _prepare_shards(self, request: Request[CreateShards]) -> Sequence[memoryview]:
+        peer, message = request.peer, request.message
+        lengths = request.lengths
+        self._check_coordinator(peer)
+        shards = self._to_create(message)
+        if lengths != tuple(spec.nbytes for spec, source in shards if source is None):
+            raise ValueMismatchError(f"{self._task}: initial values do not have the shards' sizes")
+        return memory_for(self._pool, sum(lengths))
+
+    def _create_shards(self, request: Request[CreateShards]) -> asyncio.Future[None]:
+        message, body = request.message, request.segments
+        self._check_coordinator(request.peer)
+        shards = self._to_create(message)
+        if not body and None in message.sources:
+            raise ValueMismatchError(f"{self._task}: no initial values for {len(shards)} shards")
+        return self._work.to_the_end(self._fill_shards(shards, *body))
+
+    async def _fill_shards(
+        self, shards: Sequence[tuple[ShardSpec, Source]], body: memoryview = NO_BYTES
+    ) -> None:
+        store, start = self._store, 0
+        for spec, source in shards:
+            if isinstance(source, np.ndarray):
+                store.create(spec, fill=source)
+                continue
+            if source is not None:
+                await self._copy_shard(spec, source)
+                continue
+            size = spec.nbytes
+            view = body[start : start + size]
+            start += size
+            if size <= INLINE_BYTES:
+                store.create(spec, view)
+            elif store.create(spec):
+                await self._work.finish(store.assign(spec.key, "assign", view))
+
+    async def _copy_shard(self, spec: ShardSpec, source: Key) -> None:
+        """Take up a shard that begins as another one is now."""
+        work = await self._work.when_idle(self._store.copy, spec, source)
+        if spec.nbytes <= INLINE_BYTES:
+            self._work.finish_now(work)
+        else:
+            await self._work.finish(work)
+
+    def _to_create(self, message: CreateShards) -> list[tuple[ShardSpec, Source]]:
+        """Return each shard, and that of which it is to be a copy, or what each element is."""
+        if len(message.sources) != len(message.shards):
+            raise RemoteProtocolError(
+                f"{self._task}: {len(message.sources)} sources for {len(message.shards)} shards"
+            )
+        shards: list[tuple[ShardSpec, Source]] = []
+        for declared, source in zip(message.shards, message.sources, strict=True):
+            name, variable_id, index, offset, shape, dtype = declared
+            if min(variable_id, index, offset, *shape) < 0:
+                raise RemoteProtocolError(
+                    f"{self._task}: negative numbers in the declaration of {name!r}"
+                )
+            dtype_of(dtype)  # raises for those that no variable has
+            spec = ShardSpec(name, variable_id, index, offset, tuple(shape), dtype, self._index)
+            if isinstance(source, bytes):
+                shards.append((spec, self._filling(spec, source)))
+            else:
+                shards.append((spec, None if source is None else (source[0], source[1])))
+        return shards
+
+    def _filling(self, spec: ShardSpec, data: bytes) -> np.ndarray:
+        """Return what all elements of a shard begin as."""
+        if len(data) != dtype_of(spec.dtype).itemsize or (spec.dtype == "bool" and data[0] > 1):
+            raise ValueMismatchError(
+                f"{spec} on {self._task}: expected an element of {spec.dtype}, got {data[:16]!r}"
+            )
+        return array_from_bytes(data, (), spec.dtype)
 
     # Optimizers, set from outside.
 

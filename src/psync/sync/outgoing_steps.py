@@ -137,14 +137,15 @@ class OutgoingSteps(Changing):
     def _go_on(self, outgoing: OutgoingStep, norms: StepNorms, passes: list[str]) -> None:
         """Begin the next round of a step."""
         close = outgoing.close
-        step = close.group, None, close.step, list(close.pushes)
+        step = close.group, None, close.step, [push[:4] for push in close.pushes]
+        parts = [push[4] for push in close.pushes]
         if passes:
             known = _listed(norms.scales), _listed(norms.ratios)
             then = functools.partial(self._measured, outgoing, norms, passes)
-            self._all_ps.tell(MeasureStep(*step, *known, passes[0]), then)
+            self._all_ps.tell(MeasureStep(*step, *known, passes[0]), parts, then)
         else:
             message = CloseStep(*step, outgoing.scales, outgoing.ratios)
-            self._all_ps.tell(message, functools.partial(self._ended, close))
+            self._all_ps.tell(message, parts, functools.partial(self._ended, close))
 
     def _measured(
         self,

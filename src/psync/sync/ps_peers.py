@@ -90,15 +90,15 @@ class AllPs:
         self._moves = False  # a ps that is lost is served elsewhere soon
         self._moved = 0  # how often we heard where they are served
 
-    def tell(self, message: CloseStep, then: Then) -> None:
+    def tell(self, message: CloseStep, parts: Sequence[Sequence[int]], then: Then) -> None:
         """Tell every ps of a step, all at once. It is carried as far as it goes.
 
-        Where nothing of the group is elsewhere so far no other is told.
-
-        What ps 0 itself refuses at once no other is told.
+        Where nothing of the group is elsewhere so far no other is told, nor of what ps 0 itself
+        refuses at once.
 
         Args:
             message: CloseStep or MeasureStep.
+            parts: Of each push, the other ps tasks that have a part.
             then: Called once, when all have answered.
         """
         answers: list[Message] = []
@@ -129,7 +129,10 @@ class AllPs:
             request.fail(exc)
         if failed is None:
             for link in others:
-                self._tell(link, message, done)
+                named = zip(message.pushes, parts, strict=True)
+                here = [push for push, tasks in named if link.index in tasks]
+                is_whole = len(here) == len(message.pushes)
+                self._tell(link, message if is_whole else replace(message, pushes=here), done)
         elif missing:
             then(answers, failed)
 

@@ -38,12 +38,11 @@ from psync.ps.accumulators import Accumulators, pack_accumulators, unpack_accumu
 from psync.ps.admission import PsLocks, UpdateGate
 from psync.ps.computes import Compute, Touches
 from psync.ps.count_teller import NEWS_SHIFT, CountTeller
-from psync.ps.creation import ShardCreation, copied_by
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
 from psync.ps.plans import Plans
 from psync.ps.pulls import PsPulls
-from psync.ps.updates import PsUpdates, nothing_is_left
+from psync.ps.updates import PsUpdates, copied_by, nothing_is_left
 from psync.specs import STEP_BITS
 from psync.store.commit_log import CommitLog
 from psync.store.snapshot import Frozen, Loaded, freeze
@@ -145,7 +144,9 @@ class PsServices:
             task, store, work, self.sync.staging, self.locks, pool, plans, platform.limits
         )
         self.sync.read_now = self.pulls.read_now
-        self.updates = parts.of(PsUpdates)(*served, self.gate, self.pulls, plans, self.sync)
+        self.updates = parts.of(PsUpdates)(
+            *served, self.gate, self.pulls, plans, self.sync, process.check_coordinator
+        )
         self.teller: CountTeller | None = None  # None: there is one ps
         if attach is not None and num_ps > 1:
             self.teller = parts.of(CountTeller)(
@@ -196,16 +197,11 @@ class PsServices:
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
-        process = self._process
-        creation = process.platform.parts.of(ShardCreation)(
-            process.task, process.index, self.store, process.work, process.pool,
-            process.check_coordinator,
-        )  # fmt: skip
         handlers: dict[type[Message], Handler] = {
             Fence: Handler(self._fence), FinalBelow: Handler(self._final_below),
             TellCounts: Handler(self._hear_counts),
         }  # fmt: skip
-        for service in (creation, self.updates, self.sync, self.locks, self.pulls, self.gate):
+        for service in (self.updates, self.sync, self.locks, self.pulls, self.gate):
             handlers.update(service.handlers())
         if not self.sync.serves:  # this task has just been started again, or its backup serves
             for kind in handlers.keys() & NOT_JUDGED:

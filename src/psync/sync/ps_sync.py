@@ -509,15 +509,14 @@ class PsSync:
         """Say what a step changes here; as ``KnownGroup.step_of``, and all its parts are here."""
         parts = self.staging.parts(message.group, message.pushes)
         if len(parts) < len(message.pushes):
-            here = {part.key for part, _ in parts}
-            for task, incarnation, push, _, others in message.pushes:
-                key = message.group, (task, incarnation), push
-                if key not in here and self._index in (0, *others):
-                    raise RemoteProtocolError(
-                        f"{self._task}: step {message.step} of group {message.group} is to be "
-                        f"closed with push {push} of {task} (incarnation {incarnation}), which "
-                        "has not come in yet"
-                    )
+            here = {part.key[1:] for part, _ in parts}
+            task, incarnation, push, _ = next(
+                each for each in message.pushes if ((each[0], each[1]), each[2]) not in here
+            )
+            raise RemoteProtocolError(
+                f"{self._task}: step {message.step} of group {message.group} is to be closed with "
+                f"push {push} of {task} (incarnation {incarnation}), which has not come in yet"
+            )
         return known.step_of(message, parts)
 
     def _applied(self, step: Step, nbytes: int) -> None:
@@ -550,7 +549,7 @@ class PsSync:
 
         def applied() -> None:
             reads: Reads = {}
-            for task, incarnation, push, *_ in message.pushes:
+            for task, incarnation, push, _ in message.pushes:
                 self.answer((message.group, (task, incarnation), push), _accepted, reads)
             request.answer(_DONE)
 

@@ -40,8 +40,8 @@ BUDGET_VARIABLE = "PSYNC_LIMIT_STAGING_BYTES"
 PushKey = tuple[int, Replica, int]
 """Group, who pushes, and the number of the push."""
 
-Named = Iterable[tuple[str, int, int, float, list[int]]]
-"""(task, incarnation, push, weight, other ps tasks) of each push, as ``CloseStep`` has them."""
+Named = Iterable[tuple[str, int, int, float]]
+"""(task, incarnation, push, weight) of each push of a step, as ``CloseStep`` has them."""
 
 
 class Staged(Protocol):
@@ -179,7 +179,7 @@ class Staging(Generic[P]):
         known = self._groups.get(group)
         held = {} if known is None else known.parts
         found: list[tuple[P, float]] = []
-        for task, incarnation, push, weight, _ in pushes:
+        for task, incarnation, push, weight in pushes:
             part = held.get((group, (task, incarnation), push))
             if part is not None:
                 found.append((part, weight))
@@ -198,7 +198,7 @@ class Staging(Generic[P]):
                 del known.coming[key]
                 self._bytes -= nbytes
         parts, dropped = known.parts, 0
-        for task, incarnation, push, _, _ in pushes:
+        for task, incarnation, push, _ in pushes:
             named = parts.pop((group, (task, incarnation), push), None)
             if named is not None:
                 dropped += named.nbytes

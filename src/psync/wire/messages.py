@@ -492,15 +492,16 @@ class Held(Message, code=91):
 
 
 class CloseStep(OfGroup, code=48):
-    """ps 0 → every ps: apply the mean of these pushes; idempotent by ``step``. Answered by Done.
+    """ps 0 → every ps: apply the mean of the pushes that have a part there. Answered by Done.
 
+    Idempotent by ``step``. A part that is not there is an error, which ends the group.
     Afterwards the group is at ``step + 1`` and what is held for ``step`` or before is dropped.
     """
 
     config: dict[str, Any] | None  # None: the ps knows it
     step: int
-    # (task, incarnation, push, weight, ps tasks but 0 that have a part), in the order of the sum
-    pushes: list[tuple[str, int, int, float, list[int]]]
+    # (task, incarnation, push, weight), in the order of the sum
+    pushes: list[tuple[str, int, int, float]]
     # (variable id, factor): what limits the norm of the mean of a variable, and the trust ratio of
     # its update. None: the ps finds it by itself, if the rule needs it.
     scales: list[tuple[int, float]] | None = None
@@ -907,7 +908,6 @@ class AttachWorker(Message, code=16):
     """The coordinator takes a worker into its cluster; answered by Done."""
 
     worker_index: int
-    num_workers: int
     incarnation: int  # that the worker bears from now on
     coordinator: int  # incarnation of the coordinator
     origin: str  # of the strategy: marks its variables

@@ -17,7 +17,6 @@ from psync.client.ps import Delivery, Outgoing, PlanUpdate
 from psync.client.sync import SyncClient
 from psync.coordinator import Coordinator
 from psync.net.connection import OwnRequest, Request
-from psync.ps.creation import ShardCreation
 from psync.ps.snapshots import Snapshots
 from psync.ps.updates import PsUpdate, PsUpdates
 from psync.sync.outgoing_steps import OutgoingSteps
@@ -87,7 +86,7 @@ PLACES = (
     # A backup has them, nothing is applied here.
     Place("ps.backup.taken", BackupSender, "_taken", BEGIN),
     # Shards exist, not answered.
-    Place("ps.create.done", ShardCreation, "_fill", END),
+    Place("ps.create.done", PsUpdates, "_fill_shards", END),
     # A part of a synchronous push is held here, ps 0 does not know.
     Place("ps.part.held", PsSync, "_tell", BEGIN),
     # Norms of a synchronous step are measured here, ps 0 does not know.
