@@ -61,6 +61,7 @@ def test_the_rules_hold_in_whatever_order_it_happens(cluster: dict[str, Any]) ->
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("cluster", LARGER, ids=str)
 def test_they_hold_for_longer_and_with_more_faults(cluster: dict[str, Any]) -> None:
     whole(cluster)
