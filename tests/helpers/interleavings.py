@@ -29,6 +29,7 @@ from psync.sync.ps_sync import CLOSER, PsSync
 from psync.sync.step import OutgoingStep
 from psync.sync.step_closer import StepCloser, _Here
 from psync.wire import messages as m
+from psync.wire.codec import decode, encode
 from sync_tools import GROUP, config
 
 BOTH = (0, 1)
@@ -348,7 +349,7 @@ class World:
         if kind == "close":
             here = [push[:4] for push in what[1] if 1 in push[4]]
             message, far = m.CloseStep(GROUP, None, what[0], here), self.far
-        request = OwnRequest(far, message, (), partial(self._has_closed, what))
+        request = OwnRequest(far, _sent(message), (), partial(self._has_closed, what))
         sync.handlers()[type(message)].run(request)
 
     def _has_closed(self, what: list[Any], outcome: Any) -> None:
@@ -361,7 +362,7 @@ class World:
         closer = self.ps_0()
         if kind == "held":
             peer = AsIfFrom(("/job:ps/task:1", 1), {}, NONE)
-            closer.all_ps.heard(OwnRequest(peer, m.Held(1, [*what]), (), _raise))
+            closer.all_ps.heard(OwnRequest(peer, _sent(m.Held(1, [*what])), (), _raise))
         elif self.state.closing and self.state.closing[0][0] == what:
             self.then([], None)
 
@@ -652,6 +653,10 @@ def _nothing(*_: Any) -> None:
 
 def _raise(error: Any) -> None:
     raise error
+
+
+def _sent(message: Any) -> Any:
+    return decode(encode(message))
 
 
 def _hashable(pushes: Any) -> tuple[Any, ...]:
