@@ -243,7 +243,7 @@ class Backups:
             async with asyncio.timeout(link.lost_after_s):
                 address, _ = await ask(way, message, messages.Text)
         finally:
-            await way.close()
+            way.close()
         self._cluster.move_ps(link, address.value)
 
     async def close(self) -> None:

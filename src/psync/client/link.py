@@ -461,13 +461,12 @@ class PsLink:
             self.on_lost(error)  # which may revive it at once
         return error
 
-    async def close(self) -> None:
-        """Close the connections; calls under way fail. Cancellation: safe."""
+    def close(self) -> None:
+        """Close the connections; calls under way fail."""
         self._closed = True
         self.release()
         if self._keepalive is not None:
             self._keepalive.cancel()
-            await asyncio.gather(self._keepalive, return_exceptions=True)
         for peer in self._peers.values():
             peer.close()
 

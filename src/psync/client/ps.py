@@ -325,9 +325,11 @@ class PsClient:
 
     async def close(self, patience_s: float = 0.0) -> None:
         """Stop updates that have not ended after so long, close all links. Cancellation: safe."""
-        await self.outgoing.close(patience_s)
-        for link in self.links:
-            await link.close()
+        try:
+            await self.outgoing.close(patience_s)
+        finally:
+            for link in self.links:
+                link.close()
 
     @property
     def timeline(self) -> int:

@@ -390,8 +390,10 @@ class ChiefPart(Part):
 
     async def close(self) -> None:
         """Close everything. Cancellation: connections may still be closing."""
-        await super().close()
-        await self.links.close()
+        try:
+            await super().close()
+        finally:
+            await self.links.close()
 
 
 class WorkerPart(Part):
@@ -498,9 +500,11 @@ class WorkerPart(Part):
 
     async def close(self) -> None:
         """Close everything. Cancellation: connections may still be closing."""
-        await super().close()
-        await self.ps.close()
-        await self._endpoint.close()
+        try:
+            await super().close()
+        finally:
+            await self.ps.close()
+            await self._endpoint.close()
 
 
 class MonitoredTrainingSession:

@@ -126,5 +126,5 @@ class CountTeller:
             task.cancel()
         await asyncio.gather(*self._telling, return_exceptions=True)
         for link in self._links:
-            await link.close()
+            link.close()
         await self._endpoint.close()
