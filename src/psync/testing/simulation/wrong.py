@@ -552,9 +552,9 @@ def takes_all_of_the_step(original: Callable[..., Any]) -> Any:
 
 
 def waits_for_nobody(original: Callable[..., Any]) -> Any:
-    def tell(self: AllPs, message: Any, then: Callable[..., None]) -> None:
+    def tell(self: AllPs, message: Any, parts: Any, then: Callable[..., None]) -> None:
         is_close = not isinstance(message, MeasureStep)
-        original(self, message, (lambda *_: None) if is_close else then)
+        original(self, message, parts, (lambda *_: None) if is_close else then)
         if is_close:
             then([], None)
 
