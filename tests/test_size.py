@@ -9,9 +9,9 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 43_388,
-    "src": 59_789,
-    "nodes": 573_448,
+    "core": 43_393,
+    "src": 59_786,
+    "nodes": 573_396,
     "tests": 91_301,
     "net": 4_483,
     "api": 3_576,
@@ -21,7 +21,7 @@ SIZES = {
     "ps": 2_965,
     "numerics": 2_726,
     "status": 2_494,
-    "client": 2_272,
+    "client": 2_273,
     "chief": 2_636,
     "closures": 1_703,
     "training": 1_561,
@@ -31,10 +31,10 @@ SIZES = {
     "worker": 1_171,
     "backups": 929,
     "replicas": 653,
-    "compat": 673,
+    "compat": 677,
     "serialization": 815,
     "checkpoints": 800,
-    "testing": 10_287,
+    "testing": 10_279,
     "integrations": 4_619,
     "bench": 1_495,
 }

@@ -54,7 +54,6 @@ from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import PsSync
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
-from psync.sync.step import KnownGroup
 from psync.sync.step_closer import StepCloser
 from psync.sync.steps import SyncSteps
 from psync.testing.simulation import wrong
@@ -104,10 +103,6 @@ MUTANTS: Mapping[str, Mutant] = {
     "stale_by_one": Mutant(
         "a push of the step before does not count", ("sync",),
         ((SyncSteps, "contribute", wrong.fresh_by_one),),
-    ),
-    "others_are_not_told": Mutant(
-        "every ps is told of steps once one but ps 0 had a part", ("sync",),
-        ((KnownGroup, "is_alone", lambda original: wrong.lies_here),),
     ),
     "first_not_done": Mutant(
         "a backup goes on where its snapshot ends", ("replica",),

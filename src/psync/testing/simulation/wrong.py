@@ -39,7 +39,6 @@ from psync.sync.ps_sync import PsSync
 from psync.sync.pushes import Close, Contribution
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
-from psync.sync.step import KnownGroup
 from psync.sync.step_closer import StepCloser
 from psync.sync.steps import SyncSteps
 from psync.wire.closure_numbers import first_of
@@ -60,10 +59,6 @@ def may_judge_shipped(original: Callable[..., Any]) -> Any:
 
 def is_nearly_complete(original: Any) -> Any:
     return property(lambda self: len(self._counted) >= max(1, self._target - 1))
-
-
-def lies_here(self: KnownGroup, step: int) -> bool:
-    return self.global_step is not None
 
 
 def fresh_by_one(original: Callable[..., Any]) -> Any:
