@@ -54,17 +54,6 @@ def test_without_dedup_updates_are_counted_twice_and_the_run_says_how_to_repeat_
     assert "again: " in ended.stdout
 
 
-@pytest.mark.promise("updates.tests-notice")
-def test_without_another_safeguard_the_oracle_says_what_that_is_for(tmp_path: Path) -> None:
-    ended = chaos(
-        tmp_path, "--minutes", "0.04", "--recovery", "none", "--no-losses", "--mode", "sync",
-        "--failpoints", "none", "--without", "staleness",
-    )  # fmt: skip
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    fault = r"FAULT: rows: closure \d+ was counted 0 times, expected 1"
-    assert re.search(fault, ended.stdout), ended.stdout
-
-
 @pytest.mark.promise("updates.tests-notice", "updates.none-from-before-rollback")
 @pytest.mark.full
 @pytest.mark.parametrize(
