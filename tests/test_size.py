@@ -9,9 +9,9 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 43_393,
-    "src": 59_786,
-    "nodes": 573_396,
+    "core": 43_396,
+    "src": 59_789,
+    "nodes": 573_437,
     "tests": 91_290,
     "net": 4_483,
     "api": 3_576,
@@ -27,7 +27,7 @@ SIZES = {
     "training": 1_561,
     "launch": 1_629,
     "wire": 1_253,
-    "cli": 1_380,
+    "cli": 1_383,
     "worker": 1_171,
     "backups": 929,
     "replicas": 653,
