@@ -104,6 +104,15 @@ class TestAStep:
         assert parts == [((A, 1), 2.0), ((B, 4), 0.5)]
         assert (7, B, 4) in [part.key for part in staging.held()]
 
+    def test_leaves_the_parts_of_the_next_step(self, staging: Staging[Part]) -> None:
+        end(staging, 0)
+        put(staging, A, 1, local_step=1)
+        put(staging, A, 2, local_step=2)
+        reserve(staging, B, 1, local_step=2, nbytes=5)
+        end(staging, 1)
+        assert [part.key for part in staging.held()] == [(7, A, 2)]
+        assert staging.statistics()["bytes"] == 15
+
 
 class TestStale:
     def test_a_part_whose_step_is_closed_while_it_comes_in_is_not_kept(
