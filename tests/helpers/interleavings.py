@@ -55,6 +55,7 @@ class Worker(NamedTuple):
     push: Push | None = None  # whose answers it waits for
     sent: tuple[int, int] = (0, 0)  # how often, to each ps
     heard: tuple[str, str] = ("", "")  # the answer of each ps
+    token: int = 0  # that it has got with that of ps 0
 
 
 class Ps(NamedTuple):
@@ -84,7 +85,7 @@ class State(NamedTuple):
     reported: Any = None
 
 
-class Violation(Exception):
+class Violation(BaseException):  # no error handling of the product is to see it
     pass
 
 
@@ -248,7 +249,8 @@ class World:
                 request.over, request.on_given_up = not waiting, request.on_given_up or _nothing
                 known.waits = request, Part(push, 0)
         for close in closer.steps.closing():
-            sync.groups[GROUP].outgoing = OutgoingStep(close)
+            is_applied = sync.staging.is_closed(GROUP, close.step)
+            sync.groups[GROUP].outgoing = OutgoingStep(close, is_applied)
             closer.outgoing._carried.add(GROUP)
             self.then = partial(closer.outgoing._ended, close)
         return closer
@@ -455,9 +457,7 @@ class World:
         worker, states, said = self.workers[index], [*map(self.frozen_ps, BOTH)], "done"
         if ps == 0:
             said = message.outcome if message.count else f"{message.outcome} early"
-            told = states if 0 <= states[0].elsewhere < message.token else states[:1]
-            if message.token > min(each.step or 0 for each in told):
-                raise Violation(f"{worker.push} gets token {message.token} too early")
+            worker = worker._replace(token=message.token)
             if message.alone:
                 worker = worker._replace(alone=message.token)
         heard = tuple(said if at == ps else worker.heard[at] for at in BOTH)
@@ -467,6 +467,9 @@ class World:
             counts = [any(worker.push in made for _, made in states[at].applied) for at in places]
             if heard[0] == "accepted" and not all(counts):
                 raise Violation(f"{worker.push} is told accepted, and is in the values: {counts}")
+            told = states if 0 <= states[0].elsewhere < worker.token else states[:1]
+            if worker.token > min(each.step or 0 for each in told):
+                raise Violation(f"{worker.push} gets token {worker.token} too early")
             self._ends(index, heard[0].split()[0])
 
     def _ends(self, index: int, outcome: str) -> None:
@@ -673,7 +676,7 @@ PLATFORM: Any = SimpleNamespace(limits=SimpleNamespace(staging_bytes=1 << 40), p
 WORK: Any = SimpleNamespace(is_torn=False, give_up=_raise)
 STORE: Any = SimpleNamespace(failures={})
 LOCKS: Any = SimpleNamespace(num_exclusive=0, begin=_nothing, end=_nothing)
-ATTACH: Any = SimpleNamespace(coordinator=1, ps_addresses=())
+ATTACH: Any = SimpleNamespace(coordinator=1, ps_addresses=BOTH)
 SETS = [
     SimpleNamespace(
         optimizer=GROUP, keys=(), wanted=None, spread=False, variable_set=b"w", others=others

@@ -35,17 +35,21 @@ class Pair:
     """The rule on ps 0, and on its backup: both are told the same, and must answer alike.
 
     The rule is that of ps 0; ``copy`` gives it a backup, in place of the one that it has.
+
+    Args:
+        others: How many ps tasks there are but ps 0.
     """
 
-    def __init__(self) -> None:
-        self.rule = SyncSteps()
+    def __init__(self, others: int = 1) -> None:
+        self._others = others
+        self.rule = SyncSteps(others)
         self.configs: dict[int, SyncConfig] = {}
         self._backup: SyncSteps | None = None
 
     def copy(self) -> None:
         """Send a snapshot to a new backup."""
         state = msgpack.unpackb(msgpack.packb(self.rule.snapshot()))
-        self._backup = SyncSteps()
+        self._backup = SyncSteps(self._others)
         self._backup.restore(state, self.configs)
         self._compare([], [])
 
@@ -98,7 +102,7 @@ def plain(outcome: Any) -> Any:
 
 
 class Steps(SyncSteps):
-    """One group, and its replicas' pushes, numbered as they come."""
+    """One group, and its replicas' pushes, numbered as they come; there is one ps but ps 0."""
 
     def __init__(
         self,
@@ -110,7 +114,7 @@ class Steps(SyncSteps):
         final_below: int = 0,
         **more: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(1)
         self.note_calls(noted, Finality(final_below))
         self.define(GROUP, config(needed, total, **more), begin)
         self.numbers: dict[Replica, int] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -97,10 +98,18 @@ def came_first(_: Callable[..., Any]) -> Any:
 
 
 def puts_tokens_at_once(original: Callable[..., Any]) -> Any:
-    def close(self: Group, *, partial: bool) -> Any:
-        made = original(self, partial=partial)
+    def close(self: Group, **how: Any) -> Any:
+        made = original(self, **how)
         self.tokens.put(self.step, self.config.tokens_per_step)
         return made
+
+    return close
+
+
+def reserves_for_all(original: Callable[..., Any]) -> Any:
+    def close(self: Group, **how: Any) -> Any:
+        self._others = ANY
+        return original(self, **how)
 
     return close
 
@@ -124,7 +133,10 @@ BROKEN: dict[str, tuple[Any, dict[str, int], str]] = {
         ONE | {"deaths": 1}, "[0] were told that they count, and [] do",
     ),
     "there are tokens when all ps tasks have applied a step": (
-        [(Group, "close", puts_tokens_at_once)], ONE, "token 1 too early",
+        [(Group, "close", puts_tokens_at_once)], TWO, "too early",
+    ),
+    "who has no part on some ps waits until that has applied the step, too": (
+        [(Group, "close", reserves_for_all)], TWO | {"closures": 3, "narrow": 2}, "too early",
     ),
     "a push that waits for parts is judged when its step is closed": (
         [(StepCloser, "_go_on", forgets_who_waits)], TWO, "closures [1] never end",
@@ -137,7 +149,7 @@ BROKEN: dict[str, tuple[Any, dict[str, int], str]] = {
         ONE | {"failovers": 1}, "closures [0] never end",
     ),
     "other ps tasks are told of steps once something of the group is there": (
-        [(KnownGroup, "is_alone", lambda _: lambda *_: True)], ONE, "token 1 too early",
+        [(KnownGroup, "is_alone", lambda _: lambda *_: True)], ONE, "closures [0] never end",
     ),
     **{
         MUTANTS[name].breaks: (MUTANTS[name].where, cluster, said)

@@ -247,7 +247,7 @@ def one_push() -> Contribution:
 
 
 def test_a_step_is_not_closed_twice_nor_without_a_push() -> None:
-    group = Group(GROUP, config(1), 0, None)
+    group = Group(GROUP, config(1), 0, None, 1)
     with pytest.raises(AssertionError, match="nothing to close at step 0"):
         group.close(partial=True)
     group.judge(one_push(), 0)

@@ -42,6 +42,7 @@ class Worker:
         self.closure: int | None = None
         self.waiting = False
         self.has_data = True
+        self.token = 0
 
 
 class SyncMachine(RuleBasedStateMachine):
@@ -49,8 +50,9 @@ class SyncMachine(RuleBasedStateMachine):
         needed=st.integers(1, 4),
         total=st.integers(1, WORKERS),
         mode=st.sampled_from(["free", "strict", "deterministic", "compat"]),
+        others=st.integers(0, 1),
     )
-    def begin(self, needed: int, total: int, mode: str) -> None:
+    def begin(self, needed: int, total: int, mode: str, others: int) -> None:
         options: dict[str, Any] = {
             "free": {}, "strict": {"strict": True}, "deterministic": {"deterministic": True},
             "compat": {"tensorflow_compat": True},
@@ -58,10 +60,11 @@ class SyncMachine(RuleBasedStateMachine):
         if mode == "deterministic":
             needed = total
         self.config: SyncConfig = config(needed, total, **options)
-        self.pair = Pair()
+        self.pair = Pair(others)
         self.pair.define(GROUP, self.config, 0)
         self.workers = [Worker() for _ in range(total)]
         self.closing: Close | None = None
+        self.answers: list[Answer] = []  # that come when the step is applied
         self.global_step = 0  # raised when a step has been applied
         self.applied: list[tuple[tuple[str, int, int, float], ...]] = []
         self.counted: set[tuple[str, int, int]] = set()  # accepted, by (task, incarnation, number)
@@ -86,8 +89,9 @@ class SyncMachine(RuleBasedStateMachine):
                 assert self.closing is None
                 assert act.step == self.global_step
                 assert act.pushes
-                self.closing = act
+                self.closing, self.answers = act, [*act.answers]
             elif isinstance(act, Answer):
+                self.workers[int(act.replica[0][-1])].token = act.token
                 self.answered(act.replica, act.number)
                 if act.outcome == "accepted":
                     assert act.staleness == 0
@@ -139,8 +143,8 @@ class SyncMachine(RuleBasedStateMachine):
         else:
             return
         worker.closure, self.open[closure] = closure, index
-        if not late:
-            worker.pulled = self.global_step
+        if not late:  # who has heard from every ps may know more than ps 0
+            worker.pulled = max(self.global_step, worker.token)
         worker.number += 1
         worker.waiting = True
         contribution = Contribution(
@@ -153,10 +157,21 @@ class SyncMachine(RuleBasedStateMachine):
             self.counted.add((self.task(index), worker.incarnation, worker.number))
         self.perform(self.pair.tell("contribute", GROUP, contribution))
 
+    @precondition(lambda self: self.answers)
+    @rule()
+    def applied_here(self) -> None:
+        answers, self.answers = self.answers, []
+        for act in answers:
+            worker = self.workers[int(act.replica[0][-1])]
+            if worker.alive and worker.waiting:
+                if (worker.incarnation, worker.number) == (act.replica[1], act.number):
+                    self.perform([act])
+
     @precondition(lambda self: self.closing is not None)
     @rule()
     def applied_by_every_ps(self) -> None:
         assert self.closing is not None
+        self.applied_here()
         close, self.closing = self.closing, None
         self.applied.append(close.pushes)
         self.global_step += 1
@@ -306,11 +321,12 @@ class AnythingMachine(RuleBasedStateMachine):
         fewest=st.integers(1, 2),
         mode=st.sampled_from(["free", "strict", "tensorflow_compat"]),
         noted=st.booleans(),
+        others=st.integers(0, 1),
     )
-    def begin(self, needed: int, fewest: int, mode: str, noted: bool) -> None:
+    def begin(self, needed: int, fewest: int, mode: str, noted: bool, others: int) -> None:
         more: dict[str, Any] = {} if mode == "free" else {mode: True}
         self.group_config = config(needed, 2, min_replicas=fewest, patience_s=5.0, **more)
-        self.pair = Pair()
+        self.pair = Pair(others)
         self.closing: dict[int, int] = {}  # group: the step that is being closed
         self.now = 0.0
         if noted:

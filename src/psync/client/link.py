@@ -100,6 +100,7 @@ class PsLink:
             None: it was not.
         away_for_s: So long it may be without any connection, once there was one; then it is lost.
         num_calls: Requests so far, answers, and connections.
+        relied_on: Answers of other ps tasks that never come if this one is lost.
         repeating: Calls that have no connection.
     """
 
@@ -117,6 +118,7 @@ class PsLink:
         self.away_for_s = math.inf
         self.lost_after_s = lost_after_s
         self.num_calls = 0
+        self.relied_on: set[Answers[Any]] = set()
         self._endpoint = endpoint
         self._life = 0  # how often it was revived
         self._peers: dict[str, Connection] = {}
@@ -441,6 +443,12 @@ class PsLink:
         """Let all requests fail with this error, including those that wait for a connection."""
         self.lost = self.lost or error
         self._end_attempts()
+        self._end_answers()
+
+    def _end_answers(self) -> None:
+        if self.lost is not None and self._released is None:
+            for answers in self.relied_on:
+                answers.lack(self.lost)
 
     def _end_attempts(self) -> None:
         for attempt in self._attempts.values():
@@ -459,6 +467,7 @@ class PsLink:
         self._abort(error.message)
         if self.on_lost is not None:
             self.on_lost(error)  # which may revive it at once
+        self._end_answers()
         return error
 
     def close(self) -> None:
@@ -611,6 +620,11 @@ class Answers(Generic[M]):
         """All have ended."""
         if not self.ended.done():
             self.ended.set_result(None)
+
+    def lack(self, error: Exception) -> None:
+        """Those that are not there will not come."""
+        self.outcomes = [error if each is None else each for each in self.outcomes]
+        self.complete()
 
     def give_up(self) -> None:
         """Nobody wants the answers any more that are not there."""

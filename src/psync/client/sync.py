@@ -2,7 +2,8 @@
 
 ps 0 gets one in any case. It answers with the outcome and a token, as soon as there is one; another
 ps answers when a step with the part is applied there. So a push that counts in a step is over when
-all have answered, and any other one when ps 0 has. Pushes are numbered separately in each group.
+all have answered, and any other one when ps 0 has. If ps 0 is lost, no other ps hears of the step:
+then what is missing is not waited for. Pushes are numbered separately in each group.
 
 A ps of this host holds a part where it is lent, until the step is applied. Where that is memory of
 the caller's own (``psync.empty_like``), which may be written to once the push has returned, it must
@@ -49,7 +50,7 @@ from psync.client.plan import (
     numbered,
 )
 from psync.client.ps import PsClient, brought
-from psync.errors import ConfigurationError, PsyncError
+from psync.errors import ConfigurationError, PsyncError, RemoteProtocolError
 from psync.net.connection import Connection
 from psync.numerics.memory import BlockPool
 from psync.numerics.rows import IndexedSlices
@@ -291,6 +292,7 @@ class SyncClient:
         answers = _Answers(kind, "a push", calls, "the values", True, landing)
         with self._ps.work.wait:
             try:
+                self._ps.links[0].relied_on.add(answers)
                 self._send(answers)
                 if landing is not None:
                     asyncio.get_running_loop().call_soon(landing.make_room)  # meanwhile
@@ -301,11 +303,18 @@ class SyncClient:
                 raise
             finally:
                 pushes.answered(number)
+                self._ps.links[0].relied_on.discard(answers)
+            answer: messages.Contributed | None = None
             for each in came:
                 if type(each) is messages.Contributed:
                     answer = each
                 if landing is not None and each.steps is not None:
                     landing.steps.append(each.steps)
+            if answer is None:
+                raise RemoteProtocolError(
+                    f"{self._ps.links[0].task} answered a synchronous push with Pushed, and says "
+                    "nothing of a step"
+                )
             # It counts in a step up to its local step; later tokens come when that is applied.
             is_over = answer.outcome != "accepted" or answer.token > local_step >= 0
             if answers.missing or not is_over:

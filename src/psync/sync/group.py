@@ -35,6 +35,7 @@ class Group:
         config: What its optimizer said.
         step: At which it begins: the value of the global step.
         alive: Living replicas, task → incarnation; None where nobody has said who lives.
+        others: How many ps tasks there are but ps 0.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class Group:
         config: SyncConfig,
         step: int,
         alive: Mapping[str, int] | None,
+        others: int,
     ) -> None:
         self.number = number
         self.config = config
+        self._others = others
         self.step = step
         self.closing: Close | None = None  # is being applied
         self.broken: PsyncError | None = None  # a step could not be applied
@@ -218,7 +221,10 @@ class Group:
         self.step, self.first_step = state["step"], state["first"]
         if state["closing"] is not None:
             step, named, partial = state["closing"]
-            self.closing = Close(self.number, step, tuple(map(tuple, named)), partial)
+            # Who has an answer while its step is applied, and hears of the step, gets it then.
+            being_applied = [pushes[at].answer for at in state["being_applied"]]
+            answers = tuple([each for each in being_applied if each is not None and each.count])
+            self.closing = Close(self.number, step, tuple(map(tuple, named)), partial, answers)
         if state["broken"] is not None:
             self.broken = exception_of(cast(Failure, decode(state["broken"])), "/job:ps/task:0")
         self.short_since, self._target = state["short_since"], state["target"]
@@ -280,8 +286,13 @@ class Group:
         elif self.short_since is None:
             self.short_since = now
 
-    def close(self, *, partial: bool) -> Close:
-        """Decide that the present step, which ``may_end``, is closed with what was counted."""
+    def close(self, *, partial: bool, last: Push | None = None) -> Close:
+        """Decide that the present step, which ``may_end``, is closed with what was counted.
+
+        Args:
+            partial: Whether it is less than what it needs.
+            last: The push that makes it complete; it has asked for no token so far.
+        """
         assert self.may_end, f"{self.config.name}: there is nothing to close at step {self.step}"
         pushes, self._counted = self._counted, []
         self._being_applied = pushes
@@ -293,10 +304,17 @@ class Group:
             push.partial, push.count = partial, len(pushes)
         made = [push.contribution for push in pushes]
         named = tuple([(*each.replica, each.number, each.weight, each.others) for each in made])
-        self.closing = Close(self.number, self.step, named, partial)
         self.step += 1
+        answers: list[Answer] = []
         if not self.config.tensorflow_compat:
             self.tokens.void_below(self.step)
+            for push in pushes:
+                taker = push.contribution.replica, push.contribution.number
+                waits = push is last or taker in self.tokens.waiting
+                if waits and len(push.contribution.others) == self._others:
+                    self.tokens.reserve(taker, self.step)
+                    answers.append(self._answer(push, self.step, push.count))
+        self.closing = Close(self.number, self.step - 1, named, partial, tuple(answers))
         self._steps += 1
         self._partial_steps += partial
         return self.closing
@@ -319,8 +337,10 @@ class Group:
 
     def failed(self, error: PsyncError) -> list[Action]:
         """The step that is being closed cannot be applied: the group is broken for good."""
-        self.broken, self.closing = error, None
-        return self.refuse_waiting(error)
+        closing, self.broken, self.closing = self.closing, error, None
+        answers = () if closing is None else closing.answers
+        refused = [Refuse(each.group, each.replica, each.number, error) for each in answers]
+        return refused + self.refuse_waiting(error)
 
     def put_initial(self, count: int) -> list[Action]:
         """Put the initial tokens, once; -1: as many as is the default.
@@ -423,10 +443,13 @@ class Group:
             push = self._pushes[replica][number]
             # Who goes on while its step is applied is told of no step: that may fail yet.
             count = 0 if self.closing is not None and self.applies(push) else push.count
-            push.answer = Answer(
-                self.number, replica, number, push.outcome, push.staleness, token, push.partial,
-                count,
-            )  # fmt: skip
-            self._tokens_held[replica] = token
-            answers.append(push.answer)
+            answers.append(self._answer(push, token, count))
         return answers
+
+    def _answer(self, push: Push, token: int, count: int) -> Answer:
+        replica, number = push.contribution.replica, push.contribution.number
+        push.answer = Answer(
+            self.number, replica, number, push.outcome, push.staleness, token, push.partial, count
+        )
+        self._tokens_held[replica] = token
+        return push.answer

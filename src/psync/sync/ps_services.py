@@ -463,6 +463,8 @@ class PsServices:
         self.gate.close()
         if self.closer is not None:
             self.closer.replaced(reason)
+        else:
+            self.sync.fail_all(FencedError(f"{task} {reason}"))
         if patience_s is None:
             self.backup.end(why)
         else:

@@ -115,6 +115,7 @@ class PsSync:
         took: What becomes of a part that has come in: it is to be an entry.
         judged: What becomes of that: the part is held, and ps 0 is told. On ps 0 the rule decides.
         left: Told of a push for which nobody waits any more.
+        applied: Told of a step that is applied here. Answers its pushes.
         read_now: Reads the values that an answer brings, see ``PsPulls.read_now``.
     """
 
@@ -145,6 +146,7 @@ class PsSync:
         self.took: Callable[[Request[Update], Part], None] = self.submit
         self.judged: Callable[[Request[Update], Part], None] = self._judge
         self.left: Callable[[PushKey], None] = lambda _: None
+        self.applied: Callable[[CloseStep], None] = self._accept
         self._task = task
         self._index = parse_task_name(task)[1]
         self._work = work
@@ -401,7 +403,7 @@ class PsSync:
     def execute(self, request: Request[CloseStep]) -> None:
         """Measure a step, or close it, and answer. Raises what these do."""
         if type(request.message) is CloseStep:
-            self.close(request, partial(request.answer, _DONE))
+            self.close(cast(Request[CloseStep], request))
         else:
             self._measure(cast(Request[MeasureStep], request))
 
@@ -435,12 +437,8 @@ class PsSync:
         )
         return step.sums_by_shard(sums)
 
-    def close(self, request: Request[CloseStep], answer: Callable[[], None]) -> None:
-        """Apply a step; one that is closed is not applied again.
-
-        Args:
-            request: What ps 0 has said; it fails, or
-            answer: Answers it, once the step is applied.
+    def close(self, request: Request[CloseStep]) -> None:
+        """Apply a step, and answer; one that is closed is not applied again.
 
         Raises:
             RemoteProtocolError: A part of it is not here.
@@ -452,7 +450,7 @@ class PsSync:
         known = self.known(message.group, message.config)
         submit = partial(
             self.executor.submit, message=message, body=(), client=request.peer.client,
-            act=partial(self._judge_step, message, known, answer),
+            act=partial(self._judge_step, request, known),
             claim=partial(self._claim, message, known),
         )  # fmt: skip
         if self._locks.num_exclusive and self._locks.blocks(self._keys_of(message, known)):
@@ -481,15 +479,18 @@ class PsSync:
         parts = self.staging.parts(message.group, message.pushes)
         return known.keys([key for part, _ in parts for key in part.known.keys])
 
-    def _judge_step(
-        self, message: CloseStep, known: KnownGroup, answer: Callable[[], None]
-    ) -> Compute:
-        done = partial(self._answer_step, message, known, answer)
+    def _judge_step(self, request: Request[CloseStep], known: KnownGroup) -> Compute:
+        message = request.message
+        done = partial(self._answer_step, request, known)
         if self.staging.is_closed(message.group, message.step):
             return Compute(known.touched, done)
-        step = self._step_of(message, known)
-        if step.shards:
-            step.optimizer_step = self.store.begin_step(message.group, message.step)
+        try:
+            step = self._step_of(message, known)
+            if step.shards:
+                step.optimizer_step = self.store.begin_step(message.group, message.step)
+        except PsyncError as exc:
+            self._refuse(message, exc)
+            raise
         nbytes = self.staging.close(message.group, message.step, message.pushes)
         known.touched = step.touched
 
@@ -529,15 +530,27 @@ class PsSync:
                 failure = encode(failure_of(failed))
                 self.ledger.note_failure((STEP, group), step.number, None, failure)
 
-    def _answer_step(
-        self, message: CloseStep, known: KnownGroup, answer: Callable[[], None]
-    ) -> None:
+    def _answer_step(self, request: Request[CloseStep], known: KnownGroup) -> None:
         """A step is applied: answer; or raise the RuleError of a rule."""
+        message = request.message
         if known.rule.may_raise:
             failure = self.ledger.failure_of((STEP, message.group), message.step, None)
             if failure is not None:
-                raise exception_of(cast(Failure, decode(failure)), self._task)
-        answer()
+                error = exception_of(cast(Failure, decode(failure)), self._task)
+                self._refuse(message, error)
+                raise error
+        self.applied(message)
+        request.answer(_DONE)
+
+    def _accept(self, message: CloseStep) -> None:
+        reads: Reads = {}
+        for task, incarnation, push, _ in message.pushes:
+            self.answer((message.group, (task, incarnation), push), _accepted, reads)
+
+    def _refuse(self, message: CloseStep, error: PsyncError) -> None:
+        """A step cannot be applied here: neither can its pushes, whatever ps 0 has told them."""
+        for task, incarnation, push, _ in message.pushes:
+            self.fail((message.group, (task, incarnation), push), error)
 
     def _measure_for(self, request: Request[MeasureStep]) -> None:
         self._check_closer(request.peer)
@@ -545,15 +558,7 @@ class PsSync:
 
     def _close_for(self, request: Request[CloseStep]) -> None:
         self._check_closer(request.peer)
-        message = request.message
-
-        def applied() -> None:
-            reads: Reads = {}
-            for task, incarnation, push, _ in message.pushes:
-                self.answer((message.group, (task, incarnation), push), _accepted, reads)
-            request.answer(_DONE)
-
-        self.close(request, applied)
+        self.close(request)
 
     def _check_closer(self, peer: Connection) -> None:
         self.ledger.check_incarnation(peer.task, peer.incarnation)

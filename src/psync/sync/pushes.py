@@ -56,13 +56,18 @@ class Refuse(NamedTuple):
 
 
 class Close(NamedTuple):
-    """Let every ps apply ``step``, raise the global step, then call ``closed``."""
+    """Let every ps apply ``step``, raise the global step, then call ``closed``.
+
+    ``answers`` leave as soon as this ps has applied it: these pushes have a part on every ps, and
+    each of them answers when it has.
+    """
 
     group: int
     step: int
     # (task, incarnation, number, weight, other ps tasks that have a part), in order
     pushes: tuple[tuple[str, int, int, float, list[int]], ...]
     partial: bool
+    answers: tuple[Answer, ...] = ()
 
 
 Action: TypeAlias = Answer | Refuse | Close

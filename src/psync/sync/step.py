@@ -94,6 +94,7 @@ class OutgoingStep:
     """On ps 0, a step that is decided: what the ps tasks are told until all have applied it."""
 
     close: Close
+    is_applied: bool = False  # here: pushes of which each ps has a part are answered
     is_measured: bool = False  # the factors are known, where there are any
     scales: Listed = None
     ratios: Listed = None

@@ -19,10 +19,10 @@ outgoing reaches no ps that already serves the newer one.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -38,7 +38,7 @@ from psync.sync.log_clock import LogClock
 from psync.sync.outgoing_steps import HOSTED, OutgoingSteps
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync, Reads
-from psync.sync.pushes import Action, Close, Contribution, Refuse
+from psync.sync.pushes import Action, Answer, Close, Contribution, Refuse
 from psync.sync.staging import PushKey
 from psync.sync.step import Part
 from psync.sync.steps import SyncSteps
@@ -47,6 +47,7 @@ from psync.wire.codec import Message
 from psync.wire.messages import (
     AttachPs,
     BeginGroup,
+    CloseStep,
     Done,
     EndSteps,
     FinishSteps,
@@ -103,7 +104,7 @@ class StepCloser:
         *,
         is_hosted: bool = False,
     ) -> None:
-        self.steps = platform.parts.of(SyncSteps)()
+        self.steps = platform.parts.of(SyncSteps)(len(attach.ps_addresses) - 1)
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
         self.all_ps = AllPs(platform, attach, sync, pool, self._heard, self._unheard, timeline)
@@ -111,9 +112,10 @@ class StepCloser:
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
         sync.took, sync.judged, sync.left = self._took, self._judge, self._left
+        sync.applied = self._applied
         self.outgoing = platform.parts.of(OutgoingSteps)(
             sync, self.all_ps, self.steps, self._perform,
-            functools.partial(self._go_on, self._is_over), is_hosted=is_hosted,
+            partial(self._go_on, self._is_over), is_hosted=is_hosted,
         )  # fmt: skip
         self._beginning: dict[int, asyncio.Task[None]] = {}  # groups whose first step is read
         self._here: dict[PushKey, _Here] = {}  # pushes of steps that are not closed
@@ -158,7 +160,7 @@ class StepCloser:
             return Handler(run)
 
         def forget(request: Request[ForgetPush]) -> None:
-            replay(functools.partial(self._forget, request.peer.client)).run(request)
+            replay(partial(self._forget, request.peer.client)).run(request)
 
         return {
             **self._sync.replayed(),
@@ -352,7 +354,7 @@ class StepCloser:
         if beginning is None:
             beginning = self._loop.create_task(self._read_first(group))
             self._beginning[group] = beginning
-            beginning.add_done_callback(functools.partial(self._begun, group))
+            beginning.add_done_callback(partial(self._begun, group))
         try:
             await shielded(beginning)
         except PsyncError:
@@ -409,6 +411,20 @@ class StepCloser:
         self._clock.note(message.now)
         self._perform(self.steps.tick(message.now))
 
+    def _applied(self, message: CloseStep) -> None:
+        """A step is applied here: answer the pushes of which each ps has a part."""
+        outgoing = self._sync.groups[message.group].outgoing
+        if outgoing is not None and outgoing.close.step == message.step:
+            outgoing.is_applied = True
+            reads: Reads = {}
+            for answer in outgoing.close.answers:
+                self._answer(answer, reads)
+
+    def _answer(self, answer: Answer, reads: Reads) -> None:
+        alone = self._sync.groups[answer.group].is_alone(answer.token - 1)
+        key, made = (answer.group, answer.replica, answer.number), partial(answer.message, alone)
+        self._sync.answer(key, made, reads if answer.count else None)
+
     def _perform(self, actions: Iterable[Action]) -> None:
         """Do what the rule has decided, then look when it wants to be asked again."""
         reads: Reads = {}
@@ -420,10 +436,10 @@ class StepCloser:
                 key = action.group, action.replica, action.number
                 if isinstance(action, Refuse):
                     self._sync.fail(key, action.error)
-                else:
-                    alone = self._sync.groups[action.group].is_alone(action.token - 1)
-                    made = functools.partial(action.message, alone)
-                    self._sync.answer(key, made, reads if action.count else None)
+                    continue
+                outgoing = self._sync.groups[action.group].outgoing
+                if outgoing is None or outgoing.is_applied or action not in outgoing.close.answers:
+                    self._answer(action, reads)
         if HOSTED not in self.outgoing.pauses and self._over is None:
             deadline = self.steps.next_deadline()
             if deadline != self._clock.deadline:

@@ -19,7 +19,9 @@ accumulators decide one by one.
 
 A step is closed when its target is reached, or as a partial one when no other worker will or can
 come; see ``_close_what_is_due``. Close means that it is decided, and ``outgoing_steps`` carries it
-to all ps tasks; ``closed`` says that they have applied it. In between the group is at the next step
+to all ps tasks; ``closed`` says that they have applied it. Pushes with a part on every ps get their
+tokens with the Close: each ps answers when it has applied the step. All others wait for ``closed``,
+first in, first out. In between the group is at the next step
 already, and no other Close of it is under way.
 
 Source: TensorFlow's ``SyncReplicasOptimizer``; Chen et al. 2016 for backup replicas.
@@ -46,9 +48,14 @@ from psync.wire.closure_numbers import Finality, first_of
 
 
 class SyncSteps:
-    """All synchronous groups of one cluster. Single owner, no clock; never blocks."""
+    """All synchronous groups of one cluster. Single owner, no clock; never blocks.
 
-    def __init__(self) -> None:
+    Args:
+        others: How many ps tasks there are but ps 0.
+    """
+
+    def __init__(self, others: int = 0) -> None:
+        self._others = others
         self._groups: dict[int, Group] = {}
         self._incarnations: dict[str, int] = {}  # newest known of each task that pushed
         self._alive: dict[str, int] | None = None  # None: nobody has said so far
@@ -74,7 +81,9 @@ class SyncSteps:
         """
         known = self._groups.get(group)
         if known is None:
-            known = self._groups[group] = Group(group, config, initial_step, self._alive)
+            known = self._groups[group] = Group(
+                group, config, initial_step, self._alive, self._others
+            )
             if self._alive is not None:  # it knows since when too few live
                 known.follow(self._alive, self._now)
             known.note_calls([noted[1:] for noted in self._noted if noted[0] == group])
@@ -133,8 +142,8 @@ class SyncSteps:
         if not known.has_initial:
             actions += known.put_initial(-1)
         if known.is_due:  # before a token is taken that this makes void
-            actions.append(known.close(partial=False))
-            return actions + known.take(push)
+            actions.append(known.close(partial=False, last=push))
+            return actions if push.answer is not None else actions + known.take(push)
         actions += known.take(push)
         return actions + self._close_what_is_due()
 
@@ -331,7 +340,8 @@ class SyncSteps:
         self._ended = state["ended"]
         self._noted = [tuple(each) for each in state["noted"]]
         for number, group in state["groups"]:
-            known = self._groups[number] = Group(number, configs[number], group["first"], None)
+            known = Group(number, configs[number], group["first"], None, self._others)
+            self._groups[number] = known
             known.restore(group)
 
     # Decisions.

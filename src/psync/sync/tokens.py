@@ -13,6 +13,9 @@ needs none, so there are no initial tokens where N ≥ R, and R - N where N < R:
 ``strict`` binds ⌈R/N⌉ tokens of each step to every replica; ``tensorflow_compat`` puts R initial
 tokens and keeps old ones, as TensorFlow does.
 
+A push that is counted in a step gets its token when the step is decided, ahead of whoever waits
+(``reserve``): the answer leaves with the values of the step.
+
 Source: the ``sync_token_q`` of TensorFlow's ``SyncReplicasOptimizer``. Different there: tokens
 are never bound, never void, and a waiting replica is never told that training has ended.
 """
@@ -46,6 +49,7 @@ class TokenChannel:
         self._valid_from = 0  # the lowest step of which there may be tokens
         self._used: Counter[tuple[int, Replica]] = Counter()  # bound tokens of each step
         self.waiting: dict[Taker, None] = {}  # in order of arrival
+        self._reserved = 0  # free tokens of the next ``put`` that are taken
         self._published = self._taken = self._void = 0
 
     def put(self, step: int, count: int) -> list[tuple[Taker, int]]:
@@ -59,8 +63,10 @@ class TokenChannel:
             if not self._keeps_old and step > self._valid_from:
                 self.void_below(step)
         if self._allowance is None:
-            self._free.extend([step] * count)
-            self._published += count
+            left = max(0, count - self._reserved)
+            self._reserved = 0
+            self._free.extend([step] * left)
+            self._published += left
         return self._serve()
 
     def void_below(self, step: int) -> None:
@@ -76,6 +82,16 @@ class TokenChannel:
         if token is None:
             self.waiting[taker] = None
         return token
+
+    def reserve(self, taker: Taker, step: int) -> None:
+        """Let ``taker`` have a token of ``step``, which is published later."""
+        self.waiting.pop(taker, None)
+        if self._allowance is None:
+            self._reserved += 1
+        else:
+            self._used[step, taker[0]] += 1
+        self._published += 1
+        self._taken += 1
 
     def charge(self, replica: Replica, step: int) -> None:
         """Count a bound token of ``step`` as used, by who contributed to it without having one.
@@ -108,17 +124,17 @@ class TokenChannel:
         return [
             self._step, list(self._free), self._valid_from,
             [[step, *replica, count] for (step, replica), count in self._used.items()],
-            [[*replica, number] for replica, number in self.waiting],
+            [[*replica, number] for replica, number in self.waiting], self._reserved,
             self._published, self._taken, self._void,
         ]  # fmt: skip
 
     def restore(self, state: Sequence[Any]) -> None:
         """Take the state that another channel, of the same configuration, has returned."""
-        self._step, free, self._valid_from, used, waiting, *counts = state
+        self._step, free, self._valid_from, used, waiting, *rest = state
         self._free = deque(free)
         self._used = Counter({(step, (task, born)): count for step, task, born, count in used})
         self.waiting = {((task, born), number): None for task, born, number in waiting}
-        self._published, self._taken, self._void = counts
+        self._reserved, self._published, self._taken, self._void = rest
 
     def statistics(self) -> dict[str, int]:
         """Return counters as of now: ``published == taken + void + left``."""
