@@ -137,7 +137,7 @@ class KnownGroup(step.KnownGroup):
     """It applies nothing, and notes which parts it should."""
 
     takes_norms = spread = False
-    norms = outgoing = None
+    norms = outgoing = broken = None
     number, touched = GROUP, ()
     rule: Any = SimpleNamespace(may_raise=False)
 
@@ -164,6 +164,7 @@ class Others:
 
     def __init__(self, *given: Any) -> None:
         _, _, self.sync, _, self.heard, *_ = given
+        self.following: dict[int, Any] = {}
 
     def follow(self, _: Any) -> None:
         if not self.world.asks:
@@ -674,7 +675,7 @@ LOOP: Any = Loop()
 NONE: Any = None
 PLATFORM: Any = SimpleNamespace(limits=SimpleNamespace(staging_bytes=1 << 40), parts=Parts())
 WORK: Any = SimpleNamespace(is_torn=False, give_up=_raise)
-STORE: Any = SimpleNamespace(failures={})
+STORE: Any = SimpleNamespace(failures={})  # nothing is applied
 LOCKS: Any = SimpleNamespace(num_exclusive=0, begin=_nothing, end=_nothing)
 ATTACH: Any = SimpleNamespace(coordinator=1, ps_addresses=BOTH)
 SETS = [

@@ -470,7 +470,7 @@ class TestApplyMeanAtOnce:
         before = [b"".join(snapshot) for snapshot in snapshots]
         weights = (1.0, 0.25)
         pushes = [[numbers(size, dtype, 7 + i) for size in self.SIZES] for i in range(2)]
-        at_once.apply_mean_at_once(0, keys, pushes, weights, 5)
+        at_once.apply_at_once(0, keys, at_once.means_of(pushes, weights), 5)
         for key, *gradients in zip(keys, *pushes, strict=True):
             run(one_by_one.apply_checked(0, key, one_by_one.mean_of(gradients, weights), 5))
         for key in keys:
@@ -483,7 +483,6 @@ class TestApplyMeanAtOnce:
     @for_each(
         "pushes, weights, message",
         [
-            ([[np.ones(3, np.float32)], []], [1.0, 1.0], "expected 1 gradients of each push"),
             ([], [], "expected gradients, and a weight for each, got 0 and 0"),
             ([[np.ones(3, np.float32)]], [], "expected gradients, and a weight for each, got 1 an"),
         ],
@@ -493,7 +492,7 @@ class TestApplyMeanAtOnce:
     ) -> None:
         store = store_of(np.zeros(3, np.float32))
         with pytest.raises(UsageError, match=message):
-            store.apply_mean_at_once(0, [KEY], pushes, weights, 0)
+            store.apply_at_once(0, [KEY], store.means_of(pushes, weights), 0)
         assert (store.busy(KEY), store.version(KEY)) == (False, 0)
 
 

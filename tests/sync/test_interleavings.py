@@ -115,8 +115,9 @@ def reserves_for_all(original: Callable[..., Any]) -> Any:
 
 
 def forgets_who_waits(_: Callable[..., Any]) -> Any:
-    def go_on(self: StepCloser, goes: Callable[..., bool]) -> None:
-        self._here = {key: here for key, here in self._here.items() if not goes(key, here)}
+    def go_on(self: StepCloser, keys: list[Any]) -> None:
+        for key in keys:
+            del self._here[key]
 
     return go_on
 

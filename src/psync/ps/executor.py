@@ -99,7 +99,8 @@ class _Queued:
     number: int  # 0: it is no entry, and comes between two
     act: Act
     request: Request[Any]
-    ended: Ended
+    claim: Claim | None  # not called so far
+    ended: Ended = None
 
 
 class Executor:
@@ -164,7 +165,7 @@ class Executor:
             message: The entry; that of the request is kept as it came.
             body: Its segments.
             act: Judges it.
-            claim: Called if it is not done in this turn.
+            claim: Called if it is not done in this turn; what is being judged comes first.
             client: Whose entry it is; None: the one's who asks.
         """
         if self._over is not None:
@@ -183,8 +184,9 @@ class Executor:
             if self._queue:  # what it has brought with it
                 self.advance()
         else:
-            ended = None if claim is None else claim()
-            self._queue.append(_Queued(number, act, request, ended))
+            self._queue.append(_Queued(number, act, request, claim))
+            if not self._acting or log.state is LogState.PAIRED:
+                self._claim()
             if log.state is not LogState.PAIRED:  # else it goes on when the backup has it
                 self.advance()
 
@@ -209,6 +211,12 @@ class Executor:
         else:
             self._queue.append(_Queued(0, act, request, None))
             self.advance()
+
+    def _claim(self) -> None:
+        """What is queued is not executed in this turn."""
+        for queued in self._queue:
+            if queued.claim is not None:
+                queued.claim, queued.ended = None, queued.claim()
 
     async def run(self, client: Client, message: Message, act: Callable[[Any], Outcome]) -> None:
         """Submit an entry, and wait until it is executed. Raises what the act raises.
@@ -325,6 +333,7 @@ class Executor:
             ended = ended if claim is None else claim()
             under_way = self._wait(number, request, ended, outcome)
             self._busy = asyncio.get_running_loop().create_task(under_way)
+            self._claim()
             return
         if failed is not None or ended is not None:
             _end(request, ended, failed)
@@ -354,10 +363,11 @@ class Executor:
             if done == AT_ONCE:
                 self._again = True
                 asyncio.get_running_loop().call_soon(self._look_again)
+                self._claim()
                 return
             done += 1
             self._queue.popleft()
-            self._execute(head.number, head.act, head.request, None, head.ended)
+            self._execute(head.number, head.act, head.request, head.claim, head.ended)
 
     def _look_again(self) -> None:
         self._again = False

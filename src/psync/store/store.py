@@ -17,12 +17,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import numpy as np
 
 from psync.errors import PartitionError, UsageError, ValueMismatchError
-from psync.numerics.memory import Arena, ArenaArray, Block, BlockArray, BlockPool, bytes_of
+from psync.numerics.memory import (
+    Arena,
+    ArenaArray,
+    Block,
+    BlockArray,
+    BlockPool,
+    Scratch,
+    bytes_of,
+)
 from psync.numerics.rules import Lamb, Part, Sums, UpdateRule
 from psync.numerics.sums import (
     MeanGradient,
@@ -101,21 +109,29 @@ class Adjacent(Sequence[np.ndarray]):
         return self.whole[self.parts[first].start : self.parts[end - 1].stop]
 
 
-@dataclass(frozen=True, slots=True)
-class _Means:
+class Means(NamedTuple):
     """The means of several pushes' gradients, one for each shard, or one for several at once."""
 
     pushes: Sequence[Sequence[np.ndarray]]
     weights: Sequence[float]
     reduction: Reduction
-    space: Workspace
+    scratch: Scratch
 
-    def __getitem__(self, position: int) -> MeanGradient:
-        return self.mean_of([push[position] for push in self.pushes])
+    def of_shard(self, position: int) -> MeanGradient:
+        """Return that of one shard."""
+        gradients = [push[position] for push in self.pushes]
+        return MeanGradient(gradients, self.weights, self.reduction, self.scratch)
 
-    def mean_of(self, gradients: Sequence[np.ndarray]) -> MeanGradient:
-        """Return the mean of a gradient of each push."""
-        return MeanGradient(gradients, self.weights, self.reduction, self.space.sums)
+    def of_run(self, run: Run, first: int, end: int) -> np.ndarray:
+        """Return that of a run's shards, from the ``first`` on, as one array."""
+        wholes = [
+            push.whole[push.parts[first].start : push.parts[end - 1].stop]
+            if type(push) is Adjacent
+            else _side_by_side(push, run, first, end)
+            for push in self.pushes
+        ]
+        mean = MeanGradient(wholes, self.weights, self.reduction, self.scratch)
+        return mean.cut(slice(wholes[0].size), self.scratch)
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +201,8 @@ class ShardStore(RowTable):
         Raises:
             UsageError: If the optimizer is not defined.
         """
-        return self._optimizer(optimizer_id).count.reach(step)
+        optimizer = self.optimizers.get(optimizer_id) or self._optimizer(optimizer_id)
+        return optimizer.count.reach(step)
 
     def check_apply(self, optimizer_id: int, key: Key, grad: object) -> np.ndarray:
         """Raise what ``apply`` would raise, except BusyError, and return ``grad`` as it is used.
@@ -368,7 +385,9 @@ class ShardStore(RowTable):
     def check_idle(self, keys: Sequence[Key]) -> None:
         """Raise BusyError if an update of one of these shards is under way."""
         for key in keys:
-            self._idle(key)
+            shard = self._shards.get(key)
+            if shard is None or shard.busy:
+                self._idle(key)  # says so
 
     def read_together(self, shards: Plan | Sequence[Key]) -> list[memoryview]:
         """Return the bytes of shards as ``read`` does, in order, in as few views as can be.
@@ -393,43 +412,31 @@ class ShardStore(RowTable):
                 views.append(arena.export(run.start * size, run.stop * size))
         return views
 
-    def apply_mean_at_once(
+    def means_of(
         self,
-        optimizer_id: int,
-        shards: Plan | Sequence[Key],
-        gradients_by_push: Sequence[Sequence[np.ndarray]],
+        pushes: Sequence[Sequence[np.ndarray]],
         weights: Sequence[float],
-        step: int,
         reduction: Reduction = "mean",
-    ) -> None:
-        """Do ``apply_checked`` of means on idle shards that are small, to the end.
+    ) -> Means:
+        """Return means for ``apply_at_once``.
 
         Args:
-            optimizer_id: Of the optimizer.
-            shards: Their keys.
-            gradients_by_push: Of each push the gradients, one per key.
+            pushes: Of each push the gradients, one for each shard.
             weights: Of each push.
-            step: As for ``apply``.
             reduction: "mean" or "sum".
 
         Raises:
-            UsageError: If there are no pushes, or not as many weights, or gradients as keys.
-            BusyError: If an update of one of them is under way; none is applied then.
+            UsageError: There is no push, or not one weight for each.
         """
-        plan = shards if isinstance(shards, Plan) else Plan(shards)
-        if not {len(plan.keys)}.issuperset(map(len, gradients_by_push)):
-            raise UsageError(f"expected {len(plan.keys)} gradients of each push")
-        means = _Means(gradients_by_push, weights, reduction, self._space)
-        MeanGradient(  # raises what is wrong with these
-            [np.empty(0)] * len(gradients_by_push), weights, reduction, self._space.sums
-        )
-        self.apply_at_once(optimizer_id, plan, means, step)
+        if not pushes or len(pushes) != len(weights):
+            MeanGradient([np.empty(0)] * len(pushes), weights, reduction, self._space.sums)
+        return Means(pushes, weights, reduction, self._space.sums)
 
     def apply_at_once(
         self,
         optimizer_id: int,
         shards: Plan | Sequence[Key],
-        gradients: Sequence[np.ndarray] | _Means,
+        gradients: Sequence[np.ndarray] | Means,
         step: int,
     ) -> None:
         """Do ``apply_checked`` on idle shards that are small, to the end.
@@ -450,7 +457,8 @@ class ShardStore(RowTable):
         optimizer = self.optimizers[optimizer_id]
         if not optimizer.is_elementwise or plan.repeats:
             for position, key in enumerate(plan.keys):
-                for _ in self.apply_checked(optimizer_id, key, gradients[position], step):
+                gradient = _of_shard(gradients, position)
+                for _ in self.apply_checked(optimizer_id, key, gradient, step):
                     pass
             return
         slots = plan.slots.get(optimizer_id)
@@ -474,7 +482,7 @@ class ShardStore(RowTable):
         optimizer_id: int,
         runs: Sequence[Run],
         slots: Sequence[list[Run] | None],
-        gradients: Sequence[np.ndarray] | _Means,
+        gradients: Sequence[np.ndarray] | Means,
     ) -> Iterator[Part]:
         """Yield part after part: means lie in the same memory, one after the other."""
         position = 0
@@ -482,11 +490,13 @@ class ShardStore(RowTable):
             end = position + len(run.shards)
             if beside is None:
                 for shard in run.shards:
-                    yield from self._blocks(shard, optimizer_id, gradients[position])
+                    yield from self._blocks(shard, optimizer_id, _of_shard(gradients, position))
                     position += 1
                 continue
             if type(gradients) is Adjacent and gradients.whole.size == run.stop - run.start:
                 gradient = gradients.whole
+            elif type(gradients) is Means:
+                gradient = gradients.of_run(run, position, end)
             else:
                 gradient = _side_by_side(gradients, run, position, end)
             if run.is_further:
@@ -754,15 +764,16 @@ class ShardStore(RowTable):
         }
 
 
+def _of_shard(gradients: Sequence[np.ndarray] | Means, position: int) -> np.ndarray | MeanGradient:
+    return gradients.of_shard(position) if type(gradients) is Means else gradients[position]
+
+
 def _side_by_side(
-    gradients: Sequence[np.ndarray] | _Means, run: Run, first: int, end: int
+    gradients: Sequence[np.ndarray], run: Run, first: int, end: int
 ) -> np.ndarray:
     """Return the gradients of a run's shards, from the ``first`` on, as one array."""
     if isinstance(gradients, Adjacent):
         return gradients.between(first, end)
-    if isinstance(gradients, _Means):
-        wholes = [_side_by_side(push, run, first, end) for push in gradients.pushes]
-        return gradients.mean_of(wholes)[0 : wholes[0].size]
     given = zip(run.shards, gradients[first:end], strict=True)  # what is narrow is widened so
     return np.concatenate([each[0 : shard.values.size] for shard, each in given])
 

@@ -81,11 +81,13 @@ class Group:
         """
         replica, number = contribution.replica, contribution.number
         pushes = self._pushes.setdefault(replica, {})
-        acked_below = max(self._acked_below.get(replica, 0), contribution.acked_below)
-        self._acked_below[replica] = acked_below
-        for acked in [acked for acked in pushes if acked < acked_below]:
-            del pushes[acked]
-            self.tokens.cancel((replica, acked))  # it may have been cancelled over there
+        acked_below = self._acked_below.setdefault(replica, 0)
+        if acked_below < contribution.acked_below:
+            acked_below = self._acked_below[replica] = contribution.acked_below
+            for acked in list(pushes):
+                if acked < acked_below:
+                    del pushes[acked]
+                    self.tokens.waiting.pop((replica, acked), None)  # it may be cancelled there
         if number < acked_below:
             raise UsageError(
                 f"{self.config.name}: {replica[0]} sent push {number} again, whose answer it has "
@@ -108,11 +110,15 @@ class Group:
         counts = self._counts.setdefault(replica[0], {"accepted": 0, "stale": 0, "duplicate": 0})
         if self._was_counted(contribution, final):
             push = Push(contribution, "duplicate", staleness)
-        elif staleness or self._has_had_its_share(contribution):
+        elif staleness or (self.config.strict and self._has_had_its_share(contribution)):
             push = Push(contribution, "stale", staleness)
         else:
             push = Push(contribution, "accepted", 0)
-            self._count(push)
+            self._counted.append(push)
+            self._shares[replica] = self._shares.get(replica, 0) + 1
+            if contribution.closure is not None:
+                calls = self._calls.setdefault(contribution.closure & FIRST, {})
+                calls[contribution.ordinal] = contribution.variable_set
         counts[push.outcome] += 1
         self._staleness[staleness] += 1
         self._pushes.setdefault(replica, {})[contribution.number] = push
@@ -263,7 +269,7 @@ class Group:
     def is_due(self) -> bool:
         """Whether the present step has what it needs, and may be closed now."""
         return (
-            self.is_complete
+            len(self._counted) >= self._target
             and self.closing is None
             and self.broken is None
             and self.short_since is None
@@ -409,8 +415,6 @@ class Group:
         It has not waited for the next step: its earlier push was cancelled, and this one came too
         early to count. If it still waits, the program does not wait for it.
         """
-        if not self.config.strict:
-            return False
         replica = contribution.replica
         if self._shares[replica] < self.config.allowance:
             return False
@@ -421,14 +425,6 @@ class Group:
                 hint="await each apply_gradients before the next pull and push",
             )
         return True
-
-    def _count(self, push: Push) -> None:
-        contribution, replica = push.contribution, push.contribution.replica
-        self._counted.append(push)
-        self._shares[replica] = self._shares.get(replica, 0) + 1
-        if contribution.closure is not None:
-            calls = self._calls.setdefault(contribution.closure & FIRST, {})
-            calls[contribution.ordinal] = contribution.variable_set
 
     def _target_for(self, alive: Mapping[str, int] | None) -> int:
         needed = self.config.replicas_to_aggregate

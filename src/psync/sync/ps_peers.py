@@ -61,6 +61,7 @@ class AllPs:
 
     Attributes:
         addresses: Where each ps is served.
+        following: By ps, the request that is answered with what parts it holds.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class AllPs:
     ) -> None:
         self._heard = heard
         self._lost = lost
-        self._following: dict[int, Call | None] = {}  # by ps, which says what parts it holds
+        self.following: dict[int, Call | None] = {}
         self._platform = platform
         self._attach = attach
         self._sync = sync
@@ -179,8 +180,8 @@ class AllPs:
                 done(answer)
 
         call = link.ask(Call(link, build), answered)
-        if isinstance(message, FollowParts) and ps in self._following:
-            self._following[ps] = call
+        if isinstance(message, FollowParts) and ps in self.following:
+            self.following[ps] = call
 
     def follow(self, others: Sequence[int]) -> None:
         """Hear from now on which parts of pushes are held on the other ps tasks.
@@ -189,20 +190,20 @@ class AllPs:
             RemoteProtocolError: One of these is none.
         """
         for ps in others:
-            if ps in self._following or self._closed:
+            if ps in self.following or self._closed:
                 continue
             if not 0 < ps < len(self.addresses):
                 raise RemoteProtocolError(
                     f"{CLOSER}: a push with shards on ps {ps}, but there are only "
                     f"{len(self.addresses)} ps tasks"
                 )
-            self._following[ps] = None
+            self.following[ps] = None
             link = self._links().links[ps]
             self._tell(link, FollowParts(), functools.partial(self._unfollowed, ps))
 
     def _unfollowed(self, ps: int, outcome: Message | Exception) -> None:
         """A ps cannot be followed: who waits for parts there waits in vain."""
-        self._following.pop(ps, None)
+        self.following.pop(ps, None)
         if isinstance(outcome, ConnectionLost):  # however often: it lost no connection
             self.follow((ps,))
         elif isinstance(outcome, Exception) and not self._closed:
@@ -251,7 +252,7 @@ class AllPs:
     async def close(self) -> None:
         """Close the links; what is under way on them fails. Cancellation: they may be left open."""
         self._closed = True
-        for call in self._following.values():
+        for call in self.following.values():
             if call is not None:
                 call.give_up()
         if self._client is not None and self._endpoint is not None:

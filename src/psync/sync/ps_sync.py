@@ -114,6 +114,7 @@ class PsSync:
         check: Called with the configuration of a new group, which it may refuse.
         took: What becomes of a part that has come in: it is to be an entry.
         judged: What becomes of that: the part is held, and ps 0 is told. On ps 0 the rule decides.
+            Answers, if it refuses the part; raises nothing.
         left: Told of a push for which nobody waits any more.
         applied: Told of a step that is applied here. Answers its pushes.
         read_now: Reads the values that an answer brings, see ``PsPulls.read_now``.
@@ -144,7 +145,7 @@ class PsSync:
         self.check: Callable[[SyncConfig], None] = lambda _: None
         self.serves = serves
         self.took: Callable[[Request[Update], Part], None] = self.submit
-        self.judged: Callable[[Request[Update], Part], None] = self._judge
+        self.judged: Callable[[Request[Update], Part], Later] = self._judge
         self.left: Callable[[PushKey], None] = lambda _: None
         self.applied: Callable[[CloseStep], None] = self._accept
         self._task = task
@@ -155,7 +156,7 @@ class PsSync:
         self._waiting: dict[PushKey, list[Request[Update]]] = {}
         # Connections of ps 0, and of one that it has replaced: they are told of all parts.
         self._followers: list[Connection] = []
-        self._untold: list[Part] = []
+        self._untold: list[tuple[int, str, int, int, int]] = []
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -272,7 +273,11 @@ class PsSync:
         request.token, message = known, request.message
         key = known.optimizer, request.peer.client, message.sequence
         part = self._part(key, message.local_step, known, request.segments, message.rows)
-        self.executor.submit(request, message, part.body, partial(self.judged, request, part))
+
+        def act() -> None:
+            self.judged(request, part)
+
+        self.executor.submit(request, message, part.body, act)
 
     def _part(
         self,
@@ -297,15 +302,9 @@ class PsSync:
             self.plans.keep(part.key[1], part.known)
             part = self._owned(part)
 
-        def act() -> Later:
-            try:
-                self.judged(request, part)
-            except PsyncError as exc:
-                self.fail(part.key, exc)
-            request.segments = ()
-            return LATER
-
-        self.executor.submit(request, request.message, part.body, act)
+        self.executor.submit(
+            request, request.message, part.body, partial(self.judged, request, part)
+        )
 
     def _owned(self, part: Part) -> Part:
         """Return a part in memory that nobody else can write to."""
@@ -314,29 +313,34 @@ class PsSync:
             return part
         return self._part(part.key, part.local_step, part.known, body, part.rows)
 
-    def _judge(self, request: Request[Update], part: Part) -> None:
-        self.ledger.check_incarnation(*part.key[1])  # FencedError: its sender has been replaced
-        if self.staging.stage(part):
-            self._tell([part])
-        else:  # its step is closed: answer as soon as what was closed is applied
-            touched = self.groups[part.key[0]].touched
-            answer = partial(self.answer, part.key, lambda _: Pushed("stale", 0))
-            self.executor.in_turn(lambda: Compute(touched, answer))
+    def _judge(self, request: Request[Update], part: Part) -> Later:
+        try:
+            self.ledger.check_incarnation(*part.key[1])  # FencedError: its sender is replaced
+            known = self.groups[part.key[0]]
+            if known.broken is not None:
+                raise known.broken
+        except PsyncError as exc:
+            self.fail(part.key, exc)
+        else:
+            if self.staging.stage(part):
+                self._tell([part])
+            else:  # its step is closed: answer as soon as what was closed is applied
+                answer = partial(self.answer, part.key, lambda _: Pushed("stale", 0))
+                self.executor.in_turn(lambda: Compute(known.touched, answer))
+        request.segments = ()
+        return LATER
 
     def _tell(self, parts: Sequence[Part]) -> None:
         """Say that these parts are held, once a turn; who follows later is told of all."""
         if self._followers:
             if not self._untold:
                 asyncio.get_running_loop().call_soon(self._tell_now)
-            self._untold += parts
+            for part in parts:
+                group, replica, push = part.key
+                self._untold.append((group, *replica, push, part.local_step))
 
     def _tell_now(self) -> None:
-        told = [
-            (group, *replica, push, part.local_step)
-            for part in self._untold
-            for group, replica, push in [part.key]
-        ]
-        self._untold = []
+        told, self._untold = self._untold, []
         for at in range(0, len(told), MAX_TOLD):
             for peer in self._followers:
                 peer.notify(Held(self._index, told[at : at + MAX_TOLD]))
@@ -447,7 +451,9 @@ class PsSync:
                 updated. ps 0 then ends the group (``outgoing_steps``).
         """
         message = request.message
-        known = self.known(message.group, message.config)
+        known = self.groups.get(message.group)
+        if known is None or message.config is not None:
+            known = self.known(message.group, message.config)
         submit = partial(
             self.executor.submit, message=message, body=(), client=request.peer.client,
             act=partial(self._judge_step, request, known),
@@ -549,6 +555,7 @@ class PsSync:
 
     def _refuse(self, message: CloseStep, error: PsyncError) -> None:
         """A step cannot be applied here: neither can its pushes, whatever ps 0 has told them."""
+        self.groups[message.group].broken = error
         for task, incarnation, push, _ in message.pushes:
             self.fail((message.group, (task, incarnation), push), error)
 
@@ -564,7 +571,8 @@ class PsSync:
         self.ledger.check_incarnation(peer.task, peer.incarnation)
         if peer.task != CLOSER:
             raise UsageError(f"{self._task}: {peer.task} may not close a step, only {CLOSER}")
-        self.check_served()
+        if not self.serves:
+            self.check_served()
 
     def check_served(self) -> None:
         """Raise NotServedError unless this process serves its ps, for a coordinator."""

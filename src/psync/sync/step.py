@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.errors import ConfigurationError, PsyncError, RemoteProtocolError
 from psync.numerics.rules import Sums, clips_norms, slot_dtype
 from psync.ps.plans import Body, ShardSet
 from psync.specs import dtype_of
@@ -112,6 +112,7 @@ class KnownGroup:
         elsewhere: See there.
 
     Attributes:
+        broken: A step could not be applied here: neither can others.
         elsewhere: On ps 0, the first step of which other ps tasks are told; -1: nothing of the
             group is there so far. On another one 0.
     """
@@ -130,6 +131,7 @@ class KnownGroup:
         self.raw = raw
         self.config = config
         self.global_step = global_step
+        self.broken: PsyncError | None = None
         self.elsewhere = elsewhere
         self.rule = store.rule(number)
         self.norms = StepNorms(self.rule)  # of steps that need none
@@ -214,9 +216,10 @@ class KnownGroup:
         if self.takes_norms or message.scales is not None or message.ratios is not None:
             step.take_norms(message)
         optimizer = self.store.optimizers[self.number]
-        step.optimizer_step = max(optimizer.count.known, message.step)
-        if optimizer.own_schedules:
-            self.store.check_rate(self.number, step.optimizer_step)
+        if self.takes_norms or optimizer.own_schedules:
+            step.optimizer_step = max(optimizer.count.known, message.step)
+            if optimizer.own_schedules:
+                self.store.check_rate(self.number, step.optimizer_step)
         return step
 
 
@@ -326,10 +329,8 @@ class Step:
             self.norms.conclude(what, self.measure_at_once(what))
         if self.plan is not None and self.norms.scales is None and self.norms.ratios is None:
             first = len(self.shards)
-            self.store.apply_mean_at_once(
-                known.number, self.plan, self.pushes, self.weights, self.optimizer_step,
-                known.config.reduction,
-            )  # fmt: skip
+            means = self.store.means_of(self.pushes, self.weights, known.config.reduction)
+            self.store.apply_at_once(known.number, self.plan, means, self.optimizer_step)
         for position in range(first, len(self.costs)):
             for _ in self.work(position):
                 pass

@@ -33,7 +33,7 @@ from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
-from psync.ps.executor import Listed
+from psync.ps.executor import LATER, Later, Listed
 from psync.sync.log_clock import LogClock
 from psync.sync.outgoing_steps import HOSTED, OutgoingSteps
 from psync.sync.ps_peers import AllPs
@@ -115,7 +115,7 @@ class StepCloser:
         sync.applied = self._applied
         self.outgoing = platform.parts.of(OutgoingSteps)(
             sync, self.all_ps, self.steps, self._perform,
-            partial(self._go_on, self._is_over), is_hosted=is_hosted,
+            self._go_on_without, is_hosted=is_hosted,
         )  # fmt: skip
         self._beginning: dict[int, asyncio.Task[None]] = {}  # groups whose first step is read
         self._here: dict[PushKey, _Here] = {}  # pushes of steps that are not closed
@@ -225,7 +225,7 @@ class StepCloser:
         if self._over is not None:
             self._check()
         key, others = part.key, part.known.others
-        if others:
+        if not self.all_ps.following.keys() >= {*others}:
             self.all_ps.follow(others)
         is_stale = self.steps.is_stale(key[0], part.local_step)
         if is_stale is None:
@@ -278,18 +278,29 @@ class StepCloser:
                 here.waits = None
                 self._sync.fail(key, error)
 
-    def _go_on(self, goes: Callable[[PushKey, _Here], bool]) -> None:
+    def _go_on_without(self) -> None:
+        """Forget who has which parts of pushes that are stale; those that wait are judged so."""
+        self._go_on([
+            key for key, here in self._here.items() if self.steps.is_stale(key[0], here.local_step)
+        ])  # fmt: skip
+
+    def _go_on(self, keys: Iterable[PushKey]) -> None:
         """Forget who has which parts of some pushes; those that wait are judged as they are."""
-        for key in [key for key, here in self._here.items() if goes(key, here)]:
+        for key in keys:
             here = self._here.pop(key)
             if here.waits is not None:
                 self._sync.submit(*here.waits)
 
-    def _is_over(self, key: PushKey, here: _Here) -> bool:
-        return bool(self.steps.is_stale(key[0], here.local_step))
+    def _judge(self, request: Request[Update], part: Part) -> Later:
+        try:
+            self._contribute(request.message, part)
+        except PsyncError as exc:
+            self._sync.fail(part.key, exc)
+        request.segments = ()
+        return LATER
 
-    def _judge(self, request: Request[Update], part: Part) -> None:
-        message, known = request.message, part.known
+    def _contribute(self, message: Update, part: Part) -> None:
+        known = part.known
         group, replica, push = part.key
         self._sync.ledger.check_incarnation(*replica)
         self._sync.staging.stage(part)
@@ -393,7 +404,7 @@ class StepCloser:
 
     def lost(self, task: str, below: int) -> None:
         """Incarnations of ``task`` below ``below`` are over, says an entry: they wait no more."""
-        self._go_on(lambda key, _: key[1][0] == task and key[1][1] < below)
+        self._go_on([key for key in self._here if key[1][0] == task and key[1][1] < below])
         self._perform(self.steps.fence(task, below))
 
     def end(self, reason: str) -> None:
@@ -402,7 +413,7 @@ class StepCloser:
 
     def _end(self, message: EndSteps) -> None:
         self._perform(self.steps.end(message.reason))
-        self._go_on(lambda *_: True)
+        self._go_on(list(self._here))
 
     def _expired(self) -> None:
         self._note(Tick(self._clock.now()), self._tick)
@@ -431,7 +442,7 @@ class StepCloser:
         for action in actions:
             if isinstance(action, Close):
                 self.outgoing.decide(action)
-                self._loop.call_soon(self._go_on, self._is_over)
+                self._loop.call_soon(self._go_on_without)
             elif self._over is None:
                 key = action.group, action.replica, action.number
                 if isinstance(action, Refuse):

@@ -110,7 +110,8 @@ class SyncSteps:
         known = self._groups.get(group)
         if known is None:
             return None
-        return bool(self._ended or known.broken or known.age(local_step))
+        first = known.first_step if local_step < 0 else local_step
+        return known.step > first or self._ended is not None or known.broken is not None
 
     def init_tokens(self, group: int, count: int) -> list[Action]:
         """Put a group's initial tokens: once, however often a chief that restarts asks.
@@ -127,7 +128,8 @@ class SyncSteps:
         known, replica = self._group(group), contribution.replica
         actions: list[Action] = []
         try:
-            actions += self._replace_older(replica)
+            if self._incarnations.setdefault(replica[0], replica[1]) != replica[1]:
+                actions += self._replace_older(replica)
             push = known.replayed(contribution)
             if push is not None and push.answer is not None:
                 return [push.answer]
@@ -141,11 +143,12 @@ class SyncSteps:
             return [*actions, Refuse(group, replica, contribution.number, exc)]
         if not known.has_initial:
             actions += known.put_initial(-1)
-        if known.is_due:  # before a token is taken that this makes void
-            actions.append(known.close(partial=False, last=push))
-            return actions if push.answer is not None else actions + known.take(push)
-        actions += known.take(push)
-        return actions + self._close_what_is_due()
+        if not known.is_due:
+            actions += known.take(push)
+            return actions + self._close_what_is_due() if self._nobody_comes() else actions
+        actions.append(known.close(partial=False, last=push))
+        # Only now may a token be taken: those that were there are void.
+        return actions if push.answer is not None else actions + known.take(push)
 
     def forget(self, group: int, replica: Replica, number: int) -> None:
         """Whoever made this request waits no more; what was counted stays counted."""
@@ -385,9 +388,7 @@ class SyncSteps:
     def _replace_older(self, replica: Replica) -> list[Action]:
         """Drop what an earlier incarnation of the task has left; FencedError if this is one."""
         task, incarnation = replica
-        known = self._incarnations.setdefault(task, incarnation)
-        if incarnation == known:
-            return []
+        known = self._incarnations[task]
         text = f"incarnation {min(known, incarnation)} of {task} has been replaced"
         if incarnation < known:
             raise FencedError(text)

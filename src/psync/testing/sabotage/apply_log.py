@@ -40,7 +40,7 @@ from psync.specs import ShardSpec, dtype_name
 from psync.store.rows import RowMean, RowValues
 from psync.store.shards import Optimizer
 from psync.store.snapshot import Frozen
-from psync.store.store import Plan, ShardStore
+from psync.store.store import Means, Plan, ShardStore
 from psync.store.work import Shard
 from psync.sync.ps_services import PsServices
 from psync.wire.messages import Pushed
@@ -51,7 +51,7 @@ VARIABLE = "PSYNC_TESTING_APPLY_LOG"
 LOGGED = (
     "create", "copy", "define_optimizer", "set_learning_rate", "restore_count", "set_count",
     "hear_count", "begin_push", "begin_step", "apply_checked", "apply_at_once",
-    "apply_mean_at_once", "assign_checked", "average", "scatter", "apply_rows", "apply_row_mean",
+    "assign_checked", "average", "scatter", "apply_rows", "apply_row_mean",
     "load_slot",
 )  # fmt: skip
 """Every method of a store that changes it."""
@@ -274,6 +274,8 @@ def _plain(value: Any) -> Any:
         return {type(value).__name__: _plain(tuple(value))}
     if isinstance(value, MeanGradient):
         return {"mean": _plain((value.gradients, value.weights, value.reduction, value.scale))}
+    if isinstance(value, Means):
+        return {"means": _plain((value.pushes, value.weights, value.reduction))}
     if isinstance(value, Plan):
         return {"plan": _plain((value.keys,))}
     if isinstance(value, ShardSpec):
@@ -288,6 +290,7 @@ _KINDS: dict[str, Any] = {
     "RowValues": RowValues,
     "RowMean": RowMean,
     "mean": lambda *given: ShardStore("").mean_of(*given),
+    "means": lambda *given: ShardStore("").means_of(*given),
     "plan": Plan,
     "spec": ShardSpec,
     "map": lambda *pairs: dict(pairs),
