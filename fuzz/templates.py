@@ -6,14 +6,12 @@ They speak of three shards: 0/0, four float32; 1/0, the global step; 2/0, eight 
 
 from __future__ import annotations
 
-import dataclasses
-
 from samples import Draw, changed, drawn, fields_of
 
 from psync.numerics.rules import SGD, Adam
 from psync.schedules import Constant
 from psync.store.sync_config import SyncConfig
-from psync.wire.codec import Message
+from psync.wire.codec import Message, replace
 from psync.wire.messages import (
     ApplyGradient,
     CreateShards,
@@ -105,5 +103,5 @@ def request(draw: Draw) -> tuple[Message, list[bytes]]:
             name = draw.of(sorted(fields))
             old = getattr(message, name)
             value = drawn(fields[name], draw) if which < 6 else changed(old, draw)
-            message = dataclasses.replace(message, **{name: value})
+            message = replace(message, **{name: value})
     return message, body

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +26,7 @@ from psync.specs import ShardSpec, dtype_name, dtype_of
 from psync.store.commit_log import CommitLog, LogState
 from psync.store.store import Key
 from psync.testing import MemoryNetwork, settle
-from psync.wire.codec import Message, decode, encode
+from psync.wire.codec import Message, decode, encode, replace
 from psync.wire.limits import Limits
 from psync.wire.messages import (
     AttachPs,

@@ -23,7 +23,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from psync.backups.pairing import Computation, check_deterministic
@@ -50,7 +50,7 @@ from psync.store.commit_log import CommitLog, LogState
 from psync.store.ledger import Client
 from psync.store.snapshot import Frozen
 from psync.store.sync_config import SyncConfig
-from psync.wire.codec import Message, encode
+from psync.wire.codec import Message, encode, replace
 from psync.wire.frames import Frame, Segment
 from psync.wire.messages import (
     BackUp,

@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from psync.numerics.memory import BlockPool
 from psync.numerics.rows import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.store.push_counts import FIRST, FURTHER, HOME
-from psync.wire.codec import encode
+from psync.wire.codec import encode, replace
 from psync.wire.frames import LENT_ABOVE_BYTES, SMALL_BODY_BYTES, Borrowed, Segment, copies
 from psync.wire.messages import DefinePlan, Read
 from psync.wire.tensors import Joined, to_bytes_view, to_bytes_views

@@ -9,7 +9,6 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from typing import Any
 
 from psync.client.link import Call, PsLink
@@ -31,7 +30,7 @@ from psync.specs import ShardSpec, VariableSpec
 from psync.store.sync_config import SyncConfig
 from psync.sync.ps_sync import CLOSER, FROM_CLOSER, PsSync
 from psync.sync.step import GLOBAL_STEP_DTYPE
-from psync.wire.codec import Message
+from psync.wire.codec import Message, replace
 from psync.wire.frames import Frame
 from psync.wire.messages import (
     AttachPs,

@@ -51,6 +51,7 @@ from psync.sync.ps_sync import CLOSER, PsSync
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
 from psync.sync.tokens import Replica
+from psync.wire import codec
 from psync.wire.closure_numbers import unpack_kept
 from psync.wire.codec import Message
 from psync.wire.messages import (
@@ -331,7 +332,7 @@ class PsServices:
             return
         if moves < self.attach.moves:
             return
-        self.attach = replace(self.attach, ps_addresses=list(addresses), moves=moves)
+        self.attach = codec.replace(self.attach, ps_addresses=list(addresses), moves=moves)
         if self.closer is not None:
             if addresses != known:
                 self.closer.all_ps.move(addresses)

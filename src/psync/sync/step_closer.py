@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ from psync.sync.staging import PushKey
 from psync.sync.step import Part
 from psync.sync.steps import SyncSteps
 from psync.sync.tokens import Replica
-from psync.wire.codec import Message
+from psync.wire.codec import Message, replace
 from psync.wire.messages import (
     AttachPs,
     BeginGroup,

@@ -38,7 +38,6 @@ import enum
 import hashlib
 import hmac
 from collections.abc import Callable
-from dataclasses import replace
 
 from psync.errors import (
     AuthenticationError,
@@ -49,7 +48,7 @@ from psync.errors import (
     RemoteProtocolError,
     VersionMismatch,
 )
-from psync.wire.codec import Message, decode, encode
+from psync.wire.codec import Message, decode, encode, replace
 from psync.wire.frames import SAME_TLS, VERSION, Buffer, Frame, FrameDecoder, Kind, encode_head
 from psync.wire.messages import Challenge, Hello, Proof, Refused, Welcome
 

@@ -6,7 +6,7 @@ knows one kind of array.
 
 from __future__ import annotations
 
-from dataclasses import field
+from msgspec import field
 from typing import Any
 
 from psync.wire.codec import Message
