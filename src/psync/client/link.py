@@ -21,9 +21,10 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Generic, Self, TypeVar
+
+import msgspec
 
 from psync.client.counters import Numbers
 from psync.client.plan import Landing
@@ -480,8 +481,7 @@ class PsLink:
             peer.close()
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(msgspec.Struct, eq=False):
     """A request to a ps that may be repeated: it is sent over and over until it is answered.
 
     Attributes:
@@ -511,7 +511,7 @@ class Call:
     end: Callable[[], object] | None = None
     then: Then | None = None
     is_repeated: bool = False  # in a coroutine
-    message: Message = field(init=False)  # as it was sent last without a coroutine
+    message: Message | None = None  # as it was sent last without a coroutine
 
     def give_up(self) -> None:
         """Call nothing more, and write no more to memory for the reply."""
@@ -524,7 +524,8 @@ class Call:
         self.link.num_calls += 1
         if isinstance(outcome, ConnectionLost | PlanForgotten) and not self.is_repeated:
             try:
-                check(self.message)  # or it would cost the next connections, too
+                if self.message is not None:
+                    check(self.message)  # or it would cost the next connections, too
             except LocalProtocolError as exc:
                 outcome = exc
             else:

@@ -31,6 +31,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
+
 from psync.errors import BusyError, ClosedError, FencedError, PsyncError
 from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request, fail
 from psync.ps.computes import Compute, Computes, Touches
@@ -94,8 +96,7 @@ class Entry:
         return cls(client, header, body, nbytes, nbytes + HEADER_WEIGHT * len(header))
 
 
-@dataclass(slots=True)
-class _Queued:
+class _Queued(msgspec.Struct):
     number: int  # 0: it is no entry, and comes between two
     act: Act
     request: Request[Any]

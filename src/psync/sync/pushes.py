@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
 
 from psync.errors import PsyncError
 from psync.sync.tokens import Replica
@@ -25,8 +26,7 @@ class Contribution(NamedTuple):
     others: list[int]  # ps tasks but 0 that have a part of it
 
 
-@dataclass(slots=True)
-class Answer:
+class Answer(msgspec.Struct):
     """Tell the replica what became of its push, and from which step it may go on."""
 
     group: int
@@ -73,8 +73,7 @@ class Close(NamedTuple):
 Action: TypeAlias = Answer | Refuse | Close
 
 
-@dataclass(slots=True, eq=False)
-class Push:
+class Push(msgspec.Struct, eq=False):
     """What is known of one push, until its replica has the answer."""
 
     contribution: Contribution

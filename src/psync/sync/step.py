@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 
 from psync.errors import ConfigurationError, PsyncError, RemoteProtocolError
@@ -58,8 +59,7 @@ class RowsAsWhole:
         return made.reshape(-1)[part.start - first * size : part.stop - first * size]
 
 
-@dataclass(slots=True, eq=False)
-class Part:
+class Part(msgspec.Struct, eq=False):
     """What a push brings to the shards of one ps."""
 
     key: PushKey

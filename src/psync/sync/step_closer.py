@@ -21,11 +21,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgpack
+import msgspec
 
 from psync.cluster import task_name
 from psync.errors import ClosedError, FencedError, PsyncError, RemoteProtocolError
@@ -66,12 +66,11 @@ from psync.wire.messages import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class _Here:
+class _Here(msgspec.Struct, eq=False):
     """What ps tasks have of one push. It is no part of the state: all is told again to a backup."""
 
     local_step: int
-    held: set[int] = field(default_factory=set)  # ps tasks but 0 that have their part
+    held: set[int] = msgspec.field(default_factory=set)  # ps tasks but 0 that have their part
     waits: tuple[Request[Update], Part] | None = None  # ps 0's part, until all have theirs
 
 

@@ -19,10 +19,10 @@ accumulators decide one by one.
 
 A step is closed when its target is reached, or as a partial one when no other worker will or can
 come; see ``_close_what_is_due``. Close means that it is decided, and ``outgoing_steps`` carries it
-to all ps tasks; ``closed`` says that they have applied it. Pushes with a part on every ps get their
-tokens with the Close: each ps answers when it has applied the step. All others wait for ``closed``,
-first in, first out. In between the group is at the next step
-already, and no other Close of it is under way.
+to all ps tasks; ``closed`` says that they have applied it. In between the group is at the next step
+already, and no other Close of it is under way. Pushes with a part on every ps get their tokens with
+the Close, as each ps answers when it has applied the step; all others when it is ``closed``, first
+in, first out.
 
 Source: TensorFlow's ``SyncReplicasOptimizer``; Chen et al. 2016 for backup replicas.
 """
