@@ -153,6 +153,7 @@ class Steps(SyncSteps):
         weight: float = 1.0,
         number: int = 0,
         acked_below: int = 0,
+        others: Sequence[int] = (),
     ) -> list[Action]:
         """Push; ``acked_below`` is the lowest that is still waited for: by default this one."""
         who = replica(index, incarnation)
@@ -162,7 +163,7 @@ class Steps(SyncSteps):
             GROUP,
             Contribution(
                 who, number, acked_below or number, closure, ordinal, variable_set, local_step,
-                weight, [],
+                weight, [*others],
             ),
         )  # fmt: skip
 

@@ -292,6 +292,34 @@ def test_tokens_come_only_when_the_step_has_been_applied() -> None:
     assert answers(steps.closed(GROUP, 0)) == [accepted(0, 1)]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_who_has_a_part_on_every_ps_gets_its_token_with_the_step(strict: bool) -> None:
+    steps = Steps(2, 3, strict=strict)
+    steps.closed(GROUP, [*steps.push(0, 0), *steps.push(1, 0)][-1].step)  # type: ignore[union-attr]
+    assert answers(steps.push(2, 0)) == [(2, "stale", 1)]
+    assert steps.push(2, 1) == []  # no part on ps 1
+    (close,) = steps.push(0, 1, others=[1])
+    assert isinstance(close, Close)
+    assert answers([*close.answers]) == [accepted(0, 2)]
+    assert close.answers[0].count == 2
+    assert answers(steps.push(0, 1, number=2, others=[1])) == [accepted(0, 2)]  # asked again
+    # The other replicas share what is left.
+    assert answers(steps.closed(GROUP, 1)) == [accepted(2, 2)]
+    tokens = steps.statistics()[f"opt/{GROUP}"]["tokens"]
+    assert tokens["published"] == tokens["taken"] + tokens["void"] + tokens["left"]
+
+
+def test_a_step_that_fails_refuses_also_who_has_its_token() -> None:
+    steps = Steps(2)
+    steps.push(0, 0, others=[1])
+    (close,) = steps.push(1, 0, others=[1])
+    assert isinstance(close, Close)
+    assert answers([*close.answers]) == [accepted(0, 1), accepted(1, 1)]
+    lost = ParameterServerLost("/job:ps/task:1")
+    refused = [(0, "ParameterServerLost"), (1, "ParameterServerLost")]
+    assert refusals(steps.close_failed(GROUP, lost)) == refused
+
+
 def test_the_straggler_of_three_with_one_backup_is_told_and_goes_on_at_once() -> None:
     steps = Steps(2, 3)
     steps.push(0, 0)

@@ -387,6 +387,10 @@ MUTANTS: Mapping[str, Mutant] = {
         "no part is read where its worker has it once the push has returned", ("sync",),
         ((SyncClient, "_let_go", lambda original: wrong.nothing),),
     ),
+    "reserved_for_all": Mutant(
+        "who has no part on some ps waits until that has applied the step, too", ("sync",),
+        ((Group, "close", wrong.reserves_for_all),),
+    ),
     "tokens_too_early": Mutant(
         "there are tokens when all ps tasks have applied the step", ("sync",),
         ((AllPs, "tell", wrong.waits_for_nobody),),

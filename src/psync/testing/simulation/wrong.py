@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 
@@ -544,6 +545,16 @@ def takes_all_of_the_step(original: Callable[..., Any]) -> Any:
                           if each.key not in named and each.local_step == step)]  # fmt: skip
 
     return parts
+
+
+def reserves_for_all(original: Callable[..., Any]) -> Any:
+    def close(self: Group, **how: Any) -> Any:
+        others, self._others = self._others, ANY
+        made = original(self, **how)
+        self._others = others
+        return made
+
+    return close
 
 
 def waits_for_nobody(original: Callable[..., Any]) -> Any:
