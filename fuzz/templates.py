@@ -15,7 +15,6 @@ from psync.schedules import Constant
 from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message
 from psync.wire.messages import (
-    ApplyGradient,
     CreateShards,
     DefineAccumulator,
     DefinePlan,
@@ -31,6 +30,7 @@ from psync.wire.messages import (
     TakeGradient,
     TickClock,
     Update,
+    UpdateAccumulator,
 )
 
 SHARDS = [
@@ -77,9 +77,10 @@ TEMPLATES: list[tuple[Message, tuple[int, ...]]] = [
     (SetSlot(3, ADAM, 0, 0, "m"), (16,)),
     (SetSlot(3, ADAM, 2, 0, "v"), (64,)),
     (DefineAccumulator("g", "dense", "float32", [2], "MEAN", "", False, 0), ()),
-    (ApplyGradient(12, 0, -1, 0, "g", [2], None, 0, 1.0), (8,)),
+    (UpdateAccumulator(12, 0, -1, 0, "g", 0, [2]), (8,)),
     (DefineAccumulator("s", "sparse", "float32", None, "MEAN", "per_index", False, 0), ()),
-    (ApplyGradient(13, 0, -1, 0, "s", [2, 3], None, 0, 1.0), (16, 24)),
+    (UpdateAccumulator(13, 0, -1, 0, "s", 0, [2, 3]), (16, 24)),
+    (UpdateAccumulator(14, 0, -1, 0, "s", 4), ()),
     (TakeGradient("g", 1, 0, 1), ()),
     (InitTokens(9, GROUP, 0), ()),
     (Update(1, 0, -1, 0, 9), (16,)),

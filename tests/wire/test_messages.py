@@ -70,17 +70,17 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.LockShards(1, [(0, 1)], 5.0), "94730191920001cb4014000000000000"),
     (m.UnlockShards(1), "927401"),
     (
-        m.ApplyGradient(1, 1, -1, 0, "a", [2, 3], None, 4, 0.5),
-        "9a3f0101ff00a161920203c004cb3fe0000000000000",
+        m.UpdateAccumulator(1, 1, -1, 0, "a", 4, [2, 3], None, 0.5),
+        "9a3f0101ff00a16104920203c0cb3fe0000000000000",
     ),
-    (m.AccumulatorState("stale", 2, 4), "9441a57374616c650204"),
+    (m.UpdateAccumulator(1, 1, -1, 0, "a", 4), "9a3f0101ff00a16104c0c0cb3ff0000000000000"),
+    (m.AccumulatorState("stale", 2, 4), "9641a57374616c65020490c0"),
+    (m.AccumulatorState("", 3, 5, [2, 3], [-1, 3]), "9641a00305920203" + "92ff03"),
     (m.TakeGradient("a", 1, 1, 3), "9542a161010103"),
-    (m.GradientTaken(3, 5, [2, 3], [-1, 3]), "95430305920203" + "92ff03"),
     (
         m.DefineAccumulator("a", "dense", "float32", [None, 2], "MEAN", "", False, 0),
         "993ea161a564656e7365a7666c6f6174333292c002a44d45414ea0c200",
     ),
-    (m.SetAccumulatorStep(1, 1, -1, 0, "a", 4), "97400101ff00a16104"),
     (m.EndTakes("a", 3, [4]), "9444a161039104"),
     (m.KeepPart(9, 1), "932a0901"),
     (

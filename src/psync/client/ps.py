@@ -45,7 +45,7 @@ import math
 import operator
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -980,8 +980,7 @@ class AccumulatorClient:
     async def update(
         self,
         place: Place,
-        kind: type[messages.ApplyGradient | messages.SetAccumulatorStep],
-        said: Sequence[object],
+        said: Sequence[Any],
         call: tuple[int, int],
         segments: Sequence[memoryview] = (),
     ) -> messages.AccumulatorState:
@@ -989,8 +988,7 @@ class AccumulatorClient:
 
         Args:
             place: Of the accumulator.
-            kind: Of the message.
-            said: Its fields behind the name.
+            said: Fields of UpdateAccumulator behind the name.
             call: Id of the closure, or -1; and the ordinal of the call within it.
             segments: Not copied.
 
@@ -1004,8 +1002,7 @@ class AccumulatorClient:
         def deliver() -> Awaitable[list[messages.AccumulatorState]]:
             def build(_: Connection) -> Message:
                 numbers = asked.number, link.updates.acked_below, call[0], call[1] << PART_BITS
-                message: Message = cast(Any, kind)(*numbers, name, *said)
-                return message
+                return messages.UpdateAccumulator(*numbers, name, *said)
 
             asked = Call(link, build, segments, sum(map(len, segments)))
             delivery = Delivery(messages.AccumulatorState, "a gradient", [asked])
@@ -1018,7 +1015,7 @@ class AccumulatorClient:
         """Wait for gradients, and take what they amount to.
 
         Returns:
-            GradientTaken, and its segments: memory that is the caller's.
+            AccumulatorState, and its segments: memory that is the caller's.
 
         Raises:
             ConfigurationError: ``num_required`` is not above 0.
@@ -1045,7 +1042,7 @@ class AccumulatorClient:
         finally:
             # If this is lost, the next take says so.
             link.notify(messages.EndTakes(name, takes.acked_below, []))
-        expect(received, messages.GradientTaken, link.task, "a take")
+        expect(received, messages.AccumulatorState, link.task, "a take")
         return received
 
     async def state(self, place: Place) -> messages.AccumulatorState:

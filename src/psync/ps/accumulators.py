@@ -4,8 +4,8 @@ The rules (``psync.accumulators``) decide; this feeds requests to them and delay
 
     message               then
     DefineAccumulator     make it; the same again changes nothing, another one is refused
-    ApplyGradient,        judged by the ledger as pushes are, so it happens at most once;
-    SetAccumulatorStep    a stale gradient leaves no trace, its next run is judged again
+    UpdateAccumulator     judged by the ledger as pushes are, so it happens at most once;
+                          a stale gradient leaves no trace, its next run is judged again
     TakeGradient          waits in the rule; its value is kept until the client says it is there
     EndTakes              from the client: it has the answers to takes, or has given them up;
                           from here: no request waits for them any more. They leave the rule
@@ -80,16 +80,14 @@ from psync.store.untrusted_json import Signed
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     AccumulatorState,
-    ApplyGradient,
     DefineAccumulator,
     Done,
     EndTakes,
-    GradientTaken,
     HoldGradients,
     HoldTake,
     KeepAnswers,
-    SetAccumulatorStep,
     TakeGradient,
+    UpdateAccumulator,
 )
 from psync.wire.tensors import to_bytes_view
 
@@ -173,8 +171,7 @@ class Accumulators:
         self._left: list[Request[TakeGradient]] = []  # of them: whose connections have ended
         self._turns: dict[type[Message], Callable[[Request[Any]], Compute | None]] = {
             DefineAccumulator: self._define,
-            ApplyGradient: self._change,
-            SetAccumulatorStep: self._change,
+            UpdateAccumulator: self._change,
             TakeGradient: self._enter,
             EndTakes: self._end,
         }
@@ -186,8 +183,7 @@ class Accumulators:
         """Return who serves which message."""
         return {
             DefineAccumulator: Handler(self._do),
-            ApplyGradient: Handler(self._gradient),
-            SetAccumulatorStep: Handler(self._do),
+            UpdateAccumulator: Handler(self._gradient),
             TakeGradient: Handler(self._take),
             EndTakes: Handler(
                 lambda request: self._do(nobodys(request.peer.client, request.message))
@@ -197,9 +193,9 @@ class Accumulators:
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who does which entry of the log of the one that is backed up."""
         return {
-            **dict.fromkeys(self._turns, Handler(self._do)), ApplyGradient: Handler(self._gradient),
-            HoldGradients: Handler(self._hold), HoldTake: Handler(self._hold_take),
-            KeepAnswers: Handler(self._keep),
+            **dict.fromkeys(self._turns, Handler(self._do)),
+            UpdateAccumulator: Handler(self._gradient), HoldGradients: Handler(self._hold),
+            HoldTake: Handler(self._hold_take), KeepAnswers: Handler(self._keep),
         }  # fmt: skip
 
     def definitions(self) -> list[tuple[DefineAccumulator, int]]:
@@ -283,7 +279,7 @@ class Accumulators:
 
     # What changes an accumulator.
 
-    def _gradient(self, request: Request[ApplyGradient]) -> None:
+    def _gradient(self, request: Request[UpdateAccumulator]) -> None:
         hosted = self.hosted.get(request.message.accumulator)
         is_large = sum(map(len, request.segments)) > INLINE_BYTES
         if is_large and hosted is not None and hosted.rule.forbid_nonfinite:
@@ -292,7 +288,7 @@ class Accumulators:
             self._do(request)
 
     async def _when_looked_through(
-        self, request: Request[ApplyGradient], dtype: np.dtype[Any]
+        self, request: Request[UpdateAccumulator], dtype: np.dtype[Any]
     ) -> None:
         """Count values that are not finite, with the loop running in between; then do it."""
         body = request.segments
@@ -306,13 +302,14 @@ class Accumulators:
             request, request.message, body, lambda: self._change(request, nonfinite)
         )
 
-    def _change(self, request: Request[Any], nonfinite: int | None = None) -> Compute | None:
+    def _change(
+        self, request: Request[UpdateAccumulator], nonfinite: int | None = None
+    ) -> Compute | None:
         """Do what changes an accumulator, at most once."""
-        client: Client = request.peer.client
-        message: ApplyGradient | SetAccumulatorStep = request.message
+        client, message = request.peer.client, request.message
         hosted = self._known(client, message.accumulator)
         closure = message.closure if message.closure >= 0 else None
-        what = f"{type(message).__name__} {message.accumulator}"
+        what = f"{'step' if message.shape is None else 'gradient'} of {message.accumulator}"
         try:
             verdict = self._ledger.judge(
                 client, message.sequence, message.acked_below, closure, message.ordinal,
@@ -320,8 +317,8 @@ class Accumulators:
             )  # fmt: skip
             if not isinstance(verdict, Fresh):
                 pass
-            elif isinstance(message, ApplyGradient):
-                return self._offer(request, message, hosted, verdict, nonfinite)
+            elif message.shape is not None:
+                return self._offer(request, message.shape, hosted, verdict, nonfinite)
             else:
                 warning = hosted.rule.set_global_step(message.step)
                 if warning is not None:
@@ -340,17 +337,17 @@ class Accumulators:
 
     def _offer(
         self,
-        request: Request[Any],
-        message: ApplyGradient,
+        request: Request[UpdateAccumulator],
+        shape: Sequence[int],
         hosted: HostedAccumulator,
         ticket: Ticket,
         nonfinite: int | None,
     ) -> Compute | None:
         """Offer a gradient to the rule."""
-        rule, body = hosted.rule, request.segments
-        gradient = gradient_of(message, body, rule)
+        rule, body, message = hosted.rule, request.segments, request.message
+        gradient = gradient_of(shape, message.dense_shape, body, rule)
         nbytes = rule.nbytes + sum(map(len, body))
-        applied = rule.offer(gradient, message.local_step, message.weight, nonfinite)
+        applied = rule.offer(gradient, message.step, message.weight, nonfinite)
         answer = AccumulatorState(applied.outcome.value, applied.count, applied.step)
         if applied.adding is None:  # nothing has changed: the closure's next run is judged anew
             self._ledger.refuse(ticket.client, ticket.sequence)
@@ -522,7 +519,7 @@ class Accumulators:
         message, hosted = request.message, self.hosted[request.message.accumulator]
         ticket = hosted.takes.judge(request.peer.client, message.take, 0, None, 0, 0)
         assert isinstance(ticket, Fresh), "each take is told once"
-        taken = cast(GradientTaken, decode(message.taken))
+        taken = cast(AccumulatorState, decode(message.taken))
         count = 1 if taken.dense_shape is None else 2
         hosted.takes.record(ticket, (taken, request.segments or [NO_BYTES] * count))
         request.answer(Done())
@@ -533,31 +530,34 @@ class Accumulators:
 
 
 def gradient_of(
-    message: ApplyGradient, body: Sequence[memoryview], rule: Accumulator[Any, Any]
+    shape: Sequence[int],
+    dense_shape: Sequence[int] | None,
+    body: Sequence[memoryview],
+    rule: Accumulator[Any, Any],
 ) -> object:
     """Return what a rule takes for a gradient."""
     sparse = isinstance(rule, SparseConditionalAccumulator)
     segments = list(body) or [NO_BYTES] * (1 + sparse)  # of a gradient without rows
     if len(segments) != 1 + sparse:
         raise ValueMismatchError(f"{rule}: expected {1 + sparse} arrays, got {len(segments)}")
-    expected = math.prod(message.shape) * rule.dtype.itemsize
-    if min(message.shape, default=0) < 0 or len(segments[-1]) != expected:
+    expected = math.prod(shape) * rule.dtype.itemsize
+    if min(shape, default=0) < 0 or len(segments[-1]) != expected:
         raise ValueMismatchError(
-            f"{rule}: expected {expected} bytes for shape {tuple(message.shape)} {rule.dtype}, "
+            f"{rule}: expected {expected} bytes for shape {tuple(shape)} {rule.dtype}, "
             f"got {len(segments[-1])}"
         )
     try:
-        values = bytes_of(segments[-1]).view(rule.dtype).reshape(message.shape)
+        values = bytes_of(segments[-1]).view(rule.dtype).reshape(shape)
         if not values.size:  # then numpy bounds the shape by the size of an element
             np.empty(values.shape, sum_dtype(rule.dtype))
     except (ValueError, OverflowError) as exc:
-        raise ValueMismatchError(f"{rule}: no array has the shape {message.shape!r:.80}") from exc
+        raise ValueMismatchError(f"{rule}: no array has the shape {shape!r:.80}") from exc
     if not sparse:
         return values
     if len(segments[0]) % 8:
         raise ValueMismatchError(f"{rule}: {len(segments[0])} bytes are not int64 indices")
     indices = bytes_of(segments[0]).view(dtype_of("int64"))
-    return indices, values, message.dense_shape
+    return indices, values, dense_shape
 
 
 def answer_of(take: Take[Any]) -> Answer:
@@ -567,7 +567,8 @@ def answer_of(take: Take[Any]) -> Answer:
         arrays, dense_shape = [result.indices, result.values], list(result.dense_shape)
     else:
         arrays, dense_shape = [result], None
-    message = GradientTaken(take.count, take.step, list(arrays[-1].shape), dense_shape)
+    shape = list(arrays[-1].shape)
+    message = AccumulatorState("", take.count, take.step, shape, dense_shape)
     return message, [to_bytes_view(array) for array in arrays]
 
 

@@ -365,36 +365,35 @@ class DefineAccumulator(Message, code=62):
     max_staleness: int
 
 
-class ApplyGradient(Numbered, code=63):
-    """Add a gradient to an accumulator. Answered by AccumulatorState.
+class UpdateAccumulator(Numbered, code=63):
+    """Add a gradient to an accumulator, or set its step. Answered by AccumulatorState.
 
     Segments: the values; of a sparse gradient the indices (int64) before them.
     """
 
     accumulator: str
-    shape: list[int]  # of the values
-    dense_shape: list[int] | None  # of the array that the rows are of, if it is known
-    local_step: int
-    weight: float
-
-
-class SetAccumulatorStep(Numbered, code=64):
-    """Set the step of an accumulator. Answered by AccumulatorState."""
-
-    accumulator: str
-    step: int
+    step: int  # local step of the gradient, or the new step
+    shape: list[int] | None = None  # of the values; None: there is no gradient
+    dense_shape: list[int] | None = None  # of the array that the rows are of, if it is known
+    weight: float = 1.0
 
 
 class AccumulatorState(Message, code=65):
-    """What became of a gradient or a new step, and how far the accumulator is now."""
+    """What became of an update or a take, and how far the accumulator is now.
+
+    Segments: of a take the values; of a sparse gradient the indices (int64) before them.
+    """
 
     outcome: str  # "accepted", "stale" or "duplicate"; "": that was not asked
-    count: int  # gradients held
+    count: int  # gradients held; of a take: gradients that were taken
     step: int
+    shape: list[int] = field(default_factory=list)  # of the values
+    # Of the array that the rows are of; -1: not known. None: the gradient is dense.
+    dense_shape: list[int] | None = None
 
 
 class TakeGradient(Message, code=66):
-    """Wait for gradients and take what they amount to. Answered by GradientTaken.
+    """Wait for gradients and take what they amount to. Answered by AccumulatorState.
 
     The same take again, after a lost connection, gets the same answer.
     """
@@ -403,15 +402,6 @@ class TakeGradient(Message, code=66):
     take: int  # of this client, from 1, anew for each accumulator
     acked_below: int  # the client has the answers to all smaller numbers, or wants them no more
     num_required: int
-
-
-class GradientTaken(Message, code=67):
-    """Segments: the values; of a sparse gradient the indices (int64) before them."""
-
-    count: int  # gradients that were taken
-    step: int  # of the accumulator after it
-    shape: list[int]  # of the values
-    dense_shape: list[int] | None  # of the array that the rows are of; -1: not known
 
 
 class EndTakes(Message, code=68):
@@ -671,7 +661,7 @@ class HoldTake(Message, code=121):
 
     accumulator: str
     take: int  # its number
-    taken: bytes  # GradientTaken, encoded
+    taken: bytes  # AccumulatorState, encoded
 
 
 class KeepAnswers(Message, code=123):
