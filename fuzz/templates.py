@@ -15,10 +15,10 @@ from psync.schedules import Constant
 from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message
 from psync.wire.messages import (
+    BeginGroup,
     CreateShards,
     DefineAccumulator,
     DefinePlan,
-    InitTokens,
     KeepPart,
     LockShards,
     MeasurePush,
@@ -82,7 +82,7 @@ TEMPLATES: list[tuple[Message, tuple[int, ...]]] = [
     (UpdateAccumulator(13, 0, -1, 0, "s", 0, [2, 3]), (16, 24)),
     (UpdateAccumulator(14, 0, -1, 0, "s", 4), ()),
     (TakeGradient("g", 1, 0, 1), ()),
-    (InitTokens(9, GROUP, 0), ()),
+    (BeginGroup(9, GROUP, 0), ()),
     (Update(1, 0, -1, 0, 9), (16,)),
     (KeepPart(9, 1), ()),
     (TickClock(1, 2, 1), ()),

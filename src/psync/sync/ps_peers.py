@@ -40,7 +40,6 @@ from psync.wire.messages import (
     FollowParts,
     Held,
     Measured,
-    MeasureStep,
 )
 
 Then = Callable[[list[Message], Exception | None], None]
@@ -97,7 +96,7 @@ class AllPs:
         refuses at once.
 
         Args:
-            message: CloseStep or MeasureStep.
+            message: Says it.
             parts: Of each push, the other ps tasks that have a part.
             then: Called once, when all have answered.
         """
@@ -149,7 +148,7 @@ class AllPs:
         done: Callable[[Message | Exception], None],
     ) -> None:
         ps, moved = link.index, self._moved
-        expected = Measured if type(message) is MeasureStep else Done
+        expected = Measured if isinstance(message, CloseStep) and message.measures else Done
 
         def build(_: Connection) -> Message:
             if isinstance(message, FollowParts) or (ps, message.group) in self._told:
@@ -174,7 +173,7 @@ class AllPs:
                     )
                 )
             else:
-                if type(message) is CloseStep:  # which is in its log
+                if isinstance(message, CloseStep) and not message.measures:  # it is in its log
                     self._told.add((ps, message.group))
                 done(answer)
 

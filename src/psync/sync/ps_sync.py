@@ -10,9 +10,9 @@ synchronous step".
                   is a token
     FollowParts   tell ps 0, on this connection, of all parts that are here and that come
     KeepPart      copy a part that lies in memory of its worker's
-    MeasureStep   say what the norms of the same mean would be; changes nothing
     CloseStep     apply the mean of the named pushes, shard by shard; moving averages follow, and
-                  the global step if it is here (``step``); a repetition changes nothing
+                  the global step if it is here (``step``); a repetition changes nothing. Or say
+                  what the norms of the mean would be, which changes nothing
 
 Update and CloseStep are entries of the log, and a backup does with them what is done here. A
 closing is judged in its order: its parts are taken, and the group is at the next step. The update
@@ -66,7 +66,6 @@ from psync.wire.messages import (
     HoldPush,
     KeepPart,
     Measured,
-    MeasureStep,
     NormsMeasured,
     Pushed,
     SetGroups,
@@ -160,7 +159,6 @@ class PsSync:
         return {
             FollowParts: Handler(self._follow),
             KeepPart: Handler(self._keep_part),
-            MeasureStep: Handler(self._measure_for),
             CloseStep: Handler(self._close_for),
         }
 
@@ -400,12 +398,12 @@ class PsSync:
 
     def execute(self, request: Request[CloseStep]) -> None:
         """Measure a step, or close it, and answer. Raises what these do."""
-        if type(request.message) is CloseStep:
-            self.close(request, partial(request.answer, _DONE))
+        if request.message.measures:
+            self._measure(request)
         else:
-            self._measure(cast(Request[MeasureStep], request))
+            self.close(request, partial(request.answer, _DONE))
 
-    def _measure(self, request: Request[MeasureStep]) -> None:
+    def _measure(self, request: Request[CloseStep]) -> None:
         """Measure a step; nothing is changed.
 
         Raises:
@@ -418,13 +416,13 @@ class PsSync:
             return
         step = self._step_of(message, known)
         if self._work.fits_now(self.store, step.shards, step.nbytes):
-            request.answer(Measured(step.measure_at_once(message.what)))
+            request.answer(Measured(step.measure_at_once(message.measures)))
         else:
-            under_way = self._work.to_the_end(self._measure_slowly(step, message.what))
+            under_way = self._work.to_the_end(self._measure_slowly(step, message.measures))
             request.start(self._measured(request, under_way))
 
     async def _measured(
-        self, request: Request[MeasureStep], under_way: Awaitable[list[ShardSums]]
+        self, request: Request[CloseStep], under_way: Awaitable[list[ShardSums]]
     ) -> None:
         request.answer(Measured(await under_way))
 
@@ -539,13 +537,12 @@ class PsSync:
                 raise exception_of(cast(Failure, decode(failure)), self._task)
         answer()
 
-    def _measure_for(self, request: Request[MeasureStep]) -> None:
-        self._check_closer(request.peer)
-        self._measure(request)
-
     def _close_for(self, request: Request[CloseStep]) -> None:
         self._check_closer(request.peer)
         message = request.message
+        if message.measures:
+            self._measure(request)
+            return
 
         def applied() -> None:
             reads: Reads = {}

@@ -4,7 +4,7 @@ Joins the rule (``SyncSteps``) with the network. Whatever the rule is told is an
 with the time at which it came; so the backup of ps 0 is told the same, and has the same rule.
 
     Update           the same       ─► SyncSteps.contribute → Answer, Refuse: to who waits for that
-    (group is new)   BeginGroup     ─► SyncSteps.define
+    (group is new)   BeginGroup     ─► SyncSteps.define, init_tokens
     ReportSchedule   the same       ─► SyncSteps.members, schedule
     FinishSteps      the same       ─► SyncSteps.finish → Close: decided; it is carried
     a deadline       Tick           ─► SyncSteps.tick       to every ps (``outgoing_steps``)
@@ -52,7 +52,6 @@ from psync.wire.messages import (
     FinishSteps,
     ForgetPush,
     Held,
-    InitTokens,
     NormsMeasured,
     Number,
     ReportSchedule,
@@ -123,7 +122,7 @@ class StepCloser:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            InitTokens: Handler(self._init_tokens),
+            BeginGroup: Handler(self._init_tokens),
             FinishSteps: Handler(self._finish),
         }
 
@@ -170,7 +169,6 @@ class StepCloser:
             NormsMeasured: replay(self.outgoing.note_factors),
             StepApplied: replay(self.outgoing.note_applied),
             EndSteps: replay(self._end),
-            InitTokens: replay(self._put_initial),
             FinishSteps: replay(self.outgoing.close_all),
         }
 
@@ -320,18 +318,15 @@ class StepCloser:
         self.steps.forget(message.group, replica, message.push)
         self._waits_changed()
 
-    async def _init_tokens(self, request: Request[InitTokens]) -> None:
+    async def _init_tokens(self, request: Request[BeginGroup]) -> None:
         message = request.message
         self._check()
         self._sync.known(message.group, message.config)
         if not self.steps.knows(message.group):
             await self._begin(message.group)
             self._check()
-        await self._sync.executor.run(request.peer.client, message, self._put_initial)
+        await self._sync.executor.run(request.peer.client, message, self._define)
         request.answer(Number(self.steps.present(message.group)))
-
-    def _put_initial(self, message: InitTokens) -> None:
-        self._perform(self.steps.init_tokens(message.group, message.count))
 
     async def _finish(self, request: Request[FinishSteps]) -> None:
         client = request.peer.client
@@ -362,7 +357,7 @@ class StepCloser:
     async def _read_first(self, group: int) -> None:
         known = self._sync.groups[group]
         step = await self.all_ps.read_global_step(known.config)
-        message = BeginGroup(group, known.raw, step)
+        message = BeginGroup(group, known.raw, step=step)
         await self._sync.executor.run(FROM_CLOSER, message, self._define)
 
     def _begun(self, group: int, task: asyncio.Task[None]) -> None:
@@ -373,7 +368,10 @@ class StepCloser:
 
     def _define(self, message: BeginGroup) -> None:
         config = self._sync.known(message.group, message.config).config
-        self.steps.define(message.group, config, message.step)
+        if message.step >= 0:
+            self.steps.define(message.group, config, message.step)
+        if message.count is not None:
+            self._perform(self.steps.init_tokens(message.group, message.count))
 
     # Membership, and time.
 

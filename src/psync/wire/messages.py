@@ -453,14 +453,15 @@ class Contributed(Message, code=45):
     alone: bool = False  # until the token's step nothing of the group was on another ps
 
 
-class InitTokens(OfGroup, code=50):
-    """Put the initial tokens of a group, once. ``count`` -1: the default.
+class BeginGroup(OfGroup, code=50):
+    """Begin a group, once, and put its initial tokens, once.
 
-    Answered by Number, the present step of the group; -1 if nobody has pushed yet.
+    Answered by Number, the present step of the group. An entry of the log, too.
     """
 
     config: dict[str, Any]
-    count: int
+    count: int | None = None  # -1: the default; None: none are put yet
+    step: int = -1  # in the log: the value of its global step as it begins; -1: it has begun
 
 
 # Between ps 0 and every other ps.
@@ -486,6 +487,7 @@ class CloseStep(OfGroup, code=48):
 
     Idempotent by ``step``. A part that is not there is an error, which ends the group.
     Afterwards the group is at ``step + 1`` and what is held for ``step`` or before is dropped.
+    With ``measures`` it changes nothing, and is answered by Measured.
     """
 
     config: dict[str, Any] | None  # None: the ps knows it
@@ -496,15 +498,9 @@ class CloseStep(OfGroup, code=48):
     # its update. None: the ps finds it by itself, if the rule needs it.
     scales: list[tuple[int, float]] | None = None
     ratios: list[tuple[int, float]] | None = None
-
-
-class MeasureStep(CloseStep, code=82):
-    """ps 0 → every ps: what would closing this step do? Changes nothing. Answered by Measured.
-
-    The same as the ``CloseStep`` that follows, but for the factors that are not known yet.
-    """
-
-    what: str = "gradients"  # or "updates", by the mean times its scales; see ``step_norms``
+    # "gradients", or "updates", by the mean times its scales: what would closing it do? The
+    # CloseStep that follows has the factors that are not known yet. See ``step_norms``.
+    measures: str = ""
 
 
 class Measured(Message, code=83):
@@ -575,13 +571,6 @@ class CheckState(Message, code=135):
 
 
 # Of synchronous steps, on ps 0.
-
-
-class BeginGroup(OfGroup, code=30):
-    """A group begins at this step, the value of its global step; again changes nothing."""
-
-    config: dict[str, Any]
-    step: int
 
 
 class ForgetPush(OfGroup, code=128):
