@@ -65,7 +65,6 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.MeasurePush(2, 9), "93500209"),
     (m.OptimizerState(9, 5, 4), "947c090504"),
     (m.TellCounts([(3, {}, 5, [(1, 4)])]), "92cc989194038005" + "91920104"),
-    (m.SetSlot(3, {}, 0, 1, "m"), "967d03800001a16d"),
     (m.SetOptimizer(3, {}), "957e0380ffc0"),
     (m.LockShards(1, [(0, 1)], 5.0), "94730191920001cb4014000000000000"),
     (m.UnlockShards(1), "927401"),

@@ -760,8 +760,8 @@ class PsClient:
         """Set one slot of all shards of a variable.
 
         Args:
-            variable: Whose slot it is.
-            value: Of the variable's shape and of the slot's dtype, C-contiguous. Not copied.
+            variable: Whose slot it is, as if it were the slot: of its dtype.
+            value: Of that shape and dtype, C-contiguous. Not copied.
             optimizer: Number of the optimizer.
             config: Defines it.
             slot: Its name.
@@ -770,15 +770,12 @@ class PsClient:
             UsageError: The optimizer has no such slot.
             ParameterServerLost: A ps is gone.
 
-        Cancellation: Some shards are set, others are not.
+        Cancellation: As ``push``.
         """
-        calls = []
-        for shard in variable.shards:
-            message = messages.SetSlot(optimizer, config, *shard.key, slot)
-            rows = value[shard.offset : shard.offset + shard.shape[0]] if shard.shape else value
-            body = [to_bytes_view(rows)]
-            calls.append(Call(self.links[shard.ps], always(message), body, rows.nbytes))
-        await Answers(messages.Done, "a slot", calls).send().all()
+        plan, what = self.plan((variable,)), ("assign", optimizer, slot)
+        said = {"optimizer": optimizer, "config": config, "slot": slot, "op": "assign"}
+        definitions = plan.defined.get(what) or plan.define(what, lambda _: said)
+        await self._update(plan, (value,), definitions, (-1, 0))
 
     async def set_optimizer(
         self,

@@ -42,6 +42,7 @@ from psync.numerics.compression import (
     split_members,
 )
 from psync.numerics.memory import ABOVE_BYTES, BLOCK_BYTES, BlockPool, bytes_of, roomy
+from psync.numerics.rules import slot_dtype
 from psync.ps.cooperative_work import SHARD_BYTES
 from psync.specs import ShardSpec, dtype_of
 from psync.store.ledger import Client
@@ -153,6 +154,7 @@ class ShardSet:
         Raises:
             UnknownVariableError: A shard is not there.
             ConfigurationError: The optimizer is none, or is known as another one.
+            UsageError: It has no such slot.
             ValueMismatchError: What is to be raised is more than one number; or an average does
                 not fit what it follows.
         """
@@ -162,7 +164,13 @@ class ShardSet:
             self.specs = [store.spec(key) for key in self.keys]
             self.names = [spec.variable for spec in self.specs]
             self.costs = self.lengths = tuple(spec.nbytes for spec in self.specs)
-            if self.compression is not None:
+            if self.slot:
+                for key in self.keys:
+                    store.check_slot(key, self.optimizer, self.slot)
+                self.lengths = tuple(
+                    spec.size * slot_dtype(dtype_of(spec.dtype)).itemsize for spec in self.specs
+                )
+            elif self.compression is not None:
                 size = narrow_dtype(self.compression).itemsize
                 self.lengths = tuple(
                     spec.size * size if self.is_narrow(spec) else spec.nbytes for spec in self.specs

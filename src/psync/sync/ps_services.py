@@ -67,16 +67,15 @@ from psync.wire.messages import (
     Read,
     ReportSchedule,
     SetOptimizer,
-    SetSlot,
     TellCounts,
 )
 
 logger = logging.getLogger(__name__)
 
-NOT_JUDGED = frozenset({Read, LockShards, SetSlot, SetOptimizer})
+NOT_JUDGED = frozenset({Read, LockShards, SetOptimizer})
 """What the ledger does not look at, and a process that does not serve its ps must refuse."""
 
-LOGGED = (CreateShards, Fence, FinalBelow, SetSlot, SetOptimizer, TellCounts)
+LOGGED = (CreateShards, Fence, FinalBelow, SetOptimizer, TellCounts)
 """What changes a ps as soon as it comes, beside what is admitted: entries as they are."""
 
 
@@ -209,7 +208,6 @@ class PsServices:
         # What is copied, or set as a whole, and how updates are computed: between computes.
         touches: dict[type[Message], Touches] = {
             CreateShards: copied_by,
-            SetSlot: lambda message: [(message.variable, message.shard)],
             SetOptimizer: lambda message: (
                 [] if message.step < 0 and message.learning_rate is None else self.store.keys()
             ),

@@ -178,10 +178,10 @@ class DefinePlan(Message, code=37):
     plan: int
     # Perhaps first how float32 travels, see ``numerics.compression``.
     members: list[tuple[int, int]]
-    # Of a push, or of the slot that is read; -1: neither.
+    # Of a push, or of the slot; -1: neither.
     optimizer: int = -1
     config: dict[str, Any] | None = None  # defines the optimizer
-    slot: str = ""  # that is read instead of the values
+    slot: str = ""  # that is read, or assigned to, instead of the values
     op: str = ""  # of an assign: "assign", "add", "sub" or "max"; for rows also "mul", "div", "min"
     # Of averages, for each member the id of the variable that it follows; None: they are none.
     follows: list[int] | None = None
@@ -235,7 +235,7 @@ class Numbered(Message):
 
 
 class Update(Numbered, code=61):
-    """A push, an assign, or averages that move towards the variables that they follow.
+    """A push, an assign to values or slots, or averages that move towards what they follow.
 
     Its plan says which. Segments: one per member, but none for averages. Answered by Pushed. Of a
     synchronous push each ps gets its part, and ps 0 one in any case, which it answers by
@@ -279,7 +279,7 @@ class Pushed(Message, code=38):
     elsewhere: int = 0  # of these pushes those without a part on this ps, marked
 
 
-# Optimizers, and what they keep: set from outside by a program that restores it.
+# Optimizers: set from outside by a program that restores them.
 
 
 class OptimizerState(Message, code=124):
@@ -288,16 +288,6 @@ class OptimizerState(Message, code=124):
     base: int
     own: int
     steps: int
-
-
-class SetSlot(Message, code=125):
-    """A value for a slot of a shard; idempotent. Segment: that. Answered by Done."""
-
-    optimizer: int
-    config: dict[str, Any]  # defines it
-    variable: int
-    shard: int  # its index
-    slot: str
 
 
 class SetOptimizer(Message, code=126):
