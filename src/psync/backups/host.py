@@ -49,6 +49,7 @@ from psync.net.shielding import shielded
 from psync.ps.snapshots import fill, load
 from psync.ps.succession import check_newest
 from psync.store.commit_log import Diverged, chained
+from psync.store.ledger import Client
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import SnapshotState
 from psync.wire.codec import Message, decode
@@ -77,14 +78,16 @@ MAX_PENDING_BYTES = 64 << 20
 class _Backup:
     """The backup of one ps."""
 
-    def __init__(self, order: BeginBackup, task: PsTask, loaded: Loaded, sender: str) -> None:
+    def __init__(
+        self, order: BeginBackup, task: PsTask, loaded: Loaded, live: memoryview, sender: str
+    ) -> None:
         self.order = order
         self.epoch = order.epoch
         self.task = task
         self.loaded: Loaded | None = loaded  # None: it is complete
+        self._live = [live]  # what no snapshot has: its state, then the arrays that are there
         self.sender = sender
         self.taken = order.first - 1
-        self.begins = order.first + order.before  # the log; what no snapshot has comes before it
         self.address: asyncio.Task[str] | None = None  # once it is to serve
         self._entries: deque[OwnRequest[Message]] = deque()
         self.waiting = 0  # entries that are not done
@@ -119,34 +122,55 @@ class _Backup:
         is_first = self.order.coordinator == self.task.floor
         return self.task.primary(address, self.epoch if is_first else 0)
 
+    async def fill(self, message: FillSnapshot, segments: Sequence[memoryview]) -> None:
+        """Take a part of what it begins with; again changes nothing."""
+        if self.loaded is None:  # it came before, over a connection that is lost
+            return
+        beside = message.item - len(self.loaded.state.items)
+        if beside < 0:
+            await fill(self.loaded, message, segments)
+        elif beside == len(self._live) - 1:
+            self._live += segments
+        self.look()
+
     def look(self) -> None:
-        """Hold the snapshot, if all of it is there."""
+        """Hold what it begins with, if all of it is there."""
         loaded, order = self.loaded, self.order
-        if loaded is None or loaded.is_wanting:
+        beside = sum(map(len, self._live[1:]))
+        if loaded is None or loaded.is_wanting or beside < order.beside:
             return
         self.loaded = None
         attach = AttachPs(order.coordinator, order.ps_addresses, order.ps_timeout_s, keep=True)
         self.task.take_over(attach, loaded, order.timeline, order.lineage)
+        self._add(self.taken, ("", 0), order, self._live)
+        self._live = []
 
     def add(
         self, number: int, sent: tuple[str, int, bytes, int], body: Sequence[memoryview]
     ) -> None:
         """Take the next entry."""
         task, incarnation, header, _ = sent
-        client, message, nbytes = (task, incarnation), decode(header), sum(map(len, body))
+        client, message, chain = (task, incarnation), decode(header), self.chain
+        self.taken = number
+        self.chain = chained(chain, client, header, sum(map(len, body)))
+        request = self._add(number, client, message, body)
+        request.header = header
+        if isinstance(message, CheckState) and message.chain != chain:
+            request.fail(Diverged(f"{self.sender}: its backup was sent other entries"))
+
+    def _add(
+        self, number: int, client: Client, message: Message, body: Sequence[memoryview]
+    ) -> OwnRequest[Message]:
+        """Do something in its turn."""
+        nbytes = sum(map(len, body))
         done = functools.partial(self._done, number, nbytes)
         request = OwnRequest(AsIfFrom(client, self._state, self._spawn), message, body, done)
-        request.header = header
         self.waiting += 1
         self.pending_bytes += nbytes
-        self.taken = number
-        if isinstance(message, CheckState) and message.chain != self.chain:
-            request.fail(Diverged(f"{self.sender}: its backup was sent other entries"))
-        if number >= self.begins:
-            self.chain = chained(self.chain, client, header, nbytes)
         self._entries.append(request)
         if self._doing is None:
             self._doing = asyncio.get_running_loop().create_task(self._do())
+        return request
 
     async def _do(self) -> None:
         """Let the executor have the entries, one after the other."""
@@ -293,7 +317,7 @@ class BackupHost:
         if message.coordinator < self._own.newest:
             # No FencedError: it has not been replaced, and may be attached by the newer one yet.
             raise UsageError(f"{self._task} serves a newer coordinator")
-        if len(body) != 1:
+        if len(body) != 2:
             raise RemoteProtocolError(f"{self._task}: {len(body)} segments with a BeginBackup")
         known = self._backups.get(message.ps)
         if known is not None and known.order.coordinator <= message.coordinator:
@@ -309,7 +333,7 @@ class BackupHost:
         loaded = load(state, self._process, sender, message.coordinator)
         if known is not None:
             self._end(known)
-        made = _Backup(message, self._make(message.ps), loaded, sender)
+        made = _Backup(message, self._make(message.ps), loaded, body[1], sender)
         self._backups[message.ps] = made
         made.look()
         request.answer(begun)
@@ -333,9 +357,7 @@ class BackupHost:
         """Fill a part of the snapshot with which a backup begins."""
         message = request.message
         known = self._known(request.peer, message.ps, message.number)
-        if known.loaded is not None:  # else it came before, over a connection that is lost
-            await fill(known.loaded, message, request.segments)
-            known.look()
+        await known.fill(message, request.segments)
         request.answer(Done())
 
     def _log(self, request: Request[LogEntries]) -> None:
@@ -343,6 +365,7 @@ class BackupHost:
         known = self._known(request.peer, message.ps, message.epoch)
         if known.loaded is not None:
             known.loaded.check_whole(f"a snapshot of {known.sender}")
+            raise UsageError(f"a snapshot of {known.sender} is incomplete")
         if message.first > known.taken + 1:
             raise RemoteProtocolError(
                 f"{known.sender}: entry {message.first} follows {known.taken}"

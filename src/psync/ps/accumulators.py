@@ -32,17 +32,19 @@ Whether the values of a large gradient are finite is looked for before it become
 matters: that is a fact of the message alone.
 
 A snapshot has the definitions and steps of accumulators. Their contents, the waiting takes and the
-answers go to a backup as entries before the first one of the log, so that all later entries lead to
-the same bits. Source: docs/design.md, "Failover".
+answers go to a backup beside it, so that all entries lead to the same bits. Source: docs/design.md,
+"Failover".
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 
@@ -71,21 +73,17 @@ from psync.numerics.memory import bytes_of
 from psync.numerics.sums import Pieces, at_once, cuts, sum_dtype
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
-from psync.ps.executor import Executor, Listed, nobodys
+from psync.ps.executor import Executor, nobodys
 from psync.ps.plans import NO_BYTES
 from psync.specs import dtype_of
 from psync.store.ledger import Client, Duplicate, Fresh, Ledger, Ticket
-from psync.store.snapshot_state import unpack
+from psync.store.snapshot_state import NOTHING, SenderState, unpack
 from psync.store.untrusted_json import Signed
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     AccumulatorState,
     DefineAccumulator,
-    Done,
     EndTakes,
-    HoldGradients,
-    HoldTake,
-    KeepAnswers,
     TakeGradient,
     UpdateAccumulator,
 )
@@ -93,19 +91,11 @@ from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 MAX_ACCUMULATORS = 65_536
 """Of one ps. Their names come from peers."""
 
 PIECE_BYTES = 8 << 20
 """What is copied for a backup between two turns of the loop."""
-
-MAX_LISTED = 256
-"""Of one message to a backup: a frame has room for few."""
-
-NOBODY: Client = ("", 0)
-"""In place of a client: nobody has asked for these entries."""
 
 
 class HostedAccumulator:
@@ -132,6 +122,29 @@ class HostedAccumulator:
             self.rule.withdraw(take)
             self.takes.forget(take.owner.client, take.owner.sequence)
         return [take.owner for take in left]
+
+    def taken(self, arrays: list[memoryview]) -> Sequence[SenderState]:
+        """Return what clients have said of takes, and the answers that are kept, for a backup."""
+
+        def pack(answer: object) -> bytes | None:
+            if answer is None:
+                return None
+            message, segments = cast(Answer, answer)
+            arrays.extend(cast(list[memoryview], segments))
+            return encode(message)
+
+        return self.takes.snapshot(pack).senders
+
+    def restore(self, senders: Iterable[Any], arrays: Iterator[memoryview]) -> None:
+        """Know of takes what ``taken`` has returned elsewhere."""
+
+        def unpack(data: bytes) -> Answer:
+            message = cast(AccumulatorState, decode(data))
+            count = 1 if message.dense_shape is None else 2
+            return message, list(itertools.islice(arrays, count))
+
+        known = tuple(SenderState(*each) for each in senders)
+        self.takes.restore(replace(NOTHING, senders=known), unpack)
 
     def state(self, outcome: str = "") -> AccumulatorState:
         """Return how far it is."""
@@ -194,8 +207,7 @@ class Accumulators:
         """Return who does which entry of the log of the one that is backed up."""
         return {
             **dict.fromkeys(self._turns, Handler(self._do)),
-            UpdateAccumulator: Handler(self._gradient), HoldGradients: Handler(self._hold),
-            HoldTake: Handler(self._hold_take), KeepAnswers: Handler(self._keep),
+            UpdateAccumulator: Handler(self._gradient),
         }  # fmt: skip
 
     def definitions(self) -> list[tuple[DefineAccumulator, int]]:
@@ -491,42 +503,35 @@ class Accumulators:
 
     # What a backup has to know beside a snapshot.
 
-    async def entries(self) -> list[Listed]:
-        """Return entries that give a backup all of it; meanwhile nothing may be done to it.
-
-        Cancellation: Safe.
-        """
-        entries: list[Listed] = []
-        for name, hosted in self.hosted.items():
-            held = hosted.rule.held()
+    async def live(self, arrays: list[memoryview]) -> Any:
+        """Return contents, takes and answers; see ``backups.primary.Section``."""
+        hosted = []
+        for name, each in self.hosted.items():
+            contents, held = None, each.rule.held()
             if held is not None:
-                message = HoldGradients(name, held.count, held.weight, list(held.shape), held.rows)
-                entries.append((NOBODY, message, await _copies(held.arrays)))
-            entries += _takes_of(name, hosted)
-        answers, calls = self._ledger.gradients(_pack)
-        entries += [(NOBODY, KeepAnswers(some, []), ()) for some in _parts(answers)]
-        entries += [(NOBODY, KeepAnswers([], some), ()) for some in _parts(calls)]
-        return entries
+                pieces = await _copies(held.arrays)
+                arrays += pieces
+                contents = held.count, held.weight, held.shape, held.rows, len(pieces)
+            waiting = [
+                (*take.owner.client, take.owner.sequence, take.num_required)
+                for take in each.rule.waiting
+            ]
+            hosted.append((name, contents, each.taken(arrays), waiting))
+        return hosted, *self._ledger.gradients(_pack)
 
-    async def _hold(self, request: Request[HoldGradients]) -> None:
-        message = request.message
-        rule = self.hosted[message.accumulator].rule  # its snapshot has it
-        arrays = rule.hold(message.count, message.weight, message.shape, message.rows)
-        await _fill(arrays, request.segments)
-        request.answer(Done())
-
-    def _hold_take(self, request: Request[HoldTake]) -> None:
-        message, hosted = request.message, self.hosted[request.message.accumulator]
-        ticket = hosted.takes.judge(request.peer.client, message.take, 0, None, 0, 0)
-        assert isinstance(ticket, Fresh), "each take is told once"
-        taken = cast(AccumulatorState, decode(message.taken))
-        count = 1 if taken.dense_shape is None else 2
-        hosted.takes.record(ticket, (taken, request.segments or [NO_BYTES] * count))
-        request.answer(Done())
-
-    def _keep(self, request: Request[KeepAnswers]) -> None:
-        self._ledger.note_gradients(request.message.answers, request.message.calls, decode)
-        request.answer(Done())
+    async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
+        """Take what ``live`` has returned; the snapshot had the accumulators."""
+        hosted, answers, calls = state
+        for name, contents, senders, waiting in hosted:
+            each = self.hosted[name]
+            if contents is not None:
+                *held, count = contents
+                await _fill(each.rule.hold(*held), list(itertools.islice(arrays, count)))
+            each.restore(senders, arrays)
+            for task, incarnation, number, num_required in waiting:
+                verdict = each.takes.judge((task, incarnation), number, 0, None, 0, 0)
+                each.enter(cast(Fresh, verdict), num_required)
+        self._ledger.note_gradients(answers, calls, decode)
 
 
 def gradient_of(
@@ -576,28 +581,6 @@ def _name(request: Request[TakeGradient]) -> tuple[Client, str, int]:
     return request.peer.client, request.message.accumulator, request.message.take
 
 
-def _takes_of(name: str, hosted: HostedAccumulator) -> Iterator[Listed]:
-    """Yield what each client has said of its takes, and those that have their answers."""
-    kept: list[Answer] = []
-
-    def pack(answer: object) -> bytes | None:
-        if answer is None:
-            return None
-        kept.append(cast(Answer, answer))
-        return encode(kept[-1][0])
-
-    for sender in hosted.takes.snapshot(pack).senders:
-        client = sender.task, sender.incarnation
-        yield client, EndTakes(name, sender.acked_below, []), ()
-        for number, _, taken in sender.answers:
-            _, segments = kept.pop(0)
-            body = [cast(memoryview, each) for each in segments]
-            yield client, HoldTake(name, number, taken), body
-    for take in hosted.rule.waiting:
-        ticket: Ticket = take.owner
-        yield ticket.client, TakeGradient(name, ticket.sequence, 0, take.num_required), ()
-
-
 def pack_accumulators(
     definitions: Iterable[tuple[DefineAccumulator, int]],
 ) -> tuple[tuple[bytes, Signed], ...]:
@@ -624,10 +607,6 @@ def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[Defin
 
 def _pack(answer: object) -> bytes | None:
     return encode(answer) if isinstance(answer, AccumulatorState) else None
-
-
-def _parts(listed: list[T]) -> Iterator[list[T]]:
-    return (listed[at : at + MAX_LISTED] for at in range(0, len(listed), MAX_LISTED))
 
 
 def _pieces(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

@@ -53,10 +53,6 @@ AT_ONCE = 64
 """Entries that are executed in one turn of the loop."""
 
 
-Listed = tuple[Client, Message | bytes, Sequence[memoryview]]
-"""(client, message or its header, segments) of an entry."""
-
-
 class Later(enum.Enum):
     """The type of ``LATER``."""
 

@@ -16,7 +16,7 @@ and no lock, so it stands before all entries that name the plan.
     its first plan               been accepted, and come later in the log
     an update has waited, and    is defined again in the log, in front of the update
     its plan has gone
-    a copy for a new backup      all plans are entries in front of the log
+    a copy for a new backup      all plans go with it, of the moment at which its log begins
     the backup is promoted       it has those of the log; clients define them on their new
                                  connections
     a rollback                   stay, but are made again: what they read from the store as well
@@ -396,6 +396,20 @@ class Plans:
             if client[1] >= coordinator
         }
         return Plans(self._task, of)
+
+    def snapshot(self) -> list[tuple[str, int, bytes]]:
+        """Return (task, incarnation, definition) of all plans, for a backup."""
+        return [
+            (*client, plan.header) for client, plans in self.of.items() for plan in plans.values()
+        ]
+
+    def restore(self, client: Client, header: bytes) -> ShardSet:
+        """Return the plan that is defined so, by what ``snapshot`` has returned elsewhere."""
+        message = cast(DefinePlan, decode(header))
+        plans = self.of.setdefault(client, {})
+        if message.plan not in plans:
+            plans[message.plan] = ShardSet.defined(message, header)
+        return plans[message.plan]
 
     def serve(self, request: Request[DefinePlan]) -> None:
         """Know a plan from now on.

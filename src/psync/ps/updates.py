@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -42,7 +42,7 @@ from psync.numerics.rules import Sums
 from psync.ps.admission import Claim, PsLocks, UpdateGate
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
-from psync.ps.executor import Executor, Listed
+from psync.ps.executor import Executor
 from psync.ps.plans import (
     NO_BYTES,
     NO_PLANS,
@@ -355,7 +355,7 @@ class PsUpdates:
             MeasurePush: Handler(self._measure, self._prepare_measure),
         }
 
-    # A section of the state: shards and ledger, all of which is in snapshots; and plans.
+    # A section of the state: shards and ledger.
 
     def control(self) -> list[Any]:
         """Return what the ledger remembers, and the counts of optimizers that were used."""
@@ -363,17 +363,11 @@ class PsUpdates:
         counts = sorted((number, each.count.state) for number, each in optimizers)
         return [self._ledger.control(encode), [each for each in counts if any(each[1])]]
 
-    async def entries(self) -> list[Listed]:
-        """Return no entries."""
-        return []
+    async def live(self, _: list[memoryview]) -> None:
+        """Return nothing: snapshots have it."""
 
-    def plans(self) -> list[Listed]:
-        """Return the definitions of all plans, as entries."""
-        return [
-            (client, plan.header, ())
-            for client, plans in self._plans.of.items()
-            for plan in plans.values()
-        ]
+    async def restore(self, _: None, __: Iterator[memoryview]) -> None:
+        """Do nothing."""
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who executes entries: the primary has checked whether their clients are served."""

@@ -21,11 +21,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-import msgpack
 
 from psync.cluster import task_name
 from psync.errors import ClosedError, FencedError, PsyncError, RemoteProtocolError
@@ -33,7 +31,6 @@ from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
-from psync.ps.executor import Listed
 from psync.sync.log_clock import LogClock
 from psync.sync.outgoing_steps import HOSTED, OutgoingSteps
 from psync.sync.ps_peers import AllPs
@@ -55,7 +52,6 @@ from psync.wire.messages import (
     NormsMeasured,
     Number,
     ReportSchedule,
-    SetGroups,
     StepApplied,
     Tick,
     Update,
@@ -142,9 +138,21 @@ class StepCloser:
         """Return what is staged and decided, and the state of the rule."""
         return [*self._sync.control(), self.steps.snapshot()]
 
-    async def entries(self) -> list[Listed]:
-        """Return entries that give a backup what no snapshot has."""
-        return await self._sync.entries(self.steps.snapshot())
+    async def live(self, arrays: list[memoryview]) -> Any:
+        """Return what ps 0 has itself, and the state of the rule."""
+        return await self._sync.live(arrays), self.steps.snapshot()
+
+    async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
+        """Be where the rule is of the one whose backup this is."""
+        (parts, groups), rule = state
+        await self._sync.restore((parts, groups), arrays)
+        configs = {group: known.config for group, known in self._sync.groups.items()}
+        self.steps.restore(rule, configs)
+        self._clock.note(rule["now"])
+        self.outgoing.restore()
+        for group, _, _, _, factors in groups:
+            if factors is not None:
+                self.outgoing.note_factors(NormsMeasured(group, *factors))
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who executes which entry of the log of the one whose backup this is."""
@@ -161,7 +169,6 @@ class StepCloser:
 
         return {
             **self._sync.replayed(),
-            SetGroups: Handler(self._restore),
             ForgetPush: Handler(forget),
             BeginGroup: replay(self._define),
             ReportSchedule: replay(self._set_members),
@@ -203,16 +210,6 @@ class StepCloser:
         await self.all_ps.close()
         while self._beginning:  # all ends with its links
             await asyncio.wait(list(self._beginning.values()))
-
-    def _restore(self, request: Request[SetGroups]) -> None:
-        """Be where the rule is of the one whose backup this is."""
-        message = request.message
-        self._sync.set_groups(message)
-        configs = {group: known.config for group, known in self._sync.groups.items()}
-        self.steps.restore(state := msgpack.unpackb(request.segments[0]), configs)
-        self._clock.note(state["now"])
-        self.outgoing.restore()
-        request.answer(Done())
 
     # Pushes.
 

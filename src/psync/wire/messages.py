@@ -596,61 +596,6 @@ class EndSteps(Message, code=133):
     reason: str
 
 
-class SetGroups(Message, code=96):
-    """How far the groups are, of a snapshot that comes with a log.
-
-    Segment: on ps 0 ``SyncSteps.snapshot``, as msgpack.
-    """
-
-    # (group, configuration, step here, first step of which other ps tasks are told; -1: none).
-    groups: list[tuple[int, dict[str, Any], int, int]]
-    spread: list[int]  # groups with a variable on several ps tasks
-
-
-class HoldPush(OfGroup, code=134):
-    """A part that is held, of a snapshot that comes with a log. Segments: that."""
-
-    push: int
-    local_step: int
-    plan: int
-    rows: list[int] | None
-
-
-# Of conditional accumulators.
-
-
-class HoldGradients(Message, code=122):
-    """What is in an accumulator, of a snapshot that comes with a log.
-
-    Segments: the bytes of the arrays of its sum, in pieces of 8 MiB.
-    """
-
-    accumulator: str
-    count: int  # gradients
-    weight: float  # sum of their weights
-    shape: list[int]  # of the sum; of a sparse one: of a row
-    rows: int  # of a sparse one
-
-
-class HoldTake(Message, code=121):
-    """A take of a client that has its answer, of a snapshot that comes with a log.
-
-    Segments: of that answer.
-    """
-
-    accumulator: str
-    take: int  # its number
-    taken: bytes  # AccumulatorState, encoded
-
-
-class KeepAnswers(Message, code=123):
-    """What was answered of gradients and may be asked again."""
-
-    # As of ``Ledger.gradients``.
-    answers: list[tuple[str, int, int, int, int, bytes]]
-    calls: list[tuple[int, int, bytes, str]]
-
-
 # Consistent cuts, snapshots, backups, recovery, workers that leave. A *cut* is one position on
 # every ps: every update is wholly in it or wholly out. A *snapshot* is that of a ps at a cut: a
 # state, as JSON, and arrays, its *items*, by their place in the state. See docs/design.md.
@@ -728,7 +673,7 @@ class PrepareSnapshot(Message, code=93):
 class FillSnapshot(Message, code=94):
     """Bytes of an item of a snapshot that is being prepared, or that a backup begins with.
 
-    Answered by Done. Segment: they.
+    Answered by Done. Segment: they. Behind the items: arrays that no snapshot has, whole.
     """
 
     ps: int  # whose snapshot it is
@@ -774,7 +719,8 @@ class OfBackup(Message):
 class BeginBackup(OfBackup, code=98):
     """Ps → the process of its backup: a snapshot of me comes. Refused by another version of psync.
 
-    Segment: its state. Its items follow, by FillSnapshot, then LogEntries, from ``first`` on.
+    Segments: its state; what no snapshot has, see ``Section.live``. The items follow, by
+    FillSnapshot, behind them the arrays of the latter; then LogEntries, from ``first`` on.
     Answered by Text, the fingerprint of that process's arithmetic.
     """
 
@@ -783,7 +729,7 @@ class BeginBackup(OfBackup, code=98):
     ps_timeout_s: float
     timeline: int
     first: int  # number of the first entry that comes
-    before: int  # as many entries bring what no snapshot has; then comes the log
+    beside: int  # bytes of the arrays that no snapshot has
     lineage: int  # of what is backed up, see ``reattach``
     release: str  # the version of psync that the ps runs, and its plugins
 

@@ -83,8 +83,7 @@ def _unnoticed(make: Make) -> Make:
 
         def add(self: _Backup, number: int, entry: Any, body: Any) -> None:
             wrong(self, number, entry, body)
-            if number >= self.begins:
-                self.chain = chained(self.chain, entry[:2], entry[2], sum(map(len, body)))
+            self.chain = chained(self.chain, entry[:2], entry[2], sum(map(len, body)))
 
         return add
 
