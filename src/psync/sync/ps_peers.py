@@ -148,7 +148,8 @@ class AllPs:
         done: Callable[[Message | Exception], None],
     ) -> None:
         ps, moved = link.index, self._moved
-        expected = Measured if isinstance(message, CloseStep) and message.measures else Done
+        measures = type(message) is CloseStep and message.measures
+        expected = Measured if measures else Done
 
         def build(_: Connection) -> Message:
             if isinstance(message, FollowParts) or (ps, message.group) in self._told:
@@ -173,7 +174,7 @@ class AllPs:
                     )
                 )
             else:
-                if isinstance(message, CloseStep) and not message.measures:  # it is in its log
+                if type(message) is CloseStep and not measures:  # it is in its log
                     self._told.add((ps, message.group))
                 done(answer)
 
