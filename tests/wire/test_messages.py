@@ -99,7 +99,7 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.AwaitWaiters(), "910f"),
     (
         m.ReportSchedule(1, [("v", 7)], ["w"], False, [(5, "v")]),
-        "9731019192a1760791a177c2919205a176cb0000000000000000",
+        "9831019192a1760791a177c2919205a176c0cb0000000000000000",
     ),
     (m.FinishSteps(), "9147"),
     (m.TickClock(1, 2, 3), "9438010203"),
@@ -108,7 +108,6 @@ GOLDEN: list[tuple[Message, str]] = [
     (m.Tick(1.5), "92cc82cb3ff8000000000000"),
     (m.NormsMeasured(9, 4, [(0, 0.5)], None), "95cc830904919200cb3fe0000000000000c0"),
     (m.StepApplied(9, 4, b"f"), "94cc840904c40166"),
-    (m.EndSteps("r"), "92cc85a172"),
     (m.Gate(1), "924a01"),
     (m.Gated([(1, "w", 7, 3)]), "924b919401a1770703"),
     (m.Freeze(1), "934d0190"),

@@ -60,7 +60,6 @@ from psync.wire.messages import (
     CheckState,
     CreateShards,
     Done,
-    EndSteps,
     Fence,
     FinalBelow,
     LockShards,
@@ -221,7 +220,6 @@ class PsServices:
             **handlers,
             AwaitWaiters: Handler(self._await_waiters),
             ReportSchedule: Handler(self._report_schedule),
-            EndSteps: Handler(self._end_steps),
             **self.accumulators.handlers(),
             **self.clocks.handlers(),
             **self.backup.handlers(),
@@ -426,14 +424,6 @@ class PsServices:
         self.clocks.hear(message)
         if self.closer is not None:
             self.closer.hear(message)
-        request.answer(Done())
-
-    def _end_steps(self, request: Request[EndSteps]) -> None:
-        """Training is over: nobody waits for others any more."""
-        self._process.check_coordinator(request.peer)
-        self.clocks.end()
-        if self.closer is not None:
-            self.closer.end(request.message.reason)
         request.answer(Done())
 
     # Ends.

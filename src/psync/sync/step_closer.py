@@ -5,7 +5,7 @@ with the time at which it came; so the backup of ps 0 is told the same, and has 
 
     Update           the same       ─► SyncSteps.contribute → Answer, Refuse: to who waits for that
     (group is new)   BeginGroup     ─► SyncSteps.define, init_tokens
-    ReportSchedule   the same       ─► SyncSteps.members, schedule
+    ReportSchedule   the same       ─► SyncSteps.members, schedule; end
     FinishSteps      the same       ─► SyncSteps.finish → Close: decided; it is carried
     a deadline       Tick           ─► SyncSteps.tick       to every ps (``outgoing_steps``)
     nobody waits     ForgetPush     ─► SyncSteps.forget
@@ -45,7 +45,6 @@ from psync.wire.messages import (
     AttachPs,
     BeginGroup,
     Done,
-    EndSteps,
     FinishSteps,
     ForgetPush,
     Held,
@@ -175,7 +174,6 @@ class StepCloser:
             Tick: replay(self._tick),
             NormsMeasured: replay(self.outgoing.note_factors),
             StepApplied: replay(self.outgoing.note_applied),
-            EndSteps: replay(self._end),
             FinishSteps: replay(self.outgoing.close_all),
         }
 
@@ -380,6 +378,10 @@ class StepCloser:
 
     def _set_members(self, message: ReportSchedule) -> None:
         self._clock.note(message.now)
+        if message.ended is not None:  # pending requests fail, and later pushes
+            self._perform(self.steps.end(message.ended))
+            self._go_on(lambda *_: True)
+            return
         actions = self.steps.members(dict(message.workers), message.missing, message.now)
         closures = [closure for closure, _ in message.in_flight]
         self._perform([*actions, *self.steps.schedule(message.queued, closures)])
@@ -388,14 +390,6 @@ class StepCloser:
         """Incarnations of ``task`` below ``below`` are over, says an entry: they wait no more."""
         self._go_on(lambda key, _: key[1][0] == task and key[1][1] < below)
         self._perform(self.steps.fence(task, below))
-
-    def end(self, reason: str) -> None:
-        """Training is over: pending requests fail, and later pushes."""
-        self._note(EndSteps(reason), self._end)
-
-    def _end(self, message: EndSteps) -> None:
-        self._perform(self.steps.end(message.reason))
-        self._go_on(lambda *_: True)
 
     def _expired(self) -> None:
         self._note(Tick(self._clock.now()), self._tick)

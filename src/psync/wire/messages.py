@@ -524,6 +524,7 @@ class ReportSchedule(Message, code=49):
     missing: list[str]  # names of the others
     queued: bool  # closures that a worker could begin now have not been begun
     in_flight: list[tuple[int, str]]  # (closure, name of the worker)
+    ended: str | None = None  # why the training of a session is over; then the rest is not meant
     now: float = 0.0  # in the log: when it came, by the clock of that
 
 
@@ -588,12 +589,6 @@ class StepApplied(OfGroup, code=132):
 
     step: int
     failure: bytes  # a Failure, encoded; b"": there is none
-
-
-class EndSteps(Message, code=133):
-    """Chief of a session → ps 0: training has ended. Answered by Done. An entry of the log, too."""
-
-    reason: str
 
 
 # Consistent cuts, snapshots, backups, recovery, workers that leave. A *cut* is one position on
