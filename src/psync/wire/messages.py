@@ -197,10 +197,18 @@ class DefinePlan(Message, code=37):
 
 
 class Read(Message, code=34):
-    """Values of a plan's shards, or of one slot of each. Answered by Pulled."""
+    """Values of a plan's shards, or of one slot of each; or some of their rows. Answered by Pulled.
+
+    Segments: one for each part of rows whose step is 0, its ``count`` row numbers (int64, in any
+    order). Of the answer: the rows of each part, in the order in which it names them.
+    """
 
     plan: int
     lock: int = 0  # of this client, of all these shards, see LockShards; 0: none
+    # None: all shards, whole. Else parts: (place of the shard in the plan, count, start, stop,
+    # step). Rows are local, they count from the shard's first one. Step 0: those in the body; else
+    # range(start, stop, step).
+    rows: list[tuple[int, int, int, int, int]] | None = None
 
 
 class Pulled(Message, code=35):
@@ -211,18 +219,6 @@ class Pulled(Message, code=35):
     """
 
     steps: list[tuple[int, int]]
-
-
-class PullRows(Message, code=72):
-    """Some rows of shards. Answered by Pulled.
-
-    Segments: one for each part whose step is 0, its ``count`` row numbers (int64, in any order).
-    Of the answer: the rows of each part, in the order in which it names them.
-    """
-
-    # (variable id, shard index, count, start, stop, step). Rows are local, they count from the
-    # shard's first one. Step 0: those in the body; else range(start, stop, step).
-    parts: list[tuple[int, int, int, int, int, int]]
 
 
 class Numbered(Message):
