@@ -601,14 +601,11 @@ class OfCut(Message):
 
 
 class Gate(OfCut, code=74):
-    """Begin no update that has not been begun, and close no step; answered by Gated."""
+    """Begin no update that has not been begun, and close no step.
 
-
-class Gated(Message, code=75):
-    """No step is being closed here, and these messages belong to updates that have begun here."""
-
-    # (ps, client's task, its incarnation, sequence)
-    others: list[tuple[int, str, int, int]]
+    Answered by Done when none is being closed. Segment: as JSON, a list of messages that belong to
+    updates that have begun here: (ps, client's task, its incarnation, sequence).
+    """
 
 
 class Freeze(OfCut, code=77):
@@ -858,7 +855,7 @@ class ClosureResults(Message, code=21):
     """Closures that ended. Segments: each one's pickled result or exception.
 
     A result: (id, outcome, number of segments, error or None), where outcome is "ok",
-    "error", "end_of_data" or "cancelled".
+    "error", "end_of_data" or "cancelled"; of the function of a collective the id is -1.
     """
 
     results: list[tuple[int, str, int, tuple[str, str, str] | None]]
@@ -888,12 +885,6 @@ class FetchArguments(Message, code=24):
 # Per-worker iterators.
 
 
-class ReleaseIterator(Message, code=26):
-    """A per-worker iterator that nobody on the coordinator refers to any more."""
-
-    uid: str
-
-
 class AskPosition(Message, code=100):
     """Coordinator → worker: how far is an iterator? Answered by Number.
 
@@ -901,26 +892,21 @@ class AskPosition(Message, code=100):
     """
 
     uid: str
+    last: bool = False  # nothing on the coordinator refers to it any more: it is closed
 
 
 # Gangs: one function on all workers at once, whose replicas meet.
 
 
 class ReachCollective(Message, code=106):
-    """Worker → coordinator: a replica has come to its next collective. Answered by Merged.
+    """Worker → coordinator: a replica has come to its next collective. Answered by ClosureResults.
 
-    The answer waits until all replicas have come to it. Segments: the pickled function and this
-    replica's value.
+    The answer, what the collective's function has returned or raised, waits until all replicas have
+    come to it. Segments: the pickled function and this replica's value.
     """
 
     closure: int
     what: str  # names it; must be the same for all replicas
-
-
-class Merged(Message, code=107):
-    """What the function of a collective returned or raised. Segments: that, pickled."""
-
-    error: tuple[str, str, str] | None  # as in ClosureResults; None: it returned
 
 
 # The chief and a worker that joins a running cluster, knowing its address only. The connection
