@@ -49,10 +49,9 @@ from psync.net.shielding import shielded
 from psync.ps.snapshots import fill, load
 from psync.ps.succession import check_newest
 from psync.store.commit_log import Diverged, chained
-from psync.store.ledger import Client
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import SnapshotState
-from psync.wire.codec import Message, decode
+from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     AskServed,
     AttachPs,
@@ -142,35 +141,28 @@ class _Backup:
         self.loaded = None
         attach = AttachPs(order.coordinator, order.ps_addresses, order.ps_timeout_s, keep=True)
         self.task.take_over(attach, loaded, order.timeline, order.lineage)
-        self._add(self.taken, ("", 0), order, self._live)
+        self.add(self.taken, ("", 0, encode(order), len(self._live)), self._live)
         self._live = []
 
     def add(
         self, number: int, sent: tuple[str, int, bytes, int], body: Sequence[memoryview]
     ) -> None:
-        """Take the next entry."""
+        """Take the next entry; the one before the first is what no snapshot has."""
         task, incarnation, header, _ = sent
-        client, message, chain = (task, incarnation), decode(header), self.chain
-        self.taken = number
-        self.chain = chained(chain, client, header, sum(map(len, body)))
-        request = self._add(number, client, message, body)
-        request.header = header
-        if isinstance(message, CheckState) and message.chain != chain:
-            request.fail(Diverged(f"{self.sender}: its backup was sent other entries"))
-
-    def _add(
-        self, number: int, client: Client, message: Message, body: Sequence[memoryview]
-    ) -> OwnRequest[Message]:
-        """Do something in its turn."""
-        nbytes = sum(map(len, body))
+        client, message, nbytes = (task, incarnation), decode(header), sum(map(len, body))
         done = functools.partial(self._done, number, nbytes)
         request = OwnRequest(AsIfFrom(client, self._state, self._spawn), message, body, done)
+        request.header = header
         self.waiting += 1
         self.pending_bytes += nbytes
+        self.taken = number
+        if isinstance(message, CheckState) and message.chain != self.chain:
+            request.fail(Diverged(f"{self.sender}: its backup was sent other entries"))
+        if number >= self.order.first:
+            self.chain = chained(self.chain, client, header, nbytes)
         self._entries.append(request)
         if self._doing is None:
             self._doing = asyncio.get_running_loop().create_task(self._do())
-        return request
 
     async def _do(self) -> None:
         """Let the executor have the entries, one after the other."""

@@ -83,7 +83,8 @@ def _unnoticed(make: Make) -> Make:
 
         def add(self: _Backup, number: int, entry: Any, body: Any) -> None:
             wrong(self, number, entry, body)
-            self.chain = chained(self.chain, entry[:2], entry[2], sum(map(len, body)))
+            if number >= self.order.first:
+                self.chain = chained(self.chain, entry[:2], entry[2], sum(map(len, body)))
 
         return add
 
