@@ -611,7 +611,7 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
 
 def other_parameters(first: DefineAccumulator, second: DefineAccumulator) -> ConfigurationError:
     """Return the error for two accumulators of one name."""
-    names = [n for n in first.__slots__ if getattr(first, n) != getattr(second, n)]
+    names = [n for n in first.__struct_fields__ if getattr(first, n) != getattr(second, n)]
     expected, got = (
         ", ".join(f"{name}={getattr(each, name)!r}" for name in names) for each in (first, second)
     )

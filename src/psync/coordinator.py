@@ -442,7 +442,7 @@ class Coordinator:
         self._report_due = asyncio.Event()  # set when the schedule has changed
         self._dispatch_due = False  # ``_dispatch`` comes in this turn of the loop
         self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused
-        self._tasks: set[asyncio.Task[None]] = set()  # that end with the coordinator
+        self._tasks: set[asyncio.Task[Any]] = set()  # that end with the coordinator
         self._may_settle_at = 0.0  # loop time
         self._waits: dict[str, asyncio.TimerHandle] = {}  # for lost workers that may have data left
         self._closed = False
@@ -475,10 +475,10 @@ class Coordinator:
             watch = watchdog.watch(limit_s, self._progress, self.describe, on_stall)
             self._begin(watch, "the watchdog is off")
 
-    def _begin(self, work: Coroutine[Any, Any, None], if_it_fails: str) -> asyncio.Task[None]:
+    def _begin(self, work: Coroutine[Any, Any, object], if_it_fails: str) -> asyncio.Task[Any]:
         """Do something until ``close``, that nothing awaits."""
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def ended(task: asyncio.Task[Any]) -> None:
             self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 logger.error("%s", if_it_fails, exc_info=error)
@@ -686,7 +686,8 @@ class Coordinator:
 
     def release_iterators(self, uid: str) -> None:
         """Let workers drop an iterator that nothing here refers to any more."""
-        self.workers.notify_all(messages.ReleaseIterator(uid))
+        work = self.workers.ask(messages.AskPosition(uid, last=True))
+        self._begin(work, f"iterator {uid} stays on workers")
         self._queue.dispatcher.forget(uid)
 
     def call_soon(self, callback: Callable[[], None]) -> None:

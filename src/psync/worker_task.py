@@ -156,7 +156,6 @@ class WorkerTask:
             messages.RunClosures: self._told(lambda session: session.run_closures),
             messages.GiveBack: self._told(lambda session: session.give_back),
             messages.CancelClosures: self._told(lambda session: session.cancel_closures),
-            messages.ReleaseIterator: self._told(lambda session: session.release_iterator),
             messages.AskPosition: Handler(self._position),
             messages.LeaveCluster: Handler(self._leave_soon),
             messages.GrantCoordinator: Handler(

@@ -18,12 +18,12 @@ from psync.store import commit_log
 from psync.testing.simulation.ps_oracle import faults_of_pairs
 from psync.wire.codec import Message
 from psync.wire.messages import (
-    ApplyGradient,
     BackUp,
     DefineAccumulator,
     Fence,
     Promote,
     TakeGradient,
+    UpdateAccumulator,
 )
 from psync.wire.tensors import to_bytes_view
 
@@ -104,9 +104,7 @@ class Traffic:
         which, values = self.draw(3), np.ones((1, MANY)[self.draw(2)], np.float32)
         self.sequences[which] += 1
         name = str(values.size)
-        message = ApplyGradient(
-            self.sequences[which], 0, -1, 0, name, [values.size], None, 1 << 40, 1.0
-        )
+        message = UpdateAccumulator(self.sequences[which], 0, -1, 0, name, 1 << 40, [values.size])
         link = self.clients[which].links[0]
         await link.call(lambda _: message, [to_bytes_view(values)], bulk=True)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from asked import peer_of, served
 from inside import backups_of, handlers_of
-from psync.backups.primary import BackupSender
+from psync.backups.primary import BackupSender, Live
 from psync.client.plan import numbered
 from psync.errors import FencedError
 from psync.net.connection import AsIfFrom
@@ -75,7 +75,6 @@ class HeldSender:
     ) -> None:
         self.order, self.log = order, log
         self.ended = asyncio.Event()
-        self.hidden = 0  # definitions that came before the first entry
         self._begin, self._begun, self._advanced = begin, begun, advanced
         self._peer = peer_of((f"/job:ps/task:{begin.ps}", begin.coordinator))
         self.stage.sender = self
@@ -90,16 +89,17 @@ class HeldSender:
             raise outcome
         return cast(Message, outcome.message)
 
-    async def copy(self, frozen: Any, first: int, before: Sequence[Entry] = ()) -> None:
-        begin = replace(self._begin, first=first - len(before), before=len(before))
-        begun = await self._tell(begin, [frozen.state.to_bytes()])
+    async def copy(self, frozen: Any, live: Live, first: int) -> None:
+        begin = replace(self._begin, first=first, beside=live.nbytes)
+        begun = await self._tell(begin, [frozen.state.to_bytes(), live.state])
         assert isinstance(begun, Text)
         self._begun(self.order.task, begun.value)
         for item, data in _items_of(frozen):
             await self._tell(FillSnapshot(self._begin.ps, self.order.epoch, item, 0), [data])
+        for at, arrays in live.batches():
+            place = len(frozen.state.items) + at
+            await self._tell(FillSnapshot(self._begin.ps, self.order.epoch, place, 0), arrays)
         frozen.drop()
-        await self._entries(first - len(before), before)
-        self.hidden = sum(isinstance(decode(each.header), DefinePlan) for each in before)
         self.log.pair()
 
     async def _entries(self, first: int, entries: Sequence[Entry]) -> None:
@@ -230,7 +230,6 @@ class Stage:
         assert sender is not None
         self.serving.services.executor.log.depose()  # nothing is judged there any more
         told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        backup.services.executor.log.last -= sender.hidden
         order = Promote(0, sender.order.epoch, CHIEF[1], [])
         served(handlers_of(self.host)[Promote], peer_of(CHIEF), order, (), told.set_result)
         promoted = (await told).message

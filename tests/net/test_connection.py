@@ -54,10 +54,10 @@ from psync.wire.messages import (
     Hello,
     Pulled,
     Read,
-    SetAccumulatorStep,
     Statistics,
     Text,
     Update,
+    UpdateAccumulator,
 )
 from psync.wire.tensors import to_bytes_view
 from turns import Turns, peered
@@ -155,7 +155,7 @@ async def test_both_sides_ask_and_bodies_come_whole_to_where_either_wants_them(
     handlers: Handlers = {
         FetchFunction: Handler(name),
         Update: Handler(echo),
-        SetAccumulatorStep: Handler(echo, prepare),
+        UpdateAccumulator: Handler(echo, prepare),
     }
     async with connected(network, handlers, handlers, address=address) as pair:
         for peer, who in ((pair.peer, WORKER), (pair.back, PS)):
@@ -169,7 +169,7 @@ async def test_both_sides_ask_and_bodies_come_whole_to_where_either_wants_them(
             assert [bytes(segment) for segment in got.segments] == sent
             memory, whole = bytearray(sum(sizes)), b"".join(sent)
             got = await pair.peer.call(
-                SetAccumulatorStep(1, 0, -1, 0, "assign", 0), sent, into=onto(memory)
+                UpdateAccumulator(1, 0, -1, 0, "assign", 0), sent, into=onto(memory)
             )
             assert (got.message, [*got.segments], memory) == (Done(), [], whole)
             assert not sizes or prepared.pop() == (tuple(sizes), whole)
@@ -223,7 +223,7 @@ class End:
         self.left: dict[int, bytes] = {}  # calls that were given up; what was in their memory then
         self.told: list[int] = []  # numbers of notifications
         self._turns = turns
-        self.handlers: Handlers = {SetAccumulatorStep: Handler(self._serve, self._prepare)}
+        self.handlers: Handlers = {UpdateAccumulator: Handler(self._serve, self._prepare)}
 
     def do(self, what: str, number: int, drawn: int) -> None:
         how, size = HOW[drawn % 8], (0, 1, 5000, 70_000, 300_000)[drawn // 8 % 5]
@@ -232,13 +232,13 @@ class End:
             got: list[Any] = []
             memory = bytearray(size) if drawn // 40 % 2 else None
             into = None if memory is None else onto(memory)
-            message = SetAccumulatorStep(number, 0, -1, 0, how, 0)
+            message = UpdateAccumulator(number, 0, -1, 0, how, 0)
             call = self.peer.ask(message, body, got.append, into)
             self.calls[number] = call, how, size, memory, got
         elif what == "tell":
             self.told.append(number)
             how = "coroutine" if how == "coroutine" else "now"
-            self.peer.notify(SetAccumulatorStep(number, 0, -1, 0, how, 0), body)
+            self.peer.notify(UpdateAccumulator(number, 0, -1, 0, how, 0), body)
         elif what == "go on" and self.held:
             self.held.pop(list(self.held)[drawn % len(self.held)])()
         elif what == "give up":
@@ -248,12 +248,12 @@ class End:
                 self.peer.give_up(self.calls[number][0])
                 self.left[number] = bytes(self.calls[number][3] or b"")
 
-    def _prepare(self, request: Request[SetAccumulatorStep]) -> list[memoryview]:
+    def _prepare(self, request: Request[UpdateAccumulator]) -> list[memoryview]:
         if request.message.accumulator == "refused":
             raise ValueMismatchError(f"no {request.message.sequence}")
         return halves(bytearray(request.nbytes))
 
-    def _serve(self, request: Request[SetAccumulatorStep]) -> None:
+    def _serve(self, request: Request[UpdateAccumulator]) -> None:
         number, how = request.message.sequence, request.message.accumulator
         assert b"".join(request.segments) == pattern(request.nbytes, number).tobytes()
         self.came.append(number)
@@ -267,19 +267,19 @@ class End:
             self.noted.add(number)
             request.start(self._in_coroutine(request, number, how))
 
-    def _answer(self, request: Request[SetAccumulatorStep]) -> None:
+    def _answer(self, request: Request[UpdateAccumulator]) -> None:
         number = request.message.sequence
         if request.message.accumulator.endswith("raises"):
             request.fail(ValueMismatchError(f"no {number}"))
         request.answer(Statistics({"n": number}), request.segments)
 
-    def _keep(self, request: Request[SetAccumulatorStep]) -> None:
+    def _keep(self, request: Request[UpdateAccumulator]) -> None:
         number = request.message.sequence
         request.on_given_up = lambda _: self.held.pop(number)  # type: ignore[assignment, return-value]
         self.held[number] = lambda: self._answer(request)
 
     async def _in_coroutine(
-        self, request: Request[SetAccumulatorStep], number: int, how: str
+        self, request: Request[UpdateAccumulator], number: int, how: str
     ) -> None:
         try:
             future = self._turns.create_future()

@@ -39,7 +39,6 @@ from psync.wire.messages import (
     Failure,
     GiveBack,
     Pulled,
-    PullRows,
     Pushed,
     Read,
     RunClosures,
@@ -286,14 +285,14 @@ def test_requests_tell_bytes_variables_and_what_became_of_them() -> None:
     every = DefinePlan(6, [(number, 0) for number in range(6)])
     worker.frame(2.9, PS, Kind.NOTIFY, 0, every, sent=True)
     exchange(worker, ps, 2, (3.0, 3.5, 4.0, 4.1), Read(6), Pulled([]))
-    rows = PullRows([(9, 0, 1, 0, 1, 1)])
+    rows = Read(5, rows=[(2, 1, 0, 1, 1)])
     exchange(worker, ps, 3, (5.0, 5.1, 5.2, 5.3), rows, Pulled([]))
     sent, served, _ = drawn(worker, ps, chief)
     args = {"closure": 7, "step": 31, "outcome": "accepted", "variables": "w0, w1"}
     assert sent[0] == ("to ps-0", "Update", 1.0, 3.0, {**args, "bytes sent": 400})
     assert served[0] == ("from worker-0", "Update", 1.5, 2.0, {**args, "bytes received": 400})
     assert served[1][4] == {"variables": "w0, w1, w2, w3 and 2 more"}
-    assert sent[2][4] == served[2][4] == {"variables": "variable 9"}
+    assert sent[2][4] == served[2][4] == {"variables": "w0, w1"}
 
 
 def test_requests_without_an_end_or_with_a_bad_one_say_so() -> None:

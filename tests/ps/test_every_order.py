@@ -29,7 +29,6 @@ from psync.store.sync_config import SyncConfig
 from psync.testing import VirtualClockLoop, settle
 from psync.wire.codec import Message
 from psync.wire.messages import (
-    ApplyGradient,
     CreateShards,
     DefineAccumulator,
     DefinePlan,
@@ -37,6 +36,7 @@ from psync.wire.messages import (
     ReportSchedule,
     TakeGradient,
     Update,
+    UpdateAccumulator,
 )
 from stage import CHIEF, Stage, planned
 
@@ -64,7 +64,7 @@ def assign() -> Message:
 
 
 def gradient(sequence: int, closure: int) -> Message:
-    return ApplyGradient(sequence, 0, closure, 0, "a", [1], None, 0, 1.0)
+    return UpdateAccumulator(sequence, 0, closure, 0, "a", 0, [1])
 
 
 Command = tuple[tuple[str, int], Message, list[float]]

@@ -9,7 +9,7 @@ from asked import Reply
 from psync.numerics.rules import SGD
 from psync.testing import settle
 from psync.wire.codec import Message
-from psync.wire.messages import CreateShards, DefinePlan, SetSlot, Update
+from psync.wire.messages import CreateShards, DefinePlan, Update
 from stage import CHIEF, Stage, planned
 
 W, COPY = (0, 0), (1, 0)
@@ -47,7 +47,8 @@ async def test_a_copy_of_a_variable_is_made_at_its_place_in_the_log() -> None:
 
 @pytest.mark.virtual_time
 async def test_a_slot_is_set_at_its_place_in_the_log() -> None:
-    message = SetSlot(1, RULE, *W, "momentum")
+    plan = planned(DefinePlan(0, [W], 1, RULE, "momentum", "assign")).plan
+    message = Update(1, 0, -1, 0, plan)
     stage = await after_two_pushes(message, np.full(SIZE, 8, np.float32))
     value = float(stage.value(W)[0])
     await stage.close()

@@ -52,19 +52,6 @@ def test_while_a_copy_is_made_training_goes_on_and_what_it_does_is_kept() -> Non
     assert log.to_ship(9, 99) == (2, ["during"])
 
 
-def test_what_no_copy_has_is_shipped_before_the_log_and_is_beside_what_is_kept() -> None:
-    log: CommitLog[str] = CommitLog(PS, 100)
-    log.append("old", 1)
-    log.begin_copy()
-    log.append("new", 60)
-    log.precede([("x", 60), ("y", 60)])
-    assert log.to_ship(2, 999) == (0, ["x", "y"])
-    log.append("newer", 40)
-    assert log.to_ship(9, 999) == (2, ["new", "newer"])
-    log.note_taken(1)
-    assert (log.state, log.taken, log._kept_bytes) == (LogState.COPYING, 1, 100)
-
-
 def test_a_copy_that_takes_too_long_is_given_up() -> None:
     log: CommitLog[str] = CommitLog(PS, 100)
     log.begin_copy()

@@ -21,7 +21,7 @@ from psync.wire.closure_numbers import numbered
 FLOOR = 20
 W0, W1 = ("/job:worker/task:0", 21), ("/job:worker/task:1", 21)
 NEXT = (W0[0], 22)
-SET, GRADIENT = -77, b"ApplyGradient a"
+SET, GRADIENT = -77, b"gradient of a"
 
 
 def judge(

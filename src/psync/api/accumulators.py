@@ -32,7 +32,7 @@ from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.platform import PerProcess
 from psync.numerics.memory import bytes_of
 from psync.specs import Outcome, dtype_of
-from psync.wire.messages import ApplyGradient, GradientTaken, SetAccumulatorStep
+from psync.wire.messages import AccumulatorState
 from psync.wire.tensors import to_bytes_view
 
 
@@ -164,7 +164,7 @@ class AccumulatorHandle:
         step = self._rule.as_step(new_global_step)
         runtime = await self._runtime("set_global_step")
         call = runtime.begin_update(self._named("set_global_step"))
-        await runtime.accumulators.update(self.place, SetAccumulatorStep, [step], call)
+        await runtime.accumulators.update(self.place, [step], call)
 
     async def _apply(
         self,
@@ -179,17 +179,16 @@ class AccumulatorHandle:
         call = runtime.begin_update(self._named("apply_grad"))
         shapes = list(arrays[-1].shape), None if dense_shape is None else list(dense_shape)
         answer = await runtime.accumulators.update(
-            self.place, ApplyGradient, [*shapes, step, factor], call,
-            [to_bytes_view(array) for array in arrays],
-        )  # fmt: skip
+            self.place, [step, *shapes, factor], call, [to_bytes_view(array) for array in arrays]
+        )
         return GradientResult(Outcome(answer.outcome), answer.count, answer.step)
 
-    async def _take(self, num_required: object) -> tuple[GradientTaken, list[np.ndarray]]:
+    async def _take(self, num_required: object) -> tuple[AccumulatorState, list[np.ndarray]]:
         """Return what was taken, its last array as values."""
         required = self._rule.as_required(num_required)
         runtime = await self._runtime("take_grad")
         received = await runtime.accumulators.take(self.place, required)
-        message = cast(GradientTaken, received.message)
+        message = cast(AccumulatorState, received.message)
         dtypes = [self.dtype] if message.dense_shape is None else [dtype_of("int64"), self.dtype]
         segments: Sequence[Any] = received.segments or [b""] * len(dtypes)
         try:

@@ -212,7 +212,7 @@ class Slot:
             ValueMismatchError: Shape or dtype do not fit.
             ParameterServerLost: A ps is lost.
 
-        Cancellation: Some shards are set, others are not.
+        Cancellation: Once begun, it ends in the background.
         """
         spec = self.variable.spec.with_dtype(self.dtype)  # as if the variable were the slot
         operation = f'assign to slot "{self.name}" of "{spec.name}"'

@@ -51,7 +51,7 @@ from psync.ps.succession import check_newest
 from psync.store.commit_log import Diverged, chained
 from psync.store.snapshot import Loaded
 from psync.store.snapshot_state import SnapshotState
-from psync.wire.codec import Message, decode
+from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     AskServed,
     AttachPs,
@@ -77,14 +77,16 @@ MAX_PENDING_BYTES = 64 << 20
 class _Backup:
     """The backup of one ps."""
 
-    def __init__(self, order: BeginBackup, task: PsTask, loaded: Loaded, sender: str) -> None:
+    def __init__(
+        self, order: BeginBackup, task: PsTask, loaded: Loaded, live: memoryview, sender: str
+    ) -> None:
         self.order = order
         self.epoch = order.epoch
         self.task = task
         self.loaded: Loaded | None = loaded  # None: it is complete
+        self._live = [live]  # what no snapshot has: its state, then the arrays that are there
         self.sender = sender
         self.taken = order.first - 1
-        self.begins = order.first + order.before  # the log; what no snapshot has comes before it
         self.address: asyncio.Task[str] | None = None  # once it is to serve
         self._entries: deque[OwnRequest[Message]] = deque()
         self.waiting = 0  # entries that are not done
@@ -119,19 +121,33 @@ class _Backup:
         is_first = self.order.coordinator == self.task.floor
         return self.task.primary(address, self.epoch if is_first else 0)
 
+    async def fill(self, message: FillSnapshot, segments: Sequence[memoryview]) -> None:
+        """Take a part of what it begins with; again changes nothing."""
+        if self.loaded is None:  # it came before, over a connection that is lost
+            return
+        beside = message.item - len(self.loaded.state.items)
+        if beside < 0:
+            await fill(self.loaded, message, segments)
+        elif beside == len(self._live) - 1:
+            self._live += segments
+        self.look()
+
     def look(self) -> None:
-        """Hold the snapshot, if all of it is there."""
+        """Hold what it begins with, if all of it is there."""
         loaded, order = self.loaded, self.order
-        if loaded is None or loaded.is_wanting:
+        beside = sum(map(len, self._live[1:]))
+        if loaded is None or loaded.is_wanting or beside < order.beside:
             return
         self.loaded = None
         attach = AttachPs(order.coordinator, order.ps_addresses, order.ps_timeout_s, keep=True)
         self.task.take_over(attach, loaded, order.timeline, order.lineage)
+        self.add(self.taken, ("", 0, encode(order), len(self._live)), self._live)
+        self._live = []
 
     def add(
         self, number: int, sent: tuple[str, int, bytes, int], body: Sequence[memoryview]
     ) -> None:
-        """Take the next entry."""
+        """Take the next entry; the one before the first is what no snapshot has."""
         task, incarnation, header, _ = sent
         client, message, nbytes = (task, incarnation), decode(header), sum(map(len, body))
         done = functools.partial(self._done, number, nbytes)
@@ -142,7 +158,7 @@ class _Backup:
         self.taken = number
         if isinstance(message, CheckState) and message.chain != self.chain:
             request.fail(Diverged(f"{self.sender}: its backup was sent other entries"))
-        if number >= self.begins:
+        if number >= self.order.first:
             self.chain = chained(self.chain, client, header, nbytes)
         self._entries.append(request)
         if self._doing is None:
@@ -293,7 +309,7 @@ class BackupHost:
         if message.coordinator < self._own.newest:
             # No FencedError: it has not been replaced, and may be attached by the newer one yet.
             raise UsageError(f"{self._task} serves a newer coordinator")
-        if len(body) != 1:
+        if len(body) != 2:
             raise RemoteProtocolError(f"{self._task}: {len(body)} segments with a BeginBackup")
         known = self._backups.get(message.ps)
         if known is not None and known.order.coordinator <= message.coordinator:
@@ -309,7 +325,7 @@ class BackupHost:
         loaded = load(state, self._process, sender, message.coordinator)
         if known is not None:
             self._end(known)
-        made = _Backup(message, self._make(message.ps), loaded, sender)
+        made = _Backup(message, self._make(message.ps), loaded, body[1], sender)
         self._backups[message.ps] = made
         made.look()
         request.answer(begun)
@@ -333,9 +349,7 @@ class BackupHost:
         """Fill a part of the snapshot with which a backup begins."""
         message = request.message
         known = self._known(request.peer, message.ps, message.number)
-        if known.loaded is not None:  # else it came before, over a connection that is lost
-            await fill(known.loaded, message, request.segments)
-            known.look()
+        await known.fill(message, request.segments)
         request.answer(Done())
 
     def _log(self, request: Request[LogEntries]) -> None:
@@ -343,6 +357,7 @@ class BackupHost:
         known = self._known(request.peer, message.ps, message.epoch)
         if known.loaded is not None:
             known.loaded.check_whole(f"a snapshot of {known.sender}")
+            raise UsageError(f"a snapshot of {known.sender} is incomplete")
         if message.first > known.taken + 1:
             raise RemoteProtocolError(
                 f"{known.sender}: entry {message.first} follows {known.taken}"

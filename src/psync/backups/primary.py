@@ -22,9 +22,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from psync.backups.pairing import Computation, check_deterministic
 from psync.cluster import parse_task_name
@@ -45,12 +45,11 @@ from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import MAX_KEPT_BYTES, Entry, Listed
+from psync.ps.executor import MAX_KEPT_BYTES, Entry
 from psync.store.commit_log import CommitLog, LogState
-from psync.store.ledger import Client
 from psync.store.snapshot import Frozen
 from psync.store.sync_config import SyncConfig
-from psync.wire.codec import Message, encode, replace
+from psync.wire.codec import Message, replace
 from psync.wire.frames import Frame, Segment
 from psync.wire.messages import (
     BackUp,
@@ -83,6 +82,30 @@ RECONNECT_S = 0.5
 
 SILENT_S = 10.0
 """A backup that has not answered for so long does not follow."""
+
+
+class Live(NamedTuple):
+    """What no snapshot has of a ps, see ``Section``."""
+
+    state: bytes
+    arrays: Sequence[memoryview]  # none is empty
+
+    @property
+    def nbytes(self) -> int:
+        """Of the arrays."""
+        return sum(map(len, self.arrays))
+
+    def batches(self) -> Iterator[tuple[int, Sequence[memoryview]]]:
+        """Yield the arrays as they are sent, in order, and the place of the first of each batch."""
+        first = nbytes = 0
+        for at, array in enumerate(self.arrays):
+            nbytes += len(array)
+            if at - first >= MAX_ENTRIES or nbytes > PIECE_BYTES:
+                if at > first:
+                    yield first, self.arrays[first:at]
+                first, nbytes = at, len(array)
+        if first < len(self.arrays):
+            yield first, self.arrays[first:]
 
 
 class BackupSender:
@@ -141,13 +164,13 @@ class BackupSender:
         self._heard_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def copy(self, frozen: Frozen, first: int, before: Sequence[Entry] = ()) -> None:
-        """Send a snapshot, and then all entries until the backup has all that there are.
+    async def copy(self, frozen: Frozen, live: Live, first: int) -> None:
+        """Send what there is, and then all entries until the backup has all that there are.
 
         Args:
-            frozen: The snapshot.
-            first: Number of the first entry that it does not have.
-            before: What the snapshot does not have either, and comes before that.
+            frozen: A snapshot.
+            live: What no snapshot has.
+            first: Number of the first entry that neither has.
 
         Raises:
             PsyncError: The backup does not follow.
@@ -157,22 +180,20 @@ class BackupSender:
         self._connecting = asyncio.get_running_loop().create_task(self._connect())
         self._watch()
         try:
-            await self._send_snapshot(
-                frozen, replace(self._begin, first=first - len(before), before=len(before))
-            )
+            begin = replace(self._begin, first=first, beside=live.nbytes)
+            await self._send_snapshot(frozen, live, begin)
         except PsyncError as exc:
             self._fail(exc)
             raise
         finally:
             frozen.drop()
-        self._log.precede([(entry, entry.weight) for entry in before])
         self._ships = True
         await self._until_taken(first - 1)
         self._log.pair()
         await self._until_taken(self._log.last)
 
-    async def _send_snapshot(self, frozen: Frozen, begin: BeginBackup) -> None:
-        answer = await self._call(begin, [frozen.state.to_bytes()])
+    async def _send_snapshot(self, frozen: Frozen, live: Live, begin: BeginBackup) -> None:
+        answer = await self._call(begin, [frozen.state.to_bytes(), live.state])
         if not isinstance(answer, Text):
             raise RemoteProtocolError(f"a backup began with {type(answer).__name__}")
         self.is_unlike = self._begun(self.order.task, answer.value)
@@ -183,6 +204,9 @@ class BackupSender:
                 stop = min(start + PIECE_BYTES, known.nbytes)
                 part = frozen.part(item, start, stop)
                 await self._call(FillSnapshot(begin.ps, begin.epoch, item, start), part)
+        for at, arrays in live.batches():
+            place = len(frozen.state.items) + at
+            await self._call(FillSnapshot(begin.ps, begin.epoch, place, 0), arrays)
 
     async def _call(self, message: Message, segments: Sequence[Segment]) -> Message | None:
         """Send a part of a snapshot, and return its answer."""
@@ -372,10 +396,9 @@ class BackupSender:
 class Section(Protocol):
     """A part of the state of a ps, which is its sections: entries are judged by them.
 
-    To add one: a class with these three, in ``PsServices.sections``, which is what digests and
-    backups are made of; its changes through ``Executor.submit``; the messages of ``entries`` in
-    ``wire.messages``. A backup executes these when it has the snapshot, in the order of the
-    sections; no two may replay the same message. ``ps.accumulators`` is a small one.
+    To add one: a class with these four, in ``PsServices.sections``, which is what digests and
+    backups are made of; its changes through ``Executor.submit``. No two may replay the same
+    message. ``ps.accumulators`` is a small one.
 
     Its own handlers are listed in ``PsServices.handlers``. If it remembers clients it is told who
     has been replaced (``PsServices.refuse_below``), if requests wait in it, when it ends (``end``).
@@ -384,17 +407,28 @@ class Section(Protocol):
 
     What checkpoints have of it besides, and backups begin with: a field of ``SnapshotState`` (for
     older files with a default; with a check in ``from_bytes``) that ``PsServices.freeze`` fills in;
-    a new ``PsServices`` begins with it. Shards, ledger and optimizers are there, and plans are
-    entries in front of all others.
+    a new ``PsServices`` begins with it. Shards, ledger and optimizers are there.
     """
 
     def control(self) -> Any:
         """Return the state that judging has made, as plain data in an order of its own."""
 
-    async def entries(self) -> list[Listed]:
-        """Return entries that give a backup what no snapshot has; meanwhile nothing changes.
+    async def live(self, arrays: list[memoryview]) -> Any:
+        """Return what no snapshot has, for a backup; meanwhile nothing changes.
+
+        Args:
+            arrays: Gets its arrays, whose number the state says.
+
+        Returns:
+            Its state, as plain data for msgpack.
 
         Cancellation: Safe.
+        """
+
+    async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
+        """Be, on a backup that has the snapshot, where that is which has returned this.
+
+        Cancellation: The backup is of no use.
         """
 
     def replayed(self) -> dict[type[Message], Handler]:
@@ -529,15 +563,17 @@ class BackupService:
         executor.on_entry = sender.ship_soon
         self._copying = asyncio.get_running_loop().create_task(self._copy(sender))
 
-    async def _hold(self, sender: BackupSender, before: list[Listed], held: list[Frozen]) -> None:
+    async def _hold(
+        self, sender: BackupSender, plans: object, held: list[tuple[Frozen, Live]]
+    ) -> None:
         """Hold what the ps holds between two entries."""
         await self.executor.computes.settled()
-        before += [each for part in self._contents.sections for each in await part.entries()]
+        live = await self._contents.live(plans)
         while True:
             if self._sender is not sender:  # what it names would be taken for known to the next
                 raise PsyncError("making the backup was cancelled")
             try:
-                held.append(self._contents.freeze())
+                held.append((self._contents.freeze(), live))
                 return
             except BusyError:  # a shard is read or filled by what is no entry
                 await self._process.work.next_turn()
@@ -554,13 +590,12 @@ class BackupService:
                 first = executor.begin_copy() + 1
                 # Plans come and go as messages arrive, and not in the order of the log: those that
                 # entries name are there as it begins.
-                before = contents.updates.plans()
-                held: list[Frozen] = []
-                await executor.turn(lambda: self._hold(sender, before, held))
+                plans = contents.plans.snapshot()
+                held: list[tuple[Frozen, Live]] = []
+                await executor.turn(lambda: self._hold(sender, plans, held))
             finally:
                 contents.resume(why)
-            (frozen,) = held
-            await sender.copy(frozen, first, [_entry(*each) for each in before])
+            await sender.copy(*held[0], first)
         except BaseException:
             if self._sender is sender and not self._over:
                 executor.log.give_up()
@@ -614,8 +649,3 @@ class BackupService:
         self._over = True
         self.executor.end(error)
         self._drop()
-
-
-def _entry(client: Client, message: Message | bytes, body: Sequence[memoryview]) -> Entry:
-    header = message if isinstance(message, bytes) else encode(message)
-    return Entry.of(client, header, body)

@@ -3,7 +3,7 @@
     coordinator              every ps
     Gate(cut)            →   begins no update that has not begun, closes no step (ps 0); waits for
                              those under way
-                         ←   Gated: parts, on other ps tasks, of the updates that have begun here
+                         ←   parts, on other ps tasks, of the updates that have begun here
     Freeze(cut, parts)   →   lets these through; when each is settled, holds references to its
                              blocks                              ←   the snapshot's state
     OpenGate(cut)        →   goes on
@@ -220,10 +220,13 @@ class Cuts:
             try:
                 async with asyncio.timeout(PATIENCE_S):
                     gate = messages.Gate(number)
-                    gated = await all_of([ask(link, gate, messages.Gated) for link in links])
+                    gated = await all_of([ask(link, gate, messages.Done) for link in links])
                     wanted: list[list[tuple[str, int, int]]] = [[] for _ in links]
-                    for message, _ in gated:
-                        for ps, task, incarnation, sequence in message.others:
+                    for link, (_, said) in zip(links, gated, strict=True):
+                        begun = read_json(
+                            b"".join(said), list[tuple[int, str, int, int]], link.task
+                        )
+                        for ps, task, incarnation, sequence in begun:
                             if not 0 <= ps < len(links):
                                 raise RemoteProtocolError(
                                     f"an update has a part on ps {ps}, which does not exist"

@@ -49,7 +49,7 @@ from psync.serialization.functions import Function, FunctionTable
 from psync.serialization.payloads import EMPTY, Payload, check_size, pack, pack_arguments, unpack
 from psync.serialization.remote_value import RemoteValue
 from psync.wire.limits import Limits
-from psync.wire.messages import Merged, ReachCollective, RunClosures
+from psync.wire.messages import ClosureResults, ReachCollective, RunClosures
 
 logger = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ async def merge(
         return _replies(result, count, closures)
     except Exception as exc:
         described = describe_exception(exc, main_by_name=closures.main_by_name)
-        return [(Merged(described.texts), described.payload.segments)] * count
+        return [_reply(described.payload, described.texts)] * count
 
 
 def _replies(result: Any, count: int, closures: ScheduledClosures) -> list[Reached]:
@@ -293,8 +293,13 @@ def _replies(result: Any, count: int, closures: ScheduledClosures) -> list[Reach
     for part in parts:
         payload = pack(part, subject=subject, main_by_name=closures.main_by_name)
         check_size(payload, subject, closures.limits)
-        replies.append((Merged(None), payload.segments))
+        replies.append(_reply(payload))
     return replies * (count // len(parts))
+
+
+def _reply(payload: Payload, error: tuple[str, str, str] | None = None) -> Reached:
+    outcome, segments = "ok" if error is None else "error", payload.segments
+    return ClosureResults([(-1, outcome, len(segments), error)], 0.0), segments
 
 
 REPORT_EVERY_S = 10.0

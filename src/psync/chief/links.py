@@ -307,11 +307,6 @@ class WorkerLinks:
         assert peers is not None
         peers[0].notify(message, segments)
 
-    def notify_all(self, message: Message) -> None:
-        """Notify all workers."""
-        for control in self.controls().values():
-            control.notify(message)
-
     async def waits(
         self, names: Collection[str], within_s: float
     ) -> dict[str, tuple[float, float]]:

@@ -45,7 +45,7 @@ import math
 import operator
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -410,7 +410,7 @@ class PsClient:
                 for at, request in enumerate(plan.requests):
                     link = self.links[request.ps]
                     definition = request.values if slots is None else slots[at]
-                    build = functools.partial(_read_of, link, request, definition, lock)
+                    build = functools.partial(_read_of, link, request, definition, lock, None)
                     into = functools.partial(landing.into, at)
                     what = request.nbytes, lane, into, request.lengths
                     calls.append(Call(link, build, (), *what))
@@ -454,7 +454,9 @@ class PsClient:
             # A ps gathers in any order; rows of several are cut at the shards, so they must ascend.
             each, inverse = distinct(rows, sort=len(spec.shards) > 1)
         landed = self.empty((len(each), *row), dtype)
-        calls = [self._rows_call(parts) for parts in _messages_of(_parts_of(spec, each, landed))]
+        plan = self.plan((spec,))
+        wanted = _messages_of(_parts_of(plan, each, landed))
+        calls = [self._rows_call(plan.requests[parts[0].request], parts) for parts in wanted]
         answers = Answers(messages.Pulled, "a pull of rows", calls, "the rows")
         if calls:
             with self.work.pull:
@@ -467,15 +469,15 @@ class PsClient:
         landed.take(inverse, 0, made, "clip")
         return made
 
-    def _rows_call(self, parts: Sequence[_Rows]) -> Call:
-        message = messages.PullRows([each.on_wire for each in parts])
+    def _rows_call(self, request: Request, parts: Sequence[_Rows]) -> Call:
+        said, link = [each.on_wire for each in parts], self.links[request.ps]
+        build = functools.partial(_read_of, link, request, request.values, 0, said)
         numbers = [to_bytes_view(each.rows) for each in parts if isinstance(each.rows, np.ndarray)]
         targets = [each.target for each in parts]
         lengths = tuple(map(len, targets))
         into = functools.partial(into_targets, lengths, [*filter(len, targets)])
         nbytes = max(sum(lengths), sum(map(len, numbers)))
-        link = self.links[parts[0].shard.ps]
-        return Call(link, always(message), numbers, nbytes, into=into, lengths=lengths)
+        return Call(link, build, numbers, nbytes, into=into, lengths=lengths)
 
     # What is changed.
 
@@ -760,8 +762,8 @@ class PsClient:
         """Set one slot of all shards of a variable.
 
         Args:
-            variable: Whose slot it is.
-            value: Of the variable's shape and of the slot's dtype, C-contiguous. Not copied.
+            variable: Whose slot it is, as if it were the slot: of its dtype.
+            value: Of that shape and dtype, C-contiguous. Not copied.
             optimizer: Number of the optimizer.
             config: Defines it.
             slot: Its name.
@@ -770,15 +772,12 @@ class PsClient:
             UsageError: The optimizer has no such slot.
             ParameterServerLost: A ps is gone.
 
-        Cancellation: Some shards are set, others are not.
+        Cancellation: As ``push``.
         """
-        calls = []
-        for shard in variable.shards:
-            message = messages.SetSlot(optimizer, config, *shard.key, slot)
-            rows = value[shard.offset : shard.offset + shard.shape[0]] if shard.shape else value
-            body = [to_bytes_view(rows)]
-            calls.append(Call(self.links[shard.ps], always(message), body, rows.nbytes))
-        await Answers(messages.Done, "a slot", calls).send().all()
+        plan, what = self.plan((variable,)), ("assign", optimizer, slot)
+        said = {"optimizer": optimizer, "config": config, "slot": slot, "op": "assign"}
+        definitions = plan.defined.get(what) or plan.define(what, lambda _: said)
+        await self._update(plan, (value,), definitions, (-1, 0))
 
     async def set_optimizer(
         self,
@@ -821,13 +820,18 @@ class PsClient:
 
 
 def _read_of(
-    link: PsLink, request: Request, definition: messages.DefinePlan, lock: int, peer: Connection
+    link: PsLink,
+    request: Request,
+    definition: messages.DefinePlan,
+    lock: int,
+    rows: list[tuple[int, int, int, int, int]] | None,
+    peer: Connection,
 ) -> messages.Read:
     if definition.plan not in peer.state["plans"]:
         link.define(peer, definition)
-    if definition is request.values and not lock:
+    if definition is request.values and not lock and rows is None:
         return request.read
-    return messages.Read(definition.plan, lock)
+    return messages.Read(definition.plan, lock, rows)
 
 
 def check_plugins(links: Sequence[PsLink], name: str, rule: UpdateRule) -> None:
@@ -870,17 +874,18 @@ def check_plugins(links: Sequence[PsLink], name: str, rule: UpdateRule) -> None:
 class _Rows(NamedTuple):
     """Rows of one shard, and where they belong."""
 
-    shard: ShardSpec
+    request: int  # of the plan: its place
+    place: int  # of the shard in the request
     rows: np.ndarray | range  # local to the shard
     target: memoryview
 
     @property
-    def on_wire(self) -> tuple[int, int, int, int, int, int]:
+    def on_wire(self) -> tuple[int, int, int, int, int]:
         """As a message names them."""
-        rows, (variable, index) = self.rows, self.shard.key
+        rows = self.rows
         if isinstance(rows, range):
-            return (variable, index, len(rows), rows.start, rows.stop, rows.step)
-        return (variable, index, len(rows), 0, 0, 0)
+            return (self.place, len(rows), rows.start, rows.stop, rows.step)
+        return (self.place, len(rows), 0, 0, 0)
 
 
 def _check_exist(spec: VariableSpec, rows: np.ndarray) -> None:
@@ -897,45 +902,47 @@ def _check_exist(spec: VariableSpec, rows: np.ndarray) -> None:
 
 
 def _messages_of(wanted: Iterator[_Rows]) -> list[list[_Rows]]:
-    """Return what is asked for in one message each: of one ps, and not too much."""
+    """Return what is asked for in one message each: of one request, and not too much."""
     all_parts: list[list[_Rows]] = []
-    open_ones: dict[int, tuple[list[_Rows], int]] = {}  # by ps: the last message and its size
+    size = 0
     for one in wanted:
-        ps, nbytes = one.shard.ps, len(one.target)
-        parts, size = open_ones.get(ps, ([], 0))
-        if not parts or size + nbytes > ROWS_PER_REQUEST_BYTES or len(parts) >= PARTS_PER_REQUEST:
-            parts, size = [], 0
+        size += len(one.target)
+        parts = all_parts[-1] if all_parts else []
+        is_full = size > ROWS_PER_REQUEST_BYTES or len(parts) >= PARTS_PER_REQUEST
+        if not parts or is_full or parts[0].request != one.request:
+            parts, size = [], len(one.target)
             all_parts.append(parts)
         parts.append(one)
-        open_ones[ps] = parts, size + nbytes
     return all_parts
 
 
-def _parts_of(spec: VariableSpec, rows: np.ndarray | range, made: np.ndarray) -> Iterator[_Rows]:
+def _parts_of(plan: Plan, rows: np.ndarray | range, made: np.ndarray) -> Iterator[_Rows]:
     """Yield what is wanted of each shard, in parts that one message may carry.
 
     Args:
-        spec: Of the variable.
+        plan: Of the variable.
         rows: Each once; of more than one shard: ascending, or evenly spaced.
         made: Where they belong.
     """
+    (spec,), target = plan.variables, to_bytes_view(made)
     row_bytes = math.prod(spec.shape[1:]) * made.dtype.itemsize
     most = max(1, ROWS_PER_REQUEST_BYTES // max(1, row_bytes))
-    target = to_bytes_view(made)
-    for shard in spec.shards:
-        begin, end = 0, len(rows)
-        if len(spec.shards) > 1:
-            begin, end = _within(rows, shard.offset, shard.offset + shard.shape[0])
-        for start in range(begin, end, most):
-            stop = min(start + most, end)
-            part = rows[start:stop]
-            if isinstance(part, range):
-                first, last = part[0] - shard.offset, part[-1] - shard.offset
-                step = part.step if first != last else 1  # of one row any number would do for numpy
-                part = range(first, last + step, step)
-            else:
-                part = part - shard.offset
-            yield _Rows(shard, part, target[start * row_bytes : stop * row_bytes])
+    for at, request in enumerate(plan.requests):
+        for place, (offset, beyond) in enumerate(request.spans):
+            begin, end = 0, len(rows)
+            if len(spec.shards) > 1:
+                begin, end = _within(rows, offset, beyond)
+            for start in range(begin, end, most):
+                stop = min(start + most, end)
+                part = rows[start:stop]
+                if isinstance(part, range):
+                    first, last = part[0] - offset, part[-1] - offset
+                    # Of one row any number would do for numpy.
+                    step = part.step if first != last else 1
+                    part = range(first, last + step, step)
+                else:
+                    part = part - offset
+                yield _Rows(at, place, part, target[start * row_bytes : stop * row_bytes])
 
 
 def _within(rows: np.ndarray | range, low: int, high: int) -> tuple[int, int]:
@@ -980,8 +987,7 @@ class AccumulatorClient:
     async def update(
         self,
         place: Place,
-        kind: type[messages.ApplyGradient | messages.SetAccumulatorStep],
-        said: Sequence[object],
+        said: Sequence[Any],
         call: tuple[int, int],
         segments: Sequence[memoryview] = (),
     ) -> messages.AccumulatorState:
@@ -989,8 +995,7 @@ class AccumulatorClient:
 
         Args:
             place: Of the accumulator.
-            kind: Of the message.
-            said: Its fields behind the name.
+            said: Fields of UpdateAccumulator behind the name.
             call: Id of the closure, or -1; and the ordinal of the call within it.
             segments: Not copied.
 
@@ -1004,8 +1009,7 @@ class AccumulatorClient:
         def deliver() -> Awaitable[list[messages.AccumulatorState]]:
             def build(_: Connection) -> Message:
                 numbers = asked.number, link.updates.acked_below, call[0], call[1] << PART_BITS
-                message: Message = cast(Any, kind)(*numbers, name, *said)
-                return message
+                return messages.UpdateAccumulator(*numbers, name, *said)
 
             asked = Call(link, build, segments, sum(map(len, segments)))
             delivery = Delivery(messages.AccumulatorState, "a gradient", [asked])
@@ -1018,7 +1022,7 @@ class AccumulatorClient:
         """Wait for gradients, and take what they amount to.
 
         Returns:
-            GradientTaken, and its segments: memory that is the caller's.
+            AccumulatorState, and its segments: memory that is the caller's.
 
         Raises:
             ConfigurationError: ``num_required`` is not above 0.
@@ -1045,7 +1049,7 @@ class AccumulatorClient:
         finally:
             # If this is lost, the next take says so.
             link.notify(messages.EndTakes(name, takes.acked_below, []))
-        expect(received, messages.GradientTaken, link.task, "a take")
+        expect(received, messages.AccumulatorState, link.task, "a take")
         return received
 
     async def state(self, place: Place) -> messages.AccumulatorState:

@@ -391,6 +391,6 @@ class SyncClient:
 
         Cancellation: Safe; they may have been put.
         """
-        tokens = messages.InitTokens(group, config, count)
+        tokens = messages.BeginGroup(group, config, count)
         present, _ = await ask(self._ps.links[0], tokens, messages.Number)
         return present.value

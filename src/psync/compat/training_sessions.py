@@ -96,7 +96,7 @@ from psync.numerics.memory import BlockPool
 from psync.serialization.failures import describe_exception
 from psync.status.sampling import SessionSource
 from psync.status.serving import ServedStatus
-from psync.wire.messages import Done, EndSteps, Post, Posted, ReportSchedule
+from psync.wire.messages import Done, Post, Posted, ReportSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -371,7 +371,8 @@ class ChiefPart(Part):
 
     async def _end_steps(self, reason: str) -> None:
         await self.tell()  # first, as workers whose waits for tokens end look for the reason
-        await ask(self.ps.links[0], EndSteps(reason), Done)
+        report = ReportSchedule(next(self._versions), [], [], False, [], reason)
+        await ask(self.ps.links[0], report, Done)
 
     async def leave(self, error: BaseException | None) -> None:
         """End training; return when all others have left, if no error ends it.

@@ -302,12 +302,9 @@ class Names:
 
     def of_request(self, half: Half) -> str:
         """Return the names of the variables of a request; "": it has none, or nobody knows."""
-        if isinstance(half.message, messages.PullRows):
-            variables: Sequence[int] = [part[0] for part in half.message.parts]
-        elif hasattr(half.message, "plan"):
-            variables = self.plans.get(half.message.plan, ())
-        else:
+        if not hasattr(half.message, "plan"):
             return ""
+        variables = self.plans.get(half.message.plan, ())
         names = [self.variables.get(each, f"variable {each}") for each in dict.fromkeys(variables)]
         more = len(names) - SHOWN_NAMES
         return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

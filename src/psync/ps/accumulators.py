@@ -4,8 +4,8 @@ The rules (``psync.accumulators``) decide; this feeds requests to them and delay
 
     message               then
     DefineAccumulator     make it; the same again changes nothing, another one is refused
-    ApplyGradient,        judged by the ledger as pushes are, so it happens at most once;
-    SetAccumulatorStep    a stale gradient leaves no trace, its next run is judged again
+    UpdateAccumulator     judged by the ledger as pushes are, so it happens at most once;
+                          a stale gradient leaves no trace, its next run is judged again
     TakeGradient          waits in the rule; its value is kept until the client says it is there
     EndTakes              from the client: it has the answers to takes, or has given them up;
                           from here: no request waits for them any more. They leave the rule
@@ -32,17 +32,19 @@ Whether the values of a large gradient are finite is looked for before it become
 matters: that is a fact of the message alone.
 
 A snapshot has the definitions and steps of accumulators. Their contents, the waiting takes and the
-answers go to a backup as entries before the first one of the log, so that all later entries lead to
-the same bits. Source: docs/design.md, "Failover".
+answers go to a backup beside it, so that all entries lead to the same bits. Source: docs/design.md,
+"Failover".
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 
@@ -71,43 +73,29 @@ from psync.numerics.memory import bytes_of
 from psync.numerics.sums import Pieces, at_once, cuts, sum_dtype
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
-from psync.ps.executor import Executor, Listed, nobodys
+from psync.ps.executor import Executor, nobodys
 from psync.ps.plans import NO_BYTES
 from psync.specs import dtype_of
 from psync.store.ledger import Client, Duplicate, Fresh, Ledger, Ticket
-from psync.store.snapshot_state import unpack
+from psync.store.snapshot_state import NOTHING, SenderState, unpack
 from psync.store.untrusted_json import Signed
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     AccumulatorState,
-    ApplyGradient,
     DefineAccumulator,
-    Done,
     EndTakes,
-    GradientTaken,
-    HoldGradients,
-    HoldTake,
-    KeepAnswers,
-    SetAccumulatorStep,
     TakeGradient,
+    UpdateAccumulator,
 )
 from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_ACCUMULATORS = 65_536
 """Of one ps. Their names come from peers."""
 
 PIECE_BYTES = 8 << 20
 """What is copied for a backup between two turns of the loop."""
-
-MAX_LISTED = 256
-"""Of one message to a backup: a frame has room for few."""
-
-NOBODY: Client = ("", 0)
-"""In place of a client: nobody has asked for these entries."""
 
 
 class HostedAccumulator:
@@ -134,6 +122,29 @@ class HostedAccumulator:
             self.rule.withdraw(take)
             self.takes.forget(take.owner.client, take.owner.sequence)
         return [take.owner for take in left]
+
+    def taken(self, arrays: list[memoryview]) -> Sequence[SenderState]:
+        """Return what clients have said of takes, and the answers that are kept, for a backup."""
+
+        def pack(answer: object) -> bytes | None:
+            if answer is None:
+                return None
+            message, segments = cast(Answer, answer)
+            arrays.extend(cast(list[memoryview], segments))
+            return encode(message)
+
+        return self.takes.snapshot(pack).senders
+
+    def restore(self, senders: Iterable[Any], arrays: Iterator[memoryview]) -> None:
+        """Know of takes what ``taken`` has returned elsewhere."""
+
+        def unpack(data: bytes) -> Answer:
+            message = cast(AccumulatorState, decode(data))
+            count = 1 if message.dense_shape is None else 2
+            return message, list(itertools.islice(arrays, count))
+
+        known = tuple(SenderState(*each) for each in senders)
+        self.takes.restore(replace(NOTHING, senders=known), unpack)
 
     def state(self, outcome: str = "") -> AccumulatorState:
         """Return how far it is."""
@@ -173,8 +184,7 @@ class Accumulators:
         self._left: list[Request[TakeGradient]] = []  # of them: whose connections have ended
         self._turns: dict[type[Message], Callable[[Request[Any]], Compute | None]] = {
             DefineAccumulator: self._define,
-            ApplyGradient: self._change,
-            SetAccumulatorStep: self._change,
+            UpdateAccumulator: self._change,
             TakeGradient: self._enter,
             EndTakes: self._end,
         }
@@ -186,8 +196,7 @@ class Accumulators:
         """Return who serves which message."""
         return {
             DefineAccumulator: Handler(self._do),
-            ApplyGradient: Handler(self._gradient),
-            SetAccumulatorStep: Handler(self._do),
+            UpdateAccumulator: Handler(self._gradient),
             TakeGradient: Handler(self._take),
             EndTakes: Handler(
                 lambda request: self._do(nobodys(request.peer.client, request.message))
@@ -197,9 +206,8 @@ class Accumulators:
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who does which entry of the log of the one that is backed up."""
         return {
-            **dict.fromkeys(self._turns, Handler(self._do)), ApplyGradient: Handler(self._gradient),
-            HoldGradients: Handler(self._hold), HoldTake: Handler(self._hold_take),
-            KeepAnswers: Handler(self._keep),
+            **dict.fromkeys(self._turns, Handler(self._do)),
+            UpdateAccumulator: Handler(self._gradient),
         }  # fmt: skip
 
     def definitions(self) -> list[tuple[DefineAccumulator, int]]:
@@ -283,7 +291,7 @@ class Accumulators:
 
     # What changes an accumulator.
 
-    def _gradient(self, request: Request[ApplyGradient]) -> None:
+    def _gradient(self, request: Request[UpdateAccumulator]) -> None:
         hosted = self.hosted.get(request.message.accumulator)
         is_large = sum(map(len, request.segments)) > INLINE_BYTES
         if is_large and hosted is not None and hosted.rule.forbid_nonfinite:
@@ -292,7 +300,7 @@ class Accumulators:
             self._do(request)
 
     async def _when_looked_through(
-        self, request: Request[ApplyGradient], dtype: np.dtype[Any]
+        self, request: Request[UpdateAccumulator], dtype: np.dtype[Any]
     ) -> None:
         """Count values that are not finite, with the loop running in between; then do it."""
         body = request.segments
@@ -306,13 +314,14 @@ class Accumulators:
             request, request.message, body, lambda: self._change(request, nonfinite)
         )
 
-    def _change(self, request: Request[Any], nonfinite: int | None = None) -> Compute | None:
+    def _change(
+        self, request: Request[UpdateAccumulator], nonfinite: int | None = None
+    ) -> Compute | None:
         """Do what changes an accumulator, at most once."""
-        client: Client = request.peer.client
-        message: ApplyGradient | SetAccumulatorStep = request.message
+        client, message = request.peer.client, request.message
         hosted = self._known(client, message.accumulator)
         closure = message.closure if message.closure >= 0 else None
-        what = f"{type(message).__name__} {message.accumulator}"
+        what = f"{'step' if message.shape is None else 'gradient'} of {message.accumulator}"
         try:
             verdict = self._ledger.judge(
                 client, message.sequence, message.acked_below, closure, message.ordinal,
@@ -320,8 +329,8 @@ class Accumulators:
             )  # fmt: skip
             if not isinstance(verdict, Fresh):
                 pass
-            elif isinstance(message, ApplyGradient):
-                return self._offer(request, message, hosted, verdict, nonfinite)
+            elif message.shape is not None:
+                return self._offer(request, message.shape, hosted, verdict, nonfinite)
             else:
                 warning = hosted.rule.set_global_step(message.step)
                 if warning is not None:
@@ -340,17 +349,17 @@ class Accumulators:
 
     def _offer(
         self,
-        request: Request[Any],
-        message: ApplyGradient,
+        request: Request[UpdateAccumulator],
+        shape: Sequence[int],
         hosted: HostedAccumulator,
         ticket: Ticket,
         nonfinite: int | None,
     ) -> Compute | None:
         """Offer a gradient to the rule."""
-        rule, body = hosted.rule, request.segments
-        gradient = gradient_of(message, body, rule)
+        rule, body, message = hosted.rule, request.segments, request.message
+        gradient = gradient_of(shape, message.dense_shape, body, rule)
         nbytes = rule.nbytes + sum(map(len, body))
-        applied = rule.offer(gradient, message.local_step, message.weight, nonfinite)
+        applied = rule.offer(gradient, message.step, message.weight, nonfinite)
         answer = AccumulatorState(applied.outcome.value, applied.count, applied.step)
         if applied.adding is None:  # nothing has changed: the closure's next run is judged anew
             self._ledger.refuse(ticket.client, ticket.sequence)
@@ -494,70 +503,66 @@ class Accumulators:
 
     # What a backup has to know beside a snapshot.
 
-    async def entries(self) -> list[Listed]:
-        """Return entries that give a backup all of it; meanwhile nothing may be done to it.
-
-        Cancellation: Safe.
-        """
-        entries: list[Listed] = []
-        for name, hosted in self.hosted.items():
-            held = hosted.rule.held()
+    async def live(self, arrays: list[memoryview]) -> Any:
+        """Return contents, takes and answers; see ``backups.primary.Section``."""
+        hosted = []
+        for name, each in self.hosted.items():
+            contents, held = None, each.rule.held()
             if held is not None:
-                message = HoldGradients(name, held.count, held.weight, list(held.shape), held.rows)
-                entries.append((NOBODY, message, await _copies(held.arrays)))
-            entries += _takes_of(name, hosted)
-        answers, calls = self._ledger.gradients(_pack)
-        entries += [(NOBODY, KeepAnswers(some, []), ()) for some in _parts(answers)]
-        entries += [(NOBODY, KeepAnswers([], some), ()) for some in _parts(calls)]
-        return entries
+                pieces = await _copies(held.arrays)
+                arrays += pieces
+                contents = held.count, held.weight, held.shape, held.rows, len(pieces)
+            waiting = [
+                (*take.owner.client, take.owner.sequence, take.num_required)
+                for take in each.rule.waiting
+            ]
+            hosted.append((name, contents, each.taken(arrays), waiting))
+        return hosted, *self._ledger.gradients(_pack)
 
-    async def _hold(self, request: Request[HoldGradients]) -> None:
-        message = request.message
-        rule = self.hosted[message.accumulator].rule  # its snapshot has it
-        arrays = rule.hold(message.count, message.weight, message.shape, message.rows)
-        await _fill(arrays, request.segments)
-        request.answer(Done())
-
-    def _hold_take(self, request: Request[HoldTake]) -> None:
-        message, hosted = request.message, self.hosted[request.message.accumulator]
-        ticket = hosted.takes.judge(request.peer.client, message.take, 0, None, 0, 0)
-        assert isinstance(ticket, Fresh), "each take is told once"
-        taken = cast(GradientTaken, decode(message.taken))
-        count = 1 if taken.dense_shape is None else 2
-        hosted.takes.record(ticket, (taken, request.segments or [NO_BYTES] * count))
-        request.answer(Done())
-
-    def _keep(self, request: Request[KeepAnswers]) -> None:
-        self._ledger.note_gradients(request.message.answers, request.message.calls, decode)
-        request.answer(Done())
+    async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
+        """Take what ``live`` has returned; the snapshot had the accumulators."""
+        hosted, answers, calls = state
+        for name, contents, senders, waiting in hosted:
+            each = self.hosted[name]
+            if contents is not None:
+                *held, count = contents
+                await _fill(each.rule.hold(*held), list(itertools.islice(arrays, count)))
+            each.restore(senders, arrays)
+            for task, incarnation, number, num_required in waiting:
+                verdict = each.takes.judge((task, incarnation), number, 0, None, 0, 0)
+                each.enter(cast(Fresh, verdict), num_required)
+        self._ledger.note_gradients(answers, calls, decode)
 
 
 def gradient_of(
-    message: ApplyGradient, body: Sequence[memoryview], rule: Accumulator[Any, Any]
+    shape: Sequence[int],
+    dense_shape: Sequence[int] | None,
+    body: Sequence[memoryview],
+    rule: Accumulator[Any, Any],
 ) -> object:
     """Return what a rule takes for a gradient."""
     sparse = isinstance(rule, SparseConditionalAccumulator)
     segments = list(body) or [NO_BYTES] * (1 + sparse)  # of a gradient without rows
     if len(segments) != 1 + sparse:
         raise ValueMismatchError(f"{rule}: expected {1 + sparse} arrays, got {len(segments)}")
-    expected = math.prod(message.shape) * rule.dtype.itemsize
-    if min(message.shape, default=0) < 0 or len(segments[-1]) != expected:
+    expected = math.prod(shape) * rule.dtype.itemsize
+    if min(shape, default=0) < 0 or len(segments[-1]) != expected:
         raise ValueMismatchError(
-            f"{rule}: expected {expected} bytes for shape {tuple(message.shape)} {rule.dtype}, "
+            f"{rule}: expected {expected} bytes for shape {tuple(shape)} {rule.dtype}, "
             f"got {len(segments[-1])}"
         )
     try:
-        values = bytes_of(segments[-1]).view(rule.dtype).reshape(message.shape)
+        values = bytes_of(segments[-1]).view(rule.dtype).reshape(shape)
         if not values.size:  # then numpy bounds the shape by the size of an element
             np.empty(values.shape, sum_dtype(rule.dtype))
     except (ValueError, OverflowError) as exc:
-        raise ValueMismatchError(f"{rule}: no array has the shape {message.shape!r:.80}") from exc
+        raise ValueMismatchError(f"{rule}: no array has the shape {shape!r:.80}") from exc
     if not sparse:
         return values
     if len(segments[0]) % 8:
         raise ValueMismatchError(f"{rule}: {len(segments[0])} bytes are not int64 indices")
     indices = bytes_of(segments[0]).view(dtype_of("int64"))
-    return indices, values, message.dense_shape
+    return indices, values, dense_shape
 
 
 def answer_of(take: Take[Any]) -> Answer:
@@ -567,34 +572,13 @@ def answer_of(take: Take[Any]) -> Answer:
         arrays, dense_shape = [result.indices, result.values], list(result.dense_shape)
     else:
         arrays, dense_shape = [result], None
-    message = GradientTaken(take.count, take.step, list(arrays[-1].shape), dense_shape)
+    shape = list(arrays[-1].shape)
+    message = AccumulatorState("", take.count, take.step, shape, dense_shape)
     return message, [to_bytes_view(array) for array in arrays]
 
 
 def _name(request: Request[TakeGradient]) -> tuple[Client, str, int]:
     return request.peer.client, request.message.accumulator, request.message.take
-
-
-def _takes_of(name: str, hosted: HostedAccumulator) -> Iterator[Listed]:
-    """Yield what each client has said of its takes, and those that have their answers."""
-    kept: list[Answer] = []
-
-    def pack(answer: object) -> bytes | None:
-        if answer is None:
-            return None
-        kept.append(cast(Answer, answer))
-        return encode(kept[-1][0])
-
-    for sender in hosted.takes.snapshot(pack).senders:
-        client = sender.task, sender.incarnation
-        yield client, EndTakes(name, sender.acked_below, []), ()
-        for number, _, taken in sender.answers:
-            _, segments = kept.pop(0)
-            body = [cast(memoryview, each) for each in segments]
-            yield client, HoldTake(name, number, taken), body
-    for take in hosted.rule.waiting:
-        ticket: Ticket = take.owner
-        yield ticket.client, TakeGradient(name, ticket.sequence, 0, take.num_required), ()
 
 
 def pack_accumulators(
@@ -623,10 +607,6 @@ def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[Defin
 
 def _pack(answer: object) -> bytes | None:
     return encode(answer) if isinstance(answer, AccumulatorState) else None
-
-
-def _parts(listed: list[T]) -> Iterator[list[T]]:
-    return (listed[at : at + MAX_LISTED] for at in range(0, len(listed), MAX_LISTED))
 
 
 def _pieces(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

@@ -52,11 +52,11 @@ from psync.ps.cooperative_work import Changing
 from psync.store.ledger import Client, Ledger
 from psync.store.shards import Key
 from psync.store.store import ShardStore
+from psync.store.untrusted_json import to_json
 from psync.wire.codec import Message
 from psync.wire.messages import (
     Done,
     Gate,
-    Gated,
     LockShards,
     UnlockShards,
 )
@@ -535,7 +535,7 @@ class UpdateGate(Changing):
         await self._pause_steps()
         while self._under_way:
             await self.changed()
-        request.answer(Gated(self._ledger.others()))
+        request.answer(Done(), [to_json(self._ledger.others())])
 
     async def let_through(self, cut: int, updates: Sequence[tuple[Client, int]]) -> None:
         """Let these messages (client, sequence) through, and wait until all are settled.

@@ -55,10 +55,6 @@ AT_ONCE = 64
 """Entries that are executed in one turn of the loop."""
 
 
-Listed = tuple[Client, Message | bytes, Sequence[memoryview]]
-"""(client, message or its header, segments) of an entry."""
-
-
 class Later(enum.Enum):
     """The type of ``LATER``."""
 
@@ -216,8 +212,9 @@ class Executor:
     def _claim(self) -> None:
         """What is queued is not executed in this turn."""
         for queued in self._queue:
-            if queued.claim is not None:
-                queued.claim, queued.ended = None, queued.claim()
+            claim, queued.claim = queued.claim, None
+            if claim is not None:
+                queued.ended = claim()
 
     async def run(self, client: Client, message: Message, act: Callable[[Any], Outcome]) -> None:
         """Submit an entry, and wait until it is executed. Raises what the act raises.

@@ -16,7 +16,7 @@ and no lock, so it stands before all entries that name the plan.
     its first plan               been accepted, and come later in the log
     an update has waited, and    is defined again in the log, in front of the update
     its plan has gone
-    a copy for a new backup      all plans are entries in front of the log
+    a copy for a new backup      all plans go with it, of the moment at which its log begins
     the backup is promoted       it has those of the log; clients define them on their new
                                  connections
     a rollback                   stay, but are made again: what they read from the store as well
@@ -42,6 +42,7 @@ from psync.numerics.compression import (
     split_members,
 )
 from psync.numerics.memory import ABOVE_BYTES, BLOCK_BYTES, BlockPool, bytes_of, roomy
+from psync.numerics.rules import slot_dtype
 from psync.ps.cooperative_work import SHARD_BYTES
 from psync.specs import ShardSpec, dtype_of
 from psync.store.ledger import Client
@@ -153,6 +154,7 @@ class ShardSet:
         Raises:
             UnknownVariableError: A shard is not there.
             ConfigurationError: The optimizer is none, or is known as another one.
+            UsageError: It has no such slot.
             ValueMismatchError: What is to be raised is more than one number; or an average does
                 not fit what it follows.
         """
@@ -162,7 +164,13 @@ class ShardSet:
             self.specs = [store.spec(key) for key in self.keys]
             self.names = [spec.variable for spec in self.specs]
             self.costs = self.lengths = tuple(spec.nbytes for spec in self.specs)
-            if self.compression is not None:
+            if self.slot:
+                for key in self.keys:
+                    store.check_slot(key, self.optimizer, self.slot)
+                self.lengths = tuple(
+                    spec.size * slot_dtype(dtype_of(spec.dtype)).itemsize for spec in self.specs
+                )
+            elif self.compression is not None:
                 size = narrow_dtype(self.compression).itemsize
                 self.lengths = tuple(
                     spec.size * size if self.is_narrow(spec) else spec.nbytes for spec in self.specs
@@ -388,6 +396,20 @@ class Plans:
             if client[1] >= coordinator
         }
         return Plans(self._task, of)
+
+    def snapshot(self) -> list[tuple[str, int, bytes]]:
+        """Return (task, incarnation, definition) of all plans, for a backup."""
+        return [
+            (*client, plan.header) for client, plans in self.of.items() for plan in plans.values()
+        ]
+
+    def restore(self, client: Client, header: bytes) -> ShardSet:
+        """Return the plan that is defined so, by what ``snapshot`` has returned elsewhere."""
+        message = cast(DefinePlan, decode(header))
+        plans = self.of.setdefault(client, {})
+        if message.plan not in plans:
+            plans[message.plan] = ShardSet.defined(message, header)
+        return plans[message.plan]
 
     def serve(self, request: Request[DefinePlan]) -> None:
         """Know a plan from now on.

@@ -27,7 +27,7 @@ from psync.store.store import Key, ShardStore, Work
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
 from psync.wire.limits import Limits
-from psync.wire.messages import Pulled, PullRows, Read
+from psync.wire.messages import Pulled, Read
 from psync.wire.tensors import Joined
 
 
@@ -87,10 +87,7 @@ class PsPulls:
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
-        return {
-            Read: Handler(self._pull),
-            PullRows: Handler(self._pull_rows, self._prepare_rows),
-        }
+        return {Read: Handler(self._pull, self._prepare_rows)}
 
     def _pull(self, request: Request[Read]) -> None:
         message, client = request.message, request.peer.client
@@ -99,6 +96,9 @@ class PsPulls:
             known = self._plans.plan(client, message.plan)
         if message.lock:
             self._locks.check(client, message.lock, known.keys)
+        if message.rows is not None:
+            self._pull_rows(request, self._wanted(known, message.rows, request.segments))
+            return
         self.pulls += 1
         if known.compression is not None:
             request.start(self._pull_narrow(request, known))
@@ -170,10 +170,9 @@ class PsPulls:
 
     # Rows.
 
-    def _prepare_rows(self, request: Request[PullRows]) -> Sequence[memoryview]:
-        message = request.message
+    def _prepare_rows(self, request: Request[Read]) -> Sequence[memoryview]:
         lengths = request.lengths
-        counts = [part[2] for part in message.parts if not part[5]]
+        counts = [count for _, count, _, _, step in request.message.rows or () if not step]
         if lengths != tuple([count * ROW_NUMBER_BYTES for count in counts]):
             raise RemoteProtocolError(
                 f"{self._task}: row numbers in segments of {lengths[:10]} bytes, expected those "
@@ -181,9 +180,8 @@ class PsPulls:
             )
         return memory_for(self._pool, sum(lengths), varies=True)
 
-    def _pull_rows(self, request: Request[PullRows]) -> None:
-        store, message = self._store, request.message
-        wanted = self._wanted(store, message, request.segments)
+    def _pull_rows(self, request: Request[Read], wanted: Sequence[WantedRows]) -> None:
+        store = self._store
         self.row_pulls += 1
         nbytes = cost = 0  # of what is gathered
         for one in wanted:
@@ -205,7 +203,7 @@ class PsPulls:
         request.answer(Pulled(self.closed.steps), segments)
 
     async def _pull_rows_slowly(
-        self, request: Request[PullRows], wanted: Sequence[WantedRows], memory: memoryview
+        self, request: Request[Read], wanted: Sequence[WantedRows], memory: memoryview
     ) -> None:
         store, steps = self._store, self.closed.steps
         segments: list[Segment] = []
@@ -219,13 +217,15 @@ class PsPulls:
         request.answer(Pulled(steps), segments)
 
     def _wanted(
-        self, store: ShardStore, message: PullRows, body: Sequence[memoryview]
+        self, known: ShardSet, parts: Sequence[Sequence[int]], body: Sequence[memoryview]
     ) -> list[WantedRows]:
         """Return what is asked for, all of which exists."""
-        wanted: list[WantedRows] = []
+        store, wanted = self._store, list[WantedRows]()
         at = start = 0
-        for variable, index, count, first, stop, step in message.parts:
-            key = (variable, index)
+        for place, count, first, stop, step in parts:
+            if not 0 <= place < len(known.keys):
+                raise RemoteProtocolError(f"{self._task}: the plan has no shard {place}")
+            key = known.keys[place]
             rows: np.ndarray | range
             if step:
                 if max(map(abs, (first, stop, step))) > MAX_NUMBER:

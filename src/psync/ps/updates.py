@@ -18,18 +18,17 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
 
 Creating shards is idempotent, so a lost connection repeats it.
 
-A program that restores a checkpoint, or changes the learning rate, does so by SetOptimizer and
-SetSlot. Both are idempotent, so a lost connection repeats them. They are entries of the log, and
-the ledger does not judge them: of a value that is set while others push to the same variables, the
-last one counts. ``MeasurePush`` is the first round of layer-wise optimizers: the norms of an update
-before it is applied.
+A program that restores a checkpoint, or changes the learning rate, does so by SetOptimizer, and by
+assigns to slots. The former is idempotent, so a lost connection repeats it: an entry of the log,
+which the ledger does not judge. ``MeasurePush`` is the first round of layer-wise optimizers: the
+norms of an update before it is applied.
 """
 
 from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -38,12 +37,12 @@ import numpy as np
 from psync.cluster import parse_task_name
 from psync.errors import PlanForgotten, RemoteProtocolError, UsageError, ValueMismatchError
 from psync.net.connection import Connection, Handler, Request
-from psync.numerics.memory import ABOVE_BYTES, BlockPool
-from psync.numerics.rules import Sums, slot_dtype
+from psync.numerics.memory import ABOVE_BYTES, BlockPool, bytes_of
+from psync.numerics.rules import Sums
 from psync.ps.admission import Claim, PsLocks, UpdateGate
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
-from psync.ps.executor import Executor, Listed
+from psync.ps.executor import Executor
 from psync.ps.plans import (
     NO_BYTES,
     NO_PLANS,
@@ -72,7 +71,6 @@ from psync.wire.messages import (
     OptimizerState,
     Pushed,
     SetOptimizer,
-    SetSlot,
     Update,
 )
 from psync.wire.remote_errors import exception_of, failure_of
@@ -158,7 +156,7 @@ class PsUpdate(Compute):
         self.client: Client = request.peer.client
         self.message = request.message
         self.known = known
-        self.is_push = known.optimizer >= 0
+        self.is_push = known.optimizer >= 0 and not known.slot
         self.wanted = known.wanted  # whose values its answer brings
         self.body = body
         self.store = store
@@ -200,6 +198,8 @@ class PsUpdate(Compute):
             if factors is None or not 0 <= factors[0] < 1:
                 decay = None if factors is None else factors[0]
                 raise ValueMismatchError(f"moving average: expected decay in [0, 1), got {decay}")
+        elif known.slot:
+            self.operands = [bytes_of(part) for part in known.cut(body)]
         else:
             parts = zip(known.keys, known.cut(body), strict=True)
             self.operands = [store.check_assign(key, known.op, view) for key, view in parts]
@@ -276,6 +276,8 @@ class PsUpdate(Compute):
             if self.is_push:
                 return store.apply_rows(known.optimizer, key, *operand, self.step)
             return store.scatter(key, known.op, *operand)
+        if known.slot:
+            return store.load_slot(key, known.optimizer, known.slot, operand)
         if self.is_push:
             ratio = None if factors is None else factors[position]
             return store.apply_checked(known.optimizer, key, operand, self.step, ratio)
@@ -349,12 +351,11 @@ class PsUpdates:
             CreateShards: Handler(self._create_shards, self._prepare_shards),
             DefinePlan: Handler(self._plans.serve),
             Update: Handler(self._arrived, self._prepare_update),
-            SetSlot: Handler(self._set_slot, self._prepare_slot),
             SetOptimizer: Handler(self._set_optimizer),
             MeasurePush: Handler(self._measure, self._prepare_measure),
         }
 
-    # A section of the state: shards and ledger, all of which is in snapshots; and plans.
+    # A section of the state: shards and ledger.
 
     def control(self) -> list[Any]:
         """Return what the ledger remembers, and the counts of optimizers that were used."""
@@ -362,17 +363,11 @@ class PsUpdates:
         counts = sorted((number, each.count.state) for number, each in optimizers)
         return [self._ledger.control(encode), [each for each in counts if any(each[1])]]
 
-    async def entries(self) -> list[Listed]:
-        """Return no entries."""
-        return []
+    async def live(self, _: list[memoryview]) -> None:
+        """Return nothing: snapshots have it."""
 
-    def plans(self) -> list[Listed]:
-        """Return the definitions of all plans, as entries."""
-        return [
-            (client, plan.header, ())
-            for client, plans in self._plans.of.items()
-            for plan in plans.values()
-        ]
+    async def restore(self, _: None, __: Iterator[memoryview]) -> None:
+        """Do nothing."""
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who executes entries: the primary has checked whether their clients are served."""
@@ -454,26 +449,6 @@ class PsUpdates:
         return array_from_bytes(data, (), spec.dtype)
 
     # Optimizers, set from outside.
-
-    def _prepare_slot(self, request: Request[SetSlot]) -> Sequence[memoryview]:
-        """Check everything that needs no bytes before memory is taken for them."""
-        message, nbytes = request.message, sum(request.lengths)
-        self._store.define_optimizer(message.optimizer, message.config)
-        spec = self._store.spec((message.variable, message.shard))
-        if nbytes != spec.size * slot_dtype(dtype_of(spec.dtype)).itemsize:
-            raise ValueMismatchError(f"{self._task}: the value of a slot does not have its size")
-        return memory_for(self._pool, nbytes)
-
-    def _set_slot(self, request: Request[SetSlot]) -> asyncio.Future[None]:
-        return self._work.to_the_end(self._load(request.message, request.segments))
-
-    async def _load(self, message: SetSlot, body: Sequence[memoryview]) -> None:
-        self._store.define_optimizer(message.optimizer, message.config)
-        work = await self._work.when_idle(
-            self._store.load_slot, (message.variable, message.shard), message.optimizer,
-            message.slot, body[0] if body else b"",
-        )  # fmt: skip
-        await self._work.finish(work)
 
     def _set_optimizer(self, request: Request[SetOptimizer]) -> None:
         message = request.message

@@ -62,7 +62,7 @@ from psync.specs import VariableSpec, plain_array
 from psync.wire.codec import Message
 from psync.wire.frames import Frame
 from psync.wire.limits import Limits
-from psync.wire.messages import Merged, ReachCollective
+from psync.wire.messages import ClosureResults, ReachCollective
 
 T = TypeVar("T")
 
@@ -226,10 +226,12 @@ class GangMember:
                 call.cancel()
             raise
         answer, result = received.message, Payload.from_segments(received.segments)
-        if not isinstance(answer, Merged):
-            raise RemoteProtocolError(f"{what}: expected Merged, got {type(answer).__name__}")
-        if answer.error is not None:
-            raise rebuild_exception(CHIEF, *answer.error, result)
+        if not isinstance(answer, ClosureResults):
+            got = type(answer).__name__
+            raise RemoteProtocolError(f"{what}: expected ClosureResults, got {got}")
+        ((_, _, _, error),) = answer.results
+        if error is not None:
+            raise rebuild_exception(CHIEF, *error, result)
         return unpack(result.data, result.buffers)
 
 

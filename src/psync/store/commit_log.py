@@ -15,7 +15,7 @@ import enum
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from psync.errors import FencedError, LocalProtocolError, PsyncError
@@ -51,7 +51,6 @@ class CommitLog(Generic[E]):
         # That the backup does not have, from the first after ``taken``, with what each counts.
         self._kept: deque[tuple[E, int]] = deque()
         self._kept_bytes = 0
-        self._room = max_kept_bytes  # while a copy is made
 
     def append(self, entry: E, nbytes: int) -> int:
         """Give an entry its place, and return its number.
@@ -65,7 +64,7 @@ class CommitLog(Generic[E]):
         if self.state is not LogState.ALONE:
             self._kept.append((entry, nbytes))
             self._kept_bytes += nbytes
-            if self.state is LogState.COPYING and self._kept_bytes > self._room:
+            if self.state is LogState.COPYING and self._kept_bytes > self._max_kept:
                 self.give_up()
         return self.last
 
@@ -87,20 +86,7 @@ class CommitLog(Generic[E]):
         self._check(LogState.ALONE)
         self.state = LogState.COPYING
         self.taken = self.shipped = self.last
-        self._room = self._max_kept
         return self.last
-
-    def precede(self, entries: Sequence[tuple[E, int]]) -> None:
-        """Ship these before the entries that were kept since the copy began.
-
-        Args:
-            entries: What the copy lacks, with what each counts, beside what may be kept.
-        """
-        self._kept.extendleft(reversed(entries))
-        self.taken = self.shipped = self.taken - len(entries)
-        nbytes = sum(nbytes for _, nbytes in entries)
-        self._kept_bytes += nbytes
-        self._room += nbytes
 
     def pair(self) -> None:
         """The copy is there: from now on nothing is applied that the backup does not have.

@@ -427,17 +427,21 @@ class ShardTable:
             raise UsageError(f"optimizer {optimizer_id} is not defined on {self.task}")
         return optimizer
 
-    def _slot(self, key: Key, optimizer_id: int, slot: str) -> BlockArray:
-        """Return a slot of an idle shard."""
+    def check_slot(self, key: Key, optimizer_id: int, slot: str) -> None:
+        """Raise what ``read_slot`` would raise, except BusyError."""
         rule = self._optimizer(optimizer_id).rule
         if slot not in rule.slot_names():
             raise UsageError(
                 f"optimizer {optimizer_id} ({rule.name}) on {self.task} has no slot {slot!r}",
                 hint=f"its slots are {', '.join(rule.slot_names()) or 'none'}",
             )
-        shard = self._idle(key)
-        self._check_optimizable(shard)
-        return self._slots(shard, optimizer_id)[rule.slot_names().index(slot)]
+        self._check_optimizable(self._shard(key))
+
+    def _slot(self, key: Key, optimizer_id: int, slot: str) -> BlockArray:
+        """Return a slot of an idle shard."""
+        self.check_slot(key, optimizer_id, slot)
+        at = self.optimizers[optimizer_id].rule.slot_names().index(slot)
+        return self._slots(self._idle(key), optimizer_id)[at]
 
     def _slots(self, shard: Shard, optimizer_id: int) -> list[BlockArray]:
         """Return the shard's slots in the rule's order, made when first asked for."""

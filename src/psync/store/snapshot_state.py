@@ -19,8 +19,8 @@ An array to which nothing was ever written, such as a large table that was decla
     locks, clocks, requests
     that wait                     nothing
 
-What a backup gets beside a snapshot, as entries: staged parts, the state of the rule of synchronous
-steps, contents and takes of accumulators (``backups.primary``, ``Section.entries``).
+What a backup gets beside a snapshot: staged parts, the state of the rule of synchronous steps,
+contents and takes of accumulators (``backups.primary``, ``Section.live``).
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, cast, overload
 
+import msgspec
 import numpy as np
 
 from psync.errors import PartitionError, UsageError, ValueMismatchError
@@ -109,7 +110,7 @@ class Adjacent(Sequence[np.ndarray]):
         return self.whole[self.parts[first].start : self.parts[end - 1].stop]
 
 
-class Means(NamedTuple):
+class Means(msgspec.Struct, frozen=True, eq=False):
     """The means of several pushes' gradients, one for each shard, or one for several at once."""
 
     pushes: Sequence[Sequence[np.ndarray]]
@@ -495,7 +496,7 @@ class ShardStore(RowTable):
                 continue
             if type(gradients) is Adjacent and gradients.whole.size == run.stop - run.start:
                 gradient = gradients.whole
-            elif type(gradients) is Means:
+            elif isinstance(gradients, Means):
                 gradient = gradients.of_run(run, position, end)
             else:
                 gradient = _side_by_side(gradients, run, position, end)
@@ -765,12 +766,10 @@ class ShardStore(RowTable):
 
 
 def _of_shard(gradients: Sequence[np.ndarray] | Means, position: int) -> np.ndarray | MeanGradient:
-    return gradients.of_shard(position) if type(gradients) is Means else gradients[position]
+    return gradients.of_shard(position) if isinstance(gradients, Means) else gradients[position]
 
 
-def _side_by_side(
-    gradients: Sequence[np.ndarray], run: Run, first: int, end: int
-) -> np.ndarray:
+def _side_by_side(gradients: Sequence[np.ndarray], run: Run, first: int, end: int) -> np.ndarray:
     """Return the gradients of a run's shards, from the ``first`` on, as one array."""
     if isinstance(gradients, Adjacent):
         return gradients.between(first, end)

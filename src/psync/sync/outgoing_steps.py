@@ -22,8 +22,10 @@ answered "duplicate".
 The rounds of a step over all ps tasks:
 
     round                                     when
-    MeasureStep to every ps, for "gradients"  norms are clipped, of what lies on several ps tasks
-    MeasureStep to every ps, for "updates"    a layer-wise rule needs norms of such a variable
+    CloseStep to every ps, which measures     norms are clipped, of what lies on several ps tasks
+      "gradients"
+    CloseStep to every ps, which measures     a layer-wise rule needs norms of such a variable
+      "updates"
     the factors become an entry of the log    if there were such rounds
     CloseStep to every ps, with the factors   always
 
@@ -59,7 +61,6 @@ from psync.wire.messages import (
     Failure,
     FinishSteps,
     Measured,
-    MeasureStep,
     NormsMeasured,
     StepApplied,
 )
@@ -142,7 +143,7 @@ class OutgoingSteps(Changing):
         if passes:
             known = _listed(norms.scales), _listed(norms.ratios)
             then = functools.partial(self._measured, outgoing, norms, passes)
-            self._all_ps.tell(MeasureStep(*step, *known, passes[0]), parts, then)
+            self._all_ps.tell(CloseStep(*step, *known, passes[0]), parts, then)
         else:
             message = CloseStep(*step, outgoing.scales, outgoing.ratios)
             self._all_ps.tell(message, parts, functools.partial(self._ended, close))

@@ -39,7 +39,6 @@ from psync.wire.messages import (
     FollowParts,
     Held,
     Measured,
-    MeasureStep,
 )
 
 Then = Callable[[list[Message], Exception | None], None]
@@ -97,7 +96,7 @@ class AllPs:
         refuses at once.
 
         Args:
-            message: CloseStep or MeasureStep.
+            message: Says it.
             parts: Of each push, the other ps tasks that have a part.
             then: Called once, when all have answered.
         """
@@ -149,7 +148,8 @@ class AllPs:
         done: Callable[[Message | Exception], None],
     ) -> None:
         ps, moved = link.index, self._moved
-        expected = Measured if type(message) is MeasureStep else Done
+        measures = type(message) is CloseStep and message.measures
+        expected = Measured if measures else Done
 
         def build(_: Connection) -> Message:
             if isinstance(message, FollowParts) or (ps, message.group) in self._told:
@@ -174,7 +174,7 @@ class AllPs:
                     )
                 )
             else:
-                if type(message) is CloseStep:  # which is in its log
+                if type(message) is CloseStep and not measures:  # it is in its log
                     self._told.add((ps, message.group))
                 done(answer)
 

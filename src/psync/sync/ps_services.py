@@ -30,7 +30,7 @@ from typing import Any
 
 import msgpack
 
-from psync.backups.primary import BackupService, PsProcess, Section
+from psync.backups.primary import BackupService, Live, PsProcess, Section
 from psync.cluster import parse_task_name
 from psync.errors import ConfigurationError, ConnectionLost, FencedError, PsyncError, UsageError
 from psync.net.connection import Handler, Request
@@ -40,7 +40,7 @@ from psync.ps.computes import Compute, Touches
 from psync.ps.count_teller import NEWS_SHIFT, CountTeller
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
-from psync.ps.plans import Plans
+from psync.ps.plans import NO_BYTES, Plans
 from psync.ps.pulls import PsPulls
 from psync.ps.updates import PsUpdates, copied_by, nothing_is_left
 from psync.specs import STEP_BITS
@@ -57,10 +57,10 @@ from psync.wire.codec import Message
 from psync.wire.messages import (
     AttachPs,
     AwaitWaiters,
+    BeginBackup,
     CheckState,
     CreateShards,
     Done,
-    EndSteps,
     Fence,
     FinalBelow,
     LockShards,
@@ -68,16 +68,15 @@ from psync.wire.messages import (
     Read,
     ReportSchedule,
     SetOptimizer,
-    SetSlot,
     TellCounts,
 )
 
 logger = logging.getLogger(__name__)
 
-NOT_JUDGED = frozenset({Read, LockShards, SetSlot, SetOptimizer})
+NOT_JUDGED = frozenset({Read, LockShards, SetOptimizer})
 """What the ledger does not look at, and a process that does not serve its ps must refuse."""
 
-LOGGED = (CreateShards, Fence, FinalBelow, SetSlot, SetOptimizer, TellCounts)
+LOGGED = (CreateShards, Fence, FinalBelow, SetOptimizer, TellCounts)
 """What changes a ps as soon as it comes, beside what is admitted: entries as they are."""
 
 
@@ -165,7 +164,9 @@ class PsServices:
         self.replayed: dict[type[Message], Handler] = {}
         if life is Life.HOSTED:
             self.expect_moves()
-            self.replayed = {CheckState: Handler(executor.compare)}
+            self.replayed = {
+                BeginBackup: Handler(self._restore), CheckState: Handler(executor.compare)
+            }  # fmt: skip
             for section in self.sections:
                 self.replayed.update(section.replayed())
 
@@ -210,7 +211,6 @@ class PsServices:
         # What is copied, or set as a whole, and how updates are computed: between computes.
         touches: dict[type[Message], Touches] = {
             CreateShards: copied_by,
-            SetSlot: lambda message: [(message.variable, message.shard)],
             SetOptimizer: lambda message: (
                 [] if message.step < 0 and message.learning_rate is None else self.store.keys()
             ),
@@ -221,7 +221,6 @@ class PsServices:
             **handlers,
             AwaitWaiters: Handler(self._await_waiters),
             ReportSchedule: Handler(self._report_schedule),
-            EndSteps: Handler(self._end_steps),
             **self.accumulators.handlers(),
             **self.clocks.handlers(),
             **self.backup.handlers(),
@@ -267,6 +266,27 @@ class PsServices:
         """
         state = [section.control() for section in self.sections]
         return hashlib.blake2b(msgpack.packb(state), digest_size=16).digest()
+
+    # What a backup begins with.
+
+    async def live(self, plans: object) -> Live:
+        """Return what no snapshot has. Cancellation: safe."""
+        arrays: list[memoryview] = []
+        sections = [await each.live(arrays) for each in self.sections]
+        state = msgpack.packb((plans, sections, [len(each) for each in arrays]))
+        return Live(state, [each for each in arrays if each])
+
+    async def _restore(self, request: Request[BeginBackup]) -> None:
+        """Be, on a backup, where that is which has returned this."""
+        packed, *present = request.segments
+        plans, sections, lengths = msgpack.unpackb(packed)
+        for task, incarnation, header in plans:
+            self.plans.restore((task, incarnation), header)
+        left = iter(present)
+        arrays = iter([next(left) if length else NO_BYTES for length in lengths])
+        for section, state in zip(self.sections, sections, strict=True):
+            await section.restore(state, arrays)
+        request.answer(Done())
 
     # Snapshots.
 
@@ -405,14 +425,6 @@ class PsServices:
         self.clocks.hear(message)
         if self.closer is not None:
             self.closer.hear(message)
-        request.answer(Done())
-
-    def _end_steps(self, request: Request[EndSteps]) -> None:
-        """Training is over: nobody waits for others any more."""
-        self._process.check_coordinator(request.peer)
-        self.clocks.end()
-        if self.closer is not None:
-            self.closer.end(request.message.reason)
         request.answer(Done())
 
     # Ends.

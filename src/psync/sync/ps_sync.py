@@ -10,9 +10,9 @@ synchronous step".
                   is a token
     FollowParts   tell ps 0, on this connection, of all parts that are here and that come
     KeepPart      copy a part that lies in memory of its worker's
-    MeasureStep   say what the norms of the same mean would be; changes nothing
     CloseStep     apply the mean of the named pushes, shard by shard; moving averages follow, and
-                  the global step if it is here (``step``); a repetition changes nothing
+                  the global step if it is here (``step``); a repetition changes nothing. Or say
+                  what the norms of the mean would be, which changes nothing
 
 Update and CloseStep are entries of the log, and a backup does with them what is done here. A
 closing is judged in its order: its parts are taken, and the group is at the next step. The update
@@ -23,11 +23,11 @@ shards waits for the locks before it is an entry.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
-import msgpack
 import numpy as np
 
 from psync.cluster import parse_task_name
@@ -45,7 +45,7 @@ from psync.numerics.rules import Sums
 from psync.ps.admission import PsLocks
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import LATER, Executor, Later, Listed, awaited
+from psync.ps.executor import LATER, Executor, Later, awaited
 from psync.ps.plans import Body, Plans, ShardSet, body_in_place, memory_for, owned
 from psync.specs import dtype_of
 from psync.store.commit_log import LogState
@@ -63,17 +63,12 @@ from psync.wire.messages import (
     Failure,
     FollowParts,
     Held,
-    HoldPush,
     KeepPart,
     Measured,
-    MeasureStep,
-    NormsMeasured,
     Pushed,
-    SetGroups,
     Update,
 )
 from psync.wire.remote_errors import exception_of, failure_of
-from psync.wire.tensors import to_bytes_view
 
 CLOSER = "/job:ps/task:0"
 """Who decides steps."""
@@ -163,17 +158,12 @@ class PsSync:
         return {
             FollowParts: Handler(self._follow),
             KeepPart: Handler(self._keep_part),
-            MeasureStep: Handler(self._measure_for),
             CloseStep: Handler(self._close_for),
         }
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who does which entry of the log of the one that is backed up; see ``replay``."""
-        return {
-            SetGroups: Handler(self._set_groups),
-            HoldPush: Handler(self._hold),
-            CloseStep: Handler(self.execute),
-        }
+        return {CloseStep: Handler(self.execute)}
 
     # Groups.
 
@@ -406,12 +396,12 @@ class PsSync:
 
     def execute(self, request: Request[CloseStep]) -> None:
         """Measure a step, or close it, and answer. Raises what these do."""
-        if type(request.message) is CloseStep:
-            self.close(cast(Request[CloseStep], request))
+        if request.message.measures:
+            self._measure(request)
         else:
-            self._measure(cast(Request[MeasureStep], request))
+            self.close(request)
 
-    def _measure(self, request: Request[MeasureStep]) -> None:
+    def _measure(self, request: Request[CloseStep]) -> None:
         """Measure a step; nothing is changed.
 
         Raises:
@@ -424,13 +414,13 @@ class PsSync:
             return
         step = self._step_of(message, known)
         if self._work.fits_now(self.store, step.shards, step.nbytes):
-            request.answer(Measured(step.measure_at_once(message.what)))
+            request.answer(Measured(step.measure_at_once(message.measures)))
         else:
-            under_way = self._work.to_the_end(self._measure_slowly(step, message.what))
+            under_way = self._work.to_the_end(self._measure_slowly(step, message.measures))
             request.start(self._measured(request, under_way))
 
     async def _measured(
-        self, request: Request[MeasureStep], under_way: Awaitable[list[ShardSums]]
+        self, request: Request[CloseStep], under_way: Awaitable[list[ShardSums]]
     ) -> None:
         request.answer(Measured(await under_way))
 
@@ -559,13 +549,12 @@ class PsSync:
         for task, incarnation, push, _ in message.pushes:
             self.fail((message.group, (task, incarnation), push), error)
 
-    def _measure_for(self, request: Request[MeasureStep]) -> None:
-        self._check_closer(request.peer)
-        self._measure(request)
-
     def _close_for(self, request: Request[CloseStep]) -> None:
         self._check_closer(request.peer)
-        self.close(request)
+        if request.message.measures:
+            self._measure(request)
+        else:
+            self.close(request)
 
     def _check_closer(self, peer: Connection) -> None:
         self.ledger.check_incarnation(peer.task, peer.incarnation)
@@ -580,30 +569,6 @@ class PsSync:
             raise NotServedError(f"{self._task} is not, or no longer, served by this process")
 
     # A section of the state.
-
-    def _hold(self, request: Request[HoldPush]) -> None:
-        """Hold a part that is held over there, whether its sender lives or not."""
-        message, replica = request.message, request.peer.client
-        known = self.plans.plan(replica, message.plan)
-        self._look_up(known)
-        key = message.group, replica, message.push
-        part = self._part(key, message.local_step, known, request.segments, message.rows)
-        self.staging.stage(part)
-        request.answer(_DONE)
-
-    def _set_groups(self, request: Request[SetGroups]) -> None:
-        self.set_groups(request.message)
-        request.answer(_DONE)
-
-    def set_groups(self, message: SetGroups) -> None:
-        """Know the groups that the one knows whose backup this is."""
-        for group, config, step, elsewhere in message.groups:
-            self.known(group, config).elsewhere = elsewhere
-            if step >= 0:
-                self.staging.close(group, step - 1)
-                self.staging.applied(group, step - 1)
-        for group in message.spread:
-            self.groups[group].spread = True
 
     def control(self) -> list[Any]:
         """Return what is held and decided, as plain data in an order of its own, for a digest."""
@@ -620,33 +585,41 @@ class PsSync:
         )  # fmt: skip
         return [held, decided]
 
-    async def entries(self, rule: Mapping[str, Any] | None = None) -> list[Listed]:
-        """Return entries that give a backup what no snapshot has: that has the groups alone.
+    async def live(self, arrays: list[memoryview]) -> Any:
+        """Return the parts that are held, and how far groups are; see ``backups.primary.Section``.
 
-        Args:
-            rule: On ps 0, ``SyncSteps.snapshot``. No step is on its way, but some may be decided.
+        No step is on its way, but some may be decided.
         """
-        entries: list[Listed] = []
+        parts = []
         for part in map(self._owned, self.staging.held()):
-            rows = None if part.rows is None else list(part.rows)
             group, replica, push = part.key
-            holding = HoldPush(group, push, part.local_step, part.known.number, rows)
+            rows, held = None if part.rows is None else list(part.rows), len(part.body)
+            arrays += part.body
             # The plan may have gone, as its client defines others now.
-            entries += [(replica, part.known.header, ()), (replica, holding, part.body)]
-        steps = dict(self.staging.steps)
-        groups = [
-            (group, known.raw, steps.get(group, -1), known.elsewhere)
-            for group, known in self.groups.items()
-        ]
-        state = SetGroups(groups, [group for group, known in self.groups.items() if known.spread])
-        packed = () if rule is None else (to_bytes_view(bytes_of(msgpack.packb(rule))),)
-        entries.append((FROM_CLOSER, state, packed))
-        for known in self.groups.values():
-            each = known.outgoing
-            if each is not None and each.is_measured:
-                measured = NormsMeasured(known.number, each.close.step, each.scales, each.ratios)
-                entries.append((FROM_CLOSER, measured, ()))
-        return entries
+            parts.append((group, replica, push, part.local_step, part.known.header, rows, held))
+        steps, groups = dict(self.staging.steps), []
+        for group, known in self.groups.items():
+            factors, outgoing = None, known.outgoing
+            if outgoing is not None and outgoing.is_measured:
+                factors = outgoing.close.step, outgoing.scales, outgoing.ratios
+            groups.append((group, steps.get(group, -1), known.elsewhere, known.spread, factors))
+        return parts, groups
+
+    async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
+        """Hold what ``live`` has returned; the snapshot had the groups."""
+        parts, groups = state
+        for group, (task, incarnation), push, local_step, header, rows, held in parts:
+            replica = task, incarnation
+            known = self.plans.restore(replica, header)
+            self._look_up(known)
+            body = list(itertools.islice(arrays, held))
+            self.staging.stage(self._part((group, replica, push), local_step, known, body, rows))
+        for group, step, elsewhere, spread, _ in groups:
+            here = self.groups[group]
+            here.elsewhere, here.spread = elsewhere, spread
+            if step >= 0:
+                self.staging.close(group, step - 1)
+                self.staging.applied(group, step - 1)
 
     def raw_configs(self) -> dict[int, dict[str, Any]]:
         """Return the configurations of all groups, by their number, as they came."""

@@ -61,7 +61,9 @@ class ClockService:
 
     def hear(self, message: ReportSchedule) -> None:
         """Note a report of the coordinator, unless a newer one was there."""
-        if message.version > self._version:
+        if message.ended is not None:
+            self.end()
+        elif message.version > self._version:
             self._version = message.version
             busy = None if message.queued else frozenset(task for _, task in message.in_flight)
             self._alive, self._busy = dict(message.workers), busy

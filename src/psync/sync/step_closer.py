@@ -4,8 +4,8 @@ Joins the rule (``SyncSteps``) with the network. Whatever the rule is told is an
 with the time at which it came; so the backup of ps 0 is told the same, and has the same rule.
 
     Update           the same       ─► SyncSteps.contribute → Answer, Refuse: to who waits for that
-    (group is new)   BeginGroup     ─► SyncSteps.define
-    ReportSchedule   the same       ─► SyncSteps.members, schedule
+    (group is new)   BeginGroup     ─► SyncSteps.define, init_tokens
+    ReportSchedule   the same       ─► SyncSteps.members, schedule; end
     FinishSteps      the same       ─► SyncSteps.finish → Close: decided; it is carried
     a deadline       Tick           ─► SyncSteps.tick       to every ps (``outgoing_steps``)
     nobody waits     ForgetPush     ─► SyncSteps.forget
@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import msgpack
 import msgspec
 
 from psync.cluster import task_name
@@ -33,7 +32,7 @@ from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.numerics.memory import BlockPool
-from psync.ps.executor import LATER, Later, Listed
+from psync.ps.executor import LATER, Later
 from psync.sync.log_clock import LogClock
 from psync.sync.outgoing_steps import HOSTED, OutgoingSteps
 from psync.sync.ps_peers import AllPs
@@ -49,15 +48,12 @@ from psync.wire.messages import (
     BeginGroup,
     CloseStep,
     Done,
-    EndSteps,
     FinishSteps,
     ForgetPush,
     Held,
-    InitTokens,
     NormsMeasured,
     Number,
     ReportSchedule,
-    SetGroups,
     StepApplied,
     Tick,
     Update,
@@ -124,7 +120,7 @@ class StepCloser:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            InitTokens: Handler(self._init_tokens),
+            BeginGroup: Handler(self._init_tokens),
             FinishSteps: Handler(self._finish),
         }
 
@@ -144,9 +140,21 @@ class StepCloser:
         """Return what is staged and decided, and the state of the rule."""
         return [*self._sync.control(), self.steps.snapshot()]
 
-    async def entries(self) -> list[Listed]:
-        """Return entries that give a backup what no snapshot has."""
-        return await self._sync.entries(self.steps.snapshot())
+    async def live(self, arrays: list[memoryview]) -> Any:
+        """Return what ps 0 has itself, and the state of the rule."""
+        return await self._sync.live(arrays), self.steps.snapshot()
+
+    async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
+        """Be where the rule is of the one whose backup this is."""
+        (parts, groups), rule = state
+        await self._sync.restore((parts, groups), arrays)
+        configs = {group: known.config for group, known in self._sync.groups.items()}
+        self.steps.restore(rule, configs)
+        self._clock.note(rule["now"])
+        self.outgoing.restore()
+        for group, _, _, _, factors in groups:
+            if factors is not None:
+                self.outgoing.note_factors(NormsMeasured(group, *factors))
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who executes which entry of the log of the one whose backup this is."""
@@ -163,15 +171,12 @@ class StepCloser:
 
         return {
             **self._sync.replayed(),
-            SetGroups: Handler(self._restore),
             ForgetPush: Handler(forget),
             BeginGroup: replay(self._define),
             ReportSchedule: replay(self._set_members),
             Tick: replay(self._tick),
             NormsMeasured: replay(self.outgoing.note_factors),
             StepApplied: replay(self.outgoing.note_applied),
-            EndSteps: replay(self._end),
-            InitTokens: replay(self._put_initial),
             FinishSteps: replay(self.outgoing.close_all),
         }
 
@@ -206,16 +211,6 @@ class StepCloser:
         await self.all_ps.close()
         while self._beginning:  # all ends with its links
             await asyncio.wait(list(self._beginning.values()))
-
-    def _restore(self, request: Request[SetGroups]) -> None:
-        """Be where the rule is of the one whose backup this is."""
-        message = request.message
-        self._sync.set_groups(message)
-        configs = {group: known.config for group, known in self._sync.groups.items()}
-        self.steps.restore(state := msgpack.unpackb(request.segments[0]), configs)
-        self._clock.note(state["now"])
-        self.outgoing.restore()
-        request.answer(Done())
 
     # Pushes.
 
@@ -332,18 +327,15 @@ class StepCloser:
         self.steps.forget(message.group, replica, message.push)
         self._waits_changed()
 
-    async def _init_tokens(self, request: Request[InitTokens]) -> None:
+    async def _init_tokens(self, request: Request[BeginGroup]) -> None:
         message = request.message
         self._check()
         self._sync.known(message.group, message.config)
         if not self.steps.knows(message.group):
             await self._begin(message.group)
             self._check()
-        await self._sync.executor.run(request.peer.client, message, self._put_initial)
+        await self._sync.executor.run(request.peer.client, message, self._define)
         request.answer(Number(self.steps.present(message.group)))
-
-    def _put_initial(self, message: InitTokens) -> None:
-        self._perform(self.steps.init_tokens(message.group, message.count))
 
     async def _finish(self, request: Request[FinishSteps]) -> None:
         client = request.peer.client
@@ -374,7 +366,7 @@ class StepCloser:
     async def _read_first(self, group: int) -> None:
         known = self._sync.groups[group]
         step = await self.all_ps.read_global_step(known.config)
-        message = BeginGroup(group, known.raw, step)
+        message = BeginGroup(group, known.raw, step=step)
         await self._sync.executor.run(FROM_CLOSER, message, self._define)
 
     def _begun(self, group: int, task: asyncio.Task[None]) -> None:
@@ -385,7 +377,10 @@ class StepCloser:
 
     def _define(self, message: BeginGroup) -> None:
         config = self._sync.known(message.group, message.config).config
-        self.steps.define(message.group, config, message.step)
+        if message.step >= 0:
+            self.steps.define(message.group, config, message.step)
+        if message.count is not None:
+            self._perform(self.steps.init_tokens(message.group, message.count))
 
     # Membership, and time.
 
@@ -397,6 +392,10 @@ class StepCloser:
 
     def _set_members(self, message: ReportSchedule) -> None:
         self._clock.note(message.now)
+        if message.ended is not None:  # pending requests fail, and later pushes
+            self._perform(self.steps.end(message.ended))
+            self._go_on(list(self._here))
+            return
         actions = self.steps.members(dict(message.workers), message.missing, message.now)
         closures = [closure for closure, _ in message.in_flight]
         self._perform([*actions, *self.steps.schedule(message.queued, closures)])
@@ -405,14 +404,6 @@ class StepCloser:
         """Incarnations of ``task`` below ``below`` are over, says an entry: they wait no more."""
         self._go_on([key for key in self._here if key[1][0] == task and key[1][1] < below])
         self._perform(self.steps.fence(task, below))
-
-    def end(self, reason: str) -> None:
-        """Training is over: pending requests fail, and later pushes."""
-        self._note(EndSteps(reason), self._end)
-
-    def _end(self, message: EndSteps) -> None:
-        self._perform(self.steps.end(message.reason))
-        self._go_on(list(self._here))
 
     def _expired(self) -> None:
         self._note(Tick(self._clock.now()), self._tick)

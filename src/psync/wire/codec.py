@@ -26,7 +26,7 @@ replace = msgspec.structs.replace
 
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
-class _MessageType(type(msgspec.Struct)):  # type: ignore[misc]  # as msgspec says it
+class _MessageType(msgspec.StructMeta):
     """Makes a frozen struct of every subclass of ``Message``, and knows them by their codes."""
 
     def __new__(
@@ -34,7 +34,7 @@ class _MessageType(type(msgspec.Struct)):  # type: ignore[misc]  # as msgspec sa
     ) -> Any:
         if code in _BY_CODE:
             raise TypeError(f"message code {code} is taken by {_BY_CODE[code].__name__}")
-        made = super().__new__(
+        made: Any = super().__new__(
             mcs, name, bases, namespace, tag=code, array_like=True, frozen=True,
             forbid_unknown_fields=True,
         )  # fmt: skip

@@ -6,8 +6,9 @@ knows one kind of array.
 
 from __future__ import annotations
 
-from msgspec import field
 from typing import Any
+
+from msgspec import field
 
 from psync.wire.codec import Message
 
@@ -178,10 +179,10 @@ class DefinePlan(Message, code=37):
     plan: int
     # Perhaps first how float32 travels, see ``numerics.compression``.
     members: list[tuple[int, int]]
-    # Of a push, or of the slot that is read; -1: neither.
+    # Of a push, or of the slot; -1: neither.
     optimizer: int = -1
     config: dict[str, Any] | None = None  # defines the optimizer
-    slot: str = ""  # that is read instead of the values
+    slot: str = ""  # that is read, or assigned to, instead of the values
     op: str = ""  # of an assign: "assign", "add", "sub" or "max"; for rows also "mul", "div", "min"
     # Of averages, for each member the id of the variable that it follows; None: they are none.
     follows: list[int] | None = None
@@ -197,10 +198,18 @@ class DefinePlan(Message, code=37):
 
 
 class Read(Message, code=34):
-    """Values of a plan's shards, or of one slot of each. Answered by Pulled."""
+    """Values of a plan's shards, or of one slot of each; or some of their rows. Answered by Pulled.
+
+    Segments: one for each part of rows whose step is 0, its ``count`` row numbers (int64, in any
+    order). Of the answer: the rows of each part, in the order in which it names them.
+    """
 
     plan: int
     lock: int = 0  # of this client, of all these shards, see LockShards; 0: none
+    # None: all shards, whole. Else parts: (place of the shard in the plan, count, start, stop,
+    # step). Rows are local, they count from the shard's first one. Step 0: those in the body; else
+    # range(start, stop, step).
+    rows: list[tuple[int, int, int, int, int]] | None = None
 
 
 class Pulled(Message, code=35):
@@ -213,18 +222,6 @@ class Pulled(Message, code=35):
     steps: list[tuple[int, int]]
 
 
-class PullRows(Message, code=72):
-    """Some rows of shards. Answered by Pulled.
-
-    Segments: one for each part whose step is 0, its ``count`` row numbers (int64, in any order).
-    Of the answer: the rows of each part, in the order in which it names them.
-    """
-
-    # (variable id, shard index, count, start, stop, step). Rows are local, they count from the
-    # shard's first one. Step 0: those in the body; else range(start, stop, step).
-    parts: list[tuple[int, int, int, int, int, int]]
-
-
 class Numbered(Message):
     """Base of the updates of one client, which share their numbers."""
 
@@ -235,7 +232,7 @@ class Numbered(Message):
 
 
 class Update(Numbered, code=61):
-    """A push, an assign, or averages that move towards the variables that they follow.
+    """A push, an assign to values or slots, or averages that move towards what they follow.
 
     Its plan says which. Segments: one per member, but none for averages. Answered by Pushed. Of a
     synchronous push each ps gets its part, and ps 0 one in any case, which it answers by
@@ -279,7 +276,7 @@ class Pushed(Message, code=38):
     elsewhere: int = 0  # of these pushes those without a part on this ps, marked
 
 
-# Optimizers, and what they keep: set from outside by a program that restores it.
+# Optimizers: set from outside by a program that restores them.
 
 
 class OptimizerState(Message, code=124):
@@ -288,16 +285,6 @@ class OptimizerState(Message, code=124):
     base: int
     own: int
     steps: int
-
-
-class SetSlot(Message, code=125):
-    """A value for a slot of a shard; idempotent. Segment: that. Answered by Done."""
-
-    optimizer: int
-    config: dict[str, Any]  # defines it
-    variable: int
-    shard: int  # its index
-    slot: str
 
 
 class SetOptimizer(Message, code=126):
@@ -365,36 +352,35 @@ class DefineAccumulator(Message, code=62):
     max_staleness: int
 
 
-class ApplyGradient(Numbered, code=63):
-    """Add a gradient to an accumulator. Answered by AccumulatorState.
+class UpdateAccumulator(Numbered, code=63):
+    """Add a gradient to an accumulator, or set its step. Answered by AccumulatorState.
 
     Segments: the values; of a sparse gradient the indices (int64) before them.
     """
 
     accumulator: str
-    shape: list[int]  # of the values
-    dense_shape: list[int] | None  # of the array that the rows are of, if it is known
-    local_step: int
-    weight: float
-
-
-class SetAccumulatorStep(Numbered, code=64):
-    """Set the step of an accumulator. Answered by AccumulatorState."""
-
-    accumulator: str
-    step: int
+    step: int  # local step of the gradient, or the new step
+    shape: list[int] | None = None  # of the values; None: there is no gradient
+    dense_shape: list[int] | None = None  # of the array that the rows are of, if it is known
+    weight: float = 1.0
 
 
 class AccumulatorState(Message, code=65):
-    """What became of a gradient or a new step, and how far the accumulator is now."""
+    """What became of an update or a take, and how far the accumulator is now.
+
+    Segments: of a take the values; of a sparse gradient the indices (int64) before them.
+    """
 
     outcome: str  # "accepted", "stale" or "duplicate"; "": that was not asked
-    count: int  # gradients held
+    count: int  # gradients held; of a take: gradients that were taken
     step: int
+    shape: list[int] = field(default_factory=list)  # of the values
+    # Of the array that the rows are of; -1: not known. None: the gradient is dense.
+    dense_shape: list[int] | None = None
 
 
 class TakeGradient(Message, code=66):
-    """Wait for gradients and take what they amount to. Answered by GradientTaken.
+    """Wait for gradients and take what they amount to. Answered by AccumulatorState.
 
     The same take again, after a lost connection, gets the same answer.
     """
@@ -403,15 +389,6 @@ class TakeGradient(Message, code=66):
     take: int  # of this client, from 1, anew for each accumulator
     acked_below: int  # the client has the answers to all smaller numbers, or wants them no more
     num_required: int
-
-
-class GradientTaken(Message, code=67):
-    """Segments: the values; of a sparse gradient the indices (int64) before them."""
-
-    count: int  # gradients that were taken
-    step: int  # of the accumulator after it
-    shape: list[int]  # of the values
-    dense_shape: list[int] | None  # of the array that the rows are of; -1: not known
 
 
 class EndTakes(Message, code=68):
@@ -463,14 +440,15 @@ class Contributed(Message, code=45):
     alone: bool = False  # until the token's step nothing of the group was on another ps
 
 
-class InitTokens(OfGroup, code=50):
-    """Put the initial tokens of a group, once. ``count`` -1: the default.
+class BeginGroup(OfGroup, code=50):
+    """Begin a group, once, and put its initial tokens, once.
 
-    Answered by Number, the present step of the group; -1 if nobody has pushed yet.
+    Answered by Number, the present step of the group. An entry of the log, too.
     """
 
     config: dict[str, Any]
-    count: int
+    count: int | None = None  # -1: the default; None: none are put yet
+    step: int = -1  # in the log: the value of its global step as it begins; -1: it has begun
 
 
 # Between ps 0 and every other ps.
@@ -496,6 +474,7 @@ class CloseStep(OfGroup, code=48):
 
     Idempotent by ``step``. A part that is not there is an error, which ends the group.
     Afterwards the group is at ``step + 1`` and what is held for ``step`` or before is dropped.
+    With ``measures`` it changes nothing, and is answered by Measured.
     """
 
     config: dict[str, Any] | None  # None: the ps knows it
@@ -506,15 +485,9 @@ class CloseStep(OfGroup, code=48):
     # its update. None: the ps finds it by itself, if the rule needs it.
     scales: list[tuple[int, float]] | None = None
     ratios: list[tuple[int, float]] | None = None
-
-
-class MeasureStep(CloseStep, code=82):
-    """ps 0 → every ps: what would closing this step do? Changes nothing. Answered by Measured.
-
-    The same as the ``CloseStep`` that follows, but for the factors that are not known yet.
-    """
-
-    what: str = "gradients"  # or "updates", by the mean times its scales; see ``step_norms``
+    # "gradients", or "updates", by the mean times its scales: what would closing it do? The
+    # CloseStep that follows has the factors that are not known yet. See ``step_norms``.
+    measures: str = ""
 
 
 class Measured(Message, code=83):
@@ -548,6 +521,7 @@ class ReportSchedule(Message, code=49):
     missing: list[str]  # names of the others
     queued: bool  # closures that a worker could begin now have not been begun
     in_flight: list[tuple[int, str]]  # (closure, name of the worker)
+    ended: str | None = None  # why the training of a session is over; then the rest is not meant
     now: float = 0.0  # in the log: when it came, by the clock of that
 
 
@@ -587,13 +561,6 @@ class CheckState(Message, code=135):
 # Of synchronous steps, on ps 0.
 
 
-class BeginGroup(OfGroup, code=30):
-    """A group begins at this step, the value of its global step; again changes nothing."""
-
-    config: dict[str, Any]
-    step: int
-
-
 class ForgetPush(OfGroup, code=128):
     """No request of this client waits for the answer to a push any more."""
 
@@ -621,67 +588,6 @@ class StepApplied(OfGroup, code=132):
     failure: bytes  # a Failure, encoded; b"": there is none
 
 
-class EndSteps(Message, code=133):
-    """Chief of a session → ps 0: training has ended. Answered by Done. An entry of the log, too."""
-
-    reason: str
-
-
-class SetGroups(Message, code=96):
-    """How far the groups are, of a snapshot that comes with a log.
-
-    Segment: on ps 0 ``SyncSteps.snapshot``, as msgpack.
-    """
-
-    # (group, configuration, step here, first step of which other ps tasks are told; -1: none).
-    groups: list[tuple[int, dict[str, Any], int, int]]
-    spread: list[int]  # groups with a variable on several ps tasks
-
-
-class HoldPush(OfGroup, code=134):
-    """A part that is held, of a snapshot that comes with a log. Segments: that."""
-
-    push: int
-    local_step: int
-    plan: int
-    rows: list[int] | None
-
-
-# Of conditional accumulators.
-
-
-class HoldGradients(Message, code=122):
-    """What is in an accumulator, of a snapshot that comes with a log.
-
-    Segments: the bytes of the arrays of its sum, in pieces of 8 MiB.
-    """
-
-    accumulator: str
-    count: int  # gradients
-    weight: float  # sum of their weights
-    shape: list[int]  # of the sum; of a sparse one: of a row
-    rows: int  # of a sparse one
-
-
-class HoldTake(Message, code=121):
-    """A take of a client that has its answer, of a snapshot that comes with a log.
-
-    Segments: of that answer.
-    """
-
-    accumulator: str
-    take: int  # its number
-    taken: bytes  # GradientTaken, encoded
-
-
-class KeepAnswers(Message, code=123):
-    """What was answered of gradients and may be asked again."""
-
-    # As of ``Ledger.gradients``.
-    answers: list[tuple[str, int, int, int, int, bytes]]
-    calls: list[tuple[int, int, bytes, str]]
-
-
 # Consistent cuts, snapshots, backups, recovery, workers that leave. A *cut* is one position on
 # every ps: every update is wholly in it or wholly out. A *snapshot* is that of a ps at a cut: a
 # state, as JSON, and arrays, its *items*, by their place in the state. See docs/design.md.
@@ -696,14 +602,11 @@ class OfCut(Message):
 
 
 class Gate(OfCut, code=74):
-    """Begin no update that has not been begun, and close no step; answered by Gated."""
+    """Begin no update that has not been begun, and close no step.
 
-
-class Gated(Message, code=75):
-    """No step is being closed here, and these messages belong to updates that have begun here."""
-
-    # (ps, client's task, its incarnation, sequence)
-    others: list[tuple[int, str, int, int]]
+    Answered by Done when none is being closed. Segment: as JSON, a list of messages that belong to
+    updates that have begun here: (ps, client's task, its incarnation, sequence).
+    """
 
 
 class Freeze(OfCut, code=77):
@@ -759,7 +662,7 @@ class PrepareSnapshot(Message, code=93):
 class FillSnapshot(Message, code=94):
     """Bytes of an item of a snapshot that is being prepared, or that a backup begins with.
 
-    Answered by Done. Segment: they.
+    Answered by Done. Segment: they. Behind the items: arrays that no snapshot has, whole.
     """
 
     ps: int  # whose snapshot it is
@@ -805,7 +708,8 @@ class OfBackup(Message):
 class BeginBackup(OfBackup, code=98):
     """Ps → the process of its backup: a snapshot of me comes. Refused by another version of psync.
 
-    Segment: its state. Its items follow, by FillSnapshot, then LogEntries, from ``first`` on.
+    Segments: its state; what no snapshot has, see ``Section.live``. The items follow, by
+    FillSnapshot, behind them the arrays of the latter; then LogEntries, from ``first`` on.
     Answered by Text, the fingerprint of that process's arithmetic.
     """
 
@@ -814,7 +718,7 @@ class BeginBackup(OfBackup, code=98):
     ps_timeout_s: float
     timeline: int
     first: int  # number of the first entry that comes
-    before: int  # as many entries bring what no snapshot has; then comes the log
+    beside: int  # bytes of the arrays that no snapshot has
     lineage: int  # of what is backed up, see ``reattach``
     release: str  # the version of psync that the ps runs, and its plugins
 
@@ -952,7 +856,7 @@ class ClosureResults(Message, code=21):
     """Closures that ended. Segments: each one's pickled result or exception.
 
     A result: (id, outcome, number of segments, error or None), where outcome is "ok",
-    "error", "end_of_data" or "cancelled".
+    "error", "end_of_data" or "cancelled"; of the function of a collective the id is -1.
     """
 
     results: list[tuple[int, str, int, tuple[str, str, str] | None]]
@@ -982,12 +886,6 @@ class FetchArguments(Message, code=24):
 # Per-worker iterators.
 
 
-class ReleaseIterator(Message, code=26):
-    """A per-worker iterator that nobody on the coordinator refers to any more."""
-
-    uid: str
-
-
 class AskPosition(Message, code=100):
     """Coordinator → worker: how far is an iterator? Answered by Number.
 
@@ -995,26 +893,21 @@ class AskPosition(Message, code=100):
     """
 
     uid: str
+    last: bool = False  # nothing on the coordinator refers to it any more: it is closed
 
 
 # Gangs: one function on all workers at once, whose replicas meet.
 
 
 class ReachCollective(Message, code=106):
-    """Worker → coordinator: a replica has come to its next collective. Answered by Merged.
+    """Worker → coordinator: a replica has come to its next collective. Answered by ClosureResults.
 
-    The answer waits until all replicas have come to it. Segments: the pickled function and this
-    replica's value.
+    The answer, what the collective's function has returned or raised, waits until all replicas have
+    come to it. Segments: the pickled function and this replica's value.
     """
 
     closure: int
     what: str  # names it; must be the same for all replicas
-
-
-class Merged(Message, code=107):
-    """What the function of a collective returned or raised. Segments: that, pickled."""
-
-    error: tuple[str, str, str] | None  # as in ClosureResults; None: it returned
 
 
 # The chief and a worker that joins a running cluster, knowing its address only. The connection

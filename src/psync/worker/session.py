@@ -1,6 +1,6 @@
 """The session of a worker with one coordinator: runs closures, one after the other.
 
-    coordinator → RunClosures, GiveBack, CancelClosures, ReleaseIterator, AskPosition
+    coordinator → RunClosures, GiveBack, CancelClosures, AskPosition
     worker      → ClosureResults, GiveBack, Fetch…, ReachCollective, LeaveCluster, EndSession
 
 A closure is queued here until its turn; from its turn on it is running, and its end is
@@ -275,15 +275,14 @@ class Session:
                 self._runner.cancel()
         self._flush()
 
-    def release_iterator(self, message: messages.ReleaseIterator, _: Sequence[memoryview]) -> None:
-        """Close an iterator that nobody refers to any more."""
-        if (iterator := self._iterators.pop(message.uid, None)) is not None:
-            iterator.close()
-
     def iterator_position(self, message: messages.AskPosition) -> Message:
-        """Return how many batches of an iterator steps have been handed."""
+        """Return how many batches steps have been handed; close the iterator if that is all."""
         iterator = self._iterators.get(message.uid)
-        return messages.Number(-1 if iterator is None else iterator.position)
+        if iterator is None:
+            return messages.Number(-1)
+        if message.last:
+            self._iterators.pop(message.uid).close()
+        return messages.Number(iterator.position)
 
     def describe(self) -> list[str]:
         """Say what runs here, where it waits, and what waits for it; for reports."""

@@ -89,8 +89,8 @@ PLACES = (
     Place("ps.create.done", PsUpdates, "_fill_shards", END),
     # A part of a synchronous push is held here, ps 0 does not know.
     Place("ps.part.held", PsSync, "_tell", BEGIN),
-    # Norms of a synchronous step are measured here, ps 0 does not know.
-    Place("ps.step.measured", PsSync, "_measured", BEGIN),
+    # Norms of a synchronous step are about to be measured here.
+    Place("ps.step.measured", PsSync, "_measure", BEGIN),
     # A synchronous step is applied here, ps 0 does not know.
     Place("ps.step.applied", PsSync, "_applied", END),
     # Ps 0 knows norms of a synchronous step, no ps applies it yet.

@@ -63,7 +63,7 @@ THEMES = {
     "steps": (
         "place ps0.step.decided", "place ps0.step.decided", "place ps0.step.measured",
         "place ps.step.measured", "place ps.step.applied", "place ps0.step.applied",
-        "message CloseStep", "message MeasureStep", "message Held", "place ps.part.held",
+        "message CloseStep", "message CloseStep", "message Held", "place ps.part.held",
     ),
     "pushes": (
         "place worker.push.begun", "place worker.push.between_ps", "place worker.push.between_ps",

@@ -97,7 +97,6 @@ SIZES: Mapping[str, Size] = {
     "entries shipped": Size(((primary, "MAX_ENTRIES"), (primary, "MAX_UNDER_WAY")), (1,)),
     "entries pending": Size(((host, "MAX_PENDING_BYTES"),), (1,)),
     "copies": Size(((primary, "PIECE_BYTES"), (accumulators, "PIECE_BYTES")), (8, 64)),
-    "answers in copies": Size(((accumulators, "MAX_LISTED"),), (1,)),
     "snapshots": Size(((consistent_cut, "PIECE_BYTES"), (recovery, "PIECE_BYTES")), (8, 64)),
     "acknowledged by a backup": Size(((host.BackupHost, "_log"),), LATE_S, _answered_late),
     "acknowledged by clients": Size(((Outgoing, "answered"),), LATE_S, _done_late),

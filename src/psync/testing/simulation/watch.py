@@ -315,8 +315,6 @@ class _Watch:
                 self.filling = self.copying.total() > 0
             case "CreateShards":
                 self.creating = self.beginning
-            case "MeasureStep":
-                self.measuring.add(process)
             case "CloseStep":
                 self.is_alone = False
             case "Gate":
@@ -351,6 +349,8 @@ class _Watch:
             case "ps0.step.applied":
                 self.closing.discard(process)
                 self.mark("a step of which no other ps is told", self.is_alone)
+            case "ps.step.measured":
+                self.measuring.add(process)
             case "ps.step.applied":
                 self.measuring.discard(process)
             case "ps.backup.sending":

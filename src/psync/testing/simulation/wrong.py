@@ -44,7 +44,7 @@ from psync.sync.step_closer import StepCloser
 from psync.sync.steps import SyncSteps
 from psync.wire.closure_numbers import first_of
 from psync.wire.codec import Message, decode, encode
-from psync.wire.messages import Done, FinalBelow, MeasureStep, TellCounts
+from psync.wire.messages import Done, FinalBelow, TellCounts
 
 Make = Callable[[Callable[..., Any]], Any]
 """Given what is there, returns what takes its place."""
@@ -84,7 +84,7 @@ def _unnoticed(make: Make) -> Make:
 
         def add(self: _Backup, number: int, entry: Any, body: Any) -> None:
             wrong(self, number, entry, body)
-            if number >= self.begins:
+            if number >= self.order.first:
                 self.chain = chained(self.chain, entry[:2], entry[2], sum(map(len, body)))
 
         return add
@@ -559,7 +559,7 @@ def reserves_for_all(original: Callable[..., Any]) -> Any:
 
 def waits_for_nobody(original: Callable[..., Any]) -> Any:
     def tell(self: AllPs, message: Any, parts: Any, then: Callable[..., None]) -> None:
-        is_close = not isinstance(message, MeasureStep)
+        is_close = not message.measures
         original(self, message, parts, (lambda *_: None) if is_close else then)
         if is_close:
             then([], None)
