@@ -21,7 +21,7 @@ from psync.store.snapshot_state import (
     SnapshotState,
     unpack_answer,
 )
-from psync.wire.codec import Message, encode
+from psync.wire.codec import Message, encode, replace
 from psync.wire.frames import Frame
 from psync.wire.messages import (
     DefineAccumulator,
@@ -149,7 +149,7 @@ def test_what_is_no_answer_is_corrupt(data: bytes) -> None:
 def test_accumulators_come_back_from_their_definitions() -> None:
     definition = DefineAccumulator("g", "dense", "float32", [2], "MEAN", "", False, 0)
     assert unpack_accumulators(pack_accumulators([(definition, 3)])) == [(definition, 3)]
-    wrong = dataclasses.replace(definition, kind="other")
+    wrong = replace(definition, kind="other")
     for broken in (encode(Done()), b"", encode(wrong)):
         with pytest.raises(CheckpointCorrupt, match="an accumulator"):
             unpack_accumulators([(broken, 0)])

@@ -101,7 +101,8 @@ class PsLink:
             None: it was not.
         away_for_s: So long it may be without any connection, once there was one; then it is lost.
         num_calls: Requests so far, answers, and connections.
-        relied_on: Answers of other ps tasks that never come if this one is lost.
+        relied_on: Answers of which those of other ps tasks may never come if this one is lost, or
+            does not reach these.
         repeating: Calls that have no connection.
     """
 
@@ -345,6 +346,8 @@ class PsLink:
             await asyncio.sleep(PING_INTERVAL_S)
             if self.lost is not None:
                 return
+            for answers in self.relied_on:
+                answers.ask_again()
             before, silent_since, began = silent_since, None, loop.time()
             if not self.is_open:
                 continue
@@ -621,6 +624,13 @@ class Answers(Generic[M]):
         """All have ended."""
         if not self.ended.done():
             self.ended.set_result(None)
+
+    def ask_again(self) -> None:
+        """Make the first call once more if others are not answered: it may say now why."""
+        if self.missing and isinstance(self.outcomes[0], Frame):
+            self.missing += 1
+            self.outcomes[0] = None
+            self.ask(0)
 
     def lack(self, error: Exception) -> None:
         """Those that are not there will not come."""

@@ -3,7 +3,8 @@
 ps 0 gets one in any case. It answers with the outcome and a token, as soon as there is one; another
 ps answers when a step with the part is applied there. So a push that counts in a step is over when
 all have answered, and any other one when ps 0 has. If ps 0 is lost, no other ps hears of the step:
-then what is missing is not waited for. Pushes are numbered separately in each group.
+then what is missing is not waited for. Nor if ps 0 reaches some ps no more: it is asked again every
+few seconds, and says so. Pushes are numbered separately in each group.
 
 A ps of this host holds a part where it is lent, until the step is applied. Where that is memory of
 the caller's own (``psync.empty_like``), which may be written to once the push has returned, it must

@@ -343,9 +343,13 @@ class Group:
 
     def failed(self, error: PsyncError) -> list[Action]:
         """The step that is being closed cannot be applied: the group is broken for good."""
-        closing, self.broken, self.closing = self.closing, error, None
-        answers = () if closing is None else closing.answers
-        refused = [Refuse(each.group, each.replica, each.number, error) for each in answers]
+        self.broken, self.closing = error, None
+        refused: list[Action] = []
+        for push in self._being_applied:
+            if push.answer is not None:  # who asks again hears the error
+                push.answer = None
+                taker = push.contribution.replica, push.contribution.number
+                refused.append(Refuse(self.number, *taker, error))
         return refused + self.refuse_waiting(error)
 
     def put_initial(self, count: int) -> list[Action]:
