@@ -372,6 +372,7 @@ class SharedMemory:
         self.token = object()  # that its regions bear
         # With whom it is shared, in this order.
         self.lenders: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._returned = asyncio.Event()  # set for a moment when something comes back
         self._numbers = itertools.count(1)
         self._slab = memoryview(b"")  # what is left of it
         self._slab_at = 0  # where in its region
@@ -466,11 +467,8 @@ class SharedMemory:
         Cancellation: Safe.
         """
         owners = {id(view.obj) for view in views}
-        waiters = [
-            waiter for lender in list(self.lenders) for waiter in lender.until_returned(owners)
-        ]
-        if waiters:
-            await asyncio.wait(waiters)
+        while any(lender.lends(owners) for lender in list(self.lenders)):
+            await self._returned.wait()
 
     def let_go(self) -> None:
         """Keep nothing that is not in use: connections have ended, and perhaps the task."""
@@ -483,6 +481,11 @@ class SharedMemory:
         """The process ends: whoever still reads what it has lent keeps the memory."""
         for sharing in list(self.lenders):
             sharing.drop()
+
+    def note_returned(self) -> None:
+        """Something that was lent has come back: who waits in ``returned`` looks again."""
+        self._returned.set()
+        self._returned.clear()
 
     def shrink_soon(self) -> None:
         """Something that was lent has come back: see that no more is kept than is used."""
