@@ -225,9 +225,8 @@ class SpanRecorder:
 @dataclass(slots=True, eq=False)
 class _ReaderOfAll:
     asked: dict[Connection, asyncio.Task[None]] = field(default_factory=dict)  # not answered yet
-    known: set[Connection] = field(default_factory=set)  # asked before
+    turns: dict[Connection, None] = field(default_factory=dict)  # asked before, the latest last
     came: list[Reading] = field(default_factory=list)  # not handed out yet
-    turn: int = 0  # place of the task that is asked next
 
 
 class SpanCollector:
@@ -275,15 +274,13 @@ class SpanCollector:
 
     def _ask(self, reader: _ReaderOfAll, message: AskSpans) -> None:
         """Ask the tasks whose turn it is and new ones; at the end, ask all."""
-        peers = list(self._peers())
-        new = [peer for peer in peers if peer not in reader.known]
-        count = len(peers) if message.last else min(len(peers), ASKED_AT_ONCE)
-        turn = [peers[(reader.turn + place) % len(peers)] for place in range(count)]
-        reader.turn = (reader.turn + count) % max(1, len(peers))
-        reader.known.intersection_update(peers)
-        for peer in dict.fromkeys([*new, *turn]):
+        peers = dict.fromkeys(self._peers())
+        known = [peer for peer in reader.turns if peer in peers]
+        order = [*(peer for peer in peers if peer not in reader.turns), *known]
+        count = len(order) if message.last else len(order) - len(known) + ASKED_AT_ONCE
+        reader.turns = dict.fromkeys([*order[count:], *order[:count]])
+        for peer in order[:count]:
             if peer not in reader.asked:
-                reader.known.add(peer)
                 asking = self._ask_one(reader, peer, message)
                 reader.asked[peer] = asyncio.get_running_loop().create_task(asking)
 
