@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives import serialization
 
 from endpoints import Handlers, connected, pattern
 from psync.errors import AuthenticationError, ConfigurationError, ConnectionLost, PsyncError
+from psync.net.certificates import Tls, load_tls
 from psync.net.connection import Handler, Request
-from psync.net.tls import Tls, load_tls
-from psync.net.tls_channel import (
+from psync.net.tls import (
     BELOW_HIGH_BYTES,
     LINGER_S,
     PIECE_BYTES,

@@ -34,7 +34,7 @@ from psync.net.connection import Handler, Request
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform, flag
 from psync.net.secret import Secret
-from psync.net.tls_channel import TlsNetwork
+from psync.net.tls import TlsNetwork
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.exposition import exposition

@@ -161,17 +161,6 @@ def _max_descriptors() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def can_make_regions() -> bool:
-    """Return whether this system has all that ``make_region`` needs."""
-    if not (hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")):
-        return False
-    try:
-        make_region(0, PAGE)
-    except OSError:
-        return False
-    return True
-
-
 def region_of(view: memoryview) -> Region | None:
     """Return the region in which a view of a root lies, or of a part of one."""
     region = getattr(_owner_of(view), "region", None)
