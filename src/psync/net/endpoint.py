@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import logging
+import math
 import socket
 import weakref
 from collections import Counter
@@ -209,31 +210,27 @@ class Endpoint:
         loop = asyncio.get_running_loop()
         start = loop.time()
         # As a time, not as what has been waited: near it, rounding would leave pauses of nothing.
-        deadline = None if timeout_s is None else start + timeout_s
+        deadline = math.inf if timeout_s is None else start + timeout_s
         report_after_s = REPORT_AFTER_S
-        attempt = 0
-        while True:
+        for attempt in itertools.count():
             try:
-                return await self.connect(address, expect, lane)
+                peer = await self.connect(address, expect, lane)
+                break
             except ConnectFailed as exc:
                 now = loop.time()
-                waited = now - start
-                if deadline is not None and now >= deadline:
+                if now >= deadline:
                     raise ConnectFailed(
                         f"no connection within {timeout_s:g} s: {exc.message}",
                         hint=f"is {expect} running, and is this its address?",
                     ) from exc
-                if waited >= report_after_s:
+                if now - start >= report_after_s:
                     logger.log(
                         level, "%s has been waiting for a connection for %.0f s: %s",
-                        self.task, waited, exc.message,
+                        self.task, now - start, exc.message,
                     )  # fmt: skip
-                    report_after_s = 2 * waited
-                pause = backoff(attempt, self.platform.uniform())
-                if deadline is not None:
-                    pause = min(pause, deadline - now)
-                await asyncio.sleep(pause)
-                attempt += 1
+                    report_after_s = 2 * (now - start)
+            await asyncio.sleep(min(backoff(attempt, self.platform.uniform()), deadline - now))
+        return peer
 
     async def close(self, *, goes_on: bool = False) -> None:
         """Stop listening, close every connection, cancel the handlers and wait for them.
@@ -296,29 +293,28 @@ class Endpoint:
     # Accepting.
 
     def _accept(self) -> asyncio.BufferedProtocol:
-        limits, secret = self.platform.limits, self.platform.secret
+        secret = self.platform.secret
         nonce, secured = self.platform.random_bytes(NONCE_BYTES), secret is not None
         challenge = Challenge(VERSION, self.task, self.incarnation, nonce, secured, b"")
         handshake = ServerHandshake(None if secret is None else secret.value, challenge, self.admit)
-        is_full = len(self._peers) >= limits.connections
         peer = self._new_peer(handshake)
         peer.on_opened = self._on_accepted_opened
         peer.on_closed.append(self._on_accepted_closed)
-        if is_full:
-            peer.handshake.refuse(Refused("full", f"it has {limits.connections} connections"))
-        else:
-            peer.on_made = functools.partial(self._take_place, peer)
+        peer.on_made = functools.partial(self._take_place, peer)
         if self._closed:
             peer.abort()
         return peer
 
     def _take_place(self, peer: Connection, peername: object) -> None:
-        source, now = handshake_limits.source_of(peername), asyncio.get_running_loop().time()
-        if not self._failures.allows(source, now):
+        limits, source = self.platform.limits, handshake_limits.source_of(peername)
+        if not self._failures.allows(source, asyncio.get_running_loop().time()):
             peer.abort()
             return
+        if len(self._peers) > limits.connections:
+            peer.refuse(Refused("full", f"it has {limits.connections} connections"))
+            return
         place = self._failures.place(source)
-        oldest = handshake_limits.displaced(self._unproven, place, self.platform.limits.handshakes)
+        oldest = handshake_limits.displaced(self._unproven, place, limits.handshakes)
         if oldest is not None:
             self._count_failure(self._unproven.pop(oldest).source, handshake_limits.DISPLACED)
             oldest.refuse(Refused("full", "its place was needed for a newer connection"))
