@@ -224,7 +224,7 @@ def _middle(most: float, least: float) -> float:
 def _distances(lengths: np.ndarray) -> np.ndarray | None:
     """Return the shortest paths from 0 (Bellman and Ford); None: there is a negative circle."""
     np.fill_diagonal(lengths, 0.0)
-    distances = lengths[0]
+    distances: np.ndarray = lengths[0]
     for _ in lengths:
         nearer = (distances[:, None] + lengths).min(axis=0)
         if np.array_equal(nearer, distances):

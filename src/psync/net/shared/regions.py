@@ -368,7 +368,7 @@ class SharedMemory:
         # Each has two descriptors: a mapping keeps one of its own.
         self._max_regions = _max_descriptors() // 8
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
-        self._shrinking: asyncio.TimerHandle | None = None
+        self._shrinks = False  # soon
 
     def take(self, nbytes: int) -> np.ndarray:
         """Return a new root; of ordinary memory if it is small, or nobody could read it."""
@@ -461,7 +461,6 @@ class SharedMemory:
 
     def let_go(self) -> None:
         """Keep nothing that is not in use: connections have ended, and perhaps the task."""
-        self._stop_shrinking()
         with self._lock:
             self.arena = self._new_arena()
             self._slab = memoryview(b"")
@@ -478,14 +477,9 @@ class SharedMemory:
 
     def shrink_soon(self) -> None:
         """Something that was lent has come back: see that no more is kept than is used."""
-        if self._shrinking is None and self.arena.nbytes > ARENA_BYTES:
-            loop, me = asyncio.get_running_loop(), weakref.ref(self)
-            self._shrinking = loop.call_later(SHRINK_S, _shrink, me)
-
-    def _stop_shrinking(self) -> None:
-        if self._shrinking is not None:
-            self._shrinking.cancel()
-            self._shrinking = None
+        if not self._shrinks and self.arena.nbytes > ARENA_BYTES:
+            self._shrinks = True
+            asyncio.get_running_loop().call_later(SHRINK_S, _shrink, weakref.ref(self))
 
     def _new_arena(self) -> BlockPool:
         me = weakref.proxy(self)  # or it would be reached from itself, and stay for a while
@@ -527,7 +521,7 @@ class SharedMemory:
 
 def _shrink(memory: weakref.ref[SharedMemory]) -> None:
     if (shrunk := memory()) is not None:
-        shrunk._stop_shrinking()
+        shrunk._shrinks = False
         with shrunk._lock:
             shrunk.arena.shrink()
         shrunk.shrink_soon()  # if more is in use now
