@@ -415,7 +415,7 @@ def _fields(message: Message | None) -> dict[str, Any]:
 
 def _results(log: TaskLog, names: Names) -> Iterator[Slice]:
     """Closures in flight, as the coordinator sees them: those of a message of results as one."""
-    sent: dict[tuple[str, int], float] = {}
+    sent: dict[str, dict[int, float]] = defaultdict(dict)  # by worker and number
     last: dict[str, float] = defaultdict(lambda: log.begin)
 
     def batch(peer: str, begins: Mapping[int, float], end: float, *, is_over: bool) -> Slice:
@@ -430,18 +430,18 @@ def _results(log: TaskLog, names: Names) -> Iterator[Slice]:
 
     for at, is_sent, peer, message in log.told:
         if is_sent:
-            sent.update(((peer, closure[0]), at) for closure in _closures_of(message))
+            sent[peer].update((closure[0], at) for closure in _closures_of(message))
         elif isinstance(message, messages.GiveBack):
             for number in message.closures:
-                sent.pop((peer, number), None)
+                sent[peer].pop(number, None)
         elif isinstance(message, messages.ClosureResults) and message.results:
             numbers = [result[0] for result in message.results]
-            begins = {number: sent.pop((peer, number), log.begin) for number in numbers}
+            begins = {number: sent[peer].pop(number, log.begin) for number in numbers}
             yield batch(peer, begins, at, is_over=True)
             last[peer] = at
-    for peer in dict.fromkeys(peer for peer, _ in sent):
-        begins = {number: at for (name, number), at in sent.items() if name == peer}
-        yield batch(peer, begins, log.end, is_over=False)
+    for peer, begins in sent.items():
+        if begins:
+            yield batch(peer, begins, log.end, is_over=False)
 
 
 def _sync_steps(log: TaskLog) -> Iterator[Slice]:
