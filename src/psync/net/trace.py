@@ -121,19 +121,14 @@ class SpanRecorder:
 
         def tap_of(peer: Connection) -> Tap:
             number, now, append = next(self._numbers), self.now, self._fresh.append
+            self._connections[number] = (
+                endpoint.task, endpoint.incarnation, peer.task, peer.incarnation, peer.lane,
+            )  # fmt: skip
 
             def tap(kind: int, request: int, header: bytes, nbytes: int) -> None:
                 append((now(), number, kind, request, header, nbytes))
 
-            def first(kind: int, request: int, header: bytes, nbytes: int) -> None:
-                # Not before: whose connection it is, its handshake tells.
-                self._connections[number] = (
-                    endpoint.task, endpoint.incarnation, peer.task, peer.incarnation, peer.lane,
-                )  # fmt: skip
-                peer.tap = tap
-                tap(kind, request, header, nbytes)
-
-            return first
+            return tap
 
         return self.watch(lambda recorder: endpoint.tap(None if recorder is None else tap_of))
 
