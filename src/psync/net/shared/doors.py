@@ -391,13 +391,9 @@ def _connected(names: Iterable[str]) -> socket.socket | None:
 
 def _sharing(factory: Factory, channel: SideChannel) -> Factory:
     def make() -> asyncio.BufferedProtocol:
-        protocol = factory()
-        share = getattr(protocol, "share", None)
-        if share is None:  # it can do without
-            channel.close()
-        else:
-            share(channel)
-        return protocol
+        protocol: Any = factory()
+        protocol.share(channel)
+        return protocol  # type: ignore[no-any-return]
 
     return make
 
