@@ -100,28 +100,28 @@ class TlsChannel(asyncio.Transport, asyncio.BufferedProtocol):
 
     Args:
         above: Whom it serves as a transport.
-        context: Certificates and what is asked of the peer's.
+        tls: Certificates and what is asked of the peer's.
         who: What to call the peer in errors.
         server_name: On the connecting side, the name that the peer's certificate must bear.
-        binding: On the accepting side, the hash of the own certificate.
     """
 
     def __init__(
         self,
         above: asyncio.BufferedProtocol,
-        context: ssl.SSLContext,
+        tls: Tls,
         who: str = "the peer",
         *,
         server_name: str | None = None,
-        binding: bytes = b"",
     ) -> None:
         super().__init__()
         self.above = above
         self._who = who
         self._accepts = server_name is None
-        self._binding = binding
+        self._binding = tls.binding
         self._loop = asyncio.get_running_loop()
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        context = tls.server if self._accepts else tls.client
+        assert context is not None, "who has no certificate does not listen"
         self._tls = context.wrap_bio(
             self._incoming, self._outgoing, self._accepts, server_hostname=server_name
         )
@@ -428,7 +428,7 @@ class TlsNetwork:
 
         def layered() -> asyncio.BufferedProtocol:
             try:
-                return TlsChannel(factory(), self._tls.client, address, server_name=name)
+                return TlsChannel(factory(), self._tls, address, server_name=name)
             except ValueError as exc:  # of ssl: a name that no certificate can bear
                 raise ConfigurationError(f"address {address!r}: {exc}") from exc
 
@@ -442,14 +442,10 @@ class TlsNetwork:
         Raises:
             ConfigurationError: This task has no certificate.
         """
-        context = self._tls.server
-        if context is None:
+        if self._tls.server is None:
             raise ConfigurationError(
                 f"a task that listens ({address}) with TLS needs its own certificate: "
                 "PSYNC_TLS_CERT_FILE and PSYNC_TLS_KEY_FILE are not set",
                 hint=HOW_TO_MAKE_THEM,
             )
-        binding = self._tls.binding
-        return await self._network.listen(
-            address, lambda: TlsChannel(factory(), context, binding=binding)
-        )
+        return await self._network.listen(address, lambda: TlsChannel(factory(), self._tls))
