@@ -115,7 +115,6 @@ class Sharing:
         self._regions: dict[int, memoryview] = {}
         self._num_received = 0
         self._kept: dict[int, int] = {}  # by number, bytes of bodies that are read where they are
-        self._kept_bytes = 0
         self._returns: deque[int] = deque()  # numbers of bodies that are not needed any more
         if memory.make is None:
             memory.make = channel.make
@@ -280,7 +279,8 @@ class Sharing:
     @property
     def bytes_kept_now(self) -> int:
         """What is read where it is."""
-        return self._kept_bytes - sum(self._kept.get(number, 0) for number in list(self._returns))
+        returned = set(self._returns)
+        return sum(nbytes for number, nbytes in self._kept.items() if number not in returned)
 
     # To be said to the peer.
 
@@ -290,7 +290,7 @@ class Sharing:
         returns, gone = [], []
         while self._returns:
             number = self._returns.popleft()
-            self._kept_bytes -= self._kept.pop(number, 0)
+            self._kept.pop(number, None)
             returns.append(number)
         while self._gone:
             number = self._gone.popleft()
@@ -309,12 +309,11 @@ class Sharing:
 
     def may_keep(self, nbytes: int) -> bool:
         """Whether a body of the peer's may be kept for as long as somebody likes."""
-        return self._kept_bytes + nbytes <= _bound(nbytes)
+        return sum(self._kept.values()) + nbytes <= _bound(nbytes)
 
     def kept(self, number: int, nbytes: int) -> None:
         """A body of the peer's is read where it is."""
         self._kept[number] = nbytes
-        self._kept_bytes += nbytes
 
     # The end.
 
