@@ -18,7 +18,7 @@ BYTES_ALLOWED = {
     "wire.tensors": "the border itself",
     "wire.frames": "cuts what was received without copying it",
     "net.transport": "hands the buffers of segments to the loop",
-    "net.tls_channel": "hands bytes to TLS, and takes them from it",
+    "net.tls": "hands bytes to TLS, and takes them from it",
     "net.connection": "gathers the small segments of a reply in one buffer",
     "net.shared.regions": "makes the memory that tasks of one host share",
     "net.shared.windows": "maps that memory a second time",

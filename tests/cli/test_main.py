@@ -17,7 +17,7 @@ from cryptography import x509
 
 from psync.cli.main import main
 from psync.cli.run import Launcher
-from psync.net.tls import TLS_VARIABLES, load_tls
+from psync.net.certificates import TLS_VARIABLES, load_tls
 from tasks_by_hand import SECRET, by_hand
 from tls_files import authority, variables_of
 

@@ -22,7 +22,7 @@ class Spans:
     def __init__(self) -> None:
         self.asked: list[tuple[str, bool]] = []
 
-    async def read(self, name: str, *, last: bool = False) -> list[Reading]:
+    async def read_all(self, name: str, *, last: bool = False) -> list[Reading]:
         self.asked.append((name, last))
         return [Reading("/job:chief/task:0", b"body", 1.0, 2.0)]
 

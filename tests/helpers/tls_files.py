@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from psync.net import certificates
+from psync.net.certificates import Tls, load_tls
 from psync.net.signing import Authority
-from psync.net.tls import Tls, load_tls
 
 HOSTS = ("localhost", "127.0.0.1", "ps0")
 DAY = datetime.timedelta(days=1)

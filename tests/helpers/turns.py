@@ -12,7 +12,9 @@ from typing import Any, cast
 
 from endpoints import PS, SECRET, WORKER, Handlers
 from psync.net.connection import Connection, Into
+from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
+from psync.testing import MemoryNetwork
 from psync.testing.link import Ends, Fabric, Link
 from psync.wire.codec import Message
 from psync.wire.frames import VERSION, Frame
@@ -126,6 +128,21 @@ def linked(
 
 
 @dataclass
+class Owner:
+    """Whose connection it is, as an endpoint, but for what an endpoint does with connections."""
+
+    handlers: Handlers
+    pool: BlockPool
+    platform: Platform
+    spawn: Callable[..., Any]
+    opened: Callable[[Connection], None]
+
+    def made(self, peer: Connection, peername: object) -> None: ...
+
+    def gone(self, peer: Connection) -> None: ...
+
+
+@dataclass
 class Peers:
     """A ps and a worker with one connection."""
 
@@ -168,10 +185,9 @@ def peered(
     def end_of(
         handshake: Any, handlers: Handlers | None, pool: BlockPool, opened: Any
     ) -> Connection:
-        spawn = turns.create_task
-        made = Connection(handshake, handlers or {}, pool, limits, spawn)
-        made.on_opened = opened
-        return made
+        platform = Platform(MemoryNetwork(), limits=limits)
+        owner = Owner(handlers or {}, pool, platform, turns.create_task, opened)
+        return Connection(handshake, owner)  # type: ignore[arg-type]
 
     pool, nonce = BlockPool(), bytes(32)
     challenge = Challenge(VERSION, PS, 1, nonce, True, b"")

@@ -17,9 +17,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from psync.errors import ConfigurationError
 from psync.net import certificates
-from psync.net.certificates import FILES, mint, own_hosts, temporary, write
+from psync.net.certificates import FILES, load_tls, mint, own_hosts, temporary, write
 from psync.net.signing import Authority
-from psync.net.tls import load_tls
 
 CONTENTS = dict(zip(FILES, (b"the authority", b"the certificate", b"the key"), strict=True))
 

@@ -17,11 +17,11 @@ from psync.net.environment import (
     SETTINGS,
     misspelt_settings,
     platform_of,
-    shares_memory,
     watchdog_timeout,
 )
 from psync.net.platform import Platform
-from psync.net.tls_channel import TlsNetwork
+from psync.net.shared.doors import shares_memory
+from psync.net.tls import TlsNetwork
 from psync.net.transport import Network
 from psync.testing import MemoryNetwork
 from psync.testing.sabotage import failpoints_of

@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives import serialization
 
 from endpoints import Handlers, connected, pattern
 from psync.errors import AuthenticationError, ConfigurationError, ConnectionLost, PsyncError
+from psync.net.certificates import Tls, load_tls
 from psync.net.connection import Handler, Request
-from psync.net.tls import Tls, load_tls
-from psync.net.tls_channel import (
+from psync.net.tls import (
     BELOW_HIGH_BYTES,
     LINGER_S,
     PIECE_BYTES,
@@ -58,12 +58,11 @@ class Ends:
 
 
 def calling(tls: Tls, above: Recorder) -> TlsChannel:
-    return TlsChannel(above, tls.client, server_name="ps0")
+    return TlsChannel(above, tls, server_name="ps0")
 
 
 def called(tls: Tls, above: Recorder) -> TlsChannel:
-    assert tls.server is not None
-    return TlsChannel(above, tls.server, binding=tls.binding)
+    return TlsChannel(above, tls)
 
 
 def joined(turns: Turns, tls: Tls, words: bytes = b"", **options: Any) -> Ends:
@@ -394,12 +393,7 @@ def test_whatever_a_stranger_says_ends_in_a_clear_error(
 
     async def talk() -> None:
         above, below = Recorder(b"words"), Below()
-        assert tls.server is not None
-        channel = (
-            TlsChannel(above, tls.server)
-            if accepts
-            else TlsChannel(above, tls.client, server_name="ps0")
-        )
+        channel = TlsChannel(above, tls) if accepts else TlsChannel(above, tls, server_name="ps0")
         channel.connection_made(below)
         words = bytearray(greeting if rng.random() < 0.7 else rng.randbytes(rng.randrange(1, 300)))
         for _ in range(rng.randrange(4)):

@@ -24,10 +24,10 @@ from endpoints import (
     wait_deserted,
 )
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, PsyncError
+from psync.net.certificates import Tls, load_tls
 from psync.net.connection import Handler
 from psync.net.signing import Authority
-from psync.net.tls import Tls, load_tls
-from psync.net.tls_channel import TlsNetwork
+from psync.net.tls import TlsNetwork
 from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork, settle
 from psync.wire.messages import AskStatistics, Done

@@ -258,7 +258,7 @@ async def test_what_is_no_part_of_a_trace_is_refused(
         return [1]
 
     source = Source()
-    monkeypatch.setattr(source.spans, "read", odd)
+    monkeypatch.setattr(source.spans, "read_all", odd)
     async with over_http(caplog, source) as (url, token), serving_of(source):
         async with reading_status(chosen_run()) as by_socket:
             for reader in (by_socket, reader_of_url(f"{url}?token={token}")):

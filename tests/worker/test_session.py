@@ -291,14 +291,14 @@ async def test_closures_are_told_with_their_names_and_ends() -> None:
 
         await coordinator.schedule(good)  # before anybody reads
         collector: Any = coordinator._seen.source.spans
-        await collector.read("r")
+        await collector.read_all("r")
         await coordinator.schedule(good)
         coordinator.schedule(bad)
         with pytest.raises(ValueError, match="mine"):
             await coordinator.join()
         told = [
             entry[1:]
-            for task, body, *_ in await collector.read("r", last=True)
+            for task, body, *_ in await collector.read_all("r", last=True)
             for entry in entries_of(body)
             if task == "/job:worker/task:0" and not isinstance(entry[1], int)
         ]

@@ -640,7 +640,7 @@ class ClusterCoordinator(Scheduling):
         """
         self._running("trace")
         source = self._seen.source
-        async with tracing(source.spans.read, source.program, path) as traced:
+        async with tracing(source.spans.read_all, source.program, path) as traced:
             yield traced
 
     def report(self, values: Mapping[str, float]) -> None:

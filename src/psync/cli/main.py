@@ -475,13 +475,13 @@ def tls_environ(tls_mutual: bool | None, **files: str | None) -> dict[str, str]:
     """Return the variables that say what the options say, once it is clear that they can be used.
 
     Raises:
-        ConfigurationError: See ``tls.load_tls``.
+        ConfigurationError: See ``certificates.load_tls``.
     """
     environ = {f"PSYNC_{name.upper()}": os.path.abspath(at) for name, at in files.items() if at}
     if tls_mutual is not None:
         environ["PSYNC_TLS_MUTUAL"] = "1" if tls_mutual else "0"
     if environ:
-        from psync.net.tls import load_tls
+        from psync.net.certificates import load_tls
 
         load_tls(environ)  # here it is one error, and not one on each task
     return environ

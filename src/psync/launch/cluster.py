@@ -37,13 +37,13 @@ from psync.launch.processes import (
 )
 from psync.launch.tasks import Door, make_task, tell_to_end
 from psync.net import certificates
+from psync.net.certificates import TLS_VARIABLES
 from psync.net.environment import network_of, newest_incarnation
 from psync.net.platform import Platform, Workforce
 from psync.net.resolvers import SimpleClusterResolver, opened
 from psync.net.secret import Secret, load_secret, mint_secret
 from psync.net.shared.regions import SharedMemory
 from psync.net.shielding import end_all, of_no_cell
-from psync.net.tls import TLS_VARIABLES
 from psync.ps_task import PsTask
 from psync.status.html_tables import table
 from psync.testing import MemoryNetwork, VirtualClockLoop

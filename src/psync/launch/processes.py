@@ -331,8 +331,8 @@ def hint_of_crash(code: int, environ: Mapping[str, str]) -> str:
         return ""
     # Here, because a launcher must not load what these import.
     from psync.closures.queue import WROTE_TO_PULLED
-    from psync.net.environment import shares_memory
-    from psync.net.tls import load_tls
+    from psync.net.certificates import load_tls
+    from psync.net.shared.doors import shares_memory
 
     if load_tls(environ) is not None or not shares_memory(environ):
         return ""

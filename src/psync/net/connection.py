@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import CoroutineType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from psync.errors import (
     ConnectionLost,
@@ -44,9 +44,7 @@ from psync.errors import (
 )
 from psync.net.shared.bodies import Loan, Sharing, Waker
 from psync.net.shared.doors import SideChannel
-from psync.net.shared.regions import SharedMemory
 from psync.net.transport import name_of, set_options
-from psync.numerics.memory import BlockPool
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import (
     LENT_ABOVE_BYTES,
@@ -66,10 +64,13 @@ from psync.wire.frames import (
     flat,
 )
 from psync.wire.handshake import BULK, Handshake, State
-from psync.wire.limits import HANDSHAKE_LIMITS, Limits
+from psync.wire.limits import HANDSHAKE_LIMITS
 from psync.wire.messages import Failure, Refused
 from psync.wire.remote_errors import exception_of, failure_of
 from psync.wire.tensors import Joined
+
+if TYPE_CHECKING:
+    from psync.net.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -317,22 +318,11 @@ class Connection(asyncio.BufferedProtocol):
 
     Args:
         handshake: This side's half.
-        handlers: Who serves which message.
-        pool: Memory for received segments.
-        limits: In force for both directions.
-        spawn: Starts a handler that takes time.
-        memory: Of this task, to be shared with peers of its host; None: it is not.
+        owner: Whose connection it is: has handlers, limits and memory, and is told when it is made,
+            opened and gone.
     """
 
-    def __init__(
-        self,
-        handshake: Handshake,
-        handlers: dict[type[Message], Handler],
-        pool: BlockPool,
-        limits: Limits,
-        spawn: Spawn,
-        memory: SharedMemory | None = None,
-    ) -> None:
+    def __init__(self, handshake: Handshake, owner: Endpoint) -> None:
         self.handshake = handshake
         self.task = ""  # the peer's name; proven, and "" until the connection is open
         self.incarnation = 0  # the peer's
@@ -345,21 +335,17 @@ class Connection(asyncio.BufferedProtocol):
         self.is_open = False  # the handshake is over, and the connection not gone
         self.is_closed = False
         self.ended_here = False  # by ``abort``
-        # Told when the handshake is over.
-        self.on_opened: Callable[[Connection], object] | None = None
+        self.settled = asyncio.Event()  # set once it is open, or gone
         # Told once, in order, when it is gone, unless it was never made.
         self.on_closed: list[Callable[[Connection], None]] = []
-        # Told where the peer is, as its socket says it, before anything is said; may close.
-        self.on_made: Callable[[object], None] | None = None
         self.tap: Tap | None = None  # while somebody traces, see ``net.trace``
         self.bytes_received = 0
         self.bytes_sent = 0
         self.sharing: Sharing | None = None  # of memory; None: the peer is elsewhere
-        self.spawn = spawn
-        self._handlers = handlers
-        self._pool = pool
-        self._limits = limits
-        self._memory = memory
+        self.spawn = owner.spawn
+        self._owner = owner
+        self._handlers = owner.handlers
+        self._limits = owner.platform.limits
         self._loop = asyncio.get_running_loop()
         self._decoder = FrameDecoder(HANDSHAKE_LIMITS, self._sink, Request)
         # Where the next bytes belong is the decoder's to say, and asked for each read.
@@ -672,7 +658,7 @@ class Connection(asyncio.BufferedProtocol):
                 segments.append(whole[at : at + length])
                 at += length
             return [whole]
-        segments += [self._pool.lend(length).data for length in frame.lengths]
+        segments += [self._owner.pool.lend(length).data for length in frame.lengths]
         return segments
 
     # Their requests.
@@ -878,11 +864,9 @@ class Connection(asyncio.BufferedProtocol):
         with contextlib.suppress(OSError):  # the peer may be gone already
             set_options(transport.get_extra_info("socket"))
             self.peername = name_of(transport.get_extra_info("peername"))
-        if self.on_made is not None:
-            self.on_made(transport.get_extra_info("peername"))
-            if self._closing:
-                return
-        self._go_on_shaking_hands()
+        self._owner.made(self, transport.get_extra_info("peername"))
+        if not self._closing:
+            self._go_on_shaking_hands()
 
     def _go_on_shaking_hands(self) -> Frame | None:
         """Say what there is to say; once open, return the first frame if it is there."""
@@ -898,8 +882,8 @@ class Connection(asyncio.BufferedProtocol):
             self._in_order = self.lane != BULK
             self.holds = int(not self.task.startswith("/job:worker/"))
             self._deadline.cancel()
-            if self.on_opened is not None:
-                self.on_opened(self)
+            self.settled.set()
+            self._owner.opened(self)
             if not self._closing:
                 return self._decoder.next_frame()
         return None
@@ -912,10 +896,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def share(self, channel: SideChannel) -> None:
         """The peer is a task of this host: what is large is lent. Before anything is said."""
-        if self._memory is None:
-            channel.close()
-            return
-        self.sharing = Sharing(self._memory, channel, Waker(self.flush, RETURN_WITHIN_S))
+        memory, waker = self._owner.platform.memory, Waker(self.flush, RETURN_WITHIN_S)
+        self.sharing = Sharing(memory, channel, waker)
         self._decoder.borrow = self.sharing.borrow
 
     # Its end.
@@ -974,6 +956,7 @@ class Connection(asyncio.BufferedProtocol):
             self.sharing.close()
         self.is_open, self.is_closed = False, True
         self._gone.set()
+        self.settled.set()
         for number in list(self._calls):
             call = self._calls.pop(number, None)
             if call is not None:  # not given up by who was told before
@@ -985,6 +968,7 @@ class Connection(asyncio.BufferedProtocol):
         for request in list(self._serving.values()):
             if not request.in_coroutine:
                 request.give_up()
+        self._owner.gone(self)
         for listener in self.on_closed:
             listener(self)
 

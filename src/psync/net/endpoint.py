@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
+import math
 import socket
 import weakref
 from collections import Counter
@@ -138,25 +138,17 @@ class Endpoint:
         Cancellation: Safe; the connection is closed.
         """
         self._check_not_closed()
-        over = asyncio.Event()  # the handshake
-
-        def on_closed(peer: Connection) -> None:
-            if peer.task:  # else the caller is told
-                self._report_closed(peer)
-            over.set()
-
         secret, incarnation = self.platform.secret, self.incarnation
         seconds = self.platform.limits.handshake_seconds
         nonce = self.platform.random_bytes(NONCE_BYTES)
         hello = Hello(VERSION, VERSION, self.task, incarnation, lane, nonce, secret is not None)
-        handshake = ClientHandshake(None if secret is None else secret.value, hello, expect)
-        peer = self._new_peer(handshake)
-        peer.on_opened = lambda _: over.set()
-        peer.on_closed.append(on_closed)
+        peer = self._new_peer(
+            ClientHandshake(None if secret is None else secret.value, hello, expect)
+        )
         try:
             async with asyncio.timeout(seconds):
                 await self.platform.network.connect(address, lambda: peer)
-                await over.wait()
+                await peer.settled.wait()
             if not peer.task:
                 error = peer.error
                 if isinstance(error, ProtocolError) and expect not in error.message:
@@ -209,31 +201,27 @@ class Endpoint:
         loop = asyncio.get_running_loop()
         start = loop.time()
         # As a time, not as what has been waited: near it, rounding would leave pauses of nothing.
-        deadline = None if timeout_s is None else start + timeout_s
+        deadline = math.inf if timeout_s is None else start + timeout_s
         report_after_s = REPORT_AFTER_S
-        attempt = 0
-        while True:
+        for attempt in itertools.count():
             try:
-                return await self.connect(address, expect, lane)
+                peer = await self.connect(address, expect, lane)
+                break
             except ConnectFailed as exc:
                 now = loop.time()
-                waited = now - start
-                if deadline is not None and now >= deadline:
+                if now >= deadline:
                     raise ConnectFailed(
                         f"no connection within {timeout_s:g} s: {exc.message}",
                         hint=f"is {expect} running, and is this its address?",
                     ) from exc
-                if waited >= report_after_s:
+                if now - start >= report_after_s:
                     logger.log(
                         level, "%s has been waiting for a connection for %.0f s: %s",
-                        self.task, waited, exc.message,
+                        self.task, now - start, exc.message,
                     )  # fmt: skip
-                    report_after_s = 2 * waited
-                pause = backoff(attempt, self.platform.uniform())
-                if deadline is not None:
-                    pause = min(pause, deadline - now)
-                await asyncio.sleep(pause)
-                attempt += 1
+                    report_after_s = 2 * (now - start)
+            await asyncio.sleep(min(backoff(attempt, self.platform.uniform()), deadline - now))
+        return peer
 
     async def close(self, *, goes_on: bool = False) -> None:
         """Stop listening, close every connection, cancel the handlers and wait for them.
@@ -283,7 +271,7 @@ class Endpoint:
             tap_of: Makes it; None: they are not shown any more.
         """
         self._tap_of = tap_of
-        for peer in self._peers:
+        for peer in self.peers:
             peer.tap = None if tap_of is None else tap_of(peer)
 
     def _forget(self, peer: Connection) -> None:
@@ -296,42 +284,53 @@ class Endpoint:
     # Accepting.
 
     def _accept(self) -> asyncio.BufferedProtocol:
-        limits, secret = self.platform.limits, self.platform.secret
+        secret = self.platform.secret
         nonce, secured = self.platform.random_bytes(NONCE_BYTES), secret is not None
         challenge = Challenge(VERSION, self.task, self.incarnation, nonce, secured, b"")
         handshake = ServerHandshake(None if secret is None else secret.value, challenge, self.admit)
-        is_full = len(self._peers) >= limits.connections
         peer = self._new_peer(handshake)
-        peer.on_opened = self._on_accepted_opened
-        peer.on_closed.append(self._on_accepted_closed)
-        if is_full:
-            peer.handshake.refuse(Refused("full", f"it has {limits.connections} connections"))
-        else:
-            peer.on_made = functools.partial(self._take_place, peer)
         if self._closed:
             peer.abort()
         return peer
 
-    def _take_place(self, peer: Connection, peername: object) -> None:
-        source, now = handshake_limits.source_of(peername), asyncio.get_running_loop().time()
-        if not self._failures.allows(source, now):
+    def made(self, peer: Connection, peername: object) -> None:
+        """A connection is there, and nothing was said yet: a newcomer takes a place, or none.
+
+        Args:
+            peer: The connection.
+            peername: Where the peer is, as its socket says it.
+        """
+        if isinstance(peer.handshake, ClientHandshake):
+            return
+        limits, source = self.platform.limits, handshake_limits.source_of(peername)
+        if not self._failures.allows(source, asyncio.get_running_loop().time()):
             peer.abort()
             return
+        if len(self._peers) > limits.connections:
+            peer.refuse(Refused("full", f"it has {limits.connections} connections"))
+            return
         place = self._failures.place(source)
-        oldest = handshake_limits.displaced(self._unproven, place, self.platform.limits.handshakes)
+        oldest = handshake_limits.displaced(self._unproven, place, limits.handshakes)
         if oldest is not None:
             self._count_failure(self._unproven.pop(oldest).source, handshake_limits.DISPLACED)
             oldest.refuse(Refused("full", "its place was needed for a newer connection"))
         self._unproven[peer] = place
 
-    def _on_accepted_opened(self, peer: Connection) -> None:
-        self._failures.succeeded(self._unproven.pop(peer).source)
-        for listener in self.on_peer:
-            listener(peer)
+    def opened(self, peer: Connection) -> None:
+        """The handshake of a connection is over."""
+        if self._tap_of is not None:
+            peer.tap = self._tap_of(peer)
+        if (place := self._unproven.pop(peer, None)) is not None:  # it was accepted
+            self._failures.succeeded(place.source)
+            for listener in self.on_peer:
+                listener(peer)
 
-    def _on_accepted_closed(self, peer: Connection) -> None:
+    def gone(self, peer: Connection) -> None:
+        """A connection is gone, open or not."""
+        self._forget(peer)
         place = self._unproven.pop(peer, None)
-        self._report_closed(peer)
+        if peer.task or isinstance(peer.handshake, ServerHandshake):  # else who connects is told
+            self._report_closed(peer)
         if place is None or self._closed:
             return
         refused = peer.handshake.refused
@@ -351,14 +350,8 @@ class Endpoint:
     # Both.
 
     def _new_peer(self, handshake: Handshake) -> Connection:
-        peer = self.platform.parts.of(Connection)(
-            handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
-            self.platform.memory,
-        )  # fmt: skip
+        peer = self.platform.parts.of(Connection)(handshake, self)
         self._peers[peer] = None
-        peer.on_closed.append(self._forget)
-        if self._tap_of is not None:
-            peer.tap = self._tap_of(peer)
         return peer
 
     def _report_closed(self, peer: Connection) -> None:
@@ -414,7 +407,8 @@ class Endpoint:
         for peer in list(self._peers):
             await peer.wait_closed()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a handler that takes time."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 
 from psync.errors import ConfigurationError
+from psync.net.certificates import load_tls
 from psync.net.chief_presence import TrainingPresence
 from psync.net.platform import (
     MISPLACED,
@@ -29,10 +30,8 @@ from psync.net.platform import (
 )
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
 from psync.net.secret import load_secret, require_secret
-from psync.net.shared.door_names import may_share
-from psync.net.shared.doors import can_share
-from psync.net.tls import load_tls
-from psync.net.tls_channel import TlsNetwork
+from psync.net.shared.doors import shares_memory
+from psync.net.tls import TlsNetwork
 from psync.net.transport import Network, SocketNetwork
 from psync.wire.limits import Limits
 
@@ -235,15 +234,6 @@ def watchdog_timeout(environ: Mapping[str, str] = os.environ) -> float | None:
             raise ConfigurationError(f"{variable}: expected seconds, got {text!r}")
         return seconds if seconds > 0 else None
     return None
-
-
-def shares_memory(environ: Mapping[str, str]) -> bool:
-    """Whether tasks of one host share memory: they may, see ``may_share``, and can.
-
-    Raises:
-        ConfigurationError: What says so cannot be understood.
-    """
-    return may_share(environ) and can_share()
 
 
 def _inherited(address: str, variable: str) -> dict[str, socket.socket]:

@@ -1,7 +1,7 @@
 """Traces: what tasks did in a stretch of a run.
 
 A ``SpanRecorder`` keeps the recent activity of one task in a ring: messages, the worker's steps,
-counters. A ``SpanCollector`` asks all tasks of a coordinator. A ``Trace`` covers one stretch of a
+counters. A coordinator's ``SpanCollector`` asks all tasks. A ``Trace`` covers one stretch of a
 run; ``net.trace_file`` turns the answers of the tasks into a file of Chrome's Trace Event format.
 
 Recording starts with the first request (``AskSpans``). It ends when the last reader says so, or
@@ -66,7 +66,12 @@ Watched = Callable[["SpanRecorder | None"], None]
 class _Reader:
     next: int  # number of the entry that it gets next
     connections: int = 0  # how many it knows
-    ticks_left: int = 0  # until it is forgotten
+    ticks_left: int = int(LEASE_S / TICK_S)  # until it is forgotten
+    is_new: bool = True
+    # Of one that reads all tasks.
+    asked: dict[Connection, asyncio.Task[None]] = field(default_factory=dict)  # not answered yet
+    turns: dict[Connection, None] = field(default_factory=dict)  # asked before, the latest last
+    came: list[Reading] = field(default_factory=list)  # not handed out yet
 
 
 @dataclass(eq=False, repr=False)
@@ -81,7 +86,6 @@ class SpanRecorder:
 
     Attributes:
         now: The clock.
-        on_left: Called with the name of a reader that has left, or is forgotten.
     """
 
     platform: Platform
@@ -91,7 +95,6 @@ class SpanRecorder:
 
     def __post_init__(self) -> None:
         self.now = self.platform.now
-        self.on_left: Callable[[str], object] = lambda _: None
         self._origin = ""  # tells this process's clock from that of its successor; once it records
         self._fresh: list[tuple[Any, ...]] = []  # entries that are not packed yet
         self._chunks: deque[tuple[int, bytes]] = deque()  # number of the first entry, entries
@@ -121,19 +124,14 @@ class SpanRecorder:
 
         def tap_of(peer: Connection) -> Tap:
             number, now, append = next(self._numbers), self.now, self._fresh.append
+            self._connections[number] = (
+                endpoint.task, endpoint.incarnation, peer.task, peer.incarnation, peer.lane,
+            )  # fmt: skip
 
             def tap(kind: int, request: int, header: bytes, nbytes: int) -> None:
                 append((now(), number, kind, request, header, nbytes))
 
-            def first(kind: int, request: int, header: bytes, nbytes: int) -> None:
-                # Not before: whose connection it is, its handshake tells.
-                self._connections[number] = (
-                    endpoint.task, endpoint.incarnation, peer.task, peer.incarnation, peer.lane,
-                )  # fmt: skip
-                peer.tap = tap
-                tap(kind, request, header, nbytes)
-
-            return first
+            return tap
 
         return self.watch(lambda recorder: endpoint.tap(None if recorder is None else tap_of))
 
@@ -153,17 +151,7 @@ class SpanRecorder:
             name: The reader.
             last: Whether this is its last reading.
         """
-        self._pack()
-        reader = self._readers.get(name)
-        is_new = reader is None
-        if reader is None:
-            reader = self._readers[name] = _Reader(self._count)
-            if len(self._readers) == 1:
-                self._origin = self._origin or random_hex(4)
-                for watched in self._watched:
-                    watched(self)
-                self._tick()
-        reader.ticks_left = int(LEASE_S / TICK_S)
+        reader = self._reader(name)
         oldest = self._chunks[0][0] if self._chunks else self._count
         reading = {
             "origin": self._origin,
@@ -171,8 +159,9 @@ class SpanRecorder:
             "lost": max(0, oldest - reader.next),
             "chunks": [body for first, body in self._chunks if first >= reader.next],
             "connections": list(self._connections.items())[reader.connections :],
-            "facts": self.facts() if is_new or last else {},
+            "facts": self.facts() if reader.is_new or last else {},
         }
+        reader.is_new = False
         reader.next = self._count
         reader.connections = len(self._connections)
         if last:
@@ -184,15 +173,28 @@ class SpanRecorder:
         for name in list(self._readers):
             self._leave(name)
 
+    def _reader(self, name: str) -> _Reader:
+        """Return a reader, which is known from now on; with the first one recording starts."""
+        self._pack()
+        reader = self._readers.setdefault(name, _Reader(self._count))
+        reader.ticks_left = int(LEASE_S / TICK_S)
+        if self._ticking is None:
+            self._origin = self._origin or random_hex(4)
+            for watched in self._watched:
+                watched(self)
+            self._tick()
+        return reader
+
     def _leave(self, name: str) -> None:
-        del self._readers[name]
-        self.on_left(name)
+        for task in self._readers.pop(name).asked.values():
+            task.cancel()
         if self._readers:
             return
         for watched in self._watched:
             watched(None)
         if self._ticking is not None:
             self._ticking.cancel()
+            self._ticking = None
         self._fresh.clear()
         self._chunks.clear()
         self._bytes = 0
@@ -222,30 +224,18 @@ class SpanRecorder:
             self._bytes -= len(self._chunks.popleft()[1])
 
 
-@dataclass(slots=True, eq=False)
-class _ReaderOfAll:
-    asked: dict[Connection, asyncio.Task[None]] = field(default_factory=dict)  # not answered yet
-    known: set[Connection] = field(default_factory=set)  # asked before
-    came: list[Reading] = field(default_factory=list)  # not handed out yet
-    turn: int = 0  # place of the task that is asked next
-
-
-class SpanCollector:
-    """Asks the tasks of one coordinator.
+@dataclass(eq=False, repr=False, kw_only=True)
+class SpanCollector(SpanRecorder):
+    """The ring of a coordinator's own task, which asks the other tasks as well.
 
     Args:
-        recorder: The recorder of the coordinator's own task.
         peers: Returns a connection to each of the others.
     """
 
-    def __init__(self, recorder: SpanRecorder, peers: Callable[[], Iterable[Connection]]) -> None:
-        self._recorder = recorder
-        self._peers = peers
-        self._readers: dict[str, _ReaderOfAll] = {}
-        recorder.on_left = self._forget
+    peers: Callable[[], Iterable[Connection]]
 
-    async def read(self, name: str, *, last: bool = False) -> list[Reading]:
-        """Return the readings since this reader's previous call; its first call starts recording.
+    async def read_all(self, name: str, *, last: bool = False) -> list[Reading]:
+        """Return all readings since this reader's previous call; its first call starts recording.
 
         Args:
             name: The reader, which is forgotten if it does not ask again within ten seconds.
@@ -253,45 +243,32 @@ class SpanCollector:
 
         Cancellation: Safe; the next call returns the readings.
         """
-        reader = self._readers.setdefault(name, _ReaderOfAll())
+        reader = self._reader(name)
         self._ask(reader, AskSpans(name, last))
         if reader.asked:
             within_s = LAST_WITHIN_S if last else ANSWERS_WITHIN_S
             await asyncio.wait(list(reader.asked.values()), timeout=within_s)
         came, reader.came = reader.came, []
-        now, body = self._recorder.now(), self._recorder.read(name, last=last)
-        return [Reading(self._recorder.task, body, now, now), *came]
+        now = self.now()
+        return [Reading(self.task, self.read(name, last=last), now, now), *came]
 
-    def close(self) -> None:
-        """Forget all readers."""
-        for name in list(self._readers):
-            self._forget(name)
-        self._recorder.close()
-
-    def _forget(self, name: str) -> None:
-        if (reader := self._readers.pop(name, None)) is not None:
-            for task in reader.asked.values():
-                task.cancel()
-
-    def _ask(self, reader: _ReaderOfAll, message: AskSpans) -> None:
+    def _ask(self, reader: _Reader, message: AskSpans) -> None:
         """Ask the tasks whose turn it is and new ones; at the end, ask all."""
-        peers = list(self._peers())
-        new = [peer for peer in peers if peer not in reader.known]
-        count = len(peers) if message.last else min(len(peers), ASKED_AT_ONCE)
-        turn = [peers[(reader.turn + place) % len(peers)] for place in range(count)]
-        reader.turn = (reader.turn + count) % max(1, len(peers))
-        reader.known.intersection_update(peers)
-        for peer in dict.fromkeys([*new, *turn]):
+        peers = dict.fromkeys(self.peers())
+        known = [peer for peer in reader.turns if peer in peers]
+        order = [*(peer for peer in peers if peer not in reader.turns), *known]
+        count = len(order) if message.last else len(order) - len(known) + ASKED_AT_ONCE
+        reader.turns = dict.fromkeys([*order[count:], *order[:count]])
+        for peer in order[:count]:
             if peer not in reader.asked:
-                reader.known.add(peer)
                 asking = self._ask_one(reader, peer, message)
                 reader.asked[peer] = asyncio.get_running_loop().create_task(asking)
 
-    async def _ask_one(self, reader: _ReaderOfAll, peer: Connection, message: AskSpans) -> None:
+    async def _ask_one(self, reader: _Reader, peer: Connection, message: AskSpans) -> None:
         try:
-            asked = self._recorder.now()
+            asked = self.now()
             received = await peer.call(message)
-            got = self._recorder.now()
+            got = self.now()
             for segment in received.segments:
                 reader.came.append(Reading(peer.task, bytes(segment), asked, got))
         except PsyncError:
@@ -307,7 +284,7 @@ MAX_BYTES = 256 << 20
 """Limit of the readings, which stay in memory until the file is written."""
 
 ReadSpans = Callable[..., Awaitable[list[Reading]]]
-"""``read(name, last=False)`` of a ``SpanCollector``; a PsyncError: the run has ended."""
+"""``SpanCollector.read_all``; a PsyncError: the run has ended."""
 
 
 class Trace:

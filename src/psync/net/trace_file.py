@@ -124,9 +124,8 @@ class TaskLog:
         is_sent, kind = bool(flags & SENT), flags & ~SENT
         own, own_incarnation, peer, peer_incarnation, lane = self._links[number]
         message = None
-        if kind in (Kind.REQUEST, Kind.REPLY, Kind.ERROR, Kind.NOTIFY):
-            with contextlib.suppress(PsyncError):  # this version of psync does not know it
-                message = decode(header)
+        with contextlib.suppress(PsyncError):  # it has none, or one that this version does not know
+            message = decode(header)
         if kind == Kind.REQUEST and message is not None:
             ends = (own, own_incarnation), (peer, peer_incarnation)
             client, server = ends if is_sent else ends[::-1]
@@ -203,14 +202,12 @@ def align(count: int, bounds: Iterable[Bound]) -> tuple[list[float], list[float]
         Seconds ahead, for each task; 0 where nothing is known. Half of the seconds between the most
         and the least that it can be; inf: unknown.
     """
-    tightest: dict[tuple[int, int], float] = {}
+    at_most = np.full((count, count), math.inf)  # by a and b, as in a bound
     for one, other, seconds in bounds:
-        tightest[one, other] = min(seconds, tightest.get((one, other), math.inf))
-    forth, at_most = np.array(list(tightest), int).reshape(-1, 2), np.array([*tightest.values()])
+        at_most[one, other] = min(at_most[one, other], seconds)
     slack = 0.0
     while slack <= 2 * MAX_SLACK_S:
-        most = _distances(count, forth, at_most + slack)
-        least = _distances(count, forth[:, ::-1], at_most + slack)
+        most, least = _distances(at_most + slack), _distances(at_most.T + slack)
         if most is not None and least is not None:
             ahead = [_middle(high, -low) for high, low in zip(most, least, strict=True)]
             return ahead, ((most + least) / 2).tolist()
@@ -224,13 +221,12 @@ def _middle(most: float, least: float) -> float:
     return most if math.isinf(least) else (most + least) / 2
 
 
-def _distances(count: int, edges: np.ndarray, seconds: np.ndarray) -> np.ndarray | None:
+def _distances(lengths: np.ndarray) -> np.ndarray | None:
     """Return the shortest paths from 0 (Bellman and Ford); None: there is a negative circle."""
-    distances = np.full(count, math.inf)
-    distances[0] = 0.0
-    for _ in range(count):
-        nearer = distances.copy()
-        np.minimum.at(nearer, edges[:, 1], distances[edges[:, 0]] + seconds)
+    np.fill_diagonal(lengths, 0.0)
+    distances: np.ndarray = lengths[0]
+    for _ in lengths:
+        nearer = (distances[:, None] + lengths).min(axis=0)
         if np.array_equal(nearer, distances):
             return distances
         distances = nearer
@@ -416,7 +412,7 @@ def _fields(message: Message | None) -> dict[str, Any]:
 
 def _results(log: TaskLog, names: Names) -> Iterator[Slice]:
     """Closures in flight, as the coordinator sees them: those of a message of results as one."""
-    sent: dict[tuple[str, int], float] = {}
+    sent: dict[str, dict[int, float]] = defaultdict(dict)  # by worker and number
     last: dict[str, float] = defaultdict(lambda: log.begin)
 
     def batch(peer: str, begins: Mapping[int, float], end: float, *, is_over: bool) -> Slice:
@@ -431,18 +427,18 @@ def _results(log: TaskLog, names: Names) -> Iterator[Slice]:
 
     for at, is_sent, peer, message in log.told:
         if is_sent:
-            sent.update(((peer, closure[0]), at) for closure in _closures_of(message))
+            sent[peer].update((closure[0], at) for closure in _closures_of(message))
         elif isinstance(message, messages.GiveBack):
             for number in message.closures:
-                sent.pop((peer, number), None)
+                sent[peer].pop(number, None)
         elif isinstance(message, messages.ClosureResults) and message.results:
             numbers = [result[0] for result in message.results]
-            begins = {number: sent.pop((peer, number), log.begin) for number in numbers}
+            begins = {number: sent[peer].pop(number, log.begin) for number in numbers}
             yield batch(peer, begins, at, is_over=True)
             last[peer] = at
-    for peer in dict.fromkeys(peer for peer, _ in sent):
-        begins = {number: at for (name, number), at in sent.items() if name == peer}
-        yield batch(peer, begins, log.end, is_over=False)
+    for peer, begins in sent.items():
+        if begins:
+            yield batch(peer, begins, log.end, is_over=False)
 
 
 def _sync_steps(log: TaskLog) -> Iterator[Slice]:

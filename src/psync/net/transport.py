@@ -143,10 +143,8 @@ class SocketNetwork:
                 raise
             path = None if inherited else host
         else:
-            if inherited is not None:
-                server = await loop.create_server(factory, sock=inherited, backlog=BACKLOG)
-            else:
-                server = await loop.create_server(factory, host or None, port, backlog=BACKLOG)
+            place: Any = {"sock": inherited} if inherited else {"host": host or None, "port": port}
+            server = await loop.create_server(factory, **place, backlog=BACKLOG)
             bound_to = join_address(host, server.sockets[0].getsockname()[1])
         return _SocketListener(server, bound_to, self._doors(address, server, factory), path)
 

@@ -23,7 +23,7 @@ from psync.cluster import CHIEF
 from psync.errors import ClosedError, PsyncError
 from psync.net.connection import Connection
 from psync.net.shielding import end_all
-from psync.net.trace import SpanCollector, SpanRecorder
+from psync.net.trace import SpanCollector
 from psync.status.model import (
     EventStatus,
     PsStatus,
@@ -96,9 +96,11 @@ class ClusterSource(ABC):
         self._ps: dict[str, tuple[float, dict[str, Any]]] = {}  # loop time, counters
         self._asked: dict[str, tuple[float, asyncio.Task[None]]] = {}
         """Workers that have not answered yet: since when, loop time, and who waits for it."""
-        recorder = SpanRecorder(endpoint.platform, CHIEF, self._facts, self._counters)
-        recorder.watch_endpoint(endpoint)
-        self.spans = SpanCollector(recorder, lambda: self._controls().values())
+        self.spans = SpanCollector(
+            endpoint.platform, CHIEF, self._facts, self._counters,
+            peers=lambda: self._controls().values(),
+        )  # fmt: skip
+        self.spans.watch_endpoint(endpoint)
         self.asks_workers = 0
         self._reading = asyncio.Lock()
         self._newest: tuple[float, float, Collection[str]] | None = None

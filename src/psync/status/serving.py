@@ -34,7 +34,7 @@ from psync.net.connection import Handler, Request
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform, flag
 from psync.net.secret import Secret
-from psync.net.tls_channel import TlsNetwork
+from psync.net.tls import TlsNetwork
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.exposition import exposition
@@ -152,7 +152,7 @@ class ServedStatus:
     async def _body(self, question: Question) -> bytes:
         if isinstance(question, AskStatistics):
             return (await self.source.status()).to_json().encode()
-        readings = await self.source.spans.read(question.reader, last=question.last)
+        readings = await self.source.spans.read_all(question.reader, last=question.last)
         body: bytes = msgpack.packb(readings)
         return body
 
@@ -194,7 +194,7 @@ class StatusReader:
         return Status.from_json(await self._ask(AskStatistics()))
 
     async def read_spans(self, name: str, *, last: bool = False) -> list[Reading]:
-        """Return what tasks have recorded; see ``SpanCollector.read``, and ``read`` for errors."""
+        """Return what tasks have recorded; see ``SpanCollector``, and ``read`` for errors."""
         body = await self._ask(AskSpans(name, last))
         try:
             return [Reading(*reading) for reading in msgpack.unpackb(body)]

@@ -643,14 +643,3 @@ def test_memory_is_never_written_while_it_is_read_and_free_at_last(
     walk.all_is_free_at_last()
     for kind in ("lent", "not lent", "return", "forget", "withdrawn", "lost", "updated elsewhere"):
         assert walk.done[kind], kind
-
-
-# --- a loan ----------------------------------------------------------------------------------
-
-
-async def test_who_waits_is_told_once_and_may_have_given_up() -> None:
-    loan = Loan([], [], 1)
-    loan.waiters += [asyncio.get_running_loop().create_future() for _ in range(2)]
-    loan.waiters[0].cancel()
-    loan.over()
-    assert loan.waiters[1].done()

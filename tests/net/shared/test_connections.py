@@ -68,7 +68,7 @@ async def all_is_back(pair: Pair) -> None:
     for peer in (pair.peer, pair.back):
         assert sharing_of(peer)._lent == {}
         assert sharing_of(peer)._copied_bytes == 0
-        assert sharing_of(peer)._num_kept == 0
+        assert sharing_of(peer)._kept == {}
 
 
 def sharings(endpoint: Endpoint) -> set[Sharing]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import fcntl
 import gc
 import os
 import resource
@@ -17,9 +18,9 @@ import pytest
 
 from open_files import descriptors, num_fds
 from ports import claimed_ports
-from psync.net.shared import doors
+from psync.net.shared import doors, regions
 from psync.net.shared.door_names import door_beside, name_of_door, shut
-from psync.net.shared.doors import Door, SideChannel, can_share, doors_of, through_door
+from psync.net.shared.doors import Door, SideChannel, doors_of, shares_memory, through_door
 from psync.net.shared.regions import make_region
 from psync.net.transport import SocketNetwork
 from psync.testing import settle
@@ -111,13 +112,26 @@ def test_a_name_that_is_too_long_is_none() -> None:
     assert doors._connected(["\0" + "x" * 300]) is None
 
 
-@pytest.mark.parametrize("missing", ["SO_PEERCRED", "send_fds"])
-def test_a_system_that_lacks_something_has_no_doors(
-    missing: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("where", "missing"),
+    [
+        (socket, "SO_PEERCRED"),
+        (socket, "send_fds"),
+        (os, "memfd_create"),
+        (fcntl, "F_ADD_SEALS"),
+    ],
+)
+def test_a_system_that_lacks_something_shares_no_memory(
+    where: Any, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert can_share()
-    monkeypatch.delattr(socket, missing)
-    assert not can_share()
+    assert shares_memory({})
+    monkeypatch.delattr(where, missing)
+    assert not shares_memory({})
+
+
+def test_a_system_that_cannot_seal_memory_shares_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "SEALS", 0x4000)
+    assert not shares_memory({})
 
 
 # --- through it ------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from psync.net.shared.regions import (
     SLAB_BYTES,
     Mapping,
     SharedMemory,
-    can_make_regions,
     make_region,
     map_foreign,
     offset_of,
@@ -173,7 +172,6 @@ def test_a_region_that_cannot_be_sealed_leaves_no_descriptor(
     with pytest.raises(OSError, match="Invalid argument"):
         make_region(1, PAGE)
     assert num_fds() == before
-    assert not can_make_regions()
 
 
 def test_where_executable_memory_is_forbidden_it_is_said_that_this_is_none(
@@ -191,15 +189,6 @@ def test_where_executable_memory_is_forbidden_it_is_said_that_this_is_none(
     region = make_region(1, PAGE)
     assert len(asked) == 2
     map_foreign(os.dup(region.region.fd), PAGE)
-
-
-@pytest.mark.parametrize("missing", ["memfd_create", "F_ADD_SEALS"])
-def test_a_system_without_sealed_memory_has_no_regions(
-    missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert can_make_regions()
-    monkeypatch.delattr(os if hasattr(os, missing) else fcntl, missing)
-    assert not can_make_regions()
 
 
 # --- another task's --------------------------------------------------------------------------

@@ -68,7 +68,6 @@ class Loan:
     copied_bytes: int = 0
     targets: list[memoryview] = field(default_factory=list)
     sources: list[memoryview] = field(default_factory=list)
-    waiters: list[asyncio.Future[None]] = field(default_factory=list)  # until it is returned
     _rest: Iterator[int] | None = None  # of the copy, once it has begun
 
     def add(self, extent: Extent) -> None:
@@ -78,12 +77,6 @@ class Loan:
             self.extents[-1] = last._replace(nbytes=last.nbytes + extent.nbytes)
         else:
             self.extents.append(extent)
-
-    def over(self) -> None:
-        """Nobody reads it any more."""
-        for waiter in self.waiters:
-            if not waiter.done():
-                waiter.set_result(None)
 
     def copy_part(self) -> bool:
         """Copy a part of what has to be; return whether that was the last."""
@@ -121,9 +114,8 @@ class Sharing:
         # Of theirs.
         self._regions: dict[int, memoryview] = {}
         self._num_received = 0
-        self._num_kept = 0  # bodies that are read where they are
-        self._kept_bytes = 0
-        self._returns: deque[tuple[int, int | None]] = deque()  # number, bytes that were kept
+        self._kept: dict[int, int] = {}  # by number, bytes of bodies that are read where they are
+        self._returns: deque[int] = deque()  # numbers of bodies that are not needed any more
         if memory.make is None:
             memory.make = channel.make
         memory.lenders[self] = None
@@ -215,21 +207,12 @@ class Sharing:
         if loan is None:
             raise RemoteProtocolError(f"body {number} was given back, which is not lent")
         self.withdrawn(loan)
-        loan.over()
+        self._memory.note_returned()
         self._memory.shrink_soon()
 
-    def until_returned(self, owners: Collection[int]) -> list[asyncio.Future[None]]:
-        """Return what is done once memory of arrays that is lent now is lent no more.
-
-        Args:
-            owners: Ids of the arrays.
-        """
-        waiters = []
-        for loan in self._lent.values():
-            if any(id(held.obj) in owners for held in loan.holds):
-                waiters.append(asyncio.get_running_loop().create_future())
-                loan.waiters.append(waiters[-1])
-        return waiters
+    def lends(self, owners: Collection[int]) -> bool:
+        """Whether memory of some of these arrays, given by their ids, is lent."""
+        return any(id(held.obj) in owners for loan in self._lent.values() for held in loan.holds)
 
     def region_gone(self, number: int) -> None:
         """A region of ours is gone; the peer may forget it. Called in any thread."""
@@ -296,7 +279,8 @@ class Sharing:
     @property
     def bytes_kept_now(self) -> int:
         """What is read where it is."""
-        return self._kept_bytes - sum(nbytes or 0 for _, nbytes in list(self._returns))
+        returned = set(self._returns)
+        return sum(nbytes for number, nbytes in self._kept.items() if number not in returned)
 
     # To be said to the peer.
 
@@ -305,10 +289,8 @@ class Sharing:
         self.has_to_say = False  # first: other threads may add to what there is
         returns, gone = [], []
         while self._returns:
-            number, kept_bytes = self._returns.popleft()
-            if kept_bytes is not None:
-                self._num_kept -= 1
-                self._kept_bytes -= kept_bytes
+            number = self._returns.popleft()
+            self._kept.pop(number, None)
             returns.append(number)
         while self._gone:
             number = self._gone.popleft()
@@ -319,25 +301,19 @@ class Sharing:
             self._settle()
         return returns, gone
 
-    def give_back(self, number: int, kept_bytes: int | None) -> None:
-        """A body of the peer's is not needed any more; called in any thread.
-
-        Args:
-            number: Of the body.
-            kept_bytes: Its size if it was kept, which may be 0; None: it was not.
-        """
-        self._returns.append((number, kept_bytes))
+    def give_back(self, number: int) -> None:
+        """A body of the peer's is not needed any more; called in any thread."""
+        self._returns.append(number)
         self.has_to_say = True
         self._wake()
 
     def may_keep(self, nbytes: int) -> bool:
         """Whether a body of the peer's may be kept for as long as somebody likes."""
-        return self._kept_bytes + nbytes <= _bound(nbytes)
+        return sum(self._kept.values()) + nbytes <= _bound(nbytes)
 
-    def kept(self, nbytes: int) -> None:
+    def kept(self, number: int, nbytes: int) -> None:
         """A body of the peer's is read where it is."""
-        self._num_kept += 1
-        self._kept_bytes += nbytes
+        self._kept[number] = nbytes
 
     # The end.
 
@@ -359,33 +335,30 @@ class Sharing:
         """
         self._closed = True
         self._regions.clear()
-        self._forget_lent()
+        self._lent.clear()
+        self._memory.note_returned()
         self._channel.look_no_more()  # here: a loop's readers are its own thread's
         self._wake = self._end_kept  # instead of a connection that is gone
         self._end_kept()
 
     def _end_kept(self) -> None:
         """Close the channel if nothing is kept any more; in any thread."""
-        kept = self._num_kept  # read first: what ``due`` takes meanwhile then counts as kept
-        if sum(nbytes is not None for _, nbytes in list(self._returns)) >= kept:
+        kept = set(self._kept)  # read first: what ``due`` takes meanwhile then counts as kept
+        if kept.issubset(list(self._returns)):
             self.is_over = True
             self._channel.close()
 
     def _settle(self) -> None:
         """Say that this side reads no more, once that is so; with nothing lent either, end it."""
-        if self._num_kept or self.is_over:
+        if self._kept or self.is_over:
             return
         self._channel.end()
         if not self._lent:
             self.drop()
 
-    def _forget_lent(self) -> None:
-        for loan in self._lent.values():
-            loan.over()
-        self._lent.clear()
-
     def _end_lent(self) -> None:
-        self._forget_lent()
+        self._lent.clear()
+        self._memory.note_returned()
         self._settle()
 
 
@@ -410,7 +383,7 @@ class BorrowedBody:
     def keep(self) -> list[memoryview]:
         """See ``Borrowed``."""
         self.is_kept = True
-        self._sharing.kept(self._nbytes)
+        self._sharing.kept(self._number, self._nbytes)
         views, self.views = self.views, ()
         kept = []
         for view in views:
@@ -422,11 +395,11 @@ class BorrowedBody:
     def give_back(self) -> None:
         """See ``Borrowed``."""
         self.views = ()
-        self._sharing.give_back(self._number, None)
+        self._sharing.give_back(self._number)
 
     def _one_gone(self, of: int) -> None:
         if next(self._gone) == of:
-            self._sharing.give_back(self._number, self._nbytes)
+            self._sharing.give_back(self._number)
 
 
 def _bound(nbytes: int) -> int:

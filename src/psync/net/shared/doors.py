@@ -23,6 +23,7 @@ import array
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import resource
@@ -31,13 +32,13 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from psync.errors import RemoteProtocolError
 from psync.net.platform import PerProcess
-from psync.net.shared.door_names import BACKLOG, name_of_door
-from psync.net.shared.regions import Make, Region, can_make_regions, make_region, map_foreign
+from psync.net.shared.door_names import BACKLOG, may_share, name_of_door
+from psync.net.shared.regions import PAGE, Make, Region, make_region, map_foreign
 
 Factory = Callable[[], asyncio.BufferedProtocol]
 
@@ -191,9 +192,22 @@ def _close_all(fds: list[int]) -> None:
         os.close(fd)
 
 
-def can_share() -> bool:
-    """Return whether this system has all that is needed."""
-    return hasattr(socket, "SO_PEERCRED") and hasattr(socket, "send_fds") and can_make_regions()
+def shares_memory(environ: Mapping[str, str]) -> bool:
+    """Whether tasks of one host share memory: they may, see ``may_share``, and this system can.
+
+    Raises:
+        ConfigurationError: What says so cannot be understood.
+    """
+    needed = (
+        (socket, "SO_PEERCRED"), (socket, "send_fds"), (os, "memfd_create"), (fcntl, "F_ADD_SEALS"),
+    )  # fmt: skip
+    if not may_share(environ) or not all(hasattr(*each) for each in needed):
+        return False
+    try:
+        make_region(0, PAGE)
+    except OSError:
+        return False
+    return True
 
 
 class Door:
@@ -377,13 +391,9 @@ def _connected(names: Iterable[str]) -> socket.socket | None:
 
 def _sharing(factory: Factory, channel: SideChannel) -> Factory:
     def make() -> asyncio.BufferedProtocol:
-        protocol = factory()
-        share = getattr(protocol, "share", None)
-        if share is None:  # it can do without
-            channel.close()
-        else:
-            share(channel)
-        return protocol
+        protocol: Any = factory()
+        protocol.share(channel)
+        return protocol  # type: ignore[no-any-return]
 
     return make
 

@@ -161,17 +161,6 @@ def _max_descriptors() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def can_make_regions() -> bool:
-    """Return whether this system has all that ``make_region`` needs."""
-    if not (hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")):
-        return False
-    try:
-        make_region(0, PAGE)
-    except OSError:
-        return False
-    return True
-
-
 def region_of(view: memoryview) -> Region | None:
     """Return the region in which a view of a root lies, or of a part of one."""
     region = getattr(_owner_of(view), "region", None)
@@ -372,13 +361,14 @@ class SharedMemory:
         self.token = object()  # that its regions bear
         # With whom it is shared, in this order.
         self.lenders: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._returned = asyncio.Event()  # set for a moment when something comes back
         self._numbers = itertools.count(1)
         self._slab = memoryview(b"")  # what is left of it
         self._slab_at = 0  # where in its region
         # Each has two descriptors: a mapping keeps one of its own.
         self._max_regions = _max_descriptors() // 8
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
-        self._shrinking: asyncio.TimerHandle | None = None
+        self._shrinks = False  # soon
 
     def take(self, nbytes: int) -> np.ndarray:
         """Return a new root; of ordinary memory if it is small, or nobody could read it."""
@@ -466,15 +456,11 @@ class SharedMemory:
         Cancellation: Safe.
         """
         owners = {id(view.obj) for view in views}
-        waiters = [
-            waiter for lender in list(self.lenders) for waiter in lender.until_returned(owners)
-        ]
-        if waiters:
-            await asyncio.wait(waiters)
+        while any(lender.lends(owners) for lender in list(self.lenders)):
+            await self._returned.wait()
 
     def let_go(self) -> None:
         """Keep nothing that is not in use: connections have ended, and perhaps the task."""
-        self._stop_shrinking()
         with self._lock:
             self.arena = self._new_arena()
             self._slab = memoryview(b"")
@@ -484,16 +470,16 @@ class SharedMemory:
         for sharing in list(self.lenders):
             sharing.drop()
 
+    def note_returned(self) -> None:
+        """Something that was lent has come back: who waits in ``returned`` looks again."""
+        self._returned.set()
+        self._returned.clear()
+
     def shrink_soon(self) -> None:
         """Something that was lent has come back: see that no more is kept than is used."""
-        if self._shrinking is None and self.arena.nbytes > ARENA_BYTES:
-            loop, me = asyncio.get_running_loop(), weakref.ref(self)
-            self._shrinking = loop.call_later(SHRINK_S, _shrink, me)
-
-    def _stop_shrinking(self) -> None:
-        if self._shrinking is not None:
-            self._shrinking.cancel()
-            self._shrinking = None
+        if not self._shrinks and self.arena.nbytes > ARENA_BYTES:
+            self._shrinks = True
+            asyncio.get_running_loop().call_later(SHRINK_S, _shrink, weakref.ref(self))
 
     def _new_arena(self) -> BlockPool:
         me = weakref.proxy(self)  # or it would be reached from itself, and stay for a while
@@ -535,7 +521,7 @@ class SharedMemory:
 
 def _shrink(memory: weakref.ref[SharedMemory]) -> None:
     if (shrunk := memory()) is not None:
-        shrunk._stop_shrinking()
+        shrunk._shrinks = False
         with shrunk._lock:
             shrunk.arena.shrink()
         shrunk.shrink_soon()  # if more is in use now

@@ -422,8 +422,8 @@ def holds_nothing(original: Callable[..., Any]) -> Any:
 def gives_back_at_once(original: Callable[..., Any]) -> Any:
     def keep(self: BorrowedBody) -> list[memoryview]:
         self.is_kept = True
-        self._sharing.kept(self._nbytes)
-        self._sharing.give_back(self._number, self._nbytes)
+        self._sharing.kept(self._number, self._nbytes)
+        self._sharing.give_back(self._number)
         return list(self.views)
 
     return keep
