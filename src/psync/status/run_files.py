@@ -34,7 +34,7 @@ from psync.net.platform import is_deserted, random_hex
 from psync.net.secret import read_private
 from psync.net.shielding import end_all
 from psync.status.http import is_token
-from psync.status.model import from_plain
+from psync.status.model import MISFITS, from_plain
 from psync.status.units import seconds_text
 
 logger = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ def read_run(path: Path) -> Run:
         raise ConfigurationError(f"{path}: cannot be read: {exc.strerror}") from exc
     except ConfigurationError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as exc:
+    except MISFITS as exc:
         raise ConfigurationError(f"{path}: expected a run file of psync") from exc
     return run
 
