@@ -22,7 +22,6 @@ import ipaddress
 import logging
 import math
 import os
-import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,8 +81,8 @@ HEADERS: Mapping[str, str] = {
 }
 """Of every answer."""
 
-Page = tuple[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]
-"""Content type, and what returns the body for a query."""
+PAGES = {"/status": "application/json", "/spans": "application/msgpack"}
+"""Content types of what there is besides metrics, for callers with the token."""
 
 
 def check_can_serve(extra: str, address: str) -> tuple[str, int]:
@@ -275,7 +274,7 @@ async def listening(
 async def serving_metrics(
     address: str,
     metrics: Callable[[], Awaitable[str]],
-    pages: Mapping[str, Page] = types.MappingProxyType({}),
+    ask: Callable[[Mapping[str, str]], Awaitable[bytes]] | None = None,
     *,
     who: str = "",
 ) -> AsyncIterator[str]:
@@ -284,14 +283,13 @@ async def serving_metrics(
     Args:
         address: "host:port"; port 0: a free one.
         metrics: Returns them in Prometheus's format.
-        pages: What else there is, for whoever has the token, by path. The first one is logged.
+        ask: Returns the status, or spans for a ``reader``; None: only metrics are served.
         who: Whose they are, for the log.
 
     Raises:
         ConfigurationError: As of ``listening``.
     """
     token = random_hex(TOKEN_BYTES)
-    first = next(iter(pages), "")
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         from aiohttp import web
@@ -300,12 +298,12 @@ async def serving_metrics(
             return web.Response(status=403, text="the Host header names another host\n")
         if request.path == "/metrics":
             kind, body = CONTENT_TYPE, (await metrics()).encode()
-        elif request.path not in pages:
-            there = f"/metrics and {first}" if first else "/metrics"
+        elif ask is None or request.path not in PAGES:
+            there = "/metrics" if ask is None else "/metrics and /status"
             return web.Response(status=404, text=f"there is {there}\n")
         elif is_token(request.query.get("token"), token):
-            kind, read = pages[request.path]
-            body = await read(request.query)
+            kind = PAGES[request.path]
+            body = await ask({"reader": "", **request.query} if request.path == "/spans" else {})
         else:
             text = "the token is missing or another one; the program's log has the URL\n"
             return web.Response(status=403, text=text)
@@ -313,7 +311,7 @@ async def serving_metrics(
 
     async with listening("metrics", address, answer) as url:
         head = f"{who}: " if who else ""
-        more = f", {first[1:]} at {url}{first}?token={token}" if first else ""
+        more = "" if ask is None else f", status at {url}/status?token={token}"
         logger.info("%smetrics at %s/metrics%s", head, url, more)
         yield url
 

@@ -296,8 +296,7 @@ class Status:
         data["reported"] = {
             name: value if math.isfinite(value) else None for name, value in self.reported.items()
         }
-        del data["placement"]
-        return f'{_json(data)[:-1]},"placement":{_placement_json(self.placement)}}}'
+        return json.dumps(data, default=_fields, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -322,23 +321,6 @@ class Status:
         except MISFITS as exc:
             raise RemoteProtocolError(f"expected the status of a run as JSON: {exc}") from exc
         return replace(made, reported=values)
-
-
-def _json(data: Any) -> str:
-    return json.dumps(data, default=_fields, separators=(",", ":"), allow_nan=False)
-
-
-_newest_placement: tuple[tuple[ShardStatus, ...], str] = (), "[]"
-
-
-def _placement_json(placement: tuple[ShardStatus, ...]) -> str:
-    """Return the JSON of a placement, made once: of 10,000 shards it takes some 30 ms."""
-    global _newest_placement
-    known, text = _newest_placement
-    if placement is not known:
-        text = _json(placement)
-        _newest_placement = placement, text
-    return text
 
 
 def _fields(value: Any) -> dict[str, Any]:

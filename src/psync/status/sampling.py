@@ -56,7 +56,7 @@ FRESH_S = 0.2
 """ps tasks are not asked again sooner than this: that bounds what it costs them, whoever asks."""
 
 ASKED_AT_ONCE = 100
-"""Workers are asked by turns: many of them cost no more than so many."""
+"""Of more workers, those whose answers are the oldest: many cost no more than so many."""
 
 _GONE = {
     TaskState.CONNECTING: "connecting",
@@ -209,7 +209,6 @@ class StatusSource(ClusterSource):
         self._coordinator = coordinator
         self._worked: dict[str, tuple[float, Mapping[str, float], WorkShares | None]] = {}
         """By worker: loop time here, what ``WorkMeter.read`` gave, shares since the one before."""
-        self._turn = 0  # place of the worker that is asked next
         super().__init__(coordinator.links, variables)
 
     def _oldest(self) -> Mapping[str, Closure]:
@@ -221,15 +220,13 @@ class StatusSource(ClusterSource):
 
     def _ask_workers(self) -> None:
         """Ask some workers what their time went to; forget those that are gone."""
-        workers = [each for each in self._records() if each.peers is not None]
-        names = {each.name for each in workers}
-        self._worked = {name: each for name, each in self._worked.items() if name in names}
-        self._turn = self._turn % max(1, len(workers))
-        for worker in (workers[self._turn :] + workers[: self._turn])[:ASKED_AT_ONCE]:
-            if worker.name not in self._asked and worker.peers is not None:
-                task = self._loop.create_task(self._ask_worker(worker.name, worker.peers[0]))
-                self._asked[worker.name] = self._loop.time(), task
-        self._turn += ASKED_AT_ONCE
+        peers = {each.name: each.peers[0] for each in self._records() if each.peers is not None}
+        self._worked = {name: each for name, each in self._worked.items() if name in peers}
+        due = [name for name in peers if name not in self._asked]
+        due.sort(key=lambda name: self._worked[name][0] if name in self._worked else 0.0)
+        for name in due[:ASKED_AT_ONCE]:  # those first whose answer is the oldest
+            task = self._loop.create_task(self._ask_worker(name, peers[name]))
+            self._asked[name] = self._loop.time(), task
 
     async def _ask_worker(self, name: str, control: Connection) -> None:
         try:

@@ -26,7 +26,7 @@ from psync.net.tls_channel import TlsNetwork
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.exposition import exposition
-from psync.status.http import Page, check_can_serve, serving_metrics
+from psync.status.http import check_can_serve, serving_metrics
 from psync.status.model import Status
 from psync.status.run_files import Run, answering, ask, directory_of_runs, new_run
 
@@ -75,14 +75,7 @@ class ServedStatus:
         self._http: contextlib.AbstractAsyncContextManager[str] | None = None
         if metrics:
             check_can_serve("metrics", metrics)
-            pages: dict[str, Page] = {
-                "/status": ("application/json", lambda _: self._answer({})),
-                "/spans": (
-                    "application/msgpack",
-                    lambda query: self._answer({"reader": "", **query}),
-                ),
-            }
-            self._http = serving_metrics(metrics, self._metrics, pages)
+            self._http = serving_metrics(metrics, self._metrics, self._answer)
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
