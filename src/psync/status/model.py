@@ -13,26 +13,24 @@ who reads it passes over what it does not know.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import math
-import types
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Self
 
 from psync.client.counters import KINDS
 from psync.cluster import device_name
 from psync.errors import RemoteProtocolError
+from psync.store.untrusted_json import Misfit, Readers, only
 
 if TYPE_CHECKING:
     # With numpy, which a launcher never loads.
     from psync.closures.queue import QueueStatistics
     from psync.specs import VariableSpec
 
-MISFITS = ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
+MISFITS = Misfit, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
 """Errors of text that is not JSON, and of JSON that does not stand for a value."""
 
 SCHEMA = 1
@@ -312,61 +310,29 @@ class Status:
                     f"expected a status of schema {SCHEMA}, got {schema}",
                     hint="use the version of psync that the run uses",
                 )
-            reported = _checked(dict, data.pop("reported", {}))
-            made: Self = from_plain(cls, data)
-            values = {
-                name: math.nan if value is None else _checked(float, value, math.inf)
-                for name, value in reported.items()
+            reported = {
+                name: math.nan if value is None else float(value)
+                for name, value in data.pop("reported", {}).items()
             }
+            made: Self = READERS.read(cls, data)
         except MISFITS as exc:
             raise RemoteProtocolError(f"expected the status of a run as JSON: {exc}") from exc
-        return replace(made, reported=values)
+        return replace(made, reported=reported)
 
 
 def _fields(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__slots__}
 
 
-def from_plain(kind: Any, data: Any) -> Any:
-    """Return the value of a type of this module that plain data stand for.
+MOST = 1e18
+"""Views can compute with smaller numbers."""
 
-    Raises:
-        Exception: They stand for none; see ``MISFITS``.
-    """
-    return _builder(kind)(data)
-
-
-@functools.cache
-def _builder(kind: Any) -> Callable[[Any], Any]:
-    """Return what makes a value of a field's type of plain data, or raises TypeError."""
-    if dataclasses.is_dataclass(kind):
-        fields = {name: _builder(hint) for name, hint in get_type_hints(kind).items()}
-
-        def build(data: Any) -> Any:
-            known = {name: fields[name](each) for name, each in data.items() if name in fields}
-            return kind(**known)  # type: ignore[operator]  # a class
-
-        return build
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):  # of something and None
-        inner = _builder(arguments[0])
-        return lambda data: None if data is None else inner(data)
-    if origin is tuple:
-        inner = _builder(arguments[0])
-        return lambda data: tuple(map(inner, _checked(list, data)))
-    if origin is not None:  # a mapping from text
-        inner = _builder(arguments[1])
-        return lambda data: {name: inner(each) for name, each in _checked(dict, data).items()}
-    return functools.partial(_checked, kind)
-
-
-def _checked(kind: type, data: Any, most: float = 1e18) -> Any:
-    """Return plain data of a type; its numbers are such that views can compute with them."""
-    if type(data) is not kind and not (kind is float and type(data) is int):
-        raise TypeError(f"expected {kind.__name__}, got {type(data).__name__}")
-    if isinstance(data, int | float) and not -most < float(data) < most:
-        raise TypeError(f"expected a number, got {data:.4g}")
-    return data
+READERS = Readers({
+    str: only(lambda value: isinstance(value, str), "text"),
+    int: only(lambda value: type(value) is int and -MOST < value < MOST, "a whole number"),
+    float: only(lambda value: type(value) in (int, float) and -MOST < value < MOST, "a number"),
+})  # fmt: skip
+"""Of the types of this module, from plain data."""
 
 
 # The status, made of counters.
