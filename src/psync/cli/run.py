@@ -131,7 +131,6 @@ class Launcher:
         self._working = set(range(self.num_workers))  # workers that are kept running
         self._leaving: set[int] = set()  # of these, those that were asked to leave
         self._left = asyncio.Event()  # one of these has
-        self._processes: dict[tuple[str, int], processes.Process] = {}  # the newest of each task
         self._explained = False
         self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._scaling = asyncio.Lock()
@@ -195,7 +194,7 @@ class Launcher:
                 self._leaving.update(leave)
                 self._tell_chief(added, leave)
                 for index in leave:
-                    if (worker := self._processes.get(("worker", index))) is not None:
+                    if (worker := self._group.processes.get(f"worker-{index}")) is not None:
                         worker.send_signal(signal.SIGTERM)
         if leave:
             return f"{number} workers; {len(leave)} leave when what they run has ended"
@@ -346,7 +345,7 @@ class Launcher:
         env = {**self.gpus.environ_of(job, index), **(env or {})}
         command = self.ps_command if job == "ps" else self.command
         try:
-            process = self._group.start_task(
+            return self._group.start_task(
                 job, index, command, env=env, output=output, pass_fds=pass_fds
             )
         except OSError as error:
@@ -357,8 +356,6 @@ class Launcher:
             else:
                 self._give_up(failed)
             return None
-        self._processes[job, index] = process
-        return process
 
     # What decides the outcome: the first call wins.
 

@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psync.cluster import is_loopback, split_address
+from psync.cluster import is_loopback, join_address, split_address
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.handshake_limits import LogQuota
 from psync.net.platform import random_hex
@@ -257,10 +257,8 @@ async def listening(
             f"{extra}: cannot listen at {address}: {exc.strerror or exc}"
         ) from exc
     opens = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    if ":" in opens:
-        opens = f"[{opens}]"
     try:
-        yield f"http://{opens}:{server.sockets[0].getsockname()[1]}"
+        yield f"http://{join_address(opens, server.sockets[0].getsockname()[1])}"
     finally:
         server.close()
         await asyncio.sleep(0)  # requests that have just come begin
