@@ -478,7 +478,6 @@ class TasksInProcesses(Host):
         secret = known or Secret((minted or "").encode())
         self.platform = Platform(network_of(environ, inherited), secret)
         self.processes = self._group.processes
-        self._unused = {(job, i) for job, count in self.counts.items() for i in range(count)}
         self._leaving: set[tuple[str, int]] = set()
 
     async def open(self) -> None:
@@ -498,8 +497,7 @@ class TasksInProcesses(Host):
         await asyncio.to_thread(self.gpus.check, num_workers)
 
     async def start(self, job: str, index: int) -> str:
-        if (job, index) in self._unused:
-            self._unused.discard((job, index))
+        if (job, index) not in self._watchers and index < self.counts[job]:
             address = self._group.cluster[job][index]
         else:
             address = await self._group.add_task(job, index)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from psync.cluster import is_loopback, join_address, split_address
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.handshake_limits import LogQuota
-from psync.net.platform import random_hex
+from psync.net.platform import number_in, random_hex
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -188,10 +188,8 @@ class _Guest(asyncio.Protocol):
 
     def __init__(self, inner: asyncio.Protocol, guests: dict[_Guest, None]) -> None:
         self._inner, self._guests = inner, guests
-        self.data_received = inner.data_received  # type: ignore[method-assign]
-        self.eof_received = inner.eof_received  # type: ignore[method-assign]
-        self.pause_writing = inner.pause_writing  # type: ignore[method-assign]
-        self.resume_writing = inner.resume_writing  # type: ignore[method-assign]
+        for name in ("data_received", "eof_received", "pause_writing", "resume_writing"):
+            setattr(self, name, getattr(inner, name))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
@@ -389,15 +387,13 @@ async def serving_dashboard(show: Recorder | FinishedRun, address: str) -> Async
             return web.FileResponse(files.get(path, STATIC / "index.html"))
         if path not in ("/api/view", "/api/status"):
             return web.Response(status=404, text="Not Found\n")
-        span, time = query.get("span", "recent"), None
+        span = query.get("span", "recent")
+        time = number_in(query["time"]) if "time" in query else None
         if span not in ("recent", "run"):
             text = f"span: expected recent or run, got {span!r}\n"
             return web.Response(status=400, text=text)
-        if "time" in query:
-            with contextlib.suppress(ValueError):
-                time = float(query["time"])
-            if time is None or not math.isfinite(time):
-                return web.Response(status=400, text="time: expected seconds since 1970\n")
+        if time is not None and not math.isfinite(time):
+            return web.Response(status=400, text="time: expected seconds since 1970\n")
         if path == "/api/view":
             return web.json_response(text=await show.view(span, time))
         status = await show.status(time)
