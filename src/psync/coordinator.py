@@ -47,9 +47,8 @@ from psync.errors import (
 from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
 from psync.replicas.context import forbid_in_merge
-from psync.serialization.failures import rebuild_exception, text_of
 from psync.serialization.functions import FunctionTable
-from psync.serialization.payloads import EMPTY, Payload
+from psync.serialization.payloads import EMPTY, Payload, rebuild_exception, text_of
 from psync.serialization.remote_value import RemoteValue
 from psync.wire import messages
 from psync.wire.closure_numbers import pack_kept

@@ -67,7 +67,7 @@ PURE = (
     "checkpoints.manifest ps.life "
     "backups.pairing backups.locate_ps "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
-    "chief.recovery_rule status.model status.rates status.exposition "
+    "chief.recovery_rule status.model status.exposition "
     "status.diagnosis status.units "
     "status.dashboard.view"
     " net.trace_file"

@@ -10,14 +10,15 @@ import pytest
 
 from psync.client.context import ClosureContext, DatasetContext, forbid_in_dataset, inside
 from psync.errors import ClosureInputError, ParameterServerLost, RemoteError, UsageError
-from psync.serialization.failures import (
+from psync.serialization.payloads import (
     MAX_EXCEPTION_BYTES,
     MAX_MESSAGE_CHARS,
     MAX_TRACEBACK_CHARS,
+    Payload,
     describe_exception,
+    pack,
     rebuild_exception,
 )
-from psync.serialization.payloads import Payload, pack
 
 TASK = "/job:worker/task:1"
 

@@ -11,16 +11,20 @@ from psync.closures.dispatcher import WorkerStatistics
 from psync.closures.queue import QueueStatistics
 from psync.status.exposition import exposition
 from psync.status.model import (
+    SPACING_S,
+    WINDOW_S,
     BackupStatus,
     EventStatus,
+    History,
     PsStatus,
     RunningClosure,
     SeenError,
     Status,
     WorkerStatus,
     WorkShares,
+    shares_of,
+    status_of,
 )
-from psync.status.rates import SPACING_S, WINDOW_S, History, shares_of, status_of
 
 W0, W1, W2 = (f"/job:worker/task:{index}" for index in range(3))
 

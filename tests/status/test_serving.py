@@ -1,10 +1,11 @@
-"""Other processes of this user ask for the status: here another endpoint, over a real socket."""
+"""Other processes of this user ask for the status: over a real socket."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -14,20 +15,16 @@ from typing import Any
 import pytest
 
 import psync
-from psync.cluster import CHIEF
-from psync.errors import ConfigurationError, ConnectionLost, DeadlineExceeded, RemoteProtocolError
+from psync.errors import ConfigurationError, DeadlineExceeded, RemoteProtocolError
 from psync.launch.cluster import LaunchedClusterResolver
-from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
-from psync.net.secret import Secret
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status import serving
 from psync.status.model import Status
-from psync.status.run_files import Run, chosen_run
-from psync.status.serving import ServedStatus, reader_of_url, reading_status
+from psync.status.run_files import chosen_run, socket_of
+from psync.status.serving import ServedStatus, reader_of_run, reader_of_url
 from psync.testing import MemoryNetwork
-from psync.wire.messages import Shutdown
 from status_by_hand import STATUS, Source, http_server, serving_of
 
 
@@ -35,23 +32,10 @@ async def test_whoever_finds_the_run_file_gets_the_status(runtime: Path) -> None
     async with serving_of():
         run = chosen_run()
         assert run.program == "train.py"
-        async with reading_status(run) as reader:
-            assert await reader.read() == STATUS
-            assert await reader.read() == STATUS
+        reader = reader_of_run(run)
+        assert await reader.read() == STATUS
+        assert await reader.read() == STATUS
     assert list((runtime / "psync").iterdir()) == []
-
-
-async def test_nothing_but_the_status_can_be_asked_for(
-    runtime: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with serving_of():
-        run = chosen_run()
-        endpoint = Endpoint(Platform(SocketNetwork(), Secret(run.token.encode())), CHIEF, 0, {})
-        peer = await endpoint.connect(run.address, CHIEF)
-        with pytest.raises(ConnectionLost):
-            await peer.call(Shutdown("please"))
-        await endpoint.close()
-        assert "this task does not serve Shutdown" in caplog.text
 
 
 @pytest.mark.parametrize("obstacle", ["a file", "open to all", "too long"])
@@ -101,8 +85,8 @@ async def test_the_coordinator_of_a_local_cluster_can_be_asked(runtime: Path) ->
     async with psync.LocalCluster(1, 1) as cluster:
         strategy = psync.ParameterServerStrategy(cluster.resolver)
         async with psync.ClusterCoordinator(strategy) as coordinator:
-            async with reading_status(chosen_run()) as reader:
-                seen = await reader.read()
+            reader = reader_of_run(chosen_run())
+            seen = await reader.read()
             status = await coordinator.status()
             assert (seen.pid, seen.state, seen.queue) == (status.pid, status.state, status.queue)
             assert (seen.workers, seen.placement) == (status.workers, status.placement)
@@ -134,35 +118,39 @@ async def status_when(holds: Callable[[Status], bool]) -> Status:
     """The newest run's status, as soon as something holds."""
     while True:
         try:
-            async with reading_status(chosen_run()) as reader:
-                if holds(seen := await reader.read()):
-                    return seen
+            reader = reader_of_run(chosen_run())
+            if holds(seen := await reader.read()):
+                return seen
         except ConfigurationError:  # it has not begun
             await asyncio.sleep(0)
 
 
 async def test_a_reader_hears_that_the_run_has_ended(runtime: Path) -> None:
     async with serving_of() as status:
-        run = chosen_run()
-        async with reading_status(run) as reader:
-            await status.close()
-            with pytest.raises(ConfigurationError, match=r"train.py \(process \d+\) has ended"):
-                await reader.read()
-        with pytest.raises(
-            ConfigurationError,
-            match=r"\(process \d+\) has ended, or is "
-            "unreachable",
-        ):
-            async with reading_status(run):
-                pass
+        reader = reader_of_run(chosen_run())
+        await status.close()
+        with pytest.raises(ConfigurationError, match=r"train.py \(process \d+\) has ended"):
+            await reader.read()
 
 
 async def test_who_has_another_token_gets_nothing(runtime: Path) -> None:
     async with serving_of():
         run = dataclasses.replace(chosen_run(), token="0" * 64)
-        with pytest.raises(ConfigurationError, match="is unreachable"):
-            async with reading_status(run):
-                pass
+        with pytest.raises(RemoteProtocolError, match="the token is not that of this run"):
+            await reader_of_run(run).read()
+
+
+async def test_what_is_no_question_is_refused(
+    runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving_of():
+        where = socket_of(chosen_run())
+        for line in (b"[]\n", b'{"reader": "r"}\n', b"GET / HTTP/1.1\n"):
+            reader, writer = await asyncio.open_unix_connection(where)
+            writer.write(line)
+            assert json.loads(await reader.readline()).keys() == {"error"}
+            writer.close()
+        assert await reader_of_run(chosen_run()).read() == STATUS
 
 
 async def test_a_run_that_does_not_answer_is_named(
@@ -171,22 +159,21 @@ async def test_a_run_that_does_not_answer_is_named(
     monkeypatch.setattr(serving, "ANSWERS_WITHIN_S", 0.01)
     source = Source()
     async with serving_of(source):
-        async with reading_status(chosen_run()) as reader:
-            source.answer = None
-            with pytest.raises(DeadlineExceeded, match=r"\(process \d+\) has not answered"):
-                await reader.read()
-            source.answer = ValueError("a bug")
-            with pytest.raises(RemoteProtocolError, match=r"cannot report its status: .*a bug"):
-                await reader.read()
+        reader = reader_of_run(chosen_run())
+        source.answer = None
+        with pytest.raises(DeadlineExceeded, match=r"\(process \d+\) has not answered"):
+            await reader.read()
+        source.answer = ValueError("a bug")
+        with pytest.raises(RemoteProtocolError, match=r"cannot report its status: .*a bug"):
+            await reader.read()
 
 
 async def test_what_is_no_status_is_refused(runtime: Path) -> None:
     async with serving_of() as status:
-        run: Run = chosen_run()
-        async with reading_status(run) as reader:
-            status.source.answer = type("Odd", (), {"to_json": lambda self: "[]"})()
-            with pytest.raises(RemoteProtocolError, match="expected the status of a run"):
-                await reader.read()
+        reader = reader_of_run(chosen_run())
+        status.source.answer = type("Odd", (), {"to_json": lambda self: "[]"})()
+        with pytest.raises(RemoteProtocolError, match="expected the status of a run"):
+            await reader.read()
 
 
 # By URL.
@@ -236,9 +223,9 @@ async def test_a_run_gives_what_its_tasks_have_recorded(
     source = Source()
     reading = Reading("/job:chief/task:0", b"body", 1.0, 2.0)
     async with serving_of(source):
-        async with reading_status(chosen_run()) as reader:
-            assert await reader.read_spans("r") == [reading]
-            assert await reader.read_spans("r", last=True) == [reading]
+        reader = reader_of_run(chosen_run())
+        assert await reader.read_spans("r") == [reading]
+        assert await reader.read_spans("r", last=True) == [reading]
     assert source.spans.asked == [("r", False), ("r", True)]
     async with over_http(caplog, source) as (url, token):
         by_url = reader_of_url(f"{url}?token={token}")
@@ -260,7 +247,7 @@ async def test_what_is_no_part_of_a_trace_is_refused(
     source = Source()
     monkeypatch.setattr(source.spans, "read_all", odd)
     async with over_http(caplog, source) as (url, token), serving_of(source):
-        async with reading_status(chosen_run()) as by_socket:
-            for reader in (by_socket, reader_of_url(f"{url}?token={token}")):
-                with pytest.raises(RemoteProtocolError, match="expected parts of a trace"):
-                    await reader.read_spans("r")
+        by_socket = reader_of_run(chosen_run())
+        for reader in (by_socket, reader_of_url(f"{url}?token={token}")):
+            with pytest.raises(RemoteProtocolError, match="expected parts of a trace"):
+                await reader.read_spans("r")

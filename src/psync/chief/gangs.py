@@ -44,9 +44,17 @@ from psync.net.connection import Answer as Reached
 from psync.net.connection import Request, fail
 from psync.numerics.replicas import local_results, regroup
 from psync.replicas.context import cross_replica, forbid_in_merge
-from psync.serialization.failures import describe_exception, text_of
 from psync.serialization.functions import Function, FunctionTable
-from psync.serialization.payloads import EMPTY, Payload, check_size, pack, pack_arguments, unpack
+from psync.serialization.payloads import (
+    EMPTY,
+    Payload,
+    check_size,
+    describe_exception,
+    pack,
+    pack_arguments,
+    text_of,
+    unpack,
+)
 from psync.serialization.remote_value import RemoteValue
 from psync.wire.limits import Limits
 from psync.wire.messages import ClosureResults, ReachCollective, RunClosures

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from psync.closures.closure import Closure, State
 from psync.closures.queue import ClosureQueue
 from psync.net.task_reports import report_text
-from psync.serialization.failures import text_of
+from psync.serialization.payloads import text_of
 
 logger = logging.getLogger(__name__)
 

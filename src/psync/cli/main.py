@@ -242,14 +242,11 @@ async def reading_of(run: str | None) -> AsyncIterator[StatusReader]:
         ConfigurationError: It cannot be asked, or does not answer.
     """
     from psync.status.run_files import chosen_run
-    from psync.status.serving import reader_of_url, reading_status
+    from psync.status.serving import reader_of_run, reader_of_url
 
     try:
-        if run is not None and run.startswith(("http://", "https://")):
-            yield reader_of_url(run)
-        else:
-            async with reading_status(chosen_run(run)) as reader:
-                yield reader
+        is_url = (run or "").startswith(("http://", "https://"))
+        yield reader_of_url(run or "") if is_url else reader_of_run(chosen_run(run))
     except (ProtocolError, DeadlineExceeded) as exc:
         raise ConfigurationError(exc.message, hint=exc.hint) from exc
 

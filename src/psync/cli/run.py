@@ -8,7 +8,7 @@ import (numpy): they start the sooner for it, and so does the first training ste
 
 It listens at a Unix socket in a directory that only its user can enter, beside a file that names
 it, as coordinators do for ``psync top`` (``status.run_files``): there ``psync scale`` asks for more
-or fewer workers. A request is a line of JSON with the token of that file, the answer likewise.
+or fewer workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -30,14 +29,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psync.closures.scaling import changes
-from psync.errors import ConfigurationError, PsyncError
+from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.launch import processes
 from psync.launch.plugins import check_found, plugins_environ
 from psync.launch.process import release_blocked_output, say
 from psync.net.platform import MISPLACED, named_file, new_pipe
 from psync.net.secret import load_secret, mint_secret
 from psync.status import run_files
-from psync.status.http import is_token
 
 if TYPE_CHECKING:
     from psync.integrations.ssh import HostsPlan
@@ -133,7 +131,6 @@ class Launcher:
         self._working = set(range(self.num_workers))  # workers that are kept running
         self._leaving: set[int] = set()  # of these, those that were asked to leave
         self._left = asyncio.Event()  # one of these has
-        self._processes: dict[tuple[str, int], processes.Process] = {}  # the newest of each task
         self._explained = False
         self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._scaling = asyncio.Lock()
@@ -197,7 +194,7 @@ class Launcher:
                 self._leaving.update(leave)
                 self._tell_chief(added, leave)
                 for index in leave:
-                    if (worker := self._processes.get(("worker", index))) is not None:
+                    if (worker := self._group.processes.get(f"worker-{index}")) is not None:
                         worker.send_signal(signal.SIGTERM)
         if leave:
             return f"{number} workers; {len(leave)} leave when what they run has ended"
@@ -348,7 +345,7 @@ class Launcher:
         env = {**self.gpus.environ_of(job, index), **(env or {})}
         command = self.ps_command if job == "ps" else self.command
         try:
-            process = self._group.start_task(
+            return self._group.start_task(
                 job, index, command, env=env, output=output, pass_fds=pass_fds
             )
         except OSError as error:
@@ -359,8 +356,6 @@ class Launcher:
             else:
                 self._give_up(failed)
             return None
-        self._processes[job, index] = process
-        return process
 
     # What decides the outcome: the first call wins.
 
@@ -495,15 +490,10 @@ def plugged(
 LAUNCHERS = "launchers"
 """The directory of their files, in that of run files, which are of coordinators."""
 
-MAX_REQUEST_BYTES = 4096
-REQUEST_WITHIN_S = 5.0
-
-Scale = Callable[[int], Awaitable[str]]
-
 
 @contextlib.asynccontextmanager
 async def scaled_on_request(
-    scale: Scale, program: str, environ: Mapping[str, str]
+    scale: Callable[[int], Awaitable[str]], program: str, environ: Mapping[str, str]
 ) -> AsyncIterator[None]:
     """Return a context in which processes of this user may ask a launcher to scale.
 
@@ -515,46 +505,17 @@ async def scaled_on_request(
         environ: See ``directory_of_runs``.
     """
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):
-            async with asyncio.timeout(REQUEST_WITHIN_S):
-                line = await reader.readline()
-            reply = await _reply(line, run.token, scale)
-            writer.write(json.dumps(reply).encode() + b"\n")
-            await writer.drain()
+    async def answer(question: Mapping[str, Any]) -> bytes:
+        return (await scale(question.get("workers", 0))).encode()
 
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         if environ.get("PSYNC_STATUS") != "0":
             with contextlib.suppress(OSError):
                 directory = _directory(environ)
                 run_files.make_directory(directory.parent)
                 run = run_files.new_run(directory, program)
-                where = run_files.socket_of(run)
-                bound = stack.enter_context(socket.socket(socket.AF_UNIX))
-                bound.bind(os.fspath(where))
-                os.chmod(where, 0o600)
-                server = await asyncio.start_unix_server(
-                    answer, sock=bound, limit=MAX_REQUEST_BYTES
-                )
-                stack.callback(server.close)
-                stack.enter_context(run_files.run_file(run))
+                await stack.enter_async_context(run_files.answering(run, answer))
         yield
-
-
-async def _reply(line: bytes, token: str, scale: Scale) -> dict[str, str]:
-    try:
-        request = json.loads(line)
-        given, workers = str(request["token"]), request["workers"]
-        if type(workers) is not int or workers < 1:
-            raise ValueError("expected a number of workers")
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return {"error": "expected a request of psync scale"}
-    if not is_token(given, token):
-        return {"error": "the token is not that of this run"}
-    try:
-        return {"said": await scale(workers)}
-    except (PsyncError, OSError) as exc:
-        return {"error": str(exc)}
 
 
 def _directory(environ: Mapping[str, str] = os.environ) -> Path:
@@ -572,10 +533,11 @@ def ask_to_scale(named: str | None, workers: int) -> str:
         ConfigurationError: There is no such run, it is unreachable, or it refuses.
     """
     asked = _launched(named)
-    answer = asyncio.run(_ask(asked, workers))
-    if "error" in answer:
-        raise ConfigurationError(f"{asked}: {answer['error']}")
-    return f"{asked}: {answer['said']}"
+    try:
+        said = asyncio.run(run_files.ask(asked, workers=workers)).decode()
+    except RemoteProtocolError as exc:
+        raise ConfigurationError(f"{asked}: {exc.message}") from exc
+    return f"{asked}: {said}"
 
 
 def _launched(named: str | None) -> run_files.Run:
@@ -593,14 +555,3 @@ def _launched(named: str | None) -> run_files.Run:
             hint="psync scale asks psync run for workers; a program that opens a cluster itself "
             "calls its scale(workers=8)",
         ) from none
-
-
-async def _ask(run: run_files.Run, workers: int) -> dict[str, Any]:
-    try:
-        reader, writer = await asyncio.open_unix_connection(run_files.socket_of(run))
-        with contextlib.closing(writer):
-            writer.write(json.dumps({"token": run.token, "workers": workers}).encode() + b"\n")
-            answer: dict[str, Any] = json.loads(await reader.readline())
-    except (OSError, ValueError) as exc:
-        raise ConfigurationError(f"{run} has ended, or is unreachable: {exc}") from exc
-    return answer

@@ -93,7 +93,7 @@ from psync.net.platform import Platform
 from psync.net.resolvers import training_cluster
 from psync.net.shielding import end_all, first_of
 from psync.numerics.memory import BlockPool
-from psync.serialization.failures import describe_exception
+from psync.serialization.payloads import describe_exception
 from psync.status.sampling import SessionSource
 from psync.status.serving import ServedStatus
 from psync.wire.messages import Done, Post, Posted, ReportSchedule

@@ -25,7 +25,7 @@ from typing import Self
 
 from psync.closures.scaling import AdaptiveRule, changes
 from psync.cluster import ClusterSpec, task_name
-from psync.errors import ConfigurationError, PsyncError, UsageError, other_loop
+from psync.errors import ConfigurationError, PsyncError, UsageError, check_fits, other_loop
 from psync.launch.plugins import load_plugins, plugins_environ
 from psync.launch.processes import (
     GpuShares,
@@ -268,8 +268,7 @@ class TaskCluster(ABC):
         Source: Dask's ``Cluster.adapt``.
         """
         rule = AdaptiveRule(minimum, maximum, target_duration, wait_count)
-        if not interval > 0:
-            raise ConfigurationError(f"interval: expected seconds above 0, got {interval!r}")
+        check_fits(interval > 0, "interval: expected seconds above 0", interval)
         workforce = self.resolver.platform.workforce
         self._check_loop("adapt")
         self._check_now(maximum)
@@ -478,8 +477,7 @@ class TasksInProcesses(Host):
             self.resources.callback(inherited[self.chief].close)
         secret = known or Secret((minted or "").encode())
         self.platform = Platform(network_of(environ, inherited), secret)
-        self.processes: dict[str, Process] = {}
-        self._unused = {(job, i) for job, count in self.counts.items() for i in range(count)}
+        self.processes = self._group.processes
         self._leaving: set[tuple[str, int]] = set()
 
     async def open(self) -> None:
@@ -499,20 +497,18 @@ class TasksInProcesses(Host):
         await asyncio.to_thread(self.gpus.check, num_workers)
 
     async def start(self, job: str, index: int) -> str:
-        if (job, index) in self._unused:
-            self._unused.discard((job, index))
+        if (job, index) not in self._watchers and index < self.counts[job]:
             address = self._group.cluster[job][index]
         else:
             address = await self._group.add_task(job, index)
         self.platform.given_up.forget(address)
-        name = f"{job}-{index}"
-        self.processes[name] = self._start(job, index)
+        self._start(job, index)
         watching = self._watch(job, index, address)
         self._watchers[job, index] = asyncio.get_running_loop().create_task(watching)
         return address
 
-    def _start(self, job: str, index: int) -> Process:
-        return self._group.start_task(job, index, env=self.gpus.environ_of(job, index))
+    def _start(self, job: str, index: int) -> None:
+        self._group.start_task(job, index, env=self.gpus.environ_of(job, index))
 
     async def leave(self, index: int) -> None:
         task = ("worker", index)
@@ -546,7 +542,7 @@ class TasksInProcesses(Host):
                 break
             logger.warning("%s %s and is started again", name, death)
             try:
-                self.processes[name] = self._start(job, index)
+                self._start(job, index)
             except OSError as exc:
                 why = f"{death} and could not be started again: {exc}"
                 break

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.machinery import PathFinder
 
-from psync.errors import ConfigurationError, PsyncError
+from psync.errors import ConfigurationError, PsyncError, check_fits
 
 GROUP = "psync.plugins"
 """Of entry points."""
@@ -34,16 +34,12 @@ def plugins_environ(plugins: Iterable[str], environ: Mapping[str, str]) -> dict[
     Raises:
         ConfigurationError: One is no name of a module.
     """
-    if isinstance(plugins, str):
-        raise ConfigurationError(
-            f"plugins: expected a list of modules, got {plugins!r}", hint=f"plugins=[{plugins!r}]"
-        )
+    is_list = not isinstance(plugins, str)
+    check_fits(is_list, "plugins: expected a list of modules", plugins, f"plugins=[{plugins!r}]")
     names = list(plugins)
     for name in names:
-        if not isinstance(name, str) or not all(map(str.isidentifier, name.split("."))):
-            raise ConfigurationError(
-                f"plugins: expected names of modules, such as mypackage.rules, got {name!r}"
-            )
+        fits = isinstance(name, str) and all(map(str.isidentifier, name.split(".")))
+        check_fits(fits, "plugins: expected names of modules, such as mypackage.rules", name)
     if not names:
         return {}
     return {VARIABLE: " ".join(dict.fromkeys([*environ.get(VARIABLE, "").split(), *names]))}

@@ -22,7 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TextIO, TypeVar
 
-from psync.errors import ConfigurationError
+from psync.errors import ConfigurationError, check_fits
 from psync.net.platform import Workforce, inherited_file
 from psync.net.task_reports import report_on_signal
 
@@ -205,8 +205,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
         ConfigurationError: If ``PSYNC_LOOP`` names neither.
     """
     name = os.environ.get("PSYNC_LOOP", "uvloop")
-    if name not in ("uvloop", "asyncio"):
-        raise ConfigurationError(f"PSYNC_LOOP: expected uvloop or asyncio, got {name!r}")
+    check_fits(name in ("uvloop", "asyncio"), "PSYNC_LOOP: expected uvloop or asyncio", name)
     if name == "asyncio":
         return None
     try:

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 from psync.cluster import join_address
-from psync.errors import BusyError, ClosedError, ConfigurationError
+from psync.errors import BusyError, ClosedError, ConfigurationError, check_fits
 from psync.launch.process import GRACE_S, LineForwarder, Sink, write_stderr, write_stdout
 from psync.net.shared.door_names import BACKLOG, door_beside, may_share
 
@@ -93,6 +93,7 @@ class ProcessGroup:
 
     Attributes:
         cluster: Addresses by job, as in ``TF_CONFIG``.
+        processes: The newest process of each task, as "worker-0".
 
     Raises:
         OSError: If the machine has no free port or descriptor.
@@ -117,7 +118,7 @@ class ProcessGroup:
             self._environ["PSYNC_SECRET"] = secret
         self._listeners: dict[tuple[str, int], Any] = {}  # what has an address, until closed
         self._doors: dict[tuple[str, int], socket.socket] = {}  # beside them
-        self._processes: dict[tuple[str, int], Process] = {}  # the latest of each task
+        self.processes: dict[str, Process] = {}
         self._chores: set[asyncio.Task[None]] = set()  # cleaning up after processes that have ended
         self._stopping = False
         with contextlib.ExitStack() as resources:
@@ -185,11 +186,11 @@ class ProcessGroup:
             raise ConfigurationError(f"expected a task of the cluster ({counts}), got {name}")
         if self._stopping:
             raise ClosedError(f"cannot start {name}: the process group is being stopped")
-        process = self._processes.get((job, index))
+        process = self.processes.get(name)
         if process is not None and process.returncode is None:
             raise BusyError(f"cannot start {name}: it is running as process {process.pid}")
         process = self._start(job, index, command, env or {}, output, pass_fds)
-        self._processes[job, index] = process
+        self.processes[name] = process
         return process
 
     def _start(
@@ -279,12 +280,12 @@ class ProcessGroup:
 
     def signal_all(self, signum: int) -> None:
         """Send a signal to the process of every task that runs."""
-        for process in self._processes.values():
+        for process in self.processes.values():
             process.send_signal(signum)
 
     def kill(self) -> None:
         """Kill all processes now; `stop` must still be awaited."""
-        for process in self._processes.values():
+        for process in self.processes.values():
             process.kill()
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
@@ -298,7 +299,7 @@ class ProcessGroup:
         self._stopping = True
         try:
             for chief in (True, False):
-                turn = [p for p in self._processes.values() if (p.job == "chief") is chief]
+                turn = [p for p in self.processes.values() if (p.job == "chief") is chief]
                 await asyncio.gather(*(process.stop(grace_s) for process in turn))
             while self._chores:
                 await asyncio.wait(self._chores)
@@ -504,10 +505,8 @@ class GpuShares:
     """
 
     def __init__(self, per_worker: int | None, environ: Mapping[str, str]) -> None:
-        if per_worker is not None and (type(per_worker) is not int or per_worker < 0):
-            raise ConfigurationError(
-                f"gpus_per_worker: expected a whole number, 0 or above, got {per_worker!r}"
-            )
+        fits = per_worker is None or (type(per_worker) is int and per_worker >= 0)
+        check_fits(fits, "gpus_per_worker: expected a whole number, 0 or above", per_worker)
         self._per_worker = per_worker
         self._environ = environ
         self._found: tuple[list[str], str] | None = None  # None until they are looked for

@@ -56,8 +56,14 @@ from psync.numerics.replicas import (
     select,
 )
 from psync.numerics.sums import Pieces, at_once
-from psync.serialization.failures import rebuild_exception
-from psync.serialization.payloads import Payload, Segment, check_size, pack, unpack
+from psync.serialization.payloads import (
+    Payload,
+    Segment,
+    check_size,
+    pack,
+    rebuild_exception,
+    unpack,
+)
 from psync.specs import VariableSpec, plain_array
 from psync.wire.codec import Message
 from psync.wire.frames import Frame

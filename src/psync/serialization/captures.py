@@ -91,14 +91,21 @@ def captures_of(fn: FunctionType) -> dict[str, object]:
 
 def _global_names(code: CodeType) -> tuple[str, ...]:
     """Return the global names that ``code`` and the functions defined inside it use."""
-    names: dict[str, None] = {}
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"):
-            names[instruction.argval] = None
+    names = {
+        instruction.argval: None
+        for each in _with_inner(code)
+        for instruction in dis.get_instructions(each)
+        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL")
+    }
+    return tuple(names)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield ``code`` and that of the functions defined inside it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names.update(dict.fromkeys(_global_names(constant)))
-    return tuple(names)
+            yield from _with_inner(constant)
 
 
 def refers_to(fn: object, wanted: object) -> bool:
@@ -129,7 +136,8 @@ def refers_to(fn: object, wanted: object) -> bool:
             continue
         seen.add(id(each))
         names = captures_of(each)
-        if any(found is wanted for found in _loaded(each.__code__, names, wanted)):
+        inner = _with_inner(each.__code__)
+        if any(found is wanted for code in inner for found in _loaded(code, names, wanted)):
             return True
         todo += [
             value
@@ -140,7 +148,7 @@ def refers_to(fn: object, wanted: object) -> bool:
 
 
 def _loaded(code: CodeType, names: Mapping[str, object], wanted: object) -> Iterator[object]:
-    """Yield what ``code`` and the functions defined inside it load by a name, or of a module."""
+    """Yield what ``code`` loads by a name, or of a module."""
     last: object = _EMPTY
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
@@ -154,9 +162,6 @@ def _loaded(code: CodeType, names: Mapping[str, object], wanted: object) -> Iter
         else:
             last = _EMPTY
         yield last
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _loaded(constant, names, wanted)
 
 
 class CaptureWatch:

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from psync.client.counters import KINDS
-from psync.status.model import PsStatus, Status
-from psync.status.rates import WITH_BACKUP, ps_of
+from psync.status.model import WITH_BACKUP, PsStatus, Status, ps_of
 
 WORKER_STATES = (
     "connecting", "idle", "busy", "waiting", "leaving", "set aside", "lost", "left", "given up",

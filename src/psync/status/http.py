@@ -22,15 +22,14 @@ import ipaddress
 import logging
 import math
 import os
-import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psync.cluster import is_loopback, split_address
+from psync.cluster import is_loopback, join_address, split_address
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.handshake_limits import LogQuota
-from psync.net.platform import random_hex
+from psync.net.platform import number_in, random_hex
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -82,8 +81,8 @@ HEADERS: Mapping[str, str] = {
 }
 """Of every answer."""
 
-Page = tuple[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]
-"""Content type, and what returns the body for a query."""
+PAGES = {"/status": "application/json", "/spans": "application/msgpack"}
+"""Content types of what there is besides metrics, for callers with the token."""
 
 
 def check_can_serve(extra: str, address: str) -> tuple[str, int]:
@@ -189,10 +188,8 @@ class _Guest(asyncio.Protocol):
 
     def __init__(self, inner: asyncio.Protocol, guests: dict[_Guest, None]) -> None:
         self._inner, self._guests = inner, guests
-        self.data_received = inner.data_received  # type: ignore[method-assign]
-        self.eof_received = inner.eof_received  # type: ignore[method-assign]
-        self.pause_writing = inner.pause_writing  # type: ignore[method-assign]
-        self.resume_writing = inner.resume_writing  # type: ignore[method-assign]
+        for name in ("data_received", "eof_received", "pause_writing", "resume_writing"):
+            setattr(self, name, getattr(inner, name))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
@@ -258,10 +255,8 @@ async def listening(
             f"{extra}: cannot listen at {address}: {exc.strerror or exc}"
         ) from exc
     opens = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    if ":" in opens:
-        opens = f"[{opens}]"
     try:
-        yield f"http://{opens}:{server.sockets[0].getsockname()[1]}"
+        yield f"http://{join_address(opens, server.sockets[0].getsockname()[1])}"
     finally:
         server.close()
         await asyncio.sleep(0)  # requests that have just come begin
@@ -275,7 +270,7 @@ async def listening(
 async def serving_metrics(
     address: str,
     metrics: Callable[[], Awaitable[str]],
-    pages: Mapping[str, Page] = types.MappingProxyType({}),
+    ask: Callable[[Mapping[str, str]], Awaitable[bytes]] | None = None,
     *,
     who: str = "",
 ) -> AsyncIterator[str]:
@@ -284,14 +279,13 @@ async def serving_metrics(
     Args:
         address: "host:port"; port 0: a free one.
         metrics: Returns them in Prometheus's format.
-        pages: What else there is, for whoever has the token, by path. The first one is logged.
+        ask: Returns the status, or spans for a ``reader``; None: only metrics are served.
         who: Whose they are, for the log.
 
     Raises:
         ConfigurationError: As of ``listening``.
     """
     token = random_hex(TOKEN_BYTES)
-    first = next(iter(pages), "")
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         from aiohttp import web
@@ -300,12 +294,12 @@ async def serving_metrics(
             return web.Response(status=403, text="the Host header names another host\n")
         if request.path == "/metrics":
             kind, body = CONTENT_TYPE, (await metrics()).encode()
-        elif request.path not in pages:
-            there = f"/metrics and {first}" if first else "/metrics"
+        elif ask is None or request.path not in PAGES:
+            there = "/metrics" if ask is None else "/metrics and /status"
             return web.Response(status=404, text=f"there is {there}\n")
         elif is_token(request.query.get("token"), token):
-            kind, read = pages[request.path]
-            body = await read(request.query)
+            kind = PAGES[request.path]
+            body = await ask({"reader": "", **request.query} if request.path == "/spans" else {})
         else:
             text = "the token is missing or another one; the program's log has the URL\n"
             return web.Response(status=403, text=text)
@@ -313,7 +307,7 @@ async def serving_metrics(
 
     async with listening("metrics", address, answer) as url:
         head = f"{who}: " if who else ""
-        more = f", {first[1:]} at {url}{first}?token={token}" if first else ""
+        more = "" if ask is None else f", status at {url}/status?token={token}"
         logger.info("%smetrics at %s/metrics%s", head, url, more)
         yield url
 
@@ -393,15 +387,13 @@ async def serving_dashboard(show: Recorder | FinishedRun, address: str) -> Async
             return web.FileResponse(files.get(path, STATIC / "index.html"))
         if path not in ("/api/view", "/api/status"):
             return web.Response(status=404, text="Not Found\n")
-        span, time = query.get("span", "recent"), None
+        span = query.get("span", "recent")
+        time = number_in(query["time"]) if "time" in query else None
         if span not in ("recent", "run"):
             text = f"span: expected recent or run, got {span!r}\n"
             return web.Response(status=400, text=text)
-        if "time" in query:
-            with contextlib.suppress(ValueError):
-                time = float(query["time"])
-            if time is None or not math.isfinite(time):
-                return web.Response(status=400, text="time: expected seconds since 1970\n")
+        if time is not None and not math.isfinite(time):
+            return web.Response(status=400, text="time: expected seconds since 1970\n")
         if path == "/api/view":
             return web.json_response(text=await show.view(span, time))
         status = await show.status(time)

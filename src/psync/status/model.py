@@ -1,4 +1,7 @@
-"""The status of a cluster at one moment: a value, and its JSON form.
+"""The status of a cluster at one moment: a value, its JSON form, and the rules that make it.
+
+``status_of`` makes it of counters: rates over a window, states of workers, who waits. ``History``
+remembers earlier counters, as many as the window needs, however often somebody asks.
 
 All times are durations in seconds up to the moment of the status, ``Status.time`` alone is a date.
 All ``…_per_s`` are means over the last ``Status.window_s`` seconds. A total counts since the
@@ -10,20 +13,25 @@ who reads it passes over what it does not know.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import math
-import types
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_origin, get_type_hints
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
 
+from psync.client.counters import KINDS
 from psync.cluster import device_name
 from psync.errors import RemoteProtocolError
+from psync.store.untrusted_json import Misfit, Readers, only
 
 if TYPE_CHECKING:
-    from psync.specs import VariableSpec  # with numpy, which a launcher never loads
+    # With numpy, which a launcher never loads.
+    from psync.closures.queue import QueueStatistics
+    from psync.specs import VariableSpec
+
+MISFITS = Misfit, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
+"""Errors of text that is not JSON, and of JSON that does not stand for a value."""
 
 SCHEMA = 1
 """Of the JSON form; another one where a field is gone or means something else."""
@@ -286,8 +294,7 @@ class Status:
         data["reported"] = {
             name: value if math.isfinite(value) else None for name, value in self.reported.items()
         }
-        del data["placement"]
-        return f'{_json(data)[:-1]},"placement":{_placement_json(self.placement)}}}'
+        return json.dumps(data, default=_fields, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -303,77 +310,298 @@ class Status:
                     f"expected a status of schema {SCHEMA}, got {schema}",
                     hint="use the version of psync that the run uses",
                 )
-            reported = _checked(dict, data.pop("reported", {}))
-            made: Self = from_plain(cls, data)
-            values = {
-                name: math.nan if value is None else _checked(float, value, math.inf)
-                for name, value in reported.items()
+            reported = {
+                name: math.nan if value is None else float(value)
+                for name, value in data.pop("reported", {}).items()
             }
-        except (
-            ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
-        ) as exc:  # fmt: skip
+            made: Self = READERS.read(cls, data)
+        except MISFITS as exc:
             raise RemoteProtocolError(f"expected the status of a run as JSON: {exc}") from exc
-        return dataclasses.replace(made, reported=values)
-
-
-def _json(data: Any) -> str:
-    return json.dumps(data, default=_fields, separators=(",", ":"), allow_nan=False)
-
-
-_newest_placement: tuple[tuple[ShardStatus, ...], str] = (), "[]"
-
-
-def _placement_json(placement: tuple[ShardStatus, ...]) -> str:
-    """Return the JSON of a placement, made once: of 10,000 shards it takes some 30 ms."""
-    global _newest_placement
-    known, text = _newest_placement
-    if placement is not known:
-        text = _json(placement)
-        _newest_placement = placement, text
-    return text
+        return replace(made, reported=reported)
 
 
 def _fields(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__slots__}
 
 
-def from_plain(kind: Any, data: Any) -> Any:
-    """Return the value of a type of this module that plain data stand for.
+MOST = 1e18
+"""Views can compute with smaller numbers."""
 
-    Raises:
-        TypeError, AttributeError, OverflowError: They stand for none.
+READERS = Readers({
+    str: only(lambda value: isinstance(value, str), "text"),
+    int: only(lambda value: type(value) is int and -MOST < value < MOST, "a whole number"),
+    float: only(lambda value: type(value) in (int, float) and -MOST < value < MOST, "a number"),
+})  # fmt: skip
+"""Of the types of this module, from plain data."""
+
+
+# The status, made of counters.
+
+WINDOW_S = 5.0
+"""Rates are means over so long, or since somebody last asked, if that is longer ago."""
+
+SPACING_S = 0.5
+"""Counters of moments that are closer together are not kept."""
+
+Counters = Mapping[str, float]
+"""Totals that only grow, by a name of their own."""
+
+Rate = Callable[[str], float]
+"""Returns by how much a counter grows in a second."""
+
+
+class History:
+    """Earlier counters. Times are seconds of one clock.
+
+    Args:
+        now: The time at which all counters are 0, but for those that are older.
     """
-    return _builder(kind)(data)
+
+    def __init__(self, now: float) -> None:
+        self._kept: deque[tuple[float, Counters]] = deque([(now, {})])
+
+    def rates(
+        self, now: float, counters: Counters, older: Collection[str] = ()
+    ) -> tuple[float, Rate]:
+        """Note counters; return the seconds that rates are means over, and the rates.
+
+        Args:
+            now: Of the counters. One that has fallen was begun again, from 0.
+            counters: All of them.
+            older: Those that others had begun before: what they were when they were read first says
+                nothing about now.
+        """
+        kept = self._kept
+        while len(kept) > 1 and now - kept[0][0] > WINDOW_S and now - kept[1][0] >= SPACING_S:
+            kept.popleft()
+        earlier = list(kept)
+        if now - kept[-1][0] >= SPACING_S:
+            kept.append((now, counters))
+
+        def rate(name: str) -> float:
+            value, (then, known) = counters.get(name, 0.0), earlier[0]
+            before = known.get(name, 0.0)
+            if name in older:
+                found = ((at, known[name]) for at, known in earlier if name in known)
+                then, before = next(found, (now, value))
+            grown = value - before if value >= before else value
+            return grown / (now - then) if now > then else 0.0
+
+        return now - earlier[0][0], rate
 
 
-@functools.cache
-def _builder(kind: Any) -> Callable[[Any], Any]:
-    """Return what makes a value of a field's type of plain data, or raises TypeError."""
-    if dataclasses.is_dataclass(kind):
-        fields = {name: _builder(hint) for name, hint in get_type_hints(kind).items()}
+def status_of(
+    bare: Status,
+    now: float,
+    closures: QueueStatistics,
+    counted: Sequence[Mapping[str, Any]],
+    history: History,
+    *,
+    has_backups: bool = False,
+    attached: bool = False,
+) -> Status:
+    """Return the status, with rates since an earlier one; note its counters in the history.
 
-        def build(data: Any) -> Any:
-            known = {name: fields[name](each) for name, each in data.items() if name in fields}
-            return kind(**known)  # type: ignore[operator]  # a class
+    Args:
+        bare: The status without anything that is counted. A worker that takes part is "idle" in it,
+            "busy" in a training session.
+        now: Time of the counters, on the clock of the history.
+        closures: Counters of the queue.
+        counted: Counters of each ps, as ``ps_statistics`` has them; {}: it was never read.
+        history: Of this cluster.
+        has_backups: Whether its ps tasks may have backups.
+        attached: Whether the ps tasks go on serving what they had.
+    """
+    counters: dict[str, float] = {"finished": closures.finished}
+    for held in closures.workers:
+        counters[held.worker] = held.finished
+    first: Mapping[str, Any] = counted[0] if counted else {}
+    groups: Mapping[str, Any] = first.get("sync", {})
+    # Groups are on ps 0 only; iterations count each optimizer's updates, on each ps.
+    steps = [group["step"] for group in groups.values()]
+    steps = steps or [each.get("iterations", 0) for each in counted if each]
+    if steps:
+        counters["step"] = max(steps)
+    for name, group in groups.items():
+        counters[f"group {name}"] = group["step"]
+    for ps, each in zip(bare.ps, counted, strict=True):
+        if each:
+            totals = _totals(each).items()
+            counters.update({f"{ps.task} {name}": value for name, value in totals})
+    bytes_of = {f"{ps.task} {name}" for ps in bare.ps for name in ("bytes_in", "bytes_out")}
+    older = counters.keys() - {"finished"} if attached else bytes_of
+    window_s, rate = history.rates(now, counters, older)
+    pushes_per_s = max((rate(f"{ps.task} pushes") for ps in bare.ps), default=0.0)
 
-        return build
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):  # of something and None
-        inner = _builder(arguments[0])
-        return lambda data: None if data is None else inner(data)
-    if origin is tuple:
-        inner = _builder(arguments[0])
-        return lambda data: tuple(map(inner, _checked(list, data)))
-    if origin is not None:  # a mapping from text
-        inner = _builder(arguments[1])
-        return lambda data: {name: inner(each) for name, each in _checked(dict, data).items()}
-    return functools.partial(_checked, kind)
+    def pace(name: str) -> float:
+        """Return steps in a second. Each takes a push; a checkpoint that is restored, none."""
+        return min(rate(name), pushes_per_s)
+
+    busy = [each.task for each in bare.workers if each.closure or each.state == "busy"]
+    shown = _shown_names(groups)
+    synchronous = tuple(
+        _group(shown[name], group, busy, pace(f"group {name}")) for name, group in groups.items()
+    )
+    bounds = tuple(map(_bound, first.get("clocks", {}).values()))
+    waiting = {task for group in synchronous for task in group.waiting}
+    waiting.update(task for bound in bounds for task in bound.waiting)
+    return replace(
+        bare,
+        window_s=window_s,
+        queue=QueueStatus(
+            closures.waiting, closures.queued, closures.in_flight, closures.finished,
+            closures.failed, closures.exhausted, closures.cancelled, closures.put_back,
+            rate("finished"),
+        ),
+        steps=StepsStatus(
+            int(counters.get("step", 0)), pace("step"), _staleness(counted, groups), synchronous,
+            bounds,
+        ),
+        workers=_workers(bare.workers, closures, counted, groups, waiting, rate),
+        ps=tuple(
+            ps_of(ps, each, rate, has_backups=has_backups) if each else ps
+            for ps, each in zip(bare.ps, counted, strict=True)
+        ),
+    )  # fmt: skip
 
 
-def _checked(kind: type, data: Any, most: float = 1e18) -> Any:
-    """Return plain data of a type; its numbers are such that views can compute with them."""
-    if type(data) is not kind and not (kind is float and type(data) is int):
-        raise TypeError(f"expected {kind.__name__}, got {type(data).__name__}")
-    if isinstance(data, int | float) and not -most < float(data) < most:
-        raise TypeError(f"expected a number, got {data:.4g}")
-    return data
+# Steps.
+
+
+def _shown_names(groups: Iterable[str]) -> dict[str, str]:
+    """Return the names of groups for people: without their numbers where these tell nothing."""
+    short = {name: name.rpartition("/")[0] for name in groups}
+    taken = Counter([*short, *short.values()])
+    return {name: each if taken[each] == 1 else name for name, each in short.items()}
+
+
+def _group(
+    shown: str, group: Mapping[str, Any], busy: Iterable[str], steps_per_s: float
+) -> GroupStatus:
+    waiting = tuple(group["waits"])
+    pushes = Counter[str]()
+    for counts in group["replicas"].values():
+        pushes.update(counts)
+    return GroupStatus(
+        shown, group["step"], group["target"], group["counted"], waiting,
+        # Whoever has work and does not wait is what the others wait for.
+        tuple(task for task in busy if task not in waiting) if waiting else (),
+        steps_per_s, group["partial_steps"],
+        pushes["accepted"], pushes["stale"], pushes["duplicate"],
+    )  # fmt: skip
+
+
+def _bound(clocks: Mapping[str, Any]) -> BoundStatus:
+    rounds: Mapping[str, int] = clocks["clocks"]
+    slowest = min(rounds.values(), default=0)
+    ahead = slowest + clocks["max_staleness"]
+    waiting = tuple(task for task, clock in rounds.items() if clock > ahead)
+    return BoundStatus(
+        clocks["max_staleness"], slowest, max(rounds.values(), default=0), waiting,
+        tuple(task for task, clock in rounds.items() if clock == slowest) if waiting else (),
+    )  # fmt: skip
+
+
+def _staleness(counted: Sequence[Mapping[str, Any]], groups: Mapping[str, Any]) -> dict[str, int]:
+    """Return how often each staleness occurred: in groups; if there are none, on the busiest ps."""
+    if groups:
+        counts = Counter[str]()
+        for group in groups.values():
+            counts.update(group["staleness"])
+    else:
+        seen = [each.get("staleness", {}).get("counts", {}) for each in counted]
+        counts = Counter(max(seen, key=lambda each: sum(each.values()), default={}))
+    return {name: counts[name] for name in sorted(counts, key=int)}
+
+
+# Tasks.
+
+
+def _workers(
+    bare: Iterable[WorkerStatus],
+    closures: QueueStatistics,
+    counted: Iterable[Mapping[str, Any]],
+    groups: Mapping[str, Any],
+    waiting: Collection[str],
+    rate: Rate,
+) -> tuple[WorkerStatus, ...]:
+    staleness: dict[str, int] = {}
+    for each in counted:
+        for task, steps in each.get("staleness", {}).get("newest", ()):
+            staleness[task] = max(steps, staleness.get(task, 0))
+    held = {each.worker: each for each in closures.workers}
+    workers: list[WorkerStatus] = []
+    for worker in bare:
+        task, state = worker.task, worker.state
+        if (has := held.get(task)) is not None:
+            worker = replace(worker, held=has.in_flight, finished=has.finished, mean_s=has.mean_s)
+            state = "busy" if state == "idle" and has.in_flight else state
+        pushes = Counter[str]()
+        for group in groups.values():
+            pushes.update(group["replicas"].get(task, {}))
+        worker = replace(
+            worker,
+            state="waiting" if state == "busy" and task in waiting else state,
+            closures_per_s=rate(task),
+            staleness=staleness.get(task),
+            accepted=pushes["accepted"],
+            dropped=pushes["stale"],
+            duplicates=pushes["duplicate"],
+        )
+        workers.append(worker)
+    return tuple(workers)
+
+
+def _totals(counters: Mapping[str, Any]) -> dict[str, int]:
+    network = counters["network"]
+    return {
+        # Parts of synchronous pushes are staged, and applied together.
+        "pushes": counters["pushes"] + counters["staging"]["staged"],
+        "pulls": counters["pulls"] + counters["row_pulls"],
+        "bytes_in": network["bytes_received"] + network.get("bytes_borrowed", 0),
+        "bytes_out": network["bytes_sent"] + network.get("bytes_lent", 0),
+    }
+
+
+WITH_BACKUP = "paired", "copying"
+"""States of a backup that is there."""
+
+
+def ps_of(
+    bare: PsStatus,
+    counters: Mapping[str, Any],
+    rate: Rate = lambda name: 0.0,
+    *,
+    has_backups: bool = False,
+) -> PsStatus:
+    """Return the status of a ps with what it counts; arguments as of ``status_of``."""
+    totals, store, ledger = _totals(counters), counters["store"], counters["ledger"]
+    backup, behind = counters["backup"], 0
+    if backup["state"] in WITH_BACKUP:
+        behind = backup["entries"] - backup["taken"]
+    return replace(
+        bare,
+        shards=store["shards"],
+        bytes=store["bytes"],
+        slot_bytes=store["slot_bytes"],
+        pushes=totals["pushes"],
+        pulls=totals["pulls"],
+        pushes_per_s=rate(f"{bare.task} pushes"),
+        pulls_per_s=rate(f"{bare.task} pulls"),
+        bytes_in_per_s=rate(f"{bare.task} bytes_in"),
+        bytes_out_per_s=rate(f"{bare.task} bytes_out"),
+        queue=sum(counters["waiting"].values()),
+        waiting=counters["waiting"],
+        duplicates=ledger["duplicate"] + ledger["already_applied"],
+        refused=ledger["fenced"] + ledger["refused"],
+        backup=BackupStatus(backup["state"], behind) if has_backups else None,
+    )
+
+
+def shares_of(before: Mapping[str, float], now: Mapping[str, float]) -> WorkShares | None:
+    """Return what a worker's time went to between two readings of its meter; None: unknown."""
+    seconds = now["at"] - before["at"]
+    if seconds <= 0 or now["since"] > before["at"]:  # it has begun anew
+        return None
+    shares = {kind: (now[kind] - before[kind]) / seconds for kind in KINDS}
+    return WorkShares(**shares, seconds=seconds)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from psync.errors import ConfigurationError
+from psync.errors import check_fits
 from psync.status.units import bytes_text
 
 LINE_EVERY_S = 10.0
@@ -118,10 +118,8 @@ def kind_of(verbose: bool | str) -> str | None:
     Raises:
         ConfigurationError: It is none of these.
     """
-    if verbose not in (False, True, "auto", "lines", "bar"):
-        raise ConfigurationError(
-            f'verbose: expected "auto", "bar", "lines", True or False, got {verbose!r}'
-        )
+    is_known = verbose in (False, True, "auto", "lines", "bar")
+    check_fits(is_known, 'verbose: expected "auto", "bar", "lines", True or False', verbose)
     if not verbose:
         return None
     if verbose == "lines":

@@ -1,33 +1,43 @@
-"""Run files: how this user's programs are found that can be asked for their status.
+"""Run files: how a user's programs are found, and asked, by other processes of that user.
 
-A coordinator's process writes one into a directory that only its user can enter, ``psync`` in
-``$XDG_RUNTIME_DIR`` or ``psync-UID`` in the directory for temporary files: a JSON object with the
-address of a Unix socket, which lies beside it, and the token that whoever asks there has to prove.
-The token is good for the status and for nothing else; the cluster's secret is not in it. The file
-goes when the coordinator is closed. One that was killed leaves it behind; nobody listens at its
-socket then, and the next run takes it away.
+A coordinator's process, which tells its status, and a launcher, which scales, each write one into a
+directory that only their user can enter, ``psync`` in ``$XDG_RUNTIME_DIR`` or ``psync-UID`` in the
+directory for temporary files: a JSON object with the address of a Unix socket, which lies beside
+it, and a token that callers must present. The token is good for nothing else; the cluster's secret
+is not in it. The file goes when the program ends. A killed program leaves it behind: nobody listens
+at its socket then, and the next run removes it.
+
+A question is a line of JSON with the token. The answer is a line of JSON, ``{"nbytes": 12}`` and as
+many bytes, or ``{"error": "..."}``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import errno
 import json
+import logging
 import os
+import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from psync.errors import ConfigurationError
+from psync.errors import ConfigurationError, DeadlineExceeded, PsyncError, RemoteProtocolError
 from psync.net.platform import is_deserted, random_hex
 from psync.net.secret import read_private
-from psync.status.model import from_plain
+from psync.net.shielding import end_all
+from psync.status.http import is_token
+from psync.status.model import MISFITS, READERS
 from psync.status.units import seconds_text
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 """Of run files."""
@@ -41,6 +51,12 @@ MAX_BYTES = 1 << 16
 
 NEW_S = 60.0
 """A socket of which there is no run file is left alone for so long."""
+
+MAX_QUESTION_BYTES = 4096
+QUESTION_WITHIN_S = 5.0
+
+Answer = Callable[[Mapping[str, Any]], Awaitable[bytes]]
+"""Returns the answer to a question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +154,93 @@ def run_file(run: Run) -> Iterator[None]:
         _remove(path, socket_of(run))
 
 
+@contextlib.asynccontextmanager
+async def answering(run: Run, answer: Answer) -> AsyncIterator[None]:
+    """Return a context in which processes of this user find a run, and may ask it.
+
+    Args:
+        run: Of this process.
+        answer: Called with each question, without the token. Its error is told to who asks.
+
+    Raises:
+        OSError: Nothing can listen at the address of the run, or the file cannot be written.
+    """
+
+    responding: set[asyncio.Task[None]] = set()
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(respond(reader, writer))
+        responding.add(task)
+        task.add_done_callback(responding.discard)
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):
+            async with asyncio.timeout(QUESTION_WITHIN_S):
+                line = await reader.readline()
+            if line:  # else it was only a look whether somebody listens
+                writer.writelines(await _reply(line, run.token, answer))
+                await writer.drain()
+
+    with socket.socket(socket.AF_UNIX) as bound:
+        where = socket_of(run)
+        bound.bind(os.fspath(where))
+        os.chmod(where, 0o600)
+        server = await asyncio.start_unix_server(connected, sock=bound, limit=MAX_QUESTION_BYTES)
+        try:
+            with contextlib.closing(server), run_file(run):
+                yield
+        finally:
+            await end_all(responding)
+
+
+async def _reply(line: bytes, token: str, answer: Answer) -> tuple[bytes, bytes]:
+    body = b""
+    try:
+        question = json.loads(line)
+        has_token = isinstance(question, dict) and is_token(str(question.pop("token", "")), token)
+        if not has_token:
+            raise ConfigurationError("the token is not that of this run")
+        body = await answer(question)
+        head: dict[str, object] = {"nbytes": len(body)}
+    except (PsyncError, OSError) as exc:
+        head = {"error": str(exc)}
+    except Exception as exc:
+        logger.exception("a question of another process cannot be answered")
+        head = {"error": f"{type(exc).__name__}: {exc}"}
+    return json.dumps(head).encode() + b"\n", body
+
+
+async def ask(run: Run, within_s: float | None = None, /, **question: Any) -> bytes:
+    """Ask a run something; return its answer.
+
+    Raises:
+        ConfigurationError: It has ended, or is unreachable.
+        DeadlineExceeded: It has not answered in time.
+        RemoteProtocolError: It refuses; says why.
+
+    Cancellation: Safe.
+    """
+    try:
+        async with asyncio.timeout(within_s):
+            reader, writer = await asyncio.open_unix_connection(socket_of(run))
+            with contextlib.closing(writer):
+                writer.write(json.dumps({"token": run.token, **question}).encode() + b"\n")
+                head = json.loads(await reader.readuntil())
+                answer = await reader.readexactly(head.get("nbytes", 0))
+    except TimeoutError as exc:
+        raise DeadlineExceeded(
+            f"{run} has not answered for {within_s:g} s",
+            hint="its event loop is busy, or the process is stopped",
+        ) from exc
+    except (FileNotFoundError, EOFError) as exc:
+        raise ConfigurationError(f"{run} has ended") from exc
+    except (OSError, ValueError) as exc:
+        raise ConfigurationError(f"{run} has ended, or is unreachable: {exc}") from exc
+    if "error" in head:
+        raise RemoteProtocolError(head["error"])
+    return answer
+
+
 def read_run(path: Path) -> Run:
     """Return what a run file says.
 
@@ -153,14 +256,14 @@ def read_run(path: Path) -> Run:
                 f"{path}: expected a run file of schema {SCHEMA}",
                 hint="use the version of psync that the run uses",
             )
-        run: Run = from_plain(Run, data)
+        run: Run = READERS.read(Run, data)
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: there is no such file: has the run ended?") from None
     except OSError as exc:
         raise ConfigurationError(f"{path}: cannot be read: {exc.strerror}") from exc
     except ConfigurationError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as exc:
+    except MISFITS as exc:
         raise ConfigurationError(f"{path}: expected a run file of psync") from exc
     return run
 

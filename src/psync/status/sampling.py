@@ -26,6 +26,7 @@ from psync.net.shielding import end_all
 from psync.net.trace import SpanCollector
 from psync.status.model import (
     EventStatus,
+    History,
     PsStatus,
     RunningClosure,
     SeenError,
@@ -34,16 +35,15 @@ from psync.status.model import (
     WorkerStatus,
     WorkShares,
     placement_of,
+    shares_of,
+    status_of,
 )
-from psync.status.rates import History, shares_of, status_of
 from psync.wire.messages import AskStatistics, Statistics
 
 if TYPE_CHECKING:
     from psync.chief.links import ClusterLinks, WorkerRecord
-    from psync.client.link import PsLink
     from psync.closures.closure import Closure
     from psync.coordinator import Coordinator
-    from psync.net.endpoint import Endpoint
     from psync.specs import VariableSpec
 
 PS_ANSWERS_WITHIN_S = 1.0
@@ -56,7 +56,7 @@ FRESH_S = 0.2
 """ps tasks are not asked again sooner than this: that bounds what it costs them, whoever asks."""
 
 ASKED_AT_ONCE = 100
-"""Workers are asked by turns: many of them cost no more than so many."""
+"""Of more workers, those whose answers are the oldest: many cost no more than so many."""
 
 _GONE = {
     TaskState.CONNECTING: "connecting",
@@ -70,8 +70,7 @@ class ClusterSource(ABC):
     """The status of one cluster, whose ps tasks are asked.
 
     Args:
-        endpoint: With connections to them.
-        links: Returns the links to them.
+        links: To them.
         variables: Returns all that are declared.
 
     Attributes:
@@ -81,13 +80,9 @@ class ClusterSource(ABC):
     """
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        links: Callable[[], Sequence[PsLink]],
-        variables: Callable[[], Sequence[VariableSpec]],
+        self, links: ClusterLinks, variables: Callable[[], Sequence[VariableSpec]]
     ) -> None:
-        self._endpoint = endpoint
-        self._links, self._variables = links, variables
+        self._cluster, self._variables = links, variables
         self._placement: tuple[ShardStatus, ...] = ()
         self._time = 0.0  # of the newest; never back, where the clock is set: charts need that
         self._loop = asyncio.get_running_loop()
@@ -97,10 +92,10 @@ class ClusterSource(ABC):
         self._asked: dict[str, tuple[float, asyncio.Task[None]]] = {}
         """Workers that have not answered yet: since when, loop time, and who waits for it."""
         self.spans = SpanCollector(
-            endpoint.platform, CHIEF, self._facts, self._counters,
+            links.endpoint.platform, CHIEF, self._facts, self._counters,
             peers=lambda: self._controls().values(),
         )  # fmt: skip
-        self.spans.watch_endpoint(endpoint)
+        self.spans.watch_endpoint(links.endpoint)
         self.asks_workers = 0
         self._reading = asyncio.Lock()
         self._newest: tuple[float, float, Collection[str]] | None = None
@@ -133,7 +128,11 @@ class ClusterSource(ABC):
 
     async def _read(self) -> tuple[float, float, Collection[str]]:
         controls = self._controls()
-        asked = {link.task: controls[link.task] for link in self._links() if link.task in controls}
+        asked = {
+            link.task: controls[link.task]
+            for link in self._cluster.ps.links
+            if link.task in controls
+        }
         began = self._loop.time()
         await asyncio.gather(*map(self._ask, asked.values()))
         if self.asks_workers and not self._is_closed:
@@ -142,7 +141,7 @@ class ClusterSource(ABC):
 
     def _controls(self) -> dict[str, Connection]:
         """Return a connection to each task that there is."""
-        return {peer.task: peer for peer in self._endpoint.peers if peer.lane == "control"}
+        return {peer.task: peer for peer in self._cluster.endpoint.peers if peer.lane == "control"}
 
     def _facts(self) -> dict[str, Any]:
         """Return what explains the chief's own part of a trace."""
@@ -168,7 +167,7 @@ class ClusterSource(ABC):
             self._placement = placement_of(variables)  # a longer one: they stay where they are
         self._time = max(self._time, time.time())
         tasks, counted = [], []
-        for link in self._links():
+        for link in self._cluster.ps.links:
             at, counters = self._ps.get(link.task, (None, {}))
             answered = link.task not in asked if at is None else at >= began
             state = "silent" if link.state == "connected" and not answered else link.state
@@ -211,9 +210,7 @@ class StatusSource(ClusterSource):
         self._coordinator = coordinator
         self._worked: dict[str, tuple[float, Mapping[str, float], WorkShares | None]] = {}
         """By worker: loop time here, what ``WorkMeter.read`` gave, shares since the one before."""
-        self._turn = 0  # place of the worker that is asked next
-        links = coordinator.links
-        super().__init__(links.endpoint, lambda: links.ps.links, variables)
+        super().__init__(coordinator.links, variables)
 
     def _oldest(self) -> Mapping[str, Closure]:
         return self._coordinator.recovery.queue.dispatcher.oldest()
@@ -224,15 +221,13 @@ class StatusSource(ClusterSource):
 
     def _ask_workers(self) -> None:
         """Ask some workers what their time went to; forget those that are gone."""
-        workers = [each for each in self._records() if each.peers is not None]
-        names = {each.name for each in workers}
-        self._worked = {name: each for name, each in self._worked.items() if name in names}
-        self._turn = self._turn % max(1, len(workers))
-        for worker in (workers[self._turn :] + workers[: self._turn])[:ASKED_AT_ONCE]:
-            if worker.name not in self._asked and worker.peers is not None:
-                task = self._loop.create_task(self._ask_worker(worker.name, worker.peers[0]))
-                self._asked[worker.name] = self._loop.time(), task
-        self._turn += ASKED_AT_ONCE
+        peers = {each.name: each.peers[0] for each in self._records() if each.peers is not None}
+        self._worked = {name: each for name, each in self._worked.items() if name in peers}
+        due = [name for name in peers if name not in self._asked]
+        due.sort(key=lambda name: self._worked[name][0] if name in self._worked else 0.0)
+        for name in due[:ASKED_AT_ONCE]:  # those first whose answer is the oldest
+            task = self._loop.create_task(self._ask_worker(name, peers[name]))
+            self._asked[name] = self._loop.time(), task
 
     async def _ask_worker(self, name: str, control: Connection) -> None:
         try:
@@ -331,9 +326,9 @@ class SessionSource(ClusterSource):
         progress: Callable[[], tuple[bool, tuple[str, bool] | None]],
         waits_for: str,
     ) -> None:
-        self._cluster, self._workers = links, workers
+        self._workers = workers
         self._progress, self._waits_for = progress, waits_for
-        super().__init__(links.endpoint, lambda: links.ps.links, variables)
+        super().__init__(links, variables)
 
     def _completed(self, bare: Status, now: float, counted: list[dict[str, Any]]) -> Status:
         has_begun, over = self._progress()

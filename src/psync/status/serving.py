@@ -1,9 +1,8 @@
 """The status of a running coordinator or session, for its program and its user's processes.
 
-Others ask over a Unix socket, with psync's own handshake and a token made for that, both of which
-a run file names (``run_files``). The cluster's connections have nothing to do with it: what comes
-over the socket may ask for the status, as ``AskStatistics``, for what a trace needs, as
-``AskSpans``, and for nothing else. A cluster in memory is seen by its program only.
+Others ask over a Unix socket that a run file names (``run_files``), or over HTTP, with a token made
+for that. The cluster's connections have nothing to do with it: the status can be asked for, and
+what a trace needs, and nothing else. A cluster in memory is seen by its program only.
 """
 
 from __future__ import annotations
@@ -14,51 +13,32 @@ import logging
 import os
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from http.client import HTTPException
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 import msgpack
 
-from psync.cluster import CHIEF
-from psync.errors import (
-    AuthenticationError,
-    ConfigurationError,
-    ConnectFailed,
-    DeadlineExceeded,
-    PsyncError,
-    RemoteProtocolError,
-    TransportError,
-)
-from psync.net.connection import Handler, Request
-from psync.net.endpoint import Endpoint
+from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.platform import Platform, flag
-from psync.net.secret import Secret
 from psync.net.tls import TlsNetwork
 from psync.net.trace_file import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.exposition import exposition
-from psync.status.http import Page, check_can_serve, serving_metrics
+from psync.status.http import check_can_serve, serving_metrics
 from psync.status.model import Status
-from psync.status.run_files import Run, directory_of_runs, new_run, run_file
-from psync.wire.codec import Message
-from psync.wire.messages import AskSpans, AskStatistics, Statistics
+from psync.status.run_files import Run, answering, ask, directory_of_runs, new_run
 
 if TYPE_CHECKING:
     from psync.status.sampling import ClusterSource
 
 logger = logging.getLogger(__name__)
 
-READER = "/job:status/task:0"
-"""What whoever asks calls itself."""
-
 ANSWERS_WITHIN_S = 5.0
 """The program's own code may keep its loop for a while."""
 
 MAX_ERROR_BYTES = 1024
-
-Question: TypeAlias = AskStatistics | AskSpans
-"""The status is asked for, or what a trace needs."""
 
 
 class ServedStatus:
@@ -95,13 +75,7 @@ class ServedStatus:
         self._http: contextlib.AbstractAsyncContextManager[str] | None = None
         if metrics:
             check_can_serve("metrics", metrics)
-            pages: dict[str, Page] = {
-                "/status": ("application/json", lambda _: self._body(AskStatistics())),
-                "/spans": ("application/msgpack", lambda query: self._body(
-                    AskSpans(query.get("reader", ""), "last" in query)
-                )),
-            }  # fmt: skip
-            self._http = serving_metrics(metrics, self._metrics, pages)
+            self._http = serving_metrics(metrics, self._metrics, self._answer)
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -120,7 +94,8 @@ class ServedStatus:
             url = await self._stack.enter_async_context(self._http)
         if self._is_served:
             try:
-                await self._stack.enter_async_context(self._found(url))
+                run = new_run(directory_of_runs(), self.source.program, url)
+                await self._stack.enter_async_context(answering(run, self._answer))
             except (OSError, ConfigurationError) as exc:
                 logger.info("the status of this run is not available: %s", exc)
         asked = (self._dashboard, "PSYNC_DASHBOARD"), (self._log, "PSYNC_RUN_LOG")
@@ -130,29 +105,12 @@ class ServedStatus:
             page = shown(self.source, self._dashboard, self._log)
             self.dashboard_url = await self._stack.enter_async_context(page)
 
-    @contextlib.asynccontextmanager
-    async def _found(self, metrics: str) -> AsyncIterator[None]:
-        """Return a context in which there is a run file, and who has read it may ask."""
-        run = new_run(directory_of_runs(), self.source.program, metrics)
-        handlers: dict[type[Message], Handler] = {
-            AskStatistics: Handler(self._answer), AskSpans: Handler(self._answer),
-        }  # fmt: skip
-        platform = Platform(SocketNetwork(), Secret(run.token.encode()))
-        endpoint = Endpoint(platform, CHIEF, 0, handlers)
-        try:
-            await endpoint.listen(run.address)
-            with run_file(run):
-                yield
-        finally:
-            await endpoint.close()
-
-    async def _answer(self, request: Request[Question]) -> None:
-        request.answer(Statistics({}), [await self._body(request.message)])
-
-    async def _body(self, question: Question) -> bytes:
-        if isinstance(question, AskStatistics):
+    async def _answer(self, question: Mapping[str, Any]) -> bytes:
+        """Return the status; if a ``reader`` is named, what tasks have recorded for it."""
+        if "reader" not in question:
             return (await self.source.status()).to_json().encode()
-        readings = await self.source.spans.read_all(question.reader, last=question.last)
+        reader = question["reader"]
+        readings = await self.source.spans.read_all(reader, last="last" in question)
         body: bytes = msgpack.packb(readings)
         return body
 
@@ -175,10 +133,10 @@ class StatusReader:
 
     Args:
         who: The program, for errors.
-        ask: Asks it something.
+        ask: Asks it for the status, or by ``reader`` and ``last`` for parts of a trace.
     """
 
-    def __init__(self, who: str, ask: Callable[[Question], Awaitable[bytes]]) -> None:
+    def __init__(self, who: str, ask: Callable[..., Awaitable[bytes]]) -> None:
         self._who, self._ask = who, ask
 
     async def read(self) -> Status:
@@ -191,53 +149,28 @@ class StatusReader:
 
         Cancellation: Safe; an answer over HTTP is waited for, in a thread.
         """
-        return Status.from_json(await self._ask(AskStatistics()))
+        return Status.from_json(await self._ask())
 
     async def read_spans(self, name: str, *, last: bool = False) -> list[Reading]:
         """Return what tasks have recorded; see ``SpanCollector``, and ``read`` for errors."""
-        body = await self._ask(AskSpans(name, last))
+        body = await self._ask(reader=name, **({"last": 1} if last else {}))
         try:
             return [Reading(*reading) for reading in msgpack.unpackb(body)]
         except (ValueError, TypeError, msgpack.UnpackException) as exc:
             raise RemoteProtocolError(f"{self._who}: expected parts of a trace") from exc
 
 
-@contextlib.asynccontextmanager
-async def reading_status(run: Run) -> AsyncIterator[StatusReader]:
-    """Return a context in which a run can be asked for its status.
+def reader_of_run(run: Run) -> StatusReader:
+    """Return what asks a program of this user, as its run file says."""
 
-    Args:
-        run: As its run file says.
-
-    Raises:
-        ConfigurationError: It has ended; or its run file is not of this run.
-        VersionMismatch: It uses another version of psync.
-    """
-    platform = Platform(SocketNetwork(), Secret(run.token.encode()))
-    endpoint = Endpoint(platform, READER, 0, {})
-
-    async def ask(question: Question) -> bytes:
+    async def ask_run(**question: Any) -> bytes:
         try:
-            deadline = asyncio.get_running_loop().time() + ANSWERS_WITHIN_S
-            return b"".join((await peer.call(question, deadline=deadline)).segments)
-        except DeadlineExceeded as exc:
-            raise DeadlineExceeded(
-                f"{run} has not answered for {ANSWERS_WITHIN_S:g} s",
-                hint="its event loop is busy, or the process is stopped",
-            ) from exc
-        except TransportError as exc:
-            raise ConfigurationError(f"{run} has ended") from exc
-        except PsyncError as exc:
-            raise RemoteProtocolError(f"{run} cannot report its status: {exc.message}") from exc
+            return await ask(run, ANSWERS_WITHIN_S, **question)
+        except RemoteProtocolError as exc:
+            text = f"{run} cannot report its status: {exc.message}"
+            raise RemoteProtocolError(text) from exc
 
-    try:
-        try:
-            peer = await endpoint.connect(run.address, CHIEF)
-        except (ConnectFailed, AuthenticationError) as exc:
-            raise ConfigurationError(f"{run} has ended, or is unreachable: {exc}") from exc
-        yield StatusReader(str(run), ask)
-    finally:
-        await endpoint.close()
+    return StatusReader(str(run), ask_run)
 
 
 def reader_of_url(url: str) -> StatusReader:
@@ -250,8 +183,8 @@ def reader_of_url(url: str) -> StatusReader:
     # What a proxy between here and there would answer is no status.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    async def ask(question: Question) -> bytes:
-        if isinstance(question, AskStatistics):
+    async def ask_url(**question: Any) -> bytes:
+        if not question:
             return await asyncio.to_thread(get, url, where)
         if not where.endswith("/status"):
             raise ConfigurationError(
@@ -259,8 +192,8 @@ def reader_of_url(url: str) -> StatusReader:
                 hint="http://127.0.0.1:9400/status?token=…; see --metrics-port of psync run",
             )
         spans = where.removesuffix("/status") + "/spans"
-        more = f"reader={question.reader}{'&last=1' if question.last else ''}"
-        return await asyncio.to_thread(get, f"{spans}?{url.partition('?')[2]}&{more}", spans)
+        more = f"{url.partition('?')[2]}&{urlencode(question)}"
+        return await asyncio.to_thread(get, f"{spans}?{more}", spans)
 
     def get(url: str, where: str) -> bytes:
         try:
@@ -276,4 +209,4 @@ def reader_of_url(url: str) -> StatusReader:
                 f"{where} does not answer: {exc}", hint="has the program ended?"
             ) from exc
 
-    return StatusReader(where, ask)
+    return StatusReader(where, ask_url)

@@ -62,7 +62,7 @@ def read_json(data: bytes, kind: type[T], where: str, head: tuple[str, int] | No
         raise CheckpointCorrupt(f"{where}: damaged: it is not JSON: {exc}") from exc
     try:
         if head is not None:
-            found = _reader(_Head)(value)
+            found = _READERS.read(_Head, value)
             if found.format != head[0]:
                 raise wrong(where, "format", repr(head[0]), found.format)
             if found.version != head[1]:
@@ -70,9 +70,9 @@ def read_json(data: bytes, kind: type[T], where: str, head: tuple[str, int] | No
                     f"{where}: format version {found.version}, this psync reads {head[1]}",
                     hint="install a newer psync",
                 )
-        return typing.cast(T, _reader(typing.cast(Any, kind))(value))
-    except _Misfit as exc:
-        raise wrong(where, exc.place.lstrip(".") or "it", exc.expected, exc.got) from None
+        return typing.cast(T, _READERS.read(kind, value))
+    except Misfit as exc:
+        raise _damaged(where, exc) from None
 
 
 def to_json(value: object, indent: int | None = None) -> bytes:
@@ -83,10 +83,12 @@ def to_json(value: object, indent: int | None = None) -> bytes:
 
 def wrong(where: str, what: str, expected: str, got: object) -> CheckpointCorrupt:
     """Return the error for a value that is not what it must be."""
-    shown = _repr.repr(got)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return _damaged(where, Misfit(expected, got, what))
+
+
+def _damaged(where: str, misfit: Misfit) -> CheckpointCorrupt:
     return CheckpointCorrupt(
-        f"{where}: damaged: {what}: expected {expected}, got {shown}",
+        f"{where}: damaged: {misfit}",
         hint="use an older checkpoint; this one was changed or damaged after saving",
     )
 
@@ -99,11 +101,16 @@ def _plain(value: Any) -> Any:
     return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
 
 
-class _Misfit(Exception):
+class Misfit(Exception):
     """A value is not of its type; ``place`` grows on the way out."""
 
     def __init__(self, expected: str, got: object, place: str = "") -> None:
         self.expected, self.got, self.place = expected, got, place
+
+    def __str__(self) -> str:
+        shown = _repr.repr(self.got)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        return f"{self.place.lstrip('.') or 'it'}: expected {self.expected}, got {shown}"
 
 
 @dataclasses.dataclass
@@ -115,30 +122,50 @@ class _Head:
 _Reader = Callable[[Any], Any]
 
 
-@functools.cache
-def _reader(kind: Any) -> _Reader:
-    """Return what checks a value, and makes of it what ``kind`` says."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind in _SIMPLE:
-        return _SIMPLE[kind]
-    if origin is types.UnionType:
-        read = _reader(args[0])
-        return lambda value: None if value is None else read(value)
-    if origin is dict:
-        return functools.partial(_mapping, _reader(args[1]))
-    if origin is list or (origin is tuple and args[-1] is ...):
-        return functools.partial(_listed, origin, _reader(args[0]))
-    if origin is tuple:
-        return functools.partial(_row, tuple, dict(enumerate(map(_reader, args))))
-    fields = {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}
-    if issubclass(kind, tuple):
-        return functools.partial(_row, kind._make, fields)
-    optional = {
-        each.name
-        for each in dataclasses.fields(kind)
-        if not each.default is each.default_factory is dataclasses.MISSING
-    }
-    return functools.partial(_object, kind, fields, optional)
+class Readers:
+    """What checks values, and makes of them what their types say.
+
+    Args:
+        simple: Readers of the types that are not made of others.
+    """
+
+    def __init__(self, simple: Mapping[Any, _Reader]) -> None:
+        self._known = dict(simple)
+
+    def read(self, kind: Any, value: Any) -> Any:
+        """Return what a value stands for.
+
+        Raises:
+            Misfit: It is not of this type.
+        """
+        return self._of(kind)(value)
+
+    def _of(self, kind: Any) -> _Reader:
+        known = self._known.get(kind)
+        if known is None:
+            known = self._known[kind] = self._made(kind)
+        return known
+
+    def _made(self, kind: Any) -> _Reader:
+        origin, args = typing.get_origin(kind), typing.get_args(kind)
+        if origin is types.UnionType:
+            read = self._of(args[0])
+            return lambda value: None if value is None else read(value)
+        if origin in (dict, Mapping):
+            return functools.partial(_mapping, self._of(args[1]))
+        if origin is list or (origin is tuple and args[-1] is ...):
+            return functools.partial(_listed, origin, self._of(args[0]))
+        if origin is tuple:
+            return functools.partial(_row, tuple, dict(enumerate(map(self._of, args))))
+        fields = {name: self._of(hint) for name, hint in typing.get_type_hints(kind).items()}
+        if issubclass(kind, tuple):
+            return functools.partial(_row, kind._make, fields)
+        optional = {
+            each.name
+            for each in dataclasses.fields(kind)
+            if not each.default is each.default_factory is dataclasses.MISSING
+        }
+        return functools.partial(_object, kind, fields, optional)
 
 
 def _taken(
@@ -149,7 +176,7 @@ def _taken(
     for step, read, value in zip(steps, reads, values, strict=False):
         try:
             made.append(read(value))
-        except _Misfit as exc:
+        except Misfit as exc:
             exc.place = (f"[{step}]" if isinstance(step, int) else f".{step}") + exc.place
             raise
     return made
@@ -157,19 +184,19 @@ def _taken(
 
 def _listed(make: Callable[[Iterable[Any]], Any], read: _Reader, value: Any) -> Any:
     if not isinstance(value, list):
-        raise _Misfit("a list", value)
+        raise Misfit("a list", value)
     return make(_taken(itertools.count(), itertools.repeat(read), value))
 
 
 def _row(make: Callable[[Iterable[Any]], Any], columns: Mapping[Any, _Reader], value: Any) -> Any:
     if not isinstance(value, list) or len(value) != len(columns):
-        raise _Misfit(f"a list of {len(columns)} entries", value)
+        raise Misfit(f"a list of {len(columns)} entries", value)
     return make(_taken(columns, columns.values(), value))
 
 
 def _mapping(read: _Reader, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _Misfit("an object", value)
+        raise Misfit("an object", value)
     made = _taken(value, itertools.repeat(read), value.values())
     return dict(zip(value, made, strict=True))
 
@@ -178,34 +205,39 @@ def _object(
     make: Callable[..., Any], fields: Mapping[str, _Reader], optional: Set[str], value: Any
 ) -> Any:
     if not isinstance(value, dict):
-        raise _Misfit("an object", value)
+        raise Misfit("an object", value)
     names = [name for name in fields if name in value or name not in optional]
     made = _taken(names, [fields[name] for name in names], list(map(value.get, names)))
     return make(**dict(zip(names, made, strict=True)))
 
 
-def _only(fits: Callable[[Any], bool], expected: str) -> _Reader:
+def only(fits: Callable[[Any], bool], expected: str) -> _Reader:
+    """Return a reader of values that fit."""
+
     def read(value: Any) -> Any:
         if fits(value):
             return value
-        raise _Misfit(expected, value)
+        raise Misfit(expected, value)
 
     return read
 
 
+_text = only(lambda value: isinstance(value, str) and value != "", "text")
+
+
 def _bytes(value: Any) -> bytes:
     try:
-        return unhexlify(_SIMPLE[str](value))
+        return unhexlify(_text(value))
     except ValueError:
-        raise _Misfit("bytes as hexadecimal digits", value) from None
+        raise Misfit("bytes as hexadecimal digits", value) from None
 
 
-_SIMPLE: dict[Any, _Reader] = {
+_READERS = Readers({
     Any: lambda value: value,
-    bool: _only(lambda value: isinstance(value, bool), "true or false"),
+    bool: only(lambda value: isinstance(value, bool), "true or false"),
     bytes: _bytes,
-    float: _only(lambda value: isinstance(value, int | float), "a number"),
-    int: _only(lambda value: type(value) is int and 0 <= value < _MOST, "a whole number from 0"),
-    Signed: _only(lambda value: type(value) is int and -_MOST <= value < _MOST, "a whole number"),
-    str: _only(lambda value: isinstance(value, str) and value != "", "text"),
-}
+    float: only(lambda value: isinstance(value, int | float), "a number"),
+    int: only(lambda value: type(value) is int and 0 <= value < _MOST, "a whole number from 0"),
+    Signed: only(lambda value: type(value) is int and -_MOST <= value < _MOST, "a whole number"),
+    str: _text,
+})  # fmt: skip

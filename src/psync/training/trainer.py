@@ -54,7 +54,7 @@ from psync.closures.closure import State
 from psync.errors import ConfigurationError, EndOfData, ValueMismatchError
 from psync.gradients import GradientFunction
 from psync.metrics import Mean, Metric
-from psync.serialization.failures import text_of
+from psync.serialization.payloads import text_of
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_integer, checked_kind, plain_array
 from psync.status.progress import Progress, kind_of

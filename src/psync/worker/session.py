@@ -44,9 +44,16 @@ from psync.net.shielding import most_are_cancelled
 from psync.net.task_reports import stack_of_task
 from psync.net.trace import SpanRecorder
 from psync.replicas.context import GangMember
-from psync.serialization.failures import describe_exception, text_of
 from psync.serialization.functions import is_coroutine_step, load_function
-from psync.serialization.payloads import EMPTY, Payload, check_size, pack, unpack
+from psync.serialization.payloads import (
+    EMPTY,
+    Payload,
+    check_size,
+    describe_exception,
+    pack,
+    text_of,
+    unpack,
+)
 from psync.wire import messages
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES

@@ -338,4 +338,3 @@ def test_a_worker_that_is_long_gone_is_forgotten() -> None:
     for second in range(LANE_CELLS + 1):
         history.add(status(at=1.0 + second))
     assert not any(history.lanes([W0])[1][0])
-    assert history._lanes == {}

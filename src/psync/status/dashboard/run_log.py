@@ -35,7 +35,7 @@ from psync.checkpoints.ownership import Owner, own
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.status.dashboard import view as page
 from psync.status.http import STATIC, serving_dashboard
-from psync.status.model import ShardStatus, Status, from_plain
+from psync.status.model import MISFITS, READERS, ShardStatus, Status
 from psync.status.run_files import replacing
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def check_head(path: Path) -> None:
         version = head[KEY]
     except OSError as exc:
         raise ConfigurationError(f"run log {path}: {exc.strerror}") from exc
-    except (ValueError, TypeError, KeyError, RecursionError) as exc:
+    except MISFITS as exc:
         raise ConfigurationError(
             f"{path}: expected a run log of psync, got something else",
             hint="psync run --log RUN.jsonl, or ClusterCoordinator(run_log=…), writes one",
@@ -270,12 +270,9 @@ class FinishedRun:
             if not isinstance(data, dict):
                 raise TypeError("expected an object")
             if "placement" in data:
-                self._placement = from_plain(tuple[ShardStatus, ...], data["placement"])
+                self._placement = READERS.read(tuple[ShardStatus, ...], data["placement"])
             self.ended = self.ended or "end" in data
-        except (
-            ValueError, TypeError, AttributeError, OverflowError, RecursionError,
-            RemoteProtocolError,
-        ) as exc:  # fmt: skip
+        except (*MISFITS, RemoteProtocolError) as exc:
             raise self._broken(offset) from exc
 
     def _broken(self, offset: int) -> ConfigurationError:

@@ -336,8 +336,7 @@ class History:
     def __init__(self) -> None:
         self._run: Thinned[Row] = Thinned(MAX_ROWS)
         self._recent: deque[Row] = deque(maxlen=MAX_ROWS)
-        self._times: deque[float] = deque(maxlen=LANE_CELLS)
-        self._lanes: dict[str, deque[Cell | None]] = {}
+        self._cells: deque[tuple[float, dict[str, Cell]]] = deque(maxlen=LANE_CELLS)
 
     def add(self, status: Status) -> None:
         """Note a status."""
@@ -348,15 +347,7 @@ class History:
 
     def add_lanes(self, status: Status) -> None:
         """Note what workers do, and nothing else."""
-        self._times.append(status.time)
-        cells = {worker.task: cell_of(worker) for worker in status.workers}
-        length = len(self._times)
-        for task in cells.keys() - self._lanes.keys():
-            self._lanes[task] = deque([None] * (length - 1), maxlen=LANE_CELLS)
-        for task, lane in list(self._lanes.items()):
-            lane.append(cells.get(task))
-            if task not in cells and not any(lane):
-                del self._lanes[task]
+        self._cells.append((status.time, {each.task: cell_of(each) for each in status.workers}))
 
     def series(self, span: str) -> dict[str, list[float | None]]:
         """Return all series, None where there is no value.
@@ -375,8 +366,8 @@ class History:
 
     def lanes(self, tasks: Sequence[str]) -> tuple[list[float], list[list[Cell | None]]]:
         """Return the newest moments, and what these workers did in each; None: it was not there."""
-        nothing: list[Cell | None] = [None] * len(self._times)
-        return list(self._times), [list(self._lanes.get(task, nothing)) for task in tasks]
+        lanes = [[cells.get(task) for _, cells in self._cells] for task in tasks]
+        return [time for time, _ in self._cells], lanes
 
 
 def columns(rows: Iterable[Row]) -> dict[str, list[float | None]]:
