@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -383,7 +382,7 @@ class ScheduleReports:
         self._joined: dict[str, int] = {}  # incarnation of each
         self._exhausted: set[str] = set()  # of these, whose last closure met the end of its data
         # Of these, whose data ended: they may run nothing else.
-        self._idle: AbstractSet[str] = set()
+        self._idle: set[str] = set()
         self._returning: dict[str, int] = {}  # who took part when all sessions were ended
         self._returned_by: float | None = None  # then they are missed; None: not asked since
         self._members_changed = False
@@ -439,10 +438,8 @@ class ScheduleReports:
         """Return whether ``decide`` may have news. To be called when the queue has changed."""
         dispatcher = self._queue.dispatcher
         if dispatcher.ended or self._idle:
-            idle = dispatcher.without_work()
-            if idle is not self._idle:
-                self._members_changed |= idle != self._idle
-                self._idle = idle
+            if (idle := dispatcher.without_work()) != self._idle:
+                self._members_changed, self._idle = True, idle
         if self._exhausted and not dispatcher.num_queued and not dispatcher.num_in_flight:
             self._exhausted.clear()
             self._members_changed = True
@@ -505,7 +502,7 @@ class ScheduleReports:
         in_flight = tuple((c.number_on_ps, worker) for worker, c in held if not c.in_collective)
         return ScheduleState(tuple(here), missing, queued, in_flight)
 
-    def _here(self, absent: AbstractSet[str]) -> list[tuple[str, int]]:
+    def _here(self, absent: set[str]) -> list[tuple[str, int]]:
         joined = self._joined
         here = [worker for worker in self._workers if worker in joined and worker not in absent]
         return [(worker, joined[worker]) for worker in here]
