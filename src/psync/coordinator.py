@@ -686,7 +686,8 @@ class Coordinator:
 
     def release_iterators(self, uid: str) -> None:
         """Let workers drop an iterator that nothing here refers to any more."""
-        self.workers.notify_all(messages.ReleaseIterator(uid))
+        for control in self.workers.controls.values():
+            control.notify(messages.ReleaseIterator(uid))
         self._queue.dispatcher.forget(uid)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
@@ -812,7 +813,7 @@ class Coordinator:
         """Closures ended with values, which are there before anything that needs them is sent."""
         if not results:
             return
-        ids = [closure_id for closure_id, _ in results]
+        ids, _ = zip(*results, strict=True)
         actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
         self._reports.has_data(worker)
         for closure_id, payload in results:
@@ -869,7 +870,7 @@ class Coordinator:
 
     def perform(self, actions: Sequence[QueueAction]) -> None:
         """Do what the queue decided."""
-        replicas: list[Closure] = []
+        replicas, controls = list[Closure](), self.workers.controls
         for action in actions:
             if isinstance(action, Settle):
                 for closure in action.closures:
@@ -879,9 +880,9 @@ class Coordinator:
             elif isinstance(action, Dispatch):
                 self._send(action)
             elif isinstance(action, Cancel):
-                self.workers.notify(action.worker, messages.CancelClosures(list(action.ids)))
+                controls[action.worker].notify(messages.CancelClosures(list(action.ids)))
             elif isinstance(action, GiveBack):
-                self.workers.notify(action.worker, messages.GiveBack(list(action.ids)))
+                controls[action.worker].notify(messages.GiveBack(list(action.ids)))
         if bool(self._queue.pending_errors) is not self._final.refused:
             self._final.errors_changed()
         if self.joins.waiting:
@@ -902,5 +903,4 @@ class Coordinator:
         now = self.loop.time()
         for closure in action.closures:
             closure.payload.sent_at = now
-        message, segments = starting(action.closures)
-        self.workers.notify(action.worker, message, segments)
+        self.workers.controls[action.worker].notify(*starting(action.closures))

@@ -48,7 +48,6 @@ from psync.numerics.memory import BlockPool
 from psync.store.reattach import BACK
 from psync.wire import messages
 from psync.wire.codec import Message
-from psync.wire.frames import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +119,8 @@ class WorkerLinks:
         workers: Address of every worker, by name.
 
     Attributes:
+        records: All workers of the cluster by name, those too that are not there; to be read only.
+        controls: The control connections of those that take part, by name.
         flapping: Decides who is set aside.
         on_joined: Called with the name of one that is ready for closures.
         on_lost: Called with the name of one that is not there any more, and whether what it held
@@ -135,7 +136,8 @@ class WorkerLinks:
         self._loop = asyncio.get_running_loop()
         self._places = {name: place for place, name in enumerate(workers)}  # also of those gone
         places = self._places
-        self._workers = {each: WorkerRecord(each, workers[each], places[each]) for each in workers}
+        self.records = {each: WorkerRecord(each, workers[each], places[each]) for each in workers}
+        self.controls: dict[str, Connection] = {}
         self.flapping.is_anyone_there = lambda: bool(self.ready())
         self._one_less = asyncio.Event()  # pulsed when a worker ends, or is about to leave
         self.on_joined: Callable[[str], None] = lambda _: None
@@ -147,7 +149,7 @@ class WorkerLinks:
     def start(self) -> None:
         """Connect to all of them, from now on."""
         self.started.set()
-        for worker in self._workers.values():
+        for worker in self.records.values():
             worker.supervisor = self._cluster.supervise(self._keep(worker))
 
     def names(self) -> list[str]:
@@ -156,18 +158,14 @@ class WorkerLinks:
 
     def addresses(self) -> dict[str, str]:
         """Return where each worker of the cluster listens, by name."""
-        return {worker.name: worker.address for worker in self._workers.values()}
-
-    def records(self) -> list[WorkerRecord]:
-        """Return all workers of the cluster, those too that are not there; to be read only."""
-        return list(self._workers.values())
+        return {worker.name: worker.address for worker in self.records.values()}
 
     def describe(self) -> list[str]:
         """Say who is set aside and who is about to leave."""
         aside = "is set aside for %.0f s, for it was lost again and again"
         set_aside = self.flapping.set_aside(self._loop.time())
         lines = [f"{name} {aside % seconds}" for name, seconds in set_aside]
-        leaving = [each.name for each in self._workers.values() if each.leaving]
+        leaving = [each.name for each in self.records.values() if each.leaving]
         lines += [f"{name} leaves when its closure has ended" for name in leaving]
         return lines + [f"{name} {reason}" for name, reason in self.given_up.items()]
 
@@ -188,9 +186,9 @@ class WorkerLinks:
         Cancellation: It is forgotten, as after an error.
         """
         name = task_name("worker", index)
-        assert name not in self._workers, "add_worker has looked"
+        assert name not in self.records, "add_worker has looked"
         place = self._places.setdefault(name, len(self._places))
-        worker = self._workers[name] = WorkerRecord(name, address, place)
+        worker = self.records[name] = WorkerRecord(name, address, place)
         self.given_up.pop(name, None)
         self._membership.add_worker(name, address)
         worker.joined = self._loop.create_future()
@@ -216,7 +214,7 @@ class WorkerLinks:
 
         Cancellation: It leaves all the same, and is not connected to again.
         """
-        worker = self._workers[name]
+        worker = self.records[name]
         if worker.peers is not None:
             try:
                 worker.is_kept = False
@@ -235,10 +233,10 @@ class WorkerLinks:
 
         Cancellation: It is not connected to again.
         """
-        if (worker := self._workers.get(name)) is not None:
+        if (worker := self.records.get(name)) is not None:
             # Its connections end as it did: it is lost, or left.
             await self._forget_gone(worker, reason)
-            if name not in self._workers:
+            if name not in self.records:
                 self.given_up[name] = reason
 
     async def _forget_gone(self, worker: WorkerRecord, reason: str) -> None:
@@ -250,7 +248,7 @@ class WorkerLinks:
 
     def all_given_up(self) -> WorkerLost | None:
         """Return who is gone, if there is no worker that might come again."""
-        if self._workers or not self.given_up:
+        if self.records or not self.given_up:
             return None
         *others, (last, reason) = self.given_up.items()
         before = "".join(f"; {name} {why}" for name, why in others)
@@ -268,7 +266,7 @@ class WorkerLinks:
             error: What its connections end with.
             blame: Whether what it runs is the reason.
         """
-        worker = self._workers.get(name)
+        worker = self.records.get(name)
         if worker is not None and worker.peers is not None:
             worker.sent_away = blame
             for peer in worker.peers:
@@ -276,41 +274,26 @@ class WorkerLinks:
 
     def end_sessions(self, error: Exception) -> None:
         """End what all workers do for us; nobody is blamed."""
-        for name in list(self._workers):
+        for name in list(self.records):
             self.end_session(name, error, blame=False)
 
     # Those that take part.
 
-    def controls(self) -> dict[str, Connection]:
-        """Return their control connections, by name."""
-        return {name: each.peers[0] for name, each in self._workers.items() if each.peers}
-
     def current(self, peer: Connection) -> WorkerRecord | None:
         """Return whose connection this is, unless that was given up."""
-        worker = self._workers.get(peer.task)
+        worker = self.records.get(peer.task)
         return worker if worker is not None and peer in (worker.peers or ()) else None
 
     def note_error(self, name: str, text: str) -> None:
         """Note that a closure has raised on a worker."""
-        worker = self._workers[name]
+        worker = self.records[name]
         worker.failed += 1
         worker.last_error = self._loop.time(), text
 
     def ready(self) -> list[str]:
         """Return the workers that are ready for closures, by index."""
-        ready = [name for name in self.controls() if not self._workers[name].leaving]
+        ready = [name for name in self.controls if not self.records[name].leaving]
         return sorted(ready, key=lambda name: parse_task_name(name)[1])
-
-    def notify(self, worker: str, message: Message, segments: Sequence[Segment] = ()) -> None:
-        """Notify one worker, which takes part: whoever notifies it is told when it goes."""
-        peers = self._workers[worker].peers
-        assert peers is not None
-        peers[0].notify(message, segments)
-
-    def notify_all(self, message: Message) -> None:
-        """Notify all workers."""
-        for control in self.controls().values():
-            control.notify(message)
 
     async def waits(
         self, names: Collection[str], within_s: float
@@ -337,7 +320,7 @@ class WorkerLinks:
 
         Cancellation: Safe.
         """
-        controls = self.controls().items()
+        controls = self.controls.items()
         peers = {name: peer for name, peer in controls if names is None or name in names}
         calls = (peer.call(message, deadline=deadline) for peer in peers.values())
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -363,7 +346,7 @@ class WorkerLinks:
 
     def session_ends(self, request: Request[messages.EndSession]) -> None:
         """A worker has nothing more to say."""
-        peer, worker = request.peer, self._workers.get(request.peer.task)
+        peer, worker = request.peer, self.records.get(request.peer.task)
         if worker is not None and peer.lane == "control" and peer in (worker.peers or (peer,)):
             # Also where the answer to its attachment is being taken.
             worker.reason = request.message.reason
@@ -408,7 +391,7 @@ class WorkerLinks:
                 self._count_loss(worker)
                 continue
             failures = 0
-            worker.peers = lanes
+            worker.peers, self.controls[worker.name] = lanes, lanes[0]
             worker.gone.clear()
             self.flapping.joined(worker.name, self._loop.time())
             if worker.missed is not None:
@@ -432,6 +415,7 @@ class WorkerLinks:
         error = worker.peers[0].error or worker.peers[1].error or "it closed the connection"
         error = error.message if isinstance(error, PsyncError) else error
         worker.peers = None
+        del self.controls[worker.name]
         held = any(link.is_held for link in self._cluster.ps.links)
         misses_ps = held or not self._membership.has_every_ps()
         end = SessionEnd.of(
@@ -522,7 +506,7 @@ class WorkerLinks:
         if supervisor is not None and not supervisor.done():
             supervisor.cancel()
             await asyncio.wait((supervisor,))
-        if self._workers.get(worker.name) is not worker:
+        if self.records.get(worker.name) is not worker:
             return  # somebody else has done it meanwhile
         if worker.peers is not None:
             for peer in worker.peers:
@@ -532,7 +516,7 @@ class WorkerLinks:
             self._end(worker)
         self._cluster.fence(self._membership.left(worker.name))
         self.flapping.forget(worker.name)
-        self._workers.pop(worker.name, None)
+        self.records.pop(worker.name, None)
         self.on_forgotten(worker.name)
 
 
@@ -740,7 +724,7 @@ class ClusterLinks:
     def _is_ready(self) -> bool:
         return (
             self.membership.has_every_ps()
-            and len(self.workers.controls()) >= self._min_workers
+            and len(self.workers.controls) >= self._min_workers
             and all(
                 self._attached.get(link.index) == self.endpoint.incarnation
                 for link in self.ps.links

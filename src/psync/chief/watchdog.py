@@ -111,12 +111,14 @@ async def watch_closures(
     looked = loop.time()
     while True:
         await asyncio.sleep(pause)
-        answers = await waits(_oldest(queue), min(pause, ANSWER_S))
+        answers = await waits(queue.dispatcher.oldest(), min(pause, ANSWER_S))
         passed, looked = loop.time() - looked, loop.time()
         if passed > 3 * pause:
             passed = pause
         before, seen = seen, {}
-        for worker, closure in _oldest(queue).items():
+        for worker, closure in queue.dispatcher.oldest().items():
+            if closure.in_collective:
+                continue  # it waits for the replicas of other workers
             run = worker, closure, closure.times_back
             seconds, last = before.get(run, (-passed, None))
             answer = answers.get(worker, last)
@@ -126,15 +128,6 @@ async def watch_closures(
         for run in [run for run, (seconds, _) in seen.items() if seconds >= timeout_s]:
             del seen[run]
             give_up(*run[:2])
-
-
-def _oldest(queue: ClosureQueue) -> dict[str, Closure]:
-    """Return what each worker runs, but for replicas that wait for those of other workers."""
-    oldest: dict[str, Closure] = {}
-    for worker, closure in queue.in_flight():
-        if not closure.in_collective:
-            oldest.setdefault(worker, closure)
-    return oldest
 
 
 def describe_closures(queue: ClosureQueue, unfinished: Iterable[Closure], now: float) -> list[str]:
@@ -152,13 +145,11 @@ def describe_closures(queue: ClosureQueue, unfinished: Iterable[Closure], now: f
         f"{counts.waiting} wait for inputs; {counts.finished} finished, {counts.failed} failed, "
         f"{counts.cancelled} cancelled"
     ]
-    held: dict[str, list[Closure]] = {}
-    for worker, closure in queue.in_flight():
-        held.setdefault(worker, []).append(closure)
+    held = queue.dispatcher.held()
     lines += [
         f"  {worker}: {_since(closures[0], now)}"
         + (f"; {len(closures) - 1} more are there" if len(closures) > 1 else "")
-        for worker, closures in list(held.items())[:MAX_LISTED]
+        for worker, closures in held[:MAX_LISTED]
     ]
     if len(held) > MAX_LISTED:
         lines.append(f"  and {len(held) - MAX_LISTED} other workers")

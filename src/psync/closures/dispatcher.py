@@ -83,7 +83,9 @@ class ClosureOrder:
         Whoever asks for the next one has taken the last one out.
         """
         queued = self.closures
-        heaps = [(ids, needs) for needs, ids in self._ids.items() if needs not in barred]
+        heaps = [*zip(self._ids.values(), self._ids, strict=True)]
+        if barred:
+            heaps = [heap for heap in heaps if heap[1] not in barred]
         while heaps:
             (ids, needs), *others = heaps  # as a rule there are none
             if others:

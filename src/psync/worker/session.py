@@ -182,6 +182,12 @@ class Session:
         self._told = False  # and the coordinator knows
         self._idle = asyncio.Event()  # set when nothing runs that leaving waits for
         self._recorder: SpanRecorder | None = None  # while somebody traces
+        self.told: dict[type[Message], Callable[[Any, Sequence[memoryview]], None]] = {
+            messages.RunClosures: self.run_closures,
+            messages.GiveBack: self.give_back,
+            messages.CancelClosures: self.cancel_closures,
+            messages.ReleaseIterator: self.release_iterator,
+        }
         self._runner = self._loop.create_task(self._run())
 
     # What the coordinator says.
