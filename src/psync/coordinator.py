@@ -13,6 +13,7 @@ import functools
 import itertools
 import logging
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from psync.chief import watchdog
 from psync.chief.consistent_cut import Cuts
 from psync.chief.declarations import Creation, Declaration, OwnOptimizers
 from psync.chief.events import RollbackEvent
-from psync.chief.gangs import GangRunner, ScheduledCall, ScheduledClosures, starting
+from psync.chief.gangs import GangRunner, Packing, ScheduledCall, settle, starting
 from psync.chief.links import ClusterLinks, CoordinatorOptions
 from psync.chief.recovery import ClusterRecovery
 from psync.client.context import LATE_HINT, Runtime
@@ -408,7 +409,7 @@ class Coordinator:
         self.attached = False
         self.parts = platform.parts
         self._queue = ClosureQueue(max_losses=options.max_losses)
-        self._closures = ScheduledClosures(self._cancel, platform.limits, main_by_name)
+        self._packing = Packing(platform.limits, main_by_name)
         self.joins = Joins(self._queue, self.waits_for)
         self.functions = FunctionTable(main_by_name=main_by_name)
         self.links = ClusterLinks(platform, cluster, options, program)
@@ -417,7 +418,7 @@ class Coordinator:
         self.workers.on_lost = self._worker_lost
         self.workers.on_forgotten = self._worker_forgotten
         self.gangs = GangRunner(
-            self._queue, self.functions, self._closures, self.workers,
+            self._queue, self.functions, self._packing, self._cancel, self.workers,
             prepare=self._prepare, perform=self.perform, waits_for=self.waits_for,
         )  # fmt: skip
         self._reports = ScheduleReports(self.workers.names(), self._queue)
@@ -544,8 +545,8 @@ class Coordinator:
                 await self.links.close()
             finally:
                 self.owned.clear()
-                for closure in list(self._closures.values()):  # nobody will report them
-                    self._closures.settle(closure, closure.error or error)
+                for closure in self._queue.open.values():  # nobody will report them
+                    settle(closure, error)
 
     # What the user does.
 
@@ -570,7 +571,7 @@ class Coordinator:
         function = self.functions.register(fn, stacklevel=4)
         arguments = EMPTY
         if args or kwargs:
-            arguments = self._closures.packed(function.name, args, kwargs)
+            arguments = self._packing.arguments(function.name, args, kwargs)
         return self._queue_call(ScheduledCall(function, arguments, may_repeat), identity, needs)
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
@@ -597,7 +598,8 @@ class Coordinator:
             call.inline_bytes if arguments is not EMPTY else 0,
             [value._closure for value in inputs] if inputs else (), identity,
         )  # fmt: skip
-        value = self._closures.adopt(closure)
+        value: RemoteValue[Any] = RemoteValue(closure, self._cancel)
+        call.value = weakref.ref(value)
         if self.creation.pending and self._creating is None:
             self._create_if_declared()
         if actions := self._queue.schedule(closure):
@@ -609,7 +611,7 @@ class Coordinator:
 
     def done(self) -> bool:
         """Return whether nothing is queued or in flight."""
-        return not self._closures
+        return not self._queue.open
 
     async def join(self, timeout_s: float | None, *, finish_steps: bool = False) -> None:
         """Wait for all that was scheduled; see ``ClusterCoordinator.join``.
@@ -664,7 +666,7 @@ class Coordinator:
         """Say what runs where, what waits and for whom; for reports."""
         return [
             f"coordinator, incarnation {self.links.endpoint.incarnation}",
-            *watchdog.describe_closures(self._queue, self._closures.values(), self.loop.time()),
+            *watchdog.describe_closures(self._queue, self.loop.time()),
             *(f"not connected: {task} at {at}" for task, at in self.links.membership.missing()),
             *self.recovery.describe(),
             f"everybody waits for: {self.waits_for()}",
@@ -777,12 +779,12 @@ class Coordinator:
         worker.heard_at = self.loop.time()
         ended = []
         for number, updates in message.updates or ():
-            closure = self._closures.get(number)
+            closure = self._queue.open.get(number)
             call = None if closure is None else closure.payload
             ended.append((number, updates, closure, call))
         if message.stop is not None:  # before the ends that a join waits for
             closure_id, reason = message.stop
-            closure = self._closures.get(closure_id)
+            closure = self._queue.open.get(closure_id)
             if self._queue.ending is None:
                 logger.info("training stops: %s (%s on %s)", reason, closure, peer.task)
             self.perform(self._queue.request_stop(reason))
@@ -816,8 +818,9 @@ class Coordinator:
         ids, _ = zip(*results, strict=True)
         actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
         self._reports.has_data(worker)
-        for closure_id, payload in results:
-            closure = self._closures[closure_id]
+        settled = actions[0]
+        assert isinstance(settled, Settle), "which begins with these closures"
+        for closure, (_, payload) in zip(settled.closures, results, strict=False):
             value = closure.payload.value()
             if value is not None and closure.state is State.FINISHED:
                 value._set_payload(payload)
@@ -838,7 +841,7 @@ class Coordinator:
             raise RemoteProtocolError(f"{worker}: closure {closure_id} ended as {outcome!r}")
         type_name, text, traceback_text = error
         exc = rebuild_exception(worker, type_name, text, traceback_text, payload)
-        closure = self._closures.get(closure_id)
+        closure = self._queue.open.get(closure_id)
         if outcome == "end_of_data":
             actions = self._queue.end_of_data(worker, closure_id, exc)  # raises if not its own
             if closure is not None and closure.is_final:
@@ -861,7 +864,7 @@ class Coordinator:
 
     def _fetch_arguments(self, request: Request[messages.FetchArguments]) -> None:
         number = request.message.closure
-        closure = self._closures.get(number)
+        closure = self._queue.open.get(number)
         if closure is None:
             raise UsageError(f"{request.peer.task} asked for closure {number}, which has ended")
         request.answer(*starting([closure], math.inf))
@@ -874,7 +877,7 @@ class Coordinator:
         for action in actions:
             if isinstance(action, Settle):
                 for closure in action.closures:
-                    self._closures.settle(closure, closure.error)
+                    settle(closure, closure.error)
                     if closure.is_replica:
                         replicas.append(closure)
             elif isinstance(action, Dispatch):

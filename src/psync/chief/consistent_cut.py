@@ -37,6 +37,7 @@ from psync.client.link import PsLink, all_of, always, ask
 from psync.client.ps import PsClient
 from psync.closures.membership import backoff
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
+from psync.net.shielding import end_all
 from psync.specs import dtype_of
 from psync.store.snapshot_state import SnapshotState
 from psync.store.untrusted_json import read_json, to_json
@@ -271,9 +272,7 @@ class Cuts:
 
     async def close(self) -> None:
         """Stop telling. Cancellation: safe."""
-        for task in self._ending:
-            task.cancel()
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await end_all(self._ending)
 
 
 def _described(wanted: list[list[tuple[str, int, int]]]) -> str:

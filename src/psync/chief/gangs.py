@@ -117,15 +117,14 @@ class ScheduledCall:
         return segments, counts
 
 
-@dataclass(eq=False)
-class ScheduledClosures(dict[int, Closure]):
-    """The closures of one coordinator that are not final, by id, and what they are sent with."""
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How arguments and merged values are sent."""
 
-    cancel: Callable[[int], None]  # cancels the closure with an id
     limits: Limits  # for what is sent
     main_by_name: bool  # whether classes of ``__main__`` travel by name
 
-    def packed(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
+    def arguments(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
         """Return the arguments of a step as they are sent.
 
         Raises:
@@ -135,23 +134,14 @@ class ScheduledClosures(dict[int, Closure]):
         check_size(payload, f'the arguments of step "{step}"', self.limits)
         return payload
 
-    def adopt(self, closure: Closure) -> RemoteValue[Any]:
-        """Take a closure that is about to be queued; return its value to be."""
-        value: RemoteValue[Any] = RemoteValue(closure, self.cancel)
-        closure.payload.value = weakref.ref(value)
-        self[closure.id] = closure
-        return value
 
-    def settle(self, closure: Closure, error: BaseException | None) -> None:
-        """Let go of a closure that is final; its value has come before, if it has one."""
-        self.pop(closure.id, None)
-        if not self:
-            self.clear()  # of its table, too, which is as large as it has ever been
-        if error is not None:
-            value = closure.payload.value()
-            if value is not None and not value.done():
-                value._set_error(error)
-        closure.payload = None
+def settle(closure: Closure, error: BaseException | None) -> None:
+    """Let go of a closure that is final; its value has come before, if it has one."""
+    if error is not None:
+        value = closure.payload.value()
+        if value is not None and not value.done():
+            value._set_error(error)
+    closure.payload = None
 
 
 def starting(
@@ -248,15 +238,13 @@ class GangRun:
         return self.arguments
 
 
-async def merge(
-    strategy: Any, brought: Sequence[Payload], closures: ScheduledClosures
-) -> list[Reached]:
+async def merge(strategy: Any, brought: Sequence[Payload], packing: Packing) -> list[Reached]:
     """Call the function of a collective with the values of all replicas.
 
     Args:
         strategy: What the function gets, and in whose cross-replica context it runs.
         brought: By replica id, the pickled (function, value); the first one's function is called.
-        closures: Say how the result is sent.
+        packing: Says how the result is sent.
 
     Returns:
         What each replica is told: its part of the result, or the error, which all get.
@@ -270,13 +258,13 @@ async def merge(
         with cross_replica(strategy, num_replicas=count, merging=True):
             result = function(strategy, [value for _, value in pairs])
             result = await result if inspect.isawaitable(result) else result
-        return _replies(result, count, closures)
+        return _replies(result, count, packing)
     except Exception as exc:
-        described = describe_exception(exc, main_by_name=closures.main_by_name)
+        described = describe_exception(exc, main_by_name=packing.main_by_name)
         return [(Merged(described.texts), described.payload.segments)] * count
 
 
-def _replies(result: Any, count: int, closures: ScheduledClosures) -> list[Reached]:
+def _replies(result: Any, count: int, packing: Packing) -> list[Reached]:
     """Return each replica's part of what a merge function returned.
 
     Raises:
@@ -291,8 +279,8 @@ def _replies(result: Any, count: int, closures: ScheduledClosures) -> list[Reach
     subject = "what the merge function returned"
     replies: list[Reached] = []
     for part in parts:
-        payload = pack(part, subject=subject, main_by_name=closures.main_by_name)
-        check_size(payload, subject, closures.limits)
+        payload = pack(part, subject=subject, main_by_name=packing.main_by_name)
+        check_size(payload, subject, packing.limits)
         replies.append((Merged(None), payload.segments))
     return replies * (count // len(parts))
 
@@ -307,7 +295,8 @@ class GangRunner:
 
     queue: ClosureQueue  # in which they have their places
     functions: FunctionTable  # pickles what they run
-    closures: ScheduledClosures  # that are not final; replicas are among them
+    packing: Packing  # of what they are sent
+    cancel: Callable[[int], None]  # cancels the closure with an id
     workers: WorkerLinks  # on which they run
     prepare: Callable[[], None]  # creates what is declared; the queue is paused meanwhile
     perform: Callable[[Sequence[Action]], None]  # does what the queue decided
@@ -333,7 +322,7 @@ class GangRunner:
         function = self.functions.register(fn, stacklevel=4)
         # Those of each replica, or one payload if they are the same for all.
         arguments = [
-            self.closures.packed(function.name, *own) for own in local_results((args, kwargs))
+            self.packing.arguments(function.name, *own) for own in local_results((args, kwargs))
         ]
         if self.queue.ending is not None:
             raise self._cancelled()
@@ -419,8 +408,10 @@ class GangRunner:
             call = ScheduledCall(run.function, payload, replica=(replica_id, len(workers)))
             name = f"{run.function.name}, replica {replica_id}"
             closure = Replica(self.queue.next_id + replica_id, call, name=name)
+            value: RemoteValue[Any] = RemoteValue(closure, self.cancel)
+            call.value = weakref.ref(value)
             run.closures.append(closure)
-            run.values.append(self.closures.adopt(closure))
+            run.values.append(value)
             run.arrivals.append({})
             run.num_arrived.append(0)
         self.perform(self.queue.begin_gang(list(zip(workers, run.closures, strict=True))))
@@ -491,7 +482,7 @@ class GangRunner:
                 requests = [arrived[action.number] for arrived in run.arrivals]
                 brought = [Payload.from_segments(request.segments) for request in requests]
                 task = asyncio.get_running_loop().create_task(
-                    merge(run.strategy, brought, self.closures),
+                    merge(run.strategy, brought, self.packing),
                     context=run.context.copy(),
                 )
                 run.merges[action.number] = task

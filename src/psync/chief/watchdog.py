@@ -130,13 +130,12 @@ async def watch_closures(
             give_up(*run[:2])
 
 
-def describe_closures(queue: ClosureQueue, unfinished: Iterable[Closure], now: float) -> list[str]:
+def describe_closures(queue: ClosureQueue, now: float) -> list[str]:
     """Say what each worker holds and since when, and what waits.
 
     Args:
-        queue: Of the coordinator.
-        unfinished: All closures that are not final. The payload of those that were sent has
-            ``sent_at``, in seconds of the same clock as ``now``.
+        queue: Of the coordinator. The payload of closures that were sent has ``sent_at``, in
+            seconds of the same clock as ``now``.
         now: Loop time.
     """
     counts = queue.statistics()
@@ -154,7 +153,7 @@ def describe_closures(queue: ClosureQueue, unfinished: Iterable[Closure], now: f
     if len(held) > MAX_LISTED:
         lines.append(f"  and {len(held) - MAX_LISTED} other workers")
     kinds = {State.QUEUED: "queued", State.WAITING: "waits for inputs"}
-    waiting = Counter((c.state, c.name) for c in unfinished if c.state in kinds)
+    waiting = Counter((c.state, c.name) for c in queue.open.values() if c.state in kinds)
     lines += [
         f"  {kinds[state]}: {number} of {name or 'a step without a name'}"
         for (state, name), number in waiting.most_common(MAX_LISTED)

@@ -185,6 +185,7 @@ class ClosureQueue:
 
     Attributes:
         dispatcher: Which closures are queued, and what each worker holds.
+        open: All closures that are not final, by id; to be read only.
         identities: Of closures that may come again.
         pending_errors: What a join is going to raise and to name, in order.
         ending: Why everything is being cancelled, and what is scheduled too; None if it is not.
@@ -207,7 +208,7 @@ class ClosureQueue:
         self._stopped = False  # everything is cancelled for good
         self._end_of_data: BaseException | None = None  # the first, until it is collected
         self._losses = Losses(max_losses)
-        self._open: dict[int, Closure] = {}  # all that are not final
+        self.open: dict[int, Closure] = {}
         self._unsettled: deque[int] = deque()  # ids in order; final ones go when they are first
         self._barriers: list[Barrier] = []  # that are not open, in order
         self._settled: list[Closure] = []  # to be told with the next actions
@@ -234,7 +235,7 @@ class ClosureQueue:
         move(closure, State.QUEUED)
         closure_id = closure.id
         self.next_id = closure_id + 1
-        self._open[closure_id] = closure
+        self.open[closure_id] = closure
         self._unsettled.append(closure_id)
         self.dispatcher.queued.add(closure)
         return []
@@ -258,7 +259,7 @@ class ClosureQueue:
     def _add(self, closure: Closure) -> None:
         """Note a closure whose id is above all that were added before."""
         self.next_id = closure.id + 1
-        self._open[closure.id] = closure
+        self.open[closure.id] = closure
         self._unsettled.append(closure.id)
 
     def _note_missing(self, closure: Closure) -> None:
@@ -290,7 +291,7 @@ class ClosureQueue:
         A final closure is left as it is, and one is asked to stop only once. Closures that wait for
         its value fail, if it ends without one.
         """
-        closure = self._open.get(closure_id)
+        closure = self.open.get(closure_id)
         if closure is None or closure.state is State.CANCELLING:
             return []
         if closure.state is State.HELD:
@@ -326,7 +327,7 @@ class ClosureQueue:
         self.requested_stop = reason
         self.ending = f"training was asked to stop: {reason}"
         self._remedy = "schedule it again after join has returned"
-        self._cancel_queued(list(self._open.values()))  # the rest goes to its end
+        self._cancel_queued(list(self.open.values()))  # the rest goes to its end
         return [*self.dispatch(), *self.dispatcher.ask_back()]
 
     def stop(self) -> list[Action]:
@@ -436,7 +437,7 @@ class ClosureQueue:
             RemoteProtocolError: If it does not hold one of them, or the mean is no duration.
         """
         closures = self.dispatcher.take_finished(worker, ids, mean_s)
-        still_open, proven = self._open, self._losses.proven
+        still_open, proven = self.open, self._losses.proven
         counts = self.ending is None or self.requested_stop is not None
         if counts:
             self._settled += closures
@@ -494,7 +495,7 @@ class ClosureQueue:
         Raises:
             RemoteProtocolError: If it does not hold the closure, or was not asked to stop it.
         """
-        held = self._open.get(closure_id)
+        held = self.open.get(closure_id)
         if held is not None and held.state is State.HELD:
             raise RemoteProtocolError(f"{worker} cancelled {held}, which it was not asked to")
         (closure,) = self.dispatcher.take(worker, (closure_id,), "cancelled")
@@ -510,7 +511,7 @@ class ClosureQueue:
             RemoteProtocolError: If it does not hold one of them.
         """
         for closure_id in ids:
-            closure = self._open.get(closure_id)
+            closure = self.open.get(closure_id)
             if closure is not None and closure.is_replica:
                 raise RemoteProtocolError(f"{worker} gave back {closure}, which it has to run")
         closures = self.dispatcher.take_back(worker, ids)
@@ -522,14 +523,10 @@ class ClosureQueue:
 
     def low_water(self) -> int:
         """Return the lowest id that is not final, or ``next_id`` if all are. It never falls."""
-        unsettled, still_open = self._unsettled, self._open
+        unsettled, still_open = self._unsettled, self.open
         while unsettled and unsettled[0] not in still_open:
             unsettled.popleft()
         return unsettled[0] if unsettled else self.next_id
-
-    def is_open(self, closure_id: int) -> bool:
-        """Whether a closure has not ended yet."""
-        return closure_id in self._open
 
     def is_settled(self, cutoff: int) -> bool:
         """Whether a join with this cut-off is over; ``collect_error`` then says how.
@@ -581,7 +578,7 @@ class ClosureQueue:
         """Return a snapshot."""
         queued, in_flight = self.dispatcher.num_queued, self.dispatcher.num_in_flight
         return QueueStatistics(
-            waiting=len(self._open) - queued - in_flight,
+            waiting=len(self.open) - queued - in_flight,
             queued=queued,
             in_flight=in_flight,
             finished=self._totals[State.FINISHED],
@@ -647,7 +644,7 @@ class ClosureQueue:
         closure.dependencies = ()
         if closure.identity is not None:
             self.identities.end(closure, closure.identity)
-        self._open.pop(closure.id, None)
+        self.open.pop(closure.id, None)
         self._totals[closure.state] += 1
         self._settled.append(closure)
 
@@ -657,7 +654,7 @@ class ClosureQueue:
             return
         self.requested_stop = None
         self.ending, self._remedy = reason, remedy or SCHEDULE_AGAIN
-        self._cancel_queued(list(self._open.values()))
+        self._cancel_queued(list(self.open.values()))
         for worker, closures in self.dispatcher.held():
             running = [closure for closure in closures if closure.state is State.HELD]
             for closure in running:
@@ -690,8 +687,8 @@ class ClosureQueue:
         if self._settled:
             actions.append(Settle(tuple(self._settled)))
             self._settled = []
-            if not self._open:  # a dict keeps the largest table that it needed
-                self._open.clear()
+            if not self.open:  # a dict keeps the largest table that it needed
+                self.open.clear()
                 self._unsettled.clear()
         if self._cancels:
             actions += self._cancels
