@@ -720,17 +720,7 @@ class Checkpoint:
     ) -> Saved:  # fmt: skip
         """Take a cut and write it."""
         states: dict[str, Any] = {}
-        errors: list[Exception] = []
-
-        def ask() -> None:
-            try:
-                states.update(contents.present_states())
-            except Exception as exc:
-                errors.append(exc)
-
-        async with coordinator.cuts.take(ask) as cut:
-            for error in errors:
-                raise error
+        async with coordinator.cuts.take(lambda: states.update(contents.present_states())) as cut:
             for name, optimizer in contents.optimizers.items():
                 step = step_of(cut.snapshots, optimizer.number)
                 states[f"{name}/step"] = optimizer._rule.iteration(step)
