@@ -666,8 +666,8 @@ class ClusterLinks:
         self._ps_0_attached = asyncio.Event()
         self._attached: dict[int, int] = {}  # under which incarnation of ours each ps serves
         self.workers = WorkerLinks(self, workers)
-        # By process, what it has said, and to which incarnation.
-        self._served: dict[str, tuple[int, messages.ServedHere]] = {}
+        # By process, what it has said to this incarnation: that binds none in between.
+        self._served: dict[str, messages.ServedHere] = {}
         self._silent: dict[str, str] = {}  # processes that have not answered yet
         self._min_workers = len(workers)  # wanted at the start, at most
         self._unlisten: Callable[[], object] = lambda: None
@@ -698,9 +698,7 @@ class ClusterLinks:
                 self.workers.start()
                 await self._all_there()
                 if self.options.attach:
-                    end = messages.AskServed(ends=True)
-                    answer = messages.ServedHere
-                    await all_of([self._ask(task, end, answer) for task in self._served])
+                    await all_of([self._ask_served(task, ends=True) for task in self.processes])
                     await self._all_there()
         except TimeoutError as exc:
             missing = list(self._silent.items()) or self.membership.missing()
@@ -771,10 +769,9 @@ class ClusterLinks:
 
         Cancellation: Safe.
         """
-        # What was asked under a lower incarnation does not bind those in between.
-        while late := [task for task in self.processes if not self._has_answered(task)]:
+        while late := [task for task in self.processes if task not in self._served]:
             await all_of([self._find(task) for task in late])
-        found = places([self._served[task][1] for task in self.processes])
+        found = places([self._served[task] for task in self.processes])
         for link, place in zip(self.ps.links, found, strict=True):
             self.homes[link.index] = place.process
             if not place.address:
@@ -789,24 +786,23 @@ class ClusterLinks:
             logger.info("%s is served in the process of %s, at %s", link.task, where, place.address)
             self.move_ps(link, place.address)
 
-    def _has_answered(self, task: str) -> bool:
-        return self._served.get(task, (None,))[0] == self.endpoint.incarnation
-
     async def _find(self, task: str) -> None:
         mine = self.endpoint.incarnation
         try:
-            answer = await self._ask(task, messages.AskServed(), messages.ServedHere)
+            answer = await self._ask_served(task)
         except FencedError:
             await self.ask_again(mine, task, self.processes[task])
             return
-        self._served[task] = mine, answer
+        if self.endpoint.incarnation == mine:
+            self._served[task] = answer
 
-    async def _ask(self, task: str, message: Message, answer: type[M]) -> M:
+    async def _ask_served(self, task: str, *, ends: bool = False) -> messages.ServedHere:
         """Ask the process at a ps task's own address, wherever that is served."""
         self._silent[task] = address = self.processes[task]
-        answered = await _ask_retrying(self.endpoint, task, address, message, answer)
+        question, kind = messages.AskServed(ends), messages.ServedHere
+        answer = await _ask_retrying(self.endpoint, task, address, question, kind)
         del self._silent[task]
-        return answered
+        return answer
 
     def _given_up(self, address: str, reason: str) -> None:
         """Whoever has started the task at this address does not start it again."""
@@ -853,6 +849,7 @@ class ClusterLinks:
         incarnation = await enquire(self._platform, task, address, previous=previous, seen=seen)
         note_incarnation(incarnation)
         self.endpoint.incarnation = incarnation
+        self._served.clear()
 
     async def ask_again(self, refused: int, task: str, address: str) -> None:
         """A task has served a higher incarnation than ``refused``: ask ps 0 for one above that.
