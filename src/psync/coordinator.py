@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from psync.checkpoints.ownership import Owner
-from psync.chief import watchdog
 from psync.chief.consistent_cut import Cuts
 from psync.chief.declarations import Creation, Declaration, OwnOptimizers
-from psync.chief.events import RollbackEvent
 from psync.chief.gangs import GangRunner, Packing, ScheduledCall, settle, starting
 from psync.chief.links import ClusterLinks, CoordinatorOptions
 from psync.chief.recovery import ClusterRecovery
+from psync.chief.watch import RollbackEvent, describe_closures, watch, watch_closures
 from psync.client.context import LATE_HINT, Runtime
 from psync.client.link import always
 from psync.client.ps import PsClient
@@ -469,12 +468,12 @@ class Coordinator:
         self._begin(self._report_schedule(), "the schedule is no longer reported")
         if options.closure_timeout_s is not None:
             limit_s = options.closure_timeout_s
-            watch = watchdog.watch_closures(self._queue, limit_s, self.workers.waits, self._give_up)
-            self._begin(watch, "the closure timeout is off")
+            watching = watch_closures(self._queue, limit_s, self.workers.waits, self._give_up)
+            self._begin(watching, "the closure timeout is off")
         if options.watchdog_timeout_s is not None:
             limit_s, on_stall = options.watchdog_timeout_s, options.on_stall
-            watch = watchdog.watch(limit_s, self._progress, self.describe, on_stall)
-            self._begin(watch, "the watchdog is off")
+            watching = watch(limit_s, self._progress, self.describe, on_stall)
+            self._begin(watching, "the watchdog is off")
 
     def _begin(self, work: Coroutine[Any, Any, None], if_it_fails: str) -> asyncio.Task[None]:
         """Do something until ``close``, that nothing awaits."""
@@ -666,7 +665,7 @@ class Coordinator:
         """Say what runs where, what waits and for whom; for reports."""
         return [
             f"coordinator, incarnation {self.links.endpoint.incarnation}",
-            *watchdog.describe_closures(self._queue, self.loop.time()),
+            *describe_closures(self._queue, self.loop.time()),
             *(f"not connected: {task} at {at}" for task, at in self.links.membership.missing()),
             *self.recovery.describe(),
             f"everybody waits for: {self.waits_for()}",

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from psync.backups.locate_ps import places
-from psync.chief.events import Events
+from psync.chief.watch import Events
 from psync.client.link import PsLink, all_of, ask, expect, note_plugins
 from psync.client.ps import PsClient
 from psync.closures.membership import (
-    Fence,
+    Fences,
     Flapping,
     Membership,
     SessionEnd,
@@ -962,17 +962,17 @@ class ClusterLinks:
         except PsyncError as exc:  # it will be attached again
             logger.info("%s was not told the addresses of the ps tasks: %s", link.task, exc)
 
-    def fence(self, fences: Sequence[Fence]) -> None:
+    def fence(self, fences: Fences) -> None:
         """Let ps tasks refuse workers."""
         if self._is_closing:
             return  # whoever goes now is not lost; the next coordinator fences
-        for fence in fences:
-            self.supervise(self._fence(fence))
+        for ps, fence in fences:
+            self.supervise(self._fence(ps, fence))
 
-    async def _fence(self, fence: Fence) -> None:
-        link = next(link for link in self.ps.links if link.task == fence.ps)
+    async def _fence(self, ps: str, fence: messages.Fence) -> None:
+        link = next(link for link in self.ps.links if link.task == ps)
         try:
-            await ask(link, messages.Fence(fence.task, fence.below), messages.Done)
+            await ask(link, fence, messages.Done)
         except PsyncError as exc:
             logger.warning("a fence was not accepted: %s", exc)
 

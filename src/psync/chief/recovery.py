@@ -21,10 +21,10 @@ from typing import TypeVar
 from psync.checkpoints.files import STREAM_VARIABLE, StoredSnapshot, disk_errors
 from psync.chief import recovery_rule as rules
 from psync.chief.declarations import Creation
-from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.chief.gangs import GangRunner, ScheduledCall
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
+from psync.chief.watch import FailoverEvent, RollbackEvent
 from psync.client.context import setting
 from psync.client.link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, all_of, always, ask
 from psync.closures.closure import Closure

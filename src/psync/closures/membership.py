@@ -31,9 +31,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 from psync.closures.queue import ClosureQueue
 from psync.errors import LocalProtocolError, check_fits
+from psync.wire.messages import Fence
 
 BACKOFF_MIN_S = 0.02
 BACKOFF_MAX_S = 5.0
@@ -90,13 +92,8 @@ class SessionEnd:
         return cls(f"{worker} is lost ({error})", blame=True, counts=sent_away is None)
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """Tell ``ps`` to refuse everything from incarnations of ``task`` below ``below``."""
-
-    ps: str
-    task: str
-    below: int
+Fences: TypeAlias = list[tuple[str, Fence]]
+"""(ps, what it is told) of each: to refuse earlier incarnations of a worker."""
 
 
 @dataclass(slots=True)
@@ -134,7 +131,7 @@ class Membership:
         record = self._move(task, TaskState.CONNECTING, TaskState.LEFT)
         record.address = address
 
-    def connected(self, task: str, boot_incarnation: int) -> list[Fence]:
+    def connected(self, task: str, boot_incarnation: int) -> Fences:
         """A connection to the task was made, whose handshake gave its boot incarnation.
 
         Its ``incarnation`` is another one from now on.
@@ -146,9 +143,9 @@ class Membership:
             task, TaskState.ALIVE, TaskState.CONNECTING, TaskState.LOST, TaskState.LEFT
         )
         record.incarnation = max(boot_incarnation, record.incarnation + 1)
-        return [Fence(task, *fence) for fence in self.fences()] if record.is_ps else []
+        return [(task, Fence(*fence)) for fence in self.fences()] if record.is_ps else []
 
-    def disconnected(self, task: str) -> list[Fence]:
+    def disconnected(self, task: str) -> Fences:
         """The connection to the task ended: a worker is lost.
 
         Raises:
@@ -157,18 +154,18 @@ class Membership:
         record = self._move(task, TaskState.LOST, TaskState.ALIVE)
         return [] if record.is_ps else self._gone(task, record)
 
-    def left(self, worker: str) -> list[Fence]:
+    def left(self, worker: str) -> Fences:
         """A worker has left in order, or is not wanted any more."""
         record = self._tasks[worker]
         was_alive, record.state = record.state is TaskState.ALIVE, TaskState.LEFT
         return self._gone(worker, record) if was_alive else []
 
-    def _gone(self, worker: str, record: _Task) -> list[Fence]:
+    def _gone(self, worker: str, record: _Task) -> Fences:
         """Fence a worker whose connection has ended."""
         record.fenced_below = record.incarnation + 1
         tasks = self._tasks.items()
         living = [name for name, task in tasks if task.is_ps and task.state is TaskState.ALIVE]
-        return [Fence(ps, worker, record.fenced_below) for ps in living]
+        return [(ps, Fence(worker, record.fenced_below)) for ps in living]
 
     def state(self, task: str) -> TaskState:
         """Return the state of a task of the cluster."""
