@@ -270,10 +270,10 @@ def worker(mean_s: float | None) -> WorkerStatistics:
 
 
 def test_the_load_of_a_queue_has_the_mean_duration_of_its_workers() -> None:
-    assert Load.of(ClosureQueue().statistics()) == Load(0, 0, None)
+    assert ClosureQueue().statistics().load() == Load(0, 0, None)
     workers = (worker(None), worker(1.0), worker(3.0))
     counts = QueueStatistics(9, 5, 2, 0, 0, 0, 0, 0, 0, workers)
-    assert Load.of(counts) == Load(5, 2, 2.0)
+    assert counts.load() == Load(5, 2, 2.0)
 
 
 @pytest.mark.parametrize(

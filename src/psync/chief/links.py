@@ -1005,7 +1005,7 @@ class FollowedWorkers:
 
     def load(self) -> Load:
         """Return what there is to do."""
-        return Load.of(self._queue.statistics())
+        return self._queue.statistics().load()
 
     def workers_changed(
         self, added: Mapping[int, str], removed: Collection[int]

@@ -35,6 +35,7 @@ from typing import TypeAlias
 
 from psync.closures.closure import Closure, Identities, Replica, State, move
 from psync.closures.dispatcher import Dispatch, Dispatcher, GiveBack, WorkerStatistics
+from psync.closures.scaling import Load
 from psync.errors import (
     ClosureCancelled,
     ClosureError,
@@ -139,6 +140,11 @@ class QueueStatistics:
     put_back: int  # times a closure was queued again because its worker was gone
     given_back: int  # times a worker returned a closure unstarted, or lacked its data
     workers: tuple[WorkerStatistics, ...]
+
+    def load(self) -> Load:
+        """Return what there is to do; the mean is that of the workers."""
+        means = [worker.mean_s for worker in self.workers if worker.mean_s is not None]
+        return Load(self.queued, self.in_flight, sum(means) / len(means) if means else None)
 
 
 class Losses:
