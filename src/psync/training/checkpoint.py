@@ -40,7 +40,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import dataclasses
 import functools
 import logging
 import os
@@ -1229,7 +1228,7 @@ async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> N
     layout = Layout(cut.snapshots, [part for part in parts if part.compute is None])
     # What no ps writes: what is computed, such as the sum of copies, and new slots. It is read
     # first, since a ps lets go of what it has written.
-    own = []
+    own: dict[Part, Any] = {}
     for part in parts:
         found = layout.find(part)
         if found is None and not part.slot:
@@ -1238,15 +1237,14 @@ async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> N
                 hint="it was declared while the checkpoint was saved: save again",
             )
         if found is None:
-            own.append(dataclasses.replace(part, read=functools.partial(_value, _constant(part))))
+            own[part] = _constant(part)
         elif part.compute is not None:
-            value = await part.compute(await cut.read(*found))
-            own.append(dataclasses.replace(part, read=functools.partial(_value, value)))
+            own[part] = await part.compute(await cut.read(*found))
     try:
         async with asyncio.TaskGroup() as group:
             for ps in range(len(cut.snapshots)):
                 group.create_task(_write_snapshot(cut, ps, layout, writer))
-            group.create_task(_write_parts(writer, own))
+            group.create_task(_write_parts(writer, list(own), own))
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
 
@@ -1280,11 +1278,10 @@ async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: files.Write
     await in_thread(note)
 
 
-async def _value(value: Any) -> Any:
-    return value
-
-
-async def _write_parts(writer: files.Writer, parts: Sequence[Part]) -> None:
+async def _write_parts(
+    writer: files.Writer, parts: Sequence[Part], values: Mapping[Part, Any] | None = None
+) -> None:
+    """Write files of the program's own; without ``values`` they are read now."""
     batches: list[list[Part]] = []  # of each file
     nbytes = FILE_BYTES
     for part in parts:
@@ -1297,7 +1294,8 @@ async def _write_parts(writer: files.Writer, parts: Sequence[Part]) -> None:
         name = f"data-{number:05d}.safetensors"
         with files.DataFile(writer.temporary / name, batch) as data_file:
             for part in batch:
-                await in_thread(data_file.write, await part.read())
+                value = await part.read() if values is None else values[part]
+                await in_thread(data_file.write, value)
             writer.add_file(name, await in_thread(data_file.close), data_file.slices)
 
 
