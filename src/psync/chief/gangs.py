@@ -28,7 +28,7 @@ from typing import Any
 
 from psync.chief.links import WorkerLinks
 from psync.closures.closure import NO_DATA, Closure, Needs, Replica
-from psync.closures.gang import Answer, Gang, GangAction, Merge, Refuse, Stop, StopMerging
+from psync.closures.gang import Gang, GangAction, Merge, Refuse, Stop, StopMerging
 from psync.closures.queue import Action, Barrier, ClosureQueue
 from psync.errors import (
     ClosedError,
@@ -40,8 +40,7 @@ from psync.errors import (
     ReplicaValueError,
     UsageError,
 )
-from psync.net.connection import Answer as Reached
-from psync.net.connection import Request, fail
+from psync.net.connection import Answer, Request, fail
 from psync.numerics.replicas import local_results, regroup
 from psync.replicas.context import cross_replica, forbid_in_merge
 from psync.serialization.failures import describe_exception, text_of
@@ -199,7 +198,7 @@ class GangRun:
     arrivals: list[dict[int, Request[ReachCollective]]] = field(default_factory=list)
     """Of each replica, by number, those not answered; their bodies are (function, value)."""
     num_arrived: list[int] = field(default_factory=list)  # collectives that each has come to
-    merges: dict[int, asyncio.Task[list[Reached]]] = field(default_factory=dict)
+    merges: dict[int, asyncio.Task[list[Answer]]] = field(default_factory=dict)
 
     def replica_of(self, closure_id: int) -> int | None:
         """Return which of its replicas a closure is; None: it is none of them."""
@@ -238,7 +237,7 @@ class GangRun:
         return self.arguments
 
 
-async def merge(strategy: Any, brought: Sequence[Payload], packing: Packing) -> list[Reached]:
+async def merge(strategy: Any, brought: Sequence[Payload], packing: Packing) -> list[Answer]:
     """Call the function of a collective with the values of all replicas.
 
     Args:
@@ -264,7 +263,7 @@ async def merge(strategy: Any, brought: Sequence[Payload], packing: Packing) -> 
         return [(Merged(described.texts), described.payload.segments)] * count
 
 
-def _replies(result: Any, count: int, packing: Packing) -> list[Reached]:
+def _replies(result: Any, count: int, packing: Packing) -> list[Answer]:
     """Return each replica's part of what a merge function returned.
 
     Raises:
@@ -277,7 +276,7 @@ def _replies(result: Any, count: int, packing: Packing) -> list[Reached]:
             f"the merge function returned values of {len(parts)} replicas, expected {count}"
         )
     subject = "what the merge function returned"
-    replies: list[Reached] = []
+    replies: list[Answer] = []
     for part in parts:
         payload = pack(part, subject=subject, main_by_name=packing.main_by_name)
         check_size(payload, subject, packing.limits)
@@ -472,10 +471,8 @@ class GangRunner:
         if not request.peer.is_closed and not run.closures[replica].is_final:
             self._perform(run, run.gang.gave_up(replica))
 
-    def _perform(
-        self, run: GangRun, actions: Sequence[GangAction], replies: Sequence[Reached] = ()
-    ) -> None:
-        """Carry out what the gang decided; ``replies``: of a collective, for each replica."""
+    def _perform(self, run: GangRun, actions: Sequence[GangAction]) -> None:
+        """Carry out what the gang decided."""
         gang = run.gang
         for action in actions:
             if isinstance(action, Merge):
@@ -487,9 +484,6 @@ class GangRunner:
                 )
                 run.merges[action.number] = task
                 task.add_done_callback(functools.partial(self._merged, run, action.number))
-            elif isinstance(action, Answer):
-                for arrived, reply in zip(run.arrivals, replies, strict=True):
-                    arrived.pop(action.number).answer(*reply)
             elif isinstance(action, Refuse):
                 for replica in action.replicas:
                     for request in run.arrivals[replica].values():
@@ -509,12 +503,12 @@ class GangRunner:
         if gang.has_ended and self.runs and self.runs[0] is run:
             self._end(run, gang.error)
 
-    def _merged(self, run: GangRun, number: int, task: asyncio.Task[list[Reached]]) -> None:
+    def _merged(self, run: GangRun, number: int, task: asyncio.Task[list[Answer]]) -> None:
         """The function of a collective has ended, was cancelled, or has cancelled itself."""
         del run.merges[number]
-        replies: list[Reached] = []
         if task.cancelled() or task.exception() is not None:
             self._perform(run, run.gang.cancel(ClosureCancelled("a merge function was stopped")))
-        else:
-            replies = task.result()
-        self._perform(run, run.gang.merged(number), replies)
+        if run.gang.merged(number):
+            for arrived, reply in zip(run.arrivals, task.result(), strict=True):
+                arrived.pop(number).answer(*reply)
+        self._perform(run, ())
