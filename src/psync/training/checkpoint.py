@@ -83,6 +83,7 @@ from psync.errors import (
 )
 from psync.metrics import Metric
 from psync.net.platform import flag, random_hex
+from psync.net.shielding import carried_out
 from psync.numerics.memory import BLOCK_ELEMENTS
 from psync.schedules import Schedule, from_config
 from psync.specs import checked_integer, checked_kind, dtype_of, shortened
@@ -1197,18 +1198,7 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
     So a checkpoint is not removed, nor its files closed, while it is being completed.
     """
-    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    cancelled: asyncio.CancelledError | None = None
-    while not work.done():
-        try:
-            await asyncio.wait((work,))
-        except asyncio.CancelledError as exc:
-            cancelled = exc
-    if cancelled is None:
-        return work.result()
-    if not work.cancelled():
-        work.exception()  # which nobody wants to hear any more
-    raise cancelled
+    return await carried_out(asyncio.ensure_future(asyncio.to_thread(function, *arguments)))
 
 
 async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> None:

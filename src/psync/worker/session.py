@@ -43,7 +43,7 @@ from psync.errors import (
 )
 from psync.net.connection import Connection
 from psync.net.platform import Platform
-from psync.net.shielding import most_are_cancelled
+from psync.net.shielding import carried_out, most_are_cancelled
 from psync.net.task_reports import stack_of_task
 from psync.net.trace import SpanRecorder
 from psync.replicas.context import GangMember
@@ -145,17 +145,7 @@ class StepThread:
             self._thread.start()
         work: asyncio.Future[Any] = self._loop.create_future()
         self._jobs.put((function, contextvars.copy_context(), work))
-        cancelled = False
-        while not work.done():
-            try:
-                await asyncio.wait((work,))
-            except asyncio.CancelledError:
-                if is_over():
-                    raise
-                cancelled = True
-        value, error = work.result()
-        if cancelled:
-            raise asyncio.CancelledError
+        value, error = await carried_out(work, is_over)
         if error is not None:
             raise error
         return value
