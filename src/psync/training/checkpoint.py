@@ -43,7 +43,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -83,7 +83,7 @@ from psync.errors import (
 )
 from psync.metrics import Metric
 from psync.net.platform import flag, random_hex
-from psync.net.shielding import carried_out
+from psync.net.shielding import carried_out, first_of
 from psync.numerics.memory import BLOCK_ELEMENTS
 from psync.schedules import Schedule, from_config
 from psync.specs import checked_integer, checked_kind, dtype_of, shortened
@@ -1075,7 +1075,7 @@ def _coordinators() -> list[Coordinator]:
 
 
 async def _shown(
-    work: Awaitable[None], verbose: bool | str, writer: files.Writer, total: int
+    work: Coroutine[Any, Any, None], verbose: bool | str, writer: files.Writer, total: int
 ) -> None:
     """Await the writing of a checkpoint, and show how far it is: as its files grow."""
 
@@ -1085,12 +1085,7 @@ async def _shown(
             await asyncio.sleep(LOOK_EVERY_S)
 
     with showing(verbose, f"saving {writer.directory}", total) as show:
-        looking = asyncio.create_task(look())
-        try:
-            await work
-        finally:
-            looking.cancel()
-            await asyncio.wait((looking,))
+        await first_of(work, look())
 
 
 async def coordinator_for(contents: Contents) -> Coordinator | None:
