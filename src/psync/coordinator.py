@@ -46,6 +46,7 @@ from psync.errors import (
 )
 from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
+from psync.net.shielding import end_all
 from psync.replicas.context import forbid_in_merge
 from psync.serialization.failures import rebuild_exception, text_of
 from psync.serialization.functions import FunctionTable
@@ -173,9 +174,7 @@ class Joins:
             with self._joining(NEVER) as failed:
                 await self.wait(limit, task, failed)
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait((task,))
+            await end_all([task])
         if failed.done():
             failed.result()
         task.result()
@@ -527,10 +526,7 @@ class Coordinator:
         self.gangs.fail(error)
         self.perform(actions)
         try:
-            for task in self._tasks:
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(list(self._tasks))
+            await end_all(self._tasks)
             await self.gangs.close()
             await self.recovery.close()
             await self.cuts.close()

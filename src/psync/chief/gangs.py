@@ -41,6 +41,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.net.connection import Answer, Request, fail
+from psync.net.shielding import end_all
 from psync.numerics.replicas import local_results, regroup
 from psync.replicas.context import cross_replica, forbid_in_merge
 from psync.serialization.failures import describe_exception, text_of
@@ -385,11 +386,7 @@ class GangRunner:
     async def close(self) -> None:
         """End all gangs; nothing of them is left. Cancellation: merge functions are cancelled."""
         self._closed = True
-        merges = [task for run in self.runs for task in run.merges.values()]
-        for task in merges:
-            task.cancel()
-        if merges:
-            await asyncio.wait(merges)
+        await end_all(task for run in self.runs for task in run.merges.values())
         for run in list(self.runs):
             error = run.gang.error if run.closures else None
             self._end(run, error or ClosedError("the coordinator was closed"))

@@ -44,6 +44,7 @@ from psync.net.connection import Connection, Request
 from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
 from psync.net.platform import Platform
+from psync.net.shielding import end_all
 from psync.numerics.memory import BlockPool
 from psync.store.reattach import BACK
 from psync.wire import messages
@@ -735,10 +736,8 @@ class ClusterLinks:
         """Close everything. Cancellation: connections may still be closing."""
         self._unlisten()
         self._is_closing = True
-        for task in self._supervisors:
-            task.cancel()
         try:
-            await asyncio.gather(*self._supervisors, return_exceptions=True)
+            await end_all(self._supervisors)
         finally:
             try:
                 await self.ps.close()

@@ -48,6 +48,7 @@ from psync.errors import (
 )
 from psync.net.connection import Connection
 from psync.net.platform import flag
+from psync.net.shielding import end_all
 from psync.specs import checked_kind
 from psync.store.reattach import Orders
 from psync.store.snapshot_state import SnapshotState
@@ -240,9 +241,7 @@ class Backups:
     async def close(self) -> None:
         """Keep nothing more. Cancellation: safe."""
         self._closed = True
-        tasks = self._keepers
-        self.pause()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(self._keepers)
         for peer in self._peers.values():
             peer.close()
 
@@ -794,6 +793,5 @@ class ClusterRecovery:
     async def close(self) -> None:
         """Bring back nothing more; after ``stop``. Cancellation: safe."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_all([self._task])
         await self.backups.close()
