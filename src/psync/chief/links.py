@@ -503,10 +503,8 @@ class WorkerLinks:
     async def _forget(self, worker: WorkerRecord) -> None:
         """Let go of a worker, whatever it does."""
         worker.is_kept = False
-        supervisor = worker.supervisor
-        if supervisor is not None and not supervisor.done():
-            supervisor.cancel()
-            await asyncio.wait((supervisor,))
+        if worker.supervisor is not None:
+            await end_all([worker.supervisor])
         if self.records.get(worker.name) is not worker:
             return  # somebody else has done it meanwhile
         if worker.peers is not None:
