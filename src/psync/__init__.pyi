@@ -43,8 +43,8 @@ from psync.api.variables import VariableSynchronization as VariableSynchronizati
 from psync.api.variables import get_global_step as get_global_step
 from psync.api.variables import get_or_create_global_step as get_or_create_global_step
 from psync.api.variables import variable_creator_scope as variable_creator_scope
-from psync.chief.events import FailoverEvent as FailoverEvent
-from psync.chief.events import RollbackEvent as RollbackEvent
+from psync.chief.watch import FailoverEvent as FailoverEvent
+from psync.chief.watch import RollbackEvent as RollbackEvent
 from psync.client.context import get_worker_index as get_worker_index
 from psync.client.context import request_stop as request_stop
 from psync.client.context import wait as wait

@@ -41,7 +41,7 @@ from psync.api.data_shards import Visits as AsyncVisits
 from psync.api.datasets import PerWorkerDataset as AsyncPerWorkerDataset
 from psync.api.datasets import PerWorkerIterator as AsyncPerWorkerIterator
 from psync.api.strategy import ParameterServerStrategy
-from psync.chief.events import Event, RollbackEvent
+from psync.chief.watch import Event, RollbackEvent
 from psync.client.context import program_waits, result_of, wait
 from psync.errors import UsageError, check_fits
 from psync.launch import tasks

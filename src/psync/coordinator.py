@@ -13,19 +13,19 @@ import functools
 import itertools
 import logging
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from psync.checkpoints.ownership import Owner
-from psync.chief import watchdog
 from psync.chief.consistent_cut import Cuts
 from psync.chief.declarations import Creation, Declaration, OwnOptimizers
-from psync.chief.events import RollbackEvent
-from psync.chief.gangs import GangRunner, ScheduledCall, ScheduledClosures, starting
+from psync.chief.gangs import GangRunner, Packing, ScheduledCall, settle, starting
 from psync.chief.links import ClusterLinks, CoordinatorOptions
 from psync.chief.recovery import ClusterRecovery
+from psync.chief.watch import RollbackEvent, describe_closures, watch, watch_closures
 from psync.client.context import LATE_HINT, Runtime
 from psync.client.link import always
 from psync.client.ps import PsClient
@@ -46,6 +46,7 @@ from psync.errors import (
 )
 from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
+from psync.net.shielding import end_all
 from psync.replicas.context import forbid_in_merge
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, Payload, rebuild_exception, text_of
@@ -172,9 +173,7 @@ class Joins:
             with self._joining(NEVER) as failed:
                 await self.wait(limit, task, failed)
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait((task,))
+            await end_all([task])
         if failed.done():
             failed.result()
         task.result()
@@ -407,7 +406,7 @@ class Coordinator:
         self.attached = False
         self.parts = platform.parts
         self._queue = ClosureQueue(max_losses=options.max_losses)
-        self._closures = ScheduledClosures(self._cancel, platform.limits, main_by_name)
+        self._packing = Packing(platform.limits, main_by_name)
         self.joins = Joins(self._queue, self.waits_for)
         self.functions = FunctionTable(main_by_name=main_by_name)
         self.links = ClusterLinks(platform, cluster, options, program)
@@ -416,7 +415,7 @@ class Coordinator:
         self.workers.on_lost = self._worker_lost
         self.workers.on_forgotten = self._worker_forgotten
         self.gangs = GangRunner(
-            self._queue, self.functions, self._closures, self.workers,
+            self._queue, self.functions, self._packing, self._cancel, self.workers,
             prepare=self._prepare, perform=self.perform, waits_for=self.waits_for,
         )  # fmt: skip
         self._reports = ScheduleReports(self.workers.names(), self._queue)
@@ -467,12 +466,12 @@ class Coordinator:
         self._begin(self._report_schedule(), "the schedule is no longer reported")
         if options.closure_timeout_s is not None:
             limit_s = options.closure_timeout_s
-            watch = watchdog.watch_closures(self._queue, limit_s, self.workers.waits, self._give_up)
-            self._begin(watch, "the closure timeout is off")
+            watching = watch_closures(self._queue, limit_s, self.workers.waits, self._give_up)
+            self._begin(watching, "the closure timeout is off")
         if options.watchdog_timeout_s is not None:
             limit_s, on_stall = options.watchdog_timeout_s, options.on_stall
-            watch = watchdog.watch(limit_s, self._progress, self.describe, on_stall)
-            self._begin(watch, "the watchdog is off")
+            watching = watch(limit_s, self._progress, self.describe, on_stall)
+            self._begin(watching, "the watchdog is off")
 
     def _begin(self, work: Coroutine[Any, Any, object], if_it_fails: str) -> asyncio.Task[Any]:
         """Do something until ``close``, that nothing awaits."""
@@ -526,10 +525,7 @@ class Coordinator:
         self.gangs.fail(error)
         self.perform(actions)
         try:
-            for task in self._tasks:
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(list(self._tasks))
+            await end_all(self._tasks)
             await self.gangs.close()
             await self.recovery.close()
             await self.cuts.close()
@@ -543,8 +539,8 @@ class Coordinator:
                 await self.links.close()
             finally:
                 self.owned.clear()
-                for closure in list(self._closures.values()):  # nobody will report them
-                    self._closures.settle(closure, closure.error or error)
+                for closure in self._queue.open.values():  # nobody will report them
+                    settle(closure, error)
 
     # What the user does.
 
@@ -569,7 +565,7 @@ class Coordinator:
         function = self.functions.register(fn, stacklevel=4)
         arguments = EMPTY
         if args or kwargs:
-            arguments = self._closures.packed(function.name, args, kwargs)
+            arguments = self._packing.arguments(function.name, args, kwargs)
         return self._queue_call(ScheduledCall(function, arguments, may_repeat), identity, needs)
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
@@ -596,7 +592,8 @@ class Coordinator:
             call.inline_bytes if arguments is not EMPTY else 0,
             [value._closure for value in inputs] if inputs else (), identity,
         )  # fmt: skip
-        value = self._closures.adopt(closure)
+        value: RemoteValue[Any] = RemoteValue(closure, self._cancel)
+        call.value = weakref.ref(value)
         if self.creation.pending and self._creating is None:
             self._create_if_declared()
         if actions := self._queue.schedule(closure):
@@ -608,7 +605,7 @@ class Coordinator:
 
     def done(self) -> bool:
         """Return whether nothing is queued or in flight."""
-        return not self._closures
+        return not self._queue.open
 
     async def join(self, timeout_s: float | None, *, finish_steps: bool = False) -> None:
         """Wait for all that was scheduled; see ``ClusterCoordinator.join``.
@@ -663,7 +660,7 @@ class Coordinator:
         """Say what runs where, what waits and for whom; for reports."""
         return [
             f"coordinator, incarnation {self.links.endpoint.incarnation}",
-            *watchdog.describe_closures(self._queue, self._closures.values(), self.loop.time()),
+            *describe_closures(self._queue, self.loop.time()),
             *(f"not connected: {task} at {at}" for task, at in self.links.membership.missing()),
             *self.recovery.describe(),
             f"everybody waits for: {self.waits_for()}",
@@ -776,12 +773,12 @@ class Coordinator:
         worker.heard_at = self.loop.time()
         ended = []
         for number, updates in message.updates or ():
-            closure = self._closures.get(number)
+            closure = self._queue.open.get(number)
             call = None if closure is None else closure.payload
             ended.append((number, updates, closure, call))
         if message.stop is not None:  # before the ends that a join waits for
             closure_id, reason = message.stop
-            closure = self._closures.get(closure_id)
+            closure = self._queue.open.get(closure_id)
             if self._queue.ending is None:
                 logger.info("training stops: %s (%s on %s)", reason, closure, peer.task)
             self.perform(self._queue.request_stop(reason))
@@ -812,11 +809,12 @@ class Coordinator:
         """Closures ended with values, which are there before anything that needs them is sent."""
         if not results:
             return
-        ids = [closure_id for closure_id, _ in results]
+        ids, _ = zip(*results, strict=True)
         actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
         self._reports.has_data(worker)
-        for closure_id, payload in results:
-            closure = self._closures[closure_id]
+        settled = actions[0]
+        assert isinstance(settled, Settle), "which begins with these closures"
+        for closure, (_, payload) in zip(settled.closures, results, strict=False):
             value = closure.payload.value()
             if value is not None and closure.state is State.FINISHED:
                 value._set_payload(payload)
@@ -837,7 +835,7 @@ class Coordinator:
             raise RemoteProtocolError(f"{worker}: closure {closure_id} ended as {outcome!r}")
         type_name, text, traceback_text = error
         exc = rebuild_exception(worker, type_name, text, traceback_text, payload)
-        closure = self._closures.get(closure_id)
+        closure = self._queue.open.get(closure_id)
         if outcome == "end_of_data":
             actions = self._queue.end_of_data(worker, closure_id, exc)  # raises if not its own
             if closure is not None and closure.is_final:
@@ -860,7 +858,7 @@ class Coordinator:
 
     def _fetch_arguments(self, request: Request[messages.FetchArguments]) -> None:
         number = request.message.closure
-        closure = self._closures.get(number)
+        closure = self._queue.open.get(number)
         if closure is None:
             raise UsageError(f"{request.peer.task} asked for closure {number}, which has ended")
         request.answer(*starting([closure], math.inf))
@@ -869,19 +867,19 @@ class Coordinator:
 
     def perform(self, actions: Sequence[QueueAction]) -> None:
         """Do what the queue decided."""
-        replicas: list[Closure] = []
+        replicas, controls = list[Closure](), self.workers.controls
         for action in actions:
             if isinstance(action, Settle):
                 for closure in action.closures:
-                    self._closures.settle(closure, closure.error)
+                    settle(closure, closure.error)
                     if closure.is_replica:
                         replicas.append(closure)
             elif isinstance(action, Dispatch):
                 self._send(action)
             elif isinstance(action, Cancel):
-                self.workers.notify(action.worker, messages.CancelClosures(list(action.ids)))
+                controls[action.worker].notify(messages.CancelClosures(list(action.ids)))
             elif isinstance(action, GiveBack):
-                self.workers.notify(action.worker, messages.GiveBack(list(action.ids)))
+                controls[action.worker].notify(messages.GiveBack(list(action.ids)))
         if bool(self._queue.pending_errors) is not self._final.refused:
             self._final.errors_changed()
         if self.joins.waiting:
@@ -902,5 +900,4 @@ class Coordinator:
         now = self.loop.time()
         for closure in action.closures:
             closure.payload.sent_at = now
-        message, segments = starting(action.closures)
-        self.workers.notify(action.worker, message, segments)
+        self.workers.controls[action.worker].notify(*starting(action.closures))

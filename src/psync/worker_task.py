@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from psync.client.context import Runtime
@@ -153,9 +152,9 @@ class WorkerTask:
     def _handlers(self) -> dict[type[Message], Handler]:
         return {
             messages.AttachWorker: Handler(self._attach),
-            messages.RunClosures: self._told(lambda session: session.run_closures),
-            messages.GiveBack: self._told(lambda session: session.give_back),
-            messages.CancelClosures: self._told(lambda session: session.cancel_closures),
+            messages.RunClosures: Handler(self._told),
+            messages.GiveBack: Handler(self._told),
+            messages.CancelClosures: Handler(self._told),
             messages.AskPosition: Handler(self._position),
             messages.LeaveCluster: Handler(self._leave_soon),
             messages.GrantCoordinator: Handler(
@@ -167,18 +166,11 @@ class WorkerTask:
             messages.Shutdown: Handler(self._shutdown),
         }
 
-    def _told(self, method_of: Callable[[Session], Callable[..., None]]) -> Handler:
-        """Return what serves a notification of the present session's coordinator.
-
-        What others send is ignored: it was sent before they knew.
-        """
-
-        def run(request: Request[Any]) -> None:
-            session = self._session
-            if session is not None and request.peer is session.control:
-                method_of(session)(request.message, request.segments)
-
-        return Handler(run)
+    def _told(self, request: Request[Any]) -> None:
+        """Serve a notification of the session's coordinator, and ignore what others have sent."""
+        session = self._session
+        if session is not None and request.peer is session.control:
+            session.told[type(request.message)](request.message, request.segments)
 
     def _position(self, request: Request[messages.AskPosition]) -> None:
         request.answer(self._session_of(request.peer).iterator_position(request.message))

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from psync import FailoverEvent, RollbackEvent
-from psync.chief.events import KEPT_NOTES, Events
+from psync.chief.watch import KEPT_NOTES, Events
 
 
 def event(timeline: int) -> RollbackEvent:

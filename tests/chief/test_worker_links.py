@@ -108,7 +108,7 @@ async def test_a_worker_that_cannot_go_on_is_set_aside_unless_a_ps_is_missing(
 ):
     async def gives_up(times: int) -> None:
         for _ in range(times):
-            peer, _ = links.workers._workers[W1].peers
+            peer, _ = links.workers.records[W1].peers
             ending = EndSession("because", in_order=False)
             links.workers.session_ends(
                 SimpleNamespace(peer=peer, message=ending, answer=lambda done: None)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from psync.closures.closure import Closure, Replica, State
 from psync.closures.dispatcher import Dispatch
-from psync.closures.gang import Answer, Gang, Merge, Refuse, Stop, StopMerging
+from psync.closures.gang import Gang, Merge, Refuse, Stop, StopMerging
 from psync.closures.membership import ScheduleReports
 from psync.closures.queue import Cancel, ClosureQueue, Settle
 from psync.errors import (
@@ -41,7 +41,7 @@ def test_a_collective_is_merged_when_all_are_there_and_answered_to_all():
     assert gang.arrive(2, "merge_call") == []
     assert [gang.waits(replica) for replica in range(3)] == [True, False, True]
     assert gang.arrive(1, "merge_call") == [Merge(0)]
-    assert gang.merged(0) == [Answer(0)]
+    assert gang.merged(0)
     assert not any(gang.waits(replica) for replica in range(3))
     assert gang.arrive(1, "all_reduce SUM") == []
     assert gang.describe() == (
@@ -58,9 +58,9 @@ def test_a_replica_may_be_in_several_collectives_at_once():
     assert gang.describe().startswith("replica 0 on /job:worker/task:0 in b, and not yet")
     assert gang.arrive(1, "b") == [Merge(1)]
     assert gang.describe() == "a is being computed"
-    assert gang.merged(1) == [Answer(1)]
+    assert gang.merged(1)
     assert gang.waits(0)
-    assert gang.merged(0) == [Answer(0)]
+    assert gang.merged(0)
     assert not gang.waits(0)
     assert gang.describe() == ""
 
@@ -74,7 +74,7 @@ def test_a_replica_that_returns_without_awaiting_a_collective_has_given_it_up():
     gang = gang_of(2)
     gang.arrive(0, "merge_call")
     gang.arrive(1, "merge_call")
-    assert gang.merged(0) == [Answer(0)]
+    assert gang.merged(0)
     gang.arrive(1, "all_reduce SUM")
     gang.arrive(0, "all_reduce SUM")
     assert gang.finished(0) == [StopMerging(), gang_refusal(gang, 1)]
@@ -185,7 +185,7 @@ def test_what_is_merged_is_stopped_when_a_replica_is_lost_and_waited_for():
     assert gang.failed(1, WorkerLost("/job:worker/task:1"))[0] == StopMerging()
     gang.failed(0, ValueError())
     assert not gang.has_ended
-    assert gang.merged(0) == []
+    assert not gang.merged(0)
     assert gang.has_ended
 
 
@@ -319,9 +319,6 @@ class GangMachine(RuleBasedStateMachine):
                 case Merge(number):
                     assert len(self.waits) == len(self.number), "not all are there"
                     self.merging.add(number)
-                case Answer(number):
-                    assert set(self.waits.values()) == {number}
-                    self.waits.clear()
                 case Refuse(replicas, error):
                     assert error is not None
                     for replica in replicas:
@@ -370,7 +367,9 @@ class GangMachine(RuleBasedStateMachine):
     @rule()
     def merge(self) -> None:
         number = self.merging.pop()
-        self.perform(self.gang.merged(number))
+        if self.gang.merged(number):
+            assert set(self.waits.values()) == {number}
+            self.waits.clear()
 
     @rule()
     def cancel(self) -> None:

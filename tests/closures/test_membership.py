@@ -54,8 +54,8 @@ def test_a_connection_is_assigned_the_boot_incarnation_or_one_above_the_last() -
 
 def test_a_lost_worker_is_fenced_at_every_ps_that_is_there_and_later_at_the_others() -> None:
     membership = cluster(alive=(P0, W0, W1))
-    assert membership.disconnected(W0) == [Fence(P0, W0, below=1)]
-    assert membership.connected(P1, 0) == [Fence(P1, W0, below=1)]
+    assert membership.disconnected(W0) == [(P0, Fence(W0, 1))]
+    assert membership.connected(P1, 0) == [(P1, Fence(W0, 1))]
     assert membership.fences() == [(W0, 1)]
 
 
@@ -65,8 +65,8 @@ def test_a_lost_worker_is_fenced_at_every_ps_that_is_there_and_later_at_the_othe
 def test_worker_that_leaves_is_fenced_and_not_waited_for() -> None:
     membership = cluster(alive=(P0, P1, W0))
     assert membership.left(W0) == [
-        Fence(P0, W0, below=1),
-        Fence(P1, W0, below=1),
+        (P0, Fence(W0, 1)),
+        (P1, Fence(W0, 1)),
     ]
     assert membership.state(W0) is TaskState.LEFT
     assert membership.missing() == [(W1, "w1:1")]
@@ -270,10 +270,10 @@ def worker(mean_s: float | None) -> WorkerStatistics:
 
 
 def test_the_load_of_a_queue_has_the_mean_duration_of_its_workers() -> None:
-    assert Load.of(ClosureQueue().statistics()) == Load(0, 0, None)
+    assert ClosureQueue().statistics().load() == Load(0, 0, None)
     workers = (worker(None), worker(1.0), worker(3.0))
     counts = QueueStatistics(9, 5, 2, 0, 0, 0, 0, 0, 0, workers)
-    assert Load.of(counts) == Load(5, 2, 2.0)
+    assert counts.load() == Load(5, 2, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from psync.closures.membership import ALONE_S, LONGEST_S, Fence, Flapping, Membership, TaskState
+from psync.closures.membership import ALONE_S, LONGEST_S, Fences, Flapping, Membership, TaskState
 
 PS = ("/job:ps/task:0", "/job:ps/task:1")
 WORKERS = tuple(f"/job:worker/task:{index}" for index in range(4))
@@ -33,16 +33,16 @@ class MembershipMachine(RuleBasedStateMachine):
         self.over: dict[str, int] = {}  # the highest incarnation of each worker that is over
         self.refused: dict[tuple[str, str], int] = {}  # (ps, worker) → below
 
-    def perform(self, fences: list[Fence]) -> None:
-        for fence in fences:
-            assert self.membership.state(fence.ps) is TaskState.ALIVE
-            self.refused[fence.ps, fence.task] = fence.below
+    def perform(self, fences: Fences) -> None:
+        for ps, fence in fences:
+            assert self.membership.state(ps) is TaskState.ALIVE
+            self.refused[ps, fence.task] = fence.below
 
     def connect(self, task: str) -> None:
         self.perform(self.membership.connected(task, self.boots[task]))
         self.assigned[task].append(self.membership.incarnation(task))
 
-    def end(self, worker: str, fences: list[Fence]) -> None:
+    def end(self, worker: str, fences: Fences) -> None:
         """A worker that was there has gone."""
         self.perform(fences)
         self.over[worker] = self.membership.incarnation(worker)

@@ -189,7 +189,7 @@ def test_a_killer_is_found_within_fifteen_losses_whatever_else_dies(
 ) -> None:
     losses, killer, other = Losses(MAX_LOSSES), Closure(0, name="step"), Closure(1, name="step")
     if others_end:
-        losses.finished([other])
+        losses.proven.add(other.name)
 
     def lose(event: str) -> None:
         losses.lost({"killer": [killer], "idle": [], "another": [other]}[event])
@@ -526,7 +526,7 @@ def test_low_water_is_the_lowest_id_that_is_not_final() -> None:
     assert bench.queue.low_water() == 3
     bench.queue.finished("b", (5,), SLOW)
     assert bench.queue.low_water() == 3
-    assert [bench.queue.is_open(number) for number in (3, 5, 9, 10)] == [True, False, True, False]
+    assert [(number in bench.queue.open) for number in (3, 5, 9, 10)] == [True, False, True, False]
     bench.queue.finished("a", (3,), SLOW)
     assert bench.queue.low_water() == 9
     bench.queue.finished("c", (9,), SLOW)

@@ -78,7 +78,7 @@ def test_what_a_checkpoint_has_is_forgotten() -> None:
     ended = EndedClosures()
     ended.ended(3, 1)
     ended.ended(4, 1)
-    ended.saved(CutCalls([snapshot((3, 0))]), lambda _: False)
+    ended.saved(CutCalls([snapshot((3, 0))]), ())
     assert [closure in ended for closure in (3, 4, 5)] == [False, True, False]
     assert ended.undone(CutCalls([snapshot()])) == Undone((4,), 1)
 
@@ -99,11 +99,11 @@ def test_a_shard_that_is_undone_is_named_by_its_last_closure_and_comes_again() -
     identities, identity = shard(3, undone)
     ended = EndedClosures(identities)
     ended.ended(numbered(3, 1), 2)
-    ended.saved(CutCalls([snapshot((3, 0), final_below=5)]), lambda _: False)
+    ended.saved(CutCalls([snapshot((3, 0), final_below=5)]), ())
     assert ended.undone(CutCalls([snapshot()])) == Undone(), "it is final there"
     ended.ended(numbered(3, 1), 2)
     cut = CutCalls([replace(NOTHING, calls=((3, 0, 0),), final_below=5, kept=((3, 1),))])
-    ended.saved(cut, lambda _: False)
+    ended.saved(cut, ())
     assert ended.undone(cut).closures == (8,)
     assert undone == [identity]
     assert not identity.is_done
@@ -129,10 +129,10 @@ def test_a_shard_whose_push_waits_for_its_step_in_the_first_cut_is_undone() -> N
     ended = EndedClosures(identities)
     cut = CutCalls([replace(NOTHING, final_below=9, pending=(3,))])
     identity.is_open = True
-    ended.saved(cut, lambda _: False)
+    ended.saved(cut, ())
     assert ended.undone(cut) == Undone(), "it runs, and will run again"
     identity.is_open = False
-    ended.saved(cut, lambda _: False)
+    ended.saved(cut, ())
     assert ended.undone(cut).closures == (8,)
     assert undone == [identity]
 
@@ -140,10 +140,10 @@ def test_a_shard_whose_push_waits_for_its_step_in_the_first_cut_is_undone() -> N
 def test_one_that_ended_before_the_first_cut_and_waits_for_its_step_there_is_undone() -> None:
     ended = EndedClosures()
     cut = CutCalls([replace(NOTHING, final_below=9, pending=(5, 7))])
-    ended.saved(cut, lambda closure: closure == 7)
+    ended.saved(cut, (7,))
     assert ended.undone(cut) == Undone((5,), 1)
-    ended.saved(cut, lambda closure: closure == 7)
-    ended.saved(CutCalls([snapshot((5, 0))]), lambda closure: closure == 7)
+    ended.saved(cut, (7,))
+    ended.saved(CutCalls([snapshot((5, 0))]), (7,))
     assert ended.undone(cut) == Undone()
 
 
@@ -185,7 +185,7 @@ class TestKeptCalls:
         for closure in (3, 4):
             ended.ended(closure, 1)
             ended.kept.keep(closure, f"call {closure}", [])
-        ended.saved(CutCalls([snapshot((3, 0))]), lambda _: False)
+        ended.saved(CutCalls([snapshot((3, 0))]), ())
         assert ended.kept.nbytes > 0
         assert ended.undone(CutCalls([snapshot((3, 0))])) == Undone((4,), 1)
         assert ended.kept.take((4,)) == ["call 4"]
@@ -200,7 +200,7 @@ class TestKeptCalls:
             ended.ended_early(closure)
         pending = (5, 6)
         cut = CutCalls([replace(NOTHING, final_below=9, pending=pending)])
-        ended.saved(cut, lambda _: False)
+        ended.saved(cut, ())
         assert ended.undone(cut).closures == pending
         assert ended.kept.dropped(pending) == missing
 
@@ -208,9 +208,9 @@ class TestKeptCalls:
         ended = EndedClosures()
         end_with_call(ended, 3)
         ended.undone(CutCalls([snapshot()]))
-        ended.saved(CutCalls([snapshot()]), lambda _: False)
+        ended.saved(CutCalls([snapshot()]), ())
         assert ended.kept.nbytes > 0
-        ended.saved(CutCalls([snapshot()]), lambda _: False)
+        ended.saved(CutCalls([snapshot()]), ())
         assert ended.kept.nbytes == 0
         assert ended.kept.dropped((3,)) == [3]
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from psync.testing import settle
-from psync.worker.step_thread import StepThread
+from psync.worker.session import StepThread
 
 where: contextvars.ContextVar[str] = contextvars.ContextVar("where", default="nowhere")
 

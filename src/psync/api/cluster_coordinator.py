@@ -31,9 +31,9 @@ from psync.api.optimizers import optimizers_here
 from psync.api.scheduling import Scheduling
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.declarations import OwnOptimizers
-from psync.chief.events import Event
 from psync.chief.links import CoordinatorOptions, FollowedWorkers
 from psync.chief.recovery_rule import MAX_STARTS
+from psync.chief.watch import Event
 from psync.client.context import forbid_in_step
 from psync.closures.membership import LIMIT, Flapping
 from psync.closures.queue import MAX_LOSSES

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import pathlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from psync.closures.closure import Identity, State
 from psync.closures.shard_epochs import EpochAccount, Visitation
 from psync.errors import ClosureError, ConfigurationError, UsageError
+from psync.net.shielding import first_of
 from psync.serialization.captures import type_name
 from psync.serialization.payloads import pack
 from psync.serialization.remote_value import RemoteValue
@@ -60,7 +61,7 @@ class Visits:
     def __init__(
         self,
         schedule: Callable[[Callable[..., Any], Any, Any, Identity], RemoteValue[Any]],
-        join: Callable[[], Awaitable[None]],
+        join: Callable[[], Coroutine[Any, Any, None]],
         shards: Sequence[Any],
         num_epochs: int,
         shuffle_seed: int | None,
@@ -162,7 +163,7 @@ class Visits:
                 self.schedule(fn, args, kwargs)
                 await (self._shown(show, self._join()) if verbose else self._join())
 
-    async def _shown(self, show: Callable[[int], None], work: Awaitable[None]) -> None:
+    async def _shown(self, show: Callable[[int], None], work: Coroutine[Any, Any, None]) -> None:
         """Wait for work, and show meanwhile how many shards are done."""
 
         async def look() -> None:
@@ -172,12 +173,7 @@ class Visits:
                 # A look at a million shards takes a second.
                 await asyncio.sleep(max(SHOW_EVERY_S, len(self._running) * 1e-4))
 
-        looking = asyncio.create_task(look())
-        try:
-            await work
-        finally:
-            looking.cancel()
-            await asyncio.wait((looking,))
+        await first_of(work, look())
 
     @property
     def epoch(self) -> int:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from psync.chief.events import RollbackEvent
+from psync.chief.watch import RollbackEvent
 from psync.closures.closure import Identity
 from psync.errors import SerializationError, other_loop
 from psync.serialization.remote_value import RemoteValue, fetch_all

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, TypeVarTuple, overload
 
 from psync.api.pulls import NamedFields
-from psync.chief.events import RollbackEvent
+from psync.chief.watch import RollbackEvent
 from psync.closures.closure import Identity
 from psync.coordinator import Coordinator
 from psync.serialization.remote_value import RemoteValue

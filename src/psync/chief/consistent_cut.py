@@ -37,6 +37,7 @@ from psync.client.link import PsLink, all_of, always, ask
 from psync.client.ps import PsClient
 from psync.closures.membership import backoff
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
+from psync.net.shielding import end_all
 from psync.specs import dtype_of
 from psync.store.snapshot_state import SnapshotState
 from psync.store.untrusted_json import read_json, to_json
@@ -176,11 +177,12 @@ class Cuts:
         """Take a cut; it is held until the block ends. One at a time: others wait.
 
         Args:
-            at_instant: Called, and must not raise, while all ps tasks hold the cut and updates
-                are still held up: for what the program itself has to say of this instant.
+            at_instant: Called while all ps tasks hold the cut and updates are still held up: for
+                what the program itself has to say of this instant.
 
         Raises:
             CutLost: It could not be taken; says on whom it waited.
+            Exception: What ``at_instant`` raises.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Safe; ps tasks go on.
@@ -215,7 +217,6 @@ class Cuts:
         loop = asyncio.get_running_loop()
         began, doing = loop.time(), "updates under way have not ended"
         timeline, links = self._ps.timeline, self._links
-        is_held = False
         try:
             try:
                 async with asyncio.timeout(PATIENCE_S):
@@ -239,25 +240,22 @@ class Cuts:
                             for link, parts in zip(links, wanted, strict=True)
                         ]
                     )
-                    is_held = True
-                if at_instant is not None:
-                    at_instant()
-            finally:
-                opened = self._tell_all(messages.OpenGate(number, is_held))
-            await asyncio.wait((opened,))
+            except TimeoutError as exc:
+                raise CutLost(
+                    f"no cut over all ps tasks within {PATIENCE_S:g} s: {doing}",
+                    hint="save again; check that every worker reaches every ps",
+                ) from exc
+            if at_instant is not None:
+                at_instant()
+            await asyncio.wait((self._tell_all(messages.OpenGate(number, True)),))
             logger.debug("cut %d held updates up for %.1f ms", number, (loop.time() - began) * 1e3)
             snapshots = [  # read only now: that holds nobody up
                 SnapshotState.from_bytes(b"".join(state), link.task)
                 for link, (_, state) in zip(links, frozen, strict=True)
             ]
-        except BaseException as exc:
+        except BaseException:
             self._tell_all(messages.OpenGate(number))
-            if not isinstance(exc, TimeoutError):
-                raise
-            raise CutLost(
-                f"no cut over all ps tasks within {PATIENCE_S:g} s: {doing}",
-                hint="save again; check that every worker reaches every ps",
-            ) from exc
+            raise
         return Cut(self._ps, timeline, number, snapshots)
 
     def _tell_all(self, message: Message) -> asyncio.Task[Any]:
@@ -274,9 +272,7 @@ class Cuts:
 
     async def close(self) -> None:
         """Stop telling. Cancellation: safe."""
-        for task in self._ending:
-            task.cancel()
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await end_all(self._ending)
 
 
 def _described(wanted: list[list[tuple[str, int, int]]]) -> str:

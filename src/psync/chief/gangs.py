@@ -28,7 +28,7 @@ from typing import Any
 
 from psync.chief.links import WorkerLinks
 from psync.closures.closure import NO_DATA, Closure, Needs, Replica
-from psync.closures.gang import Answer, Gang, GangAction, Merge, Refuse, Stop, StopMerging
+from psync.closures.gang import Gang, GangAction, Merge, Refuse, Stop, StopMerging
 from psync.closures.queue import Action, Barrier, ClosureQueue
 from psync.errors import (
     ClosedError,
@@ -40,8 +40,8 @@ from psync.errors import (
     ReplicaValueError,
     UsageError,
 )
-from psync.net.connection import Answer as Reached
-from psync.net.connection import Request, fail
+from psync.net.connection import Answer, Request, fail
+from psync.net.shielding import end_all
 from psync.numerics.replicas import local_results, regroup
 from psync.replicas.context import cross_replica, forbid_in_merge
 from psync.serialization.functions import Function, FunctionTable
@@ -125,15 +125,14 @@ class ScheduledCall:
         return segments, counts
 
 
-@dataclass(eq=False)
-class ScheduledClosures(dict[int, Closure]):
-    """The closures of one coordinator that are not final, by id, and what they are sent with."""
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How arguments and merged values are sent."""
 
-    cancel: Callable[[int], None]  # cancels the closure with an id
     limits: Limits  # for what is sent
     main_by_name: bool  # whether classes of ``__main__`` travel by name
 
-    def packed(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
+    def arguments(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
         """Return the arguments of a step as they are sent.
 
         Raises:
@@ -143,23 +142,14 @@ class ScheduledClosures(dict[int, Closure]):
         check_size(payload, f'the arguments of step "{step}"', self.limits)
         return payload
 
-    def adopt(self, closure: Closure) -> RemoteValue[Any]:
-        """Take a closure that is about to be queued; return its value to be."""
-        value: RemoteValue[Any] = RemoteValue(closure, self.cancel)
-        closure.payload.value = weakref.ref(value)
-        self[closure.id] = closure
-        return value
 
-    def settle(self, closure: Closure, error: BaseException | None) -> None:
-        """Let go of a closure that is final; its value has come before, if it has one."""
-        self.pop(closure.id, None)
-        if not self:
-            self.clear()  # of its table, too, which is as large as it has ever been
-        if error is not None:
-            value = closure.payload.value()
-            if value is not None and not value.done():
-                value._set_error(error)
-        closure.payload = None
+def settle(closure: Closure, error: BaseException | None) -> None:
+    """Let go of a closure that is final; its value has come before, if it has one."""
+    if error is not None:
+        value = closure.payload.value()
+        if value is not None and not value.done():
+            value._set_error(error)
+    closure.payload = None
 
 
 def starting(
@@ -217,7 +207,7 @@ class GangRun:
     arrivals: list[dict[int, Request[ReachCollective]]] = field(default_factory=list)
     """Of each replica, by number, those not answered; their bodies are (function, value)."""
     num_arrived: list[int] = field(default_factory=list)  # collectives that each has come to
-    merges: dict[int, asyncio.Task[list[Reached]]] = field(default_factory=dict)
+    merges: dict[int, asyncio.Task[list[Answer]]] = field(default_factory=dict)
 
     def replica_of(self, closure_id: int) -> int | None:
         """Return which of its replicas a closure is; None: it is none of them."""
@@ -256,15 +246,13 @@ class GangRun:
         return self.arguments
 
 
-async def merge(
-    strategy: Any, brought: Sequence[Payload], closures: ScheduledClosures
-) -> list[Reached]:
+async def merge(strategy: Any, brought: Sequence[Payload], packing: Packing) -> list[Answer]:
     """Call the function of a collective with the values of all replicas.
 
     Args:
         strategy: What the function gets, and in whose cross-replica context it runs.
         brought: By replica id, the pickled (function, value); the first one's function is called.
-        closures: Say how the result is sent.
+        packing: Says how the result is sent.
 
     Returns:
         What each replica is told: its part of the result, or the error, which all get.
@@ -278,13 +266,13 @@ async def merge(
         with cross_replica(strategy, num_replicas=count, merging=True):
             result = function(strategy, [value for _, value in pairs])
             result = await result if inspect.isawaitable(result) else result
-        return _replies(result, count, closures)
+        return _replies(result, count, packing)
     except Exception as exc:
-        described = describe_exception(exc, main_by_name=closures.main_by_name)
+        described = describe_exception(exc, main_by_name=packing.main_by_name)
         return [_reply(described.payload, described.texts)] * count
 
 
-def _replies(result: Any, count: int, closures: ScheduledClosures) -> list[Reached]:
+def _replies(result: Any, count: int, packing: Packing) -> list[Answer]:
     """Return each replica's part of what a merge function returned.
 
     Raises:
@@ -297,10 +285,10 @@ def _replies(result: Any, count: int, closures: ScheduledClosures) -> list[Reach
             f"the merge function returned values of {len(parts)} replicas, expected {count}"
         )
     subject = "what the merge function returned"
-    replies: list[Reached] = []
+    replies: list[Answer] = []
     for part in parts:
-        payload = pack(part, subject=subject, main_by_name=closures.main_by_name)
-        check_size(payload, subject, closures.limits)
+        payload = pack(part, subject=subject, main_by_name=packing.main_by_name)
+        check_size(payload, subject, packing.limits)
         replies.append(_reply(payload))
     return replies * (count // len(parts))
 
@@ -320,7 +308,8 @@ class GangRunner:
 
     queue: ClosureQueue  # in which they have their places
     functions: FunctionTable  # pickles what they run
-    closures: ScheduledClosures  # that are not final; replicas are among them
+    packing: Packing  # of what they are sent
+    cancel: Callable[[int], None]  # cancels the closure with an id
     workers: WorkerLinks  # on which they run
     prepare: Callable[[], None]  # creates what is declared; the queue is paused meanwhile
     perform: Callable[[Sequence[Action]], None]  # does what the queue decided
@@ -346,7 +335,7 @@ class GangRunner:
         function = self.functions.register(fn, stacklevel=4)
         # Those of each replica, or one payload if they are the same for all.
         arguments = [
-            self.closures.packed(function.name, *own) for own in local_results((args, kwargs))
+            self.packing.arguments(function.name, *own) for own in local_results((args, kwargs))
         ]
         if self.queue.ending is not None:
             raise self._cancelled()
@@ -410,11 +399,7 @@ class GangRunner:
     async def close(self) -> None:
         """End all gangs; nothing of them is left. Cancellation: merge functions are cancelled."""
         self._closed = True
-        merges = [task for run in self.runs for task in run.merges.values()]
-        for task in merges:
-            task.cancel()
-        if merges:
-            await asyncio.wait(merges)
+        await end_all(task for run in self.runs for task in run.merges.values())
         for run in list(self.runs):
             error = run.gang.error if run.closures else None
             self._end(run, error or ClosedError("the coordinator was closed"))
@@ -432,8 +417,10 @@ class GangRunner:
             call = ScheduledCall(run.function, payload, replica=(replica_id, len(workers)))
             name = f"{run.function.name}, replica {replica_id}"
             closure = Replica(self.queue.next_id + replica_id, call, name=name)
+            value: RemoteValue[Any] = RemoteValue(closure, self.cancel)
+            call.value = weakref.ref(value)
             run.closures.append(closure)
-            run.values.append(self.closures.adopt(closure))
+            run.values.append(value)
             run.arrivals.append({})
             run.num_arrived.append(0)
         self.perform(self.queue.begin_gang(list(zip(workers, run.closures, strict=True))))
@@ -494,24 +481,19 @@ class GangRunner:
         if not request.peer.is_closed and not run.closures[replica].is_final:
             self._perform(run, run.gang.gave_up(replica))
 
-    def _perform(
-        self, run: GangRun, actions: Sequence[GangAction], replies: Sequence[Reached] = ()
-    ) -> None:
-        """Carry out what the gang decided; ``replies``: of a collective, for each replica."""
+    def _perform(self, run: GangRun, actions: Sequence[GangAction]) -> None:
+        """Carry out what the gang decided."""
         gang = run.gang
         for action in actions:
             if isinstance(action, Merge):
                 requests = [arrived[action.number] for arrived in run.arrivals]
                 brought = [Payload.from_segments(request.segments) for request in requests]
                 task = asyncio.get_running_loop().create_task(
-                    merge(run.strategy, brought, self.closures),
+                    merge(run.strategy, brought, self.packing),
                     context=run.context.copy(),
                 )
                 run.merges[action.number] = task
                 task.add_done_callback(functools.partial(self._merged, run, action.number))
-            elif isinstance(action, Answer):
-                for arrived, reply in zip(run.arrivals, replies, strict=True):
-                    arrived.pop(action.number).answer(*reply)
             elif isinstance(action, Refuse):
                 for replica in action.replicas:
                     for request in run.arrivals[replica].values():
@@ -531,12 +513,12 @@ class GangRunner:
         if gang.has_ended and self.runs and self.runs[0] is run:
             self._end(run, gang.error)
 
-    def _merged(self, run: GangRun, number: int, task: asyncio.Task[list[Reached]]) -> None:
+    def _merged(self, run: GangRun, number: int, task: asyncio.Task[list[Answer]]) -> None:
         """The function of a collective has ended, was cancelled, or has cancelled itself."""
         del run.merges[number]
-        replies: list[Reached] = []
         if task.cancelled() or task.exception() is not None:
             self._perform(run, run.gang.cancel(ClosureCancelled("a merge function was stopped")))
-        else:
-            replies = task.result()
-        self._perform(run, run.gang.merged(number), replies)
+        if run.gang.merged(number):
+            for arrived, reply in zip(run.arrivals, task.result(), strict=True):
+                arrived.pop(number).answer(*reply)
+        self._perform(run, ())

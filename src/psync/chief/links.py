@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from psync.backups.locate_ps import places
-from psync.chief.events import Events
+from psync.chief.watch import Events
 from psync.client.link import PsLink, all_of, ask, expect, note_plugins
 from psync.client.ps import PsClient
 from psync.closures.membership import (
-    Fence,
+    Fences,
     Flapping,
     Membership,
     SessionEnd,
@@ -44,11 +44,11 @@ from psync.net.connection import Connection, Request
 from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
 from psync.net.platform import Platform
+from psync.net.shielding import end_all
 from psync.numerics.memory import BlockPool
 from psync.store.reattach import BACK
 from psync.wire import messages
 from psync.wire.codec import Message
-from psync.wire.frames import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,8 @@ class WorkerLinks:
         workers: Address of every worker, by name.
 
     Attributes:
+        records: All workers of the cluster by name, those too that are not there; to be read only.
+        controls: The control connections of those that take part, by name.
         flapping: Decides who is set aside.
         on_joined: Called with the name of one that is ready for closures.
         on_lost: Called with the name of one that is not there any more, and whether what it held
@@ -135,7 +137,8 @@ class WorkerLinks:
         self._loop = asyncio.get_running_loop()
         self._places = {name: place for place, name in enumerate(workers)}  # also of those gone
         places = self._places
-        self._workers = {each: WorkerRecord(each, workers[each], places[each]) for each in workers}
+        self.records = {each: WorkerRecord(each, workers[each], places[each]) for each in workers}
+        self.controls: dict[str, Connection] = {}
         self.flapping.is_anyone_there = lambda: bool(self.ready())
         self._one_less = asyncio.Event()  # pulsed when a worker ends, or is about to leave
         self.on_joined: Callable[[str], None] = lambda _: None
@@ -147,7 +150,7 @@ class WorkerLinks:
     def start(self) -> None:
         """Connect to all of them, from now on."""
         self.started.set()
-        for worker in self._workers.values():
+        for worker in self.records.values():
             worker.supervisor = self._cluster.supervise(self._keep(worker))
 
     def names(self) -> list[str]:
@@ -156,18 +159,14 @@ class WorkerLinks:
 
     def addresses(self) -> dict[str, str]:
         """Return where each worker of the cluster listens, by name."""
-        return {worker.name: worker.address for worker in self._workers.values()}
-
-    def records(self) -> list[WorkerRecord]:
-        """Return all workers of the cluster, those too that are not there; to be read only."""
-        return list(self._workers.values())
+        return {worker.name: worker.address for worker in self.records.values()}
 
     def describe(self) -> list[str]:
         """Say who is set aside and who is about to leave."""
         aside = "is set aside for %.0f s, for it was lost again and again"
         set_aside = self.flapping.set_aside(self._loop.time())
         lines = [f"{name} {aside % seconds}" for name, seconds in set_aside]
-        leaving = [each.name for each in self._workers.values() if each.leaving]
+        leaving = [each.name for each in self.records.values() if each.leaving]
         lines += [f"{name} leaves when its closure has ended" for name in leaving]
         return lines + [f"{name} {reason}" for name, reason in self.given_up.items()]
 
@@ -188,9 +187,9 @@ class WorkerLinks:
         Cancellation: It is forgotten, as after an error.
         """
         name = task_name("worker", index)
-        assert name not in self._workers, "add_worker has looked"
+        assert name not in self.records, "add_worker has looked"
         place = self._places.setdefault(name, len(self._places))
-        worker = self._workers[name] = WorkerRecord(name, address, place)
+        worker = self.records[name] = WorkerRecord(name, address, place)
         self.given_up.pop(name, None)
         self._membership.add_worker(name, address)
         worker.joined = self._loop.create_future()
@@ -216,7 +215,7 @@ class WorkerLinks:
 
         Cancellation: It leaves all the same, and is not connected to again.
         """
-        worker = self._workers[name]
+        worker = self.records[name]
         if worker.peers is not None:
             try:
                 worker.is_kept = False
@@ -235,10 +234,10 @@ class WorkerLinks:
 
         Cancellation: It is not connected to again.
         """
-        if (worker := self._workers.get(name)) is not None:
+        if (worker := self.records.get(name)) is not None:
             # Its connections end as it did: it is lost, or left.
             await self._forget_gone(worker, reason)
-            if name not in self._workers:
+            if name not in self.records:
                 self.given_up[name] = reason
 
     async def _forget_gone(self, worker: WorkerRecord, reason: str) -> None:
@@ -250,7 +249,7 @@ class WorkerLinks:
 
     def all_given_up(self) -> WorkerLost | None:
         """Return who is gone, if there is no worker that might come again."""
-        if self._workers or not self.given_up:
+        if self.records or not self.given_up:
             return None
         *others, (last, reason) = self.given_up.items()
         before = "".join(f"; {name} {why}" for name, why in others)
@@ -268,7 +267,7 @@ class WorkerLinks:
             error: What its connections end with.
             blame: Whether what it runs is the reason.
         """
-        worker = self._workers.get(name)
+        worker = self.records.get(name)
         if worker is not None and worker.peers is not None:
             worker.sent_away = blame
             for peer in worker.peers:
@@ -276,36 +275,26 @@ class WorkerLinks:
 
     def end_sessions(self, error: Exception) -> None:
         """End what all workers do for us; nobody is blamed."""
-        for name in list(self._workers):
+        for name in list(self.records):
             self.end_session(name, error, blame=False)
 
     # Those that take part.
 
-    def controls(self) -> dict[str, Connection]:
-        """Return their control connections, by name."""
-        return {name: each.peers[0] for name, each in self._workers.items() if each.peers}
-
     def current(self, peer: Connection) -> WorkerRecord | None:
         """Return whose connection this is, unless that was given up."""
-        worker = self._workers.get(peer.task)
+        worker = self.records.get(peer.task)
         return worker if worker is not None and peer in (worker.peers or ()) else None
 
     def note_error(self, name: str, text: str) -> None:
         """Note that a closure has raised on a worker."""
-        worker = self._workers[name]
+        worker = self.records[name]
         worker.failed += 1
         worker.last_error = self._loop.time(), text
 
     def ready(self) -> list[str]:
         """Return the workers that are ready for closures, by index."""
-        ready = [name for name in self.controls() if not self._workers[name].leaving]
+        ready = [name for name in self.controls if not self.records[name].leaving]
         return sorted(ready, key=lambda name: parse_task_name(name)[1])
-
-    def notify(self, worker: str, message: Message, segments: Sequence[Segment] = ()) -> None:
-        """Notify one worker, which takes part: whoever notifies it is told when it goes."""
-        peers = self._workers[worker].peers
-        assert peers is not None
-        peers[0].notify(message, segments)
 
     async def waits(
         self, names: Collection[str], within_s: float
@@ -332,7 +321,7 @@ class WorkerLinks:
 
         Cancellation: Safe.
         """
-        controls = self.controls().items()
+        controls = self.controls.items()
         peers = {name: peer for name, peer in controls if names is None or name in names}
         calls = (peer.call(message, deadline=deadline) for peer in peers.values())
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -358,7 +347,7 @@ class WorkerLinks:
 
     def session_ends(self, request: Request[messages.EndSession]) -> None:
         """A worker has nothing more to say."""
-        peer, worker = request.peer, self._workers.get(request.peer.task)
+        peer, worker = request.peer, self.records.get(request.peer.task)
         if worker is not None and peer.lane == "control" and peer in (worker.peers or (peer,)):
             # Also where the answer to its attachment is being taken.
             worker.reason = request.message.reason
@@ -403,7 +392,7 @@ class WorkerLinks:
                 self._count_loss(worker)
                 continue
             failures = 0
-            worker.peers = lanes
+            worker.peers, self.controls[worker.name] = lanes, lanes[0]
             worker.gone.clear()
             self.flapping.joined(worker.name, self._loop.time())
             if worker.missed is not None:
@@ -427,6 +416,7 @@ class WorkerLinks:
         error = worker.peers[0].error or worker.peers[1].error or "it closed the connection"
         error = error.message if isinstance(error, PsyncError) else error
         worker.peers = None
+        del self.controls[worker.name]
         held = any(link.is_held for link in self._cluster.ps.links)
         misses_ps = held or not self._membership.has_every_ps()
         end = SessionEnd.of(
@@ -513,11 +503,9 @@ class WorkerLinks:
     async def _forget(self, worker: WorkerRecord) -> None:
         """Let go of a worker, whatever it does."""
         worker.is_kept = False
-        supervisor = worker.supervisor
-        if supervisor is not None and not supervisor.done():
-            supervisor.cancel()
-            await asyncio.wait((supervisor,))
-        if self._workers.get(worker.name) is not worker:
+        if worker.supervisor is not None:
+            await end_all([worker.supervisor])
+        if self.records.get(worker.name) is not worker:
             return  # somebody else has done it meanwhile
         if worker.peers is not None:
             for peer in worker.peers:
@@ -527,7 +515,7 @@ class WorkerLinks:
             self._end(worker)
         self._cluster.fence(self._membership.left(worker.name))
         self.flapping.forget(worker.name)
-        self._workers.pop(worker.name, None)
+        self.records.pop(worker.name, None)
         self.on_forgotten(worker.name)
 
 
@@ -677,8 +665,8 @@ class ClusterLinks:
         self._ps_0_attached = asyncio.Event()
         self._attached: dict[int, int] = {}  # under which incarnation of ours each ps serves
         self.workers = WorkerLinks(self, workers)
-        # By process, what it has said, and to which incarnation.
-        self._served: dict[str, tuple[int, messages.ServedHere]] = {}
+        # By process, what it has said to this incarnation: that binds none in between.
+        self._served: dict[str, messages.ServedHere] = {}
         self._silent: dict[str, str] = {}  # processes that have not answered yet
         self._min_workers = len(workers)  # wanted at the start, at most
         self._unlisten: Callable[[], object] = lambda: None
@@ -709,9 +697,7 @@ class ClusterLinks:
                 self.workers.start()
                 await self._all_there()
                 if self.options.attach:
-                    end = messages.AskServed(ends=True)
-                    answer = messages.ServedHere
-                    await all_of([self._ask(task, end, answer) for task in self._served])
+                    await all_of([self._ask_served(task, ends=True) for task in self.processes])
                     await self._all_there()
         except TimeoutError as exc:
             missing = list(self._silent.items()) or self.membership.missing()
@@ -735,7 +721,7 @@ class ClusterLinks:
     def _is_ready(self) -> bool:
         return (
             self.membership.has_every_ps()
-            and len(self.workers.controls()) >= self._min_workers
+            and len(self.workers.controls) >= self._min_workers
             and all(
                 self._attached.get(link.index) == self.endpoint.incarnation
                 for link in self.ps.links
@@ -748,10 +734,8 @@ class ClusterLinks:
         """Close everything. Cancellation: connections may still be closing."""
         self._unlisten()
         self._is_closing = True
-        for task in self._supervisors:
-            task.cancel()
         try:
-            await asyncio.gather(*self._supervisors, return_exceptions=True)
+            await end_all(self._supervisors)
         finally:
             try:
                 await self.ps.close()
@@ -782,10 +766,9 @@ class ClusterLinks:
 
         Cancellation: Safe.
         """
-        # What was asked under a lower incarnation does not bind those in between.
-        while late := [task for task in self.processes if not self._has_answered(task)]:
+        while late := [task for task in self.processes if task not in self._served]:
             await all_of([self._find(task) for task in late])
-        found = places([self._served[task][1] for task in self.processes])
+        found = places([self._served[task] for task in self.processes])
         for link, place in zip(self.ps.links, found, strict=True):
             self.homes[link.index] = place.process
             if not place.address:
@@ -800,24 +783,23 @@ class ClusterLinks:
             logger.info("%s is served in the process of %s, at %s", link.task, where, place.address)
             self.move_ps(link, place.address)
 
-    def _has_answered(self, task: str) -> bool:
-        return self._served.get(task, (None,))[0] == self.endpoint.incarnation
-
     async def _find(self, task: str) -> None:
         mine = self.endpoint.incarnation
         try:
-            answer = await self._ask(task, messages.AskServed(), messages.ServedHere)
+            answer = await self._ask_served(task)
         except FencedError:
             await self.ask_again(mine, task, self.processes[task])
             return
-        self._served[task] = mine, answer
+        if self.endpoint.incarnation == mine:
+            self._served[task] = answer
 
-    async def _ask(self, task: str, message: Message, answer: type[M]) -> M:
+    async def _ask_served(self, task: str, *, ends: bool = False) -> messages.ServedHere:
         """Ask the process at a ps task's own address, wherever that is served."""
         self._silent[task] = address = self.processes[task]
-        answered = await _ask_retrying(self.endpoint, task, address, message, answer)
+        question, kind = messages.AskServed(ends), messages.ServedHere
+        answer = await _ask_retrying(self.endpoint, task, address, question, kind)
         del self._silent[task]
-        return answered
+        return answer
 
     def _given_up(self, address: str, reason: str) -> None:
         """Whoever has started the task at this address does not start it again."""
@@ -864,6 +846,7 @@ class ClusterLinks:
         incarnation = await enquire(self._platform, task, address, previous=previous, seen=seen)
         note_incarnation(incarnation)
         self.endpoint.incarnation = incarnation
+        self._served.clear()
 
     async def ask_again(self, refused: int, task: str, address: str) -> None:
         """A task has served a higher incarnation than ``refused``: ask ps 0 for one above that.
@@ -976,17 +959,17 @@ class ClusterLinks:
         except PsyncError as exc:  # it will be attached again
             logger.info("%s was not told the addresses of the ps tasks: %s", link.task, exc)
 
-    def fence(self, fences: Sequence[Fence]) -> None:
+    def fence(self, fences: Fences) -> None:
         """Let ps tasks refuse workers."""
         if self._is_closing:
             return  # whoever goes now is not lost; the next coordinator fences
-        for fence in fences:
-            self.supervise(self._fence(fence))
+        for ps, fence in fences:
+            self.supervise(self._fence(ps, fence))
 
-    async def _fence(self, fence: Fence) -> None:
-        link = next(link for link in self.ps.links if link.task == fence.ps)
+    async def _fence(self, ps: str, fence: messages.Fence) -> None:
+        link = next(link for link in self.ps.links if link.task == ps)
         try:
-            await ask(link, messages.Fence(fence.task, fence.below), messages.Done)
+            await ask(link, fence, messages.Done)
         except PsyncError as exc:
             logger.warning("a fence was not accepted: %s", exc)
 
@@ -1019,7 +1002,7 @@ class FollowedWorkers:
 
     def load(self) -> Load:
         """Return what there is to do."""
-        return Load.of(self._queue.statistics())
+        return self._queue.statistics().load()
 
     def workers_changed(
         self, added: Mapping[int, str], removed: Collection[int]

@@ -21,10 +21,10 @@ from typing import TypeVar
 from psync.checkpoints.files import STREAM_VARIABLE, StoredSnapshot, disk_errors
 from psync.chief import recovery_rule as rules
 from psync.chief.declarations import Creation
-from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.chief.gangs import GangRunner, ScheduledCall
 from psync.chief.links import ClusterLinks
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
+from psync.chief.watch import FailoverEvent, RollbackEvent
 from psync.client.context import setting
 from psync.client.link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, all_of, always, ask
 from psync.closures.closure import Closure
@@ -48,6 +48,7 @@ from psync.errors import (
 )
 from psync.net.connection import Connection
 from psync.net.platform import flag
+from psync.net.shielding import end_all
 from psync.specs import checked_kind
 from psync.store.reattach import Orders
 from psync.store.snapshot_state import SnapshotState
@@ -154,10 +155,6 @@ class Backups:
         alone = [self.let_alone(link.index) for link in self._links if not link.lost]
         self._keepers = [self._loop.create_task(each) for each in alone]
 
-    async def _order(self, link: PsLink, message: messages.BackUp, *, urgent: bool = False) -> None:
-        """Where no update is in front that waits for a backup: of those a ps takes only so many."""
-        await link.call(always(message), urgent=urgent)
-
     async def _keep(self, ps: int) -> None:
         """See to it that a ps has a backup."""
         link, chosen, failures = self._links[ps], 0, 0
@@ -167,13 +164,13 @@ class Backups:
                 if host is None:
                     host = chosen = await self._host_for(ps)
                     epoch = next(self._next_epoch)
-                    await self._order(link, messages.BackUp(epoch, *self._processes[host], False))
+                    order = messages.BackUp(epoch, *self._processes[host], False)
+                    await link.call(always(order))
                     self._epochs[ps] = epoch
                     self._note(ps, host)
                     failures = 0
-                await self._order(
-                    link, messages.BackUp(self._epochs[ps], *self._processes[host], True)
-                )
+                order = messages.BackUp(self._epochs[ps], *self._processes[host], True)
+                await link.call(always(order))
                 self._note(ps, None)
                 # Where the ps that is served beside the backup is away, its loss is the alarm.
                 homes = zip(self._links, self._rule.homes, strict=True)
@@ -204,7 +201,7 @@ class Backups:
     async def let_alone(self, ps: int, *, urgent: bool = False) -> None:
         """Order a ps to go on without its backup. Raises as ``PsLink.call``."""
         order = messages.BackUp(next(self._next_epoch), "", "", False)
-        await self._order(self._links[ps], order, urgent=urgent)
+        await self._links[ps].call(always(order), urgent=urgent)
 
     async def _host_for(self, ps: int) -> int:
         """Return a process for a backup: the next one that is there, and has not refused."""
@@ -213,18 +210,13 @@ class Backups:
             for step in range(1, count):
                 host = (self._rule.homes[ps] + step) % count
                 with contextlib.suppress(PsyncError):
-                    peer = await self._connect(host)
+                    peer = self._peers.get(host)
+                    if peer is None or not peer.is_open:
+                        task, address = self._processes[host]  # where it was when all began
+                        peer = self._peers[host] = await self._endpoint.connect(address, task)
                     if (ps, host, peer.incarnation) not in self._refusals:
                         return host
             await asyncio.sleep(PAUSE_S)
-
-    async def _connect(self, process: int) -> Connection:
-        """Connect to a process, at the address that it had when all began."""
-        peer = self._peers.get(process)
-        if peer is None or not peer.is_open:
-            task, address = self._processes[process]
-            peer = self._peers[process] = await self._endpoint.connect(address, task)
-        return peer
 
     # They are promoted.
 
@@ -249,9 +241,7 @@ class Backups:
     async def close(self) -> None:
         """Keep nothing more. Cancellation: safe."""
         self._closed = True
-        tasks = self._keepers
-        self.pause()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(self._keepers)
         for peer in self._peers.values():
             peer.close()
 
@@ -323,7 +313,7 @@ class ClusterRecovery:
 
     def saved(self, snapshots: Sequence[SnapshotState]) -> None:
         """There is a new checkpoint: what it has cannot be undone any more."""
-        self.ended.saved(CutCalls(snapshots), self.queue.is_open)
+        self.ended.saved(CutCalls(snapshots), self.queue.open)
 
     def note_ended(
         self, number: int, updates: int, closure: Closure | None, call: ScheduledCall | None,
@@ -545,18 +535,7 @@ class ClusterRecovery:
             step = self._do(actions)
 
     async def _take(self, step: Step) -> None:
-        """Take a step."""
-        if isinstance(step, rules.Attach):
-            await self.links.attach_ps(self.links.ps.links[step.ps])
-        elif isinstance(step, rules.Promote):
-            await self.backups.promote(step.ps, step.host)
-        elif isinstance(step, rules.LetAlone):
-            await self.backups.let_alone(step.ps, urgent=True)
-        else:
-            await self._take_rollback(step)
-
-    async def _take_rollback(self, step: RollbackStep) -> None:
-        """Take a step of a rollback. All ps tasks restore the snapshots of the newest checkpoint.
+        """Take a step. In a rollback all ps tasks restore the snapshots of the newest checkpoint.
 
         READ    the newest checkpoint, and how far training was
         ATTACH  every ps, once it is there
@@ -570,7 +549,13 @@ class ClusterRecovery:
         refuse what was sent in the old timeline: every worker bears a new incarnation afterwards.
         """
         links = self.links.ps.links
-        if step is RollbackStep.READ:
+        if isinstance(step, rules.Attach):
+            await self.links.attach_ps(links[step.ps])
+        elif isinstance(step, rules.Promote):
+            await self.backups.promote(step.ps, step.host)
+        elif isinstance(step, rules.LetAlone):
+            await self.backups.let_alone(step.ps, urgent=True)
+        elif step is RollbackStep.READ:
             await self._read()
         elif step is RollbackStep.ATTACH:
             await self._attach_all()
@@ -808,6 +793,5 @@ class ClusterRecovery:
     async def close(self) -> None:
         """Bring back nothing more; after ``stop``. Cancellation: safe."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_all([self._task])
         await self.backups.close()

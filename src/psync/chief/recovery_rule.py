@@ -330,7 +330,7 @@ class RecoveryRule:
         self,
         homes: list[int],
         has_checkpoints: Callable[[], bool],
-        may_start_afresh: Callable[[], bool] = lambda: False,
+        may_start_afresh: Callable[[], bool],
     ) -> None:
         self.homes = homes
         self.started = False

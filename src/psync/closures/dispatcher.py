@@ -47,9 +47,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
@@ -84,7 +83,9 @@ class ClosureOrder:
         Whoever asks for the next one has taken the last one out.
         """
         queued = self.closures
-        heaps = [(ids, needs) for needs, ids in self._ids.items() if needs not in barred]
+        heaps = [*zip(self._ids.values(), self._ids, strict=True)]
+        if barred:
+            heaps = [heap for heap in heaps if heap[1] not in barred]
         while heaps:
             (ids, needs), *others = heaps  # as a rule there are none
             if others:
@@ -139,24 +140,11 @@ class WorkerStatistics:
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
-    """The workers on which the same data ended: what one of them may run, all may."""
-
-    ended: Needs
-    idle: deque[_Worker] = field(default_factory=deque)  # hold nothing; idle for longest first
-    spent: set[str] = field(default_factory=set)  # who holds nothing but what needs ended data
-    changes: int = 0  # of ``spent``
-    num_here: int = 0  # without those that leave
-    num_leaving: int = 0
-    num_away: int = 0
-
-
-@dataclass(slots=True, eq=False)
 class _Worker:
     """What is known of one living worker."""
 
     name: str
-    group: _Group
+    ended: Needs = NO_DATA  # what has ended there: workers where that is the same may run the same
     held: dict[int, Closure] = field(default_factory=dict)  # by id, in the order sent
     held_bytes: int = 0  # inline bytes of all of them
     ahead: int = 1  # closures it may hold beyond the running one
@@ -189,24 +177,33 @@ class _Worker:
         return [closure for closure in behind_first if not closure.known_started]
 
 
+def _decrease(counter: Counter[Needs], key: Needs) -> None:
+    """Count one less, and forget what there is none of."""
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
+
+
 class Dispatcher:
     """The queued closures, the living workers and what they hold."""
 
     def __init__(self) -> None:
         self.queued = ClosureOrder()
         self._workers: dict[str, _Worker] = {}
-        self._groups = {NO_DATA: _Group(NO_DATA)}  # of everyone here or away; the others not empty
+        # By what has ended there: who holds nothing, idle for longest first; and how many workers
+        # may get more, or will be back.
+        self._idle: dict[Needs, deque[_Worker]] = {NO_DATA: deque()}
+        self._takers: Counter[Needs] = Counter()
+        self._spent: set[_Worker] = set()  # who holds nothing but what needs ended data
         self._roomy: dict[_Worker, None] = {}  # busy, and at least half of what is ahead is free
         self._loaded: dict[_Worker, None] = {}  # may hold unstarted closures and owe no answer
         self._spared: dict[_Worker, None] = {}  # the same, but none with one of these needs:
         self._spared_by: set[Needs] = set()
         # What closures in flight need, and how many of them.
-        self._kinds: defaultdict[Needs, int] = defaultdict(int)
+        self._kinds: Counter[Needs] = Counter()
         # What has ended, and after how many batches, on each worker where something has.
         self.ended: dict[str, Mapping[tuple[str, int], int]] = {}
-        self._away: dict[str, _Group] = {}  # who is lost and will be back
-        self._without_work: set[str] = set()
-        self._without_work_by: list[tuple[_Group, int]] = []  # from which it was computed
+        self._away: dict[str, Needs] = {}  # who is lost and will be back, and what has ended there
         self.num_in_flight = 0  # closures that workers hold
 
     # --- the queue ---
@@ -222,29 +219,27 @@ class Dispatcher:
         """A worker is ready for closures."""
         assert worker not in self._workers, f"{worker} joined twice"
         self.will_not_return(worker)
-        record = self._workers[worker] = _Worker(worker, self._groups[NO_DATA])
-        record.group.num_here += 1
-        record.group.idle.append(record)
+        record = self._workers[worker] = _Worker(worker)
+        self._enter(record, NO_DATA)
 
     def retire(self, worker: str) -> None:
         """A worker is about to leave: send it nothing more. What it holds it reports as ever."""
         record = self._workers[worker]
         if not record.leaving:
-            self._leave_group(record)
+            self._exit(record)
             record.leaving = True
-            self._enter_group(record, record.group.ended)
+            self._enter(record, record.ended)
 
     def leave(self, worker: str, *, returns: bool = False) -> list[Closure]:
         """A worker is gone, and ``returns`` or not. Return what it held, in the order sent."""
-        record = self._workers[worker]
-        self._leave_group(record)
-        del self._workers[worker]
-        ended = frozenset(self.ended.pop(worker, ()))
+        record = self._workers.pop(worker)
+        self._exit(record)
+        self.ended.pop(worker, None)
         if returns:
-            self._away[worker] = group = self._group(ended)
-            group.num_away += 1
+            self._away[worker] = record.ended
+            self._takers[record.ended] += 1
         closures = list(record.held.values())
-        record.held, record.leaving, record.group = {}, True, self._groups[NO_DATA]
+        record.held, record.leaving, record.ended = {}, True, NO_DATA
         self._released(record, closures)
         return closures
 
@@ -271,90 +266,63 @@ class Dispatcher:
         if uid is None:
             for worker in list(self._away):
                 self.will_not_return(worker)
-                self._away[worker] = self._groups[NO_DATA]
-                self._away[worker].num_away += 1
+                self._away[worker] = NO_DATA
+                self._takers[NO_DATA] += 1
 
     def will_not_return(self, worker: str) -> None:
         """A worker that is away is not expected any more."""
-        group = self._away.pop(worker, None)
-        if group is not None:
-            group.num_away -= 1
-            self._drop_if_empty(group)
+        if (ended := self._away.pop(worker, None)) is not None:
+            _decrease(self._takers, ended)
 
     def has_taker(self, needs: Needs) -> bool:
         """Whether a worker has all of this data, or will be back with it."""
-        groups = self._groups.values()
-        return any(needs.isdisjoint(g.ended) for g in groups if g.num_here or g.num_away)
+        return any(needs.isdisjoint(ended) for ended in self._takers)
 
-    def _barred(self, group: _Group, kinds: Iterable[Needs]) -> list[Needs]:
+    def _barred(self, ended: Needs, kinds: Iterable[Needs]) -> list[Needs]:
         """Return those of these needs that workers leave to others, for they lack the data."""
-        return [n for n in kinds if not n.isdisjoint(group.ended) and self.has_taker(n)]
+        return [n for n in kinds if not n.isdisjoint(ended) and self.has_taker(n)]
 
-    def without_work(self) -> AbstractSet[str]:
-        """Return the workers that have nothing to do, for others use data that ended on them.
-
-        It is the same object as before, where nothing has changed.
-        """
+    def without_work(self) -> set[str]:
+        """Return the workers that have nothing to do, for others use data that ended on them."""
         queued = self.queued.needs()
-        by = [
-            (group, group.changes)
-            for group in self._groups.values()
-            if not all(n.isdisjoint(group.ended) for n in (*self._kinds, *queued))
-            and len(self._barred(group, queued)) == len(queued)
-        ]
-        if by != self._without_work_by:
-            self._without_work_by = by
-            self._without_work = set().union(*(group.spent for group, _ in by))
-        return self._without_work
+        idle = {
+            ended
+            for ended in {record.ended for record in self._spent}
+            if not all(n.isdisjoint(ended) for n in (*self._kinds, *queued))
+            and len(self._barred(ended, queued)) == len(queued)
+        }
+        return {record.name for record in self._spent if record.ended in idle}
 
     def _regroup(self, worker: str) -> None:
-        record, ended = self._workers[worker], frozenset(self.ended.get(worker, ()))
-        self._leave_group(record)
-        self._enter_group(record, ended)
+        record = self._workers[worker]
+        self._exit(record)
+        self._enter(record, frozenset(self.ended.get(worker, ())))
 
-    def _leave_group(self, record: _Worker) -> None:
-        group = record.group
-        if record.leaving:
-            group.num_leaving -= 1
-        else:
-            group.num_here -= 1
+    def _exit(self, record: _Worker) -> None:
+        """Count a worker no longer among those where the same has ended."""
+        if not record.leaving:
+            _decrease(self._takers, record.ended)
             if not record.held:
-                group.idle.remove(record)
-        group.spent.discard(record.name)
-        group.changes += 1
-        self._drop_if_empty(group)
+                self._idle[record.ended].remove(record)
 
-    def _enter_group(self, record: _Worker, ended: Needs) -> None:
-        record.group = group = self._group(ended)
-        if record.leaving:
-            group.num_leaving += 1
-        else:
-            group.num_here += 1
+    def _enter(self, record: _Worker, ended: Needs) -> None:
+        record.ended = ended
+        if not record.leaving:
+            self._takers[ended] += 1
             if not record.held:
-                group.idle.append(record)
+                self._idle.setdefault(ended, deque()).append(record)
         self._classify(record)
-
-    def _group(self, ended: Needs) -> _Group:
-        return self._groups.setdefault(ended, _Group(ended))
-
-    def _drop_if_empty(self, group: _Group) -> None:
-        if group.ended and not (group.num_here or group.num_leaving or group.num_away):
-            del self._groups[group.ended]
 
     def awaited(self) -> list[str]:
         """Return the workers that are away, and for whose data queued closures wait."""
-        here = [group.ended for group in self._groups.values() if group.num_here]
+        here = {each.ended for each in self._workers.values() if not each.leaving}
         kinds = [n for n in self.queued.needs() if n and not any(map(n.isdisjoint, here))]
-        return [
-            worker
-            for worker, group in self._away.items()
-            if any(n.isdisjoint(group.ended) for n in kinds)
-        ]
+        return [each for each, ended in self._away.items() if any(map(ended.isdisjoint, kinds))]
 
     def give(self, worker: str, closure: Closure) -> Dispatch:
         """Send a closure, which was not added, to a worker that holds nothing."""
         record = self._workers[worker]
-        record.group.idle.remove(record)
+        self._idle[record.ended].remove(record)
         self._hold(record, (closure,))
         return Dispatch(worker, (closure,))
 
@@ -444,18 +412,19 @@ class Dispatcher:
         """
         queued, num_workers = self.queued.closures, len(self._workers)
         batches: defaultdict[_Worker, list[Closure]] = defaultdict(list)
-        resting: list[_Group] = []  # in which workers stay idle
+        resting: list[Needs] = []  # what has ended where workers stay idle
         # Those on which data ended come first: who has them is left free for what needs them.
-        for group in reversed(self._groups.values()):
-            idle = group.idle
+        for ended, idle in [*reversed(self._idle.items())]:
             while idle and queued:
                 record = idle.popleft()
                 batches[record] += self._send(record, 1, math.inf)
                 if not batches[record]:
-                    idle.appendleft(record)  # and none of the group may take what is queued
+                    idle.appendleft(record)  # and none of these may take what is queued
                     break
             if idle:
-                resting.append(group)
+                resting.append(ended)
+            elif ended:
+                del self._idle[ended]
         if len(queued) > num_workers and self._roomy:
             records = list(self._roomy) if reporter is None else [self._workers[reporter]]
             # The same share of the surplus for each, so that the last ones are spread over all.
@@ -495,11 +464,11 @@ class Dispatcher:
                 actions.append(GiveBack(record.name, record.asked))
         return actions
 
-    def _wanted(self, idle: Iterable[_Group]) -> Collection[Needs]:
+    def _wanted(self, idle: Iterable[Needs]) -> Collection[Needs]:
         """Return the needs of closures in flight that an idle worker may run."""
         if not self.ended:
             return self._kinds
-        barred = [set(self._barred(group, self._kinds)) for group in idle]
+        barred = [set(self._barred(ended, self._kinds)) for ended in idle]
         return self._kinds.keys() - set.intersection(*barred)
 
     def _send_ahead(self, record: _Worker, share: int) -> list[Closure]:
@@ -515,7 +484,7 @@ class Dispatcher:
     ) -> list[Closure]:
         """Move up to ``most`` closures from the head of the queue to a worker; return them."""
         batch: list[Closure] = []
-        barred = self._barred(record.group, self.queued.needs()) if self.ended else ()
+        barred = self._barred(record.ended, self.queued.needs()) if self.ended else ()
         for closure in islice(self.queued.in_order(barred), most):
             max_bytes -= closure.inline_bytes
             if max_bytes < 0 or (ahead and closure.lost_on):
@@ -541,16 +510,12 @@ class Dispatcher:
         """Note that a worker does not hold these any more, and did just now."""
         self.num_in_flight -= len(closures)
         kinds = self._kinds
-        if len(kinds) == 1 and len(closures) < kinds.get(NO_DATA, 0):
-            kinds[NO_DATA] -= len(closures)
-        else:
-            for closure in closures:
-                if kinds[closure.needs] == 1:
-                    del kinds[closure.needs]
-                else:
-                    kinds[closure.needs] -= 1
+        for closure in closures:
+            kinds[closure.needs] -= 1
+            if not kinds[closure.needs]:
+                del kinds[closure.needs]
         if closures and not record.held and not record.leaving:
-            record.group.idle.append(record)
+            self._idle.setdefault(record.ended, deque()).append(record)
         self._classify(record)
 
     def _classify(self, record: _Worker) -> None:
@@ -565,9 +530,8 @@ class Dispatcher:
             self._loaded[record] = None
         else:
             self._loaded.pop(record, None)
-        if record.group.ended:
-            group = record.group
-            has_use = any(c.needs.isdisjoint(group.ended) for c in record.held.values())
-            if has_use == (record.name in group.spent):
-                group.spent ^= {record.name}
-                group.changes += 1
+        ended = record.ended
+        if ended and not any(c.needs.isdisjoint(ended) for c in record.held.values()):
+            self._spent.add(record)
+        else:
+            self._spent.discard(record)

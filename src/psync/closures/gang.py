@@ -8,7 +8,7 @@ are there it is *merged*: one function is called with the values of all, and its
 to all. Everything is all or none:
 
     what happens                                       what becomes of it
-    all replicas have come to the k-th                 Merge, then Answer to all
+    all replicas have come to the k-th                 Merge, then an answer to all
     one comes to another than the first one has        error: "different collectives"
     one has returned where another waits               error: "different numbers"
     a replica fails, or its worker is lost             error that names it
@@ -47,13 +47,6 @@ class Merge:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Tell every replica what was made in this collective."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class Refuse:
     """Tell those of these replicas who wait in a collective that it will not be."""
 
@@ -73,7 +66,7 @@ class StopMerging:
     """Cancel the functions that are running; ``merged`` follows for each all the same."""
 
 
-GangAction: TypeAlias = Merge | Answer | Refuse | Stop | StopMerging
+GangAction: TypeAlias = Merge | Refuse | Stop | StopMerging
 
 
 @dataclass(slots=True)
@@ -162,15 +155,15 @@ class Gang:
         self._merging.add(number)
         return [Merge(number)]
 
-    def merged(self, number: int) -> list[GangAction]:
-        """The function of a collective has ended, whatever came of it."""
+    def merged(self, number: int) -> bool:
+        """The function of a collective has ended; return whether all get what came of it."""
         self._merging.remove(number)
         if self._cause is not None:
-            return []
+            return False
         del self._open[number]
         for record in self._replicas:
             record.answered += 1
-        return [Answer(number)]
+        return True
 
     def gave_up(self, replica: int) -> list[GangAction]:
         """A replica waits in a collective no more, although nobody has answered."""

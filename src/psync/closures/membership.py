@@ -29,12 +29,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 from psync.closures.queue import ClosureQueue
 from psync.errors import LocalProtocolError, check_fits
+from psync.wire.messages import Fence
 
 BACKOFF_MIN_S = 0.02
 BACKOFF_MAX_S = 5.0
@@ -91,13 +92,8 @@ class SessionEnd:
         return cls(f"{worker} is lost ({error})", blame=True, counts=sent_away is None)
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """Tell ``ps`` to refuse everything from incarnations of ``task`` below ``below``."""
-
-    ps: str
-    task: str
-    below: int
+Fences: TypeAlias = list[tuple[str, Fence]]
+"""(ps, what it is told) of each: to refuse earlier incarnations of a worker."""
 
 
 @dataclass(slots=True)
@@ -135,7 +131,7 @@ class Membership:
         record = self._move(task, TaskState.CONNECTING, TaskState.LEFT)
         record.address = address
 
-    def connected(self, task: str, boot_incarnation: int) -> list[Fence]:
+    def connected(self, task: str, boot_incarnation: int) -> Fences:
         """A connection to the task was made, whose handshake gave its boot incarnation.
 
         Its ``incarnation`` is another one from now on.
@@ -147,9 +143,9 @@ class Membership:
             task, TaskState.ALIVE, TaskState.CONNECTING, TaskState.LOST, TaskState.LEFT
         )
         record.incarnation = max(boot_incarnation, record.incarnation + 1)
-        return [Fence(task, *fence) for fence in self.fences()] if record.is_ps else []
+        return [(task, Fence(*fence)) for fence in self.fences()] if record.is_ps else []
 
-    def disconnected(self, task: str) -> list[Fence]:
+    def disconnected(self, task: str) -> Fences:
         """The connection to the task ended: a worker is lost.
 
         Raises:
@@ -158,18 +154,18 @@ class Membership:
         record = self._move(task, TaskState.LOST, TaskState.ALIVE)
         return [] if record.is_ps else self._gone(task, record)
 
-    def left(self, worker: str) -> list[Fence]:
+    def left(self, worker: str) -> Fences:
         """A worker has left in order, or is not wanted any more."""
         record = self._tasks[worker]
         was_alive, record.state = record.state is TaskState.ALIVE, TaskState.LEFT
         return self._gone(worker, record) if was_alive else []
 
-    def _gone(self, worker: str, record: _Task) -> list[Fence]:
+    def _gone(self, worker: str, record: _Task) -> Fences:
         """Fence a worker whose connection has ended."""
         record.fenced_below = record.incarnation + 1
         tasks = self._tasks.items()
         living = [name for name, task in tasks if task.is_ps and task.state is TaskState.ALIVE]
-        return [Fence(ps, worker, record.fenced_below) for ps in living]
+        return [(ps, Fence(worker, record.fenced_below)) for ps in living]
 
     def state(self, task: str) -> TaskState:
         """Return the state of a task of the cluster."""
@@ -383,7 +379,7 @@ class ScheduleReports:
         self._joined: dict[str, int] = {}  # incarnation of each
         self._exhausted: set[str] = set()  # of these, whose last closure met the end of its data
         # Of these, whose data ended: they may run nothing else.
-        self._idle: AbstractSet[str] = set()
+        self._idle: set[str] = set()
         self._returning: dict[str, int] = {}  # who took part when all sessions were ended
         self._returned_by: float | None = None  # then they are missed; None: not asked since
         self._members_changed = False
@@ -439,10 +435,8 @@ class ScheduleReports:
         """Return whether ``decide`` may have news. To be called when the queue has changed."""
         dispatcher = self._queue.dispatcher
         if dispatcher.ended or self._idle:
-            idle = dispatcher.without_work()
-            if idle is not self._idle:
-                self._members_changed |= idle != self._idle
-                self._idle = idle
+            if (idle := dispatcher.without_work()) != self._idle:
+                self._members_changed, self._idle = True, idle
         if self._exhausted and not dispatcher.num_queued and not dispatcher.num_in_flight:
             self._exhausted.clear()
             self._members_changed = True
@@ -505,7 +499,7 @@ class ScheduleReports:
         in_flight = tuple((c.number_on_ps, worker) for worker, c in held if not c.in_collective)
         return ScheduleState(tuple(here), missing, queued, in_flight)
 
-    def _here(self, absent: AbstractSet[str]) -> list[tuple[str, int]]:
+    def _here(self, absent: set[str]) -> list[tuple[str, int]]:
         joined = self._joined
         here = [worker for worker in self._workers if worker in joined and worker not in absent]
         return [(worker, joined[worker]) for worker in here]

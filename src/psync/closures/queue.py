@@ -35,6 +35,7 @@ from typing import TypeAlias
 
 from psync.closures.closure import Closure, Identities, Replica, State, move
 from psync.closures.dispatcher import Dispatch, Dispatcher, GiveBack, WorkerStatistics
+from psync.closures.scaling import Load
 from psync.errors import (
     ClosureCancelled,
     ClosureError,
@@ -140,6 +141,11 @@ class QueueStatistics:
     given_back: int  # times a worker returned a closure unstarted, or lacked its data
     workers: tuple[WorkerStatistics, ...]
 
+    def load(self) -> Load:
+        """Return what there is to do; the mean is that of the workers."""
+        means = [worker.mean_s for worker in self.workers if worker.mean_s is not None]
+        return Load(self.queued, self.in_flight, sum(means) / len(means) if means else None)
+
 
 class Losses:
     """Tells closures that kill their workers from those that were there when workers died.
@@ -154,16 +160,9 @@ class Losses:
     """
 
     def __init__(self, limit: int) -> None:
+        self.proven: set[str] = set()  # functions of which a call has run to its end
         self._limit = limit
-        self._proven: set[str] = set()  # functions of which a call has run to its end
         self._recent: deque[dict[int, str]] = deque(maxlen=RECENT_LOSSES)  # held: names by id
-
-    def finished(self, closures: Sequence[Closure]) -> None:
-        """These have run to their end."""
-        proven = self._proven
-        for closure in closures:
-            if closure.name not in proven:
-                proven.add(closure.name)
 
     def lost(self, held: Sequence[Closure]) -> None:
         """A worker was lost that held these."""
@@ -172,7 +171,7 @@ class Losses:
     def is_killer(self, closure: Closure) -> bool:
         """Whether the losses of a closure are not by chance."""
         others = [held for held in self._recent if closure.id not in held]
-        chance = [held for held in others if self._proven.issuperset(held.values())]
+        chance = [held for held in others if self.proven.issuperset(held.values())]
         return len(closure.lost_on) >= self._limit + len(chance)
 
 
@@ -192,6 +191,7 @@ class ClosureQueue:
 
     Attributes:
         dispatcher: Which closures are queued, and what each worker holds.
+        open: All closures that are not final, by id; to be read only.
         identities: Of closures that may come again.
         pending_errors: What a join is going to raise and to name, in order.
         ending: Why everything is being cancelled, and what is scheduled too; None if it is not.
@@ -214,7 +214,7 @@ class ClosureQueue:
         self._stopped = False  # everything is cancelled for good
         self._end_of_data: BaseException | None = None  # the first, until it is collected
         self._losses = Losses(max_losses)
-        self._open: dict[int, Closure] = {}  # all that are not final
+        self.open: dict[int, Closure] = {}
         self._unsettled: deque[int] = deque()  # ids in order; final ones go when they are first
         self._barriers: list[Barrier] = []  # that are not open, in order
         self._settled: list[Closure] = []  # to be told with the next actions
@@ -241,7 +241,7 @@ class ClosureQueue:
         move(closure, State.QUEUED)
         closure_id = closure.id
         self.next_id = closure_id + 1
-        self._open[closure_id] = closure
+        self.open[closure_id] = closure
         self._unsettled.append(closure_id)
         self.dispatcher.queued.add(closure)
         return []
@@ -260,12 +260,12 @@ class ClosureQueue:
             if closure.state is State.QUEUED:
                 self.dispatcher.queued.add(closure)
         self.next_id = closure.id + 1
-        return self._actions(dispatch=False)
+        return self.dispatch(sends=False)
 
     def _add(self, closure: Closure) -> None:
         """Note a closure whose id is above all that were added before."""
         self.next_id = closure.id + 1
-        self._open[closure.id] = closure
+        self.open[closure.id] = closure
         self._unsettled.append(closure.id)
 
     def _note_missing(self, closure: Closure) -> None:
@@ -291,17 +291,13 @@ class ClosureQueue:
                 move(closure, State.QUEUED)
                 self.dispatcher.queued.add(closure)
 
-    def dispatch(self) -> list[Action]:
-        """Send what was scheduled. To be called once in each turn of the loop that scheduled."""
-        return self._actions()
-
     def cancel(self, closure_id: int) -> list[Action]:
         """Cancel one closure: at once if no worker holds it, else its worker is asked to stop it.
 
         A final closure is left as it is, and one is asked to stop only once. Closures that wait for
         its value fail, if it ends without one.
         """
-        closure = self._open.get(closure_id)
+        closure = self.open.get(closure_id)
         if closure is None or closure.state is State.CANCELLING:
             return []
         if closure.state is State.HELD:
@@ -309,7 +305,7 @@ class ClosureQueue:
             self._cancels.append(Cancel(closure.worker, (closure.id,)))
         else:
             self._end(closure, State.CANCELLED, self._cancelled(closure))
-        return self._actions()
+        return self.dispatch()
 
     def pause(self) -> None:
         """Dispatch nothing until ``resume`` was called as often as this. Reports go on."""
@@ -319,7 +315,7 @@ class ClosureQueue:
         """Take one ``pause`` back."""
         assert self._pauses, "the closure queue was resumed more often than paused"
         self._pauses -= 1
-        return self._actions()
+        return self.dispatch()
 
     def fail(self, error: BaseException) -> list[Action]:
         """End everything with an error that is no closure's own, such as the loss of a ps."""
@@ -328,7 +324,7 @@ class ClosureQueue:
             self._end_all(error.message, error.hint)
         else:
             self._end_all(str(error))
-        return self._actions()
+        return self.dispatch()
 
     def request_stop(self, reason: str) -> list[Action]:
         """A step asks for the end of training; see above. Nothing, if everything ends already."""
@@ -337,14 +333,14 @@ class ClosureQueue:
         self.requested_stop = reason
         self.ending = f"training was asked to stop: {reason}"
         self._remedy = "schedule it again after join has returned"
-        self._cancel_queued(list(self._open.values()))  # the rest goes to its end
-        return [*self._actions(), *self.dispatcher.ask_back()]
+        self._cancel_queued(list(self.open.values()))  # the rest goes to its end
+        return [*self.dispatch(), *self.dispatcher.ask_back()]
 
     def stop(self) -> list[Action]:
         """Cancel everything, now and from now on."""
         self._stopped = True
         self._end_all("the coordinator was closed")
-        return self._actions()
+        return self.dispatch()
 
     # --- gangs ---
 
@@ -371,7 +367,7 @@ class ClosureQueue:
             self._barriers[at - 1].behind += barrier.behind
         else:
             self._miss_less(barrier.behind)
-        return self._actions()
+        return self.dispatch()
 
     def begin_gang(self, replicas: Sequence[tuple[str, Replica]]) -> list[Action]:
         """Send each replica to its worker, which is idle."""
@@ -380,14 +376,14 @@ class ClosureQueue:
             move(replica, State.QUEUED)
             sent.append(self.dispatcher.give(worker, replica))
             self._add(replica)
-        return [*self._actions(dispatch=False), *sent]
+        return [*self.dispatch(sends=False), *sent]
 
     # --- what workers do ---
 
     def worker_joined(self, worker: str) -> list[Action]:
         """A worker is ready for closures."""
         self.dispatcher.join(worker)
-        return self._actions()
+        return self.dispatch()
 
     def worker_leaves(self, worker: str) -> list[Action]:
         """A worker is about to leave: send it nothing more. It gives back what it has not started.
@@ -395,7 +391,7 @@ class ClosureQueue:
         What it runs it reports, and then it is lost, blamelessly.
         """
         self.dispatcher.retire(worker)
-        return self._actions()
+        return self.dispatch()
 
     def worker_lost(
         self, worker: str, *, blame: bool = True, returns: bool = False
@@ -416,7 +412,7 @@ class ClosureQueue:
                 state = State.FAILED if closure.state is State.HELD else State.CANCELLED
                 lost = f"was lost while it ran {closure}, a replica of a gang"
                 self._end(closure, state, WorkerLost(worker, lost))
-                return self._actions()
+                return self.dispatch()
             closure.times_back += 1
             if blame:
                 closure.lost_on += (worker,)
@@ -425,12 +421,12 @@ class ClosureQueue:
             # The first one to be given up ends everything, and cancels the others.
             if closure.state is State.QUEUED and self._losses.is_killer(closure):
                 self._end(closure, State.FAILED, loss_error(closure))
-        return self._actions()
+        return self.dispatch()
 
     def worker_will_not_return(self, worker: str) -> list[Action]:
         """A worker that was lost is not expected back any more."""
         self.dispatcher.will_not_return(worker)
-        return self._actions()
+        return self.dispatch()
 
     def finished(self, worker: str, ids: Sequence[int], mean_s: float) -> list[Action]:
         """A worker ran these closures to their end, and each has a value.
@@ -447,19 +443,32 @@ class ClosureQueue:
             RemoteProtocolError: If it does not hold one of them, or the mean is no duration.
         """
         closures = self.dispatcher.take_finished(worker, ids, mean_s)
-        self._losses.finished(closures)
-        if self.ending is None or self.requested_stop is not None:
-            self._finish(closures)
-        else:  # ps tasks may have refused its updates since the error, and some of them not
-            for closure in closures:
+        still_open, proven = self.open, self._losses.proven
+        counts = self.ending is None or self.requested_stop is not None
+        if counts:
+            self._settled += closures
+            self._totals[State.FINISHED] += len(closures)
+        for closure in closures:
+            if closure.name not in proven:
+                proven.add(closure.name)
+            if not counts:
+                # Ps tasks may have refused its updates since the error, and some of them not.
                 self._end(closure, State.CANCELLED, self._cancelled(closure))
-        return self._actions(worker)
+                continue
+            move(closure, State.FINISHED)
+            del still_open[closure.id]
+            if closure.dependents is not None:
+                dependents, closure.dependents = closure.dependents, None
+                self._miss_less(dependents)
+            if closure.identity is not None:
+                self.identities.end(closure, closure.identity)
+        return self.dispatch(worker)
 
     def failed(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
         """A closure raised ``error`` on a worker. Raises as ``finished`` does."""
         (closure,) = self.dispatcher.take(worker, (closure_id,), "failed")
         self._end(closure, State.FAILED, error)
-        return self._actions(worker)
+        return self.dispatch(worker)
 
     def end_of_data(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
         """A closure met the end of its worker's data, ``error``. Raises as ``finished`` does."""
@@ -469,7 +478,7 @@ class ClosureQueue:
             has_taker = self.dispatcher.has_taker(closure.needs)
             if has_taker and not error.updates:
                 self._num_given_back += self._come_back([closure])
-                return self._actions()
+                return self.dispatch()
             if has_taker:
                 error.hint = (
                     f"other workers have data, but {closure} had made updates before it met the "
@@ -484,7 +493,7 @@ class ClosureQueue:
                 error.args = (error.message,)
         state = State.FAILED if closure.is_replica else State.EXHAUSTED
         self._end(closure, state, error)
-        return self._actions()
+        return self.dispatch()
 
     def cancelled(self, worker: str, closure_id: int) -> list[Action]:
         """A worker stopped a closure, or did not start it, because it was asked to.
@@ -492,12 +501,12 @@ class ClosureQueue:
         Raises:
             RemoteProtocolError: If it does not hold the closure, or was not asked to stop it.
         """
-        held = self._open.get(closure_id)
+        held = self.open.get(closure_id)
         if held is not None and held.state is State.HELD:
             raise RemoteProtocolError(f"{worker} cancelled {held}, which it was not asked to")
         (closure,) = self.dispatcher.take(worker, (closure_id,), "cancelled")
         self._end(closure, State.CANCELLED, self._cancelled(closure))
-        return self._actions(worker)
+        return self.dispatch(worker)
 
     def given_back(self, worker: str, ids: Sequence[int]) -> list[Action]:
         """A worker returns closures that it has not started: the answer to a GiveBack, or unasked.
@@ -508,26 +517,22 @@ class ClosureQueue:
             RemoteProtocolError: If it does not hold one of them.
         """
         for closure_id in ids:
-            closure = self._open.get(closure_id)
+            closure = self.open.get(closure_id)
             if closure is not None and closure.is_replica:
                 raise RemoteProtocolError(f"{worker} gave back {closure}, which it has to run")
         closures = self.dispatcher.take_back(worker, ids)
         self._num_given_back += self._come_back(closures)
         more = [] if self.requested_stop is None else self.dispatcher.ask_back()
-        return [*self._actions(), *more]
+        return [*self.dispatch(), *more]
 
     # --- what join needs ---
 
     def low_water(self) -> int:
         """Return the lowest id that is not final, or ``next_id`` if all are. It never falls."""
-        unsettled, still_open = self._unsettled, self._open
+        unsettled, still_open = self._unsettled, self.open
         while unsettled and unsettled[0] not in still_open:
             unsettled.popleft()
         return unsettled[0] if unsettled else self.next_id
-
-    def is_open(self, closure_id: int) -> bool:
-        """Whether a closure has not ended yet."""
-        return closure_id in self._open
 
     def is_settled(self, cutoff: int) -> bool:
         """Whether a join with this cut-off is over; ``collect_error`` then says how.
@@ -579,7 +584,7 @@ class ClosureQueue:
         """Return a snapshot."""
         queued, in_flight = self.dispatcher.num_queued, self.dispatcher.num_in_flight
         return QueueStatistics(
-            waiting=len(self._open) - queued - in_flight,
+            waiting=len(self.open) - queued - in_flight,
             queued=queued,
             in_flight=in_flight,
             finished=self._totals[State.FINISHED],
@@ -609,20 +614,6 @@ class ClosureQueue:
             self._cancel_queued(back)
             return 0
         return len(back)
-
-    def _finish(self, closures: list[Closure]) -> None:
-        """These have their values."""
-        still_open = self._open
-        for closure in closures:
-            move(closure, State.FINISHED)
-            del still_open[closure.id]
-            if closure.dependents is not None:
-                dependents, closure.dependents = closure.dependents, None
-                self._miss_less(dependents)
-            if closure.identity is not None:
-                self.identities.end(closure, closure.identity)
-        self._settled += closures
-        self._totals[State.FINISHED] += len(closures)
 
     def _end(self, closure: Closure, state: State, error: BaseException) -> None:
         """A closure ends without a value, and those that needed it do. A replica concerns nobody.
@@ -659,7 +650,7 @@ class ClosureQueue:
         closure.dependencies = ()
         if closure.identity is not None:
             self.identities.end(closure, closure.identity)
-        self._open.pop(closure.id, None)
+        self.open.pop(closure.id, None)
         self._totals[closure.state] += 1
         self._settled.append(closure)
 
@@ -669,7 +660,7 @@ class ClosureQueue:
             return
         self.requested_stop = None
         self.ending, self._remedy = reason, remedy or SCHEDULE_AGAIN
-        self._cancel_queued(list(self._open.values()))
+        self._cancel_queued(list(self.open.values()))
         for worker, closures in self.dispatcher.held():
             running = [closure for closure in closures if closure.state is State.HELD]
             for closure in running:
@@ -691,18 +682,23 @@ class ClosureQueue:
             hint=None if self._stopped else self._remedy,
         )
 
-    def _actions(self, reporter: str | None = None, *, dispatch: bool = True) -> list[Action]:
-        """Return what is to be done now; ``reporter`` as in ``Dispatcher.decide``."""
+    def dispatch(self, reporter: str | None = None, *, sends: bool = True) -> list[Action]:
+        """Return what is to be done now. To be called in each turn of the loop that scheduled.
+
+        Args:
+            reporter: As of ``Dispatcher.decide``.
+            sends: Whether closures are sent to workers; False: ends are told, and no more.
+        """
         actions: list[Action] = []
         if self._settled:
             actions.append(Settle(tuple(self._settled)))
             self._settled = []
-            if not self._open:  # a dict keeps the largest table that it needed
-                self._open.clear()
+            if not self.open:  # a dict keeps the largest table that it needed
+                self.open.clear()
                 self._unsettled.clear()
         if self._cancels:
             actions += self._cancels
             self._cancels = []
-        if dispatch and self.ending is None and not self._pauses:
+        if sends and self.ending is None and not self._pauses:
             actions += self.dispatcher.decide(reporter)
         return actions

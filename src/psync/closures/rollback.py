@@ -14,7 +14,7 @@ program need not schedule them again: the next rollback, or the second checkpoin
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from psync.closures.closure import Identities, Identity
@@ -191,12 +191,12 @@ class EndedClosures:
         """Note a closure that has ended before the first cut, and that may be repeated."""
         self._early.append(closure)
 
-    def saved(self, cut: CutCalls, is_open: Callable[[int], bool]) -> None:
+    def saved(self, cut: CutCalls, still_open: Container[int]) -> None:
         """Forget those that are in a checkpoint now.
 
         Args:
             cut: What is in it.
-            is_open: Whether a closure has not ended yet. One that had before the first cut was
+            still_open: Closures that have not ended yet. One that had before the first cut was
                 begun was not noted, and may wait for its step in that. Its call was not kept: to
                 schedule it again fails, if it is one that may be repeated.
         """
@@ -212,7 +212,7 @@ class EndedClosures:
         self.kept.forget(one.id for first, one in noted.items() if first not in self._ended)
         for first in cut.pending - self._ended.keys():
             identity = self._identities.get(first)
-            if is_open(first) if identity is None else identity.is_open:
+            if first in still_open if identity is None else identity.is_open:
                 continue
             self.ended(first, 0)
             if identity is None and (first in early or first < older):

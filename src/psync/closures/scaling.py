@@ -10,12 +10,8 @@ import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from psync.errors import check_fits
-
-if TYPE_CHECKING:
-    from psync.closures.queue import QueueStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +21,6 @@ class Load:
     queued: int = 0  # closures that no worker holds, and that wait for no input
     in_flight: int = 0  # closures that workers hold
     mean_s: float | None = None  # seconds that one takes; None: none has ended yet
-
-    @classmethod
-    def of(cls, counts: QueueStatistics) -> Load:
-        """Return the load of a queue; the mean is that of its workers."""
-        means = [worker.mean_s for worker in counts.workers if worker.mean_s is not None]
-        mean_s = sum(means) / len(means) if means else None
-        return cls(counts.queued, counts.in_flight, mean_s)
 
 
 class AdaptiveRule:

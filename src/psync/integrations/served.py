@@ -28,6 +28,7 @@ from psync.client.link import all_of
 from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.integrations.merging import AnyVariable, StateMerge
 from psync.net.platform import PerProcess
+from psync.net.shielding import carried_out
 from psync.numerics.casting import fitting
 from psync.numerics.rows import IndexedSlices
 from psync.replicas.context import current_gang
@@ -333,12 +334,7 @@ def checked_scope(what: str, optimizer: object) -> Scope:
 
 async def in_thread(function: Callable[[], L]) -> L:
     """Run a function in a thread; a cancellation is raised when it has ended."""
-    work = asyncio.ensure_future(asyncio.to_thread(function))
-    try:
-        return await asyncio.shield(work)
-    finally:
-        await asyncio.wait([work])
-        work.exception()  # is seen
+    return await carried_out(asyncio.ensure_future(asyncio.to_thread(function)))
 
 
 def current_run() -> object:

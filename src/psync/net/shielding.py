@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import sys
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -57,6 +57,29 @@ async def shielded(work: asyncio.Future[T]) -> T:
             work.add_done_callback(_look)
             raise
     return work.result()
+
+
+async def carried_out(work: asyncio.Future[T], is_over: Callable[[], bool] = lambda: False) -> T:
+    """Wait for work that cannot be stopped, such as that of a thread; return what it returns.
+
+    Args:
+        work: Goes to its end.
+        is_over: Whether a cancellation is raised at once all the same.
+
+    Cancellation: Raised once ``work`` has ended.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait((work,))
+        except asyncio.CancelledError as exc:
+            if is_over():
+                raise
+            cancelled = exc
+    if cancelled is None:
+        return work.result()
+    _look(work)
+    raise cancelled
 
 
 def _look(work: asyncio.Future[T]) -> None:

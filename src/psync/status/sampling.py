@@ -268,7 +268,7 @@ class StatusSource(ClusterSource):
         )  # fmt: skip
 
     def _records(self) -> list[WorkerRecord]:
-        return sorted(self._coordinator.links.workers.records(), key=lambda each: each.place)
+        return sorted(self._coordinator.links.workers.records.values(), key=lambda each: each.place)
 
     def _state(self) -> str:
         coordinator = self._coordinator

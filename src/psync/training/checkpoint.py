@@ -40,11 +40,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -84,6 +83,7 @@ from psync.errors import (
 )
 from psync.metrics import Metric
 from psync.net.platform import flag, random_hex
+from psync.net.shielding import carried_out, first_of
 from psync.numerics.memory import BLOCK_ELEMENTS
 from psync.schedules import Schedule, from_config
 from psync.specs import checked_integer, checked_kind, dtype_of, shortened
@@ -720,17 +720,7 @@ class Checkpoint:
     ) -> Saved:  # fmt: skip
         """Take a cut and write it."""
         states: dict[str, Any] = {}
-        errors: list[Exception] = []
-
-        def ask() -> None:
-            try:
-                states.update(contents.present_states())
-            except Exception as exc:
-                errors.append(exc)
-
-        async with coordinator.cuts.take(ask) as cut:
-            for error in errors:
-                raise error
+        async with coordinator.cuts.take(lambda: states.update(contents.present_states())) as cut:
             for name, optimizer in contents.optimizers.items():
                 step = step_of(cut.snapshots, optimizer.number)
                 states[f"{name}/step"] = optimizer._rule.iteration(step)
@@ -1085,7 +1075,7 @@ def _coordinators() -> list[Coordinator]:
 
 
 async def _shown(
-    work: Awaitable[None], verbose: bool | str, writer: files.Writer, total: int
+    work: Coroutine[Any, Any, None], verbose: bool | str, writer: files.Writer, total: int
 ) -> None:
     """Await the writing of a checkpoint, and show how far it is: as its files grow."""
 
@@ -1095,12 +1085,7 @@ async def _shown(
             await asyncio.sleep(LOOK_EVERY_S)
 
     with showing(verbose, f"saving {writer.directory}", total) as show:
-        looking = asyncio.create_task(look())
-        try:
-            await work
-        finally:
-            looking.cancel()
-            await asyncio.wait((looking,))
+        await first_of(work, look())
 
 
 async def coordinator_for(contents: Contents) -> Coordinator | None:
@@ -1208,18 +1193,7 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
     So a checkpoint is not removed, nor its files closed, while it is being completed.
     """
-    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    cancelled: asyncio.CancelledError | None = None
-    while not work.done():
-        try:
-            await asyncio.wait((work,))
-        except asyncio.CancelledError as exc:
-            cancelled = exc
-    if cancelled is None:
-        return work.result()
-    if not work.cancelled():
-        work.exception()  # which nobody wants to hear any more
-    raise cancelled
+    return await carried_out(asyncio.ensure_future(asyncio.to_thread(function, *arguments)))
 
 
 async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> None:
@@ -1239,7 +1213,7 @@ async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> N
     layout = Layout(cut.snapshots, [part for part in parts if part.compute is None])
     # What no ps writes: what is computed, such as the sum of copies, and new slots. It is read
     # first, since a ps lets go of what it has written.
-    own = []
+    own: dict[Part, Any] = {}
     for part in parts:
         found = layout.find(part)
         if found is None and not part.slot:
@@ -1248,15 +1222,14 @@ async def _write_cut(cut: Cut, parts: Sequence[Part], writer: files.Writer) -> N
                 hint="it was declared while the checkpoint was saved: save again",
             )
         if found is None:
-            own.append(dataclasses.replace(part, read=functools.partial(_value, _constant(part))))
+            own[part] = _constant(part)
         elif part.compute is not None:
-            value = await part.compute(await cut.read(*found))
-            own.append(dataclasses.replace(part, read=functools.partial(_value, value)))
+            own[part] = await part.compute(await cut.read(*found))
     try:
         async with asyncio.TaskGroup() as group:
             for ps in range(len(cut.snapshots)):
                 group.create_task(_write_snapshot(cut, ps, layout, writer))
-            group.create_task(_write_parts(writer, own))
+            group.create_task(_write_parts(writer, list(own), own))
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
 
@@ -1290,11 +1263,10 @@ async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: files.Write
     await in_thread(note)
 
 
-async def _value(value: Any) -> Any:
-    return value
-
-
-async def _write_parts(writer: files.Writer, parts: Sequence[Part]) -> None:
+async def _write_parts(
+    writer: files.Writer, parts: Sequence[Part], values: Mapping[Part, Any] | None = None
+) -> None:
+    """Write files of the program's own; without ``values`` they are read now."""
     batches: list[list[Part]] = []  # of each file
     nbytes = FILE_BYTES
     for part in parts:
@@ -1307,7 +1279,8 @@ async def _write_parts(writer: files.Writer, parts: Sequence[Part]) -> None:
         name = f"data-{number:05d}.safetensors"
         with files.DataFile(writer.temporary / name, batch) as data_file:
             for part in batch:
-                await in_thread(data_file.write, await part.read())
+                value = await part.read() if values is None else values[part]
+                await in_thread(data_file.write, value)
             writer.add_file(name, await in_thread(data_file.close), data_file.slices)
 
 

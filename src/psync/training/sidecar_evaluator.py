@@ -44,7 +44,7 @@ from psync.net.environment import note_training_began, run_over, training_presen
 from psync.specs import checked_integer, checked_kind
 from psync.training.checkpoint import PREFIX, Checkpoint
 from psync.training.trainer import awaited, call_back
-from psync.worker.step_thread import StepThread
+from psync.worker.session import StepThread
 
 logger = logging.getLogger(__name__)
 

@@ -559,14 +559,6 @@ class Counts:
             self.sums[position] += metric.contribution(y, predictions[0], sample_weight=weight)
 
 
-def say_over(epoch: int, epochs: int) -> None:
-    """Say in the log why training ends before its last epoch."""
-    logger.warning(
-        "training ends with epoch %d of %d: the workers' data started and ended in it; provide "
-        "more data (num_epochs=None), or use fewer steps_per_epoch", epoch + 1, epochs,
-    )  # fmt: skip
-
-
 class Trainer:
     """Trains variables on the workers of a strategy, epoch by epoch.
 
@@ -747,9 +739,14 @@ class Trainer:
                     await call_back(self, callbacks, "on_train_begin")
                     # A checkpoint may lack steps of earlier epochs.
                     await runs.settle(saved=True)
-                    if runs.ended and first < epochs:
-                        say_over(max(0, first - 1), epochs)
-                    for epoch in range(first, first if runs.ended else epochs):
+                    for epoch in range(first, epochs):
+                        if runs.ended:
+                            logger.warning(
+                                "training ends with epoch %d of %d: the workers' data started and "
+                                "ended in it; provide more data (num_epochs=None), or use fewer "
+                                "steps_per_epoch", max(1, epoch), epochs,
+                            )  # fmt: skip
+                            break
                         await call_back(self, callbacks, "on_epoch_begin", epoch)
                         show.begin(f"epoch {epoch + 1}/{epochs}", steps_per_epoch)
                         is_due = (epoch + 1) % validation_freq == 0
@@ -766,9 +763,7 @@ class Trainer:
                         coordinator.report({"epoch": epoch, **logs})
                         await call_back(self, callbacks, "on_epoch_end", epoch, logs)
                         await runs.settle()
-                        if runs.ended and epoch + 1 < epochs:
-                            say_over(epoch, epochs)
-                        if runs.ended or self.stop_training:
+                        if self.stop_training and not runs.ended:
                             break
                 except BaseException as exc:
                     show.close()

@@ -272,11 +272,7 @@ def batches_of(returned: Any, fn: Callable[..., Any], role: str = "dataset_fn") 
     """
     name = f"{role} {name_of(fn)}"
     _check_plain(name, returned)
-    if (
-        isinstance(returned, tuple)
-        and returned
-        and all(isinstance(x, np.ndarray) for x in returned)
-    ):
+    if isinstance(returned, tuple) and _arrays_in(returned):
         raise UsageError(
             f"{name} returned a tuple of {len(returned)} arrays, expected an iterable of batches",
             hint="a list of one batch is [(x, y)]",

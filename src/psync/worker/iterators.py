@@ -36,8 +36,8 @@ class WorkerIterator:
     """One worker's iterator over its dataset.
 
     States: open; ended (the dataset is exhausted or has raised, and stays so until
-    ``next_in`` begins it again); closed (every method raises ClosedError). The thread ends with the
-    first of the last two; whoever made the iterator closes it.
+    ``next_in`` begins it again); closed (every method raises ClosedError), with which the thread
+    ends. Whoever made the iterator closes it.
 
     Args:
         dataset_fn: Builds the dataset; called in the loader thread.
@@ -77,9 +77,6 @@ class WorkerIterator:
         self._waiters: list[concurrent.futures.Future[None]] = []  # of `ready`
         self._epoch: int | None = None  # in which the dataset was begun, of those who count them
         self.thread: threading.Thread | None = None  # in which dataset code runs
-        self._start_thread()
-
-    def _start_thread(self) -> None:
         if self._ahead > 0:
             self.thread = threading.Thread(
                 target=self._run, name=f"psync dataset {self.name}", daemon=True
@@ -147,7 +144,7 @@ class WorkerIterator:
                     raise
             with self._changed:
                 self._epoch, self.position, self._to_skip, self._end = epoch, 0, 0, None
-                self._start_thread()
+                self._changed.notify_all()
 
     async def ready(self) -> None:
         """Wait until ``next`` will not block: a batch, the end or an error is there.
@@ -176,46 +173,30 @@ class WorkerIterator:
     # The loader.
 
     def _run(self) -> None:
-        while self._wait_for_room():
+        while self._wait_for_work():
             self._load()
         self._close_source()
 
-    def _wait_for_room(self) -> bool:
+    def _wait_for_work(self) -> bool:
         """Wait until another batch may be loaded; False if none ever will."""
         with self._changed:
-            while len(self._batches) >= self._ahead and not self._closed:
+            while not self._closed and (self._end or len(self._batches) >= self._ahead):
                 self._changed.wait()
-            return not (self._closed or self._end is not None or self._is_replaced())
-
-    def _is_replaced(self) -> bool:
-        """Return whether this is a loader that has found the end, where another one has begun."""
-        return self.thread is not None and self.thread is not threading.current_thread()
+            return not self._closed
 
     def _load(self) -> None:
         """Load one batch, or find the end. Runs user code."""
         with inside(DatasetContext(self._worker_index)):
             try:
                 if self._source is None:
-                    self._source = open_dataset(self._dataset_fn, self._context)
-            except BaseException as exc:  # `next` raises it where somebody asks for a batch
-                self._is_built = False
-                error = ClosureInputError(
-                    f"dataset {self.name} could not be built: {type(exc).__name__}: {exc}"
-                )
-                error.__cause__ = exc
-                self._settle(error)
-                return
-            try:
+                    self._source = self._open()
                 while self._to_skip and not self._closed:
                     next(self._source)
                     self._to_skip -= 1
                 batch = next(self._source)
             except StopIteration:
-                # Taken out before a step sees the end, and may begin the dataset again.
-                source, self._source = self._source, None
                 self._settle(EndOfData(f"dataset {self.name} has no further batch"))
-                self._close(source)
-            except BaseException as exc:  # as above
+            except BaseException as exc:  # `next` raises it where somebody asks for a batch
                 self._settle(exc)
             else:
                 with self._changed:
@@ -223,13 +204,21 @@ class WorkerIterator:
                         self._batches.append(batch)
                     self._wake()
 
+    def _open(self) -> Iterator[Any]:
+        try:
+            return open_dataset(self._dataset_fn, self._context)
+        except BaseException as exc:
+            self._is_built = False
+            raise ClosureInputError(
+                f"dataset {self.name} could not be built: {type(exc).__name__}: {exc}"
+            ) from exc
+
     def _settle(self, end: BaseException) -> None:
-        """Note the end, and wake whoever waits for it."""
+        """Note the end, wake whoever waits for it, and let the dataset clean up."""
         with self._changed:
             self._end, self._end_traceback = end, end.__traceback__
             self._wake()
-        if self.thread is None:
-            self._close_source()
+        self._close_source()
 
     def _wake(self) -> None:
         self._changed.notify_all()
@@ -255,13 +244,7 @@ class WorkerIterator:
 
     def _close_source(self) -> None:
         """Let the dataset clean up, in the thread that has used it."""
-        with self._changed:
-            if self._is_replaced():
-                return
-            source, self._source = self._source, None
-        self._close(source)
-
-    def _close(self, source: Iterator[Any] | None) -> None:
+        source, self._source = self._source, None
         close = getattr(source, "close", None)
         if callable(close):
             with inside(DatasetContext(self._worker_index)):

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import inspect
 import logging
 import math
+import queue
+import threading
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -40,7 +43,7 @@ from psync.errors import (
 )
 from psync.net.connection import Connection
 from psync.net.platform import Platform
-from psync.net.shielding import most_are_cancelled
+from psync.net.shielding import carried_out, most_are_cancelled
 from psync.net.task_reports import stack_of_task
 from psync.net.trace import SpanRecorder
 from psync.replicas.context import GangMember
@@ -59,7 +62,6 @@ from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.worker.data_sources import InputContext
 from psync.worker.iterators import BATCHES_AHEAD, IteratorHandle, WorkerIterator, arriving
-from psync.worker.step_thread import StepThread
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +116,66 @@ class LoadedStep:
     handles: Sequence[IteratorHandle[Any]]  # per-worker iterators that it captured
     is_coroutine: bool
     seconds: float = math.inf  # that its last run took; inf: it has never been run to its end
+
+
+_Job = tuple[Callable[[], Any], contextvars.Context, asyncio.Future[Any]]
+
+
+class StepThread:
+    """Runs functions in a daemon thread, in order. Started with the first one.
+
+    Not ``ThreadPoolExecutor``: its threads keep the process alive until their work ends, and a
+    step that hangs must not keep a worker from exiting.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._loop = asyncio.get_running_loop()
+
+    async def call(
+        self, function: Callable[[], Any], is_over: Callable[[], bool] = lambda: True
+    ) -> Any:
+        """Run ``function`` in the thread, in a copy of this context, and return its value.
+
+        Args:
+            function: A thread cannot be stopped: it goes on, whatever becomes of who waits.
+            is_over: Whether nobody waits for it any more: then a cancellation is raised at once.
+
+        Raises:
+            BaseException: What it raises.
+
+        Cancellation: Raised once the function has returned, unless ``is_over``.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="psync step", daemon=True)
+            self._thread.start()
+        work: asyncio.Future[Any] = self._loop.create_future()
+        self._jobs.put((function, contextvars.copy_context(), work))
+        value, error = await carried_out(work, is_over)
+        if error is not None:
+            raise error
+        return value
+
+    def close(self) -> None:
+        """End the thread once its present function returns."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread = None
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, context, future = job
+            outcome: tuple[Any, BaseException | None]
+            try:
+                outcome = (context.run(function), None)
+            except BaseException as exc:  # handed to whoever awaits the future
+                outcome = (None, exc)
+            del job, function, context
+            try:
+                self._loop.call_soon_threadsafe(future.set_result, outcome)
+            except RuntimeError:
+                return  # the loop is closed: nobody waits any more
 
 
 SHORT_S = 200e-6
@@ -189,6 +251,12 @@ class Session:
         self._told = False  # and the coordinator knows
         self._idle = asyncio.Event()  # set when nothing runs that leaving waits for
         self._recorder: SpanRecorder | None = None  # while somebody traces
+        self.told: dict[type[Message], Callable[[Any, Sequence[memoryview]], None]] = {
+            messages.RunClosures: self.run_closures,
+            messages.GiveBack: self.give_back,
+            messages.CancelClosures: self.cancel_closures,
+            messages.ReleaseIterator: self.release_iterator,
+        }
         self._runner = self._loop.create_task(self._run())
 
     # What the coordinator says.

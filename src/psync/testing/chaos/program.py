@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 import psync
-from psync.chief.events import RollbackEvent
+from psync.chief.watch import RollbackEvent
 from psync.errors import AttachError, PsyncError
 from psync.testing.chaos import oracle
 from psync.testing.chaos.evidence import Journal, marks_at, read_journal

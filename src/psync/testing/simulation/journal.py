@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from psync.chief.events import FailoverEvent, RollbackEvent
+from psync.chief.watch import FailoverEvent, RollbackEvent
 from psync.client.context import current_closure
 from psync.testing.simulation import oracle
 from psync.testing.simulation.plan import Call, ClosurePlan, Plan

@@ -442,7 +442,7 @@ def ends_all(original: Callable[..., Any]) -> Any:
         if self.ending is None:
             self._end_all(reason)
             self.requested_stop = reason
-        return self._actions()
+        return self.dispatch()
 
     return request_stop
 

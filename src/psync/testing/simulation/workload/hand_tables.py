@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import psync
-from psync.chief.events import RollbackEvent
+from psync.chief.watch import RollbackEvent
 from psync.errors import ClosureCancelled, ParameterServerLost, WorkerLost
 from psync.testing.simulation.journal import Journal, Note, Run
 from psync.testing.simulation.plan import Call, Plan
