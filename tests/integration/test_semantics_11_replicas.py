@@ -42,11 +42,15 @@ async def test_contexts_in_a_gang():
             merged = await context.merge_call(in_merge, (context is None,))
             return context.num_replicas_in_sync, merged
 
+        expected = (2, ([False, False], True, True, True, "ParameterServerStrategy", 2))
         with strategy.scope():
             assert psync.get_replica_context() is None
-            found = await strategy.run(fn)
-        expected = (2, ([False, False], True, True, True, "ParameterServerStrategy", 2))
-        assert strategy.experimental_local_results(found) == (expected, expected)
+            for run in (
+                strategy.run,
+                strategy.experimental_run_v2,
+                strategy.extended.call_for_each_replica,
+            ):
+                assert strategy.experimental_local_results(await run(fn)) == (expected, expected)
         assert strategy.num_replicas_in_sync == 1
 
 
