@@ -914,6 +914,7 @@ async def test_after_an_end_in_order_the_next_training_waits_for_all_again() -> 
             await first
 
 
+@pytest.mark.promise("failures.session-ps")
 @pytest.mark.virtual_time
 async def test_a_ps_that_is_lost_is_an_error_for_all() -> None:
     program = Program(sync(2), stop_at_step=10_000)

@@ -92,7 +92,9 @@ def half_ones() -> np.ndarray:
 
 
 @virtual
-@pytest.mark.promise("updates.same-answer", "updates.rows-at-most-once")
+@pytest.mark.promise(
+    "updates.same-answer", "updates.rows-at-most-once", "updates.assign-at-most-once"
+)
 async def test_whatever_is_lost_an_update_counts_once_and_its_answer_is_the_first() -> None:
     cluster = MemoryCluster(2, 2, losses=LOSSES)
     async with running(cluster), psync.ClusterCoordinator(cluster.strategy()) as coordinator:
@@ -396,7 +398,7 @@ async def test_a_step_for_which_there_is_no_memory_is_refused_with_what_to_do() 
 
 
 @virtual
-@pytest.mark.promise("input.documented-errors")
+@pytest.mark.promise("input.documented-errors", "input.connections-bounded")
 @pytest.mark.parametrize("seed", range(8))
 async def test_bytes_of_strangers_end_their_connection_and_nothing_else(seed: int) -> None:
     chance = random.Random(seed)
@@ -451,6 +453,18 @@ async def test_a_closure_that_kills_its_workers_is_found_whatever_else_dies(seed
         with pytest.raises(ClosureError, match="was lost with its worker"):
             await joining
         assert losses <= 15
+
+
+@virtual
+@pytest.mark.promise("closures.not-blamed")
+async def test_a_closure_that_only_happens_to_run_on_workers_that_are_lost_is_not_blamed() -> None:
+    async with coordinating(1, 2, max_losses=3) as (cluster, coordinator):
+        value = coordinator.schedule(asyncio.sleep, (20, "slept"))
+        for _ in range(6):
+            await asyncio.sleep(10)
+            for index in range(2):  # one of them is idle
+                cluster.network.cut(f"worker-{index}:1")
+        assert await value == "slept"
 
 
 @virtual

@@ -311,14 +311,6 @@ def test_an_evaluator_that_is_killed_too_often_is_left_alone() -> None:
 # --- signals -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_all_tasks(signum: signal.Signals) -> None:
-    with launched() as run:
-        run.popen.send_signal(signum)
-        assert run.wait() == 128 + signum
-        assert run.errors == (f"psync: {signum.name}: stopping all tasks; once more to kill them\n")
-
-
 def test_a_second_signal_kills_tasks_that_do_not_stop() -> None:
     with launched("stubborn") as run:
         run.popen.send_signal(signal.SIGINT)
