@@ -242,23 +242,6 @@ def test_all_that_may_not_have_started_is_asked_back_where_no_answer_is_owed() -
     assert bench.dispatcher.ask_back() == []  # "a" owes an answer, "b" has nothing
 
 
-def test_closure_known_to_have_started_is_unknown_again_on_its_next_worker() -> None:
-    bench, _ = two_workers_of_which_one_is_idle(num_ahead=1)
-    bench.give_back("a")
-    assert bench.closures[101].known_started
-    bench.lose("a")
-    assert bench.held() == {"b": [100]}
-    bench.finish("b", 100)
-    assert bench.held() == {"b": [101]}
-    assert not bench.closures[101].known_started
-
-
-def test_late_answer_of_a_worker_that_is_idle_by_now_is_harmless() -> None:
-    bench, _ = two_workers_of_which_one_is_idle()
-    bench.finish("a", 100, 101, 102, 103)
-    assert bench.give_back("a") == []
-
-
 def test_closure_that_ended_in_another_way_makes_room_and_says_nothing_of_the_pace() -> None:
     bench = Bench("a")
     bench.add(*range(1, 11))
@@ -282,21 +265,3 @@ def test_mean_that_is_no_duration_is_refused_and_nothing_is_taken(mean_s: float)
     ):
         bench.dispatcher.take_finished("a", (1,), mean_s)
     assert bench.held() == {"a": [1]}
-
-
-def test_worker_that_leaves_gets_nothing_more_and_is_asked_for_nothing() -> None:
-    bench = Bench("a", "b")
-    bench.add(0, 1, 2, 3, 4)
-    bench.decide()
-    assert bench.held() == {"a": [0, 2], "b": [1]}
-    bench.dispatcher.retire("a")
-    bench.dispatcher.retire("a")  # again: nothing new
-    for closure_id in (1, 3, 4):
-        assert asked(bench.finish("b", closure_id)) == {}, "a gives back unasked"
-    assert bench.held() == {"a": [0, 2]}
-    assert sent(bench.give_back("a", 2)) == {"b": [2]}
-    assert bench.finish("a", 0) == []
-    bench.add(5, 6)
-    assert bench.decide() == []
-    assert sent(bench.finish("b", 2)) == {"b": [5]}
-    assert bench.lose("a") == []
