@@ -456,18 +456,6 @@ async def test_a_closure_that_kills_its_workers_is_found_whatever_else_dies(seed
 
 
 @virtual
-@pytest.mark.promise("closures.not-blamed")
-async def test_a_closure_that_only_happens_to_run_on_workers_that_are_lost_is_not_blamed() -> None:
-    async with coordinating(1, 2, max_losses=3) as (cluster, coordinator):
-        value = coordinator.schedule(asyncio.sleep, (20, "slept"))
-        for _ in range(6):
-            await asyncio.sleep(10)
-            for index in range(2):  # one of them is idle
-                cluster.network.cut(f"worker-{index}:1")
-        assert await value == "slept"
-
-
-@virtual
 @pytest.mark.promise("failures.all-workers")
 async def test_the_last_worker_goes_on_though_it_dies_again_and_again() -> None:
     async with coordinating(1, 2, max_losses=99) as (cluster, coordinator):

@@ -224,6 +224,7 @@ async def test_a_closure_that_loses_three_workers_is_an_error_that_names_them():
         assert await coordinator.schedule(lambda: 1) == 1
 
 
+@pytest.mark.promise("closures.not-blamed")
 @pytest.mark.virtual_time
 async def test_a_closure_is_not_blamed_for_workers_that_die_while_others_do():
     async with coordinating(num_workers=4) as (cluster, coordinator):
@@ -242,6 +243,7 @@ async def test_a_closure_is_not_blamed_for_workers_that_die_while_others_do():
 
 
 @pytest.mark.promise("schedule.join-reports-waiting")
+@pytest.mark.virtual_time
 async def test_without_any_worker_join_says_for_whom_it_waits(caplog):
     async with coordinating(num_workers=2) as (cluster, coordinator):
         await cluster.stop("worker-0")
