@@ -470,22 +470,6 @@ def test_queue_stopped_after_an_error_still_raises_it_and_stays_stopped() -> Non
     assert bench.schedule(1) == [bench.settle(1)]
 
 
-# --- join ------------------------------------------------------------------------------------
-
-
-def test_join_waits_for_what_was_scheduled_before_it_and_for_nothing_else() -> None:
-    bench = Bench("a", "b")
-    bench.run(0, 1)
-    cutoff = bench.queue.next_id
-    bench.run(2)
-    assert not bench.queue.is_settled(cutoff)
-    bench.queue.finished("b", (1,), SLOW)
-    assert not bench.queue.is_settled(cutoff)
-    bench.queue.finished("a", (0,), SLOW)
-    assert bench.queue.is_settled(cutoff)
-    assert not bench.queue.is_settled(bench.queue.next_id)
-
-
 # --- data that ends on one worker after the other --------------------------------------------
 
 U, V = ("u", 0), ("v", 0)

@@ -412,14 +412,6 @@ def test_a_script_that_never_calls_psync_run_is_told_of(tmp_path: Path) -> None:
     ) in run.stderr
 
 
-def test_nothing_is_said_of_a_script_that_does(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text("import psync\nasync def main(): pass\npsync.run(main)\n")
-    command = [sys.executable, "-m", "psync", "run", str(script)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stderr) == (0, "")
-
-
 def test_a_script_may_have_a_cluster_of_its_own(tmp_path: Path) -> None:
     """The tasks of that one have the script's environment, and not the files that it names."""
     script = tmp_path / "own.py"
