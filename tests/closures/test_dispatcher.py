@@ -265,3 +265,21 @@ def test_mean_that_is_no_duration_is_refused_and_nothing_is_taken(mean_s: float)
     ):
         bench.dispatcher.take_finished("a", (1,), mean_s)
     assert bench.held() == {"a": [1]}
+
+
+def test_worker_that_leaves_gets_nothing_more_and_is_asked_for_nothing() -> None:
+    bench = Bench("a", "b")
+    bench.add(0, 1, 2, 3, 4)
+    bench.decide()
+    assert bench.held() == {"a": [0, 2], "b": [1]}
+    bench.dispatcher.retire("a")
+    bench.dispatcher.retire("a")  # again: nothing new
+    for closure_id in (1, 3, 4):
+        assert asked(bench.finish("b", closure_id)) == {}, "a gives back unasked"
+    assert bench.held() == {"a": [0, 2]}
+    assert sent(bench.give_back("a", 2)) == {"b": [2]}
+    assert bench.finish("a", 0) == []
+    bench.add(5, 6)
+    assert bench.decide() == []
+    assert sent(bench.finish("b", 2)) == {"b": [5]}
+    assert bench.lose("a") == []
