@@ -121,6 +121,7 @@ async def test_every_shard_is_done_once_in_each_epoch():
         assert repr(visits) == "<visits: 2 epochs of 3 shards, all done>"
 
 
+@pytest.mark.virtual_time
 async def test_a_run_says_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -396,6 +396,7 @@ async def test_a_worker_that_is_gone_leaves_its_copy() -> None:
         assert float(await v.read()) == 3.0
 
 
+@pytest.mark.promise("updates.on-read-at-most-once")
 async def test_a_step_that_runs_again_elsewhere_counts_once() -> None:
     async with training() as (cluster, strategy, coordinator):
         v = declare(strategy, 0.0)

@@ -14,7 +14,7 @@ import pytest
 
 import memory_cluster
 import psync
-from memory_cluster import coordinating
+from memory_cluster import coordinating, until
 from psync import Outcome, SyncReplicasOptimizer, optimizers
 from psync.wire.messages import Read, Update
 
@@ -176,7 +176,7 @@ async def test_what_happened_before_the_batch_that_a_closure_waits_for_is_seen()
         data = iter(coordinator.create_per_worker_dataset(batches))
         results = [coordinator.schedule(step, (data,)) for _ in range(20)]
         await memory_cluster.event_of("ten").wait()
-        await asyncio.sleep(0.1)  # the next closure waits for its batch
+        await until(lambda: coordinator.statistics()["closures"].finished == 10)  # the next waits
         await w.assign(np.full(3, 1000, np.float32))
         gate.set()
         seen = await coordinator.fetch(results)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import os
 import pickle
 import re
 from typing import Any
@@ -188,6 +190,15 @@ def test_before_the_coordinator_runs_there_is_no_connection(operation: str) -> N
         at_once(CALLS[operation](v))
 
 
+@pytest.mark.parametrize(
+    "arguments", [(), ([],), (None,), ([1, 2],)], ids=["nothing", "empty", "none", "others"]
+)
+def test_a_sharded_variable_is_made_by_declaring_one(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(psync.UsageError, match=r"created only by psync.Variable\(…\)") as caught:
+        psync.ShardedVariable(*arguments)
+    assert "psync.FixedShardsPartitioner(2)" in str(caught.value)
+
+
 def test_scalars_are_not_shown_to_the_partitioner() -> None:
     def fail(shape: object, dtype: object) -> list[int]:
         raise AssertionError
@@ -344,7 +355,10 @@ async def test_variables_of_no_elements_and_of_no_axes_are_read() -> None:
 
 def test_a_handle_is_not_an_array() -> None:
     v = declared(v=np.zeros(2))
-    for use in (lambda: np.asarray(v), lambda: np.ones(2) * v, lambda: np.sum(v), lambda: [1] @ v):
+    for use in (
+        lambda: np.asarray(v), lambda: np.ones(2) * v, lambda: np.sum(v), lambda: [1] @ v,
+        lambda: 1 + v, lambda: -v, lambda: v < 5, lambda: float(v),
+    ):  # fmt: skip
         with pytest.raises((UsageError, TypeError)):
             use()
     with pytest.raises(UsageError) as caught:
@@ -401,6 +415,28 @@ async def test_on_a_worker_a_handle_is_the_same_object_in_each_step() -> None:
 
         values = [coordinator.schedule(step, args=(v,)) for _ in range(2)]
         assert await coordinator.fetch(values) == [(True, "v", 4), (True, "v", 8)]
+
+
+# --- large ones --------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_a_constant_table_of_gigabytes_is_declared_created_and_read_by_row_for_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with training(4, 1, psync.FixedShardsPartitioner(4)) as (strategy, _):
+        before = resident_bytes()
+        with strategy.scope(), caplog.at_level(logging.WARNING):
+            table = psync.Variable(np.broadcast_to(np.float32(0.1), (8_000_000, 64)))
+        assert strategy.placement().totals == (512_000_000,) * 4
+        part = await table.variables[3].sparse_read([1_999_999])
+        assert part.tolist() == [[np.float32(0.1)] * 64]
+        assert resident_bytes() - before < 200 << 20  # of 2 GB
+        assert caplog.messages == []
 
 
 # --- the global step: a scalar on ps 0 that takes nobody's turn -------------------------------

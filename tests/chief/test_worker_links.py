@@ -9,17 +9,38 @@ from types import SimpleNamespace
 
 import pytest
 
-from links_owner import OPTIONS, Owner
 from memory_cluster import MemoryCluster, cluster_of
-from psync.chief.links import ClusterLinks
+from psync.chief.links import ClusterLinks, CoordinatorOptions, FollowedWorkers
 from psync.closures.membership import ALONE_S, FIRST_S, TaskState
+from psync.closures.queue import ClosureQueue
 from psync.errors import ConnectFailed, ProtocolError
 from psync.wire.messages import EndSession
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time
 
-W1, W2 = "/job:worker/task:1", "/job:worker/task:2"
+W0, W1, W2 = (f"/job:worker/task:{index}" for index in range(3))
+
+OPTIONS = CoordinatorOptions(
+    origin="o", min_workers=1, connect_timeout_s=60.0, ps_timeout_s=15.0, closure_timeout_s=None,
+    max_losses=3, max_flaps=3, watchdog_timeout_s=None, on_stall=None, attach=False,
+    has_backups=False,
+)  # fmt: skip
+
+
+class Owner:
+    """What links tell of workers, written down."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def listen(self, links: ClusterLinks) -> None:
+        links.workers.on_joined = lambda worker: self.events.append(f"+{worker[-1]}")
+        links.workers.on_lost = self._worker_lost
+        links.on_worker_given_up = lambda: self.events.append("given up")
+
+    def _worker_lost(self, worker: str, blame: bool) -> None:
+        self.events.append(f"-{worker[-1]}" if blame else f"={worker[-1]}")
 
 
 @pytest.fixture
@@ -175,3 +196,59 @@ async def test_a_worker_that_is_not_there_is_removed_at_once(links, owner, clust
     assert owner.events == ["-1", "given up"]
     assert await links.workers.add("worker-1:1", 1, 10) == W1
     assert links.workers.names() == ["/job:worker/task:0", W1], "steps know it by its old index"
+
+
+# --- a coordinator follows whoever starts workers; clusters: tests/launch/test_cluster.py ------
+
+
+@pytest.fixture
+async def follower(links: ClusterLinks) -> FollowedWorkers:
+    return FollowedWorkers(links, ClosureQueue())
+
+
+async def test_what_comes_is_taken_in_and_what_leaves_is_forgotten(
+    follower: FollowedWorkers, links: ClusterLinks, cluster: MemoryCluster, owner: Owner
+) -> None:
+    (taking_in,) = follower.workers_changed({2: "worker-2:1"}, [])
+    await asyncio.sleep(20)
+    assert not taking_in.done()
+    await cluster.start("worker-2")
+    await taking_in
+    assert list(links.workers.addresses()) == [W0, W1, W2]
+    (leaving,) = follower.workers_changed({}, [2])
+    await leaving
+    assert list(links.workers.addresses()) == [W0, W1]
+    assert (owner.events[0], owner.events[-1]) == ("+2", "given up")
+
+
+async def test_nothing_happens_twice(follower: FollowedWorkers, links: ClusterLinks) -> None:
+    addresses = links.workers.addresses()
+    assert follower.workers_changed({1: addresses[W1]}, [7]) == []
+
+
+async def test_one_that_is_elsewhere_now_takes_the_place_of_its_predecessor(
+    follower: FollowedWorkers, links: ClusterLinks, cluster: MemoryCluster
+) -> None:
+    await cluster.stop("worker-1")
+    (replacing,) = follower.workers_changed({1: "worker-1:2"}, [])
+    await asyncio.sleep(5)
+    assert links.workers.addresses()[W1] == "worker-1:2"
+    (leaving,) = follower.workers_changed({}, [1])
+    await leaving
+    await replacing
+
+
+async def test_one_that_is_given_up_before_it_came_is_no_error_of_the_program(
+    follower: FollowedWorkers,
+    links: ClusterLinks,
+    cluster: MemoryCluster,
+    owner: Owner,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (taking_in,) = follower.workers_changed({2: "worker-2:1"}, [])
+    await asyncio.sleep(5)
+    with caplog.at_level(logging.ERROR):
+        await links.workers.give_up(W2, "exited with code 1")
+        await taking_in
+    assert f"{W2} at worker-2:1 was not added: {W2} exited with code 1" in caplog.text
+    assert owner.events == ["given up"]

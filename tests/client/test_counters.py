@@ -11,29 +11,6 @@ from psync.client.counters import KINDS, READ_WITHIN_S, Numbers, PulledSteps, Wo
 # --- numbers of messages -------------------------------------------------------------------------
 
 
-def test_answers_are_acknowledged_up_to_the_first_that_is_not_there():
-    numbers = Numbers()
-    assert numbers.acked_below == 1
-    first, second, third = (numbers.draw() for _ in range(3))
-    assert (first, second, third, numbers.acked_below) == (1, 2, 3, 1)
-    numbers.answered(second)
-    assert numbers.acked_below == 1
-    numbers.answered(first)
-    assert numbers.acked_below == 3
-    assert numbers.under_way
-    numbers.answered(third)
-    assert numbers.acked_below == 4
-    assert not numbers.under_way
-
-
-def test_an_answer_that_comes_twice_counts_once():
-    numbers = Numbers()
-    number = numbers.draw()
-    for _ in range(2):
-        numbers.answered(number)
-    assert numbers.acked_below == 2
-
-
 @given(st.lists(st.integers(0, 9)))
 def test_no_number_under_way_is_ever_acknowledged(choices: list[int]) -> None:
     """0 draws; another choice answers one of those under way, or one that was answered before."""
@@ -52,50 +29,6 @@ def test_no_number_under_way_is_ever_acknowledged(choices: list[int]) -> None:
 
 
 # --- the step of a push ---------------------------------------------------------------------------
-
-
-def test_without_a_pull_there_is_no_step() -> None:
-    assert PulledSteps().lowest(1) is None
-
-
-def test_a_group_that_no_answer_names_is_where_it_began() -> None:
-    pulled = PulledSteps()
-    pulled.note([])
-    assert pulled.lowest(1) == -1
-
-
-def test_the_lowest_of_several_ps_tasks_counts() -> None:
-    pulled = PulledSteps()
-    pulled.note([(1, 5), (2, 9)])
-    pulled.note([(1, 4), (2, 9)])
-    assert (pulled.lowest(1), pulled.lowest(2)) == (4, 9)
-
-
-def test_one_ps_that_has_not_begun_makes_it_the_beginning() -> None:
-    for answers in ([(1, 1)], []), ([], [(1, 1)]):
-        pulled = PulledSteps()
-        for steps in answers:
-            pulled.note(steps)
-        assert pulled.lowest(1) == -1
-
-
-def test_after_a_push_only_later_pulls_count_and_only_for_its_group() -> None:
-    pulled = PulledSteps()
-    pulled.note([(1, 3), (2, 7)])
-    pulled.forget(1)
-    assert (pulled.lowest(1), pulled.lowest(2)) == (None, 7)
-    pulled.note([(1, 4), (2, 8)])
-    assert (pulled.lowest(1), pulled.lowest(2)) == (4, 7)
-    pulled.note([(2, 8)])
-    assert (pulled.lowest(1), pulled.lowest(2)) == (-1, 7)
-
-
-def test_a_group_may_be_forgotten_before_anything_was_pulled() -> None:
-    pulled = PulledSteps()
-    pulled.forget(1)
-    assert pulled.lowest(1) is None
-    pulled.note([])
-    assert pulled.lowest(1) == -1
 
 
 @given(

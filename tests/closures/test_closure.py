@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from psync.closures.closure import MOVES, Closure, Identity, State, move
-from psync.closures.queue import ClosureQueue, loss_error, root_of, without_input
+from psync.closures.queue import ClosureQueue, root_of
 from psync.errors import (
     ClosureCancelled,
-    ClosureError,
     ClosureInputError,
     LocalProtocolError,
-    WorkerLost,
 )
 from psync.wire.closure_numbers import MAX_RUN, first_of, numbered
 
@@ -75,27 +73,9 @@ def test_a_cancelled_closure_says_why_and_whether_it_is_of_use_to_schedule_it_ag
     ]
 
 
-def test_an_input_error_has_the_first_error_of_the_chain_as_its_cause() -> None:
-    cause = ValueError("bad batch")
-    source = ended(0, cause)
-    between = ended(1, without_input(Closure(1, name="step"), source)[1])
-    _, error = without_input(Closure(2, name="step"), between)
-    assert error.__cause__ is cause
-    assert "its input, closure 1 (step), ended with ValueError: bad batch" in str(error)
-
-
 def test_an_input_error_without_a_cause_is_its_own_root() -> None:
     error = ClosureInputError("its input is gone")
     assert root_of(ended(0, error)) is error
-
-
-def test_a_closure_lost_too_often_names_the_workers_it_was_lost_with() -> None:
-    closure = Closure(4, name="step")
-    closure.worker, closure.lost_on = "worker:1", ("worker:0", "worker:1")
-    error = loss_error(closure)
-    assert isinstance(error, ClosureError)
-    assert "lost with its worker 2 times: worker:0, worker:1" in str(error)
-    assert isinstance(error.__cause__, WorkerLost)
 
 
 @pytest.fixture

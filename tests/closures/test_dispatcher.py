@@ -242,23 +242,6 @@ def test_all_that_may_not_have_started_is_asked_back_where_no_answer_is_owed() -
     assert bench.dispatcher.ask_back() == []  # "a" owes an answer, "b" has nothing
 
 
-def test_closure_known_to_have_started_is_unknown_again_on_its_next_worker() -> None:
-    bench, _ = two_workers_of_which_one_is_idle(num_ahead=1)
-    bench.give_back("a")
-    assert bench.closures[101].known_started
-    bench.lose("a")
-    assert bench.held() == {"b": [100]}
-    bench.finish("b", 100)
-    assert bench.held() == {"b": [101]}
-    assert not bench.closures[101].known_started
-
-
-def test_late_answer_of_a_worker_that_is_idle_by_now_is_harmless() -> None:
-    bench, _ = two_workers_of_which_one_is_idle()
-    bench.finish("a", 100, 101, 102, 103)
-    assert bench.give_back("a") == []
-
-
 def test_closure_that_ended_in_another_way_makes_room_and_says_nothing_of_the_pace() -> None:
     bench = Bench("a")
     bench.add(*range(1, 11))

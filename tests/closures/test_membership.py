@@ -21,7 +21,6 @@ from psync.closures.membership import (
     ScheduleReports,
     ScheduleState,
     SessionEnd,
-    TaskState,
     backoff,
 )
 from psync.closures.queue import ClosureQueue, QueueStatistics
@@ -57,53 +56,6 @@ def test_a_lost_worker_is_fenced_at_every_ps_that_is_there_and_later_at_the_othe
     assert membership.disconnected(W0) == [(P0, Fence(W0, 1))]
     assert membership.connected(P1, 0) == [(P1, Fence(W0, 1))]
     assert membership.fences() == [(W0, 1)]
-
-
-# --- workers that leave, and new ones -----------------------------------------------------------
-
-
-def test_worker_that_leaves_is_fenced_and_not_waited_for() -> None:
-    membership = cluster(alive=(P0, P1, W0))
-    assert membership.left(W0) == [
-        (P0, Fence(W0, 1)),
-        (P1, Fence(W0, 1)),
-    ]
-    assert membership.state(W0) is TaskState.LEFT
-    assert membership.missing() == [(W1, "w1:1")]
-    assert membership.gone() == [W0]
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_worker_that_is_not_there_may_be_given_up_and_that_is_nobodys_loss(lost: bool) -> None:
-    membership = cluster(alive=(P0, W0))
-    if lost:
-        membership.disconnected(W0)
-    worker = W0 if lost else W1
-    assert membership.left(worker) == []
-    assert membership.left(worker) == [], "again"
-    assert worker not in [task for task, _ in membership.missing()]
-
-
-def test_worker_that_is_added_is_waited_for() -> None:
-    membership = cluster(alive=(P0, P1, W0, W1))
-    added = "/job:worker/task:2"
-    membership.add_worker(added, "w2:1")
-    assert membership.missing() == [(added, "w2:1")]
-    membership.connected(added, 5)
-    assert membership.state(added) is TaskState.ALIVE
-    with pytest.raises(
-        LocalProtocolError, match=f"^{added} cannot become connecting: it is alive$"
-    ):
-        membership.add_worker(added, "w3:1")
-
-
-def test_name_of_a_worker_that_left_is_given_to_another_one_whose_incarnation_is_higher() -> None:
-    membership = cluster(alive=(P0, W1))
-    membership.left(W1)
-    membership.add_worker(W1, "elsewhere:1")
-    assert (W1, "elsewhere:1") in membership.missing()
-    assert membership.connected(W1, 0) == []
-    assert membership.incarnation(W1) == 1
 
 
 # --- who is there ----------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.memory import BlockPool
 from psync.store.store import ShardStore
-from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.codec import Message
 
 # Of any task, and of a link to one.
@@ -29,11 +28,6 @@ def endpoint_of(owner: Any) -> Endpoint:
 
 def platform_of(task: Any) -> Platform:
     return task._platform
-
-
-def points_of(task: Any) -> Failpoints:
-    """Its failpoints."""
-    return failpoints_of(platform_of(task))
 
 
 def handlers_of(task: Any) -> dict[type[Message], Handler]:

@@ -92,7 +92,9 @@ def half_ones() -> np.ndarray:
 
 
 @virtual
-@pytest.mark.promise("updates.same-answer", "updates.rows-at-most-once")
+@pytest.mark.promise(
+    "updates.same-answer", "updates.rows-at-most-once", "updates.assign-at-most-once"
+)
 async def test_whatever_is_lost_an_update_counts_once_and_its_answer_is_the_first() -> None:
     cluster = MemoryCluster(2, 2, losses=LOSSES)
     async with running(cluster), psync.ClusterCoordinator(cluster.strategy()) as coordinator:
@@ -396,7 +398,7 @@ async def test_a_step_for_which_there_is_no_memory_is_refused_with_what_to_do() 
 
 
 @virtual
-@pytest.mark.promise("input.documented-errors")
+@pytest.mark.promise("input.documented-errors", "input.connections-bounded")
 @pytest.mark.parametrize("seed", range(8))
 async def test_bytes_of_strangers_end_their_connection_and_nothing_else(seed: int) -> None:
     chance = random.Random(seed)

@@ -184,13 +184,14 @@ async def test_a_name_that_nobody_knows_is_an_error_after_a_minute() -> None:
     [
         ("127.0.0.1:1", f"{PS} at 127.0.0.1:1: connection refused"),
         ("unix:/nowhere/ps0", f"{PS} at unix:/nowhere/ps0: no such file or directory"),
+        ("no.such.invalid:1", f"{PS} at no.such.invalid:1: the name cannot be resolved ("),
     ],
 )
 async def test_nobody_there(address: str, told: str) -> None:
     worker = new_endpoint(SocketNetwork(), WORKER)
     with pytest.raises(ConnectFailed) as caught:
         await worker.connect(address, PS)
-    assert caught.value.message == told
+    assert caught.value.message.startswith(told)
     assert is_deserted(worker)
 
 
@@ -350,22 +351,6 @@ async def test_connecting_cancelled_when_it_has_just_succeeded_leaves_nothing_op
     assert connecting.cancelled()
     await settle()
     assert is_deserted(worker)
-    assert is_deserted(ps)
-
-
-@pytest.mark.parametrize("place", ["tcp", "unix"])
-async def test_real_connecting_can_be_cancelled_in_any_turn(place: str, tmp_path: Path) -> None:
-    network, address = places(tmp_path)[place]()
-    ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
-    listener = await ps.listen(address)
-    for turns in range(15):
-        connecting = asyncio.create_task(worker.connect(listener.address, PS))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        connecting.cancel()
-        await asyncio.wait([connecting])
-    await worker.close()
-    await ps.close()
     assert is_deserted(ps)
 
 
@@ -835,24 +820,6 @@ async def test_a_connection_that_arrives_while_we_close_is_left(place: str, tmp_
         await asyncio.wait([connecting])
         assert isinstance(connecting.exception(), ConnectFailed | None)
         await worker.close()
-
-
-@pytest.mark.virtual_time
-async def test_a_connection_accepted_after_the_close_is_aborted() -> None:
-    endpoint = new_endpoint(MemoryNetwork())
-    await endpoint.listen("ps0:1")
-    await endpoint.close()
-    protocol = endpoint._accept()
-    told: list[str] = []
-
-    class Late(asyncio.Transport):
-        def abort(self) -> None:
-            told.append("abort")
-
-    protocol.connection_made(Late())
-    assert told == ["abort"]
-    protocol.connection_lost(None)
-    assert is_deserted(endpoint)
 
 
 # --- bookkeeping -----------------------------------------------------------------------------

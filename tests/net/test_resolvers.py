@@ -125,11 +125,6 @@ def test_constructor_wins_over_variable_and_assignment_over_both() -> None:
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("chief", 7, "tcp")
 
 
-def test_layer_and_environment_come_from_the_variable() -> None:
-    resolver = tf_config(task("worker", 1, rpc_layer="http", environment="cloud"))
-    assert (resolver.rpc_layer, resolver.environment) == ("http", "cloud")
-
-
 def test_an_empty_layer_wins_too() -> None:
     resolver = tf_config(task("worker", 1, rpc_layer="http"), rpc_layer="")
     assert (resolver.rpc_layer, resolver.master()) == ("", "w1:1")

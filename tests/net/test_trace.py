@@ -21,7 +21,7 @@ from psync.net.platform import Platform
 from psync.net.trace import LEASE_S, TICK_S, SpanCollector, SpanRecorder, Trace, tracing
 from psync.net.trace_file import Reading
 from psync.testing import MemoryNetwork
-from psync.wire.messages import AskSpans, AskStatistics, Shutdown
+from psync.wire.messages import AskStatistics, Shutdown
 from trace_events import TraceFile
 from traced_by_hand import CHIEF, ByHand, entries_of
 
@@ -146,31 +146,6 @@ async def test_it_sees_all_messages_of_connections_old_and_new() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_what_is_watched_later_begins_at_once() -> None:
-    recorder = new_recorder()
-    read(recorder)
-    told: list[SpanRecorder | None] = []
-    forget = recorder.watch(told.append)
-    assert told == [recorder]
-    forget()
-    assert told == [recorder, None]
-    recorder.close()
-    recorder.watch(told.append)()
-    assert told == [recorder, None]
-
-
-@pytest.mark.virtual_time
-async def test_it_answers_over_a_connection() -> None:
-    recorder = new_recorder()
-    async with connected(server={AskSpans: Handler(recorder.answer)}) as pair:
-        received = await pair.peer.call(AskSpans("r", False))
-        assert msgpack.unpackb(bytes(received.segments[0]))["lost"] == 0
-        assert recorder._readers
-        await pair.peer.call(AskSpans("r", True))
-        assert not recorder._readers
-
-
-@pytest.mark.virtual_time
 async def test_a_request_costs_no_look_at_the_clock_while_nobody_asks() -> None:
     looks: list[int] = []
 
@@ -251,17 +226,6 @@ async def test_many_tasks_are_asked_by_turns(monkeypatch: pytest.MonkeyPatch) ->
         turns = [tasks(await collector.read_all("r"))[1] for _ in range(6)]
         assert sorted(turns[:3]) == sorted(turns[3:]) == [PS, *WORKERS]
         assert tasks(await collector.read_all("r", last=True)) == [CHIEF, PS, *WORKERS]
-
-
-@pytest.mark.virtual_time
-async def test_a_reader_that_does_not_come_back_is_forgotten() -> None:
-    async with coordinating() as (_, coordinator):
-        collector = collector_of(coordinator)
-        await collector.read_all("r")
-        await asyncio.sleep(LEASE_S + 2)
-        first = next(each.body for each in await collector.read_all("r") if each.task == PS)
-        assert msgpack.unpackb(first)["facts"] != {}  # as for a new one
-        await collector.read_all("r", last=True)
 
 
 @pytest.mark.virtual_time

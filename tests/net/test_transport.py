@@ -78,59 +78,6 @@ async def test_an_empty_host_listens_on_all_interfaces() -> None:
     await listener.wait_closed()
 
 
-async def test_closing_a_listener_frees_the_address_and_leaves_connections_open() -> None:
-    network, greeters = SocketNetwork(), greeting()
-    listener = await network.listen("127.0.0.1:0", greeters)
-    _, peer = await network.connect(listener.address, Recorder)
-    assert isinstance(peer, Recorder)
-    await peer.until_event("data")
-    listener.close()
-    await listener.wait_closed()
-    with pytest.raises(ConnectionRefusedError):
-        await network.connect(listener.address, Recorder)
-    peer.transport.write(b"still here")
-    await greeters.servers[0].until_event("data")
-    assert greeters.servers[0].received == b"still here"
-    again = await network.listen(listener.address, greeters)
-    assert again.address == listener.address
-    again.close()
-    await again.wait_closed()
-    peer.transport.close()
-    await greeters.wait_lost()
-    await peer.until_event("lost")
-
-
-@pytest.mark.parametrize("kind", ["tcp", "unix"])
-async def test_an_address_in_use_is_refused_and_left_alone(kind: str, tmp_path: Path) -> None:
-    network, greeters = SocketNetwork(), greeting(b"the first")
-    address = "127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/ps0"
-    first = await network.listen(address, greeters)
-    with pytest.raises(OSError, match="in use") as caught:
-        await network.listen(first.address, greeting(b"the second"))
-    assert caught.value.errno == errno.EADDRINUSE
-    assert reason(caught.value) == "address already in use"
-    assert await greeted(network, first.address) == b"the first"
-    for peer in greeters.servers:
-        peer.transport.close()
-    await greeters.wait_lost()
-    first.close()
-    await first.wait_closed()
-
-
-@pytest.mark.parametrize(
-    ("address", "told"),
-    [
-        ("127.0.0.1:1", "connection refused"),
-        ("unix:/nowhere/at/all", "no such file or directory"),
-        ("no.such.host.invalid:2222", "the name cannot be resolved ("),
-    ],
-)
-async def test_why_there_is_no_connection(address: str, told: str) -> None:
-    with pytest.raises(OSError) as caught:  # noqa: PT011  # its text is what is tested
-        await SocketNetwork().connect(address, Recorder)
-    assert reason(caught.value).startswith(told)
-
-
 def test_a_reason_without_a_number_is_told_in_its_own_words() -> None:
     assert reason(OSError("Multiple exceptions: …")) == "Multiple exceptions: …"
 

@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 
 from loops import for_each
 from psync.errors import (
-    PartitionError,
-    UnknownVariableError,
     UsageError,
     ValueMismatchError,
 )
 from psync.numerics import sums
 from psync.numerics.memory import BLOCK_ELEMENTS, Scratch
-from psync.numerics.rules import SGD, Adam, Lamb, UpdateRule
+from psync.numerics.rules import SGD, Adam, UpdateRule
 from psync.numerics.sums import (
     DenseSum,
     MeanGradient,
@@ -444,14 +442,6 @@ class TestApplyMean:
             )
         assert store.statistics()["applies"] == store.version(KEY) == 3
 
-    def test_refuses_before_the_shard_is_busy(self) -> None:
-        store = store_of(np.zeros(3, np.float32))
-        with pytest.raises(UsageError, match="expected gradients"):
-            store.apply_checked(0, KEY, store.mean_of([], []), 0)
-        with pytest.raises(UnknownVariableError):
-            store.apply_checked(0, (7, 0), store.mean_of([np.zeros(3, np.float32)], [1.0]), 0)
-        assert not store.busy(KEY)
-
 
 class TestApplyMeanAtOnce:
     SIZES = (3, 0, LARGE, 16)
@@ -480,21 +470,6 @@ class TestApplyMeanAtOnce:
         assert at_once.statistics()["applies"] == len(keys)
         assert [b"".join(snapshot) for snapshot in snapshots] == before
 
-    @for_each(
-        "pushes, weights, message",
-        [
-            ([], [], "expected gradients, and a weight for each, got 0 and 0"),
-            ([[np.ones(3, np.float32)]], [], "expected gradients, and a weight for each, got 1 an"),
-        ],
-    )
-    def test_refuses_before_anything_changes(
-        self, pushes: list[list[np.ndarray]], weights: list[float], message: str
-    ) -> None:
-        store = store_of(np.zeros(3, np.float32))
-        with pytest.raises(UsageError, match=message):
-            store.apply_at_once(0, [KEY], store.means_of(pushes, weights), 0)
-        assert (store.busy(KEY), store.version(KEY)) == (False, 0)
-
 
 class TestAverage:
     OTHER = (1, 0)
@@ -518,38 +493,6 @@ class TestAverage:
         assert same_bits(value(store, self.OTHER), values)
         assert (store.statistics()["assigns"], store.version(KEY)) == (3, 3)
         assert (store.version(self.OTHER), store.statistics()["copies"]) == (0, 0)
-
-    def test_is_of_the_value_at_its_beginning(self) -> None:
-        store = self.stores(np.zeros(LARGE, np.float32), np.ones(LARGE, np.float32))
-        work = store.average(KEY, self.OTHER, 0.5)
-        next(work)
-        run(store.assign(self.OTHER, "assign", np.full(LARGE, 9, np.float32)))
-        assert store.statistics()["copies"] == 2  # the block that was read already is not held
-        run(work)
-        assert (value(store) == 0.5).all()
-        assert (value(store, self.OTHER) == 9).all()
-
-    def test_refuses_what_does_not_fit(self) -> None:
-        store = self.stores(np.zeros(3, np.float32), np.zeros(4, np.float32))
-        store.create(spec_of(3, "int32", 2))
-        store.create(spec_of(3, "int32", 3))
-        with pytest.raises(PartitionError) as shapes:
-            store.average(KEY, self.OTHER, 0.5)
-        assert str(shapes.value) == (
-            '"w/part_0" on /job:ps/task:1: expected shape (4,) float32, as "w/part_0" has, whose '
-            "moving average it is, got shape (3,) float32"
-        )
-        with pytest.raises(PartitionError, match=r"expected shape \(3,\) int32"):
-            store.average(KEY, (2, 0), 0.5)
-        with pytest.raises(
-            ValueMismatchError,
-            match='"w/part_0" on /job:ps/task:1: only floating-point variables have moving '
-            "averages, got int32",
-        ):
-            store.average((2, 0), (3, 0), 0.5)
-        with pytest.raises(UnknownVariableError):
-            store.average(KEY, (9, 0), 0.5)
-        assert not any(map(store.busy, store.keys()))
 
     def test_infinities_are_results_and_no_warning(self) -> None:
         infinite = np.full(1, np.inf, np.float32)
@@ -593,19 +536,3 @@ def test_the_squares_of_a_mean_are_those_of_what_is_applied_whatever_the_blocks(
     for _ in applying:
         pass
     assert store.version(KEY) == 1
-
-
-def test_the_norms_of_a_mean_are_measured_like_those_of_a_gradient() -> None:
-    store = store_of(np.ones(4, np.float32), Lamb(0.5))
-    gradients = [np.full(4, value, np.float32) for value in (1.0, 3.0)]
-    sums: list[tuple[float, float]] = []
-    for scale in (1.0, 0.5):
-        work = store.measure(0, KEY, store.mean_of(gradients, [1.0, 1.0], scale=scale), 0, sums)
-        for _ in work:
-            pass
-        for _ in store.measure(0, KEY, np.full(4, 2 * scale, np.float32), 0, sums):
-            pass
-    assert sums[::2] == sums[1::2]
-    for _ in store.apply_checked(0, KEY, store.mean_of(gradients, [1.0, 1.0], scale=0.5), 0, 2.0):
-        pass
-    np.testing.assert_allclose(np.frombuffer(store.read(KEY)[0], np.float32), 0, atol=1e-6)

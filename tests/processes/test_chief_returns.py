@@ -72,38 +72,6 @@ def test_each_update_that_was_acknowledged_is_there_and_none_twice(
         assert [ended(task).code for task in tasks] == [0, 0, 0, 0]
 
 
-@pytest.mark.promise("failures.chief-after-failover")
-def test_it_finds_ps_tasks_that_backups_serve_since_others_were_killed(tmp_path: Path) -> None:
-    """In each life a ps is killed, and started again empty; then the chief is killed."""
-    journal = tmp_path / "journal"
-    with by_hand(2, 2) as cluster:
-        command = script("returning.py", str(journal), "960", "backup")
-        ps = [cluster.start("ps", index, command) for index in (0, 1)]
-        workers = [cluster.start("worker", index, command) for index in (0, 1)]
-        for victim in (0, 1, 0):
-            known = len(lines(journal))
-            chief = cluster.start("chief", 0, command)
-            wait_for_lines(journal, known + 40, chief)
-            ps[victim].kill()
-            ps[victim].wait()
-            wait_for_lines(journal, len(lines(journal)) + 40, chief)
-            ps[victim] = cluster.start("ps", victim, command)
-            wait_for_lines(journal, len(lines(journal)) + 40, chief)
-            chief.kill()
-            chief.wait()
-        acknowledged = lines(journal)
-        last = ended(cluster.start("chief", 0, command))
-        assert last.code == 0, last.err
-        at_first, at_last = map(json.loads, last.out.splitlines())
-        for marks in (at_first[0], at_last[0]):
-            for half in (marks[:PLACES], marks[PLACES:]):
-                assert max(half) == 1  # no update twice
-                assert [place for place in acknowledged if not half[place]] == []
-        assert at_first[1] >= len(acknowledged)
-        assert max(at_last[1]) <= sum(at_last[0][:PLACES]) + 2 * 3
-        assert [ended(task).code for task in (*ps, *workers)] == [0, 0, 0, 0]
-
-
 @pytest.mark.promise("failures.chief-restarts")
 def test_psync_run_starts_it_again_and_it_goes_on(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
@@ -125,25 +93,6 @@ def test_psync_run_starts_it_again_and_it_goes_on(tmp_path: Path) -> None:
             assert max(half) == 1
             assert [place for place in acknowledged if not half[place]] == []
     assert min(at_last[1]) >= len(acknowledged) + 960
-
-
-@pytest.mark.promise("failures.chief-and-ps")
-def test_a_ps_that_was_started_again_meanwhile_is_told_to_the_program(tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
-    with by_hand(2, 1) as cluster:
-        command = script("returning.py", str(journal), "960")
-        cluster.start("worker", 0, command)
-        ps = [cluster.start("ps", index, command) for index in (0, 1)]
-        chief = cluster.start("chief", 0, command)
-        wait_for_lines(journal, 8, chief)
-        for process in (chief, ps[1]):
-            process.kill()
-            process.wait()
-        cluster.start("ps", 1, command)
-        last = ended(cluster.start("chief", 0, command))
-        assert last.code == 1
-        assert "/job:ps/task:1 has lost its shards" in last.err
-        assert "from the last checkpoint" in last.err
 
 
 @pytest.mark.promise("failures.chief-updates-in-progress")

@@ -61,27 +61,6 @@ async def test_each_update_is_there_once_although_workers_die_all_the_time(
         assert max(lives.values()) <= 4
 
 
-@pytest.mark.promise("updates.assign-at-most-once")
-@pytest.mark.parametrize("point", ["worker.push.begun", "worker.push.answered"])
-async def test_each_assign_is_there_once_although_workers_die_all_the_time(
-    point: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count = 12
-    monkeypatch.setenv("PSYNC_FAILPOINTS", f"{point}=kill@4")
-    async with training(1, 2, **DEADLY) as (_, strategy, coordinator):
-        with strategy.scope():
-            up, down = psync.Variable(0), psync.Variable(0)
-
-        async def step() -> None:  # a worker dies between its two updates, too
-            await up.assign_add(1)
-            await down.assign_sub(1)
-
-        for _ in range(count):
-            coordinator.schedule(step)
-        await coordinator.join()
-        assert await psync.pull((up, down)) == (count, -count)
-
-
 @pytest.mark.promise("errors.updates-stop")
 async def test_after_an_error_updates_of_a_step_that_has_not_heard_of_it_are_refused(
     tmp_path: Path,
@@ -168,27 +147,6 @@ async def test_join_ends_when_the_last_worker_is_given_up_and_says_so() -> None:
             )
             coordinator.schedule(os.getpid)
         await coordinator.close()
-
-
-@pytest.mark.promise("closures.not-blamed")
-async def test_training_goes_on_while_every_worker_is_killed_and_no_step_is_blamed() -> None:
-    rounds, per_round = 6, 1.0
-    async with training(1, 3, max_restarts=1000) as (cluster, strategy, coordinator):
-        with strategy.scope():
-            done = psync.Variable(np.zeros(1, np.int64))
-
-        async def step() -> None:
-            await asyncio.sleep(0.3)
-            await done.assign_add([1])
-
-        for _ in range(40):
-            coordinator.schedule(step)
-        for _ in range(rounds):
-            await asyncio.sleep(per_round)
-            for index in range(3):
-                cluster.tasks[f"worker-{index}"].kill()
-        await coordinator.join(timeout=40)
-        assert (await done.read() == 40).all()
 
 
 # --- a ps --------------------------------------------------------------------------------------

@@ -311,14 +311,6 @@ def test_an_evaluator_that_is_killed_too_often_is_left_alone() -> None:
 # --- signals -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_all_tasks(signum: signal.Signals) -> None:
-    with launched() as run:
-        run.popen.send_signal(signum)
-        assert run.wait() == 128 + signum
-        assert run.errors == (f"psync: {signum.name}: stopping all tasks; once more to kill them\n")
-
-
 def test_a_second_signal_kills_tasks_that_do_not_stop() -> None:
     with launched("stubborn") as run:
         run.popen.send_signal(signal.SIGINT)
@@ -418,14 +410,6 @@ def test_a_script_that_never_calls_psync_run_is_told_of(tmp_path: Path) -> None:
         f"psync: {script} ended without psync.run(main), so it has used no ps and no worker; end "
         "it in: psync.run(main)\n"
     ) in run.stderr
-
-
-def test_nothing_is_said_of_a_script_that_does(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text("import psync\nasync def main(): pass\npsync.run(main)\n")
-    command = [sys.executable, "-m", "psync", "run", str(script)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_a_script_may_have_a_cluster_of_its_own(tmp_path: Path) -> None:

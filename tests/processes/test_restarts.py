@@ -55,32 +55,6 @@ def assert_sixty_steps(out: str) -> None:
 # --- psync run ---------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("failures.ps-before-work")
-@pytest.mark.smoke
-@pytest.mark.parametrize("victim", ["ps-0", "ps-1"])
-def test_a_ps_that_is_killed_before_anything_was_computed_costs_nothing(
-    victim: str, tmp_path: Path
-) -> None:
-    run = psync_run("--max-restarts", "9", *script("begins.py"), "--", str(tmp_path))
-
-    def kill_victim() -> None:
-        kill(run, victim)
-        wait_for_line(run, f"psync: {victim} was killed by SIGKILL and is started again")
-
-    wait_for_line(run, "strategy", "stdout")
-    kill_victim()  # whatever the chief has come to
-    wait_for_line(run, "waiting for a connection for 5 s: /job:worker/task:0")  # ps tasks are there
-    kill_victim()
-    (tmp_path / "workers").touch()
-    wait_for_line(run, "started", "stdout")
-    kill_victim()
-    (tmp_path / "variables").touch()
-    end = ended(run)
-    assert end.code == 0, end.err
-    assert end.out == "ends with [10.0, 11.0, 12.0, 13.0]\n"
-    assert "Traceback" not in end.err
-
-
 @pytest.mark.promise("failures.chief-restarts")
 def test_a_chief_that_is_killed_goes_on_from_its_checkpoint_with_the_tasks_that_it_had(
     tmp_path: Path,

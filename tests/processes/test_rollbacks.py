@@ -5,7 +5,6 @@ The ps is killed at a moment that closures or callbacks reach, with real process
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 import psync
 from psync import blocking
-from real_training import ONE_LOOP, training
+from real_training import ONE_LOOP
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -24,10 +23,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 def batches() -> Any:
     while True:
         yield np.ones(1), np.ones(1)
-
-
-def minus_one(values: Any, batch: Any) -> Any:
-    return 1.0, -np.ones(1)
 
 
 @pytest.mark.promise("fit.makes-all-steps")
@@ -82,50 +77,6 @@ async def test_a_fit_has_all_its_steps_although_a_ps_is_killed_in_an_epoch_and_a
                 assert await optimizer.iterations.read() == steps * epochs
     assert "undone by a rollback and trained again" in capsys.readouterr().out
     assert "lost: back to step" in caplog.text or "lost: from step" in caplog.text
-
-
-@pytest.mark.promise("closures.reschedule")
-@ONE_LOOP
-async def test_a_loop_over_closures_that_reschedules_has_each_of_them_once(tmp_path: Path) -> None:
-    count = 400
-    async with training(1, 2) as (cluster, strategy, coordinator):
-        with strategy.scope():
-            done = psync.Variable(np.zeros(count), name="done")
-        optimizer = psync.optimizers.SGD(1.0)
-        manager = psync.CheckpointManager(
-            psync.Checkpoint(done=done, optimizer=optimizer), tmp_path
-        )
-        undone = []
-
-        async def make_up() -> None:
-            async for event in coordinator.events():
-                if isinstance(event, psync.RollbackEvent):
-                    undone.append(len(event.closures))
-                    coordinator.reschedule(event)
-
-        making_up = asyncio.create_task(make_up())
-
-        async def step(number: int) -> None:
-            gradient = np.zeros(count)
-            gradient[number] = -1
-            await optimizer.apply_gradients([(gradient, done)])
-
-        await coordinator.fetch([coordinator.schedule(step, (n,)) for n in range(100)])
-        await manager.save()
-        values = [coordinator.schedule(step, (n,)) for n in range(100, count)]
-        await values[100]
-        cluster.tasks["ps-0"].kill()
-        await coordinator.join()
-        cluster.tasks["ps-0"].kill()  # once more, when all have ended
-        await manager.save()
-        while not coordinator.done():
-            await coordinator.join()
-            await manager.save()
-        assert (await done.read()).tolist() == [1.0] * count
-        assert await optimizer.iterations.read() == count
-        assert len(undone) == 2
-        assert undone[1] >= count - 100 - undone[0]
-        making_up.cancel()
 
 
 def test_a_program_without_async_hears_of_it_and_schedules_again(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from tasks_by_hand import (
     interrupt,
     plain_environ,
     script,
-    wait_for_line,
 )
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -143,22 +142,6 @@ def test_an_address_that_is_taken_is_named(command: tuple[str, ...]) -> None:
     assert reason_of(run) == f"/job:ps/task:0 cannot listen on {address}: address already in use"
 
 
-def test_tasks_that_are_not_there_are_named_with_their_addresses() -> None:
-    with by_hand(2, 1) as cluster:
-        tasks = cluster.serve_all()
-        for missing in (tasks[1], tasks[2]):
-            missing.kill()
-            missing.wait()
-        run = cluster.run("chief", 0, IDLE, environ={"CONNECT_TIMEOUT": "0.5"})
-        addresses = cluster.cluster
-    assert reason_of(run) == (
-        "the cluster did not come up within 0.5 s: no connection to "
-        f"/job:ps/task:1 at {addresses['ps'][1]}, /job:worker/task:0 at {addresses['worker'][0]}"
-    )
-    assert "hint: are these tasks running, and are these their addresses?" in run.err
-    assert f"at {IDLE[0]}:" in run.err
-
-
 def test_a_task_that_answers_at_the_address_of_another_is_not_taken_for_it() -> None:
     with by_hand() as cluster:
         cluster.serve_all()
@@ -195,21 +178,6 @@ def test_after_a_mistake_in_the_set_up_the_others_wait_for_a_chief_that_has_none
         assert reason_of(wrong) == "PSYNC_LIMIT_SEGMENTS: expected a number above 0, got 'many'"
         assert cluster.run("chief", 0, steps).code == 0
         assert [ended(task).code for task in tasks] == [0, 0]
-
-
-# --- strangers ---------------------------------------------------------------------------------
-
-
-@pytest.mark.promise("input.connections-bounded")
-@pytest.mark.slow
-def test_who_says_nothing_is_let_go_after_five_seconds() -> None:
-    with by_hand() as cluster:
-        task, _ = cluster.serve_all()
-        host, port = cluster.cluster["ps"][0].split(":")
-        with socket.create_connection((host, int(port))) as silent:
-            line = wait_for_line(task, "the handshake was not over within 5 s")
-            assert "127.0.0.1" in line
-            assert silent.recv(1) == b""  # closed
 
 
 # --- without psync.run -------------------------------------------------------------------------

@@ -92,45 +92,6 @@ async def add(variable: Any) -> bool:
     return bool((value == value[0]).all())
 
 
-async def test_workers_are_killed_and_nothing_of_them_stays() -> None:
-    survivors = Survivors()
-    async with psync.LocalCluster(1, 2, max_restarts=100) as cluster:
-        addresses = addresses_of(cluster)
-        assert len(left_of(addresses)) >= 3  # it looks in the right place
-        strategy = psync.ParameterServerStrategy(cluster.resolver)
-        async with psync.ClusterCoordinator(
-            strategy, max_losses=100, max_flaps=None
-        ) as coordinator:
-            with strategy.scope():
-                variable = psync.Variable(np.zeros(SIZE, np.float32), name="variable")
-                one = psync.Variable(np.float32(0), name="one")
-            sgd = psync.optimizers.SGD(1.0)
-
-            async def step() -> bool:
-                value = await variable.read()
-                await sgd.apply_gradients(
-                    [(np.full(SIZE, -1, np.float32), variable), (np.float32(-1), one)]
-                )
-                return bool((value == value[0]).all())
-
-            scheduled = 0
-            for number in range(KILLS):
-                values = [coordinator.schedule(step) for _ in range(60)]
-                scheduled += 60
-                while await one.read() < scheduled - 50 + 5 * number:  # in the middle, elsewhere
-                    continue
-                os.kill(cluster.tasks["worker-0"].pid, signal.SIGKILL)
-                await coordinator.join()
-                assert all(await coordinator.fetch(values))
-                assert (await variable.read() == scheduled).all()
-                assert await one.read() == scheduled
-                ps, other = cluster.tasks["ps-0"].pid, cluster.tasks["worker-1"].pid
-                assert mapped_kib(ps), "memory is shared"
-                survivors.note(ps, other, os.getpid())
-    survivors.check()
-    assert left_of(addresses) == []
-
-
 async def test_a_ps_is_killed_and_its_memory_goes_with_it() -> None:
     survivors = Survivors()
     async with psync.LocalCluster(2, 2, max_restarts=100) as cluster:

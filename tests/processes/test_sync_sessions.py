@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from tasks_by_hand import ByHand, Ended, by_hand, ended, psync_run, script, wait_for_line
+from tasks_by_hand import ByHand, by_hand, ended, psync_run, script, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -93,12 +93,6 @@ def test_a_worker_that_leaves_by_an_error_fails_the_run(how: str, error: str) ->
     assert "[worker-0] psync: error: /job:worker/task:1 failed: " in run.err
 
 
-def test_a_worker_without_further_data_leaves_and_the_others_train_on() -> None:
-    run = ended(psync_run(*script("sessions.py"), "--", "20", "data"))
-    assert run.code == 0
-    assert "chief-0: step 20, w [20.0, 20.0, 20.0, 20.0]" in run.out.splitlines()
-
-
 # --- tasks that are started by hand ------------------------------------------------------------
 
 
@@ -108,51 +102,3 @@ def test_when_training_ends_every_task_exits() -> None:
         ends = [ended(process) for process in cluster.processes]
     assert [end.code for end in ends] == [0] * 5
     assert "w [20.0, 20.0, 20.0, 20.0]" in ends[2].out
-
-
-def test_without_a_chief_in_the_cluster_worker_0_is_it() -> None:
-    with by_hand(num_ps=1, num_workers=2) as cluster:
-        del cluster.cluster["chief"]
-        programs = begun(cluster, 20)
-        ends = [ended(process) for process in cluster.processes]
-        first = ends[cluster.processes.index(programs["worker-0"])]
-    assert [end.code for end in ends] == [0] * 3
-    assert first.out == "worker-0: step 20, w [20.0, 20.0, 20.0, 20.0]\n"
-
-
-def test_training_goes_on_without_a_worker_that_is_killed() -> None:
-    with by_hand(num_ps=2, num_workers=3) as cluster:
-        programs = begun(cluster, 100)
-        programs["worker-2"].kill()
-        ends = {name: ended(program) for name, program in programs.items()}
-    assert [end.code for end in ends.values()] == [0, 0, 0, -signal.SIGKILL]
-    assert ends["chief-0"].out == "chief-0: step 100, w [100.0, 100.0, 100.0, 100.0]\n"
-    for name in ("worker-0", "worker-1"):
-        (accepted,) = re.findall(rf"^{name}: (\d+) accepted$", ends[name].out)
-        assert int(accepted) > 50
-
-
-def test_workers_whose_chief_is_killed_end_with_an_error() -> None:
-    with by_hand(num_ps=2, num_workers=2) as cluster:
-        programs = begun(cluster, 100_000)
-        programs.pop("chief-0").kill()
-        ends: list[Ended] = [ended(program) for program in programs.values()]
-    for end in ends:
-        assert end.code == 1
-        said = [
-            line for line in end.err.splitlines() if not re.match(r"\S+ \S+ (WARNING|INFO)", line)
-        ]
-        assert said[0] == "psync: error: the chief, /job:chief/task:0, was lost"
-        assert re.fullmatch(r"at .*/sessions.py:\d+, in main", said[1])
-
-
-@pytest.mark.promise("failures.session-ps")
-@pytest.mark.parametrize("num_ps", [1, 2])  # the last of which is killed
-def test_all_end_with_an_error_when_a_ps_is_killed(num_ps: int) -> None:
-    with by_hand(num_ps=num_ps, num_workers=1) as cluster:
-        programs = begun(cluster, 100_000)
-        cluster.processes[num_ps - 1].kill()
-        ends = [ended(program) for program in programs.values()]
-    for end in ends:
-        assert end.code == 1
-        assert f"ParameterServerLost: /job:ps/task:{num_ps - 1}" in end.err

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 
@@ -45,28 +43,3 @@ async def test_a_step_that_captures_the_optimizer_alone_trains_all_variables() -
         assert bias.tolist() == [-3] * 3
         assert steps == 3
         assert averaged.tolist() == [((-0.5 - 2) / 2 - 3) / 2] * 3
-
-
-async def test_the_chief_has_its_tokens_and_its_runner_though_only_workers_push() -> None:
-    async with psync.LocalCluster(num_ps=1, num_workers=1) as cluster:
-        strategy = psync.ParameterServerStrategy(cluster.resolver)
-        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.5), 2, 1)
-        with pytest.raises(ValueError, match="before apply_gradients"):
-            optimizer.get_init_tokens_op()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.zeros(3, np.float32), name="w")
-                global_step = psync.get_or_create_global_step()
-
-            async def step() -> int:
-                gradient = np.ones(3, np.float32)
-                return (await optimizer.apply_gradients([(gradient, w)], global_step)).step
-
-            assert await optimizer.get_init_tokens_op(num_tokens=1) == 0
-            running = asyncio.create_task(optimizer.get_chief_queue_runner().run())
-            tokens = [coordinator.schedule(step) for _ in range(4)]
-            await coordinator.join()
-            assert await coordinator.fetch(tokens) == [0, 1, 1, 2]  # two batches for each step
-            assert await optimizer.get_init_tokens_op() == 2
-            assert not running.done()
-        await running

@@ -12,7 +12,6 @@ import pytest
 
 from live_program import PSYNC, program
 from psync.status.run_files import read_run
-from tasks_by_hand import children_of
 from trace_events import TraceFile
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -62,17 +61,6 @@ def test_a_run_whose_clocks_differ_is_traced(
         }
     assert max(each["ts"] for each in traced.events) < 20e6  # and not the 1,000 s of the clocks
     assert traced.counter("ps-0", "queue")
-
-
-def test_a_worker_that_is_killed_ends_and_others_go_on(
-    environ: dict[str, str], run: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    tracing = trace(environ, str(tmp_path / "t.json"), "--seconds", "60")
-    os.kill(children_of(run.pid)["worker-0"], signal.SIGKILL)
-    tracing.send_signal(signal.SIGINT)  # it writes what there is
-    out, _ = tracing.communicate()
-    assert tracing.returncode == 0, out
-    assert set(WORKERS) <= set(TraceFile(tmp_path / "t.json").tasks.values())
 
 
 def test_what_was_recorded_of_a_program_that_is_killed_is_written(

@@ -7,8 +7,6 @@ import pytest
 from asked import Asked, peer_of
 from psync.client.plan import numbered
 from psync.errors import FencedError, PlanForgotten, RemoteProtocolError
-from psync.numerics.rules import SGD
-from psync.ps import plans
 from psync.ps.plans import Plans, ShardSet
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
@@ -107,29 +105,6 @@ def test_after_a_rollback_plans_hold_nothing_of_the_store_before() -> None:
     assert after.plan(WORKER, PULLED.plan).look_up(store_of(2, 3)).plan is not before.plan
     assert not define(after, WORKER, PULLED)
     assert known.plan(WORKER, PULLED.plan) is before
-
-
-def test_of_too_many_the_plan_that_was_defined_first_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(plans, "MAX_PLANS", 1)
-    known = table()
-    define(known, WORKER, PULLED)
-    assert define(known, WORKER, PUSHED)
-    with pytest.raises(PlanForgotten, match=f"plan {PULLED.plan} of {WORKER[0]} is not defined"):
-        known.plan(WORKER, PULLED.plan)
-    assert define(known, WORKER, PULLED)
-    assert known.plan(WORKER, PULLED.plan).keys == (W, V)
-
-
-def test_what_a_plan_says_of_a_store_is_read_again_after_a_rollback() -> None:
-    config = SGD(1.0).to_config()
-    plan = ShardSet.defined(numbered(DefinePlan(0, [W, V], 1, config)), b"")
-    before, after = store_of(2, 3), store_of(2, 5)
-    assert plan.look_up(before).lengths == (8, 12)
-    assert plan.look_up(after).lengths == (8, 20)
-    assert plan.plan.keys == (W, V)
-    assert after.optimizers[1].config == config
 
 
 def test_averages_follow_a_variable_each() -> None:

@@ -267,6 +267,7 @@ async def test_the_end_of_a_workers_data_is_raised_by_run_and_not_by_join():
         await coordinator.join()
 
 
+@pytest.mark.promise("gangs.all-or-none")
 @pytest.mark.virtual_time
 async def test_a_worker_that_dies_in_a_collective_is_named_to_the_others_and_by_run():
     async with coordinating(num_workers=3) as (cluster, coordinator):

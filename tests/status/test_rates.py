@@ -164,10 +164,6 @@ def test_a_counter_that_began_again_counts_from_zero() -> None:
     assert status.workers[0].closures_per_s == 5.0
 
 
-def test_at_the_very_beginning_nothing_has_a_rate() -> None:
-    assert seen(reading(0.0, workers={W0: (1, 5)})).queue.closures_per_s == 0.0
-
-
 # Workers.
 
 
@@ -250,12 +246,6 @@ def test_groups_of_one_name_are_told_apart_by_their_numbers() -> None:
     assert len(series) == len(set(series)) > 0
 
 
-def test_where_nobody_waits_nobody_is_waited_for() -> None:
-    servers = [ps(sync={"sync/1": group()})]
-    (step,) = seen(reading(1.0, workers={W0: (1, 0)}, servers=servers)).steps.groups
-    assert step.waits_for == ()
-
-
 def test_a_bound_of_staleness_waits_for_the_slowest() -> None:
     clocks = {"1": {"max_staleness": 2, "clocks": {W0: 9, W1: 6, W2: 8}}}
     status = seen(
@@ -265,12 +255,6 @@ def test_a_bound_of_staleness_waits_for_the_slowest() -> None:
     assert (bound.slowest, bound.fastest, bound.max_staleness) == (6, 9, 2)
     assert (bound.waiting, bound.waits_for) == ((W0,), (W1,))
     assert [each.state for each in status.workers] == ["waiting", "busy", "busy"]
-
-
-def test_a_bound_at_which_nobody_waits_waits_for_nobody() -> None:
-    clocks = {"1": {"max_staleness": 2, "clocks": {W0: 7, W1: 6}}}
-    (bound,) = seen(reading(1.0, servers=[ps(clocks=clocks)])).steps.bounds
-    assert (bound.waiting, bound.waits_for) == ((), ())
 
 
 # ps tasks.

@@ -26,33 +26,6 @@ def begun(shard: Shard, done: list[object]) -> Work:
     return BlockWork(shard, done.append, lambda: done.append(None))
 
 
-def test_it_does_a_block_per_step_and_the_last_one_with_its_end(shard: Shard) -> None:
-    done: list[object] = []
-    work = begun(shard, done)
-    assert (done, shard.busy) == ([], True)
-    next(work)
-    assert done == [0]
-    next(work)
-    assert (done, shard.busy, shard.version) == ([0, 1], True, 0)
-    with pytest.raises(StopIteration):
-        next(work)
-    assert (done, shard.busy, shard.version) == ([0, 1, 2, None], False, 1)
-
-
-def test_it_is_over_at_once_on_an_empty_shard() -> None:
-    shard, ends = shard_of(0), []
-    work = BlockWork(shard, pytest.fail, lambda: ends.append(None))
-    assert list(work) == []
-    assert (ends, shard.version) == ([None], 1)
-
-
-def test_it_may_have_other_pieces_than_blocks_and_change_nothing(shard: Shard) -> None:
-    done: list[int] = []
-    for _ in BlockWork(shard, done.append, lambda: None, 5, changes=False):
-        pass
-    assert (done, shard.busy, shard.version) == ([0, 1, 2, 3, 4], False, 0)
-
-
 def handed_out_of(shard: Shard, done: list[object]) -> BlockWork:
     """As ``begun``, and any block can be handed out."""
 
@@ -120,12 +93,3 @@ def test_blocks_that_cannot_be_handed_out_are_done_first() -> None:
     out.compute(Workspace())
     out.commit()
     assert done[3:] == [3, 4, 5, 6]
-
-
-def test_work_of_which_a_block_has_failed_elsewhere_leaves_the_shard_busy(shard: Shard) -> None:
-    done: list[object] = []
-    work = begun(shard, done)
-    work.fail()
-    work.close()
-    assert list(work) == []
-    assert (done, shard.busy) == ([], True)

@@ -8,8 +8,6 @@ import inspect
 import logging
 import math
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,18 +61,6 @@ def test_cancelled_timers_do_not_move_the_clock() -> None:
         return now()
 
     assert run_virtual(main) == 20.0
-
-
-def test_a_timeout_takes_virtual_time() -> None:
-    async def main() -> float:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(300):
-                await asyncio.Event().wait()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.Event().wait(), 50)
-        return now()
-
-    assert run_virtual(main) == 350.0
 
 
 # Deadlocks.
@@ -192,34 +178,6 @@ def int_of_task(task: asyncio.Task[None]) -> None:
 # What asyncio builds on a loop.
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1])
-def test_queues_locks_events_and_groups_work(seed: int | None) -> None:
-    async def main() -> list[int]:
-        queue: asyncio.Queue[int] = asyncio.Queue(2)
-        lock, ready, taken = asyncio.Lock(), asyncio.Event(), []
-
-        async def produce() -> None:
-            await ready.wait()
-            for number in range(20):
-                await queue.put(number)
-                await asyncio.sleep(0.1)
-
-        async def consume() -> None:
-            for _ in range(10):
-                async with lock:
-                    taken.append(await queue.get())
-
-        async with asyncio.TaskGroup() as group:
-            group.create_task(produce())
-            group.create_task(consume())
-            group.create_task(consume())
-            ready.set()
-        assert now() == pytest.approx(2.0)
-        return taken
-
-    assert run_virtual(main, seed=seed) == list(range(20))
-
-
 def test_callbacks_run_in_the_context_they_are_given() -> None:
     name = contextvars.ContextVar("name", default="none")
 
@@ -236,15 +194,6 @@ def test_callbacks_run_in_the_context_they_are_given() -> None:
         return seen
 
     assert run_virtual(main) == ["given", "given", "current", "given"]
-
-
-def test_a_runner_can_run_several_times_on_one_clock() -> None:
-    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
-        runner.run(asyncio.sleep(3.0))
-        runner.run(asyncio.sleep(4.0))
-        assert runner.get_loop().time() == 7.0
-    with pytest.raises(RuntimeError, match="Runner is closed"):
-        runner.get_loop()
 
 
 # Functions that other loops run in threads.
@@ -274,14 +223,6 @@ def test_such_a_function_may_end_the_program() -> None:
 
     with pytest.raises(SystemExit):
         run_virtual(asyncio.to_thread, leave)
-
-
-def test_such_a_function_does_not_run_once_it_is_cancelled() -> None:
-    async def main() -> None:
-        asyncio.get_running_loop().run_in_executor(None, pytest.fail, "cancelled").cancel()
-        await settle()
-
-    run_virtual(main)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -387,18 +328,6 @@ def test_an_interrupt_ends_the_run() -> None:
     loop.close()
 
 
-def test_a_seed_means_the_same_in_another_process() -> None:
-    program = "import test_clock; print(test_clock.order(3, 50))"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=__file__.rpartition("/")[0],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == str(order(3, 50))
-
-
 # settle().
 
 
@@ -425,32 +354,6 @@ def test_settle_waits_for_all_that_is_ready_and_not_for_time(seed: int | None) -
         assert steps == -1
 
     run_virtual(main, seed=seed)
-
-
-def test_settling_can_be_cancelled() -> None:
-    async def main() -> None:
-        task = asyncio.create_task(settle())
-        asyncio.get_running_loop().call_soon(task.cancel)
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.sleep(1.0)
-
-    run_virtual(main)
-
-
-async def test_settle_gives_other_loops_many_rounds() -> None:
-    steps = 0
-
-    async def work() -> None:
-        nonlocal steps
-        for _ in range(50):
-            await asyncio.sleep(0)
-            steps += 1
-
-    task = asyncio.create_task(work())
-    await settle()
-    assert steps == 50
-    await task
 
 
 async def wait_for_ever() -> None:
@@ -541,25 +444,6 @@ def test_generators_that_are_still_open_are_closed_at_the_end() -> None:
 
     run_virtual(main)
     assert sorted(ended) == ["a", "b"]
-
-
-def test_an_error_while_closing_a_generator_is_reported() -> None:
-    async def fail() -> AsyncIterator[int]:
-        try:
-            yield 1
-        finally:
-            raise ZeroDivisionError
-
-    held, reports = [], []
-
-    async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
-        held.append(fail())
-        await anext(held[0])
-
-    run_virtual(main)
-    assert reports[0]["message"].startswith("an error occurred while closing <async_generator")
-    assert isinstance(reports[0]["exception"], ZeroDivisionError)
 
 
 def test_errors_that_nobody_awaits_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -106,13 +105,6 @@ def test_what_a_loop_would_refuse_or_send_wrongly_is_refused(data, message) -> N
         check_buffer(data)
 
 
-def test_a_refused_buffer_leaves_nothing_half_written(turns: Turns) -> None:
-    client, _, _ = linked()
-    with pytest.raises(TypeError):
-        client.transport.writelines([b"good", "bad"])  # type: ignore[list-item]
-    assert client.transport.get_write_buffer_size() == 0
-
-
 def test_the_report_names_the_lines_that_wrote() -> None:
     def inner() -> Segment:
         return Segment(bytearray(1), start=0, due=0.0, check=True)
@@ -124,28 +116,6 @@ def test_the_report_names_the_lines_that_wrote() -> None:
     line = inner.__code__.co_firstlineno + 1
     assert first == f"{__file__}:{line}"
     assert second == f"{__file__}:{line + 3}"
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, (16 << 10, 64 << 10)),
-        ({"high": 100}, (25, 100)),
-        ({"low": 100}, (100, 400)),
-        ({"high": 0}, (0, 0)),
-        ({"high": 9, "low": 3}, (3, 9)),
-    ],
-)
-def test_water_marks_follow_asyncio(turns: Turns, given: Any, expected: Any) -> None:
-    client, _, _ = linked()
-    client.transport.set_write_buffer_limits(**given)
-    assert client.transport.get_write_buffer_limits() == expected
-
-
-def test_impossible_water_marks_are_refused(turns: Turns) -> None:
-    client, _, _ = linked()
-    with pytest.raises(ValueError, match="expected high >= low >= 0, got high=1, low=2"):
-        client.transport.set_write_buffer_limits(high=1, low=2)
 
 
 class Failing(Recorder):

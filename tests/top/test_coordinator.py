@@ -153,24 +153,6 @@ async def test_closures_of_a_lost_worker_run_elsewhere_and_first():
 
 
 @pytest.mark.virtual_time
-async def test_a_worker_that_comes_back_takes_part_again(caplog):
-    caplog.set_level("INFO")
-    async with coordinating(num_workers=2) as (cluster, coordinator):
-        await cluster.stop("worker-1")
-        await cluster.start("worker-1")
-        await asyncio.sleep(5)
-        assert "/job:worker/task:1 is lost" in caplog.text
-        assert "/job:worker/task:1 has rejoined" in caplog.text
-
-        async def who():
-            await asyncio.sleep(1)
-            return psync.get_worker_index()
-
-        values = [coordinator.schedule(who) for _ in range(8)]
-        assert set(await coordinator.fetch(values)) == {0, 1}
-
-
-@pytest.mark.virtual_time
 async def test_late_results_of_a_lost_incarnation_are_ignored():
     async with coordinating(num_workers=1) as (cluster, coordinator):
 
@@ -224,6 +206,7 @@ async def test_a_closure_that_loses_three_workers_is_an_error_that_names_them():
         assert await coordinator.schedule(lambda: 1) == 1
 
 
+@pytest.mark.promise("closures.not-blamed")
 @pytest.mark.virtual_time
 async def test_a_closure_is_not_blamed_for_workers_that_die_while_others_do():
     async with coordinating(num_workers=4) as (cluster, coordinator):
@@ -242,6 +225,7 @@ async def test_a_closure_is_not_blamed_for_workers_that_die_while_others_do():
 
 
 @pytest.mark.promise("schedule.join-reports-waiting")
+@pytest.mark.virtual_time
 async def test_without_any_worker_join_says_for_whom_it_waits(caplog):
     async with coordinating(num_workers=2) as (cluster, coordinator):
         await cluster.stop("worker-0")

@@ -94,18 +94,6 @@ def test_a_lost_task_is_named() -> None:
     assert str(lost) == "/job:ps/task:0 was restarted\nhint: start again"
 
 
-def test_a_remote_error_shows_the_remote_traceback() -> None:
-    error = RemoteError("/job:worker/task:1", "ValueError", "bad", "Traceback …\n  line\n")
-    assert (error.task, error.type_name) == ("/job:worker/task:1", "ValueError")
-    assert str(error) == (
-        "ValueError on /job:worker/task:1: bad\n"
-        "remote traceback (/job:worker/task:1):\nTraceback …\n  line"
-    )
-    assert str(RemoteError("/job:ps/task:0", "KeyError", "'x'")) == (
-        "KeyError on /job:ps/task:0: 'x'"
-    )
-
-
 def test_an_error_of_a_rule_names_what_raised_and_travels() -> None:
     error = RuleError("/job:ps/task:1", 'update rule "x" for "w/part_0"', "ValueError", "bad", "T")
     assert (

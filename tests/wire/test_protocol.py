@@ -125,13 +125,6 @@ def test_a_connection_opens_if_both_sides_see_the_same_tls(seen: bytes, state: S
     assert (server.state is State.OPEN) is (state is State.OPEN)
 
 
-def test_who_says_what_in_which_order() -> None:
-    client, server = new_client(), new_server()
-    from_client, from_server = converse(client, server)
-    assert [kind for kind, _ in words(from_client)] == [Kind.HELLO, Kind.PROOF]
-    assert [kind for kind, _ in words(from_server)] == [Kind.CHALLENGE, Kind.WELCOME]
-
-
 def test_golden_bytes_of_the_greeting() -> None:
     assert said(new_client()).hex() == (
         "5053594e" "02" "01" "0000" "0000000000000000" "43000000" "00000000" "0000000000000000"

@@ -293,7 +293,7 @@ def _replies(result: Any, count: int, packing: Packing) -> list[Answer]:
     return replies * (count // len(parts))
 
 
-def _reply(payload: Payload, error: tuple[str, str, str] | None = None) -> Reached:
+def _reply(payload: Payload, error: tuple[str, str, str] | None = None) -> Answer:
     outcome, segments = "ok" if error is None else "error", payload.segments
     return ClosureResults([(-1, outcome, len(segments), error)], 0.0), segments
 

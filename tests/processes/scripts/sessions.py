@@ -1,8 +1,8 @@
 """Every task trains by itself: `sessions.py STEPS`, a step in which takes all workers' gradients.
 
 Each push adds 1 to w, and so does their mean: w counts the steps. `sessions.py STEPS HOW`: worker 1
-ends after five steps, by an error in a step ("step") or outside of one ("outside"), by sys.exit
-("exit"), or without further data ("data").
+ends after five steps, by an error in a step ("step") or outside of one ("outside"), or by sys.exit
+("exit").
 """
 
 import asyncio
@@ -48,7 +48,7 @@ async def main():
             if how and made is not None and made >= 5 and name == "worker-1":
                 if how == "exit":
                     sys.exit("no more")
-                raise psync.EndOfData if how == "data" else KeyError("no such thing")
+                raise KeyError("no such thing")
         await session.wait_until_stopped()
         if session.is_chief:
             value, count = await psync.pull((w, global_step))

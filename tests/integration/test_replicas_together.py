@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import psync
+from local_training import in_update_context
 from memory_cluster import coordinating
 from psync import VariableAggregation, VariableSynchronization
 from psync.errors import ReplicaValueError
@@ -42,11 +43,15 @@ async def test_contexts_in_a_gang():
             merged = await context.merge_call(in_merge, (context is None,))
             return context.num_replicas_in_sync, merged
 
+        expected = (2, ([False, False], True, True, True, "ParameterServerStrategy", 2))
         with strategy.scope():
             assert psync.get_replica_context() is None
-            found = await strategy.run(fn)
-        expected = (2, ([False, False], True, True, True, "ParameterServerStrategy", 2))
-        assert strategy.experimental_local_results(found) == (expected, expected)
+            for run in (
+                strategy.run,
+                strategy.experimental_run_v2,
+                strategy.extended.call_for_each_replica,
+            ):
+                assert strategy.experimental_local_results(await run(fn)) == (expected, expected)
         assert strategy.num_replicas_in_sync == 1
 
 
@@ -290,4 +295,65 @@ async def test_training_with_replicas_equals_one_process():
         np.testing.assert_allclose(await w.read(), expected, rtol=1e-5)
 
 
-# --- in a closure ----------------------------------------------------------------------------
+# --- what a gang returns, and single replicas ------------------------------------------------
+
+
+async def test_what_replicas_returned_is_reduced_and_gathered() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+        strategy = coordinator.strategy
+
+        async def replica(rows: Any) -> dict[str, Any]:
+            return {"loss": float(rows.sum()), "rows": rows}
+
+        result = await strategy.run(
+            replica, args=(psync.PerReplica([np.full((4, 1), 2.5), np.full((2, 1), 15.0)]),)
+        )
+        assert await strategy.reduce("mean", result["loss"]) == 20.0
+        assert (await strategy.reduce("mean", result["rows"], axis=0)).tolist() == pytest.approx(
+            [40 / 6]
+        )
+        assert (await strategy.gather(result["rows"], axis=0)).shape == (6, 1)
+        assert [each["loss"] for each in strategy.experimental_local_results(result)] == [10, 30]
+
+
+async def test_steps_2_to_4_of_the_standard_pattern_update_a_variable_once() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+        strategy = coordinator.strategy
+        with strategy.scope():
+            v = psync.Variable(np.zeros(2), name="v")
+
+        async def add(variable: Any, total: Any) -> bool:
+            await variable.assign_add(total)
+            return in_update_context()
+
+        async def merge(merged: Any, gradient: Any, variable: Any) -> bool:
+            total = await merged.extended.reduce_to("SUM", gradient, variable)
+            return await merged.extended.update(variable, add, args=(total,))
+
+        async def replica() -> bool:
+            context = psync.get_replica_context()
+            gradient = np.full(2, context.replica_id_in_sync_group + 1.0)
+            return await context.merge_call(merge, args=(gradient, v))
+
+        assert list(await strategy.run(replica)) == [True, True]
+        assert (await v.read()).tolist() == [3.0, 3.0]
+        coordinator.schedule(replica)  # one replica merges with itself
+        await coordinator.join()
+        assert (await v.read()).tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("aggregation", VariableAggregation)
+async def test_one_replica_and_the_program_write_as_they_are_told(aggregation: Any) -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(0.0, aggregation=aggregation)
+
+        async def step() -> None:
+            await v.assign_add(2.0)
+
+        coordinator.schedule(step)
+        await coordinator.join()
+        await v.assign_add(3.0)
+        with coordinator.strategy.scope():
+            await v.assign_sub(1.0)
+            assert await v.read() == 4.0
