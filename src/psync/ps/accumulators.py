@@ -521,17 +521,17 @@ class Accumulators:
 
     async def restore(self, state: Any, arrays: Iterator[memoryview]) -> None:
         """Take what ``live`` has returned; the snapshot had the accumulators."""
-        hosted, answers, calls = state
-        for name, contents, senders, waiting in hosted:
+        hosted, senders, calls = state
+        for name, contents, takers, waiting in hosted:
             each = self.hosted[name]
             if contents is not None:
                 *held, count = contents
                 await _fill(each.rule.hold(*held), list(itertools.islice(arrays, count)))
-            each.restore(senders, arrays)
+            each.restore(takers, arrays)
             for task, incarnation, number, num_required in waiting:
                 verdict = each.takes.judge((task, incarnation), number, 0, None, 0, 0)
                 each.enter(cast(Fresh, verdict), num_required)
-        self._ledger.note_gradients(answers, calls, decode)
+        self._ledger.note_gradients(senders, calls, decode)
 
 
 def gradient_of(

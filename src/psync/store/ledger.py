@@ -66,9 +66,6 @@ STEP = "a synchronous step"
 
 CALL = "a call"
 
-GradientAnswer = tuple[str, int, int, int, int, bytes]
-"""Of a conditional accumulator: (task, incarnation, sequence, closure or -1, ordinal, answer)."""
-
 GradientCall = tuple[int, int, bytes, str]
 """That a conditional accumulator has counted: (closure, ordinal, what was called, accumulator)."""
 
@@ -455,42 +452,35 @@ class Ledger:
 
     def gradients(
         self, pack: Callable[[object], bytes | None]
-    ) -> tuple[list[GradientAnswer], list[GradientCall]]:
+    ) -> tuple[Sequence[SenderState], list[GradientCall]]:
         """Return what ``snapshot`` leaves out: answers of conditional accumulators, their calls.
 
         Args:
             pack: Makes bytes of an answer; None: it is not that of an accumulator.
         """
-        answers = []
-        for task, sender in self._senders.items():
-            for sequence, message in sender.messages.items():
-                answer = pack(message.answer)
-                if answer is not None:
-                    call = message.call or (-1, 0)
-                    answers.append((task, sender.incarnation, sequence, *call, answer))
         calls = [
             (closure, ordinal, applied.variable_set, applied.variables[0])
             for closure, ordinal, applied in self._applied()
             if isinstance(applied.variable_set, bytes)
         ]
-        return answers, calls
+        return self.snapshot(pack).senders, calls
 
     def note_gradients(
         self,
-        answers: Iterable[GradientAnswer],
+        senders: Iterable[Sequence[Any]],
         calls: Iterable[GradientCall],
         unpack: Callable[[bytes], object],
     ) -> None:
         """Remember what ``gradients`` of another ledger has returned, after its ``snapshot``.
 
         Args:
-            answers: The answers.
+            senders: The answers to each.
             calls: The calls.
             unpack: Makes answers of what its ``pack`` has returned.
         """
-        for task, _, sequence, closure, ordinal, packed in answers:
-            call = None if closure < 0 else (closure, ordinal)
-            self._remember(task, sequence, call, unpack(packed))
+        for task, _, _, answers in senders:
+            for sequence, call, packed in answers:
+                self._remember(task, sequence, call and (*call,), unpack(packed))
         for closure, ordinal, what, accumulator in calls:
             self._remember_call((closure, ordinal), what, (accumulator,))
 

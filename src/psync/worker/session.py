@@ -255,7 +255,6 @@ class Session:
             messages.RunClosures: self.run_closures,
             messages.GiveBack: self.give_back,
             messages.CancelClosures: self.cancel_closures,
-            messages.ReleaseIterator: self.release_iterator,
         }
         self._runner = self._loop.create_task(self._run())
 
