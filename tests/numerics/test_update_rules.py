@@ -25,7 +25,6 @@ from psync.numerics.memory import CHUNK, Scratch
 from psync.numerics.rows import IndexedSlices
 from psync.numerics.rules import (
     MAX_WORDS,
-    PIECE,
     SGD,
     Adagrad,
     Adam,
@@ -314,12 +313,12 @@ def measured(rule: Lamb, *parts: Any, chunk: int = CHUNK) -> tuple[float, float]
     measurement = rule.measurement(STEP, Scratch(chunk))
     for part in parts:
         measurement.add(*part)
-    return measurement.sums()
+    return measurement.sums
 
 
 @for_each("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_measuring_changes_nothing_and_sums_in_float64(dtype: object) -> None:
-    param, grad, slots = arrays(3 * PIECE + 5, dtype)
+    param, grad, slots = arrays(3 * SQUARES_PIECE + 5, dtype)
     before = [array.tobytes() for array in (param, grad, *slots)]
     of_param, of_update = measured(Lamb(0.01), (param, grad, slots))
     assert [array.tobytes() for array in (param, grad, *slots)] == before
@@ -330,9 +329,10 @@ def test_measuring_changes_nothing_and_sums_in_float64(dtype: object) -> None:
 
 
 def test_norms_do_not_depend_on_chunks_or_blocks() -> None:
-    param, grad, slots = arrays(5 * PIECE + 17, np.float32)
+    param, grad, slots = arrays(5 * SQUARES_PIECE + 17, np.float32)
     whole = measured(Lamb(), (param, grad, slots))
-    cuts = [slice(0, 2 * PIECE), slice(2 * PIECE, 3 * PIECE), slice(3 * PIECE, None)]
+    first, second = 2 * SQUARES_PIECE, 3 * SQUARES_PIECE
+    cuts = [slice(0, first), slice(first, second), slice(second, None)]
     blocks = ((param[cut], grad[cut], [slot[cut] for slot in slots]) for cut in cuts)
     assert measured(Lamb(), *blocks, chunk=7) == whole
 

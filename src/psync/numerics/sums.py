@@ -319,7 +319,7 @@ SQUARES_PIECE = 1 << 16
 """Elements that are converted to float64 at a time, in which squares do not overflow."""
 
 
-def sum_of_squares(array: np.ndarray, before: float = 0.0) -> float:
+def sum_of_squares(array: np.ndarray, before: float = 0.0, wide: np.ndarray | None = None) -> float:
     """Return the sum of squares of an array, in float64.
 
     It has the same bits on every CPU and with every number of threads. Those of ``np.dot`` differ,
@@ -329,14 +329,18 @@ def sum_of_squares(array: np.ndarray, before: float = 0.0) -> float:
         array: Any shape.
         before: The sum of what comes before it. An array that is cut into multiples of
             ``SQUARES_PIECE`` has the same sum, bit for bit, as at once.
+        wide: Work space, float64, as long as the array or ``SQUARES_PIECE``; None: it is made.
     """
     flat = array.reshape(-1)  # a copy only of what lies scattered
+    wide = np.empty(min(flat.size, SQUARES_PIECE)) if wide is None else wide
     total = before
     for start in range(0, flat.size, SQUARES_PIECE):
-        piece = flat[start : start + SQUARES_PIECE].astype(np.float64)
+        piece = flat[start : start + SQUARES_PIECE]
+        squares = wide[: piece.size]
+        np.copyto(squares, piece)
         with np.errstate(over="ignore"):  # infinity is a result
-            np.multiply(piece, piece, out=piece)
-            total += float(np.add.reduce(piece))
+            np.multiply(squares, squares, out=squares)
+            total += float(np.add.reduce(squares))
     return total
 
 
