@@ -27,7 +27,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from psync.errors import (
 from psync.numerics.casting import overflow
 from psync.numerics.sums import DenseSum, Pieces, Reduction, SparseSum, check_weight
 from psync.specs import HiddenValues, Outcome, as_integer, dtype_name, dtype_of, plain_array
-from psync.wire.messages import DefineAccumulator
+from psync.wire.messages import DefineAccumulator, HoldGradients
 
 GradientT = TypeVar("GradientT")
 ResultT = TypeVar("ResultT")
@@ -106,17 +106,6 @@ class Applied(Generic[ResultT]):
             yield from self.completed.making()
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The gradients that an accumulator holds, as a sum that another one can go on with."""
-
-    count: int  # gradients in it, at least 1
-    weight: float  # sum of their weights
-    shape: tuple[int, ...]  # of the sum; of a sparse one: of a row
-    rows: int  # of a sparse one; 0 of a dense one
-    arrays: list[np.ndarray]  # its memory: not to be kept beyond the next call
-
-
 class Accumulator(ABC, Generic[GradientT, ResultT]):
     """The gradients of one step, dense or some rows of a variable, and who waits for them.
 
@@ -137,6 +126,8 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
     Raises:
         ConfigurationError: If one of these is not what is stated above.
     """
+
+    _sum_kind: ClassVar[type[DenseSum] | type[SparseSum]]
 
     def __init__(
         self,
@@ -164,8 +155,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         self.shape = None if shape is None else tuple(self._dimension(dim) for dim in shape)
         self.reduction: Reduction = "mean" if reduction_type == "MEAN" else "sum"
         self.forbid_nonfinite = forbid_nonfinite
-        # Of this step; None before its first gradient.
-        self._sum: DenseSum | SparseSum | None = None
+        self._sum: Any = None  # of this step, a ``_sum_kind``; None before its first gradient
         self.max_staleness = staleness
         self._step = 0
         self._count = 0
@@ -269,12 +259,11 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         take = next(iter(self.waiting), None)
         if take is None or self._count < take.num_required:
             return None
-        take._making = self._reduce()
+        take._making = self._reduce(self._sum)
         del self.waiting[take]
         self._step += 1
         take.count, take.step, take.state = self._count, self._step, TakeState.COMPLETE
-        self._count = 0
-        self._clear()
+        self._count, self._sum = 0, None
         return take
 
     def as_call(self, local_step: object, weight: object) -> tuple[int, float]:
@@ -314,23 +303,30 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """Return what adds the gradient to those held, and cannot be refused."""
 
     @abstractmethod
-    def _reduce(self) -> Pieces[ResultT]:
+    def _reduce(self, total: Any) -> Pieces[ResultT]:
         """Return what makes of the gradients held what they amount to."""
 
-    @abstractmethod
-    def held(self) -> Held | None:
-        """Return the contents, when all was added; None: the accumulator is empty."""
+    def held(self) -> tuple[HoldGradients, list[np.ndarray]] | None:
+        """Return the contents, when all was added, for ``hold``; None: the accumulator is empty.
 
-    @abstractmethod
-    def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
-        """Hold what another one holds, instead of what is there; arguments as of ``Held``.
+        The arrays are its memory: not to be kept beyond the next call.
+        """
+        if (total := self._sum) is None:
+            return None
+        count, shape = self._count, list(total.shape)
+        return HoldGradients(self.name, count, total.weight, shape, total.rows), total.arrays()
+
+    def hold(self, held: HoldGradients) -> list[np.ndarray]:
+        """Hold what another one holds, instead of what is there.
 
         Returns:
             Arrays to which what is in those of the other one is to be written.
         """
-
-    def _clear(self) -> None:
-        self._sum = None
+        self._sum = self._sum_kind(held.shape, self.dtype)
+        self._sum.restore(held.weight, held.rows)
+        self._count = held.count
+        arrays: list[np.ndarray] = self._sum.arrays()
+        return arrays
 
     def _dimension(self, dim: object) -> int | None:
         size = as_integer(dim)
@@ -383,7 +379,7 @@ class ConditionalAccumulator(Accumulator[np.ndarray, np.ndarray]):
     of each step decides it for that step.
     """
 
-    _sum: DenseSum | None = None  # of this step; None before its first gradient
+    _sum_kind = DenseSum
 
     def as_gradient(self, given: object) -> np.ndarray:
         """Return a gradient as an array, checked as far as it can be without those held.
@@ -395,20 +391,6 @@ class ConditionalAccumulator(Accumulator[np.ndarray, np.ndarray]):
         self._check_shape(gradient, self.shape)
         return gradient
 
-    def held(self) -> Held | None:
-        """Return what is held; None: nothing."""
-        total = self._sum
-        if total is None:
-            return None
-        return Held(total.count, total.weight, total.shape, 0, total.arrays())
-
-    def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
-        """Hold what another one holds; see ``Accumulator``."""
-        self._sum = DenseSum(shape, self.dtype)
-        self._sum.restore(count, weight)
-        self._count = count
-        return self._sum.arrays()
-
     def _check(self, gradient: np.ndarray, nonfinite: int | None) -> None:
         self._check_shape(gradient, self.shape if self._sum is None else self._sum.shape)
         self._check_finite(gradient, nonfinite)
@@ -418,13 +400,11 @@ class ConditionalAccumulator(Accumulator[np.ndarray, np.ndarray]):
             raise self._refused(f"shape mismatch: expected {expected}, got {gradient.shape}")
 
     def _add(self, gradient: np.ndarray, weight: float) -> Pieces[None]:
-        if self._sum is None:
-            self._sum = DenseSum(gradient.shape, self.dtype)
-        return self._sum.adding(gradient, weight)
+        self._sum = total = self._sum or DenseSum(gradient.shape, self.dtype)
+        return total.adding(gradient, weight)
 
-    def _reduce(self) -> Pieces[np.ndarray]:
-        assert self._sum is not None, "a take needs one gradient at least"
-        return self._sum.making(self.reduction)
+    def _reduce(self, total: DenseSum) -> Pieces[np.ndarray]:
+        return total.making(self.reduction)
 
 
 class Slices(Protocol):
@@ -465,7 +445,7 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
             row, or "total", those of all.
     """
 
-    _sum: SparseSum | None = None  # of this step; None before its first gradient
+    _sum_kind = SparseSum
 
     def __init__(
         self,
@@ -490,21 +470,6 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
         gradient = self._convert((indices, values, dense_shape))
         self._check_shapes(gradient, None)
         return gradient
-
-    def held(self) -> Held | None:
-        """Return what is held; None: nothing."""
-        total = self._sum
-        if total is None:
-            return None
-        rows = total.indices.size
-        return Held(self._count, total.weight, total.row_shape, rows, total.arrays())
-
-    def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
-        """Hold what another one holds; see ``Accumulator``."""
-        self._sum = SparseSum(shape, self.dtype)
-        self._sum.restore(rows, weight)
-        self._count = count
-        return self._sum.arrays()
 
     def _convert(self, given: Any) -> GivenSlices:
         indices, values, dense_shape = given
@@ -532,7 +497,7 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
         return known
 
     def _check(self, gradient: GivenSlices, nonfinite: int | None) -> None:
-        self._check_shapes(gradient, None if self._sum is None else self._sum.row_shape)
+        self._check_shapes(gradient, None if self._sum is None else self._sum.shape)
         self._check_finite(gradient.values, nonfinite)
 
     def _check_shapes(self, gradient: GivenSlices, row_shape: tuple[int, ...] | None) -> None:
@@ -589,21 +554,14 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
         return self.shape[0] if self.shape else None
 
     def _add(self, gradient: GivenSlices, weight: float) -> Pieces[None]:
-        if self._sum is None:
-            self._sum = SparseSum(gradient.values.shape[1:], self.dtype)
-        return self._sum.adding(gradient.indices, gradient.values, weight)
+        self._sum = total = self._sum or SparseSum(gradient.values.shape[1:], self.dtype)
+        return total.adding(gradient.indices, gradient.values, weight)
 
-    def _reduce(self) -> Pieces[SparseGradient]:
-        assert self._sum is not None, "a take needs one gradient at least"
-        return self._result_of(self._sum)
-
-    def _result_of(self, total: SparseSum) -> Pieces[SparseGradient]:
+    def _reduce(self, total: SparseSum) -> Pieces[SparseGradient]:
         values = yield from total.making(self.reduction, per_index=self.divisor == "per_index")
         rows = self._num_rows()
         # The sum belongs to this take alone, and so do its indices.
-        return SparseGradient(
-            total.indices, values, (-1 if rows is None else rows, *total.row_shape)
-        )
+        return SparseGradient(total.indices, values, (-1 if rows is None else rows, *total.shape))
 
 
 # What is said of an accumulator.

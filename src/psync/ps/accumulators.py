@@ -501,10 +501,9 @@ class Accumulators:
         """
         entries: list[Listed] = []
         for name, hosted in self.hosted.items():
-            held = hosted.rule.held()
-            if held is not None:
-                message = HoldGradients(name, held.count, held.weight, list(held.shape), held.rows)
-                entries.append((NOBODY, message, await _copies(held.arrays)))
+            if (held := hosted.rule.held()) is not None:
+                message, arrays = held
+                entries.append((NOBODY, message, await _copies(arrays)))
             entries += _takes_of(name, hosted)
         answers, calls = self._ledger.gradients(_pack)
         entries += [(NOBODY, KeepAnswers(some, []), ()) for some in _parts(answers)]
@@ -514,8 +513,7 @@ class Accumulators:
     async def _hold(self, request: Request[HoldGradients]) -> None:
         message = request.message
         rule = self.hosted[message.accumulator].rule  # its snapshot has it
-        arrays = rule.hold(message.count, message.weight, message.shape, message.rows)
-        await _fill(arrays, request.segments)
+        await _fill(rule.hold(message), request.segments)
         request.answer(Done())
 
     def _hold_take(self, request: Request[HoldTake]) -> None:
