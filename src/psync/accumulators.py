@@ -39,6 +39,7 @@ from psync.errors import (
     ValueMismatchError,
 )
 from psync.numerics.casting import overflow
+from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import DenseSum, Pieces, Reduction, SparseSum, check_weight
 from psync.specs import HiddenValues, Outcome, as_integer, dtype_name, dtype_of, plain_array
 from psync.wire.messages import DefineAccumulator, HoldGradients
@@ -418,15 +419,6 @@ class Slices(Protocol):
     def dense_shape(self) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # arrays have no truth value
-class SparseGradient:
-    """Some rows of an array; the caller owns what is in it."""
-
-    indices: np.ndarray  # int64, shape (n,), ascending, each once
-    values: np.ndarray  # shape (n, …): row i is row indices[i] of the dense array
-    dense_shape: tuple[int, ...]  # of the dense array; -1 where the number of rows is not known
-
-
 class GivenSlices(NamedTuple):
     """A gradient as it came, its dtypes checked."""
 
@@ -435,7 +427,7 @@ class GivenSlices(NamedTuple):
     dense_shape: tuple[int, ...] | None
 
 
-class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
+class SparseConditionalAccumulator(Accumulator[GivenSlices, IndexedSlices]):
     """Collects rows of an array, and gives their means or their sums.
 
     Arguments as of ``Accumulator``; values may have more dimensions than ``shape``.
@@ -557,11 +549,11 @@ class SparseConditionalAccumulator(Accumulator[GivenSlices, SparseGradient]):
         self._sum = total = self._sum or SparseSum(gradient.values.shape[1:], self.dtype)
         return total.adding(gradient.indices, gradient.values, weight)
 
-    def _reduce(self, total: SparseSum) -> Pieces[SparseGradient]:
+    def _reduce(self, total: SparseSum) -> Pieces[IndexedSlices]:
         values = yield from total.making(self.reduction, per_index=self.divisor == "per_index")
         rows = self._num_rows()
         # The sum belongs to this take alone, and so do its indices.
-        return SparseGradient(total.indices, values, (-1 if rows is None else rows, *total.shape))
+        return IndexedSlices(values, total.indices, (-1 if rows is None else rows, *total.shape))
 
 
 # What is said of an accumulator.

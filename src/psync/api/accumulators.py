@@ -18,7 +18,6 @@ import numpy as np
 from psync.accumulators import ConditionalAccumulator as DenseRule
 from psync.accumulators import (
     Slices,
-    SparseGradient,
     definition_of,
     other_parameters,
     rule_of,
@@ -31,6 +30,7 @@ from psync.cluster import device_name
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.platform import PerProcess
 from psync.numerics.memory import bytes_of
+from psync.numerics.rows import IndexedSlices
 from psync.specs import Outcome, dtype_of
 from psync.wire.messages import ApplyGradient, GradientTaken, SetAccumulatorStep
 from psync.wire.tensors import to_bytes_view
@@ -424,7 +424,7 @@ class SparseConditionalAccumulator(AccumulatorHandle):
             grad.indices, grad.values, grad.dense_shape, local_step, weight
         )
 
-    async def take_indexed_slices_grad(self, num_required: int) -> SparseGradient:
+    async def take_indexed_slices_grad(self, num_required: int) -> IndexedSlices:
         """Wait until there are enough gradients, and take the mean or sum of all of them.
 
         Returns:
@@ -434,9 +434,9 @@ class SparseConditionalAccumulator(AccumulatorHandle):
         See ``ConditionalAccumulator.take_grad`` for arguments, errors and cancellation.
         """
         message, (indices, values) = await self._take(num_required)
-        return SparseGradient(indices, values, tuple(message.dense_shape or ()))
+        return IndexedSlices(values, indices, message.dense_shape)
 
     async def take_grad(self, num_required: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Call ``take_indexed_slices_grad``, and return (indices, values, dense_shape)."""
         taken = await self.take_indexed_slices_grad(num_required)
-        return taken.indices, taken.values, taken.dense_shape
+        return taken.indices, taken.values, taken.dense_shape or ()

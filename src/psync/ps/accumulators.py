@@ -49,7 +49,6 @@ import numpy as np
 from psync.accumulators import (
     Accumulator,
     SparseConditionalAccumulator,
-    SparseGradient,
     Take,
     count_nonfinite,
     other_parameters,
@@ -68,6 +67,7 @@ from psync.errors import (
 )
 from psync.net.connection import Answer, Handler, OwnRequest, Request
 from psync.numerics.memory import bytes_of
+from psync.numerics.rows import IndexedSlices
 from psync.numerics.sums import Pieces, at_once, cuts, sum_dtype
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
@@ -560,9 +560,9 @@ def gradient_of(
 
 def answer_of(take: Take[Any]) -> Answer:
     """Return what is answered to a take whose value is made."""
-    result: np.ndarray | SparseGradient = take.result()
-    if isinstance(result, SparseGradient):
-        arrays, dense_shape = [result.indices, result.values], list(result.dense_shape)
+    result: np.ndarray | IndexedSlices = take.result()
+    if isinstance(result, IndexedSlices):
+        arrays, dense_shape = [result.indices, result.values], list(result.dense_shape or ())
     else:
         arrays, dense_shape = [result], None
     message = GradientTaken(take.count, take.step, list(arrays[-1].shape), dense_shape)
